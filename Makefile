@@ -1,0 +1,40 @@
+# Every target but help sets the environment up first: minutes on a fresh machine, a fraction of a second after that.
+# PYTHON makes the environment; CP_PYTHON and COMFYUI_PATH replace it by an existing interpreter and ComfyUI.
+
+PYTHON ?= python3
+
+SETUP = assignments=$$("$(PYTHON)" .ci/setup.py --print) && eval "$$assignments" && export CP_PYTHON COMFYUI_PATH
+
+# `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
+PYTEST = "$$CP_PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())'
+
+.PHONY: help setup test demo bench lint lint-ruff lint-format lint-mypy lint-codespell
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
+
+setup: ## make the development environment outside the checkout, or find it ready
+	@"$(PYTHON)" .ci/setup.py
+
+test: ## run the tests; options for pytest in PYTEST_ARGS, e.g. PYTEST_ARGS="tests/unit -k mask"
+	@$(SETUP) && $(PYTEST) $(PYTEST_ARGS)
+
+demo: ## run the main job: the same picture from one rank and from several
+	@$(SETUP) && "$$CP_PYTHON" benchmarks/demo.py $(DEMO_ARGS)
+
+bench: ## measure the overhead of a call and the memory of the ranks
+	@$(SETUP) && "$$CP_PYTHON" benchmarks/call_overhead.py && "$$CP_PYTHON" benchmarks/memory.py
+
+lint: lint-ruff lint-format lint-mypy lint-codespell ## run every check that needs no test; -k to see all failures
+
+lint-ruff:
+	@$(SETUP) && "$$CP_PYTHON" -m ruff check .
+
+lint-format:
+	@$(SETUP) && "$$CP_PYTHON" -m ruff format --check .
+
+lint-mypy:
+	@$(SETUP) && "$$CP_PYTHON" -m mypy
+
+lint-codespell:
+	@$(SETUP) && "$$CP_PYTHON" -m codespell_lib

@@ -1,0 +1,119 @@
+"""The main job on this machine: the Flux workflow through a real ComfyUI server, one CPU rank against several.
+
+    make demo, or COMFYUI_PATH=... python benchmarks/demo.py [--ranks 2] [--steps 4] [--size 1024]
+
+The checkpoint has Flux's architecture and random weights, so the picture is noise; time, progress and the comparison are real.
+Text encoders and VAE are left out of the workflow: their files are not here. One thread per rank, so that one rank has one core
+and N ranks have N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import torch
+from support import checkpoints
+from support.server import ComfyServer
+
+WORKFLOW = ROOT / "workflows" / "api" / "flux_context_parallel.json"
+TEXT_TOKENS = 256
+
+
+def prompt(ranks: int, size: int, steps: int) -> dict[str, Any]:
+    """The shipped workflow, with a demo checkpoint, made-up conditioning and SaveLatent in place of the files that are not here."""
+    graph: dict[str, Any] = json.loads(WORKFLOW.read_text())
+    by_class = {node["class_type"]: name for name, node in graph.items()}
+    sampler = by_class["KSampler"]
+    graph[by_class["UNETLoader"]]["inputs"]["unet_name"] = "flux_demo.safetensors"
+    graph[by_class["CPConfig"]]["inputs"]["world_size"] = ranks
+    graph[by_class["EmptySD3LatentImage"]]["inputs"].update(width=size, height=size)
+    graph[sampler]["inputs"].update(steps=steps, seed=1)
+    latent = graph[sampler]["inputs"]["latent_image"]
+    for name in ("positive", "negative"):
+        graph[name] = {
+            "class_type": "TestConditioning",
+            "inputs": {"seed": 100, "tokens": TEXT_TOKENS, "width": 64, "pooled_width": 64, "guidance": 3.5, "latent": latent},
+        }
+        graph[sampler]["inputs"][name] = [name, 0]
+    graph["save"] = {"class_type": "SaveLatent", "inputs": {"samples": [sampler, 0], "filename_prefix": f"demo_{ranks}_ranks"}}
+    wanted, keep = ["save"], set()
+    while wanted:
+        name = wanted.pop()
+        if name not in keep:
+            keep.add(name)
+            wanted += [value[0] for value in graph[name]["inputs"].values() if isinstance(value, list)]
+    return {name: graph[name] for name in keep}
+
+
+def sample(server: ComfyServer, ranks: int, size: int, steps: int) -> tuple[torch.Tensor, float, Path]:
+    """Queue the workflow, print its progress, return (latent, seconds per step without the first one, output file)."""
+    label = "1 rank, ComfyUI's own path" if ranks == 1 else f"{ranks} ranks, context parallel"
+    print(f"\n{label}:", flush=True)
+    began, seen = time.monotonic(), 0
+    prompt_id = server.queue(prompt(ranks, size, steps))
+
+    def progress() -> list[Any]:
+        return [e for e in server.events if e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] > 0]
+
+    def over() -> bool:
+        return any(e.type in ("execution_success", "execution_error") and e.data["prompt_id"] == prompt_id for e in server.events)
+
+    finished = False
+    while not finished:
+        finished = over()  # before looking at the steps, so that the last one is printed
+        for event in progress()[seen:]:
+            seen += 1
+            print(f"  step {event.data['value']} of {event.data['max']} after {event.time - began:.1f} s", flush=True)
+        time.sleep(0.1)
+    result = server.wait(prompt_id, 30).check()
+    times = [event.time for event in progress()]
+    name = result.outputs["save"]["latents"][0]["filename"]
+    return server.latent(result), (times[-1] - times[0]) / (len(times) - 1), server.base / "output" / name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2, help="ranks to compare with one")
+    parser.add_argument("--steps", type=int, default=4, help="sampling steps, at least 2")
+    parser.add_argument("--size", type=int, default=1024, help="side of the picture in pixels; 1024 is 4096 tokens")
+    parser.add_argument("--out", type=Path, help="where latents and the server's log go; a new folder by default")
+    options = parser.parse_args()
+    comfyui = os.environ.get("COMFYUI_PATH")
+    if not comfyui:
+        sys.exit("COMFYUI_PATH is not set: run `make demo`, or set it to ComfyUI's folder.")
+    out = options.out or Path(tempfile.mkdtemp(prefix="context-parallel-demo-"))
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread per rank")
+    print("writing a checkpoint: Flux architecture, hidden 1024, 2 double and 4 single blocks, random weights", flush=True)
+    demo = checkpoints.Checkpoint(architecture=checkpoints.Flux(hidden=1024, double_blocks=2, single_blocks=4))
+    checkpoints.write("flux_large", out / "models", checkpoint=demo, file_stem="flux_demo")
+    tokens = (options.size // 16) ** 2 + TEXT_TOKENS
+    print(f"starting ComfyUI; {tokens} tokens per step", flush=True)
+    arguments = ["--use-pytorch-cross-attention"]
+    with ComfyServer(Path(comfyui), models=out / "models", args=arguments, env={"OMP_NUM_THREADS": "1"}) as server:
+        one, one_seconds, one_file = sample(server, 1, options.size, options.steps)
+        many, many_seconds, many_file = sample(server, options.ranks, options.size, options.steps)
+        for file in (one_file, many_file):
+            (out / file.name).write_bytes(file.read_bytes())
+        (out / "server.log").write_text(server.log_text())
+    print(f"\n1 rank:  {one_seconds:.2f} s per step\n{options.ranks} ranks: {many_seconds:.2f} s per step")
+    print(f"ratio: {one_seconds / many_seconds:.2f} ({options.ranks} is the limit)")
+    print(f"max |difference| of the latents: {(one - many).abs().max():.1e} (standard deviation {one.std():.2f})")
+    print(f"latents and the server's log: {out}")
+    print(f"{time.monotonic() - began:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

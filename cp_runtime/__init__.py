@@ -1,0 +1,1 @@
+"""Context parallelism: sharded attention, sharding plans and the worker pool. Imports without ComfyUI."""

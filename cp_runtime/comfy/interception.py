@@ -1,0 +1,91 @@
+"""The transformer's innermost frame, in the UI process, sent to the workers instead.
+
+Innermost, so that wrappers which skip or repeat the forward (step caches, seam smoothing) keep their meaning. Installed on the
+instance for as long as a patcher of ours is the one that is loaded, so that it does not depend on what samplers and guiders
+hand on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import ref
+
+from torch import Tensor, dtype, nn
+from torch import device as torch_device
+
+from .obstacles import options_obstacle, patcher_obstacle
+
+# Entries of transformer_options that only code of the UI process reads: functions, and ids of its bookkeeping.
+_UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "prefetch_dynamic_vbars")
+_SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, torch_device, list, tuple, dict)
+
+
+class Owner(Protocol):
+    """What a patcher does for its interception."""
+
+    def call_workers(self, method: str, arguments: dict[str, Any], volatile: set[str], device: Any) -> Any: ...
+    def refuse_call(self, obstacle: str) -> None: ...
+
+
+class WorkerForward:
+    """Stands in for a method of one transformer instance.
+
+    Args:
+        owner: the patcher; held weakly, because it holds the model.
+        model: the transformer.
+    """
+
+    sends_to_workers = True
+
+    def __init__(self, owner: Owner, model: nn.Module) -> None:
+        self.owner = ref(owner)
+        self.method = innermost_method(model)
+        self.stock: Callable[..., Any] = getattr(type(model), self.method).__get__(model)
+        self.signature = inspect.signature(self.stock)
+        self.volatile = set(list(self.signature.parameters)[:2])  # the latent and the timestep
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self.owner()
+        if owner is None:
+            return self.stock(*args, **kwargs)
+        arguments = self._named(args, kwargs)
+        options = arguments.get("transformer_options") or {}
+        obstacle = patcher_obstacle(owner) or options_obstacle(options)
+        if obstacle is None and arguments.get("control") is not None:
+            obstacle = (
+                "ControlNet residuals are not available on the workers in this version. Remove the ControlNet, or set "
+                "on_unsupported of CP Config to 'single device'."
+            )
+        if obstacle is not None:
+            owner.refuse_call(obstacle)
+            return self.stock(*args, **kwargs)
+        arguments["transformer_options"] = {k: v for k, v in options.items() if k not in _UI_ONLY and isinstance(v, _SENDABLE)}
+        return owner.call_workers(self.method, arguments, self.volatile, args[0].device)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a call by name, extra keywords included."""
+        bound = dict(self.signature.bind(*args, **kwargs).arguments)
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                bound.update(bound.pop(name, {}))
+        return bound
+
+
+def innermost_method(model: nn.Module) -> str:
+    """`_forward` where the class calls it through ComfyUI's wrappers, else `forward`."""
+    return "_forward" if hasattr(type(model), "_forward") else "forward"
+
+
+def intercept(owner: Owner, model: nn.Module) -> None:
+    """Send the model's calls to the workers."""
+    setattr(model, innermost_method(model), WorkerForward(owner, model))
+
+
+def release(owner: Owner, model: nn.Module) -> None:
+    """Undo `intercept`, unless another owner has taken over."""
+    method = innermost_method(model)
+    installed = vars(model).get(method)
+    if isinstance(installed, WorkerForward) and installed.owner() in (owner, None):
+        delattr(model, method)

@@ -1,0 +1,221 @@
+"""The one pool of this process, what its workers hold, and the calls that go to them."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import RuntimeConfig
+from ..errors import PoolError
+from ..pool.conditioning import CallEncoder
+from ..pool.controller import LOAD_TIMEOUT, WorkerPool, WorkerSite
+from ..pool.protocol import TensorPacker, flatten
+from .target import Target, verify
+from .weight_patches import encode_patches, patches_digest
+
+log = logging.getLogger("context_parallel")
+
+UNLOAD_TIMEOUT = 15.0
+SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between blocks
+
+
+@dataclass
+class CallRecord:
+    """One denoise call.
+
+    Args:
+        seconds: from call to result, as the sampler sees it.
+        reports: what each rank reported.
+    """
+
+    seconds: float
+    reports: list[dict[str, Any]]
+
+
+class Session:
+    """Owner of the pool. Prompts run one at a time; the lock covers `/free` and garbage collection from elsewhere."""
+
+    def __init__(self) -> None:
+        self.pool: WorkerPool | None = None
+        self.records: deque[CallRecord] = deque(maxlen=10_000)
+        self._lock = threading.RLock()
+        self._resident: dict[str, str] = {}  # key -> patches_uuid
+        self._owners: Counter[str] = Counter()
+        self._forgotten: deque[str] = deque()
+        self._encoder = CallEncoder()
+        self._warm: set[str] = set()
+        self._last_kind: object = None
+        self._last_seconds = 0.0
+        self._closing = False
+
+    def is_resident(self, key: str) -> bool:
+        """Whether the workers hold the model."""
+        return self.pool is not None and self.pool.alive and key in self._resident
+
+    def load(self, config: RuntimeConfig, target: Target, cancelled: Callable[[], bool]) -> bool:
+        """Make the workers' mirror equal to `target`. Returns whether anything was loaded.
+
+        Raises:
+            MirrorError: a rank's model is not the UI's.
+            PoolError: the pool failed.
+        """
+        with self._lock:
+            pool = self._pool_for(config, cancelled)
+            if self._resident.get(target.key) == target.patches_uuid:
+                return False
+            packer = TensorPacker()
+            tree = flatten(encode_patches(target.patches), packer.add)
+            body = {
+                "key": target.key,
+                "recipe": target.recipe.as_json(),
+                "patches": tree,
+                "patches_uuid": target.patches_uuid,
+                "forget": self._take_forgotten(target.key),
+            }
+            self._resident.pop(target.key, None)
+            replies = pool.request("mirror", body, packer, timeout=LOAD_TIMEOUT, cancelled=cancelled)
+            verify(target, patches_digest(tree, pool.payload(packer.nbytes)), replies, pool.pids)
+            pool.trim()
+            self._resident[target.key] = target.patches_uuid
+            self._warm.discard(target.key)  # the next call puts weights and patches on the device
+            log.info(
+                "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s",
+                os.path.basename(target.recipe.path),
+                replies[0]["bytes"] / 1e6,
+                len(target.patches),
+                pool.world_size,
+                max(reply["seconds"] for reply in replies),
+            )
+            return True
+
+    def call(
+        self,
+        config: RuntimeConfig,
+        key: str,
+        method: str,
+        arguments: dict[str, Any],
+        volatile: set[str],
+        device: torch.device,
+        cancelled: Callable[[], bool],
+    ) -> Any:
+        """Run `method` of the model `key` on all ranks.
+
+        Args:
+            arguments: by name; plain data and tensors.
+            volatile: names of arguments that change with every call.
+            device: where the result goes.
+        """
+        with self._lock:
+            began = time.monotonic()
+            pool = self._pool_for(config, cancelled)
+            message, packer = self._encoder.encode(arguments, volatile)
+            kind = (key, [value.shape for value in arguments.values() if isinstance(value, torch.Tensor)])
+            body = {
+                "key": key,
+                "method": method,
+                "anything": config.context_parallel.ulysses_anything,
+                "cancellable": kind != self._last_kind or self._last_seconds > SLOW_CALL,
+                **message,
+            }
+            timeout = config.step_timeout if key in self._warm else max(config.step_timeout, LOAD_TIMEOUT)
+            replies = pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
+            self._encoder.delivered()
+            self._warm.add(key)
+            out = pool.result(replies, device)
+            self._last_kind, self._last_seconds = kind, time.monotonic() - began
+            self.records.append(CallRecord(self._last_seconds, replies))
+            return out
+
+    def unload(self, key: str) -> None:
+        """Make the workers drop a model, and the conditioning they keep. Never raises."""
+        with self._lock:
+            if self.pool is None or not self.is_resident(key):
+                return
+            del self._resident[key]
+            self._encoder.reset()
+            # ComfyUI's memory manager calls this, from a thread that an exception would end.
+            try:
+                self.pool.request("unload", {"key": key}, timeout=UNLOAD_TIMEOUT)
+            except PoolError as error:
+                log.error("the workers did not unload and are restarted on next use: %s", error)
+                self.pool.kill()
+
+    def own(self, key: str) -> None:
+        """A model of the UI process uses this key."""
+        self._owners[key] += 1
+
+    def disown(self, key: str) -> None:
+        """A model that used this key was garbage-collected. May run in any thread, inside anything: takes no lock."""
+        self._owners[key] -= 1
+        if self._owners[key] <= 0:
+            self._forgotten.append(key)
+
+    def close(self) -> None:
+        """End the workers, at exit. A call that runs in another thread is not waited for."""
+        self._closing = True
+        if self.pool is not None and not self._lock.acquire(timeout=0.1):
+            self.pool.kill_processes()
+            return
+        if self.pool is not None:
+            self.pool.close()
+            self._reset()
+            self._lock.release()
+
+    def _pool_for(self, config: RuntimeConfig, cancelled: Callable[[], bool]) -> WorkerPool:
+        if self.pool is not None and (not self.pool.alive or _pool_key(self.pool.config) != _pool_key(config)):
+            self.pool.close()
+            self._reset()
+        if self._closing:
+            raise PoolError("ComfyUI is shutting down")
+        if self.pool is None:
+            log.info("starting %d ranks on %s", config.world_size, ", ".join(config.devices))
+            self.pool = WorkerPool(config, worker_site(), cancelled)
+        return self.pool
+
+    def _reset(self) -> None:
+        self.pool = None
+        self._resident.clear()
+        self._encoder.reset()
+        self._warm.clear()
+        self._last_kind = None
+
+    def _take_forgotten(self, wanted: str) -> list[str]:
+        gone = []
+        while self._forgotten:
+            key = self._forgotten.popleft()
+            if key != wanted and self._owners[key] <= 0 and self._resident.pop(key, None) is not None:
+                gone.append(key)
+        return gone
+
+
+def _pool_key(config: RuntimeConfig) -> tuple[Any, ...]:
+    return config.devices, config.backend, max(config.step_timeout, LOAD_TIMEOUT)
+
+
+def worker_site() -> WorkerSite:
+    """Where the workers find this process's ComfyUI and its models."""
+    import comfy.model_management
+    import comfy.options
+    import folder_paths
+
+    folders = {os.path.abspath(folder) for folders, _ in folder_paths.folder_names_and_paths.values() for folder in folders}
+    return WorkerSite(
+        comfyui=os.path.dirname(os.path.dirname(os.path.abspath(comfy.model_management.__file__))),
+        # Where another program embeds ComfyUI, the command line is not ComfyUI's.
+        arguments=tuple(sys.argv[1:]) if comfy.options.args_parsing else (),
+        model_folders=tuple(sorted(folders)),
+    )
+
+
+SESSION = Session()
+atexit.register(SESSION.close)

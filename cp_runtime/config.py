@@ -1,0 +1,208 @@
+"""Settings: what a user asks for, and what it resolves to on this machine.
+
+`ContextParallelConfig` has the fields of diffusers' class of that name. `RuntimeConfig` is the value that travels along a
+`CP_CONFIG` link: a validated, immutable description of the pool and of how calls are sharded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import bad_value
+
+ROTATE_METHODS = ("alltoall", "allgather")
+BACKENDS = ("auto", "nccl", "gloo", "xccl", "hccl")
+ON_UNSUPPORTED = ("error", "single device")
+MAX_STEP_TIMEOUT = 7 * 24 * 3600.0
+DEFAULT_STEP_TIMEOUT = 600.0
+CPU_RANKS_PER_CORE = 4  # more than that is a typing error, not a plan
+
+_DEVICE = re.compile(r"([a-z]+)(?::(\d{1,3}))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelConfig:
+    """How a sequence is split over ranks. Names and meanings are those of diffusers 0.42.
+
+    Args:
+        ring_degree: ranks that pass K and V around.
+        ulysses_degree: ranks that exchange sequence shards for head shards.
+        convert_to_fp32: merge partial results of ring steps in float32.
+        rotate_method: how ring attention moves K and V.
+        ulysses_anything: allow lengths and head counts that do not divide by `ulysses_degree` (exact either way).
+        ring_anything: the same for `ring_degree`.
+    """
+
+    ring_degree: int = 1
+    ulysses_degree: int = 1
+    convert_to_fp32: bool = True
+    rotate_method: Literal["alltoall", "allgather"] = "allgather"
+    ulysses_anything: bool = False
+    ring_anything: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("ring_degree", "ulysses_degree"):
+            value = getattr(self, field)
+            if not _is_int(value) or value < 1:
+                raise bad_value(field, value, "a whole number from 1", "Set it to the number of ranks on that axis.")
+        if self.rotate_method not in ROTATE_METHODS:
+            raise bad_value("rotate_method", self.rotate_method, " or ".join(ROTATE_METHODS), "Choose one of them.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInventory:
+    """The devices that ranks may run on: torch's device type and how many of them are visible."""
+
+    type: str
+    count: int
+
+    @property
+    def max_ranks(self) -> int:
+        """One rank per accelerator; on a machine without any, a few CPU ranks per core."""
+        return CPU_RANKS_PER_CORE * (os.cpu_count() or 1) if self.type == "cpu" else self.count
+
+    @property
+    def default_ranks(self) -> int:
+        """World size when the user leaves it open."""
+        return 2 if self.type == "cpu" else max(1, self.count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """A pool and the way calls run on it. Build it with `resolve`; two equal configs share one pool."""
+
+    devices: tuple[str, ...]
+    context_parallel: ContextParallelConfig
+    backend: str = "auto"
+    on_unsupported: str = "error"
+    step_timeout: float = DEFAULT_STEP_TIMEOUT
+
+    @property
+    def world_size(self) -> int:
+        """Number of worker ranks."""
+        return len(self.devices)
+
+    @property
+    def device_type(self) -> str:
+        """Torch device type of all ranks."""
+        return self.devices[0].partition(":")[0]
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        inventory: DeviceInventory,
+        world_size: int = 0,
+        devices: str = "",
+        ulysses_degree: int = 0,
+        ring_degree: int = 0,
+        batch_degree: int = 0,
+        rotate_method: str = "alltoall",
+        convert_to_fp32: bool = True,
+        ulysses_anything: bool = True,
+        ring_anything: bool = True,
+        backend: str = "auto",
+        on_unsupported: str = "error",
+        step_timeout: float = DEFAULT_STEP_TIMEOUT,
+    ) -> RuntimeConfig:
+        """Check every input against the machine and the other inputs, and fill in what was left open (0 or empty).
+
+        Raises:
+            ConfigError: naming the input, its value, what is allowed and what to do. No process has started by then.
+        """
+        names = _resolve_devices(world_size, devices, inventory)
+        ulysses, ring = _resolve_degrees(len(names), ulysses_degree, ring_degree, batch_degree)
+        if backend not in BACKENDS:
+            raise bad_value("backend", backend, ", ".join(BACKENDS), "Leave it at auto unless you know better.")
+        if backend == "nccl" and inventory.type != "cuda":
+            raise bad_value("backend", backend, f"auto or gloo on {inventory.type} devices", "nccl needs CUDA devices.")
+        if on_unsupported not in ON_UNSUPPORTED:
+            raise bad_value("on_unsupported", on_unsupported, " or ".join(ON_UNSUPPORTED), "Choose one of them.")
+        timeout = step_timeout if isinstance(step_timeout, (int, float)) else math.nan
+        if not 0 < timeout <= MAX_STEP_TIMEOUT:
+            raise bad_value(
+                "step_timeout",
+                step_timeout,
+                f"seconds above 0 and up to {MAX_STEP_TIMEOUT:.0f}",
+                "Set it well above the time of one sampling step.",
+            )
+        context_parallel = ContextParallelConfig(
+            ring_degree=ring,
+            ulysses_degree=ulysses,
+            convert_to_fp32=convert_to_fp32,
+            rotate_method=rotate_method,  # type: ignore[arg-type]  # checked by the class
+            ulysses_anything=ulysses_anything,
+            ring_anything=ring_anything,
+        )
+        return cls(
+            devices=names,
+            context_parallel=context_parallel,
+            backend=backend,
+            on_unsupported=on_unsupported,
+            step_timeout=float(timeout),
+        )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _resolve_devices(world_size: int, devices: str, inventory: DeviceInventory) -> tuple[str, ...]:
+    limit = inventory.max_ranks
+    if not _is_int(world_size) or not 0 <= world_size <= limit:
+        raise bad_value(
+            "world_size",
+            world_size,
+            f"0 (choose) to {limit} on this machine ({inventory.count} {inventory.type} device(s))",
+            "Lower it, or start ComfyUI where more devices are visible.",
+        )
+    if not isinstance(devices, str):
+        raise bad_value("devices", devices, "a text such as 'cuda:0,cuda:2'", "Leave it empty for the first devices.")
+    names = tuple(_parse_device(part.strip(), inventory) for part in devices.split(",")) if devices.strip() else ()
+    if not names:
+        count = world_size or inventory.default_ranks
+        return tuple("cpu" if inventory.type == "cpu" else f"{inventory.type}:{i}" for i in range(count))
+    if world_size not in (0, len(names)):
+        raise bad_value("world_size", world_size, f"0 or {len(names)}, the number of entries in devices", "Make them agree.")
+    if len(names) > limit:
+        raise bad_value("devices", devices, f"at most {limit} entries on this machine", "Name fewer devices.")
+    if inventory.type != "cpu" and len(set(names)) != len(names):
+        raise bad_value("devices", devices, "each device once", "Two ranks cannot share an accelerator.")
+    return names
+
+
+def _parse_device(text: str, inventory: DeviceInventory) -> str:
+    example = "cpu,cpu" if inventory.type == "cpu" else f"{inventory.type}:0,{inventory.type}:1"
+    match = _DEVICE.fullmatch(text)
+    if match is None or match[1] != inventory.type:
+        raise bad_value("devices", text, f"{inventory.type} devices, such as {example}", "Leave it empty for the first ones.")
+    if inventory.type == "cpu":
+        return "cpu"
+    index = int(match[2] or 0)
+    if index >= inventory.count:
+        raise bad_value("devices", text, f"{inventory.type}:0 to {inventory.type}:{inventory.count - 1}", "No such device.")
+    return f"{inventory.type}:{index}"
+
+
+def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tuple[int, int]:
+    for field, value in (("ulysses_degree", ulysses), ("ring_degree", ring), ("batch_degree", batch)):
+        if not _is_int(value) or value < 0:
+            raise bad_value(field, value, "a whole number from 0 (choose)", "Leave it at 0.")
+    # Unset axes: the sequence is split by Ulysses; ring and batch stay at 1.
+    ring, batch = ring or 1, batch or 1
+    chosen = ulysses or max(1, world_size // (ring * batch))
+    if chosen * ring * batch != world_size:
+        raise bad_value(
+            "ulysses_degree x ring_degree x batch_degree",
+            f"{chosen} x {ring} x {batch} = {chosen * ring * batch}",
+            f"a product equal to the world size, {world_size}",
+            "Leave the degrees at 0 to have them chosen.",
+        )
+    for field, value in (("ring_degree", ring), ("batch_degree", batch)):
+        if value > 1:
+            raise bad_value(field, value, "0 or 1 in this version", "Use ulysses_degree; this axis is not available yet.")
+    return chosen, ring

@@ -1,0 +1,60 @@
+"""Every error that the extension raises on purpose.
+
+All of them derive from `ContextParallelError`. A message says what is wrong, what was got, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ContextParallelError(RuntimeError):
+    """Base of all errors of this package."""
+
+
+class ConfigError(ContextParallelError, ValueError):
+    """A setting is out of range or contradicts another one. Raised before any process starts."""
+
+
+class PlanError(ContextParallelError):
+    """A plan does not fit the module it was applied to, or a tensor does not fit the plan."""
+
+
+class UnsupportedError(ContextParallelError):
+    """The model, or something another node attached to it, cannot run sharded."""
+
+
+class MirrorError(ContextParallelError):
+    """The model on the workers is not, or cannot be made, the model of the UI process."""
+
+
+class ProtocolError(ContextParallelError):
+    """A message of the pool is malformed, too large or out of order."""
+
+
+class PoolError(ContextParallelError):
+    """The worker pool could not do what it was asked to."""
+
+
+class PoolTimeout(PoolError):
+    """The workers did not answer within their deadline."""
+
+
+class RankError(PoolError):
+    """A worker rank failed.
+
+    Args:
+        rank: the rank that failed first.
+        pid: its process id.
+        kind: name of the exception type on that rank, or of the signal that ended it.
+        message: its message.
+        trace: its traceback, empty where the process died without one.
+    """
+
+    def __init__(self, *, rank: int, pid: int, kind: str, message: str, trace: str = "") -> None:
+        self.rank, self.pid, self.kind, self.message, self.trace = rank, pid, kind, message, trace
+        text = f"rank {rank} (pid {pid}) failed: {kind}: {message}"
+        super().__init__(f"{text}\n\nTraceback of rank {rank}:\n{trace}" if trace else text)
+
+
+def bad_value(field: str, got: object, allowed: str, remedy: str) -> ConfigError:
+    """Build the error for a setting: field, value, what is allowed, what to do."""
+    return ConfigError(f"{field}: got {got!r}; allowed: {allowed}. {remedy}")

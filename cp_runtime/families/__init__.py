@@ -1,0 +1,36 @@
+"""One plan table per model family. `plan_for` finds the table of a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..errors import UnsupportedError
+from ..plan import FamilyPlan
+from .flux import FLUX
+from .qwen_image import QWEN_IMAGE
+from .wan import WAN
+
+PLANS: dict[str, FamilyPlan] = {plan.model_class: plan for plan in (FLUX, QWEN_IMAGE, WAN)}
+
+
+def class_name(model: nn.Module) -> str:
+    """Full name of a module's class, the key of `PLANS`."""
+    return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def plan_for(model: nn.Module) -> FamilyPlan:
+    """Return the checked plan of a diffusion model.
+
+    Raises:
+        UnsupportedError: no plan was written for its class.
+        PlanError: the model is not the one that the plan was written for.
+    """
+    plan = PLANS.get(class_name(model))
+    if plan is None:
+        known = ", ".join(sorted(p.family for p in PLANS.values()))
+        raise UnsupportedError(
+            f"{type(model).__name__} has no context parallel plan; supported families: {known}. "
+            "Connect the model to the sampler directly, or set on_unsupported of CP Config to 'single device'."
+        )
+    plan.check(model)
+    return plan

@@ -1,0 +1,31 @@
+"""Flux 1, Kontext, Flux 2 and the models that share their class."""
+
+from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, TokenRanges
+
+JOINT = ("txt", "img")
+
+FLUX = FamilyPlan(
+    family="Flux",
+    model_class="comfy.ldm.flux.model.Flux",
+    comfyui="0.30.0",
+    modules={
+        "double_blocks.*": ModulePlan(
+            inputs={
+                "txt": ContextParallelInput(split_dim=1, expected_dims=3, streams=("txt",)),
+                "img": ContextParallelInput(split_dim=1, expected_dims=3, streams=("img",)),
+                "pe": ContextParallelInput(split_dim=2, expected_dims=6, streams=JOINT, side=True),
+                "modulation_dims_img": TokenRanges(stream="img"),
+            },
+            attention=JOINT,
+        ),
+        "single_blocks.*": ModulePlan(
+            inputs={
+                "pe": ContextParallelInput(split_dim=2, expected_dims=6, streams=JOINT, side=True),
+                "modulation_dims": TokenRanges(stream="img", after="txt"),
+            },
+            attention=JOINT,
+        ),
+        "final_layer": ModulePlan(inputs={"modulation_dims": TokenRanges(stream="img")}),
+    },
+    outputs={"final_layer": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")},
+)

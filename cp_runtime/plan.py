@@ -1,0 +1,257 @@
+"""Sharding plans: data that says which arguments of which modules are split, and which output is gathered.
+
+`ContextParallelInput` and `ContextParallelOutput` keep the names and meanings of diffusers. What is added: the token
+*streams* a tensor belongs to (diffusers knows one anonymous sequence), and arguments that are not tensors of tokens but
+speak about tokens (absolute indices, token ranges, per-frame values).
+
+A transform is called with the state of the running call and the full value, and returns what this rank's shard of the
+module must see. It is idempotent: a value that is local already passes unchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .errors import PlanError
+from .sharding import JointLayout, clip_range, normalize_dim
+
+
+class CallState:
+    """What one rank knows about the call that is running: the length of every stream seen so far.
+
+    Args:
+        rank: this rank's index on the sequence axes.
+        world_size: ranks on the sequence axes.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.lengths: dict[str, int] = {}
+        self.key_masks: dict[str, Tensor] = {}
+        self._layouts: dict[tuple[str, ...], JointLayout] = {}
+        # Side inputs are the same tensor for every block. The source is kept, so that its id cannot be reused.
+        self._memo: dict[tuple[object, ...], tuple[Any, Any]] = {}
+
+    def layout(self, streams: tuple[str, ...]) -> JointLayout:
+        """Layout of `streams` in joint order. Raises PlanError when one of them has not been seen yet."""
+        layout = self._layouts.get(streams)
+        if layout is None:
+            missing = [name for name in streams if name not in self.lengths]
+            if missing:
+                raise PlanError(f"stream {missing[0]!r} is used before any planned argument defined its length")
+            layout = JointLayout(tuple(self.lengths[name] for name in streams), self.world_size)
+            self._layouts[streams] = layout
+        return layout
+
+    def once(self, key: object, source: Any, make: Any) -> Any:
+        """Return `make()`, computed once per call for the object `source`."""
+        slot = (key, id(source))
+        if slot not in self._memo:
+            self._memo[slot] = (source, make())
+        return self._memo[slot][1]
+
+
+class Transform(Protocol):
+    """Turns the full value of an argument into this rank's value."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelInput:
+    """Split a tensor along `split_dim`.
+
+    Args:
+        split_dim: dimension that counts tokens.
+        expected_dims: number of dimensions the tensor must have; another number is an error (not a warning).
+        streams: token streams along `split_dim`, in joint order. Unless `side` is set, there is one, and the first tensor
+            seen defines its length.
+        side: the same tensor comes with every module (positions, masks): it is split once per call and kept.
+        key_mask: the attention's key mask is made of this argument (additive, `[B, tokens]`), inside the module.
+    """
+
+    split_dim: int = 1
+    expected_dims: int | None = None
+    streams: tuple[str, ...] = ("sequence",)
+    side: bool = False
+    key_mask: bool = False
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(self(state, item, where) for item in value)
+        if not isinstance(value, Tensor):
+            return value
+        if self.expected_dims is not None and value.ndim != self.expected_dims:
+            raise PlanError(f"{where}: expected {self.expected_dims} dimensions, got {tuple(value.shape)}")
+        dim = normalize_dim(self.split_dim, value.ndim)
+        if not self.side:
+            state.lengths.setdefault(self.streams[0], value.shape[dim])
+        layout = state.layout(self.streams)
+        length = value.shape[dim]
+        if self.key_mask and length == layout.total:
+            state.key_masks[self.streams[0]] = value
+        if length == layout.total:
+            if not self.side:
+                return layout.take_local(value, state.rank, dim)
+            return state.once(self, value, lambda: layout.take_local(value, state.rank, dim))
+        if length in (1, layout.local_lengths[state.rank]):  # broadcast over tokens, or local already
+            return value
+        raise PlanError(
+            f"{where}: dimension {dim} of {tuple(value.shape)} is {length}; expected {layout.total} tokens "
+            f"({' + '.join(f'{name} {state.lengths[name]}' for name in self.streams)}) or this rank's "
+            f"{layout.local_lengths[state.rank]}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelOutput:
+    """Gather an output along `gather_dim`: every rank returns the tokens of the whole stream."""
+
+    gather_dim: int = 1
+    expected_dims: int | None = None
+    stream: str = "sequence"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenIndex:
+    """An absolute token index that separates a stream in two: becomes the boundary inside the local range."""
+
+    stream: str
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if value is None:
+            return None
+        (window,) = state.layout((self.stream,)).ranges[state.rank]
+        return clip_range(0, int(value), window)[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRanges:
+    """A list of (start, stop, ...) over a stream: each becomes its part inside the local range, empty ones vanish.
+
+    Args:
+        stream: the stream the ranges speak about.
+        after: a stream that stands before it in the same tensor, by its *local* length: the caller has shifted every range
+            by it, except a start of 0, which also covers that stream.
+    """
+
+    stream: str
+    after: str | None = None
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if value is None:
+            return None
+        (window,) = state.layout((self.stream,)).ranges[state.rank]
+        shift = state.layout((self.after,)).local_lengths[state.rank] if self.after else 0
+        local = []
+        for start, stop, *rest in value:
+            low, high = clip_range(max(start - shift, 0), stop - shift, window)
+            low, high = (0 if start == 0 else low + shift), high + shift
+            if high > low:
+                local.append((low, high, *rest))
+        return local
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerFrame:
+    """A value per frame, `[B, frames, ...]`, of a stream that holds the frames one after the other: one per local token.
+
+    The number of tokens per frame is rounded up where it is not whole, as the Wan models do. Values with another number of
+    dimensions than `ndim`, or with one frame, apply to all tokens and pass unchanged.
+    """
+
+    stream: str
+    ndim: int
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if not isinstance(value, Tensor) or value.ndim != self.ndim or value.shape[1] == 1:
+            return value
+        return state.once(self, value, lambda: self._expand(state, value))
+
+    def _expand(self, state: CallState, value: Tensor) -> Tensor:
+        layout = state.layout((self.stream,))
+        ((start, stop),) = layout.ranges[state.rank]
+        per_frame = -(-layout.total // value.shape[1])
+        frames = torch.arange(start, stop, device=value.device) // per_frame
+        return value.index_select(1, frames)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePlan:
+    """What happens to one module, or to every module that a pattern with one `*` names.
+
+    Args:
+        inputs: argument name -> transform. Arguments that define a stream stand before those that use it.
+        attention: streams of the self-attention inside the module, in joint order; empty = no communication inside.
+        local: submodules, relative to the module, whose attention needs no communication (replicated keys and values).
+    """
+
+    inputs: Mapping[str, Transform] = field(default_factory=dict)
+    attention: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyPlan:
+    """How one class of models is sharded, with its own forward.
+
+    Args:
+        family: name shown to users.
+        model_class: full name of the module class that the plan was written for.
+        comfyui: version of ComfyUI the argument names were checked against.
+        modules: pattern -> what happens to those modules.
+        outputs: module path -> which stream is gathered from its output.
+    """
+
+    family: str
+    model_class: str
+    comfyui: str
+    modules: Mapping[str, ModulePlan]
+    outputs: Mapping[str, ContextParallelOutput]
+
+    def check(self, model: nn.Module) -> None:
+        """Raise PlanError unless every module and argument that the plan relies on exists in `model`."""
+        known = f"{self.family} plan (checked against ComfyUI {self.comfyui})"
+        remedy = "Update this extension, or use the ComfyUI version it was checked against."
+        for pattern, plan in self.modules.items():
+            for name, module in find_modules(model, pattern, f"{known}: ", remedy):
+                parameters = argument_names(module)
+                for argument in plan.inputs:
+                    if argument not in parameters:
+                        raise PlanError(
+                            f"{known}: {name} ({type(module).__name__}) has no argument {argument!r}; "
+                            f"it has {', '.join(parameters)}. {remedy}"
+                        )
+                for local in plan.local:
+                    find_modules(module, local, f"{known}: {name}.", remedy)
+        for path in self.outputs:
+            find_modules(model, path, f"{known}: ", remedy)
+
+
+def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = "") -> Sequence[tuple[str, nn.Module]]:
+    """Return (path, module) of every module that `pattern` names; `*` stands for one path component.
+
+    Raises:
+        PlanError: if there is none.
+    """
+    parts = pattern.split(".")
+    found = [
+        (name, module)
+        for name, module in root.named_modules()
+        if len(split := name.split(".")) == len(parts)
+        and all(p == s or (p == "*" and s) for p, s in zip(parts, split, strict=True))
+    ]
+    if not found:
+        raise PlanError(f"{prefix}no module {pattern!r} in {type(root).__name__}. {remedy}".rstrip())
+    return found
+
+
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments of a module's forward, in order, without `self`."""
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]

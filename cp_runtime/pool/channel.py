@@ -1,0 +1,121 @@
+"""Transport between the controller and one rank: framed JSON over a socketpair, tensors in shared memory without a name."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PoolTimeout, ProtocolError
+from .protocol import MAX_HEADER, decode_header, encode_header
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Closed(Exception):
+    """The other end is gone."""
+
+
+class Channel:
+    """Length-prefixed JSON frames over a stream socket. Every receive but that of an idle worker has a deadline."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.sock.setblocking(False)
+        self._buffer = bytearray()
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def send(self, header: dict[str, Any], deadline: float | None = None) -> None:
+        """Send one frame. Raises Closed or PoolTimeout (`deadline` is on the clock of time.monotonic)."""
+        data = encode_header(header)
+        view = memoryview(_LENGTH.pack(len(data)) + data)
+        while view:
+            try:
+                view = view[self.sock.send(view) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline)
+            except OSError as error:
+                raise Closed(str(error)) from error
+
+    def receive(self, deadline: float | None = None) -> dict[str, Any]:
+        """Return the next frame. Raises Closed, PoolTimeout or ProtocolError."""
+        while (frame := self.poll()) is None:
+            self._wait(select.POLLIN, deadline)
+        return frame
+
+    def poll(self) -> dict[str, Any] | None:
+        """Return the next frame if it has arrived completely. A frame that was cut off is never returned."""
+        frame = self._take()
+        if frame is not None:
+            return frame
+        try:
+            data = self.sock.recv(1 << 18)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise Closed(str(error)) from error
+        if not data:
+            raise Closed("end of stream")
+        self._buffer += data
+        return self._take()
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def _take(self) -> dict[str, Any] | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > MAX_HEADER:
+            raise ProtocolError(f"a frame of {length} bytes is above the limit of {MAX_HEADER}")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        data = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return decode_header(data)
+
+    def _wait(self, event: int, deadline: float | None) -> None:
+        poller = select.poll()
+        poller.register(self.sock, event)
+        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not poller.poll(None if remaining is None else remaining * 1000):
+            raise PoolTimeout("no answer within the deadline")
+
+
+class SharedBlock:
+    """Bytes that two processes map. A memfd: it has no name to leak and does not count against /dev/shm."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("context-parallel", os.MFD_CLOEXEC) if fd is None else fd
+        self._mapped: Tensor | None = None
+
+    def view(self, nbytes: int) -> Tensor:
+        """Return the first `nbytes` bytes as a uint8 tensor, growing the block where it is smaller."""
+        size = max(nbytes, mmap.PAGESIZE)
+        if os.fstat(self.fd).st_size < size:
+            os.posix_fallocate(self.fd, 0, size)  # fails here, with ENOSPC, and not by a signal at the first write
+        if self._mapped is None or self._mapped.numel() < nbytes:
+            self._mapped = torch.frombuffer(mmap.mmap(self.fd, os.fstat(self.fd).st_size), dtype=torch.uint8)
+        return self._mapped[:nbytes]
+
+    def trim(self, limit: int) -> None:
+        """Give memory above `limit` bytes back. Mappings stay and get their pages again when the block grows again."""
+        if os.fstat(self.fd).st_size > limit:
+            os.ftruncate(self.fd, limit)
+
+    def close(self) -> None:
+        """Release the descriptor. Views that are still alive keep their mapping."""
+        self._mapped = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,319 @@
+"""The controller's side of a pool: starts the ranks, sends commands to rank 0, collects every rank's report.
+
+A failed pool is never repaired: all its ranks are killed, and the next use starts a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import RuntimeConfig
+from ..errors import PoolError, PoolTimeout, RankError
+from .channel import Channel, Closed, SharedBlock
+from .launcher import LogPump, child_environment, make_directory, start_rank
+from .protocol import TensorPacker, read_tensor, unflatten
+
+log = logging.getLogger("context_parallel")
+
+STARTUP_TIMEOUT = float(os.environ.get("CP_STARTUP_TIMEOUT", "300"))
+LOAD_TIMEOUT = float(os.environ.get("CP_LOAD_TIMEOUT", "1800"))
+CANCEL_GRACE = 1.5  # how long ranks may take to leave a cancelled call before they are killed
+REPORT_GRACE = 1.0  # how long the others may take to report after a first failure
+TICK = 0.02
+_SLOW = {
+    "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
+    "mirror": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
+    "call": "If the step is only slow, raise step_timeout of CP Config.",
+}
+SHUTDOWN_GRACE = 5.0
+KEEP_BYTES = 64 << 20  # of shared memory; more is given back after a message with weight patches
+
+
+class CallCancelled(Exception):
+    """The user cancelled while the workers computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSite:
+    """Where workers find ComfyUI.
+
+    Args:
+        comfyui: its folder; empty starts workers that know no models.
+        arguments: command line of the UI process, without the script.
+        model_folders: workers load models from these folders only.
+    """
+
+    comfyui: str = ""
+    arguments: tuple[str, ...] = ()
+    model_folders: tuple[str, ...] = ()
+
+
+class WorkerPool:
+    """Persistent worker ranks. Not thread safe: one caller at a time.
+
+    Args:
+        config: devices, backend and timeouts.
+        site: where workers find ComfyUI.
+        cancelled: polled while they start.
+
+    Raises:
+        PoolTimeout, RankError: the ranks did not start.
+        CallCancelled: `cancelled` returned True.
+    """
+
+    def __init__(self, config: RuntimeConfig, site: WorkerSite, cancelled: Callable[[], bool] | None = None) -> None:
+        self.config, self.site = config, site
+        self.world_size = config.world_size
+        self.alive = False
+        self.seconds: dict[str, float] = {}
+        self._seq = 0
+        self._directory = make_directory()
+        self._request, self._response, self._board = SharedBlock(), SharedBlock(), SharedBlock()
+        self._progress = self._board.view(self.world_size * 16).view(torch.int64).view(self.world_size, 2)
+        self._death_read, self._death_write = os.pipe()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.channels: list[Channel] = []
+        began = time.monotonic()
+        try:
+            self._start()
+            hellos = self._collect(0, began + STARTUP_TIMEOUT, "start", cancelled)
+        except BaseException:
+            self.kill()
+            raise
+        self.alive = True
+        self.seconds = {"start": time.monotonic() - began, **hellos[0]["seconds"]}
+        log.info(
+            "started %d ranks in %.1f s (import %.1f s, process groups %.1f s): %s",
+            self.world_size,
+            *self.seconds.values(),
+            ", ".join(
+                f"rank {r} pid {p.pid} on {h['device']}" for r, (p, h) in enumerate(zip(self.processes, hellos, strict=True))
+            ),
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid for process in self.processes]
+
+    def request(
+        self,
+        command: str,
+        body: dict[str, Any],
+        packer: TensorPacker | None = None,
+        *,
+        timeout: float,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Run a command on all ranks and return their reports, by rank.
+
+        Args:
+            timeout: seconds until the pool is killed.
+            cancelled: polled while waiting.
+
+        Raises:
+            RankError: a rank failed. The pool lives on if every rank reported, and is killed otherwise.
+            PoolTimeout: a rank did not report in time. The pool is killed.
+            CallCancelled: `cancelled` returned True. The pool lives on if the ranks left the call in time.
+        """
+        if not self.alive:
+            raise PoolError("the worker pool is not running")
+        packer = packer or TensorPacker()
+        self._seq += 1
+        deadline = time.monotonic() + timeout
+        try:
+            packer.write(self._request.view(packer.nbytes))
+            header = {"command": command, "seq": self._seq, "nbytes": packer.nbytes, **body}
+            with contextlib.suppress(Closed):  # rank 0 died: _collect says how
+                self.channels[0].send(header, deadline)
+            return self._collect(self._seq, deadline, command, cancelled)
+        except (RankError, CallCancelled):
+            raise
+        except BaseException:
+            self.kill()
+            raise
+
+    def payload(self, nbytes: int) -> Tensor:
+        """The bytes that the last request sent."""
+        return self._request.view(nbytes)
+
+    def trim(self) -> None:
+        """Give the memory of a large message back."""
+        self._request.trim(KEEP_BYTES)
+
+    def result(self, replies: Sequence[dict[str, Any]], device: torch.device) -> Any:
+        """Return the value that rank 0 left in shared memory, copied to `device`."""
+        block = self._response.view(replies[0]["nbytes"])
+        return unflatten(replies[0]["value"], lambda leaf: read_tensor(block, leaf).to(device, copy=True))
+
+    def close(self) -> None:
+        """End the ranks: ask, wait, kill."""
+        if self.alive:
+            with contextlib.suppress(Closed, PoolTimeout):
+                self.channels[0].send({"command": "shutdown", "seq": self._seq + 1}, time.monotonic() + 1)
+            deadline = time.monotonic() + SHUTDOWN_GRACE
+            for process in self.processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill_processes(self) -> None:
+        """End the ranks now. Safe from any thread."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+
+    def kill(self) -> None:
+        """End the ranks now and release everything."""
+        self.alive = False
+        self.kill_processes()
+        for rank, process in enumerate(self.processes):
+            try:
+                process.wait(SHUTDOWN_GRACE)
+            except subprocess.TimeoutExpired:
+                log.error("rank %d (pid %d) is stuck in the kernel and did not end", rank, process.pid)
+        for channel in self.channels:
+            channel.close()
+        for fd in (self._death_read, self._death_write):
+            if fd >= 0:
+                os.close(fd)
+        self._death_read = self._death_write = -1
+        self._request.close()
+        self._response.close()
+        self._board.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start(self) -> None:
+        for rank, device in enumerate(self.config.devices):
+            ours, theirs = socket.socketpair()
+            self.channels.append(Channel(ours))
+            fds = {
+                "channel_fd": theirs.fileno(),
+                "request_fd": self._request.fd,
+                "response_fd": self._response.fd,
+                "board_fd": self._board.fd,
+                "death_fd": self._death_read,
+            }
+            spec = {
+                **fds,
+                "rank": rank,
+                "world_size": self.world_size,
+                "device": device,
+                "backend": self.config.backend,
+                "directory": str(self._directory),
+                "parent": os.getpid(),
+                "comfyui": self.site.comfyui,
+                "comfyui_args": list(self.site.arguments),
+                "model_folders": list(self.site.model_folders),
+                # Longer than any step, so that the controller, which can name the late rank, acts first.
+                "collective_timeout": max(self.config.step_timeout, LOAD_TIMEOUT) + 60,
+                "log_level": logging.getLevelName(log.getEffectiveLevel()),
+            }
+            with theirs:
+                self.processes.append(
+                    start_rank(spec, child_environment(self.config.device_type, self.world_size), list(fds.values()))
+                )
+        self._log = LogPump(self.processes)
+
+    def _collect(self, seq: int, deadline: float, what: str, cancelled: Callable[[], bool] | None = None) -> list[dict[str, Any]]:
+        replies: dict[int, dict[str, Any]] = {}
+        died: dict[int, float] = {}
+        cancel_sent = False
+        poller = select.poll()
+        ranks = {channel.fileno(): rank for rank, channel in enumerate(self.channels)}
+        for fd in ranks:
+            poller.register(fd, select.POLLIN)
+        while len(replies) < self.world_size:
+            failed = bool(died) or any(not reply["ok"] for reply in replies.values())
+            now = time.monotonic()
+            if now >= deadline:
+                if failed:
+                    break
+                if cancel_sent:
+                    log.warning("cancelled inside a step: the ranks did not leave it in time and are restarted on next use")
+                    self.kill()
+                    raise CallCancelled
+                late = self._late(replies, what)
+                self.kill()
+                raise late
+            if cancelled is not None and not cancel_sent and not failed and cancelled():
+                cancel_sent, deadline = True, now + CANCEL_GRACE
+                with contextlib.suppress(Closed):
+                    self.channels[0].send({"command": "cancel"}, deadline)
+            for fd, _ in poller.poll(min(TICK, max(0.0, deadline - now)) * 1000):
+                rank = ranks[fd]
+                try:
+                    while (frame := self.channels[rank].poll()) is not None:
+                        if frame.get("seq") == seq:
+                            replies[rank] = frame
+                except Closed:
+                    poller.unregister(fd)
+                    died[rank] = time.monotonic()
+            if not failed and (died or any(not reply["ok"] for reply in replies.values())):
+                deadline = time.monotonic() + REPORT_GRACE
+            if died and len(died) + len(replies) >= self.world_size:
+                break
+        error = self._first_failure(replies, died)
+        # Ranks that failed at the same collective are still in step with each other.
+        counts = {(reply.get("collectives"), reply.get("broadcasts")) for reply in replies.values() if not reply["ok"]}
+        if died or len(replies) < self.world_size or len(counts) > 1:
+            self.kill()
+        if error is not None:
+            raise error
+        if cancel_sent:
+            raise CallCancelled
+        return [replies[rank] for rank in range(self.world_size)]
+
+    def _first_failure(self, replies: dict[int, dict[str, Any]], died: dict[int, float]) -> RankError | None:
+        """The earliest failure is the cause. A death is seen a little later than the errors it causes on other ranks."""
+        failures = [(reply["at"], rank) for rank, reply in replies.items() if not reply["ok"]]
+        failures += [(at - 0.25, rank) for rank, at in died.items() if rank not in replies]
+        if not failures:
+            return None
+        _, rank = min(failures)
+        pid = self.processes[rank].pid
+        if rank in replies:
+            reply = replies[rank]
+            return RankError(rank=rank, pid=pid, kind=reply["kind"], message=reply["message"], trace=reply["trace"])
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.processes[rank].wait(1)
+        kind, message = describe_exit(self.processes[rank].returncode)
+        last = "\n".join(self._log.last_lines(rank))
+        return RankError(
+            rank=rank, pid=pid, kind=kind, message=f"{message} The workers are restarted on next use.\n{last}".rstrip()
+        )
+
+    def _late(self, replies: dict[int, dict[str, Any]], what: str) -> PoolTimeout:
+        missing = [rank for rank in range(self.world_size) if rank not in replies]
+        progress = {rank: self._progress[rank].tolist() for rank in missing}
+        last = min(missing, key=lambda rank: progress[rank])
+        details = ", ".join(f"rank {rank} (pid {self.processes[rank].pid}) at module {progress[rank][1]}" for rank in missing)
+        return PoolTimeout(
+            f"the workers did not finish {what} in time; the one that got least far is rank {last}. No report from {details}. "
+            f"They are restarted on next use. {_SLOW.get(what, _SLOW['mirror'])}"
+        )
+
+
+def describe_exit(code: int | None) -> tuple[str, str]:
+    """Exit code of a process -> (kind, message)."""
+    if code is None:
+        return "ProcessGone", "the process closed its channel and did not end."
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " The kernel may have killed it for lack of memory." if name == "SIGKILL" else ""
+        return name, f"the process was ended by signal {name}.{hint}"
+    return "ProcessExit", f"the process exited with code {code}."

@@ -1,0 +1,146 @@
+"""Starts worker processes and carries their log lines into the UI process's log."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("context_parallel")
+
+BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+DIRECTORY_PREFIX = "context-parallel-"
+_LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
+# What a launcher around ComfyUI may have left behind.
+_FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+
+
+class Launcher:
+    """One thread that starts every worker of this process.
+
+    A child that asked for a signal at its parent's death gets it when the *thread* that started it ends. This one lives as
+    long as the process.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], list[str], dict[str, Any]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Start a process and return it."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="context-parallel-launcher", daemon=True)
+            self._thread.start()
+        future: Future[subprocess.Popen[bytes]] = Future()
+        self._jobs.put((future, argv, options))
+        return future.result()
+
+    def _run(self) -> None:
+        while True:
+            future, argv, options = self._jobs.get()
+            try:
+                future.set_result(subprocess.Popen(argv, **options))
+            except OSError as error:
+                future.set_exception(error)
+
+
+LAUNCHER = Launcher()
+
+
+def start_rank(spec: dict[str, Any], env: dict[str, str], fds: list[int]) -> subprocess.Popen[bytes]:
+    """Start one rank in a session of its own (Ctrl-C in the terminal reaches the UI process only)."""
+    return LAUNCHER.start(
+        [sys.executable, str(BOOTSTRAP), json.dumps(spec)],
+        env=env,
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def child_environment(device_type: str, world_size: int) -> dict[str, str]:
+    """Environment of a rank, built for it: the UI process's own is never written."""
+    env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith("TORCHELASTIC_")}
+    env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = "lo"
+    env["PYTHONUNBUFFERED"] = "1"
+    if device_type == "cpu":
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    return env
+
+
+def make_directory() -> Path:
+    """Make a private directory for one pool's rendezvous and remove those that dead processes of this user left."""
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if not os.access(base, os.W_OK):
+        base = Path(tempfile.gettempdir())
+    for stale in base.glob(f"{DIRECTORY_PREFIX}*"):
+        pid = stale.name.removeprefix(DIRECTORY_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and stale.lstat().st_uid == os.getuid() and not stale.is_symlink() and not _alive(int(pid)):
+                shutil.rmtree(stale, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-", dir=base))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class LogPump:
+    """A thread that copies lines of all ranks to the log, each with its rank in front, until every rank has ended."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._last: list[deque[str]] = [deque(maxlen=12) for _ in processes]
+        for rank, process in enumerate(processes):
+            if process.stdout is not None:
+                self._selector.register(process.stdout, selectors.EVENT_READ, (rank, bytearray()))
+        self.thread = threading.Thread(target=self._run, name="context-parallel-log", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                rank, pending = key.data
+                data = os.read(key.fd, 1 << 16)
+                pending += data
+                *lines, rest = bytes(pending).split(b"\n")
+                pending[:] = rest
+                for line in lines if data else [*lines, rest]:
+                    self._emit(rank, line.decode(errors="replace").rstrip())
+                if not data:
+                    self._selector.unregister(key.fileobj)
+                    key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+
+    def last_lines(self, rank: int) -> list[str]:
+        """What a rank said last."""
+        self.thread.join(0.2)  # the last lines of a process that just ended are on their way
+        return list(self._last[rank])
+
+    def _emit(self, rank: int, line: str) -> None:
+        if not line:
+            return
+        self._last[rank].append(line)
+        name, separator, text = line.partition("|")
+        level = _LEVELS.get(name) if separator else None
+        log.log(level or logging.INFO, "[rank %d] %s", rank, text if level else line)

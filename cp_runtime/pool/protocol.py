@@ -1,0 +1,151 @@
+"""Messages of the pool: a JSON header and the raw bytes of its tensors. Nothing is ever unpickled.
+
+A value (numbers, text, containers, tensors, dtypes) becomes a JSON tree and a list of tensors. In the tree, containers that
+JSON does not know and leaves that are not JSON are objects with one key that starts with `$`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ProtocolError, UnsupportedError
+
+COMMANDS = ("mirror", "call", "unload", "echo", "shutdown")
+MAX_HEADER = 64 << 20
+ALIGNMENT = 64
+
+Tree = Any
+_SCALARS = (type(None), bool, int, str)
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def flatten(value: Any, store: Callable[[Tensor, str], Tree], path: str = "") -> Tree:
+    """Turn `value` into a JSON tree. `store(tensor, path)` returns the leaf that stands for a tensor.
+
+    Raises:
+        UnsupportedError: something inside is neither plain data nor a tensor; the message has its path and type.
+    """
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if type(value) in (Tensor, torch.nn.Parameter):
+        return store(value, path)
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"$device": str(value)}
+    if type(value) in (tuple, torch.Size):
+        return {"$tuple": [flatten(item, store, f"{path}[{i}]") for i, item in enumerate(value)]}
+    if type(value) is list:
+        return [flatten(item, store, f"{path}[{i}]") for i, item in enumerate(value)]
+    if type(value) is dict:
+        return {"$dict": [[flatten(k, store, path), flatten(v, store, f"{path}[{k!r}]")] for k, v in value.items()]}
+    raise UnsupportedError(
+        f"{path or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to the workers "
+        "(allowed: numbers, text, lists, tuples, dicts, tensors)"
+    )
+
+
+def unflatten(tree: Tree, load: Callable[[Tree], Tensor]) -> Any:
+    """Inverse of `flatten`. `load(leaf)` returns the tensor of a leaf that `store` made.
+
+    Raises:
+        ProtocolError: the tree is not one that `flatten` makes.
+    """
+    if isinstance(tree, (*_SCALARS, float)):
+        return tree
+    if isinstance(tree, list):
+        return [unflatten(item, load) for item in tree]
+    if not isinstance(tree, dict) or len(tree) != 1:
+        raise ProtocolError(f"malformed value in a message: {str(tree)[:80]}")
+    ((kind, body),) = tree.items()
+    try:
+        if kind == "$tuple":
+            return tuple(unflatten(item, load) for item in body)
+        if kind == "$dict":
+            return {unflatten(k, load): unflatten(v, load) for k, v in body}
+        if kind == "$float":
+            return float(body)
+        if kind == "$dtype":
+            return _DTYPES[body]
+        if kind == "$device":
+            return torch.device(body)
+        return load(tree)
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, ProtocolError):
+            raise
+        raise ProtocolError(f"malformed {kind} in a message: {str(body)[:80]}") from error
+
+
+class TensorPacker:
+    """Collects tensors and lays them out one after the other in a block of bytes."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.offsets: list[int] = []
+        self.nbytes = 0
+        self._seen: dict[int, int] = {}
+
+    def add(self, tensor: Tensor, path: str = "") -> Tree:
+        """Return the leaf for `tensor`. The same tensor object is laid out once."""
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            raise UnsupportedError(f"{path}: a {tensor.layout} tensor on {tensor.device} cannot be sent to the workers")
+        index = self._seen.setdefault(id(tensor), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(tensor)
+            self.offsets.append(self.nbytes)
+            self.nbytes += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        return {"$tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.offsets[index]]}
+
+    def write(self, block: Tensor) -> None:
+        """Copy all tensors into a uint8 tensor of at least `nbytes` elements."""
+        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
+            tensor_view(block, tensor.dtype, tensor.shape, offset).copy_(tensor)
+
+
+def tensor_view(block: Tensor, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
+    """View bytes of a uint8 tensor as a tensor.
+
+    Raises:
+        ProtocolError: the tensor would not lie inside the block.
+    """
+    count = math.prod(shape) * dtype.itemsize
+    if offset < 0 or offset % ALIGNMENT or any(size < 0 for size in shape) or offset + count > block.numel():
+        raise ProtocolError(f"a tensor of {count} bytes at {offset} lies outside of the {block.numel()} bytes sent")
+    return block[offset : offset + count].view(dtype).view(tuple(shape))
+
+
+def read_tensor(block: Tensor, leaf: Tree) -> Tensor:
+    """View the tensor of a leaf that `TensorPacker.add` made. It shares memory with the block."""
+    try:
+        name, shape, offset = leaf["$tensor"]
+        dtype = _DTYPES[name]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"unknown leaf in a message: {str(leaf)[:80]}") from error
+    return tensor_view(block, dtype, shape, offset)
+
+
+def encode_header(header: dict[str, Any]) -> bytes:
+    """Header -> bytes."""
+    data = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    if len(data) > MAX_HEADER:
+        raise ProtocolError(f"a message header of {len(data)} bytes is above the limit of {MAX_HEADER}")
+    return data
+
+
+def decode_header(data: bytes) -> dict[str, Any]:
+    """Bytes -> header. Raises ProtocolError for anything but a JSON object."""
+    try:
+        header = json.loads(data)
+    except (ValueError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a message header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ProtocolError("a message header is not a JSON object")
+    return header

@@ -1,0 +1,7 @@
+"""The nodes: they translate inputs and call `cp_runtime`."""
+
+from .apply import ApplyContextParallel
+from .config import CPConfig
+from .sampler import CPSampler
+
+NODES = [CPConfig, ApplyContextParallel, CPSampler]

@@ -1,0 +1,37 @@
+"""Apply Context Parallel: MODEL in, MODEL out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..cp_runtime.comfy.patcher import apply_to_model
+from ..cp_runtime.config import RuntimeConfig
+from .config import ALIASES, CATEGORY, CPConfigType
+
+
+class ApplyContextParallel(io.ComfyNode):
+    """Lets several devices compute every denoise call of a model together."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ApplyContextParallel",
+            display_name="Apply Context Parallel",
+            category=CATEGORY,
+            search_aliases=ALIASES,
+            description="Computes every denoise call of this model on several devices together. Put it between the model (and its "
+            "LoRAs) and any sampler or guider. The workers start with the first sampling and stay.",
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="A model from Load Diffusion Model or Load Checkpoint; LoRA loaders may stand before or after."
+                ),
+                CPConfigType.Input("cp_config", tooltip="From CP Config."),
+            ],
+            outputs=[io.Model.Output(tooltip="Connect it to any sampler or guider.")],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, cp_config: RuntimeConfig) -> io.NodeOutput:
+        return io.NodeOutput(apply_to_model(model, cp_config))

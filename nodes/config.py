@@ -1,0 +1,131 @@
+"""CP Config: which devices, how many ranks, how a call is split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..cp_runtime.comfy.patcher import device_inventory
+from ..cp_runtime.config import (
+    BACKENDS,
+    DEFAULT_STEP_TIMEOUT,
+    MAX_STEP_TIMEOUT,
+    ON_UNSUPPORTED,
+    ROTATE_METHODS,
+    RuntimeConfig,
+)
+
+CPConfigType = io.Custom("CP_CONFIG")
+CATEGORY = "context parallel"
+ALIASES = ["multi gpu", "parallel", "ulysses", "ring attention", "sequence parallel", "usp", "xdit", "raylight"]
+MAX_RANKS = 1024
+
+
+class CPConfig(io.ComfyNode):
+    """Describes the ranks. Starts nothing."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPConfig",
+            display_name="CP Config",
+            category=CATEGORY,
+            search_aliases=ALIASES,
+            description="Which devices compute one denoise call together, and how it is split over them.",
+            inputs=[
+                io.Int.Input(
+                    "world_size",
+                    default=0,
+                    min=0,
+                    max=MAX_RANKS,
+                    tooltip="Number of worker processes (ranks), one per device. 0 = every visible accelerator; on a machine "
+                    "without any, 2 CPU ranks. 1 passes the model through unchanged.",
+                ),
+                io.String.Input(
+                    "devices",
+                    default="",
+                    tooltip="Devices to use, such as cuda:0,cuda:2. Empty = the first world_size devices.",
+                ),
+                io.Int.Input(
+                    "ulysses_degree",
+                    default=0,
+                    min=0,
+                    max=MAX_RANKS,
+                    tooltip="Ranks that trade parts of the sequence for attention heads. 0 = choose. The product of all "
+                    "degrees must equal the world size.",
+                ),
+                io.Int.Input(
+                    "ring_degree",
+                    default=0,
+                    min=0,
+                    max=MAX_RANKS,
+                    tooltip="Ranks that pass keys and values around in a ring. 0 = choose. More than 1 is not available yet.",
+                ),
+                io.Int.Input(
+                    "batch_degree",
+                    default=0,
+                    min=0,
+                    max=MAX_RANKS,
+                    tooltip="Groups of ranks that share out the CFG halves and batch items. 0 = choose. More than 1 is not "
+                    "available yet.",
+                ),
+                io.Combo.Input(
+                    "rotate_method",
+                    options=list(ROTATE_METHODS),
+                    default="alltoall",
+                    tooltip="How ring attention moves keys and values: alltoall = from neighbour to neighbour, little memory; "
+                    "allgather = all at once. Without a ring it has no effect.",
+                    advanced=True,
+                ),
+                io.Boolean.Input(
+                    "convert_to_fp32",
+                    default=True,
+                    tooltip="Ring attention merges its partial results in float32: exact, a little slower. Without a ring it "
+                    "has no effect.",
+                    advanced=True,
+                ),
+                io.Boolean.Input(
+                    "ulysses_anything",
+                    default=True,
+                    tooltip="Accept token and head counts that do not divide by ulysses_degree (the result is exact either "
+                    "way). Off = stop with the numbers instead.",
+                    advanced=True,
+                ),
+                io.Boolean.Input(
+                    "ring_anything",
+                    default=True,
+                    tooltip="The same for ring_degree.",
+                    advanced=True,
+                ),
+                io.Combo.Input(
+                    "backend",
+                    options=list(BACKENDS),
+                    default="auto",
+                    tooltip="Communication library of torch. auto = the usual one for the devices.",
+                    advanced=True,
+                ),
+                io.Combo.Input(
+                    "on_unsupported",
+                    options=list(ON_UNSUPPORTED),
+                    default="error",
+                    tooltip="When the model, or something another node did to it, cannot run on several devices: error = stop "
+                    "and say why; single device = warn and run as without this node.",
+                ),
+                io.Float.Input(
+                    "step_timeout",
+                    default=DEFAULT_STEP_TIMEOUT,
+                    min=1.0,
+                    max=MAX_STEP_TIMEOUT,
+                    step=1.0,
+                    tooltip="Seconds that one denoise call may take once the model is warm. Past it the workers are ended and "
+                    "the prompt fails with the name of the rank that hangs.",
+                    advanced=True,
+                ),
+            ],
+            outputs=[CPConfigType.Output(display_name="cp_config", tooltip="Connect it to Apply Context Parallel or CP Sampler.")],
+        )
+
+    @classmethod
+    def execute(cls, **inputs: Any) -> io.NodeOutput:
+        return io.NodeOutput(RuntimeConfig.resolve(inventory=device_inventory(), **inputs))

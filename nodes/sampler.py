@@ -1,0 +1,97 @@
+"""CP Sampler: KSampler on the ranks, with a report."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import comfy.samplers
+from comfy_api.latest import io
+
+from ..cp_runtime.comfy.report import run_with_report
+from ..cp_runtime.config import RuntimeConfig
+from .config import ALIASES, CATEGORY, CPConfigType
+
+
+class CPSampler(io.ComfyNode):
+    """Samples like KSampler and reports what the ranks did."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPSampler",
+            display_name="CP Sampler",
+            category=CATEGORY,
+            search_aliases=[*ALIASES, "ksampler"],
+            description="KSampler on several devices, with a report of time, communication and memory. Any other sampler works as "
+            "well behind Apply Context Parallel.",
+            inputs=[
+                io.Model.Input("model", tooltip="The model to denoise with, with or without Apply Context Parallel before it."),
+                io.Int.Input(
+                    "seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True, tooltip="Seed of the noise."
+                ),
+                io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Denoising steps."),
+                io.Float.Input(
+                    "cfg",
+                    default=8.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    round=0.01,
+                    tooltip="Classifier-free guidance. 1 computes the positive conditioning only.",
+                ),
+                io.Combo.Input("sampler_name", options=comfy.samplers.KSampler.SAMPLERS, tooltip="Sampling algorithm."),
+                io.Combo.Input(
+                    "scheduler", options=comfy.samplers.KSampler.SCHEDULERS, tooltip="How noise is removed over the steps."
+                ),
+                io.Conditioning.Input("positive", tooltip="What the picture should contain."),
+                io.Conditioning.Input("negative", tooltip="What it should not contain."),
+                io.Latent.Input("latent_image", tooltip="The latent to denoise."),
+                io.Float.Input(
+                    "denoise",
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="Share of denoising applied; lower values keep more of the latent.",
+                ),
+                CPConfigType.Input(
+                    "cp_config",
+                    optional=True,
+                    tooltip="From CP Config. Not needed when the model went through Apply Context Parallel; if given, it "
+                    "replaces that one.",
+                ),
+            ],
+            outputs=[
+                io.Latent.Output(tooltip="The denoised latent."),
+                io.String.Output(
+                    display_name="report",
+                    tooltip="JSON: ranks, degrees, seconds per step, communication, tokens and memory per rank.",
+                ),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        seed: int,
+        steps: int,
+        cfg: float,
+        sampler_name: str,
+        scheduler: str,
+        positive: Any,
+        negative: Any,
+        latent_image: Any,
+        denoise: float,
+        cp_config: RuntimeConfig | None = None,
+    ) -> io.NodeOutput:
+        from nodes import common_ksampler  # ComfyUI's module of that name
+
+        def sample(prepared: Any) -> Any:
+            return common_ksampler(
+                prepared, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise=denoise
+            )[0]
+
+        latent, report = run_with_report(model, cp_config, steps, sample)
+        return io.NodeOutput(latent, json.dumps(report, indent=2))

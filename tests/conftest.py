@@ -1,0 +1,69 @@
+"""Fixtures for every tier.
+
+Run with `--import-mode=importlib`. The checkout must not be on `sys.path` where ComfyUI is imported, because its
+`nodes` folder would shadow ComfyUI's `nodes.py`. Tests import what they need all the same: `from support.server import
+ComfyServer`, because this folder is on the path, and `import cp_runtime`, which is loaded from its place in the
+checkout. Nothing here imports ComfyUI.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+CHECKOUT = TESTS.parent
+
+# `python -m pytest` puts the working directory first.
+sys.path[:] = [str(TESTS), *(entry for entry in sys.path if Path(entry).resolve() not in (CHECKOUT, TESTS))]
+
+from support import checkpoints  # noqa: E402
+from support.package import load_package  # noqa: E402
+from support.server import ComfyServer  # noqa: E402
+
+load_package()
+
+
+class _CheckoutIsNoPackage:
+    """Keeps pytest from importing the checkout's `__init__.py`, which is ComfyUI's entry point and needs ComfyUI."""
+
+    @staticmethod
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path == CHECKOUT else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_CheckoutIsNoPackage(), "checkout-is-no-package")
+
+
+@pytest.fixture(scope="session")
+def comfyui_path() -> Path:
+    """ComfyUI's root folder."""
+    value = os.environ.get("COMFYUI_PATH", "")
+    if not value or not (Path(value) / "main.py").is_file():
+        pytest.fail(
+            f"COMFYUI_PATH: got {value!r}; allowed: the root folder of ComfyUI, the one with main.py. "
+            "`make test` fetches ComfyUI and sets it.",
+            pytrace=False,
+        )
+    return Path(value).resolve()
+
+
+@pytest.fixture(scope="session")
+def checkpoints_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ComfyUI `models` folder that holds every tiny checkpoint and LoRA file (120 MB, written in two seconds)."""
+    models = tmp_path_factory.mktemp("models")
+    checkpoints.write_all([*(name for name in checkpoints.CHECKPOINTS if name != "flux_large"), *checkpoints.LORAS], models)
+    return models
+
+
+@pytest.fixture(scope="session")
+def server(comfyui_path: Path, checkpoints_dir: Path) -> Iterator[ComfyServer]:
+    """A real server, shared by all tests that neither end it nor need options of their own."""
+    with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
+        yield running

@@ -1,0 +1,32 @@
+"""Every family and feature: the sharded forward equals the stock forward in one process. Tolerances: docs/numerics.md."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from support.ranks import run_ranks
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+from family_cases import CASES  # noqa: E402
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def reports(request):
+    assert os.environ.get("COMFYUI_PATH"), "COMFYUI_PATH is not set"
+    return {r["case"]: r for r in run_ranks(HERE / "family_ranks.py", request.param)}
+
+
+@pytest.mark.parametrize("case", [case.name for case in CASES])
+def test_sharded_forward_equals_stock_forward(case, reports):
+    result = reports[case]
+    assert result["std"] > 1e-2
+    assert result["difference"] <= 1e-5
+    assert result["collectives"] > 1
+    if result["mask_matters"] is not None:
+        assert result["mask_matters"] > 1e-2
+
+
+def test_removed_plans_leave_no_hooks(reports):
+    assert reports["removed"]["hooks"] == 0

@@ -1,0 +1,171 @@
+"""The test harness itself, on stock graphs: what the other tiers take for granted about checkpoints and server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import processes
+from support.checkpoints import CHECKPOINTS, state_dict
+from support.graphs import Prompt, flux_prompt, wan_prompt
+from support.server import ComfyServer, PromptRejected
+from torch import Tensor
+
+JPEG = b"\xff\xd8"
+I2V: dict[str, Any] = {"ckpt": "wan_i2v", "clip_vision": True, "concat_latent": True}
+WAN_5B: dict[str, Any] = {"ckpt": "wan22_5b", "channels": 48}
+
+
+def sample(server: ComfyServer, prompt: Prompt) -> Tensor:
+    """The latent a prompt saves: finite, of sensible size, and really sampled."""
+    result = server.run(prompt).check()
+    assert "sampler" not in result.cached
+    latent = server.latent(result)
+    assert torch.isfinite(latent).all()
+    assert 0.3 < latent.std() < 30
+    return latent
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        pytest.param(lambda: flux_prompt(), (1, 16, 8, 8), id="flux"),
+        pytest.param(lambda: flux_prompt(ckpt="flux_h1", batch=2, cfg=2.0, width=72, height=56), (2, 16, 7, 9), id="flux_h1"),
+        pytest.param(lambda: flux_prompt(ckpt="flux_h3"), (1, 16, 8, 8), id="flux_h3"),
+        pytest.param(lambda: flux_prompt(ckpt="flux_schnell", guidance=-1), (1, 16, 8, 8), id="flux_schnell"),
+        pytest.param(lambda: flux_prompt(ckpt="flux_fp8"), (1, 16, 8, 8), id="flux_fp8"),
+        pytest.param(lambda: wan_prompt(), (1, 16, 3, 8, 8), id="wan_t2v"),
+        pytest.param(lambda: wan_prompt(ckpt="wan_t2v_h3"), (1, 16, 3, 8, 8), id="wan_t2v_h3"),
+        pytest.param(lambda: wan_prompt(**I2V), (1, 16, 3, 8, 8), id="wan_i2v"),
+        pytest.param(lambda: wan_prompt(ckpt="wan22_i2v", concat_latent=True), (1, 16, 3, 8, 8), id="wan22_i2v"),
+        pytest.param(lambda: wan_prompt(**WAN_5B), (1, 48, 3, 8, 8), id="wan22_5b"),
+        pytest.param(
+            lambda: wan_prompt(ckpt="ltxv", channels=128, conditioning={"attention_mask": "text", "frame_rate": 25.0}),
+            (1, 128, 3, 8, 8),
+            id="ltxv",
+        ),
+        pytest.param(lambda: flux_prompt(ckpt="sd3"), (1, 16, 8, 8), id="sd3"),
+    ],
+)
+def test_every_checkpoint_samples_and_repeats_exactly(server: ComfyServer, build: Any, shape: tuple[int, ...]) -> None:
+    first = sample(server, build())
+    assert tuple(first.shape) == shape
+    assert torch.equal(first, sample(server, build()))
+
+
+def test_checkpoints_hold_exactly_what_the_models_expect(server: ComfyServer) -> None:
+    for prompt in (flux_prompt(ckpt="flux_fp8"), wan_prompt(**I2V), flux_prompt(ckpt="sd3")):
+        server.run(prompt).check()
+    for complaint in ("unet missing", "unet unexpected", "left over keys", "lora key not loaded"):
+        assert complaint not in server.log_text()
+
+
+def test_checkpoints_do_not_depend_on_anything_but_their_seed() -> None:
+    first, again, other = (state_dict(CHECKPOINTS[name])[0] for name in ("wan_t2v", "wan_t2v", "wan_t2v_low"))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("build", "changed"),
+    [
+        pytest.param(flux_prompt, {"loras": ["flux_lora"]}, id="lora"),
+        pytest.param(flux_prompt, {"loras": [("flux_lora_kohya", 0.5)]}, id="lora_kohya"),
+        pytest.param(flux_prompt, {"attention_mask": "key"}, id="key_mask"),
+        pytest.param(flux_prompt, {"attention_mask": "bias"}, id="bias_mask"),
+        pytest.param(flux_prompt, {"attention_mask": "block"}, id="block_mask"),
+        pytest.param(flux_prompt, {"reference": {"width": 32, "height": 48}}, id="reference"),
+        pytest.param(flux_prompt, {"control": {}}, id="control"),
+        pytest.param(flux_prompt, {"cfg": 3.0}, id="cfg"),
+        pytest.param(flux_prompt, {"guidance": 7.0}, id="guidance"),
+        pytest.param(flux_prompt, {"conditioning": {"seed": 101}}, id="text"),
+        pytest.param(flux_prompt, {"model_nodes": [("TestPatch", {"kind": "patches_replace"})]}, id="patch"),
+        pytest.param(flux_prompt, {"latent": {"noise": 1.0, "noise_mask": "left"}}, id="inpaint"),
+        pytest.param(wan_prompt, {"loras": ["wan_t2v_lora"]}, id="wan_lora"),
+        pytest.param(wan_prompt, {"conditioning": {"seed": 101}}, id="wan_text"),
+        pytest.param(wan_prompt, {"node": "KSamplerAdvanced", "low_ckpt": "wan_t2v_low"}, id="wan_pair"),
+        pytest.param(lambda **more: wan_prompt(**(I2V | more)), {"clip_vision": False}, id="wan_clip_vision"),
+        pytest.param(lambda **more: wan_prompt(**(I2V | more)), {"concat_latent": False}, id="wan_first_image"),
+        pytest.param(
+            lambda noise_mask="none": wan_prompt(**WAN_5B, latent={"noise": 1.0, "noise_mask": noise_mask}),
+            {"noise_mask": "first_frame"},
+            id="wan22_per_frame_timesteps",
+        ),
+    ],
+)
+def test_every_option_changes_the_output(server: ComfyServer, build: Any, changed: dict[str, Any]) -> None:
+    plain, other = sample(server, build()), sample(server, build(**changed))
+    assert (plain - other).abs().max() > 0.05 * plain.std()
+
+
+@pytest.mark.parametrize("node", ["KSamplerAdvanced", "SamplerCustomAdvanced", "CPSampler"])
+def test_sampler_nodes_agree(server: ComfyServer, node: Any) -> None:
+    # Without a CP configuration, the graph of the CP Sampler is that of KSampler.
+    assert torch.equal(sample(server, flux_prompt(cfg=2.0)), sample(server, flux_prompt(cfg=2.0, node=node)))
+
+
+def test_fixed_nonce_leaves_a_repeated_prompt_in_the_cache(server: ComfyServer) -> None:
+    server.run(flux_prompt(nonce=0)).check()
+    assert "sampler" in server.run(flux_prompt(nonce=0)).check().cached
+
+
+def test_error_of_a_node_is_reported(server: ComfyServer) -> None:
+    result = server.run(flux_prompt(conditioning={"width": 32}))
+    assert result.status == "error"
+    assert result.error is not None
+    assert (result.error.node_id, result.error.exception_type) == ("sampler", "RuntimeError")
+    assert "shapes cannot be multiplied" in result.error.exception_message
+    assert "Traceback" in result.error.traceback or "File" in result.error.traceback
+
+
+def test_invalid_prompt_is_rejected(server: ComfyServer) -> None:
+    with pytest.raises(PromptRejected) as caught:
+        server.queue(flux_prompt(ckpt="missing"))
+    assert "loader" in caught.value.node_errors
+
+
+def test_interrupt_and_events(server: ComfyServer) -> None:
+    prompt_id = server.queue(flux_prompt(steps=1000))
+    server.wait_event(lambda event: event.type == "progress" and event.data["prompt_id"] == prompt_id)
+    server.interrupt()
+    result = server.wait(prompt_id)
+    assert (result.status, result.error) == ("interrupted", None)
+    assert {"execution_start", "executing", "execution_interrupted"} <= {event.type for event in server.events}
+
+
+def test_free_drops_the_node_cache(server: ComfyServer) -> None:
+    server.run(flux_prompt(nonce=0)).check()
+    server.free()
+    # The flags are looked at when the queue wakes up; the next prompt may be taken first, the one after it cannot.
+    server.run(wan_prompt()).check()
+    assert "loader" not in server.run(flux_prompt(nonce=0)).check().cached
+
+
+def test_process_helpers(server: ComfyServer) -> None:
+    assert processes.fd_count(server.pid) > 3
+    assert processes.thread_count(server.pid) > 1
+    assert 0 < processes.pss(server.pid) <= processes.rss(server.pid) * 1.01
+    assert server.workers("no such process") == []
+
+
+def test_server_has_its_own_folders_and_takes_no_import_path(server: ComfyServer) -> None:
+    files = server.get("/models/diffusion_models")
+    assert set(files) == {f"{name}.safetensors" for name in CHECKPOINTS if name != "flux_large"}
+    assert {"TestConditioning", "TestControl", "TestLatent", "TestPatch"} <= set(server.object_info())
+    assert {path.name for path in (server.base / "custom_nodes").iterdir()} >= {"comfyui-context-parallel"}
+
+
+def test_options_previews_and_leftovers(comfyui_path: Path, checkpoints_dir: Path) -> None:
+    options = {"args": ("--preview-method", "latent2rgb"), "env": {"OMP_NUM_THREADS": "1"}}
+    with ComfyServer(comfyui_path, models=checkpoints_dir, **options) as server:
+        assert server.run({"child": {"class_type": "TestChild", "inputs": {"marker": "left_behind"}}}).status == "success"
+        sample(server, flux_prompt(steps=4))
+        assert server.previews()
+        assert all(image.data.startswith(JPEG) for image in server.previews())
+        (child,) = server.workers("left_behind")
+        (leftover,) = server.stop(grace=0.5)
+        assert "left_behind" in leftover
+        assert not processes.alive(child)
+    assert not server.base.exists()

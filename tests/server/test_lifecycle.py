@@ -1,0 +1,340 @@
+"""One pool serves prompt after prompt; failures end the prompt with a clear error and the next prompt is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from support.graphs import flux_prompt, wan_prompt
+from support.processes import fd_count, pss, thread_count, wait_gone
+from support.server import ComfyServer
+
+TOLERANCE = 2e-4
+CP = {"world_size": 2}
+# About 1,000 tokens: steps of a few tenths of a second here, so that faults hit a running call.
+LONG = {"width": 512, "height": 512, "steps": 60}
+
+
+@pytest.fixture(scope="module")
+def fault_file(tmp_path_factory):
+    return tmp_path_factory.mktemp("faults") / "fault.json"
+
+
+@pytest.fixture(scope="module")
+def pool_server(comfyui_path, checkpoints_dir, fault_file):
+    with ComfyServer(
+        comfyui_path, models=checkpoints_dir, args=["--preview-method", "latent2rgb"], env={"CP_TEST_FAULT": str(fault_file)}
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(pool_server):
+    return pool_server.latent(pool_server.run(flux_prompt()).check())
+
+
+def assert_right(server, expected, **settings):
+    out = server.latent(server.run(flux_prompt(cp=CP, **settings)).check())
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+
+
+def wait_for_step(server, prompt_id, timeout=60.0):
+    """Wait until a few steps of a prompt are done."""
+    server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2, timeout)
+
+
+def test_twenty_prompts_use_the_same_workers_and_grow_nothing(pool_server, expected):
+    assert_right(pool_server, expected)
+    pids = pool_server.worker_pids()
+    assert len(pids) == 2
+    everyone = [pool_server.pid, *pids]
+
+    def measure():
+        return [(fd_count(pid), thread_count(pid)) for pid in everyone], sum(map(pss, everyone))
+
+    for _ in range(5):
+        assert_right(pool_server, expected)
+    before, memory = measure()
+    for _ in range(20):
+        assert_right(pool_server, expected)
+    after, memory_after = measure()
+    assert pool_server.worker_pids() == pids
+    for (fds, threads), (fds_after, threads_after) in zip(before, after, strict=True):
+        assert fds_after <= fds + 2
+        assert threads_after <= threads + 1
+    assert memory_after <= memory * 1.05
+
+
+def test_idle_workers_use_no_cpu(pool_server, expected):
+    assert_right(pool_server, expected)
+    workers = [psutil.Process(pid) for pid in pool_server.worker_pids()]
+    time.sleep(0.5)
+    before = [sum(w.cpu_times()[:2]) for w in workers]
+    time.sleep(3)
+    used = [sum(w.cpu_times()[:2]) - b for w, b in zip(workers, before, strict=True)]
+    assert max(used) <= 0.05
+
+
+def test_changes_between_prompts_give_right_results(pool_server, expected):
+    other = pool_server.latent(pool_server.run(wan_prompt()).check())
+    lora = pool_server.latent(pool_server.run(flux_prompt(loras=["flux_lora"])).check())
+    half = pool_server.latent(pool_server.run(flux_prompt(loras=[("flux_lora", 0.5)])).check())
+    for settings, reference, build in [
+        ({}, expected, flux_prompt),
+        ({"loras": ["flux_lora"]}, lora, flux_prompt),
+        ({}, expected, flux_prompt),
+        ({}, other, wan_prompt),
+        ({"loras": [("flux_lora", 0.5)]}, half, flux_prompt),
+        ({"loras": ["flux_lora"]}, lora, flux_prompt),
+    ]:
+        out = pool_server.latent(pool_server.run(build(cp=CP, **settings)).check())
+        assert (out - reference).abs().max() <= TOLERANCE * reference.std()
+    three = pool_server.latent(pool_server.run(flux_prompt(cp={"world_size": 3})).check())
+    assert len(pool_server.worker_pids()) == 3
+    assert (three - expected).abs().max() <= TOLERANCE * expected.std()
+    assert_right(pool_server, expected)
+    assert len(pool_server.worker_pids()) == 2
+
+
+def test_lora_before_and_after_apply_is_the_same(pool_server):
+    outs = [
+        pool_server.latent(pool_server.run(flux_prompt(cp=CP, loras=[("flux_lora", 0.5)], apply_after_lora=after)).check())
+        for after in (True, False)
+    ]
+    assert (outs[0] == outs[1]).all()
+
+
+def test_two_models_stay_mirrored(pool_server):
+    settings = {"node": "KSamplerAdvanced", "low_ckpt": "wan_t2v_low", "steps": 4, "cfg": 4.0}
+    reference = pool_server.latent(pool_server.run(wan_prompt(**settings)).check())
+    outs, loads = [], []
+    for _ in range(2):
+        outs.append(pool_server.latent(pool_server.run(wan_prompt(cp=CP, **settings)).check()))
+        loads.append(pool_server.log_text().count("[rank 1] loading"))
+    assert loads[0] == loads[1]
+    for out in outs:
+        assert (out - reference).abs().max() <= TOLERANCE * reference.std()
+
+
+def test_two_strengths_in_one_graph(pool_server):
+    """Two branches share the file but not the weights: the workers must not mix them up."""
+    first, second = flux_prompt(cp=CP, loras=[("flux_lora", 0.5)]), flux_prompt(cp=CP, loras=["flux_lora"])
+    merged = {f"a_{k}": v for k, v in first.items()} | {f"b_{k}": v for k, v in second.items()}
+    for prefix in ("a_", "b_"):
+        for name, node in merged.items():
+            if name.startswith(prefix):
+                node["inputs"] = {k: [prefix + v[0], v[1]] if isinstance(v, list) else v for k, v in node["inputs"].items()}
+    result = pool_server.run(merged).check()
+    for prefix, strength in (("a_", 0.5), ("b_", 1.0)):
+        reference = pool_server.latent(pool_server.run(flux_prompt(loras=[("flux_lora", strength)])).check())
+        out = pool_server.latent(result, f"{prefix}save")
+        assert (out - reference).abs().max() <= TOLERANCE * reference.std()
+
+
+def test_the_same_model_with_and_without_context_parallelism_in_one_graph(pool_server, expected):
+    prompt = flux_prompt(cp=CP)
+    plain = {k: {**v, "inputs": dict(v["inputs"])} for k, v in prompt.items() if k in ("sampler", "save")}
+    plain["sampler"]["inputs"]["model"] = ["loader", 0]
+    plain["save"]["inputs"]["samples"] = ["plain_sampler", 0]
+    prompt |= {f"plain_{k}": v for k, v in plain.items()}
+    result = pool_server.run(prompt).check()
+    out = pool_server.latent(result, "plain_save")  # its weights are the mapped file by now: aligned differently
+    assert (out - expected).abs().max() <= 1e-5 * expected.std()
+    assert (pool_server.latent(result, "save") - expected).abs().max() <= TOLERANCE * expected.std()
+
+
+def test_free_unloads_the_workers_and_the_next_prompt_reloads(pool_server, expected):
+    assert_right(pool_server, expected)
+    loads = pool_server.log_text().count("[rank 0] loading")
+    pids = pool_server.worker_pids()
+    pool_server.free(unload_models=True, free_memory=True)
+    time.sleep(1.5)
+    assert_right(pool_server, expected)
+    assert pool_server.worker_pids() == pids
+    assert pool_server.log_text().count("[rank 0] loading") == loads + 1
+
+
+def test_progress_and_previews_arrive_while_workers_compute(pool_server):
+    started = time.monotonic()
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=256, height=256, steps=12))
+    result = pool_server.wait(prompt_id, 120).check()
+    progress = [e for e in pool_server.events if e.type == "progress" and e.data["prompt_id"] == prompt_id]
+    assert [e.data["value"] for e in progress] == sorted(e.data["value"] for e in progress)
+    assert progress[-1].data["max"] == 12
+    assert len(progress) >= 3
+    assert len(pool_server.previews(started)) >= 3
+    assert result.status == "success"
+
+
+def cancel(server, prompt_id):
+    """Cancel a running prompt, which must end as interrupted within 2 s."""
+    asked = time.monotonic()
+    server.interrupt()
+    result = server.wait(prompt_id, 30)
+    assert time.monotonic() - asked <= 2
+    assert result.status == "interrupted"
+
+
+def wait_for_sampler(server, prompt_id, seconds):
+    """Wait until the sampler of a prompt has worked for some seconds."""
+    server.wait_event(lambda e: e.type == "executing" and e.data.get("node") == "sampler" and e.data["prompt_id"] == prompt_id)
+    time.sleep(seconds)
+
+
+def test_cancel_ends_the_prompt_and_keeps_the_workers(pool_server, expected):
+    assert_right(pool_server, expected)
+    pids = pool_server.worker_pids()
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, **LONG))
+    wait_for_step(pool_server, prompt_id)
+    cancel(pool_server, prompt_id)
+    assert_right(pool_server, expected)
+    assert pool_server.worker_pids() == pids
+
+
+def test_cancel_inside_a_slow_step_keeps_the_workers(pool_server, expected, fault_file):
+    """All ranks leave the call at the same block, although one of them is late."""
+    assert_right(pool_server, expected)
+    pids = pool_server.worker_pids()
+    fault_file.write_text(json.dumps({"rank": 1, "module": 1, "kind": "slow", "seconds": 0.4}))
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=80))  # five planned modules: the first step takes 2 s
+    wait_for_sampler(pool_server, prompt_id, 0.6)
+    cancel(pool_server, prompt_id)
+    assert_right(pool_server, expected)
+    assert pool_server.worker_pids() == pids
+
+
+def test_cancel_inside_a_step_of_many_seconds(pool_server, expected):
+    """Where even one block outlasts the grace period, the workers are restarted: the prompt ends in time all the same."""
+    assert_right(pool_server, expected)
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=1536, height=1536, steps=2, batch=2))
+    wait_for_sampler(pool_server, prompt_id, 3)
+    cancel(pool_server, prompt_id)
+    assert_right(pool_server, expected)
+    assert len(pool_server.worker_pids()) == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_worker_fails_the_prompt_and_the_next_one_is_right(pool_server, expected, rank):
+    assert_right(pool_server, expected)
+    pids = pool_server.worker_pids()
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, **LONG))
+    wait_for_step(pool_server, prompt_id)
+    killed = time.monotonic()
+    os.kill(pids[rank], signal.SIGKILL)
+    result = pool_server.wait(prompt_id, 30)
+    assert time.monotonic() - killed <= 2
+    assert result.status == "error"
+    assert f"rank {rank} (pid {pids[rank]}) failed: SIGKILL" in result.error.exception_message
+    assert wait_gone([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 2) == []
+    assert_right(pool_server, expected)
+    assert not set(pids) & set(pool_server.worker_pids())
+
+
+def test_worker_killed_while_idle(pool_server, expected):
+    assert_right(pool_server, expected)
+    victim = pool_server.worker_pids()[1]
+    os.kill(victim, signal.SIGKILL)
+    time.sleep(0.5)
+    result = pool_server.run(flux_prompt(cp=CP), timeout=30)
+    if result.status == "error":  # noticed by the call: it names the rank, and the next call has a new pool
+        assert f"(pid {victim}) failed: SIGKILL" in result.error.exception_message
+    assert_right(pool_server, expected)
+
+
+@pytest.mark.parametrize(("rank", "module"), [(1, 1), (1, 3), (0, 4)])
+def test_out_of_memory_on_one_rank(pool_server, expected, fault_file, rank, module):
+    assert_right(pool_server, expected)
+    fault_file.write_text(json.dumps({"rank": rank, "module": module, "kind": "oom"}))
+    started = time.monotonic()
+    result = pool_server.run(flux_prompt(cp=CP), timeout=30)
+    assert time.monotonic() - started <= 5
+    assert result.status == "error"
+    assert f"rank {rank} (pid " in result.error.exception_message
+    assert "OutOfMemoryError: injected" in result.error.exception_message
+    assert "Connection closed" not in result.error.exception_message
+    assert not fault_file.exists()
+    assert_right(pool_server, expected)
+
+
+@pytest.mark.parametrize(("kind", "moment"), [(signal.SIGKILL, "computing"), (signal.SIGTERM, "idle")])
+def test_no_worker_outlives_the_server(comfyui_path, checkpoints_dir, moment, kind):
+    with ComfyServer(comfyui_path, models=checkpoints_dir) as server:
+        server.run(flux_prompt(cp=CP), timeout=120).check()
+        workers = server.workers("cp_runtime", "bootstrap")
+        assert len(workers) == 2
+        if moment == "computing":
+            wait_for_step(server, server.queue(flux_prompt(cp=CP, **LONG)))
+        os.kill(server.pid, kind)
+        assert wait_gone(workers, 2) == []
+
+
+def test_a_file_that_changes_after_loading(comfyui_path, checkpoints_dir, tmp_path):
+    """The workers never mix the UI's model with the file's new content."""
+    models = tmp_path / "models"
+    (models / "diffusion_models").mkdir(parents=True)
+    file = models / "diffusion_models" / "flux.safetensors"
+    file.write_bytes((checkpoints_dir / "diffusion_models" / "flux.safetensors").read_bytes())
+    with ComfyServer(comfyui_path, models=models) as server:
+        first = server.latent(server.run(flux_prompt(cp=CP), timeout=120).check())
+        os.utime(file, (1, 1))
+        again = server.latent(server.run(flux_prompt(cp=CP), timeout=60).check())  # it is on the workers
+        assert (again == first).all()
+        os.kill(server.worker_pids()[0], signal.SIGKILL)
+        time.sleep(0.5)
+        errors = [server.run(flux_prompt(cp=CP), timeout=60).error for _ in range(2)]
+        assert any("flux.safetensors changed on disk" in error.exception_message for error in errors if error)
+        server.free(unload_models=True, free_memory=True)
+        time.sleep(1)
+        last = server.latent(server.run(flux_prompt(cp=CP), timeout=60).check())
+        assert (last - first).abs().max() <= TOLERANCE * first.std()
+        # A weight that a node changes in place is not in the file: refused, and the stock graph keeps the change.
+        server.free(unload_models=True, free_memory=True)
+        time.sleep(1)
+        changed = {"model_nodes": [("TestPatch", {"kind": "changed_weight"})]}
+        stock = server.latent(server.run(flux_prompt(**changed), timeout=60).check())
+        error = server.run(flux_prompt(cp=CP, **changed), timeout=60).error
+        assert "changed the weight img_in.bias in place" in error.exception_message
+        assert (server.latent(server.run(flux_prompt(**changed), timeout=60).check()) == stock).all()
+        assert (stock - first).abs().max() > 1e-3
+
+
+def test_linked_model_files_and_folders(comfyui_path, checkpoints_dir, tmp_path):
+    """Models that lie on another disk, behind a link, are inside ComfyUI's model folders."""
+    models, elsewhere = tmp_path / "models", tmp_path / "elsewhere"
+    (models / "diffusion_models").mkdir(parents=True)
+    elsewhere.mkdir()
+    for name in ("flux.safetensors", "flux_h1.safetensors"):
+        (elsewhere / name).write_bytes((checkpoints_dir / "diffusion_models" / name).read_bytes())
+    (models / "diffusion_models" / "linked.safetensors").symlink_to(elsewhere / "flux.safetensors")
+    (models / "diffusion_models" / "folder").symlink_to(elsewhere, target_is_directory=True)
+    with ComfyServer(comfyui_path, models=models) as server:
+        for ckpt in ("linked", "folder/flux_h1"):
+            reference = server.latent(server.run(flux_prompt(ckpt=ckpt)).check())
+            out = server.latent(server.run(flux_prompt(ckpt=ckpt, cp=CP), timeout=120).check())
+            assert (out - reference).abs().max() <= TOLERANCE * reference.std()
+
+
+def test_free_with_a_stopped_worker_does_not_end_the_queue(comfyui_path, checkpoints_dir):
+    with ComfyServer(comfyui_path, models=checkpoints_dir) as server:
+        reference = server.latent(server.run(flux_prompt()).check())
+        server.run(flux_prompt(cp=CP), timeout=120).check()
+        os.kill(server.worker_pids()[1], signal.SIGSTOP)
+        server.free(unload_models=True, free_memory=True)
+        out = server.latent(server.run(flux_prompt(cp=CP), timeout=120).check())
+        assert (out - reference).abs().max() <= TOLERANCE * reference.std()
+
+
+def test_interrupt_signal_while_computing_ends_everything(comfyui_path, checkpoints_dir):
+    """Ctrl-C: the server does not wait for the step, and starts nothing on its way out."""
+    with ComfyServer(comfyui_path, models=checkpoints_dir) as server:
+        server.run(flux_prompt(cp=CP), timeout=120).check()
+        workers = server.workers("cp_runtime", "bootstrap")
+        prompt_id = server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))
+        wait_for_sampler(server, prompt_id, 1)
+        process = psutil.Process(server.pid)
+        process.send_signal(signal.SIGINT)
+        assert wait_gone([process, *workers], 10) == []

@@ -1,0 +1,121 @@
+"""Real server, real queue: the latent computed by several ranks equals the one of the stock graph.
+
+Tolerance: 2e-4 of the standard deviation of the stock latent, float32 (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+from support.graphs import flux_prompt, wan_prompt
+
+TOLERANCE = 2e-4
+
+FLUX, WAN = flux_prompt, wan_prompt
+CASES = {
+    # every sampler node
+    "KSampler euler": partial(FLUX, node="KSampler", sampler="euler"),
+    "KSamplerAdvanced dpmpp_2m": partial(FLUX, node="KSamplerAdvanced", sampler="dpmpp_2m", steps=3),
+    "SamplerCustomAdvanced": partial(FLUX, node="SamplerCustomAdvanced"),
+    "SamplerCustomAdvanced cfg": partial(FLUX, node="SamplerCustomAdvanced", cfg=4.0),
+    "CPSampler": partial(FLUX, node="CPSampler"),
+    "CPSampler cfg": partial(FLUX, node="CPSampler", cfg=4.0, denoise=0.7, latent={"noise": 1.0}),
+    # every kind of sampler
+    "ancestral": partial(FLUX, sampler="euler_ancestral", steps=4),
+    "SDE": partial(FLUX, sampler="dpmpp_sde", steps=3),
+    "multistep SDE": partial(FLUX, sampler="dpmpp_2m_sde", steps=3, cfg=4.0),
+    # CFG, batch, sizes, text lengths
+    "cfg 4": partial(FLUX, cfg=4.0),
+    "cfg 4 batch 2": partial(FLUX, cfg=4.0, batch=2),
+    "batch 2": partial(FLUX, batch=2),
+    "odd size": partial(FLUX, width=72, height=104, tokens=13),
+    "one text token": partial(FLUX, tokens=1),
+    "different text lengths": partial(FLUX, tokens=7, negative={"tokens": 10}, cfg=4.0),
+    "inpaint mask": partial(FLUX, latent={"noise": 1.0, "noise_mask": "left"}),
+    # heads
+    "1 head": partial(FLUX, ckpt="flux_h1"),
+    "3 heads": partial(FLUX, ckpt="flux_h3", width=72),
+    "no guidance embedding": partial(FLUX, ckpt="flux_schnell", guidance=-1),
+    # masks, references
+    "key mask": partial(FLUX, attention_mask="key", tokens=13),
+    "bias mask": partial(FLUX, attention_mask="bias"),
+    "block mask batch 2": partial(FLUX, attention_mask="block", batch=2),
+    "reference latents": partial(FLUX, reference={"width": 40, "height": 56, "reference_count": 2}),
+    "reference latents cfg": partial(FLUX, reference={"width": 32, "height": 48}, cfg=4.0),
+    # weights
+    "LoRA": partial(FLUX, loras=["flux_lora"]),
+    "LoRA at half strength": partial(FLUX, loras=[("flux_lora", 0.5)]),
+    "two LoRAs": partial(FLUX, loras=[("flux_lora", 0.7), ("flux_lora_kohya", -0.4)]),
+    "LoRA after Apply": partial(FLUX, loras=[("flux_lora", 0.5)], apply_after_lora=False),
+    "fp8 scaled": partial(FLUX, ckpt="flux_fp8"),
+    "fp8 scaled LoRA": partial(FLUX, ckpt="flux_fp8", loras=["flux_lora"]),
+    "weight_dtype fp8": partial(FLUX, weight_dtype="fp8_e4m3fn"),
+    # Wan
+    "wan t2v": WAN,
+    "wan t2v cfg batch odd": partial(WAN, width=72, height=56, frames=5, tokens=15, batch=2, cfg=4.0),
+    "wan 3 heads": partial(WAN, ckpt="wan_t2v_h3"),
+    "wan LoRA": partial(WAN, loras=["wan_t2v_lora"]),
+    "wan i2v clip": partial(WAN, ckpt="wan_i2v", clip_vision=True, concat_latent=True, cfg=4.0),
+    "wan 2.2 i2v": partial(WAN, ckpt="wan22_i2v", concat_latent=True),
+    "wan per-frame timesteps": partial(WAN, ckpt="wan22_5b", channels=48, latent={"noise": 1.0, "noise_mask": "first_frame"}),
+    "wan high and low noise": partial(WAN, node="KSamplerAdvanced", low_ckpt="wan_t2v_low", steps=4, cfg=4.0),
+}  # fmt: skip
+
+_stock: dict[str, object] = {}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def world(request):
+    return request.param
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_latent_equals_the_stock_graph(case, world, server):
+    build = CASES[case]
+    if case not in _stock:
+        _stock[case] = server.latent(server.run(build(), timeout=120).check())
+    expected = _stock[case]
+    result = server.run(build(cp={"world_size": world}), timeout=120).check()
+    out = server.latent(result)
+    assert len(server.worker_pids()) == world
+    assert out.shape == expected.shape
+    assert expected.std() > 1e-2
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+
+
+def test_conditions_of_the_cases_matter(server):
+    """A case that equals the plain graph would prove nothing."""
+    plain = _stock.get("KSampler euler")
+    if plain is None:
+        pytest.skip("needs the parity tests of this file")
+    for case in ("key mask", "LoRA", "LoRA at half strength", "reference latents", "cfg 4", "fp8 scaled", "ancestral"):
+        other = _stock[case]
+        assert other.shape != plain.shape or (other - plain).abs().max() > 1e-2 * plain.std(), case
+
+
+def test_world_of_one_is_bit_identical(server):
+    expected = server.latent(server.run(flux_prompt(steps=3, cfg=4.0)).check())
+    out = server.latent(server.run(flux_prompt(steps=3, cfg=4.0, cp={"world_size": 1})).check())
+    assert (out == expected).all()
+
+
+def test_report_of_cp_sampler(server):
+    result = server.run(flux_prompt(node="CPSampler", steps=3, cp={"world_size": 2})).check()
+    report = json.loads(result.outputs["report"]["text"][0])
+    assert report["world_size"] == 2
+    assert report["degrees"] == {"ulysses": 2, "ring": 1, "batch": 1}
+    assert report["family"] == "Flux"
+    assert (report["steps"], report["calls"]) == (3, 3)
+    assert 0 < report["seconds_per_step"] <= report["seconds"]
+    assert 0 < report["communication_share"] < 1
+    assert [rank["tokens"] for rank in report["ranks"]] == [{"txt": 6, "img": 8}] * 2
+    assert [rank["pid"] for rank in report["ranks"]] == sorted(server.worker_pids())
+    assert all(rank["host_memory"] > 2**20 for rank in report["ranks"])
+
+
+def test_cp_sampler_takes_a_config_of_its_own(server):
+    expected = server.latent(server.run(flux_prompt()).check())
+    out = server.latent(server.run(flux_prompt(node="CPSampler", sampler_has_config=True, cp={"world_size": 2})).check())
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()

@@ -1,0 +1,201 @@
+"""What cannot run sharded is refused before any process starts, with a sentence that says what to do; or runs on one device."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from support.graphs import flux_prompt, sampling_prompt, wan_prompt
+from support.server import ComfyServer, PromptRejected
+
+LTXV = partial(
+    sampling_prompt,
+    ckpt="ltxv",
+    latent={"batch": 1, "channels": 128, "frames": 3, "height": 4, "width": 4},
+    conditioning={"tokens": 12, "width": 64, "attention_mask": "text", "frame_rate": 25.0},
+)
+
+
+@pytest.fixture(scope="module")
+def fresh(comfyui_path, checkpoints_dir):
+    """A server of this module's own, whose pool never starts."""
+    with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
+        yield running
+        assert running.worker_pids() == []
+
+
+def refused(server, prompt):
+    result = server.run(prompt, timeout=60)
+    assert result.status == "error", result
+    return result.error
+
+
+SETTINGS = {
+    "too many ranks": ({"world_size": 64}, ["world_size", "64", "cpu"]),
+    "unknown device": ({"devices": "cuda:7"}, ["devices", "cuda:7", "cpu"]),
+    "shell characters": ({"devices": "cpu;reboot"}, ["devices", "cpu;reboot"]),
+    "product": ({"world_size": 2, "ulysses_degree": 3}, ["3 x 1 x 1 = 3", "2"]),
+    "ring": ({"world_size": 2, "ring_degree": 2}, ["ring_degree", "not available"]),
+    "batch": ({"world_size": 2, "batch_degree": 2}, ["batch_degree", "not available"]),
+    "nccl without CUDA": ({"world_size": 2, "backend": "nccl"}, ["nccl", "CUDA"]),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_bad_settings(case, fresh):
+    settings, words = SETTINGS[case]
+    error = refused(fresh, flux_prompt(cp=settings))
+    assert error.node_type == "CPConfig"
+    for word in words:
+        assert word in error.exception_message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"world_size": -1}, {"world_size": 10**9}, {"step_timeout": -5.0}, {"rotate_method": "none"}, {"world_size": "many"}],
+)
+def test_settings_that_the_queue_rejects(settings, fresh):
+    with pytest.raises(PromptRejected):
+        fresh.queue(flux_prompt(cp=settings))
+
+
+INSIDE = {
+    "attn1_patch": "patches: attn1_patch",
+    "attn1_output_patch": "patches: attn1_output_patch",
+    "post_input": "patches: post_input",
+    "double_block": "patches: double_block",
+    "patches_replace": "patches_replace: dit",
+    "attention_override": "attention function",
+    "object_patch": "replaced diffusion_model.final_layer.forward",
+    "injection": "injected code",
+    "weight_function": "wrapped weights",
+}
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+@pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
+def test_patches_inside_the_transformer_are_refused(kind, place, fresh):
+    error = refused(fresh, flux_prompt(cp={"world_size": 2}, **{place: [("TestPatch", {"kind": kind})]}))
+    assert error.exception_type.endswith("UnsupportedError")
+    assert INSIDE[kind] in error.exception_message
+    assert "on_unsupported" in error.exception_message
+    assert error.node_type == ("ApplyContextParallel" if place == "model_nodes" else "KSampler")
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+@pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
+def test_patches_inside_run_on_a_single_device_when_asked(kind, place, fresh):
+    nodes = {place: [("TestPatch", {"kind": kind})]}
+    expected = fresh.latent(fresh.run(flux_prompt(**nodes)).check())
+    out = fresh.latent(fresh.run(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}, **nodes)).check())
+    assert (out == expected).all()
+    assert "single device" in fresh.log_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("no_recipe", "the loader of this Flux model left no recipe"),
+        ("foreign_recipe", "_no_recipe is not one that the workers may call"),
+        ("multigpu", "MultiGPU CFG Split"),
+        ("subclass", "OtherPatcher of another node pack"),
+        ("on_load", "runs code whenever the model is loaded"),
+    ],
+)
+def test_models_that_the_workers_cannot_have(kind, words, fresh):
+    error = refused(fresh, flux_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": kind})]))
+    assert words in error.exception_message
+
+
+@pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
+def test_torch_compile(place, fresh):
+    error = refused(fresh, flux_prompt(cp={"world_size": 2}, **{place: [("TorchCompileModel", {"backend": "inductor"})]}))
+    assert "Torch Compile" in error.exception_message
+
+
+def merged(prompt):
+    """Merge the model with another checkpoint, with the stock node, behind Apply Context Parallel where it is there."""
+    prompt["other"] = {"class_type": "UNETLoader", "inputs": {"unet_name": "flux.safetensors", "weight_dtype": "fp8_e4m3fn"}}
+    model = ["cp_apply", 0] if "cp_apply" in prompt else ["loader", 0]
+    prompt["merge"] = {"class_type": "ModelMergeSimple", "inputs": {"model1": model, "model2": ["other", 0], "ratio": 0.5}}
+    prompt["sampler"]["inputs"]["model"] = ["merge", 0]
+    return prompt
+
+
+def test_merged_models(fresh):
+    error = refused(fresh, merged(flux_prompt(cp={"world_size": 2})))
+    assert "model merging" in error.exception_message
+    assert "Save the merged model" in error.exception_message
+    expected = fresh.latent(fresh.run(merged(flux_prompt())).check())
+    out = fresh.latent(fresh.run(merged(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}))).check())
+    assert (out == expected).all()
+
+
+def test_unsupported_family(fresh):
+    error = refused(fresh, LTXV(cp={"world_size": 2}))
+    assert "LTXVModel has no context parallel plan" in error.exception_message
+    assert "Flux" in error.exception_message
+    expected = fresh.latent(fresh.run(LTXV()).check())
+    out = fresh.latent(fresh.run(LTXV(cp={"world_size": 2, "on_unsupported": "single device"})).check())
+    assert (out == expected).all()
+
+
+def with_hooks(prompt):
+    """Schedule a LoRA by weight hooks on the positive conditioning, with stock nodes."""
+    prompt["hook"] = {
+        "class_type": "CreateHookLoraModelOnly",
+        "inputs": {"lora_name": "flux_lora.safetensors", "strength_model": 1.0},
+    }
+    prompt["hooked"] = {
+        "class_type": "ConditioningSetProperties",
+        "inputs": {"cond_NEW": ["positive", 0], "strength": 1.0, "set_cond_area": "default", "hooks": ["hook", 0]},
+    }
+    prompt["sampler"]["inputs"]["positive"] = ["hooked", 0]
+    return prompt
+
+
+def test_weight_hooks(fresh):
+    error = refused(fresh, with_hooks(flux_prompt(cp={"world_size": 2})))
+    assert "weight hooks" in error.exception_message
+    expected = fresh.latent(fresh.run(with_hooks(flux_prompt())).check())
+    plain = fresh.latent(fresh.run(flux_prompt()).check())
+    out = fresh.latent(fresh.run(with_hooks(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}))).check())
+    assert (out == expected).all()
+    assert (plain - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "kind", ["model_function_wrapper", "diffusion_model_wrapper", "apply_model_wrapper", "post_cfg", "unknown_option"]
+)
+@pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
+def test_what_acts_above_the_denoise_call_works(kind, place, server):
+    nodes = {place: [("TestPatch", {"kind": kind})]}
+    expected = server.latent(server.run(flux_prompt(**nodes)).check())
+    out = server.latent(server.run(flux_prompt(cp={"world_size": 2}, **nodes)).check())
+    assert (out - expected).abs().max() <= 2e-4 * expected.std()
+
+
+def test_controlnet_is_refused_or_runs_on_a_single_device(server):
+    error = refused(server, flux_prompt(control={}, cp={"world_size": 2}))
+    assert "ControlNet" in error.exception_message
+    expected = server.latent(server.run(flux_prompt(control={})).check())
+    out = server.latent(server.run(flux_prompt(control={}, cp={"world_size": 2, "on_unsupported": "single device"})).check())
+    assert (out == expected).all()
+    # and back: the fallback of one prompt does not stick to the next one
+    expected = server.latent(server.run(flux_prompt()).check())
+    out = server.latent(server.run(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"})).check())
+    assert (out - expected).abs().max() <= 2e-4 * expected.std()
+
+
+def test_uneven_shapes_are_refused_when_ulysses_anything_is_off(server):
+    settings = {"world_size": 2, "ulysses_anything": False}
+    error = refused(server, flux_prompt(tokens=13, cp=settings))
+    assert "ulysses_anything is off" in error.exception_message
+    pids = server.worker_pids()
+    server.run(flux_prompt(tokens=12, cp=settings)).check()
+    assert server.worker_pids() == pids  # an error on every rank costs no restart
+
+
+def test_model_patches_of_wan(fresh):
+    error = refused(fresh, wan_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": "attn2_patch"})]))
+    assert "patches: attn2_patch" in error.exception_message

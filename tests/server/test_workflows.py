@@ -1,0 +1,324 @@
+"""The workflows in `workflows/`: they load without gaps, their API twins are the same graphs, and both run.
+
+A twin in `workflows/api/` is what the browser sends when the workflow of that name is queued. It lies in a folder of its
+own because ComfyUI offers every JSON file directly in `workflows/` as a template.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from support.server import CHECKOUT, PromptRejected
+
+TOLERANCE = 2e-4
+PACK = "comfyui-context-parallel"
+FOLDER = CHECKOUT / "workflows"
+NAMES = ["flux_context_parallel", "wan_context_parallel"]
+OWN_NODES = {"CPConfig", "ApplyContextParallel", "CPSampler"}
+NOTES = {"Note", "MarkdownNote"}
+"""Nodes that exist in the browser only and are in no prompt."""
+
+TITLE_HEIGHT = 30
+"""A node's `pos` is the corner below its title bar, in pixels."""
+
+FILE_INPUTS = {"unet_name", "clip_name", "clip_name1", "clip_name2", "vae_name"}
+WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
+CONTROL_AFTER_GENERATE = {"fixed", "increment", "decrement", "randomize"}
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """One input of a node, as /object_info describes it."""
+
+    name: str
+    type: str
+    optional: bool
+    settings: Mapping[str, Any]
+    options: list[Any]
+
+    @property
+    def is_widget(self) -> bool:
+        return self.type in WIDGET_TYPES and not self.settings.get("forceInput")
+
+    @property
+    def has_control(self) -> bool:
+        """Whether the browser adds a widget that says what becomes of the value after each run."""
+        return bool(self.settings.get("control_after_generate"))
+
+
+def node_inputs(spec: Json) -> list[Input]:
+    """Inputs of a node in the browser's order: first the sockets, then the widgets."""
+    found = []
+    for group in ("required", "optional"):
+        for name in spec["input_order"].get(group, []):
+            kind, settings = (*spec["input"][group][name], {})[:2]
+            options = kind if isinstance(kind, list) else settings.get("options", [])
+            found.append(
+                Input(
+                    name=name,
+                    type="COMBO" if isinstance(kind, list) else kind,
+                    optional=group == "optional",
+                    settings=settings,
+                    options=options,
+                )
+            )
+    return sorted(found, key=lambda item: item.is_widget)
+
+
+def widget_values(node: Json, spec: Json) -> Iterator[tuple[Input | None, Any]]:
+    """Widgets of a node with their saved values. None stands for a control-after-generate widget."""
+    widgets: list[Input | None] = []
+    for item in node_inputs(spec):
+        if item.is_widget:
+            widgets += [item, None] if item.has_control else [item]
+    assert len(node["widgets_values"]) == len(widgets), node["type"]
+    return zip(widgets, node["widgets_values"], strict=True)
+
+
+def to_prompt(workflow: Json, info: Json) -> dict[str, Json]:
+    """A workflow in API format, as the browser sends it. Knows neither subgraphs nor muted and bypassed nodes."""
+    origins = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    prompt = {}
+    for node in real_nodes(workflow):
+        spec = info[node["type"]]
+        inputs = {item.name: value for item, value in widget_values(node, spec) if item is not None}
+        inputs |= {slot["name"]: origins[slot["link"]] for slot in node["inputs"] if slot["link"] is not None}
+        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
+    return prompt
+
+
+def real_nodes(workflow: Json) -> list[Json]:
+    return [node for node in workflow["nodes"] if node["type"] not in NOTES]
+
+
+def load(name: str, folder: str = ".") -> Json:
+    return json.loads((FOLDER / folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def info(server):
+    return server.object_info()
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def workflow(name):
+    return load(name)
+
+
+def test_templates_of_the_pack(server):
+    """The browser is offered the workflows and not their API twins."""
+    assert sorted(server.get("/workflow_templates")[PACK]) == NAMES
+    for template in NAMES:
+        assert server.get(f"/api/workflow_templates/{PACK}/{template}.json") == load(template)
+
+
+def test_every_file_is_tested():
+    assert sorted(file.relative_to(FOLDER).as_posix() for file in FOLDER.rglob("*.json")) == sorted(
+        [f"{name}.json" for name in NAMES] + [f"api/{name}.json" for name in NAMES]
+    )
+
+
+def test_nodes(workflow, info):
+    ids = [node["id"] for node in workflow["nodes"]]
+    assert len(set(ids)) == len(ids)
+    assert max(ids) <= workflow["last_node_id"]
+    for node in workflow["nodes"]:
+        assert node["mode"] == 0
+        assert node["properties"]["Node name for S&R"] == node["type"]
+    for node in real_nodes(workflow):
+        spec = info[node["type"]]
+        assert not spec.get("deprecated")
+        assert node["properties"]["cnr_id"] == (PACK if node["type"] in OWN_NODES else "comfy-core")
+        expected = [
+            (item.name, item.type, item.is_widget, 7 if item.optional else None)  # 7: the hollow circle
+            for item in node_inputs(spec)
+        ]
+        slots = [(slot["name"], slot["type"], "widget" in slot, slot.get("shape")) for slot in node["inputs"]]
+        assert slots == expected, node["type"]
+        outputs = [(slot["name"], slot["type"]) for slot in node["outputs"]]
+        assert outputs == list(zip(spec["output_name"], spec["output"], strict=True)), node["type"]
+
+
+def test_links(workflow, info):
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    links = {link[0]: link for link in workflow["links"]}
+    assert len(links) == len(workflow["links"])
+    assert max(links) <= workflow["last_link_id"]
+    for link, origin, origin_slot, target, target_slot, kind in links.values():
+        source, sink = nodes[origin]["outputs"][origin_slot], nodes[target]["inputs"][target_slot]
+        assert link in source["links"]
+        assert link == sink["link"]
+        assert source["type"] == sink["type"] == kind
+    for node in real_nodes(workflow):
+        assert {slot["link"] for slot in node["inputs"]} - {None} <= set(links)
+        assert {link for slot in node["outputs"] for link in slot["links"] or []} <= set(links)
+        required = {item.name for item in node_inputs(info[node["type"]]) if not item.is_widget and not item.optional}
+        assert required <= {slot["name"] for slot in node["inputs"] if slot["link"] is not None}, node["type"]
+
+
+def test_widget_values(workflow, info):
+    for node in real_nodes(workflow):
+        for item, value in widget_values(node, info[node["type"]]):
+            where = (node["type"], item and item.name, value)
+            if item is None:
+                assert value in CONTROL_AFTER_GENERATE, where
+            elif item.name in FILE_INPUTS:
+                assert value.endswith(".safetensors"), where
+            elif item.type == "COMBO":
+                assert value in item.options, where
+            elif item.type == "COMFY_DYNAMICCOMBO_V3":
+                # An option with inputs of its own would bring more widgets.
+                (chosen,) = [option for option in item.options if option["key"] == value]
+                assert not any(chosen["inputs"].values()), where
+            elif item.type in ("INT", "FLOAT"):
+                assert type(value) in ((int,) if item.type == "INT" else (int, float)), where
+                assert item.settings["min"] <= value <= item.settings["max"], where
+            else:
+                assert type(value) is {"STRING": str, "BOOLEAN": bool}[item.type], where
+
+
+def test_cp_config_has_its_defaults(workflow, info):
+    (config,) = [node for node in workflow["nodes"] if node["type"] == "CPConfig"]
+    for item, value in widget_values(config, info["CPConfig"]):
+        assert value == item.settings["default"], item.name
+
+
+def test_settings_that_matter_are_shown(workflow):
+    """The browser hides advanced widgets, half of KSamplerAdvanced among them, unless the node says otherwise."""
+    for node in workflow["nodes"]:
+        assert node["type"] != "KSamplerAdvanced" or node["showAdvanced"]
+
+
+def test_model_files_are_named(workflow, info):
+    """In the note, and in the properties from which the browser offers to download what is missing."""
+    note = "".join(node["widgets_values"][0] for node in workflow["nodes"] if node["type"] in NOTES)
+    for node in real_nodes(workflow):
+        values = [value for item, value in widget_values(node, info[node["type"]]) if item and item.name in FILE_INPUTS]
+        models = node["properties"].get("models", [])
+        assert [model["name"] for model in models] == values, node["type"]
+        for model in models:
+            assert f"`{model['name']}`" in note
+            assert f"`{model['directory']}`" in note
+            assert model["url"].startswith("https://")
+            assert model["url"].endswith("/" + model["name"])
+
+
+def test_layout(workflow):
+    """No node covers another one, groups neither, and every node but the notes is inside one group."""
+    groups = [tuple(group["bounding"]) for group in workflow["groups"]]
+    boxes = {node["id"]: box(node) for node in workflow["nodes"]}
+    for one, other in [*itertools.combinations(groups, 2), *itertools.combinations(boxes.values(), 2)]:
+        assert not overlap(one, other), (one, other)
+    for node in real_nodes(workflow):
+        x, y, width, height = boxes[node["id"]]
+        inside = [
+            left <= x and top <= y and x + width <= left + wide and y + height <= top + high for left, top, wide, high in groups
+        ]
+        assert sum(inside) == 1, node["type"]
+
+
+def box(node: Json) -> tuple[float, float, float, float]:
+    (x, y), (width, height) = node["pos"], node["size"]
+    return x, y - TITLE_HEIGHT, width, height + TITLE_HEIGHT
+
+
+def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return all(one[i] < other[i] + other[i + 2] and other[i] < one[i] + one[i + 2] for i in (0, 1))
+
+
+def test_twin_is_the_workflow(name, workflow, info):
+    twin = load(name, "api")
+    assert {node_id: {key: node[key] for key in ("class_type", "inputs")} for node_id, node in twin.items()} == to_prompt(
+        workflow, info
+    )
+    for node in real_nodes(workflow):
+        if "title" in node:
+            assert twin[str(node["id"])]["_meta"] == {"title": node["title"]}
+
+
+def test_queue_misses_nothing_but_model_files(name, server):
+    twin = load(name, "api")
+    with pytest.raises(PromptRejected) as rejected:
+        server.queue(twin)
+    errors = {
+        (node_id, error["type"], error["extra_info"]["input_name"])
+        for node_id, answer in rejected.value.node_errors.items()
+        for error in answer["errors"]
+    }
+    assert errors == {
+        (node_id, "value_not_in_list", item) for node_id, node in twin.items() for item in FILE_INPUTS & set(node["inputs"])
+    }
+
+
+# --- the same graphs with tiny models ---------------------------------------------------------------------------------
+
+TINY_MODELS = {
+    "flux1-dev.safetensors": "flux.safetensors",
+    "wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors": "wan_t2v.safetensors",
+    "wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors": "wan_t2v_low.safetensors",
+}
+CONDITIONING = {
+    "flux_context_parallel": {"tokens": 12, "width": 64, "pooled_width": 64},
+    "wan_context_parallel": {"tokens": 16, "width": 64},
+}
+SMALLER = {"width": 64, "height": 64, "length": 9}
+FEWER_STEPS = {20: 4, 10: 2}
+LEFT_OUT = {"DualCLIPLoader", "CLIPLoader", "VAELoader", "CreateVideo", "SaveImage", "SaveVideo"}
+
+
+def tiny(name: str, *, world_size: int | None) -> dict[str, Json]:
+    """The API twin from the tiny model to the latent; without the nodes of this pack when `world_size` is None."""
+    prompt = load(name, "api")
+    seeds = itertools.count(100)
+    for node_id, node in list(prompt.items()):
+        inputs = node["inputs"]
+        match node["class_type"]:
+            case "CLIPTextEncode":
+                prompt[node_id] = {"class_type": "TestConditioning", "inputs": {"seed": next(seeds), **CONDITIONING[name]}}
+            case "VAEDecode":
+                saved = {"samples": inputs["samples"], "filename_prefix": name}
+                prompt[node_id] = {"class_type": "SaveLatent", "inputs": saved}
+            case "UNETLoader":
+                inputs["unet_name"] = TINY_MODELS[inputs["unet_name"]]
+            case "EmptySD3LatentImage" | "EmptyHunyuanLatentVideo":
+                inputs |= {key: SMALLER[key] for key in SMALLER if key in inputs}
+            case "KSampler" | "KSamplerAdvanced":
+                for key in {"steps", "start_at_step", "end_at_step"} & set(inputs):
+                    inputs[key] = FEWER_STEPS.get(inputs[key], inputs[key])
+            case "CPConfig":
+                inputs["world_size"] = world_size
+            case class_type if class_type in LEFT_OUT:
+                del prompt[node_id]
+    return prompt if world_size is not None else without_context_parallel(prompt)
+
+
+def without_context_parallel(prompt: dict[str, Json]) -> dict[str, Json]:
+    models = {node_id: node["inputs"]["model"] for node_id, node in prompt.items() if node["class_type"] == "ApplyContextParallel"}
+    assert models
+    kept = {node_id: node for node_id, node in prompt.items() if node["class_type"] not in OWN_NODES}
+    for node in kept.values():
+        model = node["inputs"].get("model")
+        if model is not None and model[0] in models:
+            node["inputs"]["model"] = models[model[0]]
+    return kept
+
+
+def test_latent_equals_the_graph_without_context_parallel(name, server):
+    expected = server.latent(server.run(tiny(name, world_size=None), timeout=120).check())
+    out = server.latent(server.run(tiny(name, world_size=2), timeout=120).check())
+    assert len(server.worker_pids()) == 2
+    assert out.shape == expected.shape
+    assert expected.std() > 1e-2
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()

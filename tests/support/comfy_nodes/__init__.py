@@ -1,0 +1,11 @@
+"""Test-only nodes for ComfyUI: conditioning and latents without text encoders, and model patches of every kind.
+
+Loaded by the server under test, never by pytest. All random content comes from the `seed` of the node alone.
+"""
+
+from .child import TestChild
+from .conditioning import TestConditioning, TestControl
+from .latent import TestLatent
+from .patch import TestPatch
+
+NODE_CLASS_MAPPINGS = {node.__name__: node for node in (TestChild, TestConditioning, TestControl, TestLatent, TestPatch)}

@@ -1,0 +1,199 @@
+"""Conditioning nodes: what a text encoder, a CLIP vision model, a VAE or a ControlNet would have given, at random."""
+
+from __future__ import annotations
+
+import comfy.clip_vision
+import comfy.controlnet
+import torch
+from torch import Tensor
+
+PATCH = 2
+"""Side of an image patch of Flux, in latent pixels. The attention mask counts in patches."""
+
+CLIP_VISION_TOKENS, CLIP_VISION_WIDTH = 257, 1280
+
+
+class TestConditioning:
+    """Random conditioning of a chosen shape.
+
+    Inputs with a default may be left out of a prompt. `nonce` changes nothing but ComfyUI's cache key: a prompt with a
+    new nonce samples again, while its loader and model nodes stay cached.
+
+    `attention_mask` (Flux; needs `latent`), over text, image and reference tokens in that order:
+    `key` hides the last third of the text from every query (float, 0 and -inf), `key_bool` the same as a boolean, which
+    only some attention backends read as a mask; `bias` adds a number of its own to every (query, key) pair; `block`
+    hides half of the image from the other half, and each from half of the text. `text` (LTXV, which insists on a mask)
+    is one row of ones over the text alone.
+    """
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "seed": ("INT", {"default": 0, "min": 0, "max": 2**63}),
+                "tokens": ("INT", {"default": 12, "min": 1, "max": 8192}),
+                "width": ("INT", {"default": 64, "min": 1, "max": 16384}),
+            },
+            "optional": {
+                "pooled_width": ("INT", {"default": 0, "min": 0, "max": 16384}),
+                "guidance": ("FLOAT", {"default": -1.0, "min": -1.0, "max": 100.0}),
+                "attention_mask": (["none", "key", "key_bool", "bias", "block", "text"],),
+                "reference_seed": ("INT", {"default": 0}),
+                "reference_height": ("INT", {"default": 0, "min": 0, "max": 4096}),
+                "reference_width": ("INT", {"default": 0, "min": 0, "max": 4096}),
+                "reference_channels": ("INT", {"default": 16, "min": 1, "max": 1024}),
+                "reference_frames": ("INT", {"default": 0, "min": 0, "max": 1024}),
+                "reference_count": ("INT", {"default": 1, "min": 1, "max": 8}),
+                "reference_method": ("STRING", {"default": ""}),
+                "clip_vision": ("BOOLEAN", {"default": False}),
+                "concat_latent": ("BOOLEAN", {"default": False}),
+                "frame_rate": ("FLOAT", {"default": -1.0}),
+                "nonce": ("INT", {"default": 0, "min": 0, "max": 2**63}),
+                "latent": ("LATENT",),
+            },
+        }
+
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    def make(
+        self,
+        seed,
+        tokens,
+        width,
+        pooled_width=0,
+        guidance=-1.0,
+        attention_mask="none",
+        reference_seed=0,
+        reference_height=0,
+        reference_width=0,
+        reference_channels=16,
+        reference_frames=0,
+        reference_count=1,
+        reference_method="",
+        clip_vision=False,
+        concat_latent=False,
+        frame_rate=-1.0,
+        nonce=0,
+        latent=None,
+    ):
+        random = Random(seed)
+        text = random(1, tokens, width)
+        extra: dict[str, object] = {}
+        if pooled_width:
+            extra["pooled_output"] = random(1, pooled_width)
+        if guidance >= 0:
+            extra["guidance"] = guidance
+        if frame_rate >= 0:
+            extra["frame_rate"] = frame_rate
+        if clip_vision:
+            vision = comfy.clip_vision.Output()
+            vision.penultimate_hidden_states = random(1, CLIP_VISION_TOKENS, CLIP_VISION_WIDTH)
+            extra["clip_vision_output"] = vision
+        if concat_latent:
+            shape = list(_samples(latent, "concat_latent").shape)
+            extra["concat_latent_image"] = random(1, *shape[1:])
+            # As the image-to-video nodes do it: 0 where the first frame is given, 1 where there is nothing yet.
+            mask = torch.ones(1, 1, *shape[2:])
+            mask[:, :, :1] = 0.0
+            extra["concat_mask"] = mask
+        references = 0
+        if reference_height and reference_width:
+            draw = Random(reference_seed)
+            frames = (reference_frames,) if reference_frames else ()
+            shape = (1, reference_channels, *frames, reference_height, reference_width)
+            extra["reference_latents"] = [draw(*shape) for _ in range(reference_count)]
+            references = reference_count * _patches(reference_height) * _patches(reference_width)
+            if reference_method:
+                extra["reference_latents_method"] = reference_method
+        if attention_mask == "text":
+            extra["attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
+        elif attention_mask != "none":
+            height, width_px = _samples(latent, "attention_mask").shape[-2:]
+            grid = (_patches(height), _patches(width_px))
+            extra["attention_mask"] = _mask(attention_mask, tokens, grid[0] * grid[1] + references, random)
+            extra["attention_mask_img_shape"] = grid
+        return ([[text, extra]],)
+
+
+class TestControl:
+    """Attach a made-up ControlNet for Flux, with one residual for each of the first `blocks` blocks of either kind."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "conditioning": ("CONDITIONING",),
+                "seed": ("INT", {"default": 0}),
+                "hidden": ("INT", {"default": 256, "min": 1, "max": 16384}),
+                "blocks": ("INT", {"default": 2, "min": 1, "max": 64}),
+                "strength": ("FLOAT", {"default": 0.5, "min": 0.0, "max": 10.0}),
+            }
+        }
+
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "attach"
+    CATEGORY = "test"
+
+    def attach(self, conditioning, seed, hidden, blocks, strength):
+        control = _RandomControl(seed, hidden, blocks, strength)
+        return ([[text, {**extra, "control": control, "control_apply_to_uncond": False}] for text, extra in conditioning],)
+
+
+class _RandomControl(comfy.controlnet.ControlBase):
+    def __init__(self, seed: int, hidden: int, blocks: int, strength: float) -> None:
+        super().__init__()
+        self.seed, self.hidden, self.blocks, self.scale = seed, hidden, blocks, strength
+
+    def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
+        random = Random(self.seed)
+        tokens = _patches(x_noisy.shape[-2]) * _patches(x_noisy.shape[-1])
+
+        def residuals() -> list[Tensor]:
+            make = [random(1, tokens, self.hidden) * self.scale for _ in range(self.blocks)]
+            return [item.to(x_noisy).expand(x_noisy.shape[0], -1, -1) for item in make]
+
+        return {"input": residuals(), "middle": [], "output": residuals()}
+
+    def copy(self):
+        clone = _RandomControl(self.seed, self.hidden, self.blocks, self.scale)
+        self.copy_to(clone)
+        return clone
+
+
+class Random:
+    """Normal tensors, one after another, from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator)
+
+
+def _samples(latent: dict | None, option: str) -> Tensor:
+    if latent is None:
+        raise ValueError(f"{option}: needs the input `latent`, whose size it follows")
+    return latent["samples"]
+
+
+def _patches(pixels: int) -> int:
+    return -(-pixels // PATCH)
+
+
+def _mask(kind: str, text: int, image: int, random: Random) -> Tensor:
+    """A mask `[1, L, L]` over `text + image` tokens; in a boolean one True means visible."""
+    length = text + image
+    if kind == "bias":
+        return random(1, length, length)
+    visible = torch.ones(1, length, length, dtype=torch.bool)
+    if kind == "block":
+        middle = text + image // 2
+        visible[:, text:middle, middle:] = False
+        visible[:, middle:, text:middle] = False
+        visible[:, text:middle, : text // 2] = False
+        visible[:, middle:, text // 2 : text] = False
+    else:
+        visible[:, :, text - text // 3 : text] = False
+    return visible if kind == "key_bool" else torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)

@@ -1,0 +1,49 @@
+"""Latents of any shape, empty or at random, with or without a noise mask."""
+
+from __future__ import annotations
+
+import torch
+
+from .conditioning import Random
+
+
+class TestLatent:
+    """A latent `[batch, channels, height, width]`, or with `frames` `[batch, channels, frames, height, width]`.
+
+    Sizes are in latent pixels. `noise` is the standard deviation of its content. `noise_mask`: `first_frame` keeps the
+    first frame as it is (per-frame timesteps in Wan 2.2 5B), `left` keeps the left half of every frame (inpainting).
+    """
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        size = {"default": 8, "min": 1, "max": 4096}
+        return {
+            "required": {
+                "batch": ("INT", {"default": 1, "min": 1, "max": 64}),
+                "channels": ("INT", {"default": 16, "min": 1, "max": 1024}),
+                "frames": ("INT", {"default": 0, "min": 0, "max": 1024}),
+                "height": ("INT", size),
+                "width": ("INT", size),
+            },
+            "optional": {
+                "seed": ("INT", {"default": 0}),
+                "noise": ("FLOAT", {"default": 0.0, "min": 0.0, "max": 10.0}),
+                "noise_mask": (["none", "first_frame", "left"],),
+            },
+        }
+
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    def make(self, batch, channels, frames, height, width, seed=0, noise=0.0, noise_mask="none"):
+        extent = ((frames,) if frames else ()) + (height, width)
+        latent = {"samples": Random(seed)(batch, channels, *extent) * noise}
+        if noise_mask != "none":
+            mask = torch.ones(batch, 1, *extent)
+            if noise_mask == "first_frame":
+                mask[:, :, :1] = 0.0
+            else:
+                mask[..., : width // 2] = 0.0
+            latent["noise_mask"] = mask
+        return (latent,)

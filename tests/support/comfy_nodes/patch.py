@@ -1,0 +1,185 @@
+"""One node that patches a model in every way other node packs do, to test what is refused and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
+
+FACTOR = 0.9
+"""Every patch scales something by this factor, so that one that is silently skipped shows in the output."""
+
+KEY = "test_patch"
+
+
+def _attn1_patch(model: ModelPatcher) -> None:
+    # Flux calls it with q, k and v and takes a dict; Wan calls it with one dict and takes a tensor.
+    def patch(first, *args, **kwargs):
+        return first["x"] * FACTOR if isinstance(first, dict) else {"q": first * FACTOR}
+
+    model.set_model_attn1_patch(patch)
+
+
+def _attn1_output_patch(model: ModelPatcher) -> None:
+    model.set_model_attn1_output_patch(lambda attn, extra_options: attn * FACTOR)
+
+
+def _attn2_patch(model: ModelPatcher) -> None:
+    model.set_model_attn2_patch(lambda args: args["x"] * FACTOR)
+
+
+def _post_input(model: ModelPatcher) -> None:
+    model.set_model_post_input_patch(lambda args: {**args, "img": args["img"] * FACTOR})
+
+
+def _double_block(model: ModelPatcher) -> None:
+    model.set_model_double_block_patch(lambda args: {**args, "img": args["img"] * FACTOR})
+
+
+def _patches_replace(model: ModelPatcher) -> None:
+    def replace(args, extra):
+        out = extra["original_block"](args)
+        return {**out, "img": out["img"] * FACTOR}
+
+    model.set_model_patch_replace(replace, "dit", "double_block", 0)
+
+
+def _attention_override(model: ModelPatcher) -> None:
+    def override(func, *args, **kwargs):
+        return func(*args, **kwargs) * FACTOR
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = override
+
+
+def _model_function_wrapper(model: ModelPatcher) -> None:
+    def wrapper(apply_model, args):
+        return apply_model(args["input"], args["timestep"], **args["c"]) * FACTOR
+
+    model.set_model_unet_function_wrapper(wrapper)
+
+
+def _diffusion_model_wrapper(model: ModelPatcher) -> None:
+    model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _scaled)
+
+
+def _apply_model_wrapper(model: ModelPatcher) -> None:
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _scaled)
+
+
+def _scaled(executor, *args, **kwargs):
+    return executor(*args, **kwargs) * FACTOR
+
+
+def _post_cfg(model: ModelPatcher) -> None:
+    model.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * FACTOR)
+
+
+def _object_patch(model: ModelPatcher) -> None:
+    # Replaces a method inside the diffusion model, as nodes that patch one block do.
+    head = "diffusion_model.final_layer" if hasattr(model.model.diffusion_model, "final_layer") else "diffusion_model.head"
+    original = model.get_model_object(f"{head}.forward")
+    model.add_object_patch(f"{head}.forward", lambda *args, **kwargs: original(*args, **kwargs) * FACTOR)
+
+
+def _injection(model: ModelPatcher) -> None:
+    handles = []
+
+    def inject(patcher: ModelPatcher) -> None:
+        diffusion_model = patcher.model.diffusion_model
+        handles.append(diffusion_model.register_forward_hook(lambda module, args, output: output * FACTOR))
+
+    def eject(patcher: ModelPatcher) -> None:
+        while handles:
+            handles.pop().remove()
+
+    model.set_injections(KEY, [PatcherInjection(inject, eject)])
+
+
+def _weight_function(model: ModelPatcher) -> None:
+    name = "img_in" if hasattr(model.model.diffusion_model, "img_in") else "head.head"
+    model.add_weight_wrapper(f"diffusion_model.{name}.weight", lambda weight: weight * FACTOR)
+
+
+def _on_load(model: ModelPatcher) -> None:
+    def callback(patcher, *args):
+        patcher.model.diffusion_model.img_in.bias.data.mul_(FACTOR)
+
+    model.add_callback_with_key(CallbacksMP.ON_LOAD, KEY, callback)
+
+
+def _changed_weight(model: ModelPatcher) -> None:
+    model.model.diffusion_model.img_in.bias.data.mul_(FACTOR)
+
+
+class OtherPatcher(ModelPatcher):
+    """A patcher class of another pack, as GGUF loaders have."""
+
+
+def _subclass(model: ModelPatcher) -> None:
+    model.__class__ = OtherPatcher
+
+
+def _no_recipe(model: ModelPatcher) -> None:
+    model.cached_patcher_init = None
+
+
+def _foreign_recipe(model: ModelPatcher) -> None:
+    model.cached_patcher_init = (_no_recipe, (model,))
+
+
+def _multigpu(model: ModelPatcher) -> None:
+    model.set_additional_models("multigpu", [model.clone()])
+
+
+def _unknown_option(model: ModelPatcher) -> None:
+    model.model_options["transformer_options"]["test_option"] = object()
+
+
+KINDS: dict[str, Callable[[ModelPatcher], None]] = {
+    "attn1_patch": _attn1_patch,
+    "attn1_output_patch": _attn1_output_patch,
+    "attn2_patch": _attn2_patch,
+    "post_input": _post_input,
+    "double_block": _double_block,
+    "patches_replace": _patches_replace,
+    "attention_override": _attention_override,
+    "model_function_wrapper": _model_function_wrapper,
+    "diffusion_model_wrapper": _diffusion_model_wrapper,
+    "apply_model_wrapper": _apply_model_wrapper,
+    "post_cfg": _post_cfg,
+    "object_patch": _object_patch,
+    "injection": _injection,
+    "weight_function": _weight_function,
+    "on_load": _on_load,
+    "changed_weight": _changed_weight,
+    "subclass": _subclass,
+    "no_recipe": _no_recipe,
+    "foreign_recipe": _foreign_recipe,
+    "multigpu": _multigpu,
+    "unknown_option": _unknown_option,
+}
+
+
+class TestPatch:
+    """Patch a clone of the model, in the way `kind` names.
+
+    Above the denoise call: `model_function_wrapper`, `apply_model_wrapper`, `post_cfg`. Around it:
+    `diffusion_model_wrapper`. Inside it: all others. `attn2_patch` and `double_block` are called by Wan,
+    `attn1_output_patch` and `post_input` by Flux. `no_recipe`, `foreign_recipe`, `subclass` and `multigpu` make the
+    model look as other loaders and MultiGPU CFG Split leave it; `changed_weight` changes a weight in place, for good.
+    `unknown_option` adds an object to the transformer options that no model reads, so the output does not change.
+    """
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "kind": (list(KINDS),)}}
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "test"
+
+    def patch(self, model, kind):
+        patched = model.clone()
+        KINDS[kind](patched)
+        return (patched,)

@@ -1,0 +1,279 @@
+"""Prompts in ComfyUI's API format, from a checkpoint file to a saved latent.
+
+`flux_prompt` and `wan_prompt` build the same graph with different conditioning. Without `cp` it is a stock graph; with
+`cp` the model goes through Apply Context Parallel, so that both differ in nothing else. Node ids are words: `loader`,
+`model_0` and on (LoRA and patches), `cp_config`, `cp_apply`, `positive`, `negative`, `latent`, `sampler`, `save`, and
+for the CP Sampler `report`.
+
+Sizes are in pixels, eight to a latent pixel; frames are latent frames.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+Prompt = dict[str, dict[str, Any]]
+Link = list[Any]
+SamplerNode = Literal["KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced", "CPSampler"]
+NodeSpec = tuple[str, Mapping[str, Any]]
+"""Class and inputs of a node that takes `model` and gives a MODEL."""
+
+CP_CONFIG_DEFAULTS: dict[str, Any] = {
+    "world_size": 0,
+    "devices": "",
+    "ulysses_degree": 0,
+    "ring_degree": 0,
+    "batch_degree": 0,
+    "rotate_method": "alltoall",
+    "convert_to_fp32": True,
+    "ulysses_anything": True,
+    "ring_anything": True,
+    "backend": "auto",
+    "on_unsupported": "error",
+    "step_timeout": 600.0,
+}
+
+PIXELS = 8
+"""Side of a latent pixel, in pixels."""
+
+_nonces = itertools.count(1)
+
+
+class Graph:
+    """A prompt under construction."""
+
+    def __init__(self) -> None:
+        self.prompt: Prompt = {}
+
+    def add(self, node_id: str, class_type: str, **inputs: Any) -> Link:
+        """Add a node and return a link to its first output."""
+        if node_id in self.prompt:
+            raise ValueError(f"node_id: got {node_id!r}, which is there already; allowed: a new one")
+        self.prompt[node_id] = {"class_type": class_type, "inputs": inputs}
+        return [node_id, 0]
+
+
+def cp_config(**overrides: Any) -> dict[str, Any]:
+    """Inputs of a CP Config node: the defaults, and `overrides`."""
+    unknown = set(overrides) - set(CP_CONFIG_DEFAULTS)
+    if unknown:
+        raise ValueError(f"cp: got {sorted(unknown)}; allowed: {', '.join(CP_CONFIG_DEFAULTS)}")
+    return CP_CONFIG_DEFAULTS | overrides
+
+
+def flux_prompt(
+    *,
+    ckpt: str = "flux",
+    width: int = 64,
+    height: int = 64,
+    tokens: int = 12,
+    guidance: float = 3.5,
+    attention_mask: str = "none",
+    reference: Mapping[str, Any] | None = None,
+    control: Mapping[str, Any] | None = None,
+    batch: int = 1,
+    latent: Mapping[str, Any] | None = None,
+    conditioning: Mapping[str, Any] | None = None,
+    **common: Any,
+) -> Prompt:
+    """A Flux graph.
+
+    Args:
+        guidance: the guidance input; -1 for none (models without guidance embedding, such as schnell).
+        attention_mask: see TestConditioning.
+        reference: size of a reference image in pixels, `{"width": 32, "height": 48}`, and any `reference_*` input of
+            TestConditioning (`reference_count`, `reference_seed`, `reference_method`).
+        control: inputs of TestControl, `{}` for its defaults.
+        latent: more inputs of TestLatent, e.g. `{"noise": 1.0, "noise_mask": "left"}`.
+        conditioning: more inputs of both TestConditioning nodes.
+        common: see `sampling_prompt`.
+    """
+    inputs: dict[str, Any] = {"tokens": tokens, "width": 64, "pooled_width": 64, "guidance": guidance}
+    inputs |= {"attention_mask": attention_mask, **_reference(reference), **(conditioning or {})}
+    size = {"batch": batch, "channels": 16, "frames": 0, "height": height // PIXELS, "width": width // PIXELS}
+    return sampling_prompt(ckpt=ckpt, latent={**size, **(latent or {})}, conditioning=inputs, control=control, **common)
+
+
+def wan_prompt(
+    *,
+    ckpt: str = "wan_t2v",
+    width: int = 64,
+    height: int = 64,
+    frames: int = 3,
+    tokens: int = 16,
+    clip_vision: bool = False,
+    concat_latent: bool = False,
+    reference: Mapping[str, Any] | None = None,
+    batch: int = 1,
+    channels: int = 16,
+    latent: Mapping[str, Any] | None = None,
+    conditioning: Mapping[str, Any] | None = None,
+    **common: Any,
+) -> Prompt:
+    """A Wan graph.
+
+    Args:
+        clip_vision: give the 257 CLIP vision tokens that `wan_i2v` attends to.
+        concat_latent: give a first image, as latent channels beside the noise (`wan_i2v`, `wan22_i2v`).
+        channels: latent channels: 16, for `wan22_5b` 48.
+        latent: more inputs of TestLatent; `{"noise_mask": "first_frame"}` makes `wan22_5b` use per-frame timesteps.
+
+    The others are those of `flux_prompt`.
+    """
+    inputs: dict[str, Any] = {"tokens": tokens, "width": 64, "clip_vision": clip_vision, "concat_latent": concat_latent}
+    inputs |= {**_reference(reference), **(conditioning or {})}
+    size = {
+        "batch": batch,
+        "channels": channels,
+        "frames": frames,
+        "height": height // PIXELS,
+        "width": width // PIXELS,
+    }
+    return sampling_prompt(ckpt=ckpt, latent={**size, **(latent or {})}, conditioning=inputs, **common)
+
+
+def sampling_prompt(
+    *,
+    ckpt: str,
+    latent: Mapping[str, Any],
+    conditioning: Mapping[str, Any],
+    cp: Mapping[str, Any] | None = None,
+    node: SamplerNode = "KSampler",
+    sampler: str = "euler",
+    scheduler: str = "simple",
+    steps: int = 2,
+    cfg: float = 1.0,
+    seed: int = 1,
+    denoise: float = 1.0,
+    negative: Mapping[str, Any] | None = None,
+    control: Mapping[str, Any] | None = None,
+    loras: Iterable[str | tuple[str, float]] = (),
+    apply_after_lora: bool = True,
+    model_nodes: Sequence[NodeSpec] = (),
+    after_apply: Sequence[NodeSpec] = (),
+    sampler_has_config: bool = False,
+    low_ckpt: str | None = None,
+    weight_dtype: str = "default",
+    nonce: int | None = None,
+) -> Prompt:
+    """A graph for any family.
+
+    Args:
+        ckpt: file name in `diffusion_models`; `.safetensors` may be left out.
+        latent: inputs of TestLatent.
+        conditioning: inputs of both TestConditioning nodes.
+        cp: inputs of CP Config that differ from their defaults; None leaves context parallelism out.
+        node: the sampler node. CPSampler needs `cp`; without it KSampler takes its place, so that one call gives both
+            graphs.
+        negative: inputs of the negative TestConditioning that differ from the positive ones, besides its seed.
+        control: inputs of TestControl, attached to the positive conditioning; Flux only.
+        loras: file names in `loras`, each alone or with its strength, in the order they are applied.
+        apply_after_lora: whether Apply Context Parallel stands behind the LoRA loaders or before them.
+        model_nodes: nodes before Apply Context Parallel and behind the LoRA loaders there, e.g.
+            `("TestPatch", {"kind": …})`.
+        after_apply: nodes between Apply Context Parallel (or its place) and the sampler.
+        sampler_has_config: give the configuration to the CP Sampler itself, without Apply Context Parallel.
+        low_ckpt: a second model that takes over after half of the steps, as Wan 2.2's low-noise model does;
+            KSamplerAdvanced.
+        nonce: changes nothing but ComfyUI's cache key: two prompts that differ in it alone are both sampled. By default
+            every prompt gets a new one. With a fixed one, a repeated prompt comes out of ComfyUI's cache.
+    """
+    if sampler_has_config and (node != "CPSampler" or cp is None):
+        raise ValueError("sampler_has_config: got True; allowed: with node='CPSampler' and a cp")
+    if low_ckpt is not None and node != "KSamplerAdvanced":
+        raise ValueError(f"node: got {node!r} with low_ckpt; allowed: 'KSamplerAdvanced'")
+    if node == "CPSampler" and cp is None:
+        node = "KSampler"
+    graph = Graph()
+    config = None if cp is None else graph.add("cp_config", "CPConfig", **cp_config(**cp))
+    applied = None if sampler_has_config else config
+
+    def model_chain(file: str, suffix: str = "") -> Link:
+        model = graph.add(f"loader{suffix}", "UNETLoader", unet_name=_file(file), weight_dtype=weight_dtype)
+        lora_nodes = _lora_nodes(loras)
+        before = [*(lora_nodes if apply_after_lora else []), *model_nodes]
+        after = [*([] if apply_after_lora else lora_nodes), *after_apply]
+        names = itertools.count()
+        for class_type, inputs in before:
+            model = graph.add(f"model_{next(names)}{suffix}", class_type, model=model, **inputs)
+        if applied is not None:
+            model = graph.add(f"cp_apply{suffix}", "ApplyContextParallel", model=model, cp_config=applied)
+        for class_type, inputs in after:
+            model = graph.add(f"model_{next(names)}{suffix}", class_type, model=model, **inputs)
+        return model
+
+    model = model_chain(ckpt)
+    empty = graph.add("latent", "TestLatent", **latent)
+    inputs = {**conditioning, "nonce": next(_nonces) if nonce is None else nonce, "latent": empty}
+    positive = graph.add("positive", "TestConditioning", **{"seed": 100, **inputs})
+    if control is not None:
+        positive = graph.add("control", "TestControl", **_CONTROL_DEFAULTS | dict(control), conditioning=positive)
+    opposite = graph.add("negative", "TestConditioning", **{**inputs, "seed": 200, **(negative or {})})
+
+    guided = {"cfg": cfg, "positive": positive, "negative": opposite}
+    settings = {"sampler_name": sampler, "scheduler": scheduler, "steps": steps}
+    match node:
+        case "KSampler" | "CPSampler":
+            extra = {"cp_config": config} if sampler_has_config else {}
+            common = {"model": model, "seed": seed, "latent_image": empty, "denoise": denoise}
+            out = graph.add("sampler", node, **common, **guided, **settings, **extra)
+            if node == "CPSampler":
+                graph.add("report", "PreviewAny", source=["sampler", 1])
+        case "KSamplerAdvanced":
+            stages = [("sampler", model)]
+            if low_ckpt is not None:
+                stages.append(("sampler_low", model_chain(low_ckpt, "_low")))
+            out = empty
+            for i, (name, stage_model) in enumerate(stages):
+                first, last = i == 0, i == len(stages) - 1
+                out = graph.add(
+                    name,
+                    "KSamplerAdvanced",
+                    model=stage_model,
+                    noise_seed=seed,
+                    latent_image=out,
+                    add_noise="enable" if first else "disable",
+                    start_at_step=0 if first else steps // 2,
+                    end_at_step=10000 if last else steps // 2,
+                    return_with_leftover_noise="disable" if last else "enable",
+                    **guided,
+                    **settings,
+                )
+        case "SamplerCustomAdvanced":
+            if cfg == 1.0:
+                guider = graph.add("guider", "BasicGuider", model=model, conditioning=positive)
+            else:
+                guider = graph.add("guider", "CFGGuider", model=model, **guided)
+            out = graph.add(
+                "sampler",
+                "SamplerCustomAdvanced",
+                noise=graph.add("noise", "RandomNoise", noise_seed=seed),
+                guider=guider,
+                sampler=graph.add("sampler_select", "KSamplerSelect", sampler_name=sampler),
+                sigmas=graph.add("sigmas", "BasicScheduler", model=model, scheduler=scheduler, steps=steps, denoise=denoise),
+                latent_image=empty,
+            )
+    graph.add("save", "SaveLatent", samples=out, filename_prefix="test")
+    return graph.prompt
+
+
+_CONTROL_DEFAULTS = {"seed": 0, "hidden": 256, "blocks": 2, "strength": 0.5}
+
+
+def _file(name: str) -> str:
+    return name if name.endswith(".safetensors") else f"{name}.safetensors"
+
+
+def _lora_nodes(loras: Iterable[str | tuple[str, float]]) -> list[NodeSpec]:
+    pairs = [(lora, 1.0) if isinstance(lora, str) else lora for lora in loras]
+    return [("LoraLoaderModelOnly", {"lora_name": _file(name), "strength_model": strength}) for name, strength in pairs]
+
+
+def _reference(reference: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Inputs of TestConditioning for a reference given in pixels."""
+    if reference is None:
+        return {}
+    rest = {name: value for name, value in reference.items() if name not in ("width", "height")}
+    return {"reference_width": reference["width"] // PIXELS, "reference_height": reference["height"] // PIXELS, **rest}

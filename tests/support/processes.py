@@ -1,0 +1,83 @@
+"""What a test asks about processes: which belong to a server, and what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+
+import psutil
+
+GONE = (psutil.NoSuchProcess, psutil.ZombieProcess)
+
+
+def alive(process: psutil.Process) -> bool:
+    """True while the process runs. One that ended and is not reaped yet does not count."""
+    with contextlib.suppress(*GONE):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def command_line(process: psutil.Process) -> str:
+    """The command line, empty when the process is gone or not ours."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def descendants(pid: int, *markers: str) -> list[psutil.Process]:
+    """Living children of `pid`, and theirs, whose command line holds every one of `markers`."""
+    with contextlib.suppress(*GONE):
+        children = psutil.Process(pid).children(recursive=True)
+        return [child for child in children if alive(child) and all(marker in command_line(child) for marker in markers)]
+    return []
+
+
+def with_environment(name: str, value: str) -> list[psutil.Process]:
+    """Living processes of this user that were started with the environment variable `name` set to `value`.
+
+    Finds children whose parents are gone as well, which no walk down the tree does.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(name) == value and alive(process):
+                found.append(process)
+    return found
+
+
+def wait_gone(processes: Iterable[psutil.Process], timeout: float) -> list[psutil.Process]:
+    """Wait until all have ended, for at most `timeout` seconds. Returns those that have not."""
+    deadline = time.monotonic() + timeout
+    left = [process for process in processes if alive(process)]
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left = [process for process in left if alive(process)]
+    return left
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """SIGKILL every one that still runs."""
+    for process in processes:
+        with contextlib.suppress(*GONE):
+            process.kill()
+
+
+def fd_count(pid: int) -> int:
+    """Open file descriptors."""
+    return psutil.Process(pid).num_fds()
+
+
+def thread_count(pid: int) -> int:
+    """Threads."""
+    return psutil.Process(pid).num_threads()
+
+
+def rss(pid: int) -> int:
+    """Resident bytes, shared pages counted in full."""
+    return psutil.Process(pid).memory_info().rss
+
+
+def pss(pid: int) -> int:
+    """Resident bytes, each shared page divided by the number of processes that share it."""
+    return psutil.Process(pid).memory_full_info().pss

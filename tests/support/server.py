@@ -1,0 +1,480 @@
+"""A real ComfyUI server in a process of its own, and a client for it.
+
+    with ComfyServer(comfyui_path, models=checkpoints_dir) as server:
+        result = server.run(flux_prompt())
+        latent = server.latent(result)
+
+The server has a base directory of its own (models, output, input, user, custom_nodes), so nothing is written into the
+ComfyUI checkout, and loads two custom node packs only: this checkout, by a link whose name holds hyphens as a user's
+clone does, and the test nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import psutil
+import safetensors.torch
+import websocket
+from torch import Tensor
+
+from . import processes
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+CUSTOM_NODES = {
+    "comfyui-context-parallel": CHECKOUT,
+    "context-parallel-test-nodes": Path(__file__).parent / "comfy_nodes",
+}
+
+MARKER = "CONTEXT_PARALLEL_TEST_SERVER"
+"""Environment variable that every process of one server inherits, by which leftovers are found."""
+
+WORKER_MARKERS = ("cp_runtime", "bootstrap")
+
+# Linux ends the server when the thread that started it ends, however that happened; elsewhere stop() has to do.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+_PREVIEW_EVENTS = {1: 8, 4: None}
+"""Binary events that hold an image, and where the image starts. None: after a JSON text whose length comes first."""
+
+
+class ServerError(RuntimeError):
+    """The server did not start, ended, or answered with an error."""
+
+
+class PromptRejected(ServerError):
+    """The server found the prompt invalid. `node_errors` says why, by node id."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self.error: dict[str, Any] = answer.get("error", {})
+        self.node_errors: dict[str, Any] = answer.get("node_errors", {})
+        super().__init__(json.dumps(answer, indent=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeError:
+    """The exception that ended a prompt."""
+
+    node_id: str
+    node_type: str
+    exception_type: str
+    exception_message: str
+    traceback: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a prompt ended.
+
+    Args:
+        messages: `(event, data)` of the execution, in order.
+        outputs: what the output nodes showed, by node id.
+        seconds: from the start to the end of the execution, by the server's clock.
+        cached: nodes that were not executed, because nothing they depend on had changed.
+    """
+
+    prompt_id: str
+    status: Literal["success", "error", "interrupted"]
+    messages: list[tuple[str, dict[str, Any]]] = field(repr=False)
+    outputs: dict[str, dict[str, Any]]
+    error: NodeError | None
+    seconds: float
+    cached: list[str]
+
+    def check(self) -> Result:
+        """This result, or ServerError with the traceback of the node when the prompt did not succeed."""
+        if self.status != "success":
+            detail = f"{self.error.exception_message}\n{self.error.traceback}" if self.error else ""
+            raise ServerError(f"prompt {self.status}: {detail}")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One message on the websocket.
+
+    Args:
+        time: when it came in, on the clock of time.monotonic().
+        type: the event's name, `preview` for a preview image.
+        data: the JSON data; for a preview the bytes of the image.
+    """
+
+    time: float
+    type: str
+    data: Any
+
+
+class ComfyServer:
+    """Starts, watches, talks to and ends one ComfyUI server.
+
+    Args:
+        comfyui_path: ComfyUI's root folder.
+        models: folder in the layout of ComfyUI's `models`; linked, not copied.
+        custom_nodes: link name to folder; by default this checkout and the test nodes.
+        args: more command line arguments, e.g. `("--preview-method", "latent2rgb")`.
+        env: environment variables to set; None removes one. Thread counts are left to torch unless set here.
+        cpu: run with `--cpu`.
+        startup_timeout: seconds until the server must answer.
+
+    Start it from a thread that lives as long as the server is needed.
+    """
+
+    def __init__(
+        self,
+        comfyui_path: Path,
+        *,
+        models: Path,
+        custom_nodes: Mapping[str, Path] = CUSTOM_NODES,
+        args: Sequence[str] = (),
+        env: Mapping[str, str | None] | None = None,
+        cpu: bool = True,
+        startup_timeout: float = 120.0,
+    ) -> None:
+        self.comfyui_path, self.startup_timeout = Path(comfyui_path), startup_timeout
+        self.args = ["--cpu", *args] if cpu else list(args)
+        self.env = dict(env or {})
+        self.port = 0
+        self.leftovers: list[str] = []
+        """Command lines of the processes that outlived the server and had to be killed by the last stop()."""
+        self._marker = uuid.uuid4().hex
+        self._process: subprocess.Popen[bytes] | None = None
+        self._listener: _Listener | None = None
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self.base = Path(tempfile.mkdtemp(prefix="comfy-server-"))
+        self.log_file = self.base / "server.log"
+        for name in ("input", "output", "temp", "user", "custom_nodes"):
+            (self.base / name).mkdir()
+        (self.base / "models").symlink_to(Path(models).resolve(), target_is_directory=True)
+        for name, folder in custom_nodes.items():
+            (self.base / "custom_nodes" / name).symlink_to(Path(folder).resolve(), target_is_directory=True)
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> ComfyServer:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        if self._process is None:
+            raise ServerError("the server is not running: call start(), or use it in a with statement")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the server and wait until it answers. A stopped server starts again with the same base directory."""
+        if self._process is not None:
+            raise ServerError("the server is running already")
+        for attempt in range(3):
+            try:
+                self._start()
+                return
+            except ServerError:
+                self.stop()
+                # Another process may have taken the free port first.
+                if attempt == 2 or "address already in use" not in self.log_text().lower():
+                    raise
+
+    def _start(self) -> None:
+        self.port = _free_port()
+        command = [sys.executable, "-c", _LAUNCHER, "-u", str(self.comfyui_path / "main.py")]
+        command += ["--base-directory", str(self.base), "--database-url", f"sqlite:///{self.base}/user/comfyui.db"]
+        command += ["--listen", "127.0.0.1", "--port", str(self.port), "--disable-auto-launch", "--disable-api-nodes"]
+        # Neither the caller's import path nor its working directory may reach the server: both could hold this
+        # checkout, whose `nodes` folder shadows ComfyUI's `nodes.py`.
+        changes = {"PYTHONPATH": None, "HF_HUB_OFFLINE": "1", **self.env, MARKER: self._marker}
+        env = {name: value for name, value in os.environ.items() if name not in changes}
+        env |= {name: value for name, value in changes.items() if value is not None}
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                command + self.args,
+                cwd=self.base,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + self.startup_timeout
+        while True:
+            try:
+                self._call("/system_stats", timeout=5.0)
+                break
+            except (OSError, urllib.error.URLError):
+                self._check_running("while it started")
+                if time.monotonic() > deadline:
+                    raise ServerError(self._with_log(f"the server did not answer within {self.startup_timeout} s")) from None
+                time.sleep(0.1)
+        self._listener = _Listener(self.port)
+
+    def stop(self, sig: signal.Signals = signal.SIGTERM, *, timeout: float = 10.0, grace: float = 5.0) -> list[str]:
+        """End the server: `sig`, then SIGKILL after `timeout` seconds, then SIGKILL for whatever it left behind.
+
+        Args:
+            grace: seconds that the server's children have to end by themselves once it is gone.
+
+        Returns:
+            `leftovers`: command lines of the children that had not ended by then.
+        """
+        process, self._process = self._process, None
+        listener, self._listener = self._listener, None
+        if process is None:
+            return self.leftovers
+        family = {child.pid: child for child in processes.descendants(process.pid)}
+        if process.poll() is None:
+            process.send_signal(sig)
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if listener is not None:
+            listener.close()
+        family |= {child.pid: child for child in processes.with_environment(MARKER, self._marker)}
+        left = processes.wait_gone(family.values(), grace)
+        self.leftovers = [f"{child.pid}: {processes.command_line(child)}" for child in left]
+        processes.kill_all(left)
+        processes.wait_gone(left, 5.0)
+        return self.leftovers
+
+    def close(self) -> None:
+        """stop(), and remove the base directory with the log and all outputs."""
+        self.stop()
+        shutil.rmtree(self.base, ignore_errors=True)
+
+    def log_text(self) -> str:
+        """Everything that the server and its children printed."""
+        return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
+
+    # --- client -------------------------------------------------------------------------------------------------------
+
+    def queue(self, prompt: Mapping[str, Any]) -> str:
+        """Queue a prompt in API format and return its id. Raises PromptRejected when it is invalid."""
+        client_id = self._require_listener().client_id
+        try:
+            return self._call("/prompt", {"prompt": prompt, "client_id": client_id})["prompt_id"]
+        except urllib.error.HTTPError as error:
+            if error.code == 400:
+                raise PromptRejected(json.load(error)) from None
+            raise
+
+    def wait(self, prompt_id: str, timeout: float = 60.0) -> Result:
+        """Wait until a prompt has ended. Raises TimeoutError, with the end of the log, when it has not by then."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                history = self._call(f"/history/{prompt_id}")
+            except (OSError, urllib.error.URLError):
+                self._check_running(f"while prompt {prompt_id} ran")
+                raise
+            if prompt_id in history:
+                return _result(prompt_id, history[prompt_id])
+            self._check_running(f"while prompt {prompt_id} ran")
+            if time.monotonic() > deadline:
+                raise TimeoutError(self._with_log(f"prompt {prompt_id} did not end within {timeout} s"))
+            time.sleep(0.02)
+
+    def run(self, prompt: Mapping[str, Any], timeout: float = 60.0) -> Result:
+        """Queue a prompt and wait for its end, whatever that is. `.check()` of the result insists on success."""
+        return self.wait(self.queue(prompt), timeout)
+
+    def interrupt(self, prompt_id: str | None = None) -> None:
+        """Cancel the prompt that runs, or only if it is `prompt_id`."""
+        self._call("/interrupt", {"prompt_id": prompt_id} if prompt_id else {})
+
+    def free(self, *, unload_models: bool = True, free_memory: bool = True) -> None:
+        """Ask for models and caches to be dropped. Takes effect after the call, once the queue is idle."""
+        self._call("/free", {"unload_models": unload_models, "free_memory": free_memory})
+
+    def object_info(self, node: str | None = None) -> dict[str, Any]:
+        """What the server says about all its nodes, or about one."""
+        return self._call(f"/object_info/{node}" if node else "/object_info")
+
+    def get(self, path: str, timeout: float = 30.0) -> Any:
+        """Any other JSON answer of the server."""
+        return self._call(path, timeout=timeout)
+
+    @property
+    def events(self) -> list[Event]:
+        """What came in on the websocket since the server started, oldest first."""
+        return self._require_listener().snapshot()
+
+    def previews(self, since: float = 0.0) -> list[Event]:
+        """Preview images that came in after `since` on the clock of time.monotonic()."""
+        return [event for event in self.events if event.type == "preview" and event.time >= since]
+
+    def wait_event(self, condition: Callable[[Event], bool], timeout: float = 30.0, *, since: float = 0.0) -> Event:
+        """The first event that came in after `since` and meets `condition`, waited for if need be."""
+        return self._require_listener().wait(condition, timeout, since)
+
+    def latent(self, result: Result, node_id: str | None = None) -> Tensor:
+        """The latent that the stock SaveLatent node `node_id` saved; by default that of the only such node."""
+        result.check()
+        saved = {node: output["latents"][0] for node, output in result.outputs.items() if "latents" in output}
+        if node_id is None:
+            if len(saved) != 1:
+                raise ServerError(f"node_id: got None; allowed: one of {sorted(saved)}, because there is not exactly one")
+            (node_id,) = saved
+        file = self.base / "output" / saved[node_id]["subfolder"] / saved[node_id]["filename"]
+        return safetensors.torch.load_file(file)["latent_tensor"]
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def workers(self, *markers: str) -> list[psutil.Process]:
+        """Living descendants of the server whose command line holds all `markers`; by default the workers."""
+        return processes.descendants(self.pid, *(markers or WORKER_MARKERS))
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers, in ascending order."""
+        return sorted(worker.pid for worker in self.workers())
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _call(self, path: str, body: Any = None, timeout: float = 30.0) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} if data else {}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data=data, headers=headers)
+        with self._opener.open(request, timeout=timeout) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+    def _require_listener(self) -> _Listener:
+        if self._listener is None:
+            raise ServerError("the server is not running: call start(), or use it in a with statement")
+        return self._listener
+
+    def _check_running(self, when: str) -> None:
+        code = self._process.poll() if self._process is not None else None
+        if self._process is None or code is not None:
+            raise ServerError(self._with_log(f"the server ended {when}, with exit code {code}"))
+
+    def _with_log(self, message: str) -> str:
+        tail = "\n".join(self.log_text().splitlines()[-60:])
+        return f"{message}. The end of its log:\n{tail}"
+
+
+class _Listener:
+    """A thread that collects the events of one websocket connection."""
+
+    def __init__(self, port: int) -> None:
+        self.client_id = uuid.uuid4().hex
+        url = f"ws://127.0.0.1:{port}/ws?clientId={self.client_id}"
+        self._socket = websocket.create_connection(url, timeout=10.0, http_no_proxy=["127.0.0.1"])
+        self._socket.settimeout(None)
+        self._events: list[Event] = []
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._listen, name="comfy-events", daemon=True)
+        self._thread.start()
+
+    def snapshot(self) -> list[Event]:
+        with self._changed:
+            return list(self._events)
+
+    def wait(self, condition: Callable[[Event], bool], timeout: float, since: float) -> Event:
+        deadline = time.monotonic() + timeout
+        seen = 0
+        with self._changed:
+            while True:
+                for event in self._events[seen:]:
+                    if event.time >= since and condition(event):
+                        return event
+                seen = len(self._events)
+                if not self._changed.wait(deadline - time.monotonic()):
+                    recent = [event.type for event in self._events[-20:]]
+                    raise TimeoutError(f"no such event within {timeout} s; the last ones were {recent}")
+
+    def close(self) -> None:
+        self._socket.shutdown()
+        self._thread.join(5.0)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                kind, frame = self._socket.recv_data()
+            except (OSError, websocket.WebSocketException):
+                return
+            if kind == websocket.ABNF.OPCODE_CLOSE:
+                return
+            event = _event(kind, frame)
+            if event is not None:
+                with self._changed:
+                    self._events.append(event)
+                    self._changed.notify_all()
+
+
+def _event(kind: int, frame: bytes) -> Event | None:
+    now = time.monotonic()
+    if kind == websocket.ABNF.OPCODE_TEXT:
+        message = json.loads(frame)
+        return Event(time=now, type=message["type"], data=message.get("data"))
+    if kind != websocket.ABNF.OPCODE_BINARY or len(frame) < 8:
+        return None
+    number, length = struct.unpack(">II", frame[:8])
+    if number not in _PREVIEW_EVENTS:
+        return Event(time=now, type=f"binary_{number}", data=frame[4:])
+    start = _PREVIEW_EVENTS[number]
+    return Event(time=now, type="preview", data=frame[8 + length if start is None else start :])
+
+
+def _result(prompt_id: str, entry: dict[str, Any]) -> Result:
+    messages = [(name, data) for name, data in entry["status"]["messages"]]
+    by_name = dict(messages)
+    error = None
+    status: Literal["success", "error", "interrupted"] = "success" if entry["status"]["completed"] else "error"
+    if "execution_interrupted" in by_name:
+        status = "interrupted"
+    elif "execution_error" in by_name:
+        data = by_name["execution_error"]
+        error = NodeError(
+            node_id=str(data["node_id"]),
+            node_type=data["node_type"],
+            exception_type=data["exception_type"],
+            exception_message=data["exception_message"],
+            traceback="".join(data["traceback"]),
+        )
+    stamps = [data["timestamp"] for _, data in messages if "timestamp" in data]
+    return Result(
+        prompt_id=prompt_id,
+        status=status,
+        messages=messages,
+        outputs=entry["outputs"],
+        error=error,
+        seconds=(stamps[-1] - stamps[0]) / 1000 if stamps else 0.0,
+        cached=list(by_name.get("execution_cached", {}).get("nodes", [])),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

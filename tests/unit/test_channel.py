@@ -1,0 +1,77 @@
+import socket
+import struct
+import time
+
+import pytest
+import torch
+
+from cp_runtime.errors import PoolTimeout, ProtocolError
+from cp_runtime.pool.channel import Channel, Closed, SharedBlock
+
+
+@pytest.fixture
+def pair():
+    a, b = socket.socketpair()
+    ours, theirs = Channel(a), Channel(b)
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def soon():
+    return time.monotonic() + 5
+
+
+def test_frames_arrive_whole_and_in_order(pair):
+    ours, theirs = pair
+    for i in range(3):
+        ours.send({"i": i, "text": "x" * 1000}, soon())
+    assert [theirs.receive(soon())["i"] for _ in range(3)] == [0, 1, 2]
+    assert theirs.poll() is None
+
+
+def test_a_receive_ends_at_its_deadline(pair):
+    began = time.monotonic()
+    with pytest.raises(PoolTimeout):
+        pair[0].receive(began + 0.2)
+    assert 0.15 < time.monotonic() - began < 2
+    with pytest.raises(PoolTimeout):
+        pair[0].receive(began)  # past already
+
+
+def test_a_send_that_nobody_reads_ends_at_its_deadline(pair):
+    with pytest.raises(PoolTimeout):
+        pair[0].send({"x": "y" * (8 << 20)}, time.monotonic() + 0.2)
+
+
+def test_a_frame_cut_off_by_death_is_never_returned(pair):
+    ours, theirs = pair
+    ours.sock.setblocking(True)
+    ours.sock.sendall(struct.pack("<Q", 100) + b'{"seq": 1')
+    assert theirs.poll() is None
+    ours.close()
+    with pytest.raises(Closed):
+        theirs.receive(soon())
+
+
+@pytest.mark.parametrize("frame", [struct.pack("<Q", 1 << 40), struct.pack("<Q", 3) + b"abc", struct.pack("<Q", 2) + b"[]"])
+def test_malformed_frames_raise(pair, frame):
+    pair[0].sock.send(frame)
+    with pytest.raises(ProtocolError):
+        pair[1].receive(soon())
+
+
+def test_shared_block_grows_and_shrinks_under_both_mappings():
+    ours = SharedBlock()
+    theirs = SharedBlock(ours.fd)
+    ours.view(100).fill_(7)
+    assert theirs.view(100).sum() == 700
+    ours.view(1 << 20).fill_(1)
+    assert theirs.view(1 << 20).sum() == 1 << 20
+    ours.trim(4096)
+    again = ours.view(1 << 20)
+    assert again[4096:].sum() == 0  # the pages were given back
+    again.fill_(2)
+    assert (theirs.view(1 << 20) == 2).all()
+    assert torch.equal(ours.view(10), theirs.view(10))
+    ours.close()

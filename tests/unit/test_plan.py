@@ -1,0 +1,122 @@
+import pytest
+import torch
+from torch import nn
+
+from cp_runtime.errors import PlanError
+from cp_runtime.plan import (
+    CallState,
+    ContextParallelInput,
+    ContextParallelOutput,
+    FamilyPlan,
+    ModulePlan,
+    PerFrame,
+    TokenIndex,
+    TokenRanges,
+)
+
+
+def states(world=2, **lengths):
+    made = []
+    for rank in range(world):
+        state = CallState(rank, world)
+        state.lengths.update(lengths)
+        made.append(state)
+    return made
+
+
+def test_input_defines_the_stream_and_is_idempotent():
+    x = torch.randn(2, 5, 3)
+    transform = ContextParallelInput(split_dim=1, expected_dims=3, streams=("img",))
+    for state, expected in zip(states(), (x[:, :3], x[:, 3:]), strict=True):
+        local = transform(state, x, "x")
+        assert torch.equal(local, expected)
+        assert transform(state, local, "x") is local
+
+
+def test_side_input_splits_every_stream_once_per_call():
+    pe = torch.arange(7.0).view(1, 1, 7)
+    transform = ContextParallelInput(split_dim=-1, streams=("txt", "img"), side=True)
+    first, second = states(txt=3, img=4)
+    assert transform(first, pe, "pe").flatten().tolist() == [0, 1, 3, 4]
+    assert transform(second, pe, "pe").flatten().tolist() == [2, 5, 6]
+    assert transform(first, pe, "pe") is transform(first, pe, "pe")
+    assert transform(first, (pe, None), "pe")[1] is None
+
+
+def test_side_input_broadcast_over_tokens_passes():
+    one = torch.zeros(1, 1, 8)
+    (state, _) = states(img=4)
+    assert ContextParallelInput(split_dim=1, streams=("img",), side=True)(state, one, "e") is one
+
+
+def test_wrong_length_dims_or_order_raise():
+    (state, _) = states(img=4)
+    with pytest.raises(PlanError, match=r"4 tokens.*2"):
+        ContextParallelInput(split_dim=1, streams=("img",), side=True)(state, torch.zeros(1, 3), "block(pe)")
+    with pytest.raises(PlanError, match="expected 3 dimensions"):
+        ContextParallelInput(split_dim=1, expected_dims=3, streams=("img",))(state, torch.zeros(1, 4), "x")
+    with pytest.raises(PlanError, match="'txt' is used before"):
+        ContextParallelInput(split_dim=1, streams=("txt", "img"), side=True)(state, torch.zeros(1, 9), "pe")
+
+
+@pytest.mark.parametrize(("index", "expected"), [(0, (0, 0, 0)), (5, (4, 1, 0)), (10, (4, 3, 3)), (None, (None,) * 3)])
+def test_token_index(index, expected):
+    assert tuple(TokenIndex(stream="img")(s, index, "i") for s in states(3, img=10)) == expected
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("boundary", [1, 4, 6, 9])
+def test_token_ranges_select_the_same_tokens(world, boundary):
+    """Marking tokens by local ranges on every rank marks the tokens that the absolute ranges mark."""
+    ranges = [(0, boundary, 0), (boundary, 10, 1)]
+    marked = []
+    for state in states(world, txt=3, img=10):
+        ((start, stop),) = state.layout(("img",)).ranges[state.rank]
+        mark = torch.full((stop - start,), -1)
+        for a, b, value in TokenRanges(stream="img")(state, ranges, "r"):
+            mark[a:b] = value
+        marked.append(mark)
+        # the same ranges in a joint tensor whose text part is local: the first one starts at 0 and covers the text
+        shift = state.layout(("txt",)).local_lengths[state.rank]
+        joint = [(0 if a == 0 else a + shift, b + shift, value) for a, b, value in ranges]
+        both = torch.full((shift + stop - start,), -1)
+        for a, b, value in TokenRanges(stream="img", after="txt")(state, joint, "r"):
+            both[a:b] = value
+        assert both.tolist() == [0] * shift + mark.tolist()
+    assert torch.cat(marked).tolist() == [0] * boundary + [1] * (10 - boundary)
+
+
+@pytest.mark.parametrize(("frames", "tokens"), [(3, 12), (3, 13), (4, 10)])
+def test_per_frame_equals_wans_repetition(frames, tokens):
+    value = torch.randn(1, frames, 6, 2)
+    repeats = tokens // frames if tokens % frames == 0 else tokens // frames + 1
+    full = torch.repeat_interleave(value, repeats, dim=1)[:, :tokens]
+    parts = [PerFrame(stream="v", ndim=4)(s, value, "e") for s in states(3, v=tokens)]
+    assert torch.equal(torch.cat(parts, 1), full)
+    one = torch.randn(1, 1, 6, 2)
+    assert PerFrame(stream="v", ndim=4)(states(v=4)[0], one, "e") is one
+
+
+class Block(nn.Module):
+    def forward(self, x, pe=None):
+        return x
+
+
+def plan(**modules):
+    return FamilyPlan(
+        family="Test", model_class="m.M", comfyui="0.30.0", modules=modules, outputs={"1": ContextParallelOutput(gather_dim=1)}
+    )
+
+
+def test_check_names_what_is_missing():
+    model = nn.Sequential(Block(), Block())
+    good = ModulePlan(inputs={"x": ContextParallelInput()})
+    plan(**{"*": good}).check(model)
+    with pytest.raises(
+        PlanError, match=r"Test plan \(checked against ComfyUI 0.30.0\): 0 \(Block\) has no argument 'img'; it has x, pe"
+    ):
+        plan(**{"*": ModulePlan(inputs={"img": ContextParallelInput()})}).check(model)
+    with pytest.raises(PlanError, match=r"no module 'blocks.\*' in Sequential"):
+        plan(**{"blocks.*": good}).check(model)
+    with pytest.raises(PlanError, match="no module 'cross_attn'"):
+        plan(**{"*": ModulePlan(local=("cross_attn",))}).check(model)

@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from cp_runtime.sharding import JointLayout, clip_range, split_range, split_sizes
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 5, 17, 64])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
+def test_split_range_is_tensor_split(length, parts):
+    expected = [tuple(t.tolist()) for t in torch.tensor_split(torch.arange(length), parts)]
+    got = [tuple(range(*split_range(length, parts, i))) for i in range(parts)]
+    assert got == expected
+    assert split_sizes(length, parts) == tuple(map(len, expected))
+
+
+@pytest.mark.parametrize("lengths", [(7,), (5, 13), (1, 4), (3, 0, 8)])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_gathered_order_is_the_concatenation_of_the_locals(lengths, world):
+    layout = JointLayout(lengths, world)
+    joint = torch.arange(sum(lengths))
+    locals_ = [layout.take_local(joint, rank, 0) for rank in range(world)]
+    assert [len(t) for t in locals_] == list(layout.local_lengths)
+    owned = [t if (i := layout.owned_positions(rank)) is None else t[i] for rank, t in enumerate(locals_)]
+    assert [len(t) for t in owned] == list(layout.owned_lengths)
+    assert torch.equal(torch.cat(owned), layout.gathered_order)
+    assert sorted(layout.gathered_order.tolist()) == joint.tolist()
+
+
+def test_a_rank_without_tokens_holds_a_stand_in():
+    layout = JointLayout((1, 5), 3)
+    assert layout.local_lengths == (3, 3, 2)
+    assert layout.owned_lengths == (3, 2, 1)
+    assert layout.take_local(torch.arange(6), 2, 0).tolist() == [0, 5]
+    assert layout.owned_positions(2).tolist() == [1]
+    assert layout.owned_positions(0) is None
+
+
+def test_take_local_copies():
+    tensor = torch.zeros(1, 4, 2)
+    JointLayout((4,), 2).take_local(tensor, 0, 1).add_(1)
+    assert tensor.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"),
+    [(0, 10, (0, 4)), (0, 2, (0, 0)), (4, 5, (1, 2)), (9, 12, (4, 4)), (5, 99, (2, 4))],
+)
+def test_clip_range(start, stop, expected):
+    assert clip_range(start, stop, (3, 7)) == expected
