@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -16,3 +18,13 @@ def has_hooks(module: nn.Module) -> bool:
 def state_dict_loader(cls: type[nn.Module]) -> Callable[..., Any]:
     """The method by which a module class takes its part of a state dict."""
     return cls._load_from_state_dict
+
+
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """One axis over all ranks of a mesh, the last axis running fastest."""
+    return mesh if mesh.ndim == 1 else mesh._flatten()
+
+
+def load_op(name: str) -> Callable[..., Any] | None:
+    """An operator of ATen, or None where this torch lacks it."""
+    return getattr(torch.ops.aten, name, None)

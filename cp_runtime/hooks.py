@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .attention.context_parallel import Attend, context_parallel_attention
+from .config import ContextParallelConfig
+from .cost import AttentionShape
 from .errors import PlanError
-from .mesh import SequenceGroup
-from .plan import CallState, ContextParallelOutput, FamilyPlan, ModulePlan, argument_names, find_modules
+from .mesh import SequenceMesh
+from .plan import (
+    AttentionRule,
+    AttentionStreams,
+    CallState,
+    ContextParallelOutput,
+    ModulePlan,
+    ShardingPlan,
+    argument_names,
+    find_modules,
+)
+from .sharding import JointLayout
 
 
 class AppliedPlan:
@@ -22,27 +36,42 @@ class AppliedPlan:
     Args:
         model: the module the plan was written for.
         plan: what to split and gather.
-        group: the ranks that share the sequence.
+        mesh: the ranks that share the sequence.
+        config_for: degrees and method of an attention.
     """
 
-    def __init__(self, model: nn.Module, plan: FamilyPlan, group: SequenceGroup) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ShardingPlan,
+        mesh: SequenceMesh,
+        config_for: Callable[[AttentionShape], ContextParallelConfig] | None = None,
+    ) -> None:
         plan.check(model)
-        self.group = group
-        self._state: CallState | None = None
-        self._attention: list[tuple[str, ...]] = []
-        self._handles: list[RemovableHandle] = []
+        self.model, self.plan, self.mesh = model, plan, mesh
+        self.config_for = config_for
         self.on_module: Callable[[], None] | None = None
+        self._state: CallState | None = None
+        self._attention: list[Sequence[AttentionStreams]] = []
+        self._attended = 0
+        self._handles: list[RemovableHandle] = []
+        # The model's own arguments and outputs are split and gathered inside `call`, by `forward`: hooks would run outside.
+        self._enter_root: list[Callable[..., Any]] = []
+        self._leave_root: list[Callable[..., Any]] = []
         for pattern, module_plan in plan.modules.items():
             for name, module in find_modules(model, pattern):
-                self._handles.append(module.register_forward_pre_hook(self._enter(name, module, module_plan), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(self._leave))
+                self._add(module, self._enter(name, module, module_plan), self._leave(name, module_plan))
                 for local in module_plan.local:
                     for _, inner in find_modules(module, local):
-                        self._handles.append(inner.register_forward_pre_hook(self._enter_local))
-                        self._handles.append(inner.register_forward_hook(self._leave))
-        for path, output in plan.outputs.items():
+                        self._add(inner, self._enter_local, self._leave_local)
+        if plan.attention_rule is not None:
+            for name, module in model.named_modules():
+                rule = plan.attention_rule(module)
+                if rule is not None:
+                    self._add(module, *self._around_attention(name, module, rule))
+        for path, outputs in plan.outputs.items():
             for name, module in find_modules(model, path):
-                self._handles.append(module.register_forward_hook(self._gather(name, output)))
+                self._add(module, None, self._gather(name, outputs))
 
     @property
     def state(self) -> CallState:
@@ -52,16 +81,18 @@ class AppliedPlan:
         return self._state
 
     @property
-    def attention(self) -> tuple[str, ...]:
-        """Streams of the self-attention at this point of the forward; empty where attention needs no communication."""
-        return self._attention[-1] if self._attention else ()
+    def attention_is_local(self) -> bool:
+        """Whether attention at this point of the forward needs no communication."""
+        streams = self._attention[-1] if self._attention else ()
+        return not any(self._known(candidate) for candidate in streams)
 
     @contextmanager
     def call(self, on_module: Callable[[], None] | None = None) -> Iterator[CallState]:
         """Shard what runs inside. `on_module` is called whenever a planned module is entered."""
         if self._state is not None:
             raise PlanError("a sharded call is running already")
-        self._state = CallState(self.group.rank, self.group.size)
+        self._state = CallState(self.mesh.rank, self.mesh.size)
+        self._attention.append(self.plan.attention)
         self.on_module = on_module
         try:
             yield self._state
@@ -69,11 +100,79 @@ class AppliedPlan:
             self._state, self.on_module = None, None
             self._attention.clear()
 
+    def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `run`, the model's own forward, with this rank's part of the model's arguments. Inside of `call`."""
+        for enter in self._enter_root:
+            args, kwargs = enter(self.model, args, kwargs) or (args, kwargs)
+        out = run(*args, **kwargs)
+        for leave in self._leave_root:
+            changed = leave(self.model, args, out)
+            out = out if changed is None else changed
+        return out
+
+    def attend(
+        self,
+        q_BLHD: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        attend: Attend | None = None,
+        kernel: str | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """Attention at this point of the forward, over the tokens of all ranks. See `context_parallel_attention`."""
+        self._attended += 1
+        q_layout, k_layout = self._layouts(q_BLHD.shape[1], k_BLKD.shape[1])
+        B, _, H, D = q_BLHD.shape
+        shape = AttentionShape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
+        if self.config_for is None:
+            raise PlanError("the plan was applied without a config")
+        if causal:
+            mask = self.state.once("causal", q_layout, lambda: q_BLHD.new_ones(q_layout.total, k_layout.total).tril().bool())
+        return context_parallel_attention(
+            q_BLHD, k_BLKD, v_BLKD, mesh=self.mesh, config=self.config_for(shape), q_layout=q_layout, k_layout=k_layout, mask=mask,
+            scale=scale, attend=attend, kernel=kernel, once=self.state.once,
+        )  # fmt: skip
+
     def remove(self) -> None:
         """Take all hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._enter_root.clear()
+        self._leave_root.clear()
+
+    def _add(self, module: nn.Module, enter: Callable[..., Any] | None, leave: Callable[..., Any] | None) -> None:
+        if module is self.model:
+            self._enter_root += [enter] if enter else []
+            self._leave_root += [leave] if leave else []
+            return
+        if enter is not None:
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        if leave is not None:
+            self._handles.append(module.register_forward_hook(leave))
+
+    def _known(self, streams: AttentionStreams) -> bool:
+        return all(name in self.state.lengths for side in streams for name in side)
+
+    def _layouts(self, queries: int, keys: int) -> tuple[JointLayout, JointLayout]:
+        """Layouts of queries and keys, given how many of each this rank has."""
+        state = self.state
+        candidates = [(state.layout(q), state.layout(k)) for q, k in filter(self._known, self._attention[-1])]
+        if len(candidates) == 1:
+            return candidates[0]
+        held = (queries, keys)
+        fitting = {pair for pair in candidates if tuple(layout.local_lengths[state.rank] for layout in pair) == held}
+        if len(fitting) == 1:
+            return fitting.pop()
+        streams = ", ".join(f"{name} {length}" for name, length in state.lengths.items())
+        raise PlanError(
+            f"attention with {queries} queries and {keys} keys on rank {state.rank} fits {len(fitting)} combinations of the "
+            f"streams ({streams}). Say in the plan what the module attends to: ModulePlan(attention=(...)), or ModulePlan() where "
+            "keys and values are replicated."
+        )
 
     def _enter(self, name: str, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
         positions = {argument: i for i, argument in enumerate(argument_names(module))}
@@ -90,32 +189,93 @@ class AppliedPlan:
                     named[argument] = transform(self._state, named[argument], where)
                 elif position < len(values):
                     values[position] = transform(self._state, values[position], where)
-            self._attention.append(plan.attention)
+            self._push(self._attention[-1] if plan.attention is None else [(plan.attention,) * 2] if plan.attention else ())
             return tuple(values), named
 
         return hook
 
+    def _leave(self, name: str, plan: ModulePlan) -> Callable[..., Any]:
+        def hook(_: nn.Module, __: Any, value: Any) -> Any:
+            if self._state is None:
+                return None
+            self._attention.pop()
+            changes = {i: partial(split, self._state, where=f"{name} output {i}") for i, split in plan.outputs.items()}
+            return _map_outputs(value, changes, name)
+
+        return hook
+
+    def _push(self, streams: Sequence[AttentionStreams]) -> None:
+        self._attention.append(streams)
+
     def _enter_local(self, *_: Any) -> None:
         if self._state is not None:
-            self._attention.append(())
+            self._push(())
 
-    def _leave(self, *_: Any) -> None:
+    def _leave_local(self, *_: Any) -> None:
         if self._state is not None:
             self._attention.pop()
 
-    def _gather(self, name: str, output: ContextParallelOutput) -> Callable[..., Any]:
-        def hook(_: nn.Module, __: Any, value: Tensor) -> Tensor | None:
+    def _around_attention(self, name: str, module: nn.Module, rule: AttentionRule) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        names = argument_names(module)
+        counts: list[int] = []
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._state is not None:
+                counts.append(self._attended)
+                self._push(rule({**dict(zip(names, args, strict=False)), **kwargs}) if self._attention[-1] else ())
+
+        def leave(*_: Any) -> None:
+            if self._state is None:
+                return
+            shared = not self.attention_is_local
+            self._attention.pop()
+            if counts.pop() == self._attended and shared:
+                raise PlanError(
+                    f"{name} ({type(module).__name__}) did not attend through torch's scaled_dot_product_attention, so its "
+                    'attention was not shared. Use the attention backend "native": model.set_attention_backend("native").'
+                )
+
+        return enter, leave
+
+    def _gather(self, name: str, outputs: ContextParallelOutput | Sequence[ContextParallelOutput | None]) -> Callable[..., Any]:
+        each = [outputs] if isinstance(outputs, ContextParallelOutput) else list(outputs)
+
+        def hook(_: nn.Module, __: Any, value: Any) -> Any:
             if self._state is None:
                 return None
-            if output.expected_dims is not None and value.ndim != output.expected_dims:
-                raise PlanError(f"{name}: expected an output of {output.expected_dims} dimensions, got {tuple(value.shape)}")
-            layout, rank = self._state.layout((output.stream,)), self._state.rank
-            if value.shape[output.gather_dim] != layout.local_lengths[rank]:
-                raise PlanError(
-                    f"{name}: dimension {output.gather_dim} of the output {tuple(value.shape)} is not this rank's "
-                    f"{layout.local_lengths[rank]} tokens of stream {output.stream!r}"
-                )
-            owned = value.narrow(output.gather_dim, 0, layout.owned_lengths[rank])  # one stream: all or none is a stand-in
-            return self.group.all_gather(owned, layout.owned_lengths, output.gather_dim)
+            changes = {i: partial(self._gathered, name, output) for i, output in enumerate(each) if output}
+            return _map_outputs(value, changes, name)
 
         return hook
+
+    def _gathered(self, name: str, output: ContextParallelOutput, value: Tensor) -> Tensor:
+        if output.expected_dims is not None and value.ndim != output.expected_dims:
+            raise PlanError(f"{name}: expected an output of {output.expected_dims} dimensions, got {tuple(value.shape)}")
+        if output.stream is None:
+            raise PlanError(f"{name}: the plan does not say which stream is gathered. Set ContextParallelOutput(stream=...).")
+        layout, rank = self.state.layout((output.stream,)), self.state.rank
+        if value.shape[output.gather_dim] != layout.local_lengths[rank]:
+            raise PlanError(
+                f"{name}: dimension {output.gather_dim} of the output {tuple(value.shape)} is not this rank's "
+                f"{layout.local_lengths[rank]} tokens of stream {output.stream!r}"
+            )
+        owned = value.narrow(output.gather_dim, 0, layout.owned_lengths[rank])  # one stream: all or none is a stand-in
+        return self.mesh.whole.all_gather(owned, layout.owned_lengths, output.gather_dim)
+
+
+def _map_outputs(value: Any, changes: Mapping[int, Callable[[Any], Any]], name: str) -> Any:
+    """Apply a function to some outputs of a module that returns a tensor, or a tuple or list of values."""
+    if not changes:
+        return None
+    if isinstance(value, Tensor):
+        value, single = [value], True
+    elif isinstance(value, (tuple, list)):
+        single = False
+    else:
+        raise PlanError(
+            f"{name}: expected a tensor or a tuple of tensors, got {type(value).__name__}. Plan another module's output."
+        )
+    if max(changes) >= len(value):
+        raise PlanError(f"{name}: the plan speaks of output {max(changes)}, the module returned {len(value)}. Correct the plan.")
+    changed = [changes[i](item) if i in changes else item for i, item in enumerate(value)]
+    return changed[0] if single else type(value)(changed)

@@ -3,91 +3,225 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .compat import flatten_mesh
+from .errors import ConfigError, PlanError
+
+AXES = ("ring", "ulysses")
 
 
 class CommStats:
-    """What one rank sent, in how many collectives, and how long they took: on the device's clock where it has one."""
+    """What one rank sent, in how many collectives of each kind, and how long it waited for them.
+
+    Time is that of the device's clock where it has one. What overlaps with computation is not waited for and not counted.
+    """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self.collectives, self.bytes_sent = 0, 0
+        self.counts: Counter[str] = Counter()
+        self.bytes_sent = 0
         self._host_seconds = 0.0
         self._events: list[tuple[Any, Any]] = []
 
     @property
+    def collectives(self) -> int:
+        """Collectives of every kind; an exchange with two neighbours is one."""
+        return self.counts.total()
+
+    @property
     def seconds(self) -> float:
-        """Time spent in collectives. Waits for the last of them."""
+        """Time spent waiting for collectives. Waits for the last of them."""
         if self._events:
             self._events[-1][1].synchronize()
         return self._host_seconds + sum(float(start.elapsed_time(end)) for start, end in self._events) / 1e3
 
-    def start(self, device: torch.device, on_host: bool) -> Any:
-        """Begin to time one collective."""
-        if on_host or device.type == "cpu":
-            return time.perf_counter()
-        event = torch.get_device_module(device).Event(enable_timing=True)
-        event.record()
-        return event
-
-    def stop(self, started: Any, device: torch.device, sent: int) -> None:
-        """End what `start` began, having sent `sent` bytes."""
-        self.collectives += 1
+    def started(self, kind: str, sent: int) -> None:
+        """Count one collective that sends `sent` bytes from this rank to others."""
+        self.counts[kind] += 1
         self.bytes_sent += sent
-        if isinstance(started, float):
-            self._host_seconds += time.perf_counter() - started
-        else:
-            event = torch.get_device_module(device).Event(enable_timing=True)
-            event.record()
-            self._events.append((started, event))
+
+    def wait(self, works: Sequence[Any], device: torch.device, on_host: bool) -> None:
+        """Wait for works and add the time that took."""
+        if on_host or device.type == "cpu":
+            began = time.perf_counter()
+            for work in works:
+                work.wait()
+            self._host_seconds += time.perf_counter() - began
+            return
+        start, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for work in works:
+            work.wait()
+        end.record()
+        self._events.append((start, end))
+
+
+class Pending:
+    """A collective under way. `wait` returns its result; what it sends must stay as it is until then."""
+
+    def __init__(self, group: SequenceGroup, works: Sequence[Any], sent: Tensor, received: Tensor, device: torch.device) -> None:
+        self._group, self._works, self._sent, self._received, self._device = group, works, sent, received, device
+
+    def wait(self) -> Tensor:
+        self._group.stats.wait(self._works, self._device, self._group.via_host)
+        del self._sent
+        return self._received.to(self._device)
 
 
 class SequenceGroup:
-    """The ranks that share one sequence.
+    """Ranks that share something along one axis of the mesh.
 
-    Collectives take sizes that every rank derives on its own: none of them carries a size.
+    Collectives take sizes that every rank derives on its own: none of them carries a size. Data crosses as bytes where a
+    backend does not know every dtype.
 
     Args:
         group: process group, or None for a single process.
+        stats: where to account for the collectives.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, stats: CommStats | None = None) -> None:
         self.group = group
         self.size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
-        self.stats = CommStats()
+        self.stats = stats or CommStats()
         # gloo moves host memory only: accelerator tensors are staged through the host.
-        self._via_host = group is not None and dist.get_backend(group) == "gloo"
+        self.via_host = group is not None and dist.get_backend(group) == "gloo"
 
-    def all_to_all(self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
-        """Send `send_sizes[r]` elements of the flat tensor to each rank r; return what all ranks sent here, flat."""
-        device = send.device
-        started = self.stats.start(device, self._via_host)
-        source = send.cpu() if self._via_host else send
+    def all_to_all(self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending:
+        """Send `send_sizes[r]` elements of the flat tensor to each rank r; receive what all ranks send here, flat."""
+        source = send.cpu() if self.via_host else send
         received = source.new_empty(sum(recv_sizes))
-        dist.all_to_all_single(received, source, list(recv_sizes), list(send_sizes), group=self.group)
-        received = received.to(device)
-        self.stats.stop(started, device, (send.numel() - send_sizes[self.rank]) * send.element_size())
-        return received
+        work = dist.all_to_all_single(received, source, list(recv_sizes), list(send_sizes), group=self.group, async_op=True)
+        self.stats.started("all_to_all", (send.numel() - send_sizes[self.rank]) * send.element_size())
+        return Pending(self, [work], source, received, send.device)
+
+    def exchange(self, send: Tensor, received: Tensor) -> Pending:
+        """Send a flat tensor to the next rank, and receive one from the rank before into `received`."""
+        host_in = torch.empty_like(received, device="cpu") if self.via_host else received
+        host_out = send.cpu() if self.via_host else send
+        operations = [
+            dist.P2POp(operation, tensor.view(torch.uint8), self.global_rank(peer), group=self.group)
+            for operation, tensor, peer in ((dist.isend, host_out, self.rank + 1), (dist.irecv, host_in, self.rank - 1))
+            if tensor.numel()
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        self.stats.started("exchange", send.numel() * send.element_size())
+        return Pending(self, works, host_out, host_in, send.device)
 
     def all_gather(self, local: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         """Concatenate the shards of all ranks along `dim`; `lengths[r]` is rank r's size there."""
+        if self.size == 1:
+            return local
         device, longest = local.device, max(lengths)
-        started = self.stats.start(device, self._via_host)
         # Equal sizes are the one form that every backend can gather, so short shards are padded and trimmed again.
-        moved = (local.cpu() if self._via_host else local).movedim(dim, 0)
-        padded = moved.new_zeros((longest, *moved.shape[1:]))
-        padded[: moved.shape[0]] = moved
-        gathered = padded.new_empty((self.size * longest, *padded.shape[1:]))
-        dist.all_gather_into_tensor(gathered, padded, group=self.group)
-        parts = [gathered[r * longest : r * longest + length] for r, length in enumerate(lengths)]
-        out = torch.cat(parts).movedim(0, dim).to(device)
-        self.stats.stop(started, device, padded.numel() * padded.element_size() * (self.size - 1))
-        return out
+        moved = (local.cpu() if self.via_host else local).movedim(dim, 0)
+        padded = moved.contiguous() if moved.shape[0] == longest else moved.new_zeros((longest, *moved.shape[1:]))
+        if padded.shape[0] != moved.shape[0]:
+            padded[: moved.shape[0]] = moved
+        source = padded.reshape(-1).view(torch.uint8)
+        received = source.new_empty(self.size * source.numel())
+        work = dist.all_gather_into_tensor(received, source, group=self.group, async_op=True)
+        self.stats.started("all_gather", source.numel() * (self.size - 1))
+        received = Pending(self, [work], source, received, device).wait()
+        gathered = received.view(local.dtype).view(self.size * longest, *moved.shape[1:])
+        if any(length != longest for length in lengths):
+            gathered = torch.cat([gathered[r * longest : r * longest + length] for r, length in enumerate(lengths)])
+        return gathered.movedim(0, dim)
+
+    def global_rank(self, rank: int) -> int:
+        """A rank of this group, counted around, as torch's point-to-point functions want it."""
+        return dist.get_process_group_ranks(self.group)[rank % self.size]
+
+
+@dataclass(frozen=True)
+class SequenceAxes:
+    """The ranks of a sequence as `ring` x `ulysses`, ulysses inner: rank = ring index * ulysses degree + ulysses index."""
+
+    ring: SequenceGroup
+    ulysses: SequenceGroup
+
+
+class SequenceMesh:
+    """The ranks that share one sequence, and their groups for any ring and Ulysses degrees.
+
+    Groups are made when degrees are first asked for, by all ranks alike: every rank must ask for the same.
+
+    Args:
+        group: process group of those ranks, or None for a single process.
+        timeout: of the groups made for an axis; None = torch's default.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
+        self.stats = CommStats()
+        self.whole = SequenceGroup(group, self.stats)
+        self._timeout = timeout
+        self._axes: dict[tuple[int, int], SequenceAxes] = {}
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh) -> SequenceMesh:
+        """Use the axes "ring" and "ulysses" of a mesh that may have more, such as "fsdp".
+
+        Raises:
+            ConfigError: an axis is missing, or they stand the other way round.
+        """
+        names = mesh.mesh_dim_names or ()
+        present = tuple(name for name in names if name in AXES)
+        if present != AXES:
+            raise ConfigError(
+                f"mesh: got the axes {', '.join(names) or 'without names'}; allowed: a DeviceMesh with the axes ring and ulysses, "
+                "in this order. Give an unused axis size 1, as in "
+                'init_device_mesh(type, (1, 2), mesh_dim_names=("ring", "ulysses")).'
+            )
+        ring, ulysses = mesh["ring"].size(), mesh["ulysses"].size()
+        made = cls(flatten_mesh(mesh[AXES]).get_group())
+        made._axes[ring, ulysses] = SequenceAxes(
+            SequenceGroup(mesh["ring"].get_group(), made.stats), SequenceGroup(mesh["ulysses"].get_group(), made.stats)
+        )
+        return made
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.whole.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.whole.rank
+
+    def axes(self, ring: int, ulysses: int) -> SequenceAxes:
+        """The groups of this rank for the given degrees.
+
+        Raises:
+            PlanError: their product is not the number of ranks.
+        """
+        if ring * ulysses != self.size:
+            raise PlanError(f"ring_degree x ulysses_degree: got {ring} x {ulysses}; the sequence is shared by {self.size} ranks")
+        if (ring, ulysses) not in self._axes:
+            self._axes[ring, ulysses] = self._make(ring, ulysses)
+        return self._axes[ring, ulysses]
+
+    def _make(self, ring: int, ulysses: int) -> SequenceAxes:
+        alone = SequenceGroup(None, self.stats)
+        if ring == 1:
+            return SequenceAxes(ring=alone, ulysses=self.whole)
+        if ulysses == 1:
+            return SequenceAxes(ring=self.whole, ulysses=alone)
+        ranks = dist.get_process_group_ranks(self.whole.group)
+        rows = [ranks[r * ulysses : (r + 1) * ulysses] for r in range(ring)]
+        columns = [ranks[u::ulysses] for u in range(ulysses)]
+        backend = dist.get_backend(self.whole.group)
+        made = [dist.new_subgroups_by_enumeration(lists, timeout=self._timeout, backend=backend)[0] for lists in (columns, rows)]
+        return SequenceAxes(*(SequenceGroup(group, self.stats) for group in made))

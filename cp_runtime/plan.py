@@ -11,7 +11,7 @@ module must see. It is idempotent: a value that is local already passes unchange
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,7 +33,6 @@ class CallState:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.lengths: dict[str, int] = {}
-        self.key_masks: dict[str, Tensor] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
         # Side inputs are the same tensor for every block. The source is kept, so that its id cannot be reused.
         self._memo: dict[tuple[object, ...], tuple[Any, Any]] = {}
@@ -63,39 +62,42 @@ class Transform(Protocol):
     def __call__(self, state: CallState, value: Any, where: str) -> Any: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ContextParallelInput:
     """Split a tensor along `split_dim`.
 
     Args:
-        split_dim: dimension that counts tokens.
+        split_dim: dimension that counts tokens. A tensor without that dimension says nothing about tokens and passes.
         expected_dims: number of dimensions the tensor must have; another number is an error (not a warning).
+        split_output: split an output of the module instead of an argument.
         streams: token streams along `split_dim`, in joint order. Unless `side` is set, there is one, and the first tensor
-            seen defines its length.
+            seen defines its length. None = tokens of their own, of which nothing else is known: always split.
         side: the same tensor comes with every module (positions, masks): it is split once per call and kept.
-        key_mask: the attention's key mask is made of this argument (additive, `[B, tokens]`), inside the module.
     """
 
-    split_dim: int = 1
+    split_dim: int
     expected_dims: int | None = None
-    streams: tuple[str, ...] = ("sequence",)
-    side: bool = False
-    key_mask: bool = False
+    split_output: bool = False
+    streams: tuple[str, ...] | None = field(default=None, kw_only=True)
+    side: bool = field(default=False, kw_only=True)
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(self(state, item, where) for item in value)
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.ndim <= self.split_dim:
             return value
         if self.expected_dims is not None and value.ndim != self.expected_dims:
-            raise PlanError(f"{where}: expected {self.expected_dims} dimensions, got {tuple(value.shape)}")
+            raise PlanError(
+                f"{where}: expected {self.expected_dims} dimensions, got {value.ndim} {tuple(value.shape)}. Correct the plan: "
+                "expected_dims must be what the module is called with."
+            )
         dim = normalize_dim(self.split_dim, value.ndim)
-        if not self.side:
-            state.lengths.setdefault(self.streams[0], value.shape[dim])
-        layout = state.layout(self.streams)
         length = value.shape[dim]
-        if self.key_mask and length == layout.total:
-            state.key_masks[self.streams[0]] = value
+        if self.streams is None:
+            return JointLayout((length,), state.world_size).take_local(value, state.rank, dim)
+        if not self.side:
+            state.lengths.setdefault(self.streams[0], length)
+        layout = state.layout(self.streams)
         if length == layout.total:
             if not self.side:
                 return layout.take_local(value, state.rank, dim)
@@ -109,13 +111,13 @@ class ContextParallelInput:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ContextParallelOutput:
     """Gather an output along `gather_dim`: every rank returns the tokens of the whole stream."""
 
-    gather_dim: int = 1
+    gather_dim: int
     expected_dims: int | None = None
-    stream: str = "sequence"
+    stream: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,56 +184,94 @@ class PerFrame:
         return value.index_select(1, frames)
 
 
+# Streams of the queries and of the keys of one attention, each in joint order.
+AttentionStreams = tuple[tuple[str, ...], tuple[str, ...]]
+# What the attention inside a module may be over, given the arguments of its forward. Empty = no communication.
+AttentionRule = Callable[[Mapping[str, Any]], Sequence[AttentionStreams]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModulePlan:
     """What happens to one module, or to every module that a pattern with one `*` names.
 
     Args:
         inputs: argument name -> transform. Arguments that define a stream stand before those that use it.
-        attention: streams of the self-attention inside the module, in joint order; empty = no communication inside.
+        outputs: index of an output -> how it is split.
+        attention: streams of the self-attention inside the module, in joint order; empty = no communication inside; None =
+            as around the module.
         local: submodules, relative to the module, whose attention needs no communication (replicated keys and values).
     """
 
     inputs: Mapping[str, Transform] = field(default_factory=dict)
-    attention: tuple[str, ...] = ()
+    outputs: Mapping[int, ContextParallelInput] = field(default_factory=dict)
+    attention: tuple[str, ...] | None = ()
     local: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyPlan:
-    """How one class of models is sharded, with its own forward.
+class ShardingPlan:
+    """How a module is sharded, with its own forward.
+
+    Args:
+        modules: pattern -> what happens to those modules; "" is the module itself.
+        outputs: module path -> which stream is gathered from its output, or from each of its outputs (None = left alone).
+        attention: what attention outside of all planned modules may be over, once one of the streams is known.
+        attention_rule: for modules that decide by their arguments what they attend to: module -> rule, or None.
+    """
+
+    modules: Mapping[str, ModulePlan]
+    outputs: Mapping[str, ContextParallelOutput | Sequence[ContextParallelOutput | None]]
+    attention: Sequence[AttentionStreams] = ()
+    attention_rule: Callable[[nn.Module], AttentionRule | None] | None = None
+
+    @property
+    def origin(self) -> str:
+        """Whose plan this is, for messages."""
+        return "the plan"
+
+    @property
+    def remedy(self) -> str:
+        """What to do when it does not fit."""
+        return "Correct the plan."
+
+    def check(self, model: nn.Module) -> None:
+        """Raise PlanError unless every module and argument that the plan relies on exists in `model`."""
+        for pattern, plan in self.modules.items():
+            for name, module in find_modules(model, pattern, f"{self.origin}: ", self.remedy):
+                parameters = argument_names(module)
+                for argument in plan.inputs:
+                    if argument not in parameters:
+                        raise PlanError(
+                            f"{self.origin}: {name} ({type(module).__name__}) has no argument {argument!r}; "
+                            f"it has {', '.join(parameters)}. {self.remedy}"
+                        )
+                for local in plan.local:
+                    find_modules(module, local, f"{self.origin}: {name}.", self.remedy)
+        for path in self.outputs:
+            find_modules(model, path, f"{self.origin}: ", self.remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyPlan(ShardingPlan):
+    """How one class of ComfyUI's models is sharded.
 
     Args:
         family: name shown to users.
         model_class: full name of the module class that the plan was written for.
         comfyui: version of ComfyUI the argument names were checked against.
-        modules: pattern -> what happens to those modules.
-        outputs: module path -> which stream is gathered from its output.
     """
 
     family: str
     model_class: str
     comfyui: str
-    modules: Mapping[str, ModulePlan]
-    outputs: Mapping[str, ContextParallelOutput]
 
-    def check(self, model: nn.Module) -> None:
-        """Raise PlanError unless every module and argument that the plan relies on exists in `model`."""
-        known = f"{self.family} plan (checked against ComfyUI {self.comfyui})"
-        remedy = "Update this extension, or use the ComfyUI version it was checked against."
-        for pattern, plan in self.modules.items():
-            for name, module in find_modules(model, pattern, f"{known}: ", remedy):
-                parameters = argument_names(module)
-                for argument in plan.inputs:
-                    if argument not in parameters:
-                        raise PlanError(
-                            f"{known}: {name} ({type(module).__name__}) has no argument {argument!r}; "
-                            f"it has {', '.join(parameters)}. {remedy}"
-                        )
-                for local in plan.local:
-                    find_modules(module, local, f"{known}: {name}.", remedy)
-        for path in self.outputs:
-            find_modules(model, path, f"{known}: ", remedy)
+    @property
+    def origin(self) -> str:
+        return f"{self.family} plan (checked against ComfyUI {self.comfyui})"
+
+    @property
+    def remedy(self) -> str:
+        return "Update this extension, or use the ComfyUI version it was checked against."
 
 
 def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = "") -> Sequence[tuple[str, nn.Module]]:

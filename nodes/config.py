@@ -52,15 +52,17 @@ class CPConfig(io.ComfyNode):
                     default=0,
                     min=0,
                     max=MAX_RANKS,
-                    tooltip="Ranks that trade parts of the sequence for attention heads. 0 = choose. The product of all "
-                    "degrees must equal the world size.",
+                    tooltip="Ranks that trade parts of the sequence for attention heads. 0 = choose: both degrees by "
+                    "tokens, heads and the measured speed of the link, or what ring_degree leaves. The product of all degrees must "
+                    "equal the world size.",
                 ),
                 io.Int.Input(
                     "ring_degree",
                     default=0,
                     min=0,
                     max=MAX_RANKS,
-                    tooltip="Ranks that pass keys and values around in a ring. 0 = choose. More than 1 is not available yet.",
+                    tooltip="Ranks that pass keys and values around in a ring. 0 = choose, as for ulysses_degree. For more ranks "
+                    "than heads, and for slow links. Together with ulysses_degree: unified attention.",
                 ),
                 io.Int.Input(
                     "batch_degree",

@@ -36,25 +36,29 @@ def run_with_report(
 def _report(model: ContextParallelPatcher, steps: int, seconds: float, records: list[CallRecord]) -> dict[str, Any]:
     config = model.cp_config
     # The first call of a run may load or warm something up.
-    steady = records[1:] or records
-    last = records[-1].reports
+    steady = [record.reports[0] for record in records[1:] or records]
+    reports = records[-1].reports
+    ring, ulysses = reports[0]["degrees"]
+    measured, predicted = [report["communication"] for report in steady], [report["predicted"] for report in steady]
     return {
         "world_size": config.world_size,
         "devices": list(config.devices),
-        "degrees": {
-            "ulysses": config.context_parallel.ulysses_degree,
-            "ring": config.context_parallel.ring_degree,
-            "batch": 1,
-        },
+        "degrees": {"ulysses": ulysses, "ring": ring, "batch": 1},
+        "rotate_method": config.sequence.rotate_method if ring > 1 else None,
         "family": plan_for(model.model.diffusion_model).family,
         "steps": steps,
         "calls": len(records),
         "seconds": round(seconds, 4),
         "seconds_per_step": round(sum(r.seconds for r in records) / steps, 4),
-        "seconds_per_call": round(statistics.median(r.seconds for r in steady), 4),
-        "communication_share": round(
-            statistics.median(r.reports[0]["communication"]["seconds"] / r.reports[0]["seconds"] for r in steady), 4
-        ),
+        "seconds_per_call": round(statistics.median(r.seconds for r in records[1:] or records), 4),
+        "communication_share": round(statistics.median(r["communication"]["seconds"] / r["seconds"] for r in steady), 4),
+        # Of rank 0, per call. Predicted by the cost model, for attention alone.
+        "communication": {
+            "seconds": round(statistics.median(m["seconds"] for m in measured), 6),
+            "predicted_seconds": round(statistics.median(p["seconds"] for p in predicted), 6),
+            "bytes": round(statistics.median(m["bytes"] for m in measured)),
+            "predicted_bytes": round(statistics.median(p["bytes"] for p in predicted)),
+        },
         "ranks": [
             {
                 "rank": rank,
@@ -64,6 +68,6 @@ def _report(model: ContextParallelPatcher, steps: int, seconds: float, records: 
                 "host_memory": report["memory"]["host"],
                 "device_memory": report["memory"]["device"],
             }
-            for rank, (pid, report) in enumerate(zip(SESSION.pool.pids if SESSION.pool else [], last, strict=True))
+            for rank, (pid, report) in enumerate(zip(SESSION.pool.pids if SESSION.pool else [], reports, strict=True))
         ],
     }

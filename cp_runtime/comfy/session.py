@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ class Session:
             body = {
                 "key": key,
                 "method": method,
-                "anything": config.context_parallel.ulysses_anything,
+                "sequence": asdict(config.sequence),
                 "cancellable": kind != self._last_kind or self._last_seconds > SLOW_CALL,
                 **message,
             }

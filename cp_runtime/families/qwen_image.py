@@ -14,9 +14,7 @@ QWEN_IMAGE = FamilyPlan(
                 "encoder_hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=("txt",)),
                 "hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=("img",)),
                 "image_rotary_emb": ContextParallelInput(split_dim=2, expected_dims=6, streams=JOINT, side=True),
-                "encoder_hidden_states_mask": ContextParallelInput(
-                    split_dim=1, expected_dims=2, streams=("txt",), side=True, key_mask=True
-                ),
+                "encoder_hidden_states_mask": ContextParallelInput(split_dim=1, expected_dims=2, streams=("txt",), side=True),
                 "timestep_zero_index": TokenIndex(stream="img"),
             },
             attention=JOINT,

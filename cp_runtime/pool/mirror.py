@@ -24,10 +24,11 @@ from torch import Tensor, nn  # noqa: E402
 from ..comfy.attention import attention_override  # noqa: E402
 from ..comfy.recipe import Recipe, load_recipe  # noqa: E402
 from ..comfy.weight_patches import decode_patches, patches_digest  # noqa: E402
+from ..cost import DegreePlanner  # noqa: E402
 from ..errors import MirrorError  # noqa: E402
 from ..families import plan_for  # noqa: E402
 from ..hooks import AppliedPlan  # noqa: E402
-from ..mesh import SequenceGroup  # noqa: E402
+from ..mesh import SequenceMesh  # noqa: E402
 from .protocol import read_tensor, unflatten  # noqa: E402
 
 log = logging.getLogger("context_parallel.worker")
@@ -83,19 +84,21 @@ class Mirrors:
         self,
         header: dict[str, Any],
         arguments: dict[str, Any],
-        group: SequenceGroup,
+        mesh: SequenceMesh,
+        planner: DegreePlanner,
         on_module: Callable[[], None],
     ) -> tuple[Any, dict[str, Any]]:
-        """Run the model's own forward with `arguments` (by name), sharded. Returns (output, token counts)."""
+        """Run the model's own forward with `arguments` (by name), sharded as `planner` decides. Returns (output, token counts)."""
         entry = self.entries.get(header["key"])
         if entry is None:
             raise MirrorError("the model of this call is not loaded on the workers")
         shape = next(value.shape for value in arguments.values() if isinstance(value, Tensor))
-        self._to_device(entry, entry.patcher.memory_required(list(shape)) / group.size)
+        self._to_device(entry, entry.patcher.memory_required(list(shape)) / mesh.size)
         if entry.applied is None:
-            entry.applied = AppliedPlan(entry.model, plan_for(entry.model), group)
+            entry.applied = AppliedPlan(entry.model, plan_for(entry.model), mesh)
+        entry.applied.config_for = planner
         options = dict(arguments.get("transformer_options") or {})
-        options["optimized_attention_override"] = attention_override(entry.applied, anything=header["anything"])
+        options["optimized_attention_override"] = attention_override(entry.applied)
         forward = getattr(entry.model, header["method"])
         with torch.inference_mode(), entry.applied.call(on_module) as state:
             out = forward(**{**arguments, "transformer_options": options})

@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..config import SequenceSettings
+from ..cost import DegreePlanner, measure
 from ..errors import ProtocolError
-from ..mesh import SequenceGroup
+from ..mesh import SequenceMesh
 from .channel import Channel, Closed, SharedBlock
 from .faults import armed_fault
 from .protocol import COMMANDS, TensorPacker, decode_header, encode_header, flatten, read_tensor, unflatten
@@ -79,17 +81,21 @@ class Worker:
         if backend == "auto":
             backend = dist.get_default_backend_for_device(self.device)
         store = dist.FileStore(str(Path(self.spec["directory"]) / "store"), self.world_size)
+        timeout = timedelta(seconds=self.spec["collective_timeout"])
         dist.init_process_group(
             backend,
             store=store,
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=self.spec["collective_timeout"]),
+            timeout=timeout,
             device_id=self.device if backend == "nccl" else None,  # connect now, and not inside the first call
         )
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
-        self.group = SequenceGroup(dist.group.WORLD)
+        self.sequence = SequenceMesh(dist.group.WORLD, timeout)
         seconds["process groups"] = time.perf_counter() - began
+        began = time.perf_counter()
+        self.rates = measure(self.sequence, self.device)
+        seconds["measuring"] = time.perf_counter() - began
         self.channel.send({"seq": 0, "ok": True, "device": str(self.device), "seconds": seconds})
 
     def serve(self) -> None:
@@ -146,7 +152,7 @@ class Worker:
 
     def _position(self) -> dict[str, int]:
         """Where this rank stands in the sequences that all ranks must go through alike."""
-        return {"collectives": self.group.stats.collectives, "broadcasts": self._broadcasts}
+        return {"collectives": self.sequence.stats.collectives, "broadcasts": self._broadcasts}
 
     def _broadcast(self, tensor: Tensor) -> None:
         self._broadcasts += 1
@@ -195,15 +201,18 @@ class Worker:
     def _call(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         began = time.perf_counter()
         arguments = self._value(header, block)
-        self.group.stats.reset()
+        self.sequence.stats.reset()
+        planner = DegreePlanner(SequenceSettings(**header["sequence"]), self.world_size, self.rates)
         check = self._check_cancel if header["cancellable"] else None
-        out, tokens = self._require_mirrors().call(header, arguments, self.group, self._enter(check))
+        out, tokens = self._require_mirrors().call(header, arguments, self.sequence, planner, self._enter(check))
         reply = self._result(out)  # waits for the device
-        stats = self.group.stats
+        stats = self.sequence.stats
         return {
             **reply,
             "seconds": time.perf_counter() - began,
+            "degrees": planner.chosen,
             "communication": {"seconds": stats.seconds, "collectives": stats.collectives, "bytes": stats.bytes_sent},
+            "predicted": {"seconds": planner.seconds, "bytes": planner.bytes_sent},
             "tokens": tokens,
             "memory": memory(self.device),
         }

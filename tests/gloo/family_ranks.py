@@ -19,9 +19,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from cp_runtime.comfy.attention import attention_override  # noqa: E402
+from cp_runtime.config import ContextParallelConfig  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.hooks import AppliedPlan  # noqa: E402
-from cp_runtime.mesh import SequenceGroup  # noqa: E402
+from cp_runtime.mesh import SequenceMesh  # noqa: E402
 
 sys.path.append(str(Path(__file__).parent))
 from family_cases import CASES, MODELS  # noqa: E402
@@ -58,9 +59,10 @@ def forward(model, inputs, options):
     return model._forward(**inputs, transformer_options=options)
 
 
-group = SequenceGroup(dist.group.WORLD)
+mesh = SequenceMesh(dist.group.WORLD)
+config = ContextParallelConfig(ulysses_degree=world, ulysses_anything=True)
 models = {name: build(name) for name in sorted({case.model for case in CASES})}
-applied = {name: AppliedPlan(model, plan_for(model), group) for name, model in models.items()}
+applied = {name: AppliedPlan(model, plan_for(model), mesh, lambda shape: config) for name, model in models.items()}
 with torch.inference_mode():
     for case in CASES:
         model, plan, inputs = models[case.model], applied[case.model], case.make()
@@ -68,7 +70,7 @@ with torch.inference_mode():
         unmasked = (
             forward(model, {k: v for k, v in inputs.items() if k != "attention_mask"}, {}) if "attention_mask" in inputs else None
         )
-        group.stats.reset()
+        mesh.stats.reset()
         with plan.call() as state:
             out = forward(model, inputs, {"optimized_attention_override": attention_override(plan)})
             lengths = dict(state.lengths)
@@ -79,7 +81,7 @@ with torch.inference_mode():
             difference=worst.item() / expected.std().item(),
             std=expected.std().item(),
             mask_matters=None if unmasked is None else (unmasked - expected).abs().max().item() / expected.std().item(),
-            collectives=group.stats.collectives,
+            collectives=mesh.stats.collectives,
             lengths=lengths,
         )
     # Taken off, the model is the stock one again.

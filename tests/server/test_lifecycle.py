@@ -71,7 +71,7 @@ def test_twenty_prompts_use_the_same_workers_and_grow_nothing(pool_server, expec
 
 
 def test_idle_workers_do_not_spin(pool_server, expected):
-    """A rank that polls uses a whole core. gloo's own threads wake up now and then: a percent or two of one, more on a busy machine."""
+    """A rank that polls uses a whole core. gloo's own threads wake up now and then: a percent or two of one."""
     assert_right(pool_server, expected)
     workers = [psutil.Process(pid) for pid in pool_server.worker_pids()]
     seconds, shares = 2.0, []

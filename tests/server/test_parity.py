@@ -85,6 +85,27 @@ def test_latent_equals_the_stock_graph(case, world, server):
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
 
 
+# Degrees left open are chosen by the cost model; here are all the others.
+MODES = {
+    "ulysses": {"world_size": 3, "ulysses_degree": 3},
+    "ring alltoall": {"world_size": 3, "ring_degree": 3, "rotate_method": "alltoall"},
+    "ring allgather": {"world_size": 3, "ring_degree": 3, "rotate_method": "allgather"},
+    "unified": {"world_size": 4, "ring_degree": 2, "rotate_method": "alltoall", "convert_to_fp32": False},
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["cfg 4 batch 2", "odd size", "one text token", "1 head", "key mask", "block mask batch 2", "wan t2v cfg batch odd"]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_equals_the_stock_graph(mode, case, server):
+    expected = _stock.get(case)
+    if expected is None:
+        expected = _stock[case] = server.latent(server.run(CASES[case](), timeout=120).check())
+    out = server.latent(server.run(CASES[case](cp=MODES[mode]), timeout=120).check())
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+
+
 def test_conditions_of_the_cases_matter(server):
     """A case that equals the plain graph would prove nothing."""
     plain = _stock.get("KSampler euler")
@@ -102,10 +123,16 @@ def test_world_of_one_is_bit_identical(server):
 
 
 def test_report_of_cp_sampler(server):
-    result = server.run(flux_prompt(node="CPSampler", steps=3, cp={"world_size": 2})).check()
+    result = server.run(flux_prompt(node="CPSampler", steps=3, cp={"world_size": 2, "ulysses_degree": 2})).check()
     report = json.loads(result.outputs["report"]["text"][0])
     assert report["world_size"] == 2
     assert report["degrees"] == {"ulysses": 2, "ring": 1, "batch": 1}
+    communication = report["communication"]
+    # 4 attentions of 28 tokens, 128 channels, float32: 4 (U - 1) / U^2 of that; and the gathered output, 16 tokens of 64 channels
+    assert communication["predicted_bytes"] == 4 * 28 * 128 * 4
+    assert communication["bytes"] == communication["predicted_bytes"] + 8 * 64 * 4
+    assert communication["seconds"] > 0
+    assert communication["predicted_seconds"] > 0
     assert report["family"] == "Flux"
     assert (report["steps"], report["calls"]) == (3, 3)
     assert 0 < report["seconds_per_step"] <= report["seconds"]
@@ -113,6 +140,13 @@ def test_report_of_cp_sampler(server):
     assert [rank["tokens"] for rank in report["ranks"]] == [{"txt": 6, "img": 8}] * 2
     assert [rank["pid"] for rank in report["ranks"]] == sorted(server.worker_pids())
     assert all(rank["host_memory"] > 2**20 for rank in report["ranks"])
+
+
+@pytest.mark.parametrize(("settings", "allowed"), [({"ring_degree": 2}, [(2, 1)]), ({}, [(1, 2), (2, 1)])])
+def test_report_names_the_degrees_of_the_run(settings, allowed, server):
+    result = server.run(flux_prompt(node="CPSampler", cp={"world_size": 2, **settings})).check()
+    degrees = json.loads(result.outputs["report"]["text"][0])["degrees"]
+    assert (degrees["ring"], degrees["ulysses"]) in allowed
 
 
 def test_cp_sampler_takes_a_config_of_its_own(server):

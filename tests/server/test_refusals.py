@@ -35,7 +35,7 @@ SETTINGS = {
     "unknown device": ({"devices": "cuda:7"}, ["devices", "cuda:7", "cpu"]),
     "shell characters": ({"devices": "cpu;reboot"}, ["devices", "cpu;reboot"]),
     "product": ({"world_size": 2, "ulysses_degree": 3}, ["3 x 1 x 1 = 3", "2"]),
-    "ring": ({"world_size": 2, "ring_degree": 2}, ["ring_degree", "not available"]),
+    "ring": ({"world_size": 3, "ring_degree": 2}, ["1 x 2 x 1 = 2", "3"]),
     "batch": ({"world_size": 2, "batch_degree": 2}, ["batch_degree", "not available"]),
     "nccl without CUDA": ({"world_size": 2, "backend": "nccl"}, ["nccl", "CUDA"]),
 }
@@ -188,7 +188,7 @@ def test_controlnet_is_refused_or_runs_on_a_single_device(server):
 
 
 def test_uneven_shapes_are_refused_when_ulysses_anything_is_off(server):
-    settings = {"world_size": 2, "ulysses_anything": False}
+    settings = {"world_size": 2, "ulysses_degree": 2, "ulysses_anything": False}
     error = refused(server, flux_prompt(tokens=13, cp=settings))
     assert "ulysses_anything is off" in error.exception_message
     pids = server.worker_pids()

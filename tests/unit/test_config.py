@@ -1,8 +1,10 @@
+import dataclasses
 import math
 
+import diffusers
 import pytest
 
-from cp_runtime.config import ContextParallelConfig, DeviceInventory, RuntimeConfig
+from cp_runtime.config import ContextParallelConfig, DeviceInventory, ParallelConfig, RuntimeConfig
 from cp_runtime.errors import ConfigError
 
 CUDA = DeviceInventory(type="cuda", count=4)
@@ -16,7 +18,7 @@ def resolve(inventory=CUDA, **inputs):
 def test_defaults_use_every_device():
     config = resolve()
     assert config.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
-    assert (config.context_parallel.ulysses_degree, config.context_parallel.ring_degree) == (4, 1)
+    assert (config.sequence.ulysses_degree, config.sequence.ring_degree) == (0, 0)  # chosen per attention
     assert resolve(CPU).devices == ("cpu", "cpu")
 
 
@@ -27,7 +29,23 @@ def test_devices_decide_the_world():
 
 
 def test_equal_inputs_give_equal_configs():
-    assert resolve(world_size=2) == resolve(devices="cuda:0,cuda:1", ulysses_degree=2)
+    assert resolve(world_size=2, ulysses_degree=2) == resolve(devices="cuda:0,cuda:1", ring_degree=1)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "degrees"),
+    [
+        ({}, (0, 0)),
+        ({"ulysses_degree": 4}, (1, 4)),
+        ({"ulysses_degree": 2}, (2, 2)),
+        ({"ring_degree": 4}, (4, 1)),
+        ({"ring_degree": 2}, (2, 2)),
+        ({"ring_degree": 1, "batch_degree": 1}, (1, 4)),
+    ],
+)
+def test_a_degree_that_is_left_open_takes_the_rest(inputs, degrees):
+    settings = resolve(**inputs).sequence
+    assert (settings.ring_degree, settings.ulysses_degree) == degrees
 
 
 @pytest.mark.parametrize(
@@ -44,7 +62,7 @@ def test_equal_inputs_give_equal_configs():
         ({"devices": "cuda:0,,cuda:1"}, ["devices"]),
         ({"ulysses_degree": 3}, ["3 x 1 x 1 = 3", "4"]),
         ({"ulysses_degree": -2}, ["ulysses_degree", "-2"]),
-        ({"ring_degree": 2}, ["ring_degree", "not available"]),
+        ({"ring_degree": 3}, ["1 x 3 x 1 = 3", "4"]),
         ({"batch_degree": 2}, ["batch_degree", "not available"]),
         ({"ulysses_degree": 10**9}, ["product"]),
         ({"backend": "mpi; true"}, ["backend"]),
@@ -72,7 +90,53 @@ def test_cpu_refusals(monkeypatch):
 
 
 @pytest.mark.parametrize("field", ["ring_degree", "ulysses_degree"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
 def test_context_parallel_config_checks_degrees(field, value):
-    with pytest.raises(ConfigError, match=field):
+    with pytest.raises(ConfigError, match=f"{field}: got {value!r}; allowed"):
         ContextParallelConfig(**{field: value})
+
+
+def test_context_parallel_config_has_the_fields_and_defaults_of_diffusers():
+    theirs = {f.name: f.default for f in dataclasses.fields(diffusers.ContextParallelConfig) if not f.name.startswith("_")}
+    assert {f.name: f.default for f in dataclasses.fields(ContextParallelConfig)} == theirs
+    config = ContextParallelConfig(ring_degree=2)
+    assert (config.mesh_shape, config.mesh_dim_names) == ((2, 1), ("ring", "ulysses"))
+    assert ContextParallelConfig().mesh_shape == (1, 1)  # passes through
+
+
+def test_what_diffusers_refuses_works_here():
+    everything = ContextParallelConfig(
+        ring_degree=2, ulysses_degree=2, rotate_method="alltoall", ulysses_anything=True, ring_anything=True
+    )
+    assert everything.mesh_shape == (2, 2)
+
+
+def test_configs_of_diffusers_are_accepted():
+    theirs = diffusers.ContextParallelConfig(ulysses_degree=2, ulysses_anything=True)
+    expected = ContextParallelConfig(ulysses_degree=2, ulysses_anything=True)
+    assert ContextParallelConfig.of(theirs) == expected
+    assert ContextParallelConfig.of(diffusers.ParallelConfig(context_parallel_config=theirs)) == expected
+    assert ContextParallelConfig.of(ParallelConfig(context_parallel_config=expected)) is expected
+
+
+@pytest.mark.parametrize("config", [None, 2, {"ulysses_degree": 2}, ParallelConfig(context_parallel_config=None)])
+def test_no_config_is_refused(config):
+    with pytest.raises(ConfigError, match=r"parallel_config: got .*; allowed: a ContextParallelConfig"):
+        ContextParallelConfig.of(config)
+
+
+def test_another_parallelism_is_refused():
+    theirs = diffusers.ParallelConfig(tensor_parallel_config=diffusers.TensorParallelConfig(tp_degree=2))
+    with pytest.raises(ConfigError, match="tensor_parallel_config"):
+        ContextParallelConfig.of(theirs)
+
+
+@pytest.mark.parametrize(("field", "value"), [("rotate_method", "shuffle"), ("convert_to_fp32", 1), ("ulysses_anything", None)])
+def test_other_fields_are_checked(field, value):
+    with pytest.raises(ConfigError, match=f"{field}: got {value!r}; allowed"):
+        ContextParallelConfig(**{field: value})
+
+
+def test_setup_wants_as_many_ranks_as_the_degrees():
+    with pytest.raises(ConfigError, match=r"2 x 2 = 4.*world size, 3"):
+        ContextParallelConfig(ring_degree=2, ulysses_degree=2).setup(0, 3, "cpu")

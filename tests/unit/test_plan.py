@@ -110,12 +110,12 @@ def plan(**modules):
 
 def test_check_names_what_is_missing():
     model = nn.Sequential(Block(), Block())
-    good = ModulePlan(inputs={"x": ContextParallelInput()})
+    good = ModulePlan(inputs={"x": ContextParallelInput(1)})
     plan(**{"*": good}).check(model)
     with pytest.raises(
         PlanError, match=r"Test plan \(checked against ComfyUI 0.30.0\): 0 \(Block\) has no argument 'img'; it has x, pe"
     ):
-        plan(**{"*": ModulePlan(inputs={"img": ContextParallelInput()})}).check(model)
+        plan(**{"*": ModulePlan(inputs={"img": ContextParallelInput(1)})}).check(model)
     with pytest.raises(PlanError, match=r"no module 'blocks.\*' in Sequential"):
         plan(**{"blocks.*": good}).check(model)
     with pytest.raises(PlanError, match="no module 'cross_attn'"):

@@ -1,0 +1,151 @@
+"""One attention layer: this package's context parallelism against diffusers' own, on CPU ranks over gloo.
+
+    make bench, or python benchmarks/attention.py [--quick] [--ranks 2 4] [--tokens 1024 2048 4096 8192]
+
+Both run in the same processes, one thread each, in alternation; the result of both is checked against one process first. In long
+sequences the attention kernel, which is the same for both, takes nearly all of the time. Where there are fewer cores than ranks,
+ranks wait for cores, and a row shows overhead, not scaling.
+
+seconds: median; a repetition is as long as its slowest rank takes.
+ratio: diffusers' seconds / ours, above 1 if ours is faster; in brackets the quartiles of that ratio within single rounds.
+extra: peak memory beyond inputs and output on the rank that needs most; what it does not see: diffusers_cp.peak_extra_bytes.
+sent: what one rank of ours sends in one call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import diffusers_cp
+import torch
+import torch.distributed as dist
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from support.package import load_package
+from support.ranks import finish, report, run_ranks, start
+from torch import Tensor
+
+load_package()
+
+from cp_runtime.attention.context_parallel import context_parallel_attention
+from cp_runtime.config import ContextParallelConfig
+from cp_runtime.mesh import SequenceMesh
+from cp_runtime.sharding import JointLayout
+
+HEADS, HEAD_DIM = 8, 64
+REPETITIONS = {1024: 31, 2048: 15, 4096: 9, 8192: 5}
+TOLERANCE = 1e-4
+
+# mode -> (ring degree, ulysses degree), for a world size
+MODES = {
+    "ulysses": lambda world: (1, world),
+    "ulysses anything": lambda world: (1, world),
+    "ring": lambda world: (world, 1),
+    "ring anything": lambda world: (world, 1),
+    "unified": lambda world: (2, world // 2),
+}
+
+
+def measure(mode: str, tokens: int, rank: int, world: int, repetitions: int) -> None:
+    """Check, weigh and time one mode; report a row for each of our methods."""
+    ring, ulysses = MODES[mode](world)
+    anything = mode.endswith("anything")
+    tokens += anything  # odd, so that no world size divides it
+    torch.manual_seed(tokens)
+    whole = [torch.randn(1, tokens, HEADS, HEAD_DIM) for _ in range(3)]
+    layout, mesh = JointLayout((tokens,), world), SequenceMesh(dist.group.WORLD)
+    local = [layout.take_local(tensor, rank, 1) for tensor in whole]
+    theirs_config = diffusers_cp.parallel_config(ring, ulysses, anything)
+
+    def theirs() -> Tensor:
+        return dispatch_attention_fn(*local, backend=diffusers_cp.BACKEND, parallel_config=theirs_config)
+
+    def ours(method: str) -> Callable[[], Tensor]:
+        config = ContextParallelConfig(
+            ring_degree=ring,
+            ulysses_degree=ulysses,
+            rotate_method=method,
+            ulysses_anything=anything and ulysses > 1,
+            ring_anything=anything and ring > 1,
+        )
+        return lambda: context_parallel_attention(*local, q_layout=layout, mesh=mesh, config=config)
+
+    methods = ("alltoall", "allgather") if ring > 1 else ("allgather",)
+    variants = {"diffusers": theirs, **{method: ours(method) for method in methods}}
+
+    q, k, v = (tensor.transpose(1, 2) for tensor in (local[0], *whole[1:]))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    extra, sent = {}, {}
+    for name, call in variants.items():
+        mesh.stats.reset()
+        difference = (call() - expected).abs().max()
+        sent[name] = mesh.stats.bytes_sent
+        dist.all_reduce(difference, dist.ReduceOp.MAX)
+        if not difference <= TOLERANCE:
+            raise RuntimeError(f"{mode}, {tokens} tokens, {name}: differs from one process by {difference:.1e}")
+        extra[name] = diffusers_cp.peak_extra_bytes(call, local)
+
+    times = diffusers_cp.alternate(variants, repetitions)
+    for method in methods:
+        report(
+            mode=f"{mode}, {method}" if ring > 1 else mode,
+            tokens=tokens,
+            seconds=[times["diffusers"].median, times[method].median],
+            ratio=times["diffusers"].over(times[method]),
+            extra=[extra["diffusers"], extra[method]],
+            sent=sent[method],
+        )
+
+
+def rank_main() -> None:
+    rank, world, (options,) = start()
+    diffusers_cp.patch()
+    diffusers_cp.keep_freed_memory()
+    settings = json.loads(options)
+    with torch.inference_mode():
+        for mode in settings["modes"]:
+            measure(mode, settings["tokens"], rank, world, settings["repetitions"])
+    finish()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="up to 2048 tokens and few repetitions: a minute")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--tokens", type=int, nargs="+", help=f"default: {' '.join(map(str, REPETITIONS))}")
+    parser.add_argument("--repetitions", type=int, help="default: more of the shorter ones")
+    options = parser.parse_args()
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread per rank")
+    print(f"{HEADS} heads of {HEAD_DIM}, float32, gloo; MB = 1e6 bytes")
+    for world in options.ranks:
+        print(
+            f"\n{f'{world} ranks':24}    S | seconds: theirs   ours  ratio         | extra MB: theirs   ours  ours/theirs | sent MB"
+        )
+        for tokens in options.tokens or ((1024, 2048) if options.quick else tuple(REPETITIONS)):
+            settings = {
+                "modes": [mode for mode in MODES if mode != "unified" or world >= 4],
+                "tokens": tokens,
+                "repetitions": options.repetitions or (5 if options.quick else REPETITIONS.get(tokens, 5)),
+            }
+            load = diffusers_cp.OtherLoad()
+            for row in run_ranks(Path(__file__), world, json.dumps(settings), timeout=1200):
+                (theirs, ours), (ratio, low, high) = row["seconds"], row["ratio"]
+                their_extra, our_extra = row["extra"]
+                sizes = f"{their_extra / 1e6:16.2f}{our_extra / 1e6:7.2f}{our_extra / their_extra:13.2f} |{row['sent'] / 1e6:8.2f}"
+                seconds = f"{theirs:15.4f}{ours:7.4f}{ratio:6.3f} ({low:.2f}-{high:.2f})"
+                print(f"{row['mode']:24}{row['tokens']:5} |{seconds} |{sizes}", flush=True)
+            print(f"{'':24}{load}", flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1].isdigit():  # started by run_ranks
+        rank_main()
+    else:
+        main()

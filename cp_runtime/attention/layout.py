@@ -1,0 +1,50 @@
+"""Where tokens stand while attention runs on a ring x ulysses mesh, and what follows from it for masks. No communication.
+
+Rank `r` has ring index `r // ulysses` and ulysses index `r % ulysses`. The ranks of one ring index are a *chunk*: after the
+first all-to-all each of them holds all tokens of the chunk, for its share of the heads. The ring passes chunks of keys and
+values around. With `ulysses == 1` a chunk is one rank's shard; with `ring == 1` there is one chunk, and it is everything.
+
+Tokens of a chunk are in gathered order (see `sharding`), so chunk after chunk is the gathered order of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from torch import Tensor
+
+from ..sharding import JointLayout
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Chunks of one sequence.
+
+    Args:
+        layout: tokens of every rank.
+        ulysses: ranks per chunk.
+    """
+
+    layout: JointLayout
+    ulysses: int
+
+    def member_lengths(self, chunk: int) -> tuple[int, ...]:
+        """Tokens that each rank of a chunk contributes to it."""
+        return self.layout.owned_lengths[chunk * self.ulysses : (chunk + 1) * self.ulysses]
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of every chunk."""
+        return tuple(sum(self.member_lengths(chunk)) for chunk in range(self.layout.world_size // self.ulysses))
+
+    @cached_property
+    def spans(self) -> tuple[slice, ...]:
+        """Place of every chunk in gathered order."""
+        return tuple(slice(start, stop) for start, stop in pairwise(accumulate(self.lengths, initial=0)))
+
+
+def order_full(mask: Tensor, layout: JointLayout, dim: int) -> Tensor:
+    """Bring dimension `dim` of a mask from joint order, all tokens, into gathered order."""
+    return mask.index_select(dim, layout.gathered_order.to(mask.device))

@@ -1,0 +1,54 @@
+"""The matrix of attention cases. Imported by the rank script and by the test: only the standard library here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# (name, ring degree, ulysses degree, rotate_method, packed): degrees of 0 are the world size
+MODES = {
+    "ulysses": (1, 0, "allgather", True),
+    "ulysses separate": (1, 0, "allgather", False),
+    "ring alltoall": (0, 1, "alltoall", True),
+    "ring allgather": (0, 1, "allgather", True),
+    "unified alltoall": (2, 2, "alltoall", True),
+    "unified allgather": (2, 2, "allgather", True),
+}
+# odd and even lengths, streams shorter than the world, one stream, fewer tokens than ranks
+LENGTHS = [(5, 13), (8, 16), (1, 7), (17,), (1, 3), (2,)]
+# MHA and GQA, heads that do not divide, fewer key/value heads or heads than ranks
+HEADS = [(4, 4), (3, 3), (2, 2), (6, 2), (4, 1)]
+MASKS = [None, "ones", "keys", "full", "additive", "heads", "one rank hidden", "row hidden", "local keys"]
+HALF_MASKS = [None, "full"]
+
+
+def modes(world: int) -> list[str]:
+    """Modes that a number of ranks can run."""
+    return [mode for mode, (ring, ulysses, *_) in MODES.items() if (ring or world) * (ulysses or world) == world]
+
+
+@dataclass(frozen=True)
+class Case:
+    mode: str
+    lengths: tuple[int, ...]
+    heads: tuple[int, int]
+    batch: int
+    mask: str | None
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        H, K = self.heads
+        tokens = "+".join(map(str, self.lengths))
+        return f"{self.mode}: {tokens} tokens, {H}/{K} heads, batch {self.batch}, mask {self.mask}, {self.dtype}"
+
+
+def cases(world: int) -> Iterator[Case]:
+    """Every case for a number of ranks, in an order that all ranks share."""
+    for mode, lengths, heads, batch, mask in itertools.product(modes(world), LENGTHS, HEADS, [1, 2], MASKS):
+        yield Case(mode, lengths, heads, batch, mask, "float32")
+        if mask in HALF_MASKS:
+            yield Case(mode, lengths, heads, batch, mask, "bfloat16")
+            if batch == 1:
+                yield Case(mode, lengths, heads, batch, mask, "float16")

@@ -1,0 +1,108 @@
+"""Rank script: every case of attention_cases.py against one process; rank 0 reports the worst rank."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support.ranks import finish, report, start
+
+rank, world, arguments = start()
+device = torch.device(arguments[0] if arguments else "cpu")
+
+from cp_runtime.attention import context_parallel as attention  # noqa: E402
+from cp_runtime.config import ContextParallelConfig  # noqa: E402
+from cp_runtime.mesh import SequenceMesh  # noqa: E402
+from cp_runtime.sharding import JointLayout  # noqa: E402
+
+sys.path.append(str(Path(__file__).parent))
+from attention_cases import MODES, cases  # noqa: E402
+
+HEAD_DIM = 8
+PACKED_LIMIT = attention.PACKED_LIMIT
+mesh = SequenceMesh(dist.group.WORLD)
+
+
+def one_process(q, k, v, mask):
+    """Attention of all tokens here, `[B, S, H, D]`; rows that see no key give 0, as torch's own kernels do."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(q.dtype)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+def make_mask(kind, batch, heads, layout, generator):
+    """(mask for one process, mask for this rank)."""
+    total = layout.total
+    if kind is None:
+        return None, None
+    if kind == "ones":
+        mask = torch.ones(batch, 1, 1, total, dtype=torch.bool)
+    elif kind in ("keys", "local keys"):
+        mask = torch.rand(batch, 1, 1, total, generator=generator) > 0.4
+        mask[..., 0] = True
+        if kind == "local keys":
+            return mask, layout.take_local(mask, rank, -1)
+    elif kind == "one rank hidden":  # a whole chunk of the ring is invisible
+        mask = torch.ones(batch, 1, total, total, dtype=torch.bool)
+        hidden = [i for start, stop in layout.ranges[world - 1] for i in range(start, stop)]
+        if len(hidden) < total:
+            mask[..., hidden] = False
+    elif kind == "row hidden":  # some tokens see nothing at all
+        mask = torch.rand(batch, 1, total, total, generator=generator) > 0.3
+        mask[:, :, ::3] = False
+    elif kind == "full":
+        mask = torch.rand(batch, 1, total, total, generator=generator) > 0.3
+    else:
+        mask = torch.randn(batch, heads if kind == "heads" else 1, total, total, generator=generator)
+        if kind == "additive":
+            mask[..., 1::4] = -torch.inf
+    return mask, mask
+
+
+for case in cases(world):
+    ring, ulysses, rotate_method, packed = MODES[case.mode]
+    config = ContextParallelConfig(
+        ring_degree=ring or world,
+        ulysses_degree=ulysses or world,
+        rotate_method=rotate_method,
+        ulysses_anything=True,
+        ring_anything=True,
+    )
+    attention.PACKED_LIMIT = PACKED_LIMIT if packed else 0
+    dtype, (heads, kv_heads), total = getattr(torch, case.dtype), case.heads, sum(case.lengths)
+    generator = torch.Generator().manual_seed(7)
+    layout = JointLayout(case.lengths, world)
+    q, k, v = (torch.randn(case.batch, total, n, HEAD_DIM, generator=generator).to(device) for n in (heads, kv_heads, kv_heads))
+    mask, own_mask = make_mask(case.mask, case.batch, heads, layout, generator)
+    mask, own_mask = (None if m is None else m.to(device) for m in (mask, own_mask))
+    exact = one_process(q, k, v, mask)
+    here = one_process(*(t.to(dtype) for t in (q, k, v)), mask)
+    mesh.stats.reset()
+    out = attention.context_parallel_attention(
+        *(layout.take_local(t.to(dtype), rank, 1) for t in (q, k, v)), mesh=mesh, config=config, q_layout=layout, mask=own_mask
+    )
+    owned = layout.owned_positions(rank)
+    mine = out if owned is None else out[:, owned.to(device)]
+    expected = layout.take_local(exact, rank, 1)
+    expected = expected if owned is None else expected[:, owned.to(device)]
+    counts = dict(mesh.stats.counts)
+    error = mine.float() - expected
+    worst = torch.tensor([error.abs().max().item() if mine.numel() else 0.0, float(not out.isfinite().all())])
+    squares = (error.double() ** 2).sum().cpu()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    dist.all_reduce(squares)
+    report(
+        case=case.name,
+        mode=case.mode,
+        mask=case.mask,
+        dtype=case.dtype,
+        difference=worst[0].item(),
+        finite=worst[1].item() == 0,
+        rms=(squares / exact.numel()).sqrt().item(),
+        one_process_rms=((here.float() - exact).double() ** 2).mean().sqrt().item(),
+        mask_matters=None if mask is None else (one_process(q, k, v, None) - exact).abs().max().item(),
+        counts=counts,
+    )
+finish()

@@ -1,0 +1,292 @@
+"""Tiny models of every diffusers class that has a sharding plan, and calls of their forward that use what they can do.
+
+Imported by the rank scripts (which load diffusers) and by the tests (which do not): only torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLUX = dict(
+    in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=24,
+    pooled_projection_dim=12, guidance_embeds=True, axes_dims_rope=(4, 6, 6),
+)  # fmt: skip
+FLUX_2 = dict(
+    in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=24,
+    timestep_guidance_channels=32, mlp_ratio=2.0, axes_dims_rope=(4, 4, 4, 4),
+)  # fmt: skip
+QWEN = dict(
+    in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=24,
+    axes_dims_rope=(4, 6, 6),
+)  # fmt: skip
+WAN = dict(
+    in_channels=8, out_channels=8, num_layers=2, num_attention_heads=4, attention_head_dim=12, text_dim=24, freq_dim=32,
+    ffn_dim=64, rope_max_seq_len=64,
+)  # fmt: skip
+WAN_I2V = dict(WAN, in_channels=20, image_dim=20, added_kv_proj_dim=48)
+LTX = dict(
+    in_channels=16, out_channels=16, num_layers=2, num_attention_heads=4, attention_head_dim=12, cross_attention_dim=48,
+    caption_channels=24,
+)  # fmt: skip
+LTX_2 = dict(
+    in_channels=16, out_channels=16, num_layers=2, num_attention_heads=4, attention_head_dim=12, cross_attention_dim=48,
+    audio_in_channels=12, audio_out_channels=12, audio_num_attention_heads=4, audio_attention_head_dim=8,
+    audio_cross_attention_dim=32, caption_channels=24,
+)  # fmt: skip
+HELIOS = dict(
+    in_channels=8, out_channels=8, num_layers=2, num_attention_heads=4, attention_head_dim=12, text_dim=24, freq_dim=32,
+    ffn_dim=64, rope_dim=(4, 4, 4), has_multi_term_memory_patch=True,
+)  # fmt: skip
+MINIMAX = dict(
+    num_attention_heads=4, attention_head_dim=16, hidden_size=48, num_layers=2, num_refiner_layers=1, ffn_dim=64, in_channels=4,
+    audio_in_channels=6, text_dim=24, freq_dim=32, time_embed_hidden_dim=32, time_embed_dim=24, rope_freq_dim=2,
+)  # fmt: skip
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "flux": ("FluxTransformer2DModel", FLUX),
+    "flux 3 heads": ("FluxTransformer2DModel", dict(FLUX, num_attention_heads=3)),
+    "flux 1 head": ("FluxTransformer2DModel", dict(FLUX, num_attention_heads=1)),
+    "flux 2": ("Flux2Transformer2DModel", FLUX_2),
+    "qwen": ("QwenImageTransformer2DModel", QWEN),
+    "qwen 3 heads": ("QwenImageTransformer2DModel", dict(QWEN, num_attention_heads=3)),
+    "qwen edit": ("QwenImageTransformer2DModel", dict(QWEN, zero_cond_t=True)),
+    "wan t2v": ("WanTransformer3DModel", WAN),
+    "wan 3 heads": ("WanTransformer3DModel", dict(WAN, num_attention_heads=3)),
+    "wan i2v": ("WanTransformer3DModel", WAN_I2V),
+    "ltx": ("LTXVideoTransformer3DModel", LTX),
+    "ltx 3 heads": ("LTXVideoTransformer3DModel", dict(LTX, num_attention_heads=3, cross_attention_dim=36)),
+    "ltx 2": ("LTX2VideoTransformer3DModel", LTX_2),
+    "chronoedit": ("ChronoEditTransformer3DModel", WAN_I2V),
+    "helios": ("HeliosTransformer3DModel", HELIOS),
+    "minimax h3": ("MiniMaxH3Transformer3DModel", MINIMAX),
+}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def grid(height: int, width: int) -> Tensor:
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1).float()
+
+
+def padding(*valid: int, length: int) -> Tensor:
+    """A text mask `[B, length]`, boolean: sample b has `valid[b]` tokens, the rest is padding."""
+    return torch.arange(length)[None] < torch.tensor(valid)[:, None]
+
+
+def flux(batch: int = 1, height: int = 6, width: int = 5, text: int = 7, **extra: Any) -> dict[str, Any]:
+    call = dict(
+        hidden_states=normal(batch, height * width, 16), encoder_hidden_states=normal(batch, text, 24),
+        pooled_projections=normal(batch, 12), timestep=torch.linspace(0.3, 0.9, batch), img_ids=grid(height, width),
+        txt_ids=torch.zeros(text, 3), guidance=torch.full((batch,), 3.5),
+    )  # fmt: skip
+    return {**call, **extra}
+
+
+def flux_2(batch: int = 1, height: int = 6, width: int = 5, text: int = 7) -> dict[str, Any]:
+    image_ids = torch.cat([grid(height, width), torch.zeros(height * width, 1)], -1)
+    text_ids = torch.cat([torch.zeros(text, 3), torch.arange(text)[:, None].float()], -1)
+    return dict(
+        hidden_states=normal(batch, height * width, 16), encoder_hidden_states=normal(batch, text, 24),
+        timestep=torch.linspace(0.3, 0.9, batch), img_ids=image_ids.expand(batch, -1, -1),
+        txt_ids=text_ids.expand(batch, -1, -1), guidance=torch.full((batch,), 3.5),
+    )  # fmt: skip
+
+
+def qwen(batch: int = 1, images: tuple[tuple[int, int], ...] = ((6, 5),), text: int = 7, **extra: Any) -> dict[str, Any]:
+    call = dict(
+        hidden_states=normal(batch, sum(h * w for h, w in images), 16), encoder_hidden_states=normal(batch, text, 24),
+        timestep=torch.linspace(0.3, 0.9, batch), img_shapes=[[(1, h, w) for h, w in images]] * batch,
+    )  # fmt: skip
+    return {**call, **extra}
+
+
+def wan(
+    batch: int = 1, frames: int = 3, height: int = 8, width: int = 10, text: int = 6, channels: int = 8, **extra: Any
+) -> dict[str, Any]:
+    call = dict(
+        hidden_states=normal(batch, channels, frames, height, width), timestep=torch.linspace(300.0, 900.0, batch),
+        encoder_hidden_states=normal(batch, text, 24),
+    )  # fmt: skip
+    return {**call, **extra}
+
+
+def wan_i2v(image: int = 9, **extra: Any) -> dict[str, Any]:
+    # The model takes the last 512 tokens for text, whatever their number.
+    call = wan(channels=20, text=512, **extra)
+    return {**call, "encoder_hidden_states_image": normal(call["hidden_states"].shape[0], image, 20)}
+
+
+def token_timesteps(batch: int, tokens: int) -> Tensor:
+    """A noise level per token, `[B, tokens]`, as Wan 2.2 5B gives its first frame another one than the rest."""
+    return torch.where(torch.arange(tokens) < tokens // 3, 0.0, torch.linspace(300.0, 900.0, batch)[:, None])
+
+
+def ltx(batch: int = 1, frames: int = 3, height: int = 4, width: int = 5, text: int = 7, **extra: Any) -> dict[str, Any]:
+    call = dict(
+        hidden_states=normal(batch, frames * height * width, 16), encoder_hidden_states=normal(batch, text, 24),
+        timestep=torch.linspace(300.0, 900.0, batch), encoder_attention_mask=torch.ones(batch, text), num_frames=frames,
+        height=height, width=width, rope_interpolation_scale=(1.0, 32.0, 32.0),
+    )  # fmt: skip
+    return {**call, **extra}
+
+
+def ltx_2(batch: int = 1, audio: int = 5, **extra: Any) -> dict[str, Any]:
+    call = ltx(batch)
+    del call["rope_interpolation_scale"]
+    # Without attention between video and audio: its positions are not in diffusers' plan, so diffusers cannot shard it either.
+    call.update(
+        audio_hidden_states=normal(batch, audio, 12), audio_encoder_hidden_states=normal(batch, 6, 24), audio_num_frames=audio,
+        encoder_attention_mask=torch.ones(batch, 7), audio_encoder_attention_mask=torch.ones(batch, 6), isolate_modalities=True,
+    )  # fmt: skip
+    return {**call, **extra}
+
+
+def helios(history: bool = False, batch: int = 1, **extra: Any) -> dict[str, Any]:
+    call = wan(batch=batch, height=8, width=12, **extra)
+    if history:
+        indices = torch.arange(7 + 3).expand(batch, -1)
+        call.update(
+            indices_latents_history_long=indices[:, :4], latents_history_long=normal(batch, 8, 4, 8, 12, seed=1),
+            indices_latents_history_mid=indices[:, 4:6], latents_history_mid=normal(batch, 8, 2, 8, 12, seed=2),
+            indices_latents_history_short=indices[:, 6:7], latents_history_short=normal(batch, 8, 1, 8, 12, seed=3),
+            indices_hidden_states=indices[:, 7:],
+        )  # fmt: skip
+    return call
+
+
+def minimax(batch: int = 1, video: int = 20, audio: int = 6, text: int = 7) -> dict[str, Any]:
+    total = text + audio + video
+    indices = torch.arange(total)
+    tags = torch.cat([torch.full((text,), 1), torch.full((audio,), 2), torch.zeros(video, dtype=torch.long)])
+    return dict(
+        hidden_states=normal(batch, video, 16), audio_hidden_states=normal(batch, audio, 6),
+        encoder_hidden_states=normal(batch, text, 24), timestep=torch.tensor([0.3, 0.8]), timestep_indices=(tags == 2).long(),
+        token_tags=tags, position_ids=torch.stack([indices // 7, indices % 7, indices % 3], -1), text_indices=indices[:text],
+        audio_indices=indices[text : text + audio], video_indices=indices[text + audio :],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: the input named `mask` has padding in it, and the output must depend on it."""
+
+    name: str
+    model: str
+    make: Callable[[], dict[str, Any]]
+    mask: str | None = None
+
+
+QWEN_MASK, LTX_MASK = "encoder_hidden_states_mask", "encoder_attention_mask"
+CASES = [
+    Case("flux", "flux", flux),
+    Case("flux batch 2", "flux", lambda: flux(batch=2)),
+    Case("flux even", "flux", lambda: flux(height=6, width=4, text=12)),
+    Case("flux odd batch 2", "flux", lambda: flux(batch=2, height=7, width=5, text=5)),
+    Case("flux one text token", "flux", lambda: flux(text=1)),
+    Case("flux two text tokens batch 2", "flux", lambda: flux(batch=2, text=2)),
+    Case("flux three image tokens", "flux", lambda: flux(height=1, width=3, text=6)),
+    Case("flux 3 heads", "flux 3 heads", flux),
+    Case("flux 1 head", "flux 1 head", lambda: flux(text=3)),
+    Case("flux 2", "flux 2", flux_2),
+    Case("flux 2 batch 2 two text tokens", "flux 2", lambda: flux_2(batch=2, height=5, text=2)),
+    Case("qwen", "qwen", qwen),
+    Case("qwen one text token", "qwen", lambda: qwen(text=1)),
+    Case("qwen mask", "qwen", lambda: qwen(text=9, encoder_hidden_states_mask=padding(4, length=9)), QWEN_MASK),
+    Case(
+        "qwen mask batch 2",
+        "qwen",
+        lambda: qwen(batch=2, images=((7, 5),), text=8, encoder_hidden_states_mask=padding(8, 3, length=8)),
+        QWEN_MASK,
+    ),
+    Case(  # padding before and between: nothing says that valid tokens come first
+        "qwen scattered mask",
+        "qwen",
+        lambda: qwen(text=6, encoder_hidden_states_mask=torch.tensor([[0, 1, 1, 0, 0, 1]])),
+        QWEN_MASK,
+    ),
+    Case(
+        "qwen mask two text tokens",
+        "qwen",
+        lambda: qwen(batch=2, text=2, encoder_hidden_states_mask=padding(1, 2, length=2)),
+        QWEN_MASK,
+    ),
+    Case(
+        "qwen 3 heads mask",
+        "qwen 3 heads",
+        lambda: qwen(text=5, images=((1, 13),), encoder_hidden_states_mask=padding(3, length=5)),
+        QWEN_MASK,
+    ),
+    Case("qwen edit", "qwen edit", lambda: qwen(images=((6, 5), (3, 4)))),
+    Case(
+        "qwen edit mask batch 2",
+        "qwen edit",
+        lambda: qwen(batch=2, images=((5, 5), (3, 4)), encoder_hidden_states_mask=padding(2, 6, length=7)),
+        QWEN_MASK,
+    ),
+    Case("wan t2v", "wan t2v", wan),
+    Case("wan t2v batch 2 odd", "wan t2v", lambda: wan(batch=2, frames=3, height=6, width=6, text=5)),
+    Case("wan one frame one text token", "wan t2v", lambda: wan(frames=1, text=1)),
+    Case("wan three tokens", "wan t2v", lambda: wan(frames=1, height=2, width=6)),
+    Case("wan 3 heads", "wan 3 heads", wan),
+    # The text is not sharded: as many of its tokens as a rank has of the video (or as there are in all) change nothing.
+    *(Case(f"wan {text} text tokens", "wan t2v", lambda text=text: wan(text=text)) for text in (60, 30, 20, 15)),
+    Case("wan token timesteps", "wan t2v", lambda: wan(timestep=token_timesteps(1, 60))),
+    Case(
+        "wan token timesteps batch 2 odd",
+        "wan t2v",
+        lambda: wan(batch=2, height=6, width=6, timestep=token_timesteps(2, 27)),
+    ),
+    Case("wan i2v", "wan i2v", wan_i2v),
+    Case("wan i2v batch 2 odd", "wan i2v", lambda: wan_i2v(batch=2, height=6, width=6, image=5)),
+    Case("ltx", "ltx", ltx),
+    Case("ltx one text token", "ltx", lambda: ltx(text=1)),
+    # Two streams that have the same share on some ranks, and on others not.
+    Case("ltx one text token less than video", "ltx", lambda: ltx(text=59)),
+    Case("ltx mask", "ltx", lambda: ltx(encoder_attention_mask=padding(3, length=7)), LTX_MASK),
+    Case(
+        "ltx mask batch 2 odd",
+        "ltx",
+        lambda: ltx(batch=2, height=3, width=3, text=10, encoder_attention_mask=padding(10, 4, length=10)),
+        LTX_MASK,
+    ),
+    Case(
+        "ltx mask two text tokens",
+        "ltx",
+        lambda: ltx(text=2, encoder_attention_mask=padding(1, length=2)),
+        LTX_MASK,
+    ),
+    Case(
+        "ltx mask one text token more than video",
+        "ltx",
+        lambda: ltx(batch=2, text=61, encoder_attention_mask=padding(30, 50, length=61)),
+        LTX_MASK,
+    ),
+    Case("ltx 3 heads mask", "ltx 3 heads", lambda: ltx(encoder_attention_mask=padding(5, length=7)), LTX_MASK),
+    Case("ltx 2", "ltx 2", ltx_2),
+    Case("ltx 2 mask batch 2", "ltx 2", lambda: ltx_2(batch=2, encoder_attention_mask=padding(3, 6, length=7)), LTX_MASK),
+    Case("chronoedit", "chronoedit", wan_i2v),
+    Case("chronoedit two frames batch 2", "chronoedit", lambda: wan_i2v(batch=2, frames=2, height=6, width=6)),
+    Case("helios", "helios", helios),
+    Case("helios history", "helios", lambda: helios(history=True)),
+    Case("minimax h3", "minimax h3", minimax),
+    Case("minimax h3 odd batch 2", "minimax h3", lambda: minimax(batch=2, video=21, text=5)),
+]
+
+# The ways to share a sequence, by what is exchanged; the ones that need a number of ranks with two factors come last.
+MODES = ("ulysses", "ring alltoall", "ring allgather")
+TWO_AXES = ("unified alltoall", "unified allgather")
+
+
+def degrees(mode: str, world: int) -> dict[str, Any]:
+    """Arguments of a config for `mode` on `world` ranks."""
+    kind, _, rotate = mode.partition(" ")
+    shape = {"ulysses": (1, world), "ring": (world, 1), "unified": (world // 2, 2)}[kind]
+    return dict(ring_degree=shape[0], ulysses_degree=shape[1], **({"rotate_method": rotate} if rotate else {}))

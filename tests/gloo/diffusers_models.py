@@ -1,0 +1,62 @@
+"""Tiny diffusers models with healthy random weights, for rank scripts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+from diffusers_cases import MODELS
+from torch import Tensor, nn
+
+from cp_runtime import ModulePlan
+
+
+def fill(module: nn.Module, seed: int = 1) -> nn.Module:
+    """Weights that make every token depend on every other one: attention that is neither uniform nor one-hot, open gates."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name and name.endswith("weight") and parameter.ndim == 1:
+                parameter.copy_(1.5 + 0.1 * values)
+            else:
+                parameter.copy_(values / max(1, parameter[0].numel()) ** 0.5 if parameter.ndim > 1 else 0.2 * values)
+    return module.eval()
+
+
+def build(name: str) -> nn.Module:
+    cls, arguments = MODELS[name]
+    return fill(getattr(diffusers, cls)(**arguments))
+
+
+# Plans of diffusers split the video of LTX 2 only: its audio, and the text for it, are whole on every rank.
+REPLICATED = {"LTX2VideoTransformer3DModel": ("transformer_blocks.*.audio_attn1", "transformer_blocks.*.audio_attn2")}
+
+
+def plan_of(model: nn.Module) -> dict[str, Any]:
+    """The model's own plan, and what it leaves unsaid.
+
+    Helios names its 40 blocks one by one: those that a tiny model lacks are left out.
+    """
+    names = {name for name, _ in model.named_modules()}
+    plan = {path: entry for path, entry in model._cp_plan.items() if "*" in path or path in names}
+    return {**plan, **{path: ModulePlan() for path in REPLICATED.get(type(model).__name__, ())}}
+
+
+def forward(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """All outputs. The inputs are copied: a model must not see what another call did to them."""
+    inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    return model(**inputs, return_dict=False)
+
+
+def relative(outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """Largest difference on any rank, in standard deviations of that output."""
+    if [out.shape for out in outputs] != [out.shape for out in expected]:
+        value = torch.tensor(float("inf"))
+    else:
+        value = torch.stack([(a - b).abs().max() / b.std() for a, b in zip(outputs, expected, strict=True)]).max()
+        value = value.nan_to_num(float("inf"))
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()

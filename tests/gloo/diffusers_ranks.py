@@ -1,0 +1,54 @@
+"""Rank script: every case of diffusers_cases.py, sharded in every way against the stock model in one process; rank 0 reports."""
+
+import sys
+from pathlib import Path
+
+from support.ranks import finish, report, start
+
+rank, world, _ = start()
+sys.path.append(str(Path(__file__).parent))
+
+import torch  # noqa: E402
+from diffusers_cases import CASES, MODELS, MODES, TWO_AXES, degrees  # noqa: E402
+from diffusers_checks import CHECKS  # noqa: E402
+from diffusers_models import build, forward, plan_of, relative  # noqa: E402
+
+from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel  # noqa: E402
+
+
+def reach(model, inputs, expected):
+    """How much the last token of the input moves the output token that it moves least."""
+    moved = inputs["hidden_states"].clone()
+    (moved[:, -1] if moved.ndim == 3 else moved[..., -1, -2:, -2:]).add_(1.0)  # tokens, or a video in patches of 2 x 2
+    change = (forward(model, {**inputs, "hidden_states": moved})[0] - expected[0]).abs()
+    return (change.amax(1 if change.ndim == 5 else 2).min() / expected[0].std()).item()
+
+
+modes = (*MODES, *(TWO_AXES if world == 4 else ()))
+# One configuration for all models, as for a pipeline with two transformers.
+configs = {mode: ContextParallelConfig(**degrees(mode, world), ulysses_anything=True, ring_anything=True) for mode in modes}
+with torch.inference_mode():
+    for name in MODELS:
+        model, cases = build(name), [case for case in CASES if case.model == name]
+        stock = {}
+        for case in cases:
+            inputs = case.make()
+            expected = stock[case.name] = forward(model, inputs)
+            unmasked = None
+            if case.mask:
+                unmasked = relative(forward(model, {**inputs, case.mask: torch.ones_like(inputs[case.mask])})[:1], expected[:1])
+            std, moved = min(out.std().item() for out in expected), reach(model, inputs, expected)
+            report(case=case.name, mode="stock", std=std, reach=moved, mask_matters=unmasked)
+        for mode, config in configs.items():
+            stats = apply_context_parallel(model, config, plan_of(model)).mesh.stats
+            for case in cases:
+                stats.reset()
+                try:
+                    out = forward(model, case.make())
+                    report(case=case.name, mode=mode, difference=relative(out, stock[case.name]), collectives=stats.collectives)
+                except Exception as error:  # noqa: BLE001  (the other cases still count)
+                    report(case=case.name, mode=mode, difference=float("inf"), error=f"{type(error).__name__}: {error}")
+            remove_context_parallel(model, plan_of(model))
+    for check in CHECKS:
+        report(check=check.__name__, **check(rank, world))
+finish()

@@ -1,0 +1,110 @@
+"""Every diffusers model class that has a sharding plan, with that plan: the sharded model equals the model in one process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.ranks import run_ranks
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+from diffusers_cases import CASES, MODES, TWO_AXES  # noqa: E402
+
+TOLERANCE = 1e-5
+WORLDS = (2, 3, 4)
+on_every_world = pytest.mark.parametrize("reports", WORLDS, indirect=True)
+RUNS = [(world, mode) for world in WORLDS for mode in (*MODES, *(TWO_AXES if world == 4 else ()))]
+
+
+@pytest.fixture(scope="module")
+def reports(request):
+    return {r.get("check") or (r["case"], r["mode"]): r for r in run_ranks(HERE / "diffusers_ranks.py", request.param)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("reports", "mode"), RUNS, indirect=["reports"])
+def test_sharded_model_equals_stock_model(case, mode, reports):
+    result = reports[case.name, mode]
+    assert result.get("error") is None
+    assert result["difference"] <= TOLERANCE
+    assert result["collectives"] > 2  # in two blocks and at the end: it was sharded
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("reports", WORLDS[:1], indirect=True)
+def test_cases_would_show_a_missing_token_or_mask(case, reports):
+    stock = reports[case.name, "stock"]
+    assert stock["std"] > 1e-1
+    assert stock["reach"] > 1e-3
+    assert (stock["mask_matters"] or 0) > (1e-1 if case.mask else -1)
+
+
+def differences(result):
+    """Every difference in a report, by name."""
+    return {name: value for name, value in result.items() if "difference" in name}
+
+
+@on_every_world
+def test_applied_and_removed_and_applied_again(reports):
+    result = reports["applied_removed_applied"]
+    assert result["difference"] <= TOLERANCE
+    assert result["identical"]
+    assert result["clean"]
+
+
+@on_every_world
+def test_a_second_application_is_refused(reports):
+    result = reports["applied_twice"]
+    assert result["error"] == "PlanError"
+    assert result["difference"] <= TOLERANCE
+
+
+@on_every_world
+@pytest.mark.parametrize("check", ["configs", "meshes", "own_model", "own_model_marked_at_the_block"])
+def test_other_configs_meshes_and_models(check, reports):
+    found = differences(reports[check])
+    assert found
+    assert {name: value for name, value in found.items() if not value <= TOLERANCE} == {}
+    assert reports[check].get("clean", True)
+
+
+@on_every_world
+def test_degrees_that_do_not_fit_the_ranks_are_refused(reports):
+    assert reports["degrees_that_do_not_fit"]["error"] == "ConfigError"
+    assert reports["degrees_that_do_not_fit"]["clean"]
+
+
+@on_every_world
+def test_what_does_not_divide_is_refused_when_anything_is_off(reports):
+    result = reports["anything_off"]
+    assert {value for name, value in result.items() if name.endswith("error")} == {"PlanError"}
+    assert all(value <= TOLERANCE for value in differences(result).values())
+
+
+@on_every_world
+def test_a_plan_that_does_not_fit_is_an_error_before_anything_is_computed(reports):
+    result = reports["wrong_plans"]
+    for name, (error, computed, clean) in result["results"].items():
+        assert error == "PlanError", name
+        # What a module puts out is known once it has run.
+        assert computed == (name == "output dims"), name
+        assert clean, name
+    assert result["difference"] == 0
+
+
+@on_every_world
+def test_attention_over_tokens_that_the_plan_does_not_know_is_refused(reports):
+    assert reports["unknown_tokens"]["error"] == "PlanError"
+
+
+@on_every_world
+def test_attention_that_cannot_be_reached_is_never_left_to_one_shard(reports):
+    results = {name: value for name, value in reports["out_of_reach"].items() if name != "check"}
+    assert len(results) == 3
+    assert {name: value for name, value in results.items() if value != "PlanError" and not value <= TOLERANCE} == {}
+
+
+@on_every_world
+def test_a_call_that_records_gradients_is_refused(reports):
+    assert reports["gradients"]["error"] == "PlanError"
+    assert reports["gradients"]["difference"] <= TOLERANCE

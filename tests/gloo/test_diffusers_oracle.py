@@ -1,0 +1,48 @@
+"""diffusers' own context parallelism as the oracle: where it is right we give the same, and where it is wrong we are right.
+
+Each test named after an error of diffusers 0.42 also holds that error to still be there: when it fails there, diffusers was fixed.
+"""
+
+from pathlib import Path
+
+import pytest
+from support.ranks import run_ranks
+
+HERE = Path(__file__).parent
+TOLERANCE = 1e-5
+WRONG = 1e-2  # far above what any order of summation could make of it
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return {result["run"]: result for result in run_ranks(HERE / "diffusers_oracle_ranks.py", 4)}
+
+
+@pytest.mark.parametrize("run", ["ulysses", "ring", "unified", "ulysses anything", "ring anything", "ulysses mask"])
+def test_diffusers_ours_and_one_process_agree(run, reports):
+    result = reports[run]
+    assert result["error"] is None
+    assert result["std"] > 1e-1
+    assert result["ours"] <= TOLERANCE
+    assert result["theirs"] <= TOLERANCE
+    assert result["between"] <= TOLERANCE
+
+
+def test_diffusers_ring_applies_the_key_mask_of_its_own_shard_to_every_shard(reports):
+    result = reports["ring mask"]
+    assert result["ours"] <= TOLERANCE
+    assert result["error"] is None  # it says nothing, and
+    assert result["theirs"] > WRONG
+
+
+def test_diffusers_ulysses_anything_misaligns_the_key_mask_when_two_ranks_are_short(reports):
+    result = reports["ulysses anything mask"]
+    assert result["ours"] <= TOLERANCE
+    assert result["error"] is None
+    assert result["theirs"] > WRONG
+
+
+def test_diffusers_unified_attention_crashes_on_a_key_mask(reports):
+    result = reports["unified mask"]
+    assert result["ours"] <= TOLERANCE
+    assert result["error"] is not None
