@@ -6,10 +6,11 @@ Both run in the same processes, one thread each, in alternation; the result of b
 sequences the attention kernel, which is the same for both, takes nearly all of the time. Where there are fewer cores than ranks,
 ranks wait for cores, and a row shows overhead, not scaling.
 
-seconds: median; a repetition is as long as its slowest rank takes.
+s: seconds, median; a repetition is as long as its slowest rank takes.
 ratio: diffusers' seconds / ours, above 1 if ours is faster; in brackets the quartiles of that ratio within single rounds.
-extra: peak memory beyond inputs and output on the rank that needs most; what it does not see: diffusers_cp.peak_extra_bytes.
+MB: peak memory beyond inputs and output on the rank that needs most; what it does not see: diffusers_cp.peak_extra_bytes.
 sent: what one rank of ours sends in one call.
+others: cores that other processes kept busy meanwhile. Numbers are worth little where that is not near zero.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from cp_runtime.sharding import JointLayout
 HEADS, HEAD_DIM = 8, 64
 REPETITIONS = {1024: 31, 2048: 15, 4096: 9, 8192: 5}
 TOLERANCE = 1e-4
+HEADER = "    S | s theirs     ours   ratio             |MB theirs    ours ours/theirs | sent MB | others"
 
 # mode -> (ring degree, ulysses degree), for a world size
 MODES = {
@@ -101,6 +103,7 @@ def measure(mode: str, tokens: int, rank: int, world: int, repetitions: int) -> 
             ratio=times["diffusers"].over(times[method]),
             extra=[extra["diffusers"], extra[method]],
             sent=sent[method],
+            others=times[method].others,
         )
 
 
@@ -125,23 +128,21 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread per rank")
     print(f"{HEADS} heads of {HEAD_DIM}, float32, gloo; MB = 1e6 bytes")
     for world in options.ranks:
-        print(
-            f"\n{f'{world} ranks':24}    S | seconds: theirs   ours  ratio         | extra MB: theirs   ours  ours/theirs | sent MB"
-        )
+        print(f"\n{f'{world} ranks':24}{HEADER}")
         for tokens in options.tokens or ((1024, 2048) if options.quick else tuple(REPETITIONS)):
             settings = {
                 "modes": [mode for mode in MODES if mode != "unified" or world >= 4],
                 "tokens": tokens,
                 "repetitions": options.repetitions or (5 if options.quick else REPETITIONS.get(tokens, 5)),
             }
-            load = diffusers_cp.OtherLoad()
             for row in run_ranks(Path(__file__), world, json.dumps(settings), timeout=1200):
                 (theirs, ours), (ratio, low, high) = row["seconds"], row["ratio"]
-                their_extra, our_extra = row["extra"]
-                sizes = f"{their_extra / 1e6:16.2f}{our_extra / 1e6:7.2f}{our_extra / their_extra:13.2f} |{row['sent'] / 1e6:8.2f}"
-                seconds = f"{theirs:15.4f}{ours:7.4f}{ratio:6.3f} ({low:.2f}-{high:.2f})"
-                print(f"{row['mode']:24}{row['tokens']:5} |{seconds} |{sizes}", flush=True)
-            print(f"{'':24}{load}", flush=True)
+                their_extra, our_extra, sent = (size / 1e6 for size in (*row["extra"], row["sent"]))
+                print(
+                    f"{row['mode']:24}{row['tokens']:5} |{theirs:9.4f}{ours:9.4f}{ratio:7.3f} ({low:.2f}-{high:.2f}) |"
+                    f"{their_extra:8.2f}{our_extra:8.2f}{our_extra / their_extra:11.2f} |{sent:8.2f} |{row['others']:7.2f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

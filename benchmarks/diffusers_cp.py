@@ -15,7 +15,6 @@ CPU kernel, so a difference comes from what happens around it.
 from __future__ import annotations
 
 import ctypes
-import resource
 import statistics
 import time
 import weakref
@@ -35,6 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+QUIET, PATIENCE = 0.05, 4  # cores that other processes may use in a round; rounds per round wanted
+CLOCK_SECONDS = 0.02  # two ticks of the kernel's account of the machine
 BACKEND = attention_dispatch.AttentionBackendName.NATIVE
 _original_forward = attention_dispatch._native_attention_forward_op
 
@@ -99,9 +100,10 @@ def keep_freed_memory() -> None:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of every repetition of one variant, each the slowest rank's."""
+    """Seconds of every repetition of one variant, each the slowest rank's, and the cores that other processes used meanwhile."""
 
     seconds: tuple[float, ...]
+    others: float
 
     @property
     def median(self) -> float:
@@ -116,12 +118,15 @@ class Times:
 def alternate(variants: Mapping[str, Callable[[], object]], repetitions: int) -> dict[str, Times]:
     """Time variants in turn: all of them in every round, in the opposite order every second round.
 
-    So each variant meets the same load and neighbours as its rivals. Ranks start together, and the slowest counts. Call each
-    variant once before: the first call makes buffers and connections.
+    So each variant meets the same load and neighbours as its rivals. Ranks start together, and the slowest counts. A round in
+    which other processes were busy is repeated, at most `PATIENCE` rounds for every one wanted; then the least disturbed count.
+    Call each variant once before: the first call makes buffers and connections.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    rounds: list[tuple[float, dict[str, float]]] = []
     names = list(variants)
-    for _ in range(repetitions):
+    while len(rounds) < PATIENCE * repetitions and sum(others <= QUIET for others, _ in rounds) < repetitions:
+        seconds = {}
+        load = _OtherLoad()
         for name in names:
             dist.barrier()
             began = time.perf_counter()
@@ -129,9 +134,33 @@ def alternate(variants: Mapping[str, Callable[[], object]], repetitions: int) ->
             elapsed = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
             del result  # or the next variant would find less memory in the allocator than this one
             dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-            seconds[name].append(elapsed.item())
+            seconds[name] = elapsed.item()
+        rounds.append((load.cores(), seconds))
         names.reverse()
-    return {name: Times(tuple(values)) for name, values in seconds.items()}
+    rounds = sorted(rounds, key=lambda item: item[0])[:repetitions]
+    others = statistics.mean(cores for cores, _ in rounds)
+    return {name: Times(tuple(seconds[name] for _, seconds in rounds), others) for name in variants}
+
+
+class _OtherLoad:
+    """How many cores everything but the ranks keeps busy, this machine's host included."""
+
+    def __init__(self) -> None:
+        self._wall, self._busy, self._own = time.perf_counter(), self._machine(), time.process_time()
+
+    def cores(self) -> float:
+        """The mean since this was made, the same on every rank; small differences of the clocks count as nothing."""
+        own = torch.tensor(time.process_time() - self._own, dtype=torch.float64)
+        dist.all_reduce(own)
+        seconds = self._machine() - self._busy - own.item()
+        cores = torch.tensor(max(0.0, seconds - CLOCK_SECONDS) / (time.perf_counter() - self._wall), dtype=torch.float64)
+        dist.broadcast(cores, 0)
+        return cores.item()
+
+    @staticmethod
+    def _machine() -> float:
+        times = psutil.cpu_times()
+        return times.user + times.nice + times.system + getattr(times, "steal", 0.0)
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -175,20 +204,3 @@ def peak_extra_bytes(call: Callable[[], Tensor], inputs: Iterable[Tensor]) -> in
     extra = torch.tensor(meter.peak - out.untyped_storage().nbytes())
     dist.all_reduce(extra, dist.ReduceOp.MAX)
     return int(extra)
-
-
-class OtherLoad:
-    """How many cores everything else on the machine kept busy: a comparison is worth little where that is not near zero."""
-
-    def __init__(self) -> None:
-        self._began, self._busy = time.monotonic(), self._busy_seconds()
-
-    def __str__(self) -> str:
-        seconds = time.monotonic() - self._began
-        return f"{seconds:.0f} s; other processes used {max(0.0, (self._busy_seconds() - self._busy) / seconds):.2f} cores"
-
-    def _busy_seconds(self) -> float:
-        """CPU seconds that were not spent by this process or ranks that it waited for."""
-        times = psutil.cpu_times()
-        own = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return times.user + times.nice + times.system - own

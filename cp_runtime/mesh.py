@@ -21,7 +21,7 @@ AXES = ("ring", "ulysses")
 
 
 class CommStats:
-    """What one rank sent, in how many collectives of each kind, and how long it waited for them.
+    """What one rank sent, in how many collectives of each kind, how long it waited for them, and how many are under way.
 
     Time is that of the device's clock where it has one. What overlaps with computation is not waited for and not counted.
     """
@@ -31,7 +31,7 @@ class CommStats:
 
     def reset(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.bytes_sent = 0
+        self.bytes_sent = self.pending = 0
         self._host_seconds = 0.0
         self._events: list[tuple[Any, Any]] = []
 
@@ -51,14 +51,16 @@ class CommStats:
         """Count one collective that sends `sent` bytes from this rank to others."""
         self.counts[kind] += 1
         self.bytes_sent += sent
+        self.pending += 1
 
     def wait(self, works: Sequence[Any], device: torch.device, on_host: bool) -> None:
-        """Wait for works and add the time that took."""
+        """Wait for the works of one collective and add the time that took."""
         if on_host or device.type == "cpu":
             began = time.perf_counter()
             for work in works:
                 work.wait()
             self._host_seconds += time.perf_counter() - began
+            self.pending -= 1
             return
         start, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -66,6 +68,7 @@ class CommStats:
             work.wait()
         end.record()
         self._events.append((start, end))
+        self.pending -= 1
 
 
 class Pending:

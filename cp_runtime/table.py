@@ -34,9 +34,10 @@ def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan
         else:
             outputs[path] = entry
     streams = _streams(modules)
+    named = {name for plan in modules.values() for split in plan.inputs.values() for name in getattr(split, "streams", None) or ()}
     return ShardingPlan(
         modules=modules,
-        outputs={path: _outputs(path, entry, streams) for path, entry in outputs.items()},
+        outputs={path: _outputs(path, entry, streams, named) for path, entry in outputs.items()},
         attention=_self_attention(streams),
         attention_rule=lambda inner: _diffusers_rule(inner, streams),
     )
@@ -90,7 +91,7 @@ def _input(path: str, key: str | int, value: Any, stream: str) -> ContextParalle
     return made
 
 
-def _outputs(path: str, entry: Any, streams: Sequence[str]) -> list[ContextParallelOutput | None]:
+def _outputs(path: str, entry: Any, streams: Sequence[str], named: set[str]) -> list[ContextParallelOutput | None]:
     made: list[ContextParallelOutput | None] = []
     for value in entry if isinstance(entry, (list, tuple)) else [entry]:
         if value is None:
@@ -104,7 +105,7 @@ def _outputs(path: str, entry: Any, streams: Sequence[str]) -> list[ContextParal
         stream = getattr(value, "stream", None)
         if stream is None:
             stream = HIDDEN if HIDDEN in streams else streams[0] if len(streams) == 1 else None
-        if stream not in streams:
+        if stream not in named:
             raise PlanError(
                 f"plan entry {path!r}: which of {', '.join(streams) or 'no streams'} is gathered there? Say it: "
                 "ContextParallelOutput(..., stream=...)."

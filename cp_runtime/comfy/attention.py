@@ -53,6 +53,8 @@ def attention_override(applied: AppliedPlan) -> Callable[..., Tensor]:
         else:
             head_dim = q.shape[-1] // heads
             q, k, v = (t.unflatten(-1, (-1, head_dim)) for t in (q, k, v))
+        if mask is not None and mask.ndim == 3:  # ComfyUI: [batch, rows, keys]
+            mask = applied.state.once("heads", mask, partial(mask.unsqueeze, 1))
         backend = getattr(func, "__name__", "")
         if mask is not None and mask.dtype == torch.bool and backend in ADD_BOOLEAN_MASKS:
             mask = applied.state.once("numbers", mask, partial(mask.to, q.dtype))

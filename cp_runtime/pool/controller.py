@@ -268,9 +268,10 @@ class WorkerPool:
             if died and len(died) + len(replies) >= self.world_size:
                 break
         error = self._first_failure(replies, died)
-        # Ranks that failed at the same collective are still in step with each other.
+        # Ranks that failed at the same collective are still in step with each other, unless they left one under way.
         counts = {(reply.get("collectives"), reply.get("broadcasts")) for reply in replies.values() if not reply["ok"]}
-        if died or len(replies) < self.world_size or len(counts) > 1:
+        left = any(reply.get("pending") for reply in replies.values())
+        if died or left or len(replies) < self.world_size or len(counts) > 1:
             self.kill()
         if error is not None:
             raise error

@@ -152,7 +152,8 @@ class Worker:
 
     def _position(self) -> dict[str, int]:
         """Where this rank stands in the sequences that all ranks must go through alike."""
-        return {"collectives": self.sequence.stats.collectives, "broadcasts": self._broadcasts}
+        stats = self.sequence.stats
+        return {"collectives": stats.collectives, "broadcasts": self._broadcasts, "pending": stats.pending}
 
     def _broadcast(self, tensor: Tensor) -> None:
         self._broadcasts += 1

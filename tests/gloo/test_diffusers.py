@@ -1,5 +1,6 @@
 """Every diffusers model class that has a sharding plan, with that plan: the sharded model equals the model in one process."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -16,9 +17,21 @@ on_every_world = pytest.mark.parametrize("reports", WORLDS, indirect=True)
 RUNS = [(world, mode) for world in WORLDS for mode in (*MODES, *(TWO_AXES if world == 4 else ()))]
 
 
-@pytest.fixture(scope="module")
+@functools.cache
+def ran(world):
+    """Reports of all cases and checks on `world` ranks; the error if a rank failed, which is not tried again either."""
+    try:
+        return {r.get("check") or (r["case"], r["mode"]): r for r in run_ranks(HERE / "diffusers_ranks.py", world)}
+    except AssertionError as error:
+        return error
+
+
+@pytest.fixture
 def reports(request):
-    return {r.get("check") or (r["case"], r["mode"]): r for r in run_ranks(HERE / "diffusers_ranks.py", request.param)}
+    result = ran(request.param)
+    if isinstance(result, AssertionError):
+        raise result
+    return result
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

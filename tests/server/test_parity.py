@@ -128,8 +128,8 @@ def test_report_of_cp_sampler(server):
     assert report["world_size"] == 2
     assert report["degrees"] == {"ulysses": 2, "ring": 1, "batch": 1}
     communication = report["communication"]
-    # 4 attentions of 28 tokens, 128 channels, float32: 4 (U - 1) / U^2 of that; and the gathered output, 16 tokens of 64 channels
-    assert communication["predicted_bytes"] == 4 * 28 * 128 * 4
+    # 4 attentions of 28 tokens, 256 channels, float32: 4 (U - 1) / U^2 of that; and the gathered output, 16 tokens of 64 channels
+    assert communication["predicted_bytes"] == 4 * 28 * 256 * 4
     assert communication["bytes"] == communication["predicted_bytes"] + 8 * 64 * 4
     assert communication["seconds"] > 0
     assert communication["predicted_seconds"] > 0

@@ -1,0 +1,81 @@
+"""Rank script: what crosses between the ranks in one attention, as torch's dispatcher sees it, and as this package counts it."""
+
+import torch
+import torch.distributed as dist
+from support.ranks import finish, report, start
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+rank, world, _ = start()
+
+from cp_runtime.attention.context_parallel import context_parallel_attention  # noqa: E402
+from cp_runtime.config import ContextParallelConfig  # noqa: E402
+from cp_runtime.mesh import SequenceMesh  # noqa: E402
+from cp_runtime.sharding import JointLayout  # noqa: E402
+
+HEADS, HEAD_DIM = 8, 16
+mesh = SequenceMesh(dist.group.WORLD)
+
+
+class Recorder(TorchDispatchMode):
+    """Every operation of torch.distributed, and the dtypes of its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self.operations.append([func._opname, sorted({str(t.dtype) for t in tensors}), max(t.numel() for t in tensors)])
+        return func(*args, **(kwargs or {}))
+
+
+def measure(name, ring, ulysses, rotate_method, lengths):
+    config = ContextParallelConfig(
+        ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
+    )
+    layout = JointLayout(lengths, world)
+    q, k, v = torch.randn(3, 1, sum(lengths), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    mesh.axes(ring, ulysses)  # making groups is not part of an attention
+    mesh.stats.reset()
+    recorder = Recorder()
+    with torch.inference_mode(), recorder:
+        context_parallel_attention(*(layout.take_local(t, rank, 1) for t in (q, k, v)), mesh=mesh, config=config, q_layout=layout)
+    sent = torch.tensor([float(mesh.stats.bytes_sent)])
+    dist.all_reduce(sent)
+    report(
+        name=name,
+        ring=ring,
+        ulysses=ulysses,
+        lengths=lengths,
+        bytes=sent.item() / world,
+        unit=sum(lengths) * HEADS * HEAD_DIM * 4,
+        counts=dict(mesh.stats.counts),
+        pending=mesh.stats.pending,
+        operations=recorder.operations,
+    )
+
+
+for lengths in [(16, 48), (5, 13)]:
+    measure("ulysses", 1, world, "allgather", lengths)
+    for method in ("alltoall", "allgather"):
+        measure(f"ring {method}", world, 1, method, lengths)
+        if world == 4:
+            measure(f"unified {method}", 2, 2, method, lengths)
+
+
+# An error while neighbours are still sending: it is known that something is under way.
+def fail(q, k, v, index):
+    raise ValueError("on purpose")
+
+
+from cp_runtime.attention import ring  # noqa: E402
+
+mesh.stats.reset()
+x = torch.zeros(1, 1, 2, 4)
+try:
+    ring.rotate(x, x, x, group=mesh.axes(world, 1).ring, lengths=[2] * world, attend=fail, convert_to_fp32=True)
+except ValueError:
+    report(name="left", pending=mesh.stats.pending)
+finish()

@@ -1,0 +1,70 @@
+from dataclasses import replace
+
+import pytest
+
+from cp_runtime.config import SequenceSettings
+from cp_runtime.cost import AttentionShape, DegreePlanner, Rates, choose, cost, factors
+
+FAST = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0)  # NVLink and a big GPU
+SLOW = replace(FAST, bandwidth=1e10)  # PCIe
+SHAPE = AttentionShape(batch=1, queries=16384, keys=16384, heads=24, kv_heads=24, head_dim=128, itemsize=2)
+SETTINGS = SequenceSettings()
+
+
+def whole(shape):
+    """Bytes of q, of all ranks."""
+    return shape.batch * shape.queries * shape.heads * shape.head_dim * shape.itemsize
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_bytes_are_those_of_the_formulas(ranks):
+    assert cost(SHAPE, 1, ranks, "alltoall", FAST).bytes_sent == pytest.approx(4 * (ranks - 1) / ranks**2 * whole(SHAPE))
+    for method in ("alltoall", "allgather"):
+        assert cost(SHAPE, ranks, 1, method, FAST).bytes_sent == pytest.approx(2 * (ranks - 1) / ranks * whole(SHAPE))
+
+
+@pytest.mark.parametrize(("ring", "ulysses", "expected"), [(2, 2, 1.0), (2, 4, 0.625)])
+def test_bytes_of_unified(ring, ulysses, expected):
+    assert cost(SHAPE, ring, ulysses, "alltoall", FAST).bytes_sent == pytest.approx(expected * whole(SHAPE))
+
+
+def test_grouped_heads_send_less():
+    grouped = replace(SHAPE, kv_heads=6)
+    assert cost(grouped, 4, 1, "alltoall", FAST).bytes_sent == cost(SHAPE, 4, 1, "alltoall", FAST).bytes_sent / 4
+    assert cost(grouped, 1, 2, "alltoall", FAST).bytes_sent == pytest.approx((2 + 2 / 4) / 4 * whole(SHAPE))
+
+
+def test_factors():
+    assert list(factors(6)) == [(1, 6), (2, 3), (3, 2), (6, 1)]
+    assert list(factors(1)) == [(1, 1)]
+
+
+def test_a_fast_link_and_heads_that_divide_choose_ulysses():
+    assert choose(replace(SHAPE, queries=4096, keys=4096), 8, SETTINGS, FAST) == (1, 8)
+
+
+def test_heads_that_run_out_choose_a_ring():
+    assert choose(replace(SHAPE, heads=2, kv_heads=2), 4, SETTINGS, FAST) in [(2, 2), (4, 1)]
+    assert choose(replace(SHAPE, heads=1, kv_heads=1), 4, SETTINGS, FAST) == (4, 1)
+
+
+def test_a_slow_link_hides_behind_long_attention():
+    assert choose(SHAPE, 2, SETTINGS, SLOW) == (2, 1)
+    assert choose(SHAPE, 2, SETTINGS, replace(SLOW, overlap=0.0)) == (1, 2)
+
+
+def test_what_must_divide_is_kept_to():
+    settings = replace(SETTINGS, ulysses_anything=False)
+    assert choose(replace(SHAPE, heads=6, kv_heads=6), 4, settings, FAST)[1] in (1, 2)
+
+
+def test_the_planner_adds_up_and_obeys():
+    planner = DegreePlanner(replace(SETTINGS, ring_degree=2, ulysses_degree=2), 4, FAST)
+    config = planner(SHAPE)
+    assert config.mesh_shape == planner.chosen == (2, 2)
+    assert (config.rotate_method, config.ulysses_anything) == ("alltoall", True)
+    planner(SHAPE)
+    expected = cost(SHAPE, 2, 2, "alltoall", FAST)
+    assert (planner.bytes_sent, planner.seconds) == (2 * expected.bytes_sent, 2 * expected.communication)
+    free = DegreePlanner(SETTINGS, 4, FAST)
+    assert free(SHAPE).mesh_shape == choose(SHAPE, 4, SETTINGS, FAST)

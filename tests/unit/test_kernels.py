@@ -1,0 +1,117 @@
+"""Kernels that return (out, lse): all that run here agree with the formula, and with each other about empty rows."""
+
+import pytest
+import torch
+
+from cp_runtime.attention.kernels import KERNELS, attend_with_lse, select
+from cp_runtime.attention.merge import PartialAttention
+from cp_runtime.errors import ConfigError
+
+HERE = [
+    kernel.name
+    for kernel in KERNELS
+    if not kernel.on_request and kernel.supports(torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8), None)
+]
+
+
+def qkv(batch=2, heads=6, kv_heads=2, queries=5, keys=7, dim=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, heads, queries, dim), (batch, kv_heads, keys, dim), (batch, kv_heads, keys, dim)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def reference(q, k, v, bias=None, scale=None):
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1).double() for t in (k, v))
+    scores = q.double() @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias.double()
+    return (scores.softmax(-1).nan_to_num(0.0) @ v).float(), scores.logsumexp(-1).float()
+
+
+def masks():
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(2, 1, 5, 7, generator=generator)
+    hidden[:, :, 2] = -torch.inf
+    hidden[0, :, 4, :3] = -torch.inf
+    return {
+        "none": None,
+        "keys": (torch.arange(7) < 4).view(1, 1, 1, 7).expand(2, 1, 1, 7),
+        "two dimensions": torch.randn(5, 7, generator=generator),
+        "heads": torch.randn(1, 6, 5, 7, generator=generator),
+        "a row sees nothing": hidden,
+        "nothing is seen": torch.zeros(1, 1, 5, 7, dtype=torch.bool),
+    }
+
+
+@pytest.mark.parametrize("kernel", HERE)
+@pytest.mark.parametrize("name", masks())
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_kernels_equal_the_formula(kernel, name, scale):
+    mask = masks()[name]
+    q, k, v = qkv()
+    out, lse = attend_with_lse(q, k, v, mask, scale, kernel)
+    bias = mask if mask is None or mask.is_floating_point() else torch.zeros(()).where(mask, -torch.inf)
+    expected, expected_lse = reference(q, k, v, bias, scale)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", HERE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_a_float32_lse(kernel, dtype):
+    q, k, v = (t.to(dtype) for t in qkv())
+    out, lse = attend_with_lse(q, k, v, masks()["a row sees nothing"], None, kernel)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    expected, expected_lse = reference(q, k, v, masks()["a row sees nothing"])
+    torch.testing.assert_close(out.float(), expected, atol=3e-2, rtol=0)
+    torch.testing.assert_close(lse, expected_lse, atol=3e-2, rtol=0)
+
+
+def test_math_is_the_same_in_pieces(monkeypatch):
+    q, k, v = qkv()
+    whole = attend_with_lse(q, k, v, None, None, "math")
+    monkeypatch.setattr("cp_runtime.attention.kernels.MATH_SCORES", 2 * 6 * 7 * 2)  # two rows at a time
+    pieces = attend_with_lse(q, k, v, None, None, "math")
+    assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+
+
+def test_choice_of_kernel():
+    q, k, _ = qkv()
+    assert HERE == ["cpu", "math"]
+    assert select(q, k, None).name == "cpu"
+    assert select(q, k, None, "math").name == "math"
+    assert select(q.double(), k.double(), None).name == "math"
+    assert select(q, k, None, "sage").name == "cpu"  # needs CUDA: the next one that can
+    with pytest.raises(ConfigError, match=r"kernel: got 'fast'; allowed: flash_attn, sage"):
+        select(q, k, None, "fast")
+
+
+@pytest.mark.parametrize("convert_to_fp32", [True, False])
+@pytest.mark.parametrize("parts", [(7,), (3, 4), (1, 5, 1), (2, 2, 2, 1)])
+@pytest.mark.parametrize("name", masks())
+def test_merged_parts_are_the_whole(parts, name, convert_to_fp32):
+    mask = masks()[name]
+    q, k, v = qkv()
+    merged = PartialAttention(convert_to_fp32)
+    start = 0
+    for size in parts:
+        stop = start + size
+        part = None if mask is None else mask[..., start:stop]
+        merged.add(*attend_with_lse(q, k[:, :, start:stop], v[:, :, start:stop], part))
+        start = stop
+    expected, _ = attend_with_lse(q, k, v, mask)
+    torch.testing.assert_close(merged.result(), expected, atol=1e-6, rtol=0)
+
+
+def test_merging_in_half_precision_is_worse_than_in_float32():
+    q, k, v = (t.bfloat16() for t in qkv(queries=64, keys=64, dim=64))
+    exact, _ = reference(q, k, v)
+    errors = {}
+    for convert_to_fp32 in (True, False):
+        merged = PartialAttention(convert_to_fp32)
+        for start in range(0, 64, 8):
+            merged.add(*attend_with_lse(q, k[:, :, start : start + 8], v[:, :, start : start + 8]))
+        result = merged.result()
+        assert result.dtype == (torch.float32 if convert_to_fp32 else torch.bfloat16)
+        errors[convert_to_fp32] = (result.to(torch.bfloat16).float() - exact).pow(2).mean().sqrt()
+    assert errors[True] < 0.8 * errors[False]
