@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="up to 2048 tokens and few repetitions: a minute")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, nargs="+", help=f"default: {' '.join(map(str, REPETITIONS))}")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--repetitions", type=int, help="default: more of the shorter ones")
     options = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread per rank")
@@ -131,7 +132,7 @@ def main() -> None:
         print(f"\n{f'{world} ranks':24}{HEADER}")
         for tokens in options.tokens or ((1024, 2048) if options.quick else tuple(REPETITIONS)):
             settings = {
-                "modes": [mode for mode in MODES if mode != "unified" or world >= 4],
+                "modes": [mode for mode in options.modes if mode != "unified" or world >= 4],
                 "tokens": tokens,
                 "repetitions": options.repetitions or (5 if options.quick else REPETITIONS.get(tokens, 5)),
             }

@@ -28,8 +28,7 @@ def test_bytes_are_those_of_the_formulas(ranks):
 
 def test_only_attention_crosses_and_no_sizes(ranks):
     """Every operation of torch.distributed is one that was counted, and carries floats, or floats as bytes: no integers."""
-    world, reports = ranks
-    for (name, lengths), r in reports.items():
+    for (name, lengths), r in ranks[1].items():
         if not lengths:
             continue
         done = {}
