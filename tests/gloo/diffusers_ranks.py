@@ -19,7 +19,7 @@ from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_con
 def reach(model, inputs, expected):
     """How much the last token of the input moves the output token that it moves least."""
     moved = inputs["hidden_states"].clone()
-    (moved[:, -1] if moved.ndim == 3 else moved[..., -1, -2:, -2:]).add_(1.0)  # tokens, or a video in patches of 2 x 2
+    (moved[:, -1] if moved.ndim == 3 else moved[..., -1, -2:, -2:]).add_(4.0)  # tokens, or a video in patches of 2 x 2
     change = (forward(model, {**inputs, "hidden_states": moved})[0] - expected[0]).abs()
     return (change.amax(1 if change.ndim == 5 else 2).min() / expected[0].std()).item()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.ranks import finish, report, start
 
-rank, world, _ = start()
+rank, world, (ring, ulysses, rotate_method) = start()
 sys.path[0] = os.environ["COMFYUI_PATH"]
 sys.argv = ["main.py", "--cpu"]
 
@@ -60,7 +60,9 @@ def forward(model, inputs, options):
 
 
 mesh = SequenceMesh(dist.group.WORLD)
-config = ContextParallelConfig(ulysses_degree=world, ulysses_anything=True)
+config = ContextParallelConfig(
+    ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
+)
 models = {name: build(name) for name in sorted({case.model for case in CASES})}
 applied = {name: AppliedPlan(model, plan_for(model), mesh, lambda shape: config) for name, model in models.items()}
 with torch.inference_mode():

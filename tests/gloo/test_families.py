@@ -12,10 +12,21 @@ sys.path.append(str(HERE))
 from family_cases import CASES  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+# ring degree, ulysses degree, rotate_method
+MODES = {
+    "ulysses 2": (1, 2, "allgather"),
+    "ulysses 3": (1, 3, "allgather"),
+    "ring 2": (2, 1, "allgather"),
+    "ring 3": (3, 1, "alltoall"),
+    "unified 4": (2, 2, "alltoall"),
+}
+
+
+@pytest.fixture(scope="module", params=MODES)
 def reports(request):
     assert os.environ.get("COMFYUI_PATH"), "COMFYUI_PATH is not set"
-    return {r["case"]: r for r in run_ranks(HERE / "family_ranks.py", request.param)}
+    ring, ulysses, _ = MODES[request.param]
+    return {r["case"]: r for r in run_ranks(HERE / "family_ranks.py", ring * ulysses, *map(str, MODES[request.param]))}
 
 
 @pytest.mark.parametrize("case", [case.name for case in CASES])
