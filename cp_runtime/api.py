@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from .mesh import SequenceMesh
 from .plan import ShardingPlan
 from .table import plan_from_table
 
-_applied: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+_applied: WeakKeyDictionary[nn.Module, AppliedPlan] = WeakKeyDictionary()
 
 
 def apply_context_parallel(
@@ -37,7 +37,8 @@ def apply_context_parallel(
             `ShardingPlan`; None = the module's own `_cp_plan`.
 
     Returns:
-        The applied plan; its `mesh.stats` count what is sent. None where the degrees are 1 x 1: nothing changes then.
+        The applied plan: its `mesh.stats` count what is sent, its `remove` undoes it. None where the degrees are 1 x 1: nothing
+        changes then.
 
     Raises:
         ConfigError: the config is none, or does not fit the ranks.
@@ -73,14 +74,15 @@ def apply_context_parallel(
             return applied.forward(stock, *args, **kwargs)
 
     def undo() -> None:
-        applied.remove()
+        _applied.pop(module, None)
         if had is None:
             del module.forward
         else:
             module.forward = had
 
     module.forward = forward
-    _applied[module] = undo
+    _applied[module] = applied
+    applied.on_remove(undo)
     return applied
 
 
@@ -90,9 +92,9 @@ def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | Shardin
     Args:
         plan: taken for diffusers' signature; what was applied is known.
     """
-    undo = _applied.pop(module, None)
-    if undo is not None:
-        undo()
+    applied = _applied.get(module)
+    if applied is not None:
+        applied.remove()
 
 
 def _sequence(module: nn.Module, config: ContextParallelConfig) -> SequenceMesh:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -23,6 +24,12 @@ def state_dict_loader(cls: type[nn.Module]) -> Callable[..., Any]:
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """One axis over all ranks of a mesh, the last axis running fastest."""
     return mesh if mesh.ndim == 1 else mesh._flatten()
+
+
+def fused_attention_functions() -> frozenset[Callable[..., Any]]:
+    """Functions of torch that hold a whole attention layer: what they call inside cannot be reached."""
+    names = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+    return frozenset({F.multi_head_attention_forward, *(getattr(torch, name) for name in names if hasattr(torch, name))})
 
 
 def load_op(name: str) -> Callable[..., Any] | None:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from .attention.context_parallel import Attend, context_parallel_attention
 from .config import ContextParallelConfig
@@ -54,12 +53,16 @@ class AppliedPlan:
         self._state: CallState | None = None
         self._attention: list[Sequence[AttentionStreams]] = []
         self._attended = 0
-        self._handles: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
+        # Whether the plan shares attention at all. If it does and a call shares none, attention was out of reach.
+        self._shares = bool(plan.attention) or any(module_plan.attention for module_plan in plan.modules.values())
         # The model's own arguments and outputs are split and gathered inside `call`, by `forward`: hooks would run outside.
         self._enter_root: list[Callable[..., Any]] = []
         self._leave_root: list[Callable[..., Any]] = []
+        said: set[nn.Module] = set()
         for pattern, module_plan in plan.modules.items():
             for name, module in find_modules(model, pattern):
+                said.update([module] if module_plan.attention is not None else [])
                 self._add(module, self._enter(name, module, module_plan), self._leave(name, module_plan))
                 for local in module_plan.local:
                     for _, inner in find_modules(module, local):
@@ -67,7 +70,7 @@ class AppliedPlan:
         if plan.attention_rule is not None:
             for name, module in model.named_modules():
                 rule = plan.attention_rule(module)
-                if rule is not None:
+                if rule is not None and module not in said:
                     self._add(module, *self._around_attention(name, module, rule))
         for path, outputs in plan.outputs.items():
             for name, module in find_modules(model, path):
@@ -94,8 +97,15 @@ class AppliedPlan:
         self._state = CallState(self.mesh.rank, self.mesh.size)
         self._attention.append(self.plan.attention)
         self.on_module = on_module
+        before = self._attended
         try:
             yield self._state
+            if self._shares and self._state.lengths and self._attended == before:
+                raise PlanError(
+                    f"{type(self.model).__name__}: tokens were split, but no attention was shared. Attention must go through "
+                    "torch's scaled_dot_product_attention, or ComfyUI's optimized_attention: matrix products and other libraries "
+                    "are out of reach."
+                )
         finally:
             self._state, self.on_module = None, None
             self._attention.clear()
@@ -137,22 +147,26 @@ class AppliedPlan:
         )  # fmt: skip
 
     def remove(self) -> None:
-        """Take all hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Take everything off."""
+        while self._undo:
+            self._undo.pop()()
         self._enter_root.clear()
         self._leave_root.clear()
+
+    def on_remove(self, undo: Callable[[], None]) -> None:
+        """Have something undone by `remove`."""
+        self._undo.append(undo)
 
     def _add(self, module: nn.Module, enter: Callable[..., Any] | None, leave: Callable[..., Any] | None) -> None:
         if module is self.model:
             self._enter_root += [enter] if enter else []
-            self._leave_root += [leave] if leave else []
+            self._leave_root[:0] = [leave] if leave else []
             return
         if enter is not None:
-            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._undo.append(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         if leave is not None:
-            self._handles.append(module.register_forward_hook(leave))
+            # In front of the hooks that are there: what was entered last is left first, and other hooks see whole outputs.
+            self._undo.append(module.register_forward_hook(leave, prepend=True).remove)
 
     def _known(self, streams: AttentionStreams) -> bool:
         return all(name in self.state.lengths for side in streams for name in side)
@@ -170,7 +184,7 @@ class AppliedPlan:
         streams = ", ".join(f"{name} {length}" for name, length in state.lengths.items())
         raise PlanError(
             f"attention with {queries} queries and {keys} keys on rank {state.rank} fits {len(fitting)} combinations of the "
-            f"streams ({streams}). Say in the plan what the module attends to: ModulePlan(attention=(...)), or ModulePlan() where "
+            f"streams ({streams}). Say in the plan what the module attends to: ModulePlan(attention=(...)), or attention=() where "
             "keys and values are replicated."
         )
 
@@ -182,6 +196,8 @@ class AppliedPlan:
                 return None
             if self.on_module is not None:
                 self.on_module()
+            if plan.separate:
+                self._state.begin()
             values, named = list(args), dict(kwargs)
             for argument, transform in plan.inputs.items():
                 where, position = f"{name}({argument})", positions[argument]
@@ -199,6 +215,8 @@ class AppliedPlan:
             if self._state is None:
                 return None
             self._attention.pop()
+            if plan.separate:
+                self._state.end()
             changes = {i: partial(split, self._state, where=f"{name} output {i}") for i, split in plan.outputs.items()}
             return _map_outputs(value, changes, name)
 

@@ -34,6 +34,7 @@ class CallState:
         self.rank, self.world_size = rank, world_size
         self.lengths: dict[str, int] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
+        self._around: list[tuple[dict[str, int], dict[tuple[str, ...], JointLayout]]] = []
         # Side inputs are the same tensor for every block. The source is kept, so that its id cannot be reused.
         self._memo: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
@@ -47,6 +48,15 @@ class CallState:
             layout = JointLayout(tuple(self.lengths[name] for name in streams), self.world_size)
             self._layouts[streams] = layout
         return layout
+
+    def begin(self) -> None:
+        """Enter a module whose streams have lengths of their own."""
+        self._around.append((self.lengths, self._layouts))
+        self.lengths, self._layouts = {}, {}
+
+    def end(self) -> None:
+        """Leave it."""
+        self.lengths, self._layouts = self._around.pop()
 
     def once(self, key: object, source: Any, make: Any) -> Any:
         """Return `make()`, computed once per call for the object `source`."""
@@ -198,14 +208,16 @@ class ModulePlan:
         inputs: argument name -> transform. Arguments that define a stream stand before those that use it.
         outputs: index of an output -> how it is split.
         attention: streams of the self-attention inside the module, in joint order; empty = no communication inside; None =
-            as around the module.
+            as around the module, and around all of them there is none unless the plan says so.
         local: submodules, relative to the module, whose attention needs no communication (replicated keys and values).
+        separate: the module splits its inputs and gathers its output itself: its streams have lengths of their own.
     """
 
     inputs: Mapping[str, Transform] = field(default_factory=dict)
     outputs: Mapping[int, ContextParallelInput] = field(default_factory=dict)
-    attention: tuple[str, ...] | None = ()
+    attention: tuple[str, ...] | None = None
     local: tuple[str, ...] = ()
+    separate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,21 @@ queries is over one of the streams or all of them. Where that is not so, the tab
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from .errors import PlanError
-from .plan import AttentionRule, AttentionStreams, ContextParallelInput, ContextParallelOutput, ModulePlan, ShardingPlan
+from .plan import (
+    AttentionRule,
+    AttentionStreams,
+    ContextParallelInput,
+    ContextParallelOutput,
+    ModulePlan,
+    ShardingPlan,
+    find_modules,
+)
 
 HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
 
@@ -33,6 +42,10 @@ def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan
             modules[path] = _module_plan(path, entry)
         else:
             outputs[path] = entry
+    gathered = {inner for path in outputs for _, inner in find_modules(module, path)}
+    for path, plan in modules.items():
+        if path and plan.inputs and gathered.intersection(inner for _, inner in find_modules(module, path)):
+            modules[path] = replace(plan, separate=True)
     streams = _streams(modules)
     named = {name for plan in modules.values() for split in plan.inputs.values() for name in getattr(split, "streams", None) or ()}
     return ShardingPlan(
@@ -139,7 +152,8 @@ def _diffusers_rule(module: nn.Module, streams: Sequence[str]) -> AttentionRule 
 
     def rule(arguments: Mapping[str, Any]) -> Sequence[AttentionStreams]:
         if arguments.get(ENCODER) is None:
-            return _self_attention(joint)
+            # The text alone would need a rule of its own: a number of tokens cannot tell it from the image on every rank.
+            return [pair for pair in _self_attention(joint) if pair[0] != (ENCODER,)]
         if ENCODER not in streams:
             return ()  # the text is replicated
         return [(joint, joint)] if two_streams else [((HIDDEN,), (ENCODER,))]

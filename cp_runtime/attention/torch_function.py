@@ -9,10 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..compat import fused_attention_functions
 from ..errors import PlanError
 
 if TYPE_CHECKING:
     from ..hooks import AppliedPlan
+
+
+FUSED = fused_attention_functions()
 
 
 class SharedAttention(TorchFunctionMode):
@@ -25,8 +29,13 @@ class SharedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not F.scaled_dot_product_attention or self._applied.attention_is_local:
+        if (func is not F.scaled_dot_product_attention and func not in FUSED) or self._applied.attention_is_local:
             return func(*args, **(kwargs or {}))
+        if func in FUSED:
+            raise PlanError(
+                f"{func.__name__} (nn.MultiheadAttention, nn.TransformerEncoderLayer) attends out of reach. Use a module that calls "
+                "scaled_dot_product_attention, or say that keys and values are replicated: ModulePlan(attention=()) in the plan."
+            )
         return self._attend(*args, **(kwargs or {}))
 
     def _attend(

@@ -272,7 +272,7 @@ def _own_model(
 
 def own_model(rank: int, world: int) -> dict[str, Any]:
     """Cross-attention to a context that every rank has is marked at its path."""
-    marks, grouped = {"blocks.*.cross": ModulePlan()}, dict(heads=4, kv_heads=2)
+    marks, grouped = {"blocks.*.cross": ModulePlan(attention=())}, dict(heads=4, kv_heads=2)
     runs = {
         "": ({}, 17, 5),
         "fewer tokens than ranks": ({}, 2, 3),

@@ -42,7 +42,7 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
     """
     names = {name for name, _ in model.named_modules()}
     plan = {path: entry for path, entry in model._cp_plan.items() if "*" in path or path in names}
-    return {**plan, **{path: ModulePlan() for path in REPLICATED.get(type(model).__name__, ())}}
+    return {**plan, **{path: ModulePlan(attention=()) for path in REPLICATED.get(type(model).__name__, ())}}
 
 
 def forward(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, ...]:

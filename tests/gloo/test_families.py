@@ -11,7 +11,6 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE))
 from family_cases import CASES  # noqa: E402
 
-
 # ring degree, ulysses degree, rotate_method
 MODES = {
     "ulysses 2": (1, 2, "allgather"),

@@ -12,7 +12,8 @@ OUT = ContextParallelOutput(1, 3)
 
 
 def table(**entries):
-    return plan_from_table(nn.Identity(), {"" if path == "root" else path: entry for path, entry in entries.items()})
+    model = nn.ModuleDict({name: nn.Identity() for name in entries if name != "root"})
+    return plan_from_table(model, {"" if path == "root" else path: entry for path, entry in entries.items()})
 
 
 def test_every_argument_is_a_stream_text_first():
@@ -31,8 +32,18 @@ def test_one_stream_needs_no_names():
     assert plan.outputs["out"][1].stream == "x"
 
 
+def test_a_module_that_splits_and_gathers_has_streams_of_its_own():
+    model = nn.ModuleDict({"a": nn.ModuleDict({"out": nn.Identity()}), "b": nn.Identity()})
+    plan = plan_from_table(model, {"a": {"x": HIDDEN}, "b": {"x": HIDDEN}, "*": OUT})
+    assert (plan.modules["a"].separate, plan.modules["b"].separate) == (True, True)
+    plan = plan_from_table(model, {"a": {"x": HIDDEN}, "b": {"x": HIDDEN}, "a.out": OUT})
+    assert (plan.modules["a"].separate, plan.modules["b"].separate) == (False, False)
+
+
 def test_outputs_split_by_index_and_lists_by_item():
-    plan = table(rope={0: ContextParallelInput(0, 2, split_output=True)}, block={"x": [HIDDEN, HIDDEN]}, named=ModulePlan())
+    plan = table(
+        rope={0: ContextParallelInput(0, 2, split_output=True)}, block={"x": [HIDDEN, HIDDEN]}, named=ModulePlan(attention=())
+    )
     assert plan.modules["rope"].outputs[0].streams is None
     assert [t.streams for t in plan.modules["block"].inputs["x"].transforms] == [("x[0]",), ("x[1]",)]
     assert plan.modules["named"].attention == ()
