@@ -33,8 +33,8 @@ class SharedAttention(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in FUSED:
             raise PlanError(
-                f"{func.__name__} (nn.MultiheadAttention, nn.TransformerEncoderLayer) attends out of reach. Use a module that calls "
-                "scaled_dot_product_attention, or say that keys and values are replicated: ModulePlan(attention=()) in the plan."
+                f"{func.__name__} (nn.MultiheadAttention, nn.TransformerEncoderLayer) attends out of reach. Use a module that "
+                "calls scaled_dot_product_attention, or say that keys and values are replicated: ModulePlan(attention=())."
             )
         return self._attend(*args, **(kwargs or {}))
 
