@@ -144,7 +144,7 @@ def measure(mesh: SequenceMesh, device: torch.device) -> Rates:
     """Measure the rates; every rank returns rank 0's. A fraction of a second, all ranks together."""
     whole, ranks = mesh.whole, mesh.size
     cpu = device.type == "cpu"
-    tokens, elements = (512, 1 << 18) if cpu else (4096, 1 << 23)
+    tokens, elements = (512, 1 << 18) if cpu else (4096, 1 << 22)
     dtype = torch.float32 if cpu else torch.bfloat16
 
     def send(count: int) -> Callable[[], object]:

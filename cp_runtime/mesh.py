@@ -18,6 +18,7 @@ from .compat import flatten_mesh
 from .errors import ConfigError, PlanError
 
 AXES = ("ring", "ulysses")
+KEPT_EVENTS = 1024  # pairs of device events; more are added up while the work goes on
 
 
 class CommStats:
@@ -32,7 +33,7 @@ class CommStats:
     def reset(self) -> None:
         self.counts: Counter[str] = Counter()
         self.bytes_sent = self.pending = 0
-        self._host_seconds = 0.0
+        self._seconds = 0.0
         self._events: list[tuple[Any, Any]] = []
 
     @property
@@ -45,7 +46,8 @@ class CommStats:
         """Time spent waiting for collectives. Waits for the last of them."""
         if self._events:
             self._events[-1][1].synchronize()
-        return self._host_seconds + sum(float(start.elapsed_time(end)) for start, end in self._events) / 1e3
+        self._add_up(len(self._events))
+        return self._seconds
 
     def started(self, kind: str, sent: int) -> None:
         """Count one collective that sends `sent` bytes from this rank to others."""
@@ -59,7 +61,7 @@ class CommStats:
             began = time.perf_counter()
             for work in works:
                 work.wait()
-            self._host_seconds += time.perf_counter() - began
+            self._seconds += time.perf_counter() - began
             self.pending -= 1
             return
         start, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
@@ -69,6 +71,13 @@ class CommStats:
         end.record()
         self._events.append((start, end))
         self.pending -= 1
+        if len(self._events) > KEPT_EVENTS:
+            self._events[KEPT_EVENTS // 2][1].synchronize()
+            self._add_up(KEPT_EVENTS // 2)
+
+    def _add_up(self, count: int) -> None:
+        self._seconds += sum(float(start.elapsed_time(end)) for start, end in self._events[:count]) / 1e3
+        del self._events[:count]
 
 
 class Pending:

@@ -84,6 +84,7 @@ with torch.inference_mode():
             std=expected.std().item(),
             mask_matters=None if unmasked is None else (unmasked - expected).abs().max().item() / expected.std().item(),
             collectives=mesh.stats.collectives,
+            counts=dict(mesh.stats.counts),
             lengths=lengths,
         )
     # Taken off, the model is the stock one again.
