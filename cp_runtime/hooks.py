@@ -278,7 +278,7 @@ class AppliedPlan:
                 f"{layout.local_lengths[rank]} tokens of stream {output.stream!r}"
             )
         owned = value.narrow(output.gather_dim, 0, layout.owned_lengths[rank])  # one stream: all or none is a stand-in
-        return self.mesh.whole.all_gather(owned, layout.owned_lengths, output.gather_dim)
+        return self.mesh.whole.all_gather([owned], layout.owned_lengths, output.gather_dim)[0]
 
 
 def _map_outputs(value: Any, changes: Mapping[int, Callable[[Any], Any]], name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Process groups of the ranks, and the few collectives that sharded attention is built from."""
+"""Process groups of the ranks, and the one way in which they exchange data."""
 
 from __future__ import annotations
 
@@ -81,22 +81,26 @@ class CommStats:
 
 
 class Pending:
-    """A collective under way. `wait` returns its result; what it sends must stay as it is until then."""
+    """Messages under way. What is sent must stay as it is, and what is received is not there, before `wait`."""
 
-    def __init__(self, group: SequenceGroup, works: Sequence[Any], sent: Tensor, received: Tensor, device: torch.device) -> None:
-        self._group, self._works, self._sent, self._received, self._device = group, works, sent, received, device
+    def __init__(
+        self, group: SequenceGroup, works: Sequence[Any], device: torch.device, staged: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        self._group, self._works, self._device, self._staged = group, works, device, staged
 
-    def wait(self) -> Tensor:
+    def wait(self) -> None:
+        """Wait until everything was sent and received."""
         self._group.stats.wait(self._works, self._device, self._group.via_host)
-        del self._sent
-        return self._received.to(self._device)
+        for target, host in self._staged:
+            target.copy_(host)
 
 
 class SequenceGroup:
     """Ranks that share something along one axis of the mesh.
 
-    Collectives take sizes that every rank derives on its own: none of them carries a size. Data crosses as bytes where a
-    backend does not know every dtype.
+    Every collective is one batch of messages between pairs of ranks, into buffers whose sizes every rank derives on its own: none
+    carries a size, uneven ones need no padding, and what a rank keeps does not travel. On NCCL a batch is one kernel, as its own
+    all-to-all is. Data crosses as bytes, because not every backend knows every dtype.
 
     Args:
         group: process group, or None for a single process.
@@ -111,46 +115,53 @@ class SequenceGroup:
         # gloo moves host memory only: accelerator tensors are staged through the host.
         self.via_host = group is not None and dist.get_backend(group) == "gloo"
 
-    def all_to_all(self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending:
-        """Send `send_sizes[r]` elements of the flat tensor to each rank r; receive what all ranks send here, flat."""
-        source = send.cpu() if self.via_host else send
-        received = source.new_empty(sum(recv_sizes))
-        work = dist.all_to_all_single(received, source, list(recv_sizes), list(send_sizes), group=self.group, async_op=True)
-        self.stats.started("all_to_all", (send.numel() - send_sizes[self.rank]) * send.element_size())
-        return Pending(self, [work], source, received, send.device)
+    def swap(
+        self, kind: str, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], device: torch.device
+    ) -> Pending:
+        """Send the tensors `sends[r]` to each rank r, and receive into `receives[r]` from it.
+
+        Args:
+            kind: what to count it as.
+            sends, receives: contiguous tensors. Both sides know their sizes. This rank's own entries are left alone.
+            device: where all of them lie.
+        """
+        operations, staged = [], []
+        for step in range(1, self.size):
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            for tensor in filter(Tensor.numel, sends[to]):
+                operations.append(self._message(dist.isend, tensor.cpu() if self.via_host else tensor, to))
+            for tensor in filter(Tensor.numel, receives[source]):
+                target = tensor
+                if self.via_host and device.type != "cpu":
+                    target = torch.empty_like(tensor, device="cpu")
+                    staged.append((tensor, target))
+                operations.append(self._message(dist.irecv, target, source))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        self.stats.started(kind, sum(t.nbytes for r, tensors in enumerate(sends) if r != self.rank for t in tensors))
+        return Pending(self, works, device, staged)
 
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
-        """Send a flat tensor to the next rank, and receive one from the rank before into `received`."""
-        host_in = torch.empty_like(received, device="cpu") if self.via_host else received
-        host_out = send.cpu() if self.via_host else send
-        operations = [
-            dist.P2POp(operation, tensor.view(torch.uint8), self.global_rank(peer), group=self.group)
-            for operation, tensor, peer in ((dist.isend, host_out, self.rank + 1), (dist.irecv, host_in, self.rank - 1))
-            if tensor.numel()
-        ]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        self.stats.started("exchange", send.numel() * send.element_size())
-        return Pending(self, works, host_out, host_in, send.device)
+        """Send a tensor to the next rank, and receive one from the rank before into `received`."""
+        sends: list[list[Tensor]] = [[] for _ in range(self.size)]
+        receives: list[list[Tensor]] = [[] for _ in range(self.size)]
+        sends[(self.rank + 1) % self.size] = [send]
+        receives[(self.rank - 1) % self.size] = [received]
+        return self.swap("exchange", sends, receives, send.device)
 
-    def all_gather(self, local: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
-        """Concatenate the shards of all ranks along `dim`; `lengths[r]` is rank r's size there."""
+    def all_gather(self, locals_: Sequence[Tensor], lengths: Sequence[int], dim: int) -> list[Tensor]:
+        """Concatenate the shards of all ranks along `dim`, for each of some tensors; `lengths[r]` is rank r's size there."""
         if self.size == 1:
-            return local
-        device, longest = local.device, max(lengths)
-        # Equal sizes are the one form that every backend can gather, so short shards are padded and trimmed again.
-        moved = (local.cpu() if self.via_host else local).movedim(dim, 0)
-        padded = moved.contiguous() if moved.shape[0] == longest else moved.new_zeros((longest, *moved.shape[1:]))
-        if padded.shape[0] != moved.shape[0]:
-            padded[: moved.shape[0]] = moved
-        source = padded.reshape(-1).view(torch.uint8)
-        received = source.new_empty(self.size * source.numel())
-        work = dist.all_gather_into_tensor(received, source, group=self.group, async_op=True)
-        self.stats.started("all_gather", source.numel() * (self.size - 1))
-        received = Pending(self, [work], source, received, device).wait()
-        gathered = received.view(local.dtype).view(self.size * longest, *moved.shape[1:])
-        if any(length != longest for length in lengths):
-            gathered = torch.cat([gathered[r * longest : r * longest + length] for r, length in enumerate(lengths)])
-        return gathered.movedim(0, dim)
+            return list(locals_)
+        moved = [tensor.movedim(dim, 0) for tensor in locals_]
+        whole = [tensor.new_empty((sum(lengths), *tensor.shape[1:])) for tensor in moved]
+        shards = list(zip(*(tensor.split(list(lengths)) for tensor in whole), strict=True))
+        for own, tensor in zip(shards[self.rank], moved, strict=True):
+            own.copy_(tensor)
+        self.swap("all_gather", [shards[self.rank]] * self.size, shards, whole[0].device).wait()
+        return [tensor.movedim(0, dim) for tensor in whole]
+
+    def _message(self, operation: Any, tensor: Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(operation, tensor.reshape(-1).view(torch.uint8), self.global_rank(rank), group=self.group)
 
     def global_rank(self, rank: int) -> int:
         """A rank of this group, counted around, as torch's point-to-point functions want it."""
@@ -236,4 +247,6 @@ class SequenceMesh:
         columns = [ranks[u::ulysses] for u in range(ulysses)]
         backend = dist.get_backend(self.whole.group)
         made = [dist.new_subgroups_by_enumeration(lists, timeout=self._timeout, backend=backend)[0] for lists in (columns, rows)]
+        for group in made:
+            dist.barrier(group)  # connects it: later a rank may have nothing to send at first
         return SequenceAxes(*(SequenceGroup(group, self.stats) for group in made))

@@ -145,6 +145,7 @@ def context_parallel_attention(
             q, k, v, group=axes.ring, lengths=k_chunks.lengths, attend=attend_chunk, convert_to_fp32=config.convert_to_fp32
         )
 
+    del q, k, v  # not needed while the result goes back
     back = q_chunks.member_lengths(chunk)
     out_BLHD = exchange.to_tokens(out_BHCD, back, H // K) if U > 1 else out_BHCD.transpose(1, 2)
     if q_owned is None:
@@ -237,5 +238,5 @@ def _place(mask: Tensor, mesh: SequenceMesh, q_chunks: ChunkLayout, chunk: int, 
     else:
         owned = k_layout.owned_positions(rank)
         mask = mask if owned is None else mask.index_select(-1, owned.to(mask.device))
-        mask = mesh.whole.all_gather(mask, k_layout.owned_lengths, -1)
+        (mask,) = mesh.whole.all_gather([mask], k_layout.owned_lengths, -1)
     return mask if rows == 1 else order_full(mask, q_layout, -2)[..., q_chunks.spans[chunk], :]

@@ -62,14 +62,12 @@ def rotate(
         if q_BHLD.shape[2] and lengths[chunk]:
             merged.add(*attend(q_BHLD, k_BKCD, v_BKCD, chunk))
         if coming is not None:
-            arrived = coming.wait()
-            if group.via_host:
-                packed(step + 1).copy_(arrived)
+            coming.wait()
     out_BHLD = merged.result()
     return q_BHLD if out_BHLD is None else out_BHLD.to(q_BHLD.dtype)
 
 
 def gather(k_BKCD: Tensor, v_BKCD: Tensor, *, group: SequenceGroup, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Keys and values of all chunks, `[B, K, S, D]` each, in gathered order. One collective."""
-    k_BKSD, v_BKSD = group.all_gather(torch.stack([k_BKCD, v_BKCD]), lengths, 3)
+    k_BKSD, v_BKSD = group.all_gather([k_BKCD, v_BKCD], lengths, 2)
     return k_BKSD, v_BKSD

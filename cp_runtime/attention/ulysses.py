@@ -10,16 +10,15 @@ some ranks get none: they take part in the collectives and skip the attention.
 | step | shape on rank r |
 |---|---|
 | in: several tensors, each with `width` heads per unit | `[B, L_r, N, D]` |
-| sent to rank p, heads of all tensors side by side | `[L_r, B, units_p * sum(width), D]` |
-| received | `[C, B, units_r * sum(width), D]` |
-| out: views of it | `[B, units_r * width, C, D]` |
+| sent to rank p | `[L_r, B, units_p * width, D]` of each |
+| received, from all ranks into one buffer of each | `[C, B, units_r * width, D]` |
+| out: a view of it, with tokens as far apart as attention kernels like them | `[B, units_r * width, C, D]` |
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..mesh import Pending, SequenceGroup
@@ -53,40 +52,47 @@ class HeadExchange:
             tensors: `[B, L, N_i, D]`, the same tokens; N_i is a multiple of the number of units.
             lengths: tokens of every rank of the chunk.
         """
-        B, L, _, D = tensors[0].shape
+        B, _, _, D = tensors[0].shape
         widths = [tensor.shape[2] // self._units for tensor in tensors]
-        total = sum(widths)
-        send = tensors[0].new_empty(B * L * self._units * total * D)
-        offset = 0
-        for first, last in self._ranges:
-            count = B * L * (last - first) * total * D
-            part_LBND = send[offset : offset + count].view(L, B, (last - first) * total, D)
-            shares = [tensor[:, :, first * width : last * width] for tensor, width in zip(tensors, widths, strict=True)]
-            torch.cat(shares, 2, out=part_LBND.transpose(0, 1))
-            offset += count
-        pending = self._group.all_to_all(
-            send, [B * L * n * total * D for n in self._sizes], [length * B * self.own * total * D for length in lengths]
-        )
-        return PendingHeads(pending, (sum(lengths), B, self.own * total, D), [width * self.own for width in widths])
+        whole = [t.new_empty((sum(lengths), B, self.own * width, D)) for t, width in zip(tensors, widths, strict=True)]
+        receives = list(zip(*(t.split(list(lengths)) for t in whole), strict=True))
+        shares = [
+            [t[:, :, first * width : last * width].transpose(0, 1) for t, width in zip(tensors, widths, strict=True)]
+            for first, last in self._ranges
+        ]
+        own = self._group.rank
+        sends = [[] if r == own else [t.contiguous() for t in share] for r, share in enumerate(shares)]
+        pending = self._group.swap("all_to_all", sends, receives, tensors[0].device)
+        for kept, share in zip(receives[own], shares[own], strict=True):  # while the rest is under way
+            kept.copy_(share)
+        return PendingHeads(pending, whole, sends)
 
     def to_tokens(self, out_BHCD: Tensor, lengths: Sequence[int], heads_per_unit: int) -> Tensor:
         """Send back attention outputs: `[B, own heads, C, D]` -> `[B, L, all heads, D]`. One collective."""
-        B, H, _, D = out_BHCD.shape
-        L = lengths[self._group.rank]
-        sizes = [L * B * n * heads_per_unit * D for n in self._sizes]
-        received = self._group.all_to_all(
-            out_BHCD.permute(2, 0, 1, 3).reshape(-1), [length * B * H * D for length in lengths], sizes
-        ).wait()
-        parts = [part.view(L, B, n * heads_per_unit, D) for part, n in zip(received.split(sizes), self._sizes, strict=True)]
-        return torch.cat(parts, 2).transpose(0, 1)
+        B, _, _, D = out_BHCD.shape
+        own, heads = self._group.rank, [n * heads_per_unit for n in self._sizes]
+        L = lengths[own]
+        sends = [[part.contiguous()] for part in out_BHCD.permute(2, 0, 1, 3).split(list(lengths))]
+        receives = [[] if r == own else [out_BHCD.new_empty((L, B, n, D))] for r, n in enumerate(heads)]
+        pending = self._group.swap("all_to_all", sends, receives, out_BHCD.device)
+        out_LBHD = out_BHCD.new_empty((L, B, sum(heads), D))
+        parts = out_LBHD.split(heads, 2)
+        parts[own].copy_(sends[own][0])
+        pending.wait()
+        for r, part in enumerate(parts):
+            if r != own:
+                part.copy_(receives[r][0])
+        return out_LBHD.transpose(0, 1)
 
 
 class PendingHeads:
     """Tensors on their way to `to_heads`' result."""
 
-    def __init__(self, pending: Pending, shape: tuple[int, int, int, int], heads: list[int]) -> None:
-        self._pending, self._shape, self._heads = pending, shape, heads
+    def __init__(self, pending: Pending, whole: list[Tensor], sends: list[list[Tensor]]) -> None:
+        self._pending, self._whole, self._sends = pending, whole, sends
 
     def wait(self) -> list[Tensor]:
-        """`[B, own heads, C, D]` of each tensor, views of one buffer."""
-        return list(self._pending.wait().view(self._shape).permute(1, 2, 0, 3).split(self._heads, 1))
+        """`[B, own heads, C, D]` of each tensor."""
+        self._pending.wait()
+        self._sends.clear()
+        return [t.permute(1, 2, 0, 3) for t in self._whole]

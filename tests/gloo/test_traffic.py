@@ -27,19 +27,20 @@ def test_bytes_are_those_of_the_formulas(ranks):
 
 
 def test_only_attention_crosses_and_no_sizes(ranks):
-    """Every operation of torch.distributed is one that was counted, and carries floats, or floats as bytes: no integers."""
+    """Every message is as many bytes of q, k, v or the output as was counted, and no other operation of torch.distributed runs."""
     for (name, lengths), r in ranks[1].items():
         if not lengths:
             continue
-        done = {}
-        for operation, dtypes, numel in r["operations"]:
-            kind = {"alltoall_base_": "all_to_all", "_allgather_base_": "all_gather", "send": "exchange"}.get(operation, operation)
-            done[kind] = done.get(kind, 0) + 1
-            assert set(dtypes) <= {"torch.float32", "torch.uint8"}, (name, operation, dtypes)
-            assert numel >= 16 * 4, (name, operation, numel)
-        received = done.pop("recv_", 0)
-        assert done == r["counts"], name
-        assert received == done.get("exchange", 0)
+        assert {operation for operation, _, _ in r["operations"]} <= {"send", "recv_"}, name
+        assert {tuple(dtypes) for _, dtypes, _ in r["operations"]} == {("torch.uint8",)}
+        sent = [numel for operation, _, numel in r["operations"] if operation == "send"]
+        assert sum(sent) == r["own_bytes"], name
+        assert all(numel % (16 * 4) == 0 and numel > 0 for numel in sent), name
+        # q, k and v to every other rank of a chunk, and the output back; k and v in one buffer to the next rank of the ring
+        messages = {"all_to_all": 4 * (r["ulysses"] - 1), "exchange": r["ring"] - 1, "all_gather": 2 * (r["ring"] - 1)}
+        assert len(sent) == sum(n for kind, n in messages.items() if kind in r["counts"]), name
+        collectives = {"all_to_all": 2, "exchange": r["ring"] - 1, "all_gather": 1}
+        assert r["counts"] == {kind: n for kind, n in collectives.items() if kind in r["counts"]}, name
         assert r["pending"] == 0
 
 

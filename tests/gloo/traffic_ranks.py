@@ -42,7 +42,8 @@ def measure(name, ring, ulysses, rotate_method, lengths):
     recorder = Recorder()
     with torch.inference_mode(), recorder:
         context_parallel_attention(*(layout.take_local(t, rank, 1) for t in (q, k, v)), mesh=mesh, config=config, q_layout=layout)
-    sent = torch.tensor([float(mesh.stats.bytes_sent)])
+    own_bytes = mesh.stats.bytes_sent
+    sent = torch.tensor([float(own_bytes)])
     dist.all_reduce(sent)
     report(
         name=name,
@@ -50,6 +51,7 @@ def measure(name, ring, ulysses, rotate_method, lengths):
         ulysses=ulysses,
         lengths=lengths,
         bytes=sent.item() / world,
+        own_bytes=own_bytes,
         unit=sum(lengths) * HEADS * HEAD_DIM * 4,
         counts=dict(mesh.stats.counts),
         pending=mesh.stats.pending,
