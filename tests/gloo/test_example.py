@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("options", [[], ["--ring-degree", "2", "--height", "208", "--text-tokens", "1"]], ids=["ulysses", "ring"])
 def test_diffusers_torchrun(options, tmp_path):
-    script = ROOT / "examples" / "diffusers_torchrun.py"
+    script = ROOT / "docs" / "examples" / "diffusers_torchrun.py"
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *options],
         cwd=tmp_path,  # the example finds the package by its own place

@@ -1,8 +1,8 @@
 """Context parallelism for a diffusers transformer, without ComfyUI.
 
-    torchrun --nproc-per-node 2 examples/diffusers_torchrun.py
-    torchrun --nproc-per-node 4 examples/diffusers_torchrun.py --ring-degree 2
-    torchrun --nproc-per-node 2 examples/diffusers_torchrun.py --model PATH --height 1024 --width 1024
+    torchrun --nproc-per-node 2 docs/examples/diffusers_torchrun.py
+    torchrun --nproc-per-node 4 docs/examples/diffusers_torchrun.py --ring-degree 2
+    torchrun --nproc-per-node 2 docs/examples/diffusers_torchrun.py --model PATH --height 1024 --width 1024
 
 Runs one step of a Flux transformer in every process alone and then in all of them together, and compares the two. Without
 --model the transformer is tiny and random: nothing is downloaded, and a CPU is enough.
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 
 
