@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import wraps
+from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from .mesh import SequenceMesh
 from .plan import ShardingPlan
 from .table import plan_from_table
 
-_applied: WeakKeyDictionary[nn.Module, AppliedPlan] = WeakKeyDictionary()
+# What holds an applied plan is the module itself, by its forward.
+_applied: WeakKeyDictionary[nn.Module, ref[AppliedPlan]] = WeakKeyDictionary()
 
 
 def apply_context_parallel(
@@ -28,7 +30,8 @@ def apply_context_parallel(
     """Split the module's sequence over the ranks, from its next call on.
 
     Every rank calls it, and then the module, alike: with the same arguments, under `torch.inference_mode()`. Attention is
-    reached where the module calls torch's `scaled_dot_product_attention`.
+    reached where the module calls torch's `scaled_dot_product_attention`; none of it may take another way, or run over less than
+    the split sequence (windows, frames), unless the plan says so with a `ModulePlan`.
 
     Args:
         module: any module, on this rank's device, in eval mode.
@@ -49,6 +52,10 @@ def apply_context_parallel(
         raise PlanError(
             f"context parallelism is applied to this {type(module).__name__} already. Call remove_context_parallel before."
         )
+    if any(inner in _applied for inner in module.modules()) or any(module in {*outer.modules()} for outer in _applied):
+        raise PlanError(
+            f"a part of this {type(module).__name__}, or what it is part of, is context parallel already. Remove it there."
+        )
     if any(getattr(getattr(m, "processor", None), "_parallel_config", None) is not None for m in module.modules()):
         raise PlanError(
             f"diffusers' own parallelism is enabled on this {type(module).__name__}. "
@@ -65,23 +72,27 @@ def apply_context_parallel(
         module, plan if isinstance(plan, ShardingPlan) else plan_from_table(module, plan), sequence, lambda shape: config
     )
     attention = SharedAttention(applied)
-    had = vars(module).get("forward")
-    stock = module.forward
+    had, stock = vars(module).get("forward"), module.forward
 
     @wraps(stock)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _check_call(self, module)
         with applied.call(), attention:
             return applied.forward(stock, *args, **kwargs)
 
+    ours = MethodType(forward, module)  # bound, so that a copy of the module is told from it
+
     def undo() -> None:
         _applied.pop(module, None)
+        if vars(module).get("forward") is not ours:  # somebody has wrapped it since: it stays, and passes on
+            return
         if had is None:
             del module.forward
         else:
             module.forward = had
 
-    module.forward = forward
-    _applied[module] = applied
+    module.forward = ours
+    _applied[module] = ref(applied)
     applied.on_remove(undo)
     return applied
 
@@ -92,9 +103,19 @@ def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | Shardin
     Args:
         plan: taken for diffusers' signature; what was applied is known.
     """
-    applied = _applied.get(module)
+    applied = _applied[module]() if module in _applied else None
     if applied is not None:
         applied.remove()
+
+
+def _check_call(called: nn.Module, module: nn.Module) -> None:
+    name = type(module).__name__
+    if called is not module:
+        raise PlanError(f"this {name} is a copy of one that is context parallel. Call remove_context_parallel before copying it.")
+    if module.training:
+        raise PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval().")
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
+        raise PlanError(f"this {name} would record gradients. Call it under torch.inference_mode() or torch.no_grad().")
 
 
 def _sequence(module: nn.Module, config: ContextParallelConfig) -> SequenceMesh:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
@@ -24,6 +24,11 @@ def state_dict_loader(cls: type[nn.Module]) -> Callable[..., Any]:
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """One axis over all ranks of a mesh, the last axis running fastest."""
     return mesh if mesh.ndim == 1 else mesh._flatten()
+
+
+def version(value: object) -> int:
+    """How often a tensor was changed in place; 0 where torch does not count."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def fused_attention_functions() -> frozenset[Callable[..., Any]]:

@@ -242,7 +242,7 @@ class RuntimeConfig:
             raise bad_value("backend", backend, f"auto or gloo on {inventory.type} devices", "nccl needs CUDA devices.")
         if on_unsupported not in ON_UNSUPPORTED:
             raise bad_value("on_unsupported", on_unsupported, " or ".join(ON_UNSUPPORTED), "Choose one of them.")
-        timeout = step_timeout if isinstance(step_timeout, (int, float)) else math.nan
+        timeout = step_timeout if isinstance(step_timeout, (int, float)) and not isinstance(step_timeout, bool) else math.nan
         if not 0 < timeout <= MAX_STEP_TIMEOUT:
             raise bad_value(
                 "step_timeout",

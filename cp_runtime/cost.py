@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from .attention.kernels import attend_with_lse
+from .attention.ulysses import repeats
 from .config import ContextParallelConfig, SequenceSettings
 from .mesh import SequenceMesh
 
@@ -89,10 +90,11 @@ def cost(shape: AttentionShape, ring: int, ulysses: int, rotate_method: str, rat
     """Evaluate the model."""
     ranks = ring * ulysses
     element = shape.batch * shape.head_dim * shape.itemsize
-    own_heads = math.ceil(shape.kv_heads / ulysses) * shape.heads / shape.kv_heads
-    tokens = 2 * shape.queries * shape.heads + 2 * shape.keys * shape.kv_heads
+    kv_heads = shape.kv_heads * (repeats(shape.heads, shape.kv_heads, ulysses) if ulysses > 1 else 1)
+    own_heads = math.ceil(kv_heads / ulysses) * shape.heads / kv_heads
+    tokens = 2 * shape.queries * shape.heads + 2 * shape.keys * kv_heads
     heads_sent = (ulysses - 1) / ulysses * element * tokens / ranks
-    keys_sent = (ring - 1) * 2 * shape.keys * element * shape.kv_heads / ranks
+    keys_sent = (ring - 1) * 2 * shape.keys * element * kv_heads / ranks
     attention = 4 * shape.batch * shape.queries * shape.keys * shape.head_dim * own_heads / ring / rates.flops
     waiting = 2 * rates.latency + heads_sent / rates.bandwidth if ulysses > 1 else 0.0
     merging = 0.0
@@ -107,9 +109,17 @@ def cost(shape: AttentionShape, ring: int, ulysses: int, rotate_method: str, rat
 
 @lru_cache(maxsize=1024)
 def choose(shape: AttentionShape, ranks: int, settings: SequenceSettings, rates: Rates) -> tuple[int, int]:
-    """(ring, ulysses) of least cost. Without `ulysses_anything`, of those whose Ulysses degree divides the heads."""
-    allowed = [pair for pair in factors(ranks) if settings.ulysses_anything or shape.kv_heads % pair[1] == 0]
-    return min(allowed, key=lambda pair: (cost(shape, pair[0], pair[1], settings.rotate_method, rates).total, pair[0]))
+    """(ring, ulysses) of least cost, of those that the settings allow if there are any."""
+    even = shape.queries % ranks == 0 and shape.keys % ranks == 0
+    allowed = [
+        (ring, ulysses)
+        for ring, ulysses in factors(ranks)
+        if (ring == 1 or settings.ring_anything or even)
+        and (ulysses == 1 or settings.ulysses_anything or (even and shape.kv_heads % ulysses == 0))
+    ]
+    return min(
+        allowed or factors(ranks), key=lambda pair: (cost(shape, pair[0], pair[1], settings.rotate_method, rates).total, pair[0])
+    )
 
 
 def factors(ranks: int) -> Iterator[tuple[int, int]]:

@@ -23,6 +23,7 @@ from .plan import (
     ShardingPlan,
     argument_names,
     find_modules,
+    rebuild,
 )
 from .sharding import JointLayout
 
@@ -296,4 +297,4 @@ def _map_outputs(value: Any, changes: Mapping[int, Callable[[Any], Any]], name: 
     if max(changes) >= len(value):
         raise PlanError(f"{name}: the plan speaks of output {max(changes)}, the module returned {len(value)}. Correct the plan.")
     changed = [changes[i](item) if i in changes else item for i, item in enumerate(value)]
-    return changed[0] if single else type(value)(changed)
+    return changed[0] if single else rebuild(value, changed)

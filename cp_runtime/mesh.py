@@ -207,6 +207,12 @@ class SequenceMesh:
                 "in this order. Give an unused axis size 1, as in "
                 'init_device_mesh(type, (1, 2), mesh_dim_names=("ring", "ulysses")).'
             )
+        ranks = mesh[AXES].mesh.flatten().tolist()
+        if ranks != sorted(ranks):  # torch orders the ranks of a group, so that a rank's place in it would not be that in the mesh
+            raise ConfigError(
+                f"mesh: got the ranks {ranks} along ring and ulysses; allowed: ascending ones, ulysses running fastest. "
+                "Build it with init_device_mesh."
+            )
         ring, ulysses = mesh["ring"].size(), mesh["ulysses"].size()
         made = cls(flatten_mesh(mesh[AXES]).get_group())
         made._axes[ring, ulysses] = SequenceAxes(

@@ -18,8 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .compat import version
 from .errors import PlanError
 from .sharding import JointLayout, clip_range, normalize_dim
+
+REMEMBERED = 64  # results of one call that are kept for the blocks to come
 
 
 class CallState:
@@ -35,7 +38,8 @@ class CallState:
         self.lengths: dict[str, int] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
         self._around: list[tuple[dict[str, int], dict[tuple[str, ...], JointLayout]]] = []
-        # Side inputs are the same tensor for every block. The source is kept, so that its id cannot be reused.
+        # Side inputs are the same tensor for every block. The source is kept, so that its id cannot be reused. A tensor that is
+        # changed in place counts as another one, except under inference_mode, where torch does not say that it was.
         self._memo: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
     def layout(self, streams: tuple[str, ...]) -> JointLayout:
@@ -60,9 +64,11 @@ class CallState:
 
     def once(self, key: object, source: Any, make: Any) -> Any:
         """Return `make()`, computed once per call for the object `source`."""
-        slot = (key, id(source))
+        slot = (key, id(source), version(source))
         if slot not in self._memo:
             self._memo[slot] = (source, make())
+            if len(self._memo) > REMEMBERED:
+                del self._memo[next(iter(self._memo))]
         return self._memo[slot][1]
 
 
@@ -93,7 +99,7 @@ class ContextParallelInput:
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if isinstance(value, (tuple, list)):
-            return type(value)(self(state, item, where) for item in value)
+            return rebuild(value, [self(state, item, where) for item in value])
         if not isinstance(value, Tensor) or value.ndim <= self.split_dim:
             return value
         if self.expected_dims is not None and value.ndim != self.expected_dims:
@@ -284,6 +290,11 @@ class FamilyPlan(ShardingPlan):
     @property
     def remedy(self) -> str:
         return "Update this extension, or use the ComfyUI version it was checked against."
+
+
+def rebuild(value: Any, items: list[Any]) -> Any:
+    """A tuple, named tuple or list of the same type with other items."""
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = "") -> Sequence[tuple[str, nn.Module]]:

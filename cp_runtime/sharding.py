@@ -22,6 +22,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from .errors import PlanError
+
 
 def split_range(length: int, parts: int, index: int) -> tuple[int, int]:
     """Return (start, stop) of part `index` when `length` items are split into `parts` contiguous parts."""
@@ -106,7 +108,9 @@ class JointLayout:
 
 
 def normalize_dim(dim: int, ndim: int) -> int:
-    """Return `dim` counted from the front."""
+    """Return `dim` counted from the front. Raises PlanError where there is no such dimension."""
+    if not -ndim <= dim < ndim:
+        raise PlanError(f"dimension: got {dim}; allowed: {-ndim} to {ndim - 1} for a tensor of {ndim}. Correct the plan.")
     return dim if dim >= 0 else dim + ndim
 
 

@@ -2,7 +2,8 @@
 
 They name no streams. Here every split argument is a stream of its own, called like the argument. What attention is over follows
 from that: diffusers' attention modules say by their arguments whose keys they use; anywhere else attention with as many keys as
-queries is over one of the streams or all of them. Where that is not so, the table may hold a `ModulePlan` that says it.
+queries is over one of the streams, or all of them in the order of the table. Where that is not so, the table may hold a
+`ModulePlan` that says it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .plan import (
     ModulePlan,
     ShardingPlan,
     find_modules,
+    rebuild,
 )
 
 HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
@@ -81,7 +83,7 @@ class _Each:
         if not isinstance(value, (list, tuple)) or len(value) != len(self.transforms):
             got = f"{len(value)} items" if isinstance(value, (list, tuple)) else type(value).__name__
             raise PlanError(f"{where}: the plan has {len(self.transforms)} entries, the argument {got}. Correct the plan.")
-        return type(value)(split(state, item, where) for split, item in zip(self.transforms, value, strict=True))
+        return rebuild(value, [split(state, item, where) for split, item in zip(self.transforms, value, strict=True)])
 
 
 def _input(path: str, key: str | int, value: Any, stream: str) -> ContextParallelInput:
@@ -128,13 +130,13 @@ def _outputs(path: str, entry: Any, streams: Sequence[str], named: set[str]) -> 
 
 
 def _streams(modules: Mapping[str, ModulePlan]) -> tuple[str, ...]:
-    """Streams of tokens `[B, L, channels]` in joint order: text before image, as in diffusers' attention, else as planned."""
+    """Streams of tokens `[B, L, channels]`, in the order of the plan, which must be that of the joint attention."""
     names: dict[str, None] = {}
     for plan in modules.values():
         for transform in plan.inputs.values():
             if isinstance(transform, ContextParallelInput) and not transform.side and transform.expected_dims in (None, 3):
                 names.update(dict.fromkeys(transform.streams or ()))
-    return tuple(sorted(names, key=lambda name: name != ENCODER))
+    return tuple(names)
 
 
 def _self_attention(streams: Sequence[str]) -> list[AttentionStreams]:
@@ -147,7 +149,7 @@ def _diffusers_rule(module: nn.Module, streams: Sequence[str]) -> AttentionRule 
     """What one of diffusers' attention modules attends to: joint, cross or self, told by its arguments."""
     if not hasattr(getattr(module, "processor", None), "_attention_backend"):
         return None
-    joint = tuple(name for name in streams if name in (HIDDEN, ENCODER))
+    joint = tuple(name for name in (ENCODER, HIDDEN) if name in streams)  # in all of them the text comes first
     two_streams = getattr(module, "add_q_proj", None) is not None
 
     def rule(arguments: Mapping[str, Any]) -> Sequence[AttentionStreams]:

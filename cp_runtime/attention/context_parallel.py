@@ -33,7 +33,7 @@ from ..sharding import JointLayout
 from . import ring
 from .kernels import additive, attend_with_lse
 from .layout import ChunkLayout, order_full
-from .ulysses import HeadExchange
+from .ulysses import HeadExchange, repeats
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
@@ -89,7 +89,7 @@ def context_parallel_attention(
         q_layout: tokens of every rank.
         k_layout: the same for keys and values, where they are other tokens than the queries.
         mask: boolean (True = visible) or additive, `[..., rows, keys]`: all keys and all rows (or one) in joint order; or one
-            row over this rank's keys. With four dimensions, dimension 1 is heads (1 or H).
+            row over this rank's keys. A third dimension from the end is heads (1 or H), a fourth is batch.
         scale: of the scores; None = 1 / sqrt(D).
         attend: `(q_BHSD, k_BKSD, v_BKSD, mask) -> out_BHSD`, used where no log-sum-exp is needed; None = torch's.
         kernel: name of the kernel to use where one is needed (see `kernels`); None = the first that can.
@@ -108,10 +108,12 @@ def context_parallel_attention(
     q_chunks, k_chunks = ChunkLayout(q_layout, U), ChunkLayout(k_layout, U)
     chunk, H = mesh.rank // U, q_BLHD.shape[2]
     plain = attend or sdpa(scale)
+    merging = R > 1 and config.rotate_method == "alltoall"
     if mask is not None:
-        # All rows of this rank's chunk, all keys, in gathered order.
+        # All rows of this rank's chunk, all keys, in gathered order; as numbers where chunks are merged.
         rows, given = (q_chunks, chunk), mask
-        mask = once(("mask", rows, k_layout), mask, lambda: _place(given, mesh, *rows, k_layout))
+        dtype = q_BLHD.dtype if merging else None
+        mask = once(("mask", rows, k_layout, dtype), mask, lambda: _place(given, mesh, *rows, k_layout, dtype))
 
     q_owned = q_layout.owned_positions(mesh.rank)
     q_BLHD, k_BLKD, v_BLKD = _without_stand_ins(q_BLHD, k_BLKD, v_BLKD, q_owned, k_layout.owned_positions(mesh.rank))
@@ -123,22 +125,21 @@ def context_parallel_attention(
         q, k, v = _to_heads(exchange, q_BLHD, k_BLKD, v_BLKD, q_chunks.member_lengths(chunk), k_chunks.member_lengths(chunk))
     else:
         q, k, v = (t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD))
-    if mask is not None and mask.ndim == 4 and mask.shape[1] == H > 1:
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
         first, last = exchange.own_range
-        mask = mask[:, first * (H // K) : last * (H // K)]
+        mask = mask[..., first * (H // K) : last * (H // K), :, :]
 
-    if not q.shape[1]:
+    if not q.shape[0] or not q.shape[1]:  # no batch; no heads left for this rank
         out_BHCD = q
     elif R == 1:
         out_BHCD = plain(q, k, v, mask) if q.shape[2] else q
-    elif config.rotate_method == "allgather":
+    elif not merging:
         k, v = ring.gather(k, v, group=axes.ring, lengths=k_chunks.lengths)
         out_BHCD = plain(q, k, v, mask) if q.shape[2] else q
     else:
-        bias = None if mask is None else additive(mask, q.dtype)
 
         def attend_chunk(q: Tensor, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
-            part = None if bias is None else bias[..., k_chunks.spans[index]]
+            part = None if mask is None else mask[..., k_chunks.spans[index]]
             return attend_with_lse(q, k, v, part, scale, kernel)
 
         out_BHCD = ring.rotate(
@@ -200,10 +201,7 @@ def _without_stand_ins(
 
 
 def _enough_heads(t_BLKD: Tensor, heads: int, ranks: int) -> Tensor:
-    """Repeat key/value heads, as little as possible, so that every rank gets one if there are as many query heads."""
-    K = t_BLKD.shape[2]
-    per_key = heads // K
-    times = next((n for n in range(1, per_key + 1) if per_key % n == 0 and K * n >= ranks), per_key)
+    times = repeats(heads, t_BLKD.shape[2], ranks)
     return t_BLKD if times == 1 else t_BLKD.repeat_interleave(times, 2)
 
 
@@ -224,8 +222,10 @@ def _to_heads(
     return [*queries.wait(), *keys.wait()]
 
 
-def _place(mask: Tensor, mesh: SequenceMesh, q_chunks: ChunkLayout, chunk: int, k_layout: JointLayout) -> Tensor:
-    """All keys in gathered order, and the rows of one chunk in gathered order (or one row for all)."""
+def _place(
+    mask: Tensor, mesh: SequenceMesh, q_chunks: ChunkLayout, chunk: int, k_layout: JointLayout, dtype: torch.dtype | None
+) -> Tensor:
+    """All keys in gathered order, and the rows of one chunk in gathered order (or one row for all); with a dtype, for merging."""
     q_layout, rank = q_chunks.layout, mesh.rank
     rows, keys = mask.shape[-2:]
     if rows not in (1, q_layout.total) or (keys != k_layout.total and (rows != 1 or keys != k_layout.local_lengths[rank])):
@@ -239,4 +239,6 @@ def _place(mask: Tensor, mesh: SequenceMesh, q_chunks: ChunkLayout, chunk: int, 
         owned = k_layout.owned_positions(rank)
         mask = mask if owned is None else mask.index_select(-1, owned.to(mask.device))
         (mask,) = mesh.whole.all_gather([mask], k_layout.owned_lengths, -1)
-    return mask if rows == 1 else order_full(mask, q_layout, -2)[..., q_chunks.spans[chunk], :]
+    if rows != 1:
+        mask = order_full(mask, q_layout, -2)[..., q_chunks.spans[chunk], :]
+    return mask if dtype is None else additive(mask, dtype)

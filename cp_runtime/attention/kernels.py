@@ -71,8 +71,11 @@ def attend_with_lse(
         kernel: name of the kernel to use if it can do this; None = the first that can.
 
     Returns:
-        `[B, H, L, D]` in q's dtype, and float32 `[B, H, L]`, natural logarithm. A row without visible keys: 0 and -inf.
+        `[B, H, L, D]` in q's dtype, and `[B, H, L]` in float32 or better, natural logarithm. A row without visible keys: 0
+        and -inf.
     """
+    # torch's dispatcher keeps other strides away from these kernels; called directly, they read the wrong numbers.
+    q_BHLD, k_BKSD, v_BKSD = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_BHLD, k_BKSD, v_BKSD))
     H, K = q_BHLD.shape[1], k_BKSD.shape[1]
     if H != K:
         k_BKSD, v_BKSD = (t.repeat_interleave(H // K, 1) for t in (k_BKSD, v_BKSD))
@@ -82,7 +85,7 @@ def attend_with_lse(
     if bias is not None:
         full = _aligned(bias).expand(*q_BHLD.shape[:3], k_BKSD.shape[2])
     out_BHLD, lse = chosen.run(q_BHLD, k_BKSD, v_BKSD, full, scale)
-    lse_BHL = lse.float().reshape(*q_BHLD.shape[:2], -1)[:, :, : q_BHLD.shape[2]]
+    lse_BHL = lse.to(torch.promote_types(lse.dtype, torch.float32)).reshape(*q_BHLD.shape[:2], -1)[:, :, : q_BHLD.shape[2]]
     if bias is not None:
         # What kernels return for a row without visible keys differs: nan, 0, inf.
         empty = (bias.amax(-1) == -torch.inf).expand(lse_BHL.shape)
@@ -186,11 +189,12 @@ def _op(name: str) -> Callable[..., Any]:
 
 def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    keys, values = k.float().mT, v.float()
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    keys, values = k.to(dtype).mT, v.to(dtype)
     rows = max(1, MATH_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     outs, lses = [], []
     for start in range(0, q.shape[2], rows):
-        scores = (q[:, :, start : start + rows].float() * scale) @ keys
+        scores = (q[:, :, start : start + rows].to(dtype) * scale) @ keys
         if mask is not None:
             scores += mask[:, :, start : start + rows]
         lse = scores.logsumexp(-1)

@@ -26,7 +26,7 @@ class PartialAttention:
     def add(self, out_BHLD: Tensor, lse_BHL: Tensor) -> None:
         """Merge one part. A row without any visible key has log-sum-exp -inf and output 0 there."""
         if self._convert:
-            out_BHLD = out_BHLD.float()
+            out_BHLD = out_BHLD.to(torch.promote_types(out_BHLD.dtype, torch.float32))
         if self._out is None or self._lse is None:
             self._out, self._lse = out_BHLD, lse_BHL
             return

@@ -25,6 +25,12 @@ from ..mesh import Pending, SequenceGroup
 from ..sharding import split_range, split_sizes
 
 
+def repeats(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often key/value heads are repeated, as little as possible, so that every rank gets one if query heads suffice."""
+    per_key = heads // kv_heads
+    return next((n for n in range(1, per_key + 1) if per_key % n == 0 and kv_heads * n >= ranks), per_key)
+
+
 class HeadExchange:
     """The exchange for one attention.
 

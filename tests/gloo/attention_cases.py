@@ -19,7 +19,8 @@ MODES = {
 LENGTHS = [(5, 13), (8, 16), (1, 7), (17,), (1, 3), (2,)]
 # MHA and GQA, heads that do not divide, fewer key/value heads or heads than ranks
 HEADS = [(4, 4), (3, 3), (2, 2), (6, 2), (4, 1)]
-MASKS = [None, "ones", "keys", "full", "additive", "heads", "one rank hidden", "row hidden", "local keys"]
+MASKS = [None, "ones", "keys", "full", "additive", "heads", "heads without batch", "lowest"]
+MASKS += ["one rank hidden", "row hidden", "local keys"]
 HALF_MASKS = [None, "full"]
 
 

@@ -52,6 +52,11 @@ def make_mask(kind, batch, heads, layout, generator):
     elif kind == "row hidden":  # some tokens see nothing at all
         mask = torch.rand(batch, 1, total, total, generator=generator) > 0.3
         mask[:, :, ::3] = False
+    elif kind == "lowest":  # the lowest number in place of -inf
+        mask = torch.randn(batch, 1, total, total, generator=generator)
+        mask[..., 1::4] = torch.finfo(torch.float32).min
+    elif kind == "heads without batch":
+        mask = torch.randn(heads, total, total, generator=generator)
     elif kind == "full":
         mask = torch.rand(batch, 1, total, total, generator=generator) > 0.3
     else:
@@ -80,9 +85,11 @@ for case in cases(world):
     exact = one_process(q, k, v, mask)
     here = one_process(*(t.to(dtype) for t in (q, k, v)), mask)
     mesh.stats.reset()
-    out = attention.context_parallel_attention(
-        *(layout.take_local(t.to(dtype), rank, 1) for t in (q, k, v)), mesh=mesh, config=config, q_layout=layout, mask=own_mask
-    )
+    # Some models hand over tensors whose last dimension is not the innermost one.
+    local = [layout.take_local(t.to(dtype), rank, 1) for t in (q, k, v)]
+    if case.batch == 2:
+        local = [t.transpose(1, 3).contiguous().transpose(1, 3) for t in local]
+    out = attention.context_parallel_attention(*local, mesh=mesh, config=config, q_layout=layout, mask=own_mask)
     owned = layout.owned_positions(rank)
     mine = out if owned is None else out[:, owned.to(device)]
     expected = layout.take_local(exact, rank, 1)

@@ -58,6 +58,17 @@ def test_what_must_divide_is_kept_to():
     assert choose(replace(SHAPE, heads=6, kv_heads=6), 4, settings, FAST)[1] in (1, 2)
 
 
+def test_lengths_that_must_divide_are_kept_to():
+    odd = replace(SHAPE, queries=4097, keys=4097, heads=2, kv_heads=2)
+    assert choose(odd, 4, replace(SETTINGS, ring_anything=False), FAST) == (1, 4)
+    assert choose(odd, 4, replace(SETTINGS, ulysses_anything=False), FAST) == (4, 1)
+
+
+def test_repeated_heads_are_counted():
+    one, all_of_them = (cost(replace(SHAPE, heads=8, kv_heads=n), 1, 4, "alltoall", FAST) for n in (1, 8))
+    assert one.compute == all_of_them.compute
+
+
 def test_the_planner_adds_up_and_obeys():
     planner = DegreePlanner(replace(SETTINGS, ring_degree=2, ulysses_degree=2), 4, FAST)
     config = planner(SHAPE)

@@ -57,6 +57,25 @@ def test_kernels_equal_the_formula(kernel, name, scale):
 
 
 @pytest.mark.parametrize("kernel", HERE)
+def test_kernels_take_any_strides(kernel):
+    q, k, v = qkv(heads=3, kv_heads=3)
+    strided = [t.transpose(1, 3).contiguous().transpose(1, 3) for t in (q, k, v)]
+    assert strided[0].stride(-1) != 1
+    out, lse = attend_with_lse(*strided, None, None, kernel)
+    expected, expected_lse = reference(q, k, v)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-6, rtol=0)
+
+
+def test_float64_stays_float64():
+    q, k, v = (t.double() for t in qkv(kv_heads=6))
+    out, lse = attend_with_lse(q, k, v)
+    assert (out.dtype, lse.dtype) == (torch.float64, torch.float64)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(out, expected, atol=1e-14, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", HERE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_a_float32_lse(kernel, dtype):
     q, k, v = (t.to(dtype) for t in qkv())

@@ -16,10 +16,10 @@ def table(**entries):
     return plan_from_table(model, {"" if path == "root" else path: entry for path, entry in entries.items()})
 
 
-def test_every_argument_is_a_stream_text_first():
+def test_every_argument_is_a_stream_in_the_order_of_the_plan():
     plan = table(root={"hidden_states": HIDDEN, "encoder_hidden_states": HIDDEN, "ids": ContextParallelInput(0, 2)}, proj_out=OUT)
     assert plan.modules[""].inputs["ids"].streams == ("ids",)
-    joint = ("encoder_hidden_states", "hidden_states")
+    joint = ("hidden_states", "encoder_hidden_states")
     assert plan.attention == [(joint, joint), *(((name,), (name,)) for name in joint)]
     (output,) = plan.outputs["proj_out"]
     assert output.stream == "hidden_states"
