@@ -22,8 +22,9 @@ test: ## run the tests; options for pytest in PYTEST_ARGS, e.g. PYTEST_ARGS="tes
 demo: ## run the main job: the same picture from one rank and from several
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/demo.py $(DEMO_ARGS)
 
-bench: ## measure the overhead of a call and the memory of the ranks
-	@$(SETUP) && "$$CP_PYTHON" benchmarks/call_overhead.py && "$$CP_PYTHON" benchmarks/memory.py
+bench: ## measure: calls, memory of the ranks, attention and a whole step against diffusers (half an hour; BENCH_ARGS=--quick for minutes)
+	@$(SETUP) && "$$CP_PYTHON" benchmarks/call_overhead.py && "$$CP_PYTHON" benchmarks/memory.py \
+		&& "$$CP_PYTHON" benchmarks/attention.py $(BENCH_ARGS) && "$$CP_PYTHON" benchmarks/flux_step.py $(BENCH_ARGS)
 
 lint: lint-ruff lint-format lint-mypy lint-codespell ## run every check that needs no test; -k to see all failures
 
