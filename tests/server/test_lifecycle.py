@@ -340,4 +340,6 @@ def test_interrupt_signal_while_computing_ends_everything(comfyui_path, checkpoi
         wait_for_sampler(server, prompt_id, 1)
         process = psutil.Process(server.pid)
         process.send_signal(signal.SIGINT)
-        assert wait_gone([process, *workers], 10) == []
+        if wait_gone([process], 10):  # Python drops an interrupt that meets a finaliser; a user presses Ctrl-C again
+            process.send_signal(signal.SIGINT)
+        assert wait_gone([process, *workers], 10 * SLACK) == []
