@@ -87,7 +87,7 @@ class AppliedPlan:
     @property
     def attention_is_local(self) -> bool:
         """Whether attention at this point of the forward needs no communication."""
-        streams = self._attention[-1] if self._attention else ()
+        streams = self._attention[-1] if self._attention and self.mesh.size > 1 else ()
         return not any(self._known(candidate) for candidate in streams)
 
     @contextmanager
@@ -101,7 +101,7 @@ class AppliedPlan:
         before = self._attended
         try:
             yield self._state
-            if self._shares and self._state.lengths and self._attended == before:
+            if self._shares and self.mesh.size > 1 and self._state.lengths and self._attended == before:
                 raise PlanError(
                     f"{type(self.model).__name__}: tokens were split, but no attention was shared. Attention must go through "
                     "torch's scaled_dot_product_attention, or ComfyUI's optimized_attention: matrix products and other libraries "
@@ -272,14 +272,22 @@ class AppliedPlan:
             raise PlanError(f"{name}: expected an output of {output.expected_dims} dimensions, got {tuple(value.shape)}")
         if output.stream is None:
             raise PlanError(f"{name}: the plan does not say which stream is gathered. Set ContextParallelOutput(stream=...).")
-        layout, rank = self.state.layout((output.stream,)), self.state.rank
-        if value.shape[output.gather_dim] != layout.local_lengths[rank]:
+        streams = (output.stream,) if isinstance(output.stream, str) else output.stream
+        layout, rank, dim = self.state.layout(streams), self.state.rank, output.gather_dim
+        grid = self.state.grids.get(streams[0])
+        if grid is not None:
+            value = value.flatten(dim, dim + 2)
+        if value.shape[dim] != layout.local_lengths[rank]:
             raise PlanError(
-                f"{name}: dimension {output.gather_dim} of the output {tuple(value.shape)} is not this rank's "
-                f"{layout.local_lengths[rank]} tokens of stream {output.stream!r}"
+                f"{name}: dimension {dim} of the output {tuple(value.shape)} is not this rank's {layout.local_lengths[rank]} tokens "
+                f"of {' and '.join(streams)}"
             )
-        owned = value.narrow(output.gather_dim, 0, layout.owned_lengths[rank])  # one stream: all or none is a stand-in
-        return self.mesh.whole.all_gather([owned], layout.owned_lengths, output.gather_dim)[0]
+        owned = layout.owned_positions(rank)
+        if owned is not None:
+            value = value.index_select(dim, owned.to(value.device))
+        (whole,) = self.mesh.whole.all_gather([value], layout.owned_lengths, dim)
+        whole = layout.to_joint(whole, dim)
+        return whole if grid is None else whole.unflatten(dim, grid)
 
 
 def _map_outputs(value: Any, changes: Mapping[int, Callable[[Any], Any]], name: str) -> Any:

@@ -11,6 +11,7 @@ module must see. It is idempotent: a value that is local already passes unchange
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from .compat import version
 from .errors import PlanError
-from .sharding import JointLayout, clip_range, normalize_dim
+from .sharding import WHOLE, JointLayout, Split, clip_range, normalize_dim
 
 REMEMBERED = 64  # results of one call that are kept for the blocks to come
 
@@ -31,13 +32,21 @@ class CallState:
     Args:
         rank: this rank's index on the sequence axes.
         world_size: ranks on the sequence axes.
+
+    Attributes:
+        arguments: of the model's forward, by name, as far as the caller tells.
+        lengths: tokens of every stream seen so far.
+        grids: frames, rows and columns of streams that were grids.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
+        self.arguments: Mapping[str, Any] = {}
         self.lengths: dict[str, int] = {}
+        self.grids: dict[str, tuple[int, ...]] = {}
+        self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
-        self._around: list[tuple[dict[str, int], dict[tuple[str, ...], JointLayout]]] = []
+        self._around: list[tuple[Any, ...]] = []
         # Side inputs are the same tensor for every block. The source is kept, so that its id cannot be reused. A tensor that is
         # changed in place counts as another one, except under inference_mode, where torch does not say that it was.
         self._memo: dict[tuple[object, ...], tuple[Any, Any]] = {}
@@ -49,18 +58,28 @@ class CallState:
             missing = [name for name in streams if name not in self.lengths]
             if missing:
                 raise PlanError(f"stream {missing[0]!r} is used before any planned argument defined its length")
-            layout = JointLayout(tuple(self.lengths[name] for name in streams), self.world_size)
+            splits = tuple(self._splits.get(name, WHOLE) for name in streams)
+            layout = JointLayout(
+                tuple(self.lengths[name] for name in streams),
+                self.world_size,
+                () if set(splits) == {WHOLE} else splits,
+            )
             self._layouts[streams] = layout
         return layout
 
+    def define(self, stream: str, length: int, split: Split = WHOLE) -> None:
+        """Say how long a stream is and how it is split. The first to say so is right."""
+        if stream not in self.lengths:
+            self.lengths[stream], self._splits[stream] = length, split
+
     def begin(self) -> None:
         """Enter a module whose streams have lengths of their own."""
-        self._around.append((self.lengths, self._layouts))
-        self.lengths, self._layouts = {}, {}
+        self._around.append((self.lengths, self.grids, self._splits, self._layouts))
+        self.lengths, self.grids, self._splits, self._layouts = {}, {}, {}, {}
 
     def end(self) -> None:
         """Leave it."""
-        self.lengths, self._layouts = self._around.pop()
+        self.lengths, self.grids, self._splits, self._layouts = self._around.pop()
 
     def once(self, key: object, source: Any, make: Any) -> Any:
         """Return `make()`, computed once per call for the object `source`."""
@@ -89,6 +108,8 @@ class ContextParallelInput:
         streams: token streams along `split_dim`, in joint order. Unless `side` is set, there is one, and the first tensor
             seen defines its length. None = tokens of their own, of which nothing else is known: always split.
         side: the same tensor comes with every module (positions, masks): it is split once per call and kept.
+        frames: for the argument that defines a stream: number of frames, given the state; the stream is split inside each.
+        replicated: for the argument that defines a stream: every rank keeps all of it (see `sharding`).
     """
 
     split_dim: int
@@ -96,6 +117,8 @@ class ContextParallelInput:
     split_output: bool = False
     streams: tuple[str, ...] | None = field(default=None, kw_only=True)
     side: bool = field(default=False, kw_only=True)
+    frames: Callable[[CallState], int] | None = field(default=None, kw_only=True)
+    replicated: bool = field(default=False, kw_only=True)
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if isinstance(value, (tuple, list)):
@@ -112,8 +135,11 @@ class ContextParallelInput:
         if self.streams is None:
             return JointLayout((length,), state.world_size).take_local(value, state.rank, dim)
         if not self.side:
-            state.lengths.setdefault(self.streams[0], length)
+            frames = self.frames(state) if self.frames else 1
+            state.define(self.streams[0], length, Split(frames, self.replicated))
         layout = state.layout(self.streams)
+        if length == layout.total == layout.local_lengths[state.rank]:  # one rank, or replicated
+            return value
         if length == layout.total:
             if not self.side:
                 return layout.take_local(value, state.rank, dim)
@@ -129,11 +155,59 @@ class ContextParallelInput:
 
 @dataclass(frozen=True)
 class ContextParallelOutput:
-    """Gather an output along `gather_dim`: every rank returns the tokens of the whole stream."""
+    """Gather an output along `gather_dim`: every rank returns the tokens of the whole stream.
+
+    Args:
+        gather_dim: dimension that counts tokens; for a stream that came as a grid, its first dimension, frames.
+        expected_dims: number of dimensions the output must have.
+        stream: whose tokens they are; several streams in joint order where the module returns them joint.
+    """
 
     gather_dim: int
     expected_dims: int | None = None
-    stream: str | None = field(default=None, kw_only=True)
+    stream: str | tuple[str, ...] | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridInput:
+    """Split a tensor whose tokens lie in three dimensions, frames, rows and columns, inside each frame.
+
+    What a rank gets has the same number of dimensions: frames, its tokens of a frame, 1. Works for modules that treat rows and
+    columns alike. A size of 1 in all three says nothing about tokens and passes.
+
+    Args:
+        stream: the tokens; the first tensor seen defines them.
+        dim: the first of the three dimensions.
+        side: the same tensor comes with every module.
+    """
+
+    stream: str
+    dim: int = 1
+    side: bool = False
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        grid = tuple(value.shape[self.dim : self.dim + 3])
+        if len(grid) != 3:
+            raise PlanError(f"{where}: expected frames, rows and columns from dimension {self.dim}, got {tuple(value.shape)}")
+        if not self.side:
+            state.define(self.stream, math.prod(grid), Split(frames=grid[0]))
+            state.grids.setdefault(self.stream, grid)
+        layout = state.layout((self.stream,))
+        if math.prod(grid) == layout.local_lengths[state.rank] or math.prod(grid) == 1:
+            return value
+        if grid != state.grids[self.stream]:
+            raise PlanError(f"{where}: expected a grid of {state.grids[self.stream]} tokens, got {grid}")
+        if not self.side:
+            return self._local(state, value)
+        return state.once(self, value, lambda: self._local(state, value))
+
+    def _local(self, state: CallState, value: Tensor) -> Tensor:
+        frames = value.shape[self.dim]
+        tokens = value.flatten(self.dim, self.dim + 2)
+        local = state.layout((self.stream,)).take_local(tokens, state.rank, self.dim)
+        return local.unflatten(self.dim, (frames, -1, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +219,7 @@ class TokenIndex:
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if value is None:
             return None
-        (window,) = state.layout((self.stream,)).ranges[state.rank]
+        window = state.layout((self.stream,)).window(state.rank)
         return clip_range(0, int(value), window)[1]
 
 
@@ -165,7 +239,7 @@ class TokenRanges:
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if value is None:
             return None
-        (window,) = state.layout((self.stream,)).ranges[state.rank]
+        window = state.layout((self.stream,)).window(state.rank)
         shift = state.layout((self.after,)).local_lengths[state.rank] if self.after else 0
         local = []
         for start, stop, *rest in value:
@@ -188,13 +262,13 @@ class PerFrame:
     ndim: int
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        if not isinstance(value, Tensor) or value.ndim != self.ndim or value.shape[1] == 1:
+        if not isinstance(value, Tensor) or value.ndim != self.ndim or value.shape[1] == 1 or state.world_size == 1:
             return value
         return state.once(self, value, lambda: self._expand(state, value))
 
     def _expand(self, state: CallState, value: Tensor) -> Tensor:
         layout = state.layout((self.stream,))
-        ((start, stop),) = layout.ranges[state.rank]
+        start, stop = layout.window(state.rank)
         per_frame = -(-layout.total // value.shape[1])
         frames = torch.arange(start, stop, device=value.device) // per_frame
         return value.index_select(1, frames)
@@ -277,11 +351,16 @@ class FamilyPlan(ShardingPlan):
         family: name shown to users.
         model_class: full name of the module class that the plan was written for.
         comfyui: version of ComfyUI the argument names were checked against.
+        control: kind of ControlNet residuals ("input", "middle", "output") -> the stream they are added to. Empty = the model
+            takes none.
+        attention_names: full names of functions that ComfyUI's attention is called by where no transformer_options reach it.
     """
 
     family: str
     model_class: str
-    comfyui: str
+    comfyui: str = "0.30.0"
+    control: Mapping[str, str] = field(default_factory=dict)
+    attention_names: tuple[str, ...] = ()
 
     @property
     def origin(self) -> str:

@@ -152,7 +152,10 @@ def context_parallel_attention(
     if q_owned is None:
         return out_BLHD
     held = out_BLHD.new_zeros((out_BLHD.shape[0], q_layout.local_lengths[mesh.rank], *out_BLHD.shape[2:]))
-    return held.index_copy(1, q_owned.to(held.device), out_BLHD)
+    held.index_copy_(1, q_owned.to(held.device), out_BLHD)
+    for share, place, shares in q_layout.replicated(mesh.rank):
+        held[:, place] = mesh.whole.all_gather([out_BLHD[:, share]], shares, 1)[0]
+    return held
 
 
 def _check(

@@ -1,16 +1,21 @@
-"""One plan table per model family. `plan_for` finds the table of a model."""
+"""One plan table per model family; every module here holds some. `plan_for` finds the table of a model."""
 
 from __future__ import annotations
+
+import importlib
+import pkgutil
 
 from torch import nn
 
 from ..errors import UnsupportedError
 from ..plan import FamilyPlan
-from .flux import FLUX
-from .qwen_image import QWEN_IMAGE
-from .wan import WAN
 
-PLANS: dict[str, FamilyPlan] = {plan.model_class: plan for plan in (FLUX, QWEN_IMAGE, WAN)}
+PLANS: dict[str, FamilyPlan] = {
+    plan.model_class: plan
+    for module in pkgutil.iter_modules(__path__)
+    for plan in vars(importlib.import_module(f"{__name__}.{module.name}")).values()
+    if isinstance(plan, FamilyPlan)
+}
 
 
 def class_name(model: nn.Module) -> str:

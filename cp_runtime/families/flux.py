@@ -7,7 +7,6 @@ JOINT = ("txt", "img")
 FLUX = FamilyPlan(
     family="Flux",
     model_class="comfy.ldm.flux.model.Flux",
-    comfyui="0.30.0",
     modules={
         "double_blocks.*": ModulePlan(
             inputs={

@@ -7,7 +7,6 @@ JOINT = ("txt", "img")
 QWEN_IMAGE = FamilyPlan(
     family="Qwen-Image",
     model_class="comfy.ldm.qwen_image.model.QwenImageTransformer2DModel",
-    comfyui="0.30.0",
     modules={
         "transformer_blocks.*": ModulePlan(
             inputs={

@@ -7,7 +7,6 @@ VIDEO = ("video",)
 WAN = FamilyPlan(
     family="Wan",
     model_class="comfy.ldm.wan.model.WanModel",
-    comfyui="0.30.0",
     modules={
         "blocks.*": ModulePlan(
             inputs={

@@ -21,8 +21,8 @@ import torch  # noqa: E402
 from comfy import cli_args  # noqa: E402  (parses the UI process's arguments)
 from torch import Tensor, nn  # noqa: E402
 
-from ..comfy.attention import attention_override  # noqa: E402
 from ..comfy.recipe import Recipe, load_recipe  # noqa: E402
+from ..comfy.sharded import run_sharded  # noqa: E402
 from ..comfy.weight_patches import decode_patches, patches_digest  # noqa: E402
 from ..cost import DegreePlanner  # noqa: E402
 from ..errors import MirrorError  # noqa: E402
@@ -97,12 +97,9 @@ class Mirrors:
         if entry.applied is None:
             entry.applied = AppliedPlan(entry.model, plan_for(entry.model), mesh)
         entry.applied.config_for = planner
-        options = dict(arguments.get("transformer_options") or {})
-        options["optimized_attention_override"] = attention_override(entry.applied)
-        forward = getattr(entry.model, header["method"])
-        with torch.inference_mode(), entry.applied.call(on_module) as state:
-            out = forward(**{**arguments, "transformer_options": options})
-            local = {name: state.layout((name,)).local_lengths[state.rank] for name in state.lengths}
+        with torch.inference_mode():
+            out, state = run_sharded(entry.applied, getattr(entry.model, header["method"]), arguments, on_module)
+        local = {name: state.layout((name,)).local_lengths[state.rank] for name in state.lengths}
         return out, {"streams": state.lengths, "local": local}
 
     def unload(self, key: str) -> None:

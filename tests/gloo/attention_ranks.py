@@ -46,7 +46,7 @@ def make_mask(kind, batch, heads, layout, generator):
             return mask, layout.take_local(mask, rank, -1)
     elif kind == "one rank hidden":  # a whole chunk of the ring is invisible
         mask = torch.ones(batch, 1, total, total, dtype=torch.bool)
-        hidden = [i for start, stop in layout.ranges[world - 1] for i in range(start, stop)]
+        hidden = [i for segments in layout.held[world - 1] for start, stop in segments for i in range(start, stop)]
         if len(hidden) < total:
             mask[..., hidden] = False
     elif kind == "row hidden":  # some tokens see nothing at all

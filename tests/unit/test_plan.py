@@ -71,7 +71,7 @@ def test_token_ranges_select_the_same_tokens(world, boundary):
     ranges = [(0, boundary, 0), (boundary, 10, 1)]
     marked = []
     for state in states(world, txt=3, img=10):
-        ((start, stop),) = state.layout(("img",)).ranges[state.rank]
+        start, stop = state.layout(("img",)).window(state.rank)
         mark = torch.full((stop - start,), -1)
         for a, b, value in TokenRanges(stream="img")(state, ranges, "r"):
             mark[a:b] = value

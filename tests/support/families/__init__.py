@@ -1,0 +1,110 @@
+"""Tiny models of every family, and calls of their innermost forward that use what the family can do. One module per family.
+
+Imported by rank scripts (which have ComfyUI) and by tests (which have not): only torch here.
+
+A module offers `MODELS` (name -> Model), `CASES` (calls compared with the stock forward in one process) and `SERVED` (how a graph
+on a real server samples its models).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformer that is small enough for a test.
+
+    Args:
+        cls: full name of the module class.
+        arguments: of its constructor, besides dtype, device and operations.
+        config: class of `comfy.supported_models` that wraps it.
+        unet: further entries of ComfyUI's `unet_config`, such as image_model.
+        init: (name, parameter, standard normal values of its shape) -> values, or None for the default; where random values of the
+            usual size make the model ignore its input, or overflow.
+    """
+
+    cls: str
+    arguments: Mapping[str, Any]
+    config: str
+    unet: Mapping[str, Any] = field(default_factory=dict)
+    init: Callable[[str, Tensor, Tensor], Tensor | None] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Args:
+        name: unique in the module.
+        model: key of MODELS.
+        make: returns the arguments of the innermost forward, by name.
+        matters: arguments without which the output must be another one, so that the case proves something about them.
+        options: entries of transformer_options.
+        tolerance: of the difference, relative to the standard deviation of the stock output; docs/numerics.md says why.
+    """
+
+    name: str
+    model: str
+    make: Callable[[], dict[str, Any]]
+    matters: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-5
+
+
+@dataclass(frozen=True)
+class Served:
+    """A graph: Load Diffusion Model on a tiny checkpoint of `model`, a sampler, random conditioning.
+
+    Args:
+        name: unique over all families; also the name of the checkpoint file.
+        model: key of MODELS.
+        latent: shape without batch, as ComfyUI's latent of that family has it.
+        tokens, width: of the text conditioning.
+        cond: further entries of the conditioning: name -> shape of a random tensor (tuple), list of such shapes, or plain value.
+        cfg: 1.0 runs the positive conditioning alone.
+    """
+
+    name: str
+    model: str
+    latent: tuple[int, ...]
+    tokens: int
+    width: int
+    cond: Mapping[str, Any] = field(default_factory=dict)
+    cfg: float = 1.0
+    batch: int = 1
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal values, the same for the same shape and seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def text_mask(batch: int, text: int, seed: int = 3) -> Tensor:
+    """A key mask `[B, text]`, 0 and 1, that leaves out some tokens, never the first."""
+    mask = (torch.rand(batch, text, generator=torch.Generator().manual_seed(seed)) > 0.4).long()
+    mask[:, 0] = 1
+    return mask
+
+
+def joint_mask(batch: int, text: int, image: int) -> Tensor:
+    """Text attends to text and to half of the image, the image to everything: a regional mask, `[B, L, L]`, boolean."""
+    mask = torch.ones(batch, text + image, text + image, dtype=torch.bool)
+    mask[:, :text, text + image // 2 :] = False
+    mask[:, text:, 1:3] = False
+    return mask
+
+
+def load(name: str) -> Any:
+    """The module of a family."""
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
