@@ -193,10 +193,15 @@ class SequenceSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """A pool and the way calls run on it. Build it with `resolve`; two equal configs share one pool."""
+    """A pool and the way calls run on it. Build it with `resolve`; two equal configs share one pool.
+
+    Args:
+        batch_degree: groups of ranks that share out CFG halves and batch items; 0 = chosen for every call (see `batch`).
+    """
 
     devices: tuple[str, ...]
     sequence: SequenceSettings
+    batch_degree: int = 0
     backend: str = "auto"
     on_unsupported: str = "error"
     step_timeout: float = DEFAULT_STEP_TIMEOUT
@@ -235,7 +240,7 @@ class RuntimeConfig:
             ConfigError: naming the input, its value, what is allowed and what to do. No process has started by then.
         """
         names = _resolve_devices(world_size, devices, inventory)
-        ring, ulysses = _resolve_degrees(len(names), ulysses_degree, ring_degree, batch_degree)
+        ring, ulysses, batch = _resolve_degrees(len(names), ulysses_degree, ring_degree, batch_degree)
         if backend not in BACKENDS:
             raise bad_value("backend", backend, ", ".join(BACKENDS), "Leave it at auto unless you know better.")
         if backend == "nccl" and inventory.type != "cuda":
@@ -262,6 +267,7 @@ class RuntimeConfig:
         return cls(
             devices=names,
             sequence=sequence,
+            batch_degree=batch,
             backend=backend,
             on_unsupported=on_unsupported,
             step_timeout=float(timeout),
@@ -309,22 +315,28 @@ def _parse_device(text: str, inventory: DeviceInventory) -> str:
     return f"{inventory.type}:{index}"
 
 
-def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tuple[int, int]:
-    """(ring, ulysses); both 0 where the cost model is to choose."""
+def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tuple[int, int, int]:
+    """(ring, ulysses, batch); 0 where the ranks are to choose: ring and ulysses both or neither."""
     for name, value in (("ulysses_degree", ulysses), ("ring_degree", ring), ("batch_degree", batch)):
         if not _is_int(value) or value < 0:
             raise bad_value(name, value, "a whole number from 0 (choose)", "Leave it at 0.")
-    if batch > 1:
-        raise bad_value("batch_degree", batch, "0 or 1 in this version", "Split the sequence; this axis is not available yet.")
-    if not ulysses and not ring:
-        return 0, 0
-    # One of them given: the other takes the rest.
-    chosen_ring, chosen_ulysses = ring or max(1, world_size // ulysses), ulysses or max(1, world_size // ring)
-    if chosen_ulysses * chosen_ring != world_size:
+    if not (ulysses or ring or batch):
+        return 0, 0, 0
+    # What is left open takes the rest: first the sequence axes, then the batch axis.
+    rest = max(1, world_size // math.prod(degree or 1 for degree in (ulysses, ring, batch)))
+    if not (ulysses or ring):
+        product, shown = batch * rest, f"{rest} x {batch}"
+        chosen = 0, 0, batch
+    else:
+        ring_, ulysses_ = ring or (rest if ulysses else 1), ulysses or rest
+        batch_ = batch or (rest if ulysses and ring else 1)
+        product, shown = ulysses_ * ring_ * batch_, f"{ulysses_} x {ring_} x {batch_}"
+        chosen = ring_, ulysses_, batch_
+    if product != world_size:
         raise bad_value(
             "ulysses_degree x ring_degree x batch_degree",
-            f"{chosen_ulysses} x {chosen_ring} x 1 = {chosen_ulysses * chosen_ring}",
+            f"{shown} = {product}",
             f"a product equal to the world size, {world_size}",
             "Leave the degrees at 0 to have them chosen.",
         )
-    return chosen_ring, chosen_ulysses
+    return chosen

@@ -143,7 +143,8 @@ class DegreePlanner:
 
     def __call__(self, shape: AttentionShape) -> ContextParallelConfig:
         given = self.settings.ring_degree, self.settings.ulysses_degree
-        self.chosen = given if all(given) else choose(shape, self.ranks, self.settings, self.rates)
+        # Given degrees are for the ranks that a full batch axis leaves. With fewer groups the rest of it is folded in.
+        self.chosen = given if math.prod(given) == self.ranks else choose(shape, self.ranks, self.settings, self.rates)
         predicted = cost(shape, *self.chosen, self.settings.rotate_method, self.rates)
         self.bytes_sent += predicted.bytes_sent
         self.seconds += predicted.communication

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .attention.context_parallel import Attend, context_parallel_attention
@@ -135,7 +137,7 @@ class AppliedPlan:
     ) -> Tensor:
         """Attention at this point of the forward, over the tokens of all ranks. See `context_parallel_attention`."""
         self._attended += 1
-        q_layout, k_layout = self._layouts(q_BLHD.shape[1], k_BLKD.shape[1])
+        q_layout, k_layout = self._layouts(q_BLHD.shape[1], k_BLKD.shape[1], mask)
         B, _, H, D = q_BLHD.shape
         shape = AttentionShape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
         if self.config_for is None:
@@ -172,9 +174,12 @@ class AppliedPlan:
     def _known(self, streams: AttentionStreams) -> bool:
         return all(name in self.state.lengths for side in streams for name in side)
 
-    def _layouts(self, queries: int, keys: int) -> tuple[JointLayout, JointLayout]:
+    def _layouts(self, queries: int, keys: int, mask: Tensor | None) -> tuple[JointLayout, JointLayout]:
         """Layouts of queries and keys, given how many of each this rank has."""
         state = self.state
+        if id(mask) in state.masked:
+            _, (q, k) = state.masked[id(mask)]
+            return state.layout(q), state.layout(k)
         candidates = [(state.layout(q), state.layout(k)) for q, k in filter(self._known, self._attention[-1])]
         if len(candidates) == 1:
             return candidates[0]
@@ -201,12 +206,14 @@ class AppliedPlan:
                 self._state.begin()
             values, named = list(args), dict(kwargs)
             for argument, transform in plan.inputs.items():
-                where, position = f"{name}({argument})", positions[argument]
-                if argument in named:
-                    named[argument] = transform(self._state, named[argument], where)
+                parameter, _, keyword = argument.partition(".")
+                where, position = f"{name}({argument})", positions[parameter]
+                if (keyword or parameter) in named:
+                    named[keyword or parameter] = transform(self._state, named[keyword or parameter], where)
                 elif position < len(values):
                     values[position] = transform(self._state, values[position], where)
-            self._push(self._attention[-1] if plan.attention is None else [(plan.attention,) * 2] if plan.attention else ())
+            streams = [(plan.attention, plan.keys or plan.attention)] if plan.attention else ()
+            self._push(self._attention[-1] if plan.attention is None else streams)
             return tuple(values), named
 
         return hook
@@ -272,6 +279,11 @@ class AppliedPlan:
             raise PlanError(f"{name}: expected an output of {output.expected_dims} dimensions, got {tuple(value.shape)}")
         if output.stream is None:
             raise PlanError(f"{name}: the plan does not say which stream is gathered. Set ContextParallelOutput(stream=...).")
+        if output.within:
+            sizes = [self.state.layout((s,)).local_lengths[self.state.rank] for s in output.within]
+            parts, place = list(value.split(sizes, output.gather_dim)), output.within.index(str(output.stream))
+            parts[place] = self._gathered(name, replace(output, within=()), parts[place])
+            return torch.cat(parts, output.gather_dim)
         streams = (output.stream,) if isinstance(output.stream, str) else output.stream
         layout, rank, dim = self.state.layout(streams), self.state.rank, output.gather_dim
         grid = self.state.grids.get(streams[0])
@@ -279,14 +291,15 @@ class AppliedPlan:
             value = value.flatten(dim, dim + 2)
         if value.shape[dim] != layout.local_lengths[rank]:
             raise PlanError(
-                f"{name}: dimension {dim} of the output {tuple(value.shape)} is not this rank's {layout.local_lengths[rank]} tokens "
-                f"of {' and '.join(streams)}"
+                f"{name}: dimension {dim} of the output {tuple(value.shape)} is not this rank's "
+                f"{layout.local_lengths[rank]} tokens of {' and '.join(streams)}"
             )
         owned = layout.owned_positions(rank)
         if owned is not None:
             value = value.index_select(dim, owned.to(value.device))
         (whole,) = self.mesh.whole.all_gather([value], layout.owned_lengths, dim)
         whole = layout.to_joint(whole, dim)
+        self.state.gathered.update(streams)
         return whole if grid is None else whole.unflatten(dim, grid)
 
 

@@ -184,12 +184,20 @@ class SequenceMesh:
     Args:
         group: process group of those ranks, or None for a single process.
         timeout: of the groups made for an axis; None = torch's default.
+        stats: where to account for the collectives.
+        peers: ranks of all meshes that make their groups together with this one, itself included; None = it is the only one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
-        self.stats = CommStats()
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta | None = None,
+        stats: CommStats | None = None,
+        peers: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.stats = stats or CommStats()
         self.whole = SequenceGroup(group, self.stats)
-        self._timeout = timeout
+        self._timeout, self._peers = timeout, peers
         self._axes: dict[tuple[int, int], SequenceAxes] = {}
 
     @classmethod
@@ -248,11 +256,51 @@ class SequenceMesh:
             return SequenceAxes(ring=alone, ulysses=self.whole)
         if ulysses == 1:
             return SequenceAxes(ring=self.whole, ulysses=alone)
-        ranks = dist.get_process_group_ranks(self.whole.group)
-        rows = [ranks[r * ulysses : (r + 1) * ulysses] for r in range(ring)]
-        columns = [ranks[u::ulysses] for u in range(ulysses)]
-        backend = dist.get_backend(self.whole.group)
-        made = [dist.new_subgroups_by_enumeration(lists, timeout=self._timeout, backend=backend)[0] for lists in (columns, rows)]
-        for group in made:
-            dist.barrier(group)  # connects it: later a rank may have nothing to send at first
+        peers = self._peers or [dist.get_process_group_ranks(self.whole.group)]
+        rows = [ranks[r * ulysses : (r + 1) * ulysses] for ranks in peers for r in range(ring)]
+        columns = [ranks[u::ulysses] for ranks in peers for u in range(ulysses)]
+        made = [make_groups(lists, self.whole.group, self._timeout) for lists in (columns, rows)]
         return SequenceAxes(*(SequenceGroup(group, self.stats) for group in made))
+
+
+class BatchMesh:
+    """All ranks as `batch` x sequence, batch outermost: rank = batch index * ranks per sequence + rank in the sequence.
+
+    Args:
+        group: process group of all ranks.
+        timeout: of the groups made for an axis.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
+        self.stats = CommStats()
+        self.whole = SequenceGroup(group, self.stats)
+        self._timeout = timeout
+        self._meshes = {1: SequenceMesh(group, timeout, self.stats)}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.whole.size
+
+    def sequence(self, groups: int = 1) -> SequenceMesh:
+        """The ranks that share a sequence with this one, when there are that many batch groups. All ranks ask alike.
+
+        Raises:
+            PlanError: the ranks do not divide by it.
+        """
+        if self.size % groups:
+            raise PlanError(f"{self.size} ranks cannot form {groups} batch groups of the same size")
+        if groups not in self._meshes:
+            ranks = dist.get_process_group_ranks(self.whole.group)
+            each = self.size // groups
+            peers = [ranks[start : start + each] for start in range(0, self.size, each)]
+            group = make_groups(peers, self.whole.group, self._timeout) if each > 1 else None
+            self._meshes[groups] = SequenceMesh(group, self._timeout, self.stats, peers)
+        return self._meshes[groups]
+
+
+def make_groups(lists: Sequence[Sequence[int]], like: dist.ProcessGroup | None, timeout: timedelta | None) -> Any:
+    """Make the groups of the given ranks, every rank being in one of them, and return this rank's. Connected at once."""
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists], timeout=timeout, backend=dist.get_backend(like))
+    dist.barrier(group)  # later a rank may have nothing to send at first
+    return group

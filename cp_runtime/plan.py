@@ -37,6 +37,8 @@ class CallState:
         arguments: of the model's forward, by name, as far as the caller tells.
         lengths: tokens of every stream seen so far.
         grids: frames, rows and columns of streams that were grids.
+        masked: id of a mask -> the mask, streams of the queries and keys it comes with, where a transform made them known.
+        gathered: streams that every rank has all tokens of again.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -44,6 +46,8 @@ class CallState:
         self.arguments: Mapping[str, Any] = {}
         self.lengths: dict[str, int] = {}
         self.grids: dict[str, tuple[int, ...]] = {}
+        self.masked: dict[int, tuple[Tensor, AttentionStreams]] = {}
+        self.gathered: set[str] = set()
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
         self._around: list[tuple[Any, ...]] = []
@@ -105,8 +109,9 @@ class ContextParallelInput:
         split_dim: dimension that counts tokens. A tensor without that dimension says nothing about tokens and passes.
         expected_dims: number of dimensions the tensor must have; another number is an error (not a warning).
         split_output: split an output of the module instead of an argument.
-        streams: token streams along `split_dim`, in joint order. Unless `side` is set, there is one, and the first tensor
-            seen defines its length. None = tokens of their own, of which nothing else is known: always split.
+        streams: token streams along `split_dim`, in joint order. Unless `side` is set, the first tensor seen defines the length
+            of the first of them; those behind it must be known. None = tokens of their own, of which nothing else is known:
+            always split.
         side: the same tensor comes with every module (positions, masks): it is split once per call and kept.
         frames: for the argument that defines a stream: number of frames, given the state; the stream is split inside each.
         replicated: for the argument that defines a stream: every rank keeps all of it (see `sharding`).
@@ -136,7 +141,8 @@ class ContextParallelInput:
             return JointLayout((length,), state.world_size).take_local(value, state.rank, dim)
         if not self.side:
             frames = self.frames(state) if self.frames else 1
-            state.define(self.streams[0], length, Split(frames, self.replicated))
+            known = sum(state.layout((name,)).total for name in self.streams[1:])
+            state.define(self.streams[0], length - known, Split(frames, self.replicated))
         layout = state.layout(self.streams)
         if length == layout.total == layout.local_lengths[state.rank]:  # one rank, or replicated
             return value
@@ -161,11 +167,13 @@ class ContextParallelOutput:
         gather_dim: dimension that counts tokens; for a stream that came as a grid, its first dimension, frames.
         expected_dims: number of dimensions the output must have.
         stream: whose tokens they are; several streams in joint order where the module returns them joint.
+        within: streams of the output in joint order, where only the tokens of `stream` are gathered and the others stay local.
     """
 
     gather_dim: int
     expected_dims: int | None = None
     stream: str | tuple[str, ...] | None = field(default=None, kw_only=True)
+    within: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,13 +209,15 @@ class GridInput:
             raise PlanError(f"{where}: expected a grid of {state.grids[self.stream]} tokens, got {grid}")
         if not self.side:
             return self._local(state, value)
-        return state.once(self, value, lambda: self._local(state, value))
+        local: Tensor = state.once(self, value, lambda: self._local(state, value))
+        return local
 
     def _local(self, state: CallState, value: Tensor) -> Tensor:
         frames = value.shape[self.dim]
         tokens = value.flatten(self.dim, self.dim + 2)
         local = state.layout((self.stream,)).take_local(tokens, state.rank, self.dim)
-        return local.unflatten(self.dim, (frames, -1, 1))
+        shaped: Tensor = local.unflatten(self.dim, (frames, -1, 1))
+        return shaped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,17 +295,20 @@ class ModulePlan:
     """What happens to one module, or to every module that a pattern with one `*` names.
 
     Args:
-        inputs: argument name -> transform. Arguments that define a stream stand before those that use it.
+        inputs: argument name -> transform. Arguments that define a stream stand before those that use it. What a module takes by
+            `**name` is written "name.argument".
         outputs: index of an output -> how it is split.
         attention: streams of the self-attention inside the module, in joint order; empty = no communication inside; None =
             as around the module, and around all of them there is none unless the plan says so.
+        keys: streams of the keys and values, where they are not those of the queries.
         local: submodules, relative to the module, whose attention needs no communication (replicated keys and values).
         separate: the module splits its inputs and gathers its output itself: its streams have lengths of their own.
     """
 
     inputs: Mapping[str, Transform] = field(default_factory=dict)
-    outputs: Mapping[int, ContextParallelInput] = field(default_factory=dict)
+    outputs: Mapping[int, Transform] = field(default_factory=dict)
     attention: tuple[str, ...] | None = None
+    keys: tuple[str, ...] | None = None
     local: tuple[str, ...] = ()
     separate: bool = False
 
@@ -332,7 +345,7 @@ class ShardingPlan:
             for name, module in find_modules(model, pattern, f"{self.origin}: ", self.remedy):
                 parameters = argument_names(module)
                 for argument in plan.inputs:
-                    if argument not in parameters:
+                    if argument.partition(".")[0] not in parameters:
                         raise PlanError(
                             f"{self.origin}: {name} ({type(module).__name__}) has no argument {argument!r}; "
                             f"it has {', '.join(parameters)}. {self.remedy}"
@@ -351,16 +364,21 @@ class FamilyPlan(ShardingPlan):
         family: name shown to users.
         model_class: full name of the module class that the plan was written for.
         comfyui: version of ComfyUI the argument names were checked against.
-        control: kind of ControlNet residuals ("input", "middle", "output") -> the stream they are added to. Empty = the model
-            takes none.
+        control: kind of ControlNet residuals ("input", "middle", "output") -> the stream, or streams in joint order, that they
+            are added to, or None where they are no tokens. Empty = the model takes none.
         attention_names: full names of functions that ComfyUI's attention is called by where no transformer_options reach it.
     """
 
     family: str
     model_class: str
     comfyui: str = "0.30.0"
-    control: Mapping[str, str] = field(default_factory=dict)
+    control: Mapping[str, str | tuple[str, ...] | None] = field(default_factory=dict)
     attention_names: tuple[str, ...] = ()
+
+    @property
+    def shares_sequence(self) -> bool:
+        """Whether ranks can share a sequence. If not, they share a batch only."""
+        return bool(self.outputs)
 
     @property
     def origin(self) -> str:
@@ -377,7 +395,7 @@ def rebuild(value: Any, items: list[Any]) -> Any:
 
 
 def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = "") -> Sequence[tuple[str, nn.Module]]:
-    """Return (path, module) of every module that `pattern` names; `*` stands for one path component.
+    """Return (path, module) of every module that `pattern` names; `*` stands for one path component, `-1` for the last of a list.
 
     Raises:
         PlanError: if there is none.
@@ -387,13 +405,19 @@ def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = 
         (name, module)
         for name, module in root.named_modules()
         if len(split := name.split(".")) == len(parts)
-        and all(p == s or (p == "*" and s) for p, s in zip(parts, split, strict=True))
+        and all(p == s or (p == "*" and s) or (p == "-1" and s.isdigit()) for p, s in zip(parts, split, strict=True))
     ]
+    for i in (i for i, part in enumerate(parts) if part == "-1"):
+        ends = max((int(name.split(".")[i]) for name, _ in found), default=0)
+        found = [(name, module) for name, module in found if int(name.split(".")[i]) == ends]
     if not found:
         raise PlanError(f"{prefix}no module {pattern!r} in {type(root).__name__}. {remedy}".rstrip())
     return found
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments of a module's forward, in order, without `self`."""
-    return tuple(inspect.signature(type(module).forward).parameters)[1:]
+    """Names of the arguments of a module's forward, in order, without `self`; of `*args`, `args[0]` and so on."""
+    names: list[str] = []
+    for name, parameter in list(inspect.signature(type(module).forward).parameters.items())[1:]:
+        names += [f"{name}[{i}]" for i in range(8)] if parameter.kind is parameter.VAR_POSITIONAL else [name]
+    return tuple(names)

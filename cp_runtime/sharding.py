@@ -130,7 +130,7 @@ class JointLayout:
         return {}
 
     def replicated(self, rank: int) -> Iterator[tuple[slice, slice, tuple[int, ...]]]:
-        """Of every replicated stream: place of the rank's share among what it contributes, place among what it holds, all shares."""
+        """Of every replicated stream: place of its share in what the rank contributes, its place in what it holds, all shares."""
         share_at = held_at = 0
         for index, (owned, held) in enumerate(zip(self.owned[rank], self.held[rank], strict=True)):
             share, whole = _count([owned]), _count([held])

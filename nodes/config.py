@@ -69,8 +69,8 @@ class CPConfig(io.ComfyNode):
                     default=0,
                     min=0,
                     max=MAX_RANKS,
-                    tooltip="Groups of ranks that share out the CFG halves and batch items. 0 = choose. More than 1 is not "
-                    "available yet.",
+                    tooltip="Groups of ranks that compute different CFG halves and batch items at the same time. 0 = choose: as "
+                    "many as the batch of a call divides by; the other ranks share the sequence. The only axis for UNets.",
                 ),
                 io.Combo.Input(
                     "rotate_method",

@@ -38,13 +38,13 @@ def _report(model: ContextParallelPatcher, steps: int, seconds: float, records: 
     # The first call of a run may load or warm something up.
     steady = [record.reports[0] for record in records[1:] or records]
     reports = records[-1].reports
-    ring, ulysses = reports[0]["degrees"]
+    degrees = reports[0]["degrees"]
     measured, predicted = [report["communication"] for report in steady], [report["predicted"] for report in steady]
     return {
         "world_size": config.world_size,
         "devices": list(config.devices),
-        "degrees": {"ulysses": ulysses, "ring": ring, "batch": 1},
-        "rotate_method": config.sequence.rotate_method if ring > 1 else None,
+        "degrees": degrees,
+        "rotate_method": config.sequence.rotate_method if degrees["ring"] > 1 else None,
         "family": plan_for(model.model.diffusion_model).family,
         "steps": steps,
         "calls": len(records),
@@ -64,7 +64,7 @@ def _report(model: ContextParallelPatcher, steps: int, seconds: float, records: 
                 "rank": rank,
                 "pid": pid,
                 "device": config.devices[rank],
-                "tokens": report["tokens"]["local"],
+                "tokens": report["tokens"],
                 "host_memory": report["memory"]["host"],
                 "device_memory": report["memory"]["device"],
             }

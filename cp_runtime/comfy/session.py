@@ -124,6 +124,8 @@ class Session:
                 "key": key,
                 "method": method,
                 "sequence": asdict(config.sequence),
+                "batch_degree": config.batch_degree,
+                "volatile": sorted(volatile, key=list(arguments).index),
                 "cancellable": kind != self._last_kind or self._last_seconds > SLOW_CALL,
                 **message,
             }
@@ -146,6 +148,7 @@ class Session:
             # ComfyUI's memory manager calls this, from a thread that an exception would end.
             try:
                 self.pool.request("unload", {"key": key}, timeout=UNLOAD_TIMEOUT)
+                self.pool.trim()
             except PoolError as error:
                 log.error("the workers did not unload and are restarted on next use: %s", error)
                 self.pool.kill()

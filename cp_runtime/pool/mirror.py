@@ -21,6 +21,7 @@ import torch  # noqa: E402
 from comfy import cli_args  # noqa: E402  (parses the UI process's arguments)
 from torch import Tensor, nn  # noqa: E402
 
+from ..batch import share_out, tensors  # noqa: E402
 from ..comfy.recipe import Recipe, load_recipe  # noqa: E402
 from ..comfy.sharded import run_sharded  # noqa: E402
 from ..comfy.weight_patches import decode_patches, patches_digest  # noqa: E402
@@ -28,7 +29,7 @@ from ..cost import DegreePlanner  # noqa: E402
 from ..errors import MirrorError  # noqa: E402
 from ..families import plan_for  # noqa: E402
 from ..hooks import AppliedPlan  # noqa: E402
-from ..mesh import SequenceMesh  # noqa: E402
+from ..mesh import BatchMesh  # noqa: E402
 from .protocol import read_tensor, unflatten  # noqa: E402
 
 log = logging.getLogger("context_parallel.worker")
@@ -84,23 +85,40 @@ class Mirrors:
         self,
         header: dict[str, Any],
         arguments: dict[str, Any],
-        mesh: SequenceMesh,
-        planner: DegreePlanner,
+        mesh: BatchMesh,
+        planner_for: Callable[[int], DegreePlanner],
         on_module: Callable[[], None],
     ) -> tuple[Any, dict[str, Any]]:
-        """Run the model's own forward with `arguments` (by name), sharded as `planner` decides. Returns (output, token counts)."""
+        """Run the model's own forward with `arguments` (by name) on all ranks.
+
+        Args:
+            planner_for: number of ranks that share a sequence -> who decides how.
+
+        Returns:
+            the output, and what the call did, for the report.
+        """
         entry = self.entries.get(header["key"])
         if entry is None:
             raise MirrorError("the model of this call is not loaded on the workers")
-        shape = next(value.shape for value in arguments.values() if isinstance(value, Tensor))
-        self._to_device(entry, entry.patcher.memory_required(list(shape)) / mesh.size)
+        plan = plan_for(entry.model)
+        shares = share_out(arguments, header["volatile"], mesh.size, header["batch_degree"], plan.shares_sequence)
+        sequence = mesh.sequence(shares.groups)
+        planner = planner_for(sequence.size)
+        part = shares.take(arguments, mesh.whole.rank // sequence.size)
+        shape = next(tensor.shape for name in header["volatile"] for tensor in tensors(part[name]))
+        self._to_device(entry, entry.patcher.memory_required(list(shape)) / sequence.size)
         if entry.applied is None:
-            entry.applied = AppliedPlan(entry.model, plan_for(entry.model), mesh)
-        entry.applied.config_for = planner
+            entry.applied = AppliedPlan(entry.model, plan, sequence)
+        entry.applied.mesh, entry.applied.config_for = sequence, planner
         with torch.inference_mode():
-            out, state = run_sharded(entry.applied, getattr(entry.model, header["method"]), arguments, on_module)
-        local = {name: state.layout((name,)).local_lengths[state.rank] for name in state.lengths}
-        return out, {"streams": state.lengths, "local": local}
+            out, state = run_sharded(entry.applied, getattr(entry.model, header["method"]), part, on_module)
+            out = shares.gather(out, mesh)
+        ring, ulysses = planner.chosen or (1, 1)
+        return out, {
+            "degrees": {"ulysses": ulysses, "ring": ring, "batch": shares.groups},
+            "tokens": {name: state.layout((name,)).local_lengths[state.rank] for name in state.lengths},
+            "predicted": {"seconds": planner.seconds, "bytes": planner.bytes_sent},
+        }
 
     def unload(self, key: str) -> None:
         """Drop a model: host and device memory is given back, the file stays in the page cache."""

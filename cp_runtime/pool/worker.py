@@ -23,7 +23,7 @@ from torch import Tensor
 from ..config import SequenceSettings
 from ..cost import DegreePlanner, measure
 from ..errors import ProtocolError
-from ..mesh import SequenceMesh
+from ..mesh import BatchMesh
 from .channel import Channel, Closed, SharedBlock
 from .faults import armed_fault
 from .protocol import COMMANDS, TensorPacker, decode_header, encode_header, flatten, read_tensor, unflatten
@@ -31,8 +31,6 @@ from .protocol import COMMANDS, TensorPacker, decode_header, encode_header, flat
 log = logging.getLogger("context_parallel.worker")
 
 INLINE = 16 << 10  # header bytes that travel in the first broadcast
-CHUNK = 256 << 20
-KEEP_BUFFER = 256 << 20
 IDLE = timedelta(days=365)  # an idle rank waits for the next command for as long as ComfyUI runs
 
 
@@ -55,7 +53,6 @@ class Worker:
         self.board = SharedBlock(spec["board_fd"]).view(self.world_size * 16).view(torch.int64).view(self.world_size, 2)
         self.spec = spec
         self.cache: dict[str, Tensor] = {}
-        self._buffer: Tensor | None = None
         self._broadcasts = 0
         self._handlers: dict[str, Callable[[dict[str, Any], Tensor], dict[str, Any]]] = {
             "echo": self._echo,
@@ -91,10 +88,10 @@ class Worker:
             device_id=self.device if backend == "nccl" else None,  # connect now, and not inside the first call
         )
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
-        self.sequence = SequenceMesh(dist.group.WORLD, timeout)
+        self.mesh = BatchMesh(dist.group.WORLD, timeout)
         seconds["process groups"] = time.perf_counter() - began
         began = time.perf_counter()
-        self.rates = measure(self.sequence, self.device)
+        self.rates = measure(self.mesh.sequence(), self.device)
         seconds["measuring"] = time.perf_counter() - began
         self.channel.send({"seq": 0, "ok": True, "device": str(self.device), "seconds": seconds})
 
@@ -113,11 +110,9 @@ class Worker:
             except Exception as error:  # noqa: BLE001  (the controller raises it in the node)
                 reply = {"ok": False, "at": time.monotonic(), **self._position(), **describe(error)}
             self.channel.send({"seq": seq, **reply})
-            if self._buffer is not None and self._buffer.numel() > KEEP_BUFFER:
-                self._buffer = None
 
     def _next(self) -> tuple[dict[str, Any], Tensor]:
-        """Receive a command: rank 0 from the controller, the others from rank 0."""
+        """Receive a command: rank 0 from the controller, the others from rank 0. Its tensors lie in memory that all of them map."""
         head = torch.zeros(16 + INLINE, dtype=torch.uint8)
         data, nbytes = b"", 0
         if self.rank == 0:
@@ -138,21 +133,11 @@ class Worker:
             long = torch.frombuffer(bytearray(data or length), dtype=torch.uint8)
             self._broadcast(long)
             data = long.numpy().tobytes()
-        block = self._payload(nbytes)
-        for offset in range(0, nbytes, CHUNK):
-            self._broadcast(block[offset : offset + CHUNK])
-        return decode_header(data), block
-
-    def _payload(self, nbytes: int) -> Tensor:
-        if self.rank == 0:
-            return self.request.view(nbytes)
-        if self._buffer is None or self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        return self._buffer[:nbytes]
+        return decode_header(data), self.request.view(nbytes)
 
     def _position(self) -> dict[str, int]:
         """Where this rank stands in the sequences that all ranks must go through alike."""
-        stats = self.sequence.stats
+        stats = self.mesh.stats
         return {"collectives": stats.collectives, "broadcasts": self._broadcasts, "pending": stats.pending}
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -160,15 +145,22 @@ class Worker:
         dist.broadcast(tensor, 0, group=self.control)
 
     def _value(self, header: dict[str, Any], block: Tensor) -> Any:
-        """Rebuild the value of a message on this rank's device, from its payload and from cached tensors."""
+        """Rebuild the value of a message on this rank's device, from its payload and from cached tensors.
+
+        What the message says to leave there stays in the payload's memory, until this rank has replied.
+        """
         if header["drop"] is None:
             self.cache.clear()
         for key in header["drop"] or ():
             del self.cache[key]
 
+        views: dict[str, Tensor] = {}  # a tensor that comes several times stays one object
+
         def load(leaf: dict[str, Any]) -> Tensor:
             if "$cached" in leaf:
                 return self.cache[leaf["$cached"]]
+            if "$shared" in leaf:
+                return views.setdefault(str(leaf), read_tensor(block, leaf["$shared"]))
             # The payload's memory is overwritten by the next message, so host tensors are copied as well.
             if "$store" in leaf:
                 key, inner = leaf["$store"]
@@ -202,19 +194,19 @@ class Worker:
     def _call(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         began = time.perf_counter()
         arguments = self._value(header, block)
-        self.sequence.stats.reset()
-        planner = DegreePlanner(SequenceSettings(**header["sequence"]), self.world_size, self.rates)
+        self.mesh.stats.reset()
+        settings = SequenceSettings(**header["sequence"])
         check = self._check_cancel if header["cancellable"] else None
-        out, tokens = self._require_mirrors().call(header, arguments, self.sequence, planner, self._enter(check))
+        out, done = self._require_mirrors().call(
+            header, arguments, self.mesh, lambda ranks: DegreePlanner(settings, ranks, self.rates), self._enter(check)
+        )
         reply = self._result(out)  # waits for the device
-        stats = self.sequence.stats
+        stats = self.mesh.stats
         return {
             **reply,
+            **done,
             "seconds": time.perf_counter() - began,
-            "degrees": planner.chosen,
             "communication": {"seconds": stats.seconds, "collectives": stats.collectives, "bytes": stats.bytes_sent},
-            "predicted": {"seconds": planner.seconds, "bytes": planner.bytes_sent},
-            "tokens": tokens,
             "memory": memory(self.device),
         }
 

@@ -3,12 +3,13 @@
 Arguments: ring degree, Ulysses degree, rotate method, names of families.
 """
 
+import inspect
 import os
 import sys
 
 from support.ranks import finish, report, start
 
-rank, world, (ring, ulysses, rotate_method, *names) = start()
+rank, world, (ring, ulysses, rotate_method, batch_degree, *names) = start()
 sys.path[0] = os.environ["COMFYUI_PATH"]
 sys.argv = ["main.py", "--cpu"]
 
@@ -20,12 +21,13 @@ import torch.distributed as dist  # noqa: E402
 from support import families  # noqa: E402
 from support.models import build  # noqa: E402
 
+from cp_runtime.batch import share_out  # noqa: E402
 from cp_runtime.comfy.interception import innermost_method  # noqa: E402
 from cp_runtime.comfy.sharded import run_sharded  # noqa: E402
 from cp_runtime.config import ContextParallelConfig  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.hooks import AppliedPlan  # noqa: E402
-from cp_runtime.mesh import SequenceMesh  # noqa: E402
+from cp_runtime.mesh import BatchMesh  # noqa: E402
 
 
 def clone(value):
@@ -49,7 +51,7 @@ def distance(out, expected):
     return max(((a - b).abs().max() / b.std()).item() for a, b in pairs), min(b.std().item() for _, b in pairs)
 
 
-mesh = SequenceMesh(dist.group.WORLD)
+mesh = BatchMesh(dist.group.WORLD)
 config = ContextParallelConfig(
     ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
 )
@@ -57,9 +59,16 @@ with torch.inference_mode():
     for family in names:
         module = families.load(family)
         models = {name: build(model) for name, model in module.MODELS.items()}
-        applied = {name: AppliedPlan(model, plan_for(model), mesh, lambda shape: config) for name, model in models.items()}
+        applied = {
+            name: AppliedPlan(model, plan_for(model), mesh.sequence(), lambda shape: config) for name, model in models.items()
+        }
         for case in module.CASES:
             model, plan, inputs = models[case.model], applied[case.model], case.make()
+            method = getattr(model, innermost_method(model))
+            leading = list(inspect.signature(method).parameters)[:2]
+            shares = share_out(inputs, leading, world, int(batch_degree), plan.plan.shares_sequence)
+            if shares.groups != int(batch_degree):
+                continue
             expected = forward(model, inputs, case.options)
             others = {
                 name: distance(forward(model, {k: v for k, v in inputs.items() if k != name}, case.options), expected)[0]
@@ -67,7 +76,10 @@ with torch.inference_mode():
             }
             mesh.stats.reset()
             arguments = {**clone(inputs), "transformer_options": clone(dict(case.options))}
-            out, state = run_sharded(plan, getattr(model, innermost_method(model)), arguments)
+            plan.mesh = mesh.sequence(shares.groups)
+            part = shares.take(arguments, rank // plan.mesh.size)
+            out, state = run_sharded(plan, method, part)
+            out = shares.gather(out, mesh)
             difference, std = distance(out, expected)
             worst = torch.tensor([difference])
             dist.all_reduce(worst, dist.ReduceOp.MAX)

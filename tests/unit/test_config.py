@@ -63,7 +63,9 @@ def test_a_degree_that_is_left_open_takes_the_rest(inputs, degrees):
         ({"ulysses_degree": 3}, ["3 x 1 x 1 = 3", "4"]),
         ({"ulysses_degree": -2}, ["ulysses_degree", "-2"]),
         ({"ring_degree": 3}, ["1 x 3 x 1 = 3", "4"]),
-        ({"batch_degree": 2}, ["batch_degree", "not available"]),
+        ({"batch_degree": 3}, ["1 x 3 = 3", "4"]),
+        ({"batch_degree": 2, "ring_degree": 4}, ["1 x 4 x 2 = 8", "4"]),
+        ({"batch_degree": 1.5}, ["batch_degree", "1.5"]),
         ({"ulysses_degree": 10**9}, ["product"]),
         ({"backend": "mpi; true"}, ["backend"]),
         ({"on_unsupported": "ignore"}, ["on_unsupported"]),
@@ -79,6 +81,24 @@ def test_refusals_name_field_value_and_remedy(inputs, words):
         resolve(**inputs)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "degrees"),
+    [
+        ({}, (0, 0, 0)),
+        ({"batch_degree": 2}, (0, 0, 2)),
+        ({"batch_degree": 1}, (0, 0, 1)),
+        ({"ulysses_degree": 2}, (2, 2, 1)),
+        ({"ulysses_degree": 2, "batch_degree": 2}, (1, 2, 2)),
+        ({"ring_degree": 2, "batch_degree": 2}, (2, 1, 2)),
+        ({"ulysses_degree": 1, "ring_degree": 2}, (2, 1, 2)),
+        ({"ulysses_degree": 1, "ring_degree": 1}, (1, 1, 4)),
+    ],
+)
+def test_degrees_left_open_take_the_rest(inputs, degrees):
+    config = resolve(world_size=4, **inputs)
+    assert (config.sequence.ring_degree, config.sequence.ulysses_degree, config.batch_degree) == degrees
 
 
 def test_cpu_refusals(monkeypatch):

@@ -1,0 +1,146 @@
+"""The batch axis: CFG halves, batch items and areas, computed by different groups of ranks at the same time.
+
+A call of ComfyUI's innermost forward comes with everything that is to be computed at once stacked along dimension 0. Which of
+its arguments are stacked follows from an argument's name: ComfyUI's conditioning classes (`CONDRegular`, `CONDConstant`, ...) say
+so for every one of them, and `tests/unit/test_batch.py` compares the tables below with ComfyUI.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .mesh import BatchMesh
+from .plan import rebuild
+from .sharding import split_range
+
+log = logging.getLogger("context_parallel.worker")
+
+_STACKED = """
+    attention_mask audio_codes audio_denoise_mask audio_embed c_ar c_size camera_conditions clip clip_fea clip_fea_ref
+    clip_img clip_text clip_text_pooled condition context context_latents control control_video crossattn_controlnet crp
+    degrade_sigma denoise_mask effnet encoder_hidden_states_llama3 encoder_hidden_states_t5 face_pixel_values global_embed
+    guidance guiding_frame_index image_cond image_meta_size keyframe_idxs local_add_cond lq_latent lyric_embed lyric_token_idx
+    ofs pose_latents ref_contexts ref_latent ref_latents ref_mask_latents refer_audio reference_latent reference_motion
+    sam_latents sca siglip_feats speaker_embeds t5xxl_ids t5xxl_weights text_embedding_mask text_embedding_mask_t5
+    time_context time_dim_concat time_dim_replace txt_byt5 vace_context y
+"""
+_WHOLE = """
+    audio_inject_scale disable_time_r fps frame_rate guide_attention_entries is_covers latent_shapes lyrics_strength
+    minimax_payload num_tokens num_video_frames ref_audio ref_latents_method ref_mask_flag replace_with_null_embeds
+    transformer_options vace_strength
+"""
+STACKED, WHOLE = frozenset(_STACKED.split()), frozenset(_WHOLE.split())
+COND_KINDS = "cond_or_uncond"  # of transformer_options: what each of the equal parts of the batch is
+
+
+@dataclass(frozen=True)
+class BatchShares:
+    """How the items of one call are shared out over groups of ranks.
+
+    Args:
+        groups: of ranks, each computing some items.
+        items: size of dimension 0 of what is stacked.
+        unit: items that belong together, as the frames of a video where they are stacked.
+        stacked: names of the arguments that are stacked.
+    """
+
+    groups: int
+    items: int
+    unit: int
+    stacked: frozenset[str]
+
+    def owned(self, group: int) -> tuple[int, int]:
+        """(start, stop) of the items whose result a group contributes; may be empty."""
+        start, stop = split_range(self.items // self.unit, self.groups, group)
+        return start * self.unit, stop * self.unit
+
+    def held(self, group: int) -> tuple[int, int]:
+        """(start, stop) of the items that a group computes: its own, or the first ones in the place of none."""
+        start, stop = self.owned(group)
+        return (start, stop) if stop > start else (0, self.unit)
+
+    def take(self, arguments: Mapping[str, Any], group: int) -> dict[str, Any]:
+        """A group's part of the arguments of a call. Views, not copies."""
+        if self.groups == 1:
+            return dict(arguments)
+        start, stop = self.held(group)
+        part = {k: map_tensors(v, lambda t: t[start:stop]) if k in self.stacked else v for k, v in arguments.items()}
+        options = part.get("transformer_options") or {}
+        if options.get(COND_KINDS):
+            each = self.items // len(options[COND_KINDS])
+            kinds = [options[COND_KINDS][item // each] for item in range(start, stop)]
+            part["transformer_options"] = {**options, COND_KINDS: kinds[:1] if len(set(kinds)) == 1 else kinds}
+        return part
+
+    def gather(self, out: Any, mesh: BatchMesh) -> Any:
+        """Put the groups' outputs together: a tensor, or a list or tuple of tensors, with items along dimension 0."""
+        if self.groups == 1:
+            return out
+        each = mesh.size // self.groups  # the first rank of every group speaks for it
+        sizes = [stop - start for start, stop in map(self.owned, range(self.groups))]
+        lengths = [0 if rank % each else sizes[rank // each] for rank in range(mesh.size)]
+        own = lengths[mesh.whole.rank]
+        return map_tensors(out, lambda t: mesh.whole.all_gather([t[:own]], lengths, 0)[0])
+
+
+def share_out(arguments: Mapping[str, Any], leading: Collection[str], ranks: int, degree: int, sequence: bool) -> BatchShares:
+    """Decide how a call is shared out. Every rank decides alike.
+
+    Args:
+        arguments: of the innermost forward, by name.
+        leading: names of its first two, the latent and the timestep.
+        ranks: of the pool.
+        degree: groups that the user asked for; 0 = choose.
+        sequence: whether the ranks of a group can share a sequence. Then there are as many groups as divide the batch, and the
+            other ranks share sequences. If not, the batch is all there is to share: groups of uneven sizes, and one without an
+            item computes a copy of the first, since it has nothing else to do.
+    """
+    stacked = STACKED | frozenset(leading)
+    items = next((t.shape[0] for name in leading for t in tensors(arguments[name])), 1)
+    unit = int(arguments.get("num_video_frames") or 1)
+    most = degree or ranks
+    problem = next(_unshareable(arguments, stacked, items, unit), None)
+    if problem is not None:
+        if items > unit and most > 1:
+            log.warning("the batch axis is not used: %s", problem)
+        return BatchShares(1, items, items, stacked)
+    count = items // unit
+    groups = most if not sequence else max(n for n in range(1, most + 1) if not (most % n or ranks % n or count % n))
+    return BatchShares(groups, items, unit, stacked)
+
+
+def _unshareable(arguments: Mapping[str, Any], stacked: frozenset[str], items: int, unit: int) -> Iterator[str]:
+    for name, value in arguments.items():
+        if name not in stacked and name not in WHOLE and value is not None:
+            yield f"no rule says whether {name} is stacked"
+        if name in stacked and (sizes := {t.shape[0] if t.ndim else 0 for t in tensors(value)} - {items}):
+            yield f"{name} has {sizes.pop()} items, the latent {items}"
+    if items % unit:
+        yield f"{items} items are not videos of {unit} frames"
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict):
+        yield from tensors(list(value.values()))
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same nested lists, tuples and dicts with every tensor replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return rebuild(value, [map_tensors(item, function) for item in value])
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    return value

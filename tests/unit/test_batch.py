@@ -1,0 +1,119 @@
+"""Which argument of a call is stacked along dimension 0, and who computes which items."""
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.package import load_package
+
+load_package()
+from cp_runtime.batch import STACKED, WHOLE, share_out  # noqa: E402
+
+LEADING = ["x", "timesteps"]
+
+
+def call(items=4, **extra):
+    return {"x": torch.arange(items * 2.0).view(items, 2), "timesteps": torch.zeros(items), **extra}
+
+
+def shares(arguments, ranks, degree=0, sequence=True):
+    return share_out(arguments, LEADING, ranks, degree, sequence)
+
+
+@pytest.mark.parametrize(
+    ("items", "ranks", "degree", "groups"),
+    [
+        (2, 2, 0, 2),
+        (1, 4, 0, 1),
+        (2, 4, 0, 2),
+        (3, 2, 0, 1),
+        (3, 3, 0, 3),
+        (4, 6, 0, 2),
+        (6, 4, 0, 2),
+        (4, 4, 2, 2),
+        (2, 4, 4, 2),
+        (3, 4, 2, 1),
+    ],
+)
+def test_groups_divide_the_batch_and_the_ranks(items, ranks, degree, groups):
+    assert shares(call(items), ranks, degree).groups == groups
+
+
+@pytest.mark.parametrize(
+    ("items", "ranks", "owned"), [(3, 2, [(0, 2), (2, 3)]), (1, 2, [(0, 1), (1, 1)]), (2, 3, [(0, 1), (1, 2), (2, 2)])]
+)
+def test_without_a_sequence_groups_are_uneven(items, ranks, owned):
+    made = shares(call(items), ranks, sequence=False)
+    assert [made.owned(group) for group in range(made.groups)] == owned
+    assert all(stop > start for start, stop in map(made.held, range(made.groups)))
+
+
+def test_every_argument_by_its_own_rule():
+    """Sizes that equal the batch by chance decide nothing."""
+    residual = torch.arange(4.0)
+    arguments = call(
+        context=torch.ones(4, 3, 5),
+        ref_latents=[torch.arange(4), torch.arange(4) + 4],
+        vace_strength=[0.1, 0.2, 0.3, 0.4],
+        guide_attention_entries=[torch.zeros(4)],
+        y=None,
+        control={"input": [residual, None, residual], "output": []},
+        transformer_options={"sigmas": torch.zeros(4), "cond_or_uncond": [1, 0]},
+    )
+    part = shares(arguments, 4).take(arguments, 3)
+    assert part["x"].tolist() == [[6.0, 7.0]]
+    assert part["context"].shape == (1, 3, 5)
+    assert [t.tolist() for t in part["ref_latents"]] == [[3], [7]]
+    assert part["vace_strength"] == [0.1, 0.2, 0.3, 0.4]
+    assert part["guide_attention_entries"][0].shape == (4,)
+    assert part["y"] is None
+    assert [None if t is None else t.tolist() for t in part["control"]["input"]] == [[3.0], None, [3.0]]
+    assert part["transformer_options"]["cond_or_uncond"] == [0]
+    assert part["transformer_options"]["sigmas"].shape == (4,)
+
+
+def test_kinds_of_conditions_follow_the_items():
+    arguments = call(6, transformer_options={"cond_or_uncond": [0, 1]})
+    made = shares(arguments, 4, sequence=False)  # 2, 2, 1 and 1 items of three each
+    kinds = [made.take(arguments, group)["transformer_options"]["cond_or_uncond"] for group in range(4)]
+    assert kinds == [[0], [0, 1], [1], [1]]
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [({"mystery": 1}, "no rule says whether mystery"), ({"guidance": torch.ones(1)}, "guidance has 1 items, the latent 4")],
+)
+def test_what_no_rule_fits_is_not_shared(extra, words, caplog):
+    assert shares(call(**extra), 2).groups == 1
+    assert words in caplog.text
+
+
+def test_frames_of_one_video_stay_together():
+    arguments = call(6, num_video_frames=3)
+    made = shares(arguments, 2, sequence=False)
+    assert [made.owned(group) for group in range(2)] == [(0, 3), (3, 6)]
+    alone = shares(call(3, num_video_frames=3), 2, sequence=False)
+    assert [alone.owned(group) for group in range(2)] == [(0, 3), (3, 3)]
+    assert alone.held(1) == (0, 3)
+
+
+def test_the_tables_are_those_of_comfyui():
+    """Add a new argument of ComfyUI to STACKED (CONDRegular, CONDNoiseShape, CONDCrossAttn, CONDList) or WHOLE (CONDConstant)."""
+    source = (Path(os.environ["COMFYUI_PATH"]) / "comfy" / "model_base.py").read_text()
+    found: dict[str, set[str]] = {"stacked": set(), "whole": set()}
+    for node in ast.walk(ast.parse(source)):
+        if (
+            not isinstance(node, ast.Assign)
+            or not isinstance(node.targets[0], ast.Subscript)
+            or not isinstance(node.value, ast.Call)
+        ):
+            continue
+        kind = ast.unparse(node.value.func).rpartition(".")[2]
+        name = node.targets[0].slice
+        if kind.startswith("COND") and isinstance(name, ast.Constant):
+            found["whole" if kind == "CONDConstant" else "stacked"].add(name.value)
+    renamed = {"c_concat", "c_crossattn"}  # become part of the latent, and `context`
+    assert found["stacked"] - renamed == STACKED - {"context", "control"}
+    assert found["whole"] == WHOLE - {"transformer_options"}
