@@ -8,7 +8,7 @@ SETUP = assignments=$$("$(PYTHON)" .ci/setup.py --print) && eval "$$assignments"
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = "$$CP_PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())'
 
-.PHONY: help setup test demo bench lint lint-ruff lint-format lint-mypy lint-codespell
+.PHONY: help setup test demo bench coverage registry lint lint-ruff lint-format lint-mypy lint-codespell
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
@@ -22,9 +22,16 @@ test: ## run the tests; options for pytest in PYTEST_ARGS, e.g. PYTEST_ARGS="tes
 demo: ## run the main job: the same picture from one rank and from several
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/demo.py $(DEMO_ARGS)
 
-bench: ## measure: calls, memory of the ranks, attention and a whole step against diffusers (half an hour; BENCH_ARGS=--quick for minutes)
+bench: ## measure: calls, memory of the ranks, attention and a whole step against diffusers, the batch axis (half an hour; BENCH_ARGS=--quick for minutes)
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/call_overhead.py && "$$CP_PYTHON" benchmarks/memory.py \
-		&& "$$CP_PYTHON" benchmarks/attention.py $(BENCH_ARGS) && "$$CP_PYTHON" benchmarks/flux_step.py $(BENCH_ARGS)
+		&& "$$CP_PYTHON" benchmarks/attention.py $(BENCH_ARGS) && "$$CP_PYTHON" benchmarks/flux_step.py $(BENCH_ARGS) \
+		&& "$$CP_PYTHON" benchmarks/batch.py $(BENCH_ARGS)
+
+coverage: ## which of ComfyUI's templates run, into docs/coverage.md; COVERAGE_ARGS="--report FILE" reuses what the tests wrote
+	@$(SETUP) && "$$CP_PYTHON" .ci/coverage $(COVERAGE_ARGS)
+
+registry: ## write docs/families.md from the plan tables and their tests
+	@$(SETUP) && "$$CP_PYTHON" .ci/registry.py
 
 lint: lint-ruff lint-format lint-mypy lint-codespell ## run every check that needs no test; -k to see all failures
 

@@ -16,6 +16,11 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def slots(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None], dict[str, nn.Module | None]]:
+    """A module's own parameters, buffers and children, empty ones too."""
+    return dict(module._parameters), dict(module._buffers), dict(module._modules)
+
+
 def state_dict_loader(cls: type[nn.Module]) -> Callable[..., Any]:
     """The method by which a module class takes its part of a state dict."""
     return cls._load_from_state_dict

@@ -149,6 +149,10 @@ class AppliedPlan:
             scale=scale, attend=attend, kernel=kernel, once=self.state.once,
         )  # fmt: skip
 
+    def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
+        """The tokens of all ranks, given this rank's tokens of a stream along `dim`."""
+        return self._gathered(type(self.model).__name__, ContextParallelOutput(dim, stream=stream), value)
+
     def remove(self) -> None:
         """Take everything off."""
         while self._undo:
@@ -269,7 +273,8 @@ class AppliedPlan:
         def hook(_: nn.Module, __: Any, value: Any) -> Any:
             if self._state is None:
                 return None
-            changes = {i: partial(self._gathered, name, output) for i, output in enumerate(each) if output}
+            due = ((i, o) for i, o in enumerate(each) if o and (o.when is None or o.when(self._state)))
+            changes = {i: partial(self._gathered, name, output) for i, output in due}
             return _map_outputs(value, changes, name)
 
         return hook

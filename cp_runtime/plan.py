@@ -168,12 +168,14 @@ class ContextParallelOutput:
         expected_dims: number of dimensions the output must have.
         stream: whose tokens they are; several streams in joint order where the module returns them joint.
         within: streams of the output in joint order, where only the tokens of `stream` are gathered and the others stay local.
+        when: whether it is gathered in the running call; None = always.
     """
 
     gather_dim: int
     expected_dims: int | None = None
     stream: str | tuple[str, ...] | None = field(default=None, kw_only=True)
     within: tuple[str, ...] = field(default=(), kw_only=True)
+    when: Callable[[CallState], bool] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,9 @@ checkout. Nothing here imports ComfyUI.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ CHECKOUT = TESTS.parent
 # `python -m pytest` puts the working directory first.
 sys.path[:] = [str(TESTS), *(entry for entry in sys.path if Path(entry).resolve() not in (CHECKOUT, TESTS))]
 
-from support import checkpoints  # noqa: E402
+from support import checkpoints, exercised  # noqa: E402
 from support.package import load_package  # noqa: E402
 from support.server import ComfyServer  # noqa: E402
 
@@ -39,6 +41,12 @@ class _CheckoutIsNoPackage:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_CheckoutIsNoPackage(), "checkout-is-no-package")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep what a passed test has shown for `make coverage`; fixtures have their prompts counted with the test they ran for."""
+    if report.when != "setup":
+        exercised.settle(report.nodeid, passed=report.when == "call" and report.passed)
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +68,23 @@ def checkpoints_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = tmp_path_factory.mktemp("models")
     checkpoints.write_all([*(name for name in checkpoints.CHECKPOINTS if name != "flux_large"), *checkpoints.LORAS], models)
     return models
+
+
+@pytest.fixture(scope="session")
+def family_checkpoints(comfyui_path: Path, checkpoints_dir: Path, request: pytest.FixtureRequest) -> dict[str, str]:
+    """Writes the checkpoints of the entries of `support.families` that the selected tests ask for, as parameter `served`.
+
+    Returns the errors of those that could not be built, by name.
+    """
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = sorted({value["served"] for value in params if "served" in value})
+    out = checkpoints_dir / "diffusion_models"
+    command = [sys.executable, "-m", "support.models", str(out), *names]
+    done = subprocess.run(
+        command, cwd=TESTS, env={**os.environ, "PYTHONPATH": str(comfyui_path)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="session")

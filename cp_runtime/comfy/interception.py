@@ -8,14 +8,15 @@ hand on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 from weakref import ref
 
 from torch import Tensor, dtype, nn
 from torch import device as torch_device
 
-from .obstacles import options_obstacle, patcher_obstacle
+from .obstacles import control_obstacle, options_obstacle, patcher_obstacle
+from .patches import encode_patches, prepare_patches
 
 # Entries of transformer_options that only code of the UI process reads: functions, and ids of its bookkeeping.
 _UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "prefetch_dynamic_vbars")
@@ -25,7 +26,9 @@ _SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, torch_device, lis
 class Owner(Protocol):
     """What a patcher does for its interception."""
 
-    def call_workers(self, method: str, arguments: dict[str, Any], volatile: set[str], device: Any) -> Any: ...
+    def call_workers(
+        self, method: str, arguments: dict[str, Any], volatile: set[str], device: Any, networks: Mapping[str, nn.Module]
+    ) -> Any: ...
     def refuse_call(self, obstacle: str) -> None: ...
 
 
@@ -40,7 +43,7 @@ class WorkerForward:
     sends_to_workers = True
 
     def __init__(self, owner: Owner, model: nn.Module) -> None:
-        self.owner = ref(owner)
+        self.owner, self.model = ref(owner), model
         self.method = innermost_method(model)
         self.stock: Callable[..., Any] = getattr(type(model), self.method).__get__(model)
         self.signature = inspect.signature(self.stock)
@@ -52,17 +55,19 @@ class WorkerForward:
             return self.stock(*args, **kwargs)
         arguments = self._named(args, kwargs)
         options = arguments.get("transformer_options") or {}
-        obstacle = patcher_obstacle(owner) or options_obstacle(options)
-        if obstacle is None and arguments.get("control") is not None:
-            obstacle = (
-                "ControlNet residuals are not available on the workers in this version. Remove the ControlNet, or set "
-                "on_unsupported of CP Config to 'single device'."
-            )
+        obstacle = (
+            options_obstacle(options, self.model)
+            or patcher_obstacle(owner)
+            or control_obstacle(self.model, arguments.get("control"))
+        )
         if obstacle is not None:
             owner.refuse_call(obstacle)
             return self.stock(*args, **kwargs)
-        arguments["transformer_options"] = {k: v for k, v in options.items() if k not in _UI_ONLY and isinstance(v, _SENDABLE)}
-        return owner.call_workers(self.method, arguments, self.volatile, args[0].device)
+        prepare_patches(options, args[0])
+        patches, networks = encode_patches(options)
+        plain = {k: v for k, v in options.items() if k not in _UI_ONLY and isinstance(v, _SENDABLE)}
+        arguments["transformer_options"] = {**plain, **patches}
+        return owner.call_workers(self.method, arguments, self.volatile, args[0].device, networks)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of a call by name, extra keywords included."""

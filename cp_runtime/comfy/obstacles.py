@@ -15,6 +15,7 @@ from torch import nn
 from ..compat import has_hooks
 from ..errors import MirrorError, PlanError, UnsupportedError
 from ..families import plan_for
+from .patches import patches_obstacle
 from .recipe import recipe_of
 from .weight_patches import encode_patches
 
@@ -35,9 +36,9 @@ def model_obstacle(patcher: Any) -> str | None:
     except (UnsupportedError, PlanError, MirrorError) as error:
         return str(error)
     return (
-        patcher_obstacle(patcher)
+        options_obstacle(patcher.model_options.get("transformer_options", {}), model)
+        or patcher_obstacle(patcher)
         or next(_replaced_code(model), None)
-        or options_obstacle(patcher.model_options.get("transformer_options", {}))
     )
 
 
@@ -46,19 +47,31 @@ def patcher_obstacle(patcher: Any) -> str | None:
     return next(_attached(patcher), None)
 
 
-def options_obstacle(options: dict[str, Any]) -> str | None:
+def options_obstacle(options: dict[str, Any], model: nn.Module) -> str | None:
     """Return what in `transformer_options` cannot run on the workers, or None."""
-    for kind in ("patches", "patches_replace"):
-        names = sorted(name for name, patches in options.get(kind, {}).items() if patches)
-        if names:
-            return (
-                f"a node patched the transformer ({kind}: {', '.join(map(str, names))}), which the workers do not have. {_REMEDY}"
-            )
+    obstacle = patches_obstacle(options, model)
+    if obstacle is not None:
+        return f"{obstacle} {_REMEDY}"
     if "optimized_attention_override" in options:
         return f"a node replaced the attention function, which the workers do not have. {_REMEDY}"
     if options.get("ar_state") is not None:
         return f"autoregressive sampling keeps state inside the transformer. {_REMEDY}"
     return None
+
+
+def control_obstacle(model: nn.Module, control: dict[str, Any] | None) -> str | None:
+    """Return why ControlNet residuals cannot be added on the workers, or None."""
+    given = {kind for kind, residuals in (control or {}).items() if any(residual is not None for residual in residuals)}
+    if not given:
+        return None
+    plan = plan_for(model)
+    if not plan.shares_sequence or given <= plan.control.keys():
+        return None
+    takes = f"adds those of kind {' and '.join(plan.control)} only" if plan.control else "takes none"
+    return (
+        f"a ControlNet gave residuals of kind {' and '.join(sorted(given))}, and {plan.family} {takes}. "
+        "Remove the ControlNet, or load one that was made for this model."
+    )
 
 
 def _attached(patcher: Any) -> Iterator[str]:

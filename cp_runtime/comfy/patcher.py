@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import comfy.model_management
@@ -136,12 +136,20 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         release(self, self.model.diffusion_model)
         super().partially_load(self.load_device, 1e32)
 
-    def call_workers(self, method: str, arguments: dict[str, Any], volatile: set[str], device: torch.device) -> Any:
-        """Run `method` of the transformer on all ranks; the result goes to `device`."""
+    def call_workers(
+        self,
+        method: str,
+        arguments: dict[str, Any],
+        volatile: set[str],
+        device: torch.device,
+        networks: Mapping[str, nn.Module],
+    ) -> Any:
+        """Run `method` of the transformer on all ranks; the result goes to `device`. `networks`: what patches refer to, by key."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         # Another model of the same file may have called in between (two guiders, other LoRA), or the pool was lost.
         target = self._load_workers()
         interrupted = comfy.model_management.processing_interrupted
+        with_cancel(lambda: SESSION.attach(self.cp_config, networks, interrupted))
         return with_cancel(lambda: SESSION.call(self.cp_config, target.key, method, arguments, volatile, device, interrupted))
 
     def _load_workers(self) -> Target:

@@ -21,7 +21,8 @@ from ..compat import state_dict_loader
 from ..errors import MirrorError, UnsupportedError
 
 LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
-OPTIONS = ("dtype", "fp8_optimizations")
+_DTYPE_OPTIONS = ("dtype", "weight_dtype")
+OPTIONS = (*_DTYPE_OPTIONS, "fp8_optimizations")
 _DECIDED_BY_WORKER = ("load_device", "offload_device")
 
 
@@ -94,7 +95,7 @@ def _read_recipe(patcher: Any) -> Recipe:
     options = args[1] if loader == LOADERS[0] else (args[6] if len(args) > 6 else {})
     plain: dict[str, Any] = {}
     for option, value in options.items():
-        if option in _DECIDED_BY_WORKER:
+        if option in _DECIDED_BY_WORKER or value is None:
             continue
         if option not in OPTIONS:
             raise MirrorError(f"the loader's model option {option!r} cannot be sent to the workers (allowed: {', '.join(OPTIONS)})")
@@ -118,9 +119,7 @@ def load_recipe(recipe: Recipe) -> Any:
             f"{recipe.path} changed on disk after ComfyUI had loaded it. Free ComfyUI's model and node cache, or restart it, "
             "so that it loads the new file."
         )
-    options = dict(recipe.options)
-    if "dtype" in options:
-        options["dtype"] = getattr(torch, options["dtype"])
+    options = {name: getattr(torch, value) if name in _DTYPE_OPTIONS else value for name, value in recipe.options.items()}
     with file_backed_weights():
         if recipe.loader == LOADERS[0]:
             return comfy.sd.load_diffusion_model(recipe.path, options, disable_dynamic=True)
@@ -134,8 +133,8 @@ def file_backed_weights() -> Iterator[None]:
     """While active, `load_state_dict` in this thread adopts tensors of the state dict instead of copying them.
 
     safetensors hands out tensors whose memory is the mapped file, so N processes share one host copy of the weights. ComfyUI
-    copies them into memory of each process. Adopted are plain parameters of the same dtype and shape; everything else,
-    quantised weights too, takes ComfyUI's own way.
+    copies them into memory of each process. Adopted are plain parameters of the same dtype and shape; everything else takes
+    ComfyUI's own way, which keeps the data of quantised weights in the file's pages by itself.
     """
     import comfy.ops
 
@@ -189,6 +188,18 @@ def _parameters(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
     ]
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two weights are stored alike; of quantised ones, data and scales."""
+
+    def stored(weight: Tensor) -> list[Tensor]:
+        flatten = getattr(weight, "__tensor_flatten__", None)  # torch's protocol for tensors that wrap others
+        parts = [weight.detach()] if flatten is None else [getattr(weight, name) for name in flatten()[0]]
+        return [part.cpu().contiguous().flatten().view(torch.uint8) for part in parts]
+
+    ones, others = stored(one), stored(other)
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
 def share_file_pages(patcher: Any, recipe: Recipe) -> int:
     """Point the UI's own copy of plain weights at the mapped file; returns the bytes of private memory given back.
 
@@ -202,7 +213,7 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
     model = patcher.model
     if comfy.memory_management.aimdo_enabled or patcher.backup or model.current_weight_patches_uuid is not None:
         return 0  # mapped already, or in use by a branch that runs without context parallelism
-    if "dtype" in recipe.options or not recipe.path.lower().endswith((".safetensors", ".sft")):
+    if not recipe.options.keys().isdisjoint(_DTYPE_OPTIONS) or not recipe.path.lower().endswith((".safetensors", ".sft")):
         return 0  # the file's pages are not the weights
     fresh = load_recipe(recipe).model.diffusion_model
     weights = dict(fresh.named_parameters())
@@ -210,9 +221,7 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
     own = _parameters(model.diffusion_model)
     for name, module, parameter in own:
         current, file = getattr(module, parameter), weights.get(name)
-        if file is None or type(current) is not nn.Parameter or type(file) is not nn.Parameter:
-            continue
-        if (current.dtype, current.shape) == (file.dtype, file.shape) and not torch.equal(current.cpu(), file):
+        if file is not None and (current.dtype, current.shape) == (file.dtype, file.shape) and not same_bits(current, file):
             raise UnsupportedError(
                 f"a node changed the weight {name} in place after the model was loaded, which the workers do not have. "
                 "Remove that node and load the model again."

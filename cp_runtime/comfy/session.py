@@ -8,18 +8,22 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..config import RuntimeConfig
 from ..errors import PoolError
 from ..pool.conditioning import CallEncoder
 from ..pool.controller import LOAD_TIMEOUT, WorkerPool, WorkerSite
 from ..pool.protocol import TensorPacker, flatten
+from .modules import encode_module
+from .patches import mixes_batch
 from .target import Target, verify
 from .weight_patches import encode_patches, patches_digest
 
@@ -53,6 +57,8 @@ class Session:
         self._owners: Counter[str] = Counter()
         self._forgotten: deque[str] = deque()
         self._encoder = CallEncoder()
+        self._attached: set[str] = set()
+        self._unused: deque[str] = deque()  # networks of patches that are gone from this process
         self._warm: set[str] = set()
         self._last_kind: object = None
         self._last_seconds = 0.0
@@ -98,6 +104,19 @@ class Session:
             )
             return True
 
+    def attach(self, config: RuntimeConfig, networks: Mapping[str, nn.Module], cancelled: Callable[[], bool]) -> None:
+        """Give the workers the networks that patches of a call refer to, by key. Each travels once."""
+        with self._lock:
+            pool = self._pool_for(config, cancelled)
+            for key in networks.keys() - self._attached:
+                packer = TensorPacker()
+                gone = [self._unused.popleft() for _ in range(len(self._unused))]
+                body = {"key": key, "network": flatten(encode_module(networks[key]), packer.add), "forget": gone}
+                pool.request("attach", body, packer, timeout=LOAD_TIMEOUT, cancelled=cancelled)
+                pool.trim()
+                self._attached.add(key)
+                weakref.finalize(networks[key], self._unused.append, key).atexit = False
+
     def call(
         self,
         config: RuntimeConfig,
@@ -124,7 +143,7 @@ class Session:
                 "key": key,
                 "method": method,
                 "sequence": asdict(config.sequence),
-                "batch_degree": config.batch_degree,
+                "batch_degree": 1 if mixes_batch(arguments) else config.batch_degree,
                 "volatile": sorted(volatile, key=list(arguments).index),
                 "cancellable": kind != self._last_kind or self._last_seconds > SLOW_CALL,
                 **message,
@@ -145,6 +164,7 @@ class Session:
                 return
             del self._resident[key]
             self._encoder.reset()
+            self._attached.clear()
             # ComfyUI's memory manager calls this, from a thread that an exception would end.
             try:
                 self.pool.request("unload", {"key": key}, timeout=UNLOAD_TIMEOUT)
@@ -189,6 +209,7 @@ class Session:
         self.pool = None
         self._resident.clear()
         self._encoder.reset()
+        self._attached.clear()
         self._warm.clear()
         self._last_kind = None
 

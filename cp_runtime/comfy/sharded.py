@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..errors import PlanError
 from ..hooks import AppliedPlan
 from ..plan import CallState, FamilyPlan
 from .attention import attention_override
+from .patches import OPTION, decode_patches
 
 
 def run_sharded(
@@ -27,37 +31,77 @@ def run_sharded(
     assert isinstance(plan, FamilyPlan)
     override = attention_override(applied)
     options = {**(arguments.get("transformer_options") or {}), "optimized_attention_override": override}
+    if OPTION in options:
+        options |= decode_patches(options.pop(OPTION), applied)
+        arguments = {**arguments, "transformer_options": options}
     with applied.call(on_module) as state, _attention_by_name(plan.attention_names, override):
         state.arguments = arguments
         named = {**arguments, "transformer_options": options}
         if arguments.get("control") is not None:
-            named["control"] = {
-                kind: LocalResiduals(residuals, state, plan.control[kind]) for kind, residuals in arguments["control"].items()
-            }
+            named["control"] = _local_control(arguments, state, plan)
         return applied.forward(forward, **named), state
 
 
+def _local_control(arguments: Mapping[str, Any], state: CallState, plan: FamilyPlan) -> dict[str, Any]:
+    """ControlNet residuals as the forward of this rank must see them. They may come in memory shared with other processes."""
+    device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+    local: dict[str, Any] = {}
+    for kind, residuals in arguments["control"].items():
+        streams = plan.control.get(kind) if plan.shares_sequence else None
+        if streams:
+            local[kind] = LocalResiduals(residuals, state, (streams,) if isinstance(streams, str) else streams, device)
+        else:
+            local[kind] = [r.to(device, copy=True) if isinstance(r, Tensor) else r for r in residuals]
+    return local
+
+
 class LocalResiduals(Sequence[Tensor | None]):
-    """ControlNet residuals `[B, tokens, D]` of a stream. A rank's part is taken when the forward asks for it.
+    """ControlNet residuals `[B, tokens, D]`. A rank's part is copied to its device when the forward asks for it.
 
     Args:
-        residuals: of every block, over the first tokens of the stream (reference tokens behind them get none).
-        state: of the running call; the stream is known by the time a residual is asked for.
-        stream: whose tokens they are added to.
+        residuals: of every block, over the first tokens of the streams (reference tokens behind them get none). Several blocks may
+            have the same one: it is copied once.
+        state: of the running call; the streams are known by the time a residual is asked for.
+        streams: whose tokens they are added to, in joint order.
+        device: of this rank.
     """
 
-    def __init__(self, residuals: Sequence[Tensor | None], state: CallState, stream: str) -> None:
-        self._residuals, self._state, self._stream = residuals, state, stream
+    def __init__(
+        self, residuals: Sequence[Tensor | None], state: CallState, streams: tuple[str, ...], device: torch.device
+    ) -> None:
+        self._residuals, self._state, self._streams, self._device = list(residuals), state, streams, device
+        self._due = Counter(residual.data_ptr() for residual in residuals if residual is not None)
+        self._copies: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._residuals)
 
     def __getitem__(self, index: Any) -> Any:
-        residual = self._residuals[index]
-        if not isinstance(residual, Tensor):
-            return residual
-        start, stop = self._state.layout((self._stream,)).window(self._state.rank)
-        return residual[:, start:stop]
+        return self._local(self._residuals[index])
+
+    def pop(self) -> Any:
+        """Take the last one out, as some forwards do."""
+        return self._local(self._residuals.pop())
+
+    def _local(self, residual: Tensor | None) -> Tensor | None:
+        if residual is None:
+            return None
+        key = residual.data_ptr()
+        local = self._copies.pop(key, None)
+        if local is None:
+            local = self._take(residual).to(self._device, copy=True)
+        self._due[key] -= 1
+        if self._due[key] > 0:
+            self._copies[key] = local
+        return local
+
+    def _take(self, residual: Tensor) -> Tensor:
+        layout = self._state.layout(self._streams)
+        segments = [segment for stream in layout.held[self._state.rank] for segment in stream]
+        if len(segments) > 1 and residual.shape[1] != layout.total:
+            raise PlanError(f"a ControlNet gave residuals for {residual.shape[1]} tokens, and this model has {layout.total}")
+        parts = [residual[:, start:stop] for start, stop in segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 @contextmanager

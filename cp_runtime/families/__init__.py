@@ -17,6 +17,9 @@ PLANS: dict[str, FamilyPlan] = {
     if isinstance(plan, FamilyPlan)
 }
 
+# Class -> why it has no plan.
+REFUSED: dict[str, str] = {}
+
 
 def class_name(model: nn.Module) -> str:
     """Full name of a module's class, the key of `PLANS`."""
@@ -30,11 +33,13 @@ def plan_for(model: nn.Module) -> FamilyPlan:
         UnsupportedError: no plan was written for its class.
         PlanError: the model is not the one that the plan was written for.
     """
-    plan = PLANS.get(class_name(model))
+    name = class_name(model)
+    plan = PLANS.get(name)
     if plan is None:
-        known = ", ".join(sorted(p.family for p in PLANS.values()))
+        known = ", ".join(sorted({p.family for p in PLANS.values()}))
+        why = REFUSED.get(name, f"supported families: {known}")
         raise UnsupportedError(
-            f"{type(model).__name__} has no context parallel plan; supported families: {known}. "
+            f"{type(model).__name__} has no context parallel plan; {why}. "
             "Connect the model to the sampler directly, or set on_unsupported of CP Config to 'single device'."
         )
     plan.check(model)

@@ -20,4 +20,5 @@ QWEN_IMAGE = FamilyPlan(
         ),
     },
     outputs={"proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")},
+    control={"input": "img"},
 )

@@ -1,23 +1,89 @@
-"""Wan 2.1 and 2.2: text to video, image to video, per-frame timesteps, in-context references."""
+"""Wan 2.1 and 2.2: text and image to video, per-frame timesteps, in-context references, camera control, VACE, SCAIL."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, PerFrame
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
 
 VIDEO = ("video",)
+EXTRA_TOKENS = ("time_dim_concat", "reference_latent", "context_latents", "pose_latents")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """A value per run of tokens, `[B, runs, ...]`, that the module repeats over its tokens (`repeat_e`).
+
+    It passes unchanged where repeating it over the local tokens says the same, because a value per token is large: that is so
+    where the streams are split inside each run. Values with other dimensions, or one run, apply to all tokens and pass too.
+    """
+
+    streams: tuple[str, ...]
+    ndim: int
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if not isinstance(value, Tensor) or value.ndim != self.ndim or value.shape[1] == 1 or state.world_size == 1:
+            return value
+        return state.once(self, value, lambda: self._local(state, value))
+
+    def _local(self, state: CallState, value: Tensor) -> Tensor:
+        layout, runs = state.layout(self.streams), value.shape[1]
+        # The tokens of a run are rounded up where they are not whole.
+        due = layout.take_local(torch.arange(layout.total) // -(-layout.total // runs), state.rank, 0)
+        if len(due) % runs == 0 and torch.equal(due, torch.arange(len(due)) // (len(due) // runs)):
+            return value
+        return value.index_select(1, due.to(value.device))
+
+
+def timed_frames(state: CallState) -> int:
+    """Frames where each has a timestep of its own and there are no other tokens, else 1."""
+    x, timestep = state.arguments["x"], state.arguments["timestep"]
+    plain = all(state.arguments.get(name) is None for name in EXTRA_TOKENS)
+    return x.shape[2] if plain and timestep.ndim == 2 and timestep.shape[1] == x.shape[2] else 1
+
+
+FREQS = ContextParallelInput(split_dim=1, expected_dims=6, streams=VIDEO, side=True)
+BLOCK = ModulePlan(
+    inputs={
+        "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=VIDEO, frames=timed_frames),
+        "freqs": FREQS,
+        "e": Repeated(streams=VIDEO, ndim=4),
+    },
+    attention=VIDEO,
+    local=("cross_attn",),
+)
+HEAD = ModulePlan(inputs={"e": Repeated(streams=VIDEO, ndim=3)})
 
 WAN = FamilyPlan(
     family="Wan",
     model_class="comfy.ldm.wan.model.WanModel",
+    modules={"blocks.*": BLOCK, "head": HEAD},
+    outputs={"head": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="video")},
+)
+CAMERA = replace(WAN, family="Wan Camera", model_class="comfy.ldm.wan.model.CameraWanModel")
+SCAIL = replace(WAN, family="SCAIL", model_class="comfy.ldm.wan.model.SCAILWanModel")
+SCAIL_2 = replace(WAN, family="SCAIL-2", model_class="comfy.ldm.wan.model.SCAIL2WanModel")
+VACE = replace(
+    WAN,
+    family="Wan VACE",
+    model_class="comfy.ldm.wan.model.VaceWanModel",
     modules={
-        "blocks.*": ModulePlan(
+        "blocks.*": BLOCK,
+        "vace_blocks.*": ModulePlan(
             inputs={
-                "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=VIDEO),
-                "freqs": ContextParallelInput(split_dim=1, expected_dims=6, streams=VIDEO, side=True),
-                "e": PerFrame(stream="video", ndim=4),
+                "c": ContextParallelInput(split_dim=1, expected_dims=3, streams=VIDEO),
+                # The hidden states in front of the first block, the same for all of these.
+                "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=VIDEO, side=True),
+                "kwargs.freqs": FREQS,
+                "kwargs.e": Repeated(streams=VIDEO, ndim=4),
             },
             attention=VIDEO,
             local=("cross_attn",),
         ),
-        "head": ModulePlan(inputs={"e": PerFrame(stream="video", ndim=3)}),
+        "head": HEAD,
     },
-    outputs={"head": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="video")},
 )

@@ -1,6 +1,7 @@
 """Turns the arguments of a call into a message, leaving out tensors that the workers have already.
 
-Conditioning is the same in every step; only the latent and the timestep change.
+Conditioning is the same in every step; only the latent and the timestep change. Residuals of a ControlNet change too, and are
+by far the largest: ranks leave them in the memory they share with this process, and each takes the part that it needs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .protocol import TensorPacker, Tree, flatten
 
 LIMIT = 512 << 20  # bytes kept per rank
 SMALL = 4096  # bytes up to which a tensor is not worth keeping
+LEFT_IN_PLACE = "['control']"
 
 
 class CallEncoder:
@@ -45,6 +47,8 @@ class CallEncoder:
         packer, used = TensorPacker(), set[str]()
 
         def store(tensor: Tensor, path: str) -> Tree:
+            if path.startswith(LEFT_IN_PLACE):
+                return {"$shared": packer.add(tensor, path)}
             if tensor.nbytes <= SMALL or any(path.startswith(f"[{name!r}]") for name in volatile):
                 return packer.add(tensor, path)
             key = self._find(path, tensor)

@@ -22,6 +22,7 @@ from comfy import cli_args  # noqa: E402  (parses the UI process's arguments)
 from torch import Tensor, nn  # noqa: E402
 
 from ..batch import share_out, tensors  # noqa: E402
+from ..comfy import patches  # noqa: E402
 from ..comfy.recipe import Recipe, load_recipe  # noqa: E402
 from ..comfy.sharded import run_sharded  # noqa: E402
 from ..comfy.weight_patches import decode_patches, patches_digest  # noqa: E402
@@ -120,9 +121,18 @@ class Mirrors:
             "predicted": {"seconds": planner.seconds, "bytes": planner.bytes_sent},
         }
 
+    def attach(self, header: dict[str, Any], block: Tensor) -> None:
+        """Take a network that patches of other nodes refer to. The next call puts it on the device."""
+        for gone in header["forget"]:
+            self._drop_network(gone)
+        tree = unflatten(header["network"], lambda leaf: read_tensor(block, leaf).clone())
+        patches.attach(header["key"], tree, self.device)
+
     def unload(self, key: str) -> None:
-        """Drop a model: host and device memory is given back, the file stays in the page cache."""
+        """Drop a model and all networks of patches: host and device memory is given back, the file stays in the page cache."""
         self._drop(key)
+        for network in list(patches.ATTACHED):
+            self._drop_network(network)
         gc.collect()
         self.management.soft_empty_cache()
 
@@ -130,6 +140,11 @@ class Mirrors:
         entry = self.entries.pop(key, None)
         if entry is not None:
             self.management.unload_model_and_clones(entry.patcher)
+
+    def _drop_network(self, key: str) -> None:
+        patcher = patches.ATTACHED.pop(key, None)
+        if patcher is not None:
+            self.management.unload_model_and_clones(patcher)
 
     def _load_file(self, recipe: Recipe) -> Any:
         # Links inside the model folders may lead anywhere: the user made them.
@@ -152,6 +167,7 @@ class Mirrors:
     def _to_device(self, entry: Mirror, activations: float) -> None:
         """Load weights and patches, leaving `activations` bytes of device memory for the call."""
         current = entry.patcher.model.current_weight_patches_uuid
-        loaded = any(loaded.model is entry.patcher for loaded in self.management.current_loaded_models)
-        if not loaded or current != entry.patcher.patches_uuid:
-            self.management.load_models_gpu([entry.patcher], memory_required=activations)
+        wanted = [entry.patcher, *patches.ATTACHED.values()]
+        loaded = {id(loaded.model) for loaded in self.management.current_loaded_models}
+        if current != entry.patcher.patches_uuid or any(id(patcher) not in loaded for patcher in wanted):
+            self.management.load_models_gpu(wanted, memory_required=activations)

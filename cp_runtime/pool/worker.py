@@ -57,6 +57,7 @@ class Worker:
         self._handlers: dict[str, Callable[[dict[str, Any], Tensor], dict[str, Any]]] = {
             "echo": self._echo,
             "mirror": self._mirror,
+            "attach": self._attach,
             "call": self._call,
             "unload": self._unload,
         }
@@ -185,6 +186,10 @@ class Worker:
     def _mirror(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         reply: dict[str, Any] = self._require_mirrors().load(header, block)
         return reply
+
+    def _attach(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
+        self._require_mirrors().attach(header, block)
+        return {}
 
     def _unload(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
         self.cache.clear()

@@ -5,8 +5,10 @@ weights.
     python checkpoints.py --out MODELS_DIR --hidden 1024 --double-blocks 4 --single-blocks 8 --dtype bfloat16 flux_large
     python checkpoints.py --list
 
-`MODELS_DIR` is laid out as ComfyUI's `models` folder: checkpoints land in `diffusion_models/`, LoRA files in `loras/`.
-Needs torch and safetensors, not ComfyUI: a family is a table of the tensors that its published checkpoints hold.
+`MODELS_DIR` is laid out as ComfyUI's `models` folder: checkpoints land in `diffusion_models/`
+(`checkpoints/` where their tensors have a prefix), LoRA files in `loras/`.
+Needs torch and safetensors, not ComfyUI: a family is a table of the tensors that its published checkpoints hold. The
+quantised kinds of QUANTISERS also need comfy_kitchen, with which ComfyUI brings them.
 
 What ComfyUI's model detection fixes, and what these tables therefore cannot vary:
 
@@ -140,6 +142,23 @@ class Flux:
         return [f"double_blocks.{i}.{name}" for i in range(self.double_blocks) for name in double] + [
             f"single_blocks.{i}.{name}" for i in range(self.single_blocks) for name in single
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxControlNet(Flux):
+    """A ControlNet for Flux that takes the hint as an image, in the format of XLabs: some of its blocks, and what they add."""
+
+    def tensors(self) -> Iterator[Init]:
+        yield from (init for init in super().tensors() if not init.name.startswith("final_layer"))
+        channels, strides = [3, *[16] * 8], 8
+        for i in range(strides):
+            conv = f"input_hint_block.{2 * i}"
+            yield Init(name=f"{conv}.weight", shape=(16, channels[i], 3, 3), std=1.4 / math.sqrt(9 * channels[i]))
+            yield Init(name=f"{conv}.bias", shape=(16,), std=BIAS_STD)
+        yield from _linear("pos_embed_input", self.hidden, 64)
+        for kind, count in (("controlnet_blocks", self.double_blocks), ("controlnet_single_blocks", self.single_blocks)):
+            for i in range(count):
+                yield from _linear(f"{kind}.{i}", self.hidden, self.hidden, gain=GATE_GAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,12 +320,21 @@ class Checkpoint:
     Args:
         architecture: the family and its sizes.
         seed: seed of the weights.
-        fp8: store the linear layers of the blocks as scaled float8_e4m3fn.
+        quantization: how weights are stored. Everything but "fp8_plain" concerns the linear layers of the blocks only.
+            "fp8_plain": the whole file is float8_e4m3fn, without scales.
+            "fp8": float8_e4m3fn with a scale per layer, listed in the file's metadata.
+            "fp8_scaled": the same in ComfyUI's older format, a marker tensor and `scale_weight`, here with `scale_input`.
+            "fp8_mixed": the MLPs as "fp8", each layer with a `comfy_quant` tensor in place of metadata; the rest bfloat16.
+            A key of QUANTISERS: as ComfyUI's own quantisers store it.
+        prefix: what the names of tensors begin with; "model.diffusion_model." makes a file for Load Checkpoint.
+        folder: of `models`, unless a prefix is given.
     """
 
     architecture: Architecture
     seed: int = 0
-    fp8: bool = False
+    quantization: str | None = None
+    prefix: str = ""
+    folder: str = "diffusion_models"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,10 +359,16 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "flux_h1": Checkpoint(architecture=Flux(hidden=128)),
     "flux_h3": Checkpoint(architecture=Flux(hidden=384, double_blocks=1, single_blocks=1)),
     "flux_schnell": Checkpoint(architecture=Flux(hidden=256, double_blocks=1, single_blocks=1, guidance=False)),
-    "flux_fp8": Checkpoint(architecture=Flux(hidden=256), fp8=True),
+    **{
+        f"flux_{kind}": Checkpoint(architecture=Flux(hidden=256), quantization=kind)
+        for kind in ("fp8", "fp8_plain", "fp8_scaled", "fp8_mixed", "int8_convrot", "mxfp8", "nvfp4")
+    },
+    "flux_fp8_checkpoint": Checkpoint(architecture=Flux(hidden=256), quantization="fp8", prefix="model.diffusion_model."),
+    "flux_controlnet": Checkpoint(architecture=FluxControlNet(hidden=256, double_blocks=1, single_blocks=1), folder="controlnet"),
     "flux_large": Checkpoint(architecture=Flux(hidden=1024, double_blocks=4, single_blocks=8)),
     "wan_t2v": Checkpoint(architecture=Wan()),
     "wan_t2v_low": Checkpoint(architecture=Wan(), seed=1),
+    "wan_t2v_fp8_scaled": Checkpoint(architecture=Wan(), quantization="fp8_scaled"),
     "wan_t2v_h3": Checkpoint(architecture=Wan(dim=96, heads=3)),
     "wan_i2v": Checkpoint(architecture=Wan(in_dim=36, image_embedding=True)),
     "wan22_i2v": Checkpoint(architecture=Wan(in_dim=36)),
@@ -342,6 +376,17 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "ltxv": Checkpoint(architecture=LTXV()),
     "sd3": Checkpoint(architecture=SD3()),
 }
+
+QUANTISERS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
+    "int8_convrot": (
+        "TensorWiseINT8Layout",
+        {"per_channel": True, "convrot": True, "convrot_groupsize": 64},
+        {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64},
+    ),
+    "mxfp8": ("TensorCoreMXFP8Layout", {}, {"format": "mxfp8"}),
+    "nvfp4": ("TensorCoreNVFP4Layout", {}, {"format": "nvfp4"}),
+}
+"""Layout of comfy_kitchen and its options, and what the file says about a layer."""
 
 LORAS: dict[str, Lora] = {
     "flux_lora": Lora(base="flux", seed=10),
@@ -360,18 +405,42 @@ def state_dict(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> tu
     """Tensors and metadata of a checkpoint file."""
     tensors: dict[str, Tensor] = {}
     metadata = checkpoint.architecture.metadata()
-    layers: dict[str, dict[str, str]] = {}
+    layers: dict[str, dict[str, object]] = {}
+    kind = checkpoint.quantization
     for init in checkpoint.architecture.tensors():
+        name = checkpoint.prefix + init.name
         tensor = random_tensor(init, seed=checkpoint.seed, dtype=dtype)
-        layer = init.name.removesuffix(".weight")
-        if checkpoint.fp8 and "blocks." in layer and tensor.ndim == 2:
-            tensor, scale = quantize_fp8(tensor)
-            tensors[f"{layer}.weight_scale"] = scale
-            layers[layer] = {"format": "float8_e4m3fn"}
-        tensors[init.name] = tensor
-    if layers:
+        if kind in (None, "fp8_plain") or "blocks." not in name or tensor.ndim != 2:
+            tensors[name] = tensor
+        elif kind == "fp8_mixed" and "mlp" not in name:
+            tensors[name] = tensor.bfloat16()
+        else:
+            quantised, layers[name.removesuffix(".weight")] = quantize(kind, name, tensor)
+            tensors |= quantised
+    if kind == "fp8_plain":
+        tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items()}
+    elif kind == "fp8_scaled":
+        for layer in layers:
+            tensors[f"{layer}.scale_weight"] = tensors.pop(f"{layer}.weight_scale")
+            tensors[f"{layer}.scale_input"] = torch.tensor(1 / 32)
+        tensors[f"{checkpoint.prefix}scaled_fp8"] = torch.empty(0, dtype=torch.float8_e4m3fn)
+    elif kind == "fp8_mixed":
+        for layer, settings in layers.items():
+            tensors[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
+    elif layers:
         metadata["_quantization_metadata"] = json.dumps({"format_version": "1.0", "layers": layers})
     return tensors, metadata
+
+
+def quantize(kind: str, name: str, weight: Tensor) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """The tensors that a file holds for the linear weight `name`, and what it says about the layer."""
+    if kind not in QUANTISERS:
+        quantised, scale = quantize_fp8(weight)
+        return {name: quantised, f"{name}_scale": scale}, {"format": "float8_e4m3fn"}
+    from comfy_kitchen.tensor import QuantizedTensor
+
+    layout, options, settings = QUANTISERS[kind]
+    return QuantizedTensor.from_float(weight, layout, **options).state_dict(name), settings
 
 
 def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -421,15 +490,16 @@ def write(
     if checkpoint is None and name not in known:
         raise ValueError(f"checkpoint: got {name!r}; allowed: {', '.join(known)}")
     suffix = "" if dtype is torch.float32 else f"-{str(dtype).removeprefix('torch.')}"
-    folder = out / ("loras" if checkpoint is None and name in LORAS else "diffusion_models")
+    content = checkpoint or CHECKPOINTS.get(name) or LORAS[name]
+    folder = out / ("loras" if isinstance(content, Lora) else "checkpoints" if content.prefix else content.folder)
     path = folder / f"{file_stem or name + suffix}.safetensors"
     if checkpoint is None and path.exists():
         return path
     metadata: dict[str, str] = {}
-    if checkpoint is None and name in LORAS:
-        tensors = lora_state_dict(LORAS[name], dtype)
+    if isinstance(content, Lora):
+        tensors = lora_state_dict(content, dtype)
     else:
-        tensors, metadata = state_dict(checkpoint or CHECKPOINTS[name], dtype)
+        tensors, metadata = state_dict(content, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         # Renamed into place, so that a reader never sees half a file.

@@ -11,14 +11,22 @@ Sizes are in pixels, eight to a latent pixel; frames are latent frames.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
+
+from torch import Tensor
+
+from .families import Served, checkpoint_of
 
 Prompt = dict[str, dict[str, Any]]
 Link = list[Any]
 SamplerNode = Literal["KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced", "CPSampler"]
 NodeSpec = tuple[str, Mapping[str, Any]]
-"""Class and inputs of a node that takes `model` and gives a MODEL."""
+"""Class and inputs of a node."""
+
+MODEL = object()
+"""Stands in a node's inputs for the model, where that does not go into an input `model`."""
 
 CP_CONFIG_DEFAULTS: dict[str, Any] = {
     "world_size": 0,
@@ -157,6 +165,7 @@ def sampling_prompt(
     low_ckpt: str | None = None,
     weight_dtype: str = "default",
     nonce: int | None = None,
+    others: Mapping[str, NodeSpec] | None = None,
 ) -> Prompt:
     """A graph for any family.
 
@@ -177,6 +186,7 @@ def sampling_prompt(
         sampler_has_config: give the configuration to the CP Sampler itself, without Apply Context Parallel.
         low_ckpt: a second model that takes over after half of the steps, as Wan 2.2's low-noise model does;
             KSamplerAdvanced.
+        others: more nodes, by id, for links of the nodes above.
         nonce: changes nothing but ComfyUI's cache key: two prompts that differ in it alone are both sampled. By default
             every prompt gets a new one. With a fixed one, a repeated prompt comes out of ComfyUI's cache.
     """
@@ -197,11 +207,11 @@ def sampling_prompt(
         after = [*([] if apply_after_lora else lora_nodes), *after_apply]
         names = itertools.count()
         for class_type, inputs in before:
-            model = graph.add(f"model_{next(names)}{suffix}", class_type, model=model, **inputs)
+            model = graph.add(f"model_{next(names)}{suffix}", class_type, **_with_model(inputs, model))
         if applied is not None:
             model = graph.add(f"cp_apply{suffix}", "ApplyContextParallel", model=model, cp_config=applied)
         for class_type, inputs in after:
-            model = graph.add(f"model_{next(names)}{suffix}", class_type, model=model, **inputs)
+            model = graph.add(f"model_{next(names)}{suffix}", class_type, **_with_model(inputs, model))
         return model
 
     model = model_chain(ckpt)
@@ -256,10 +266,51 @@ def sampling_prompt(
                 latent_image=empty,
             )
     graph.add("save", "SaveLatent", samples=out, filename_prefix="test")
+    for node_id, (class_type, node_inputs) in (others or {}).items():
+        graph.add(node_id, class_type, **node_inputs)
     return graph.prompt
 
 
+def family_prompt(served: Served, **common: Any) -> Prompt:
+    """The graph of a family's tiny model: a stock graph, or the same with `cp`. See `sampling_prompt` for `common`.
+
+    A nested latent is saved tensor by tensor, by the nodes `save_0`, `save_1` and so on in place of `save`.
+    """
+    nested = isinstance(served.latent, list)
+    shapes = served.latent if nested else [served.latent]
+    common = {"cfg": served.cfg, "batch": served.batch, **common}
+    # Not empty, so that ComfyUI leaves its channels as they are.
+    latent = {"batch": common.pop("batch"), "shapes": json.dumps(shapes), "noise": 1.0}
+    extra = json.dumps({name: _extra(value) for name, value in served.cond.items()})
+    conditioning = {"tokens": served.tokens, "width": served.width, "extra": extra}
+    prompt = sampling_prompt(ckpt=checkpoint_of(served), latent=latent, conditioning=conditioning, **common)
+    if nested:
+        samples = prompt.pop("save")["inputs"]["samples"]
+        for index in range(len(shapes)):
+            part = {"class_type": "TestLatentPart", "inputs": {"samples": samples, "index": index}}
+            save = {"class_type": "SaveLatent", "inputs": {"samples": [f"part_{index}", 0], "filename_prefix": "test"}}
+            prompt |= {f"part_{index}": part, f"save_{index}": save}
+    return prompt
+
+
+def _extra(value: Any) -> dict[str, Any]:
+    """An entry of `Served.cond` as TestConditioning reads it."""
+    if isinstance(value, Tensor):
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, tuple):
+        return {"shape": value}
+    if isinstance(value, list) and value and all(isinstance(item, tuple) for item in value):
+        return {"shapes": value}
+    return {"value": value}
+
+
 _CONTROL_DEFAULTS = {"seed": 0, "hidden": 256, "blocks": 2, "strength": 0.5}
+
+
+def _with_model(inputs: Mapping[str, Any], model: Link) -> dict[str, Any]:
+    if any(value is MODEL for value in inputs.values()):
+        return {name: model if value is MODEL else value for name, value in inputs.items()}
+    return {"model": model, **inputs}
 
 
 def _file(name: str) -> str:

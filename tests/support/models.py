@@ -1,14 +1,34 @@
-"""Builds the tiny models of `support.families`. Imports ComfyUI."""
+"""Builds the tiny models of `support.families`. Imports ComfyUI.
+
+    python -m support.models OUT NAME…
+
+writes a checkpoint for each Served entry so named into OUT, with PYTHONPATH at ComfyUI and this package's parent, and prints a JSON
+object with the error of each that could not be built. `support.detection` makes ComfyUI load them.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
+import sys
+import traceback
+from pathlib import Path
+
+if __name__ == "__main__":
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
 
 import comfy.ops
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from . import families
 from .families import Model
+
+PREFIX = "model.diffusion_model."
+"""What ComfyUI takes off, whatever else a model's names begin with."""
 
 
 def build(spec: Model, seed: int = 1) -> nn.Module:
@@ -28,4 +48,30 @@ def build(spec: Model, seed: int = 1) -> nn.Module:
                 parameter.copy_(1.5 + 0.1 * values)
             else:
                 parameter.copy_(values / max(1, parameter.shape[-1]) ** 0.5 if parameter.ndim > 1 else 0.2 * values)
-    return model.eval()
+        for name, buffer in model.named_buffers():
+            own = spec.init(name, buffer, torch.randn(buffer.shape, generator=generator)) if spec.init else None
+            if own is not None:
+                buffer.copy_(own)
+    return model.eval().requires_grad_(False)
+
+
+def write(spec: Model, path: Path) -> None:
+    """Save a model in a file that says what it is."""
+    tensors = {PREFIX + name: value.contiguous().clone() for name, value in build(spec).state_dict().items()}
+    entry = {"config": spec.config, "unet_config": {**spec.arguments, **spec.unet}}
+    save_file(tensors, path, metadata={"test_model": repr(entry)})
+
+
+def main(out: Path, names: list[str]) -> None:
+    errors = {}
+    for name in names:
+        _, entry, model = families.served()[name]
+        try:
+            write(model, out / families.checkpoint_of(entry))
+        except Exception:  # noqa: BLE001  (one family's error must not hide the others)
+            errors[name] = traceback.format_exc()
+    sys.stdout.write(f"\n{json.dumps(errors)}\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -36,13 +36,16 @@ import safetensors.torch
 import websocket
 from torch import Tensor
 
-from . import processes
+from . import exercised, processes
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CUSTOM_NODES = {
     "comfyui-context-parallel": CHECKOUT,
     "context-parallel-test-nodes": Path(__file__).parent / "comfy_nodes",
 }
+
+DETECTION = Path(__file__).parent / "detection"
+"""Import path of server and workers, for the tiny models of `families`; its docstring says more."""
 
 MARKER = "CONTEXT_PARALLEL_TEST_SERVER"
 """Environment variable that every process of one server inherits, by which leftovers are found."""
@@ -160,6 +163,7 @@ class ComfyServer:
         self.leftovers: list[str] = []
         """Command lines of the processes that outlived the server and had to be killed by the last stop()."""
         self._marker = uuid.uuid4().hex
+        self._prompts: dict[str, Mapping[str, Any]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._listener: _Listener | None = None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -212,7 +216,7 @@ class ComfyServer:
         command += ["--listen", "127.0.0.1", "--port", str(self.port), "--disable-auto-launch", "--disable-api-nodes"]
         # Neither the caller's import path nor its working directory may reach the server: both could hold this
         # checkout, whose `nodes` folder shadows ComfyUI's `nodes.py`.
-        changes = {"PYTHONPATH": None, "HF_HUB_OFFLINE": "1", **self.env, MARKER: self._marker}
+        changes = {"PYTHONPATH": str(DETECTION), "HF_HUB_OFFLINE": "1", **self.env, MARKER: self._marker}
         env = {name: value for name, value in os.environ.items() if name not in changes}
         env |= {name: value for name, value in changes.items() if value is not None}
         with self.log_file.open("ab") as log:
@@ -282,7 +286,9 @@ class ComfyServer:
         """Queue a prompt in API format and return its id. Raises PromptRejected when it is invalid."""
         client_id = self._require_listener().client_id
         try:
-            return self._call("/prompt", {"prompt": prompt, "client_id": client_id})["prompt_id"]
+            prompt_id = self._call("/prompt", {"prompt": prompt, "client_id": client_id})["prompt_id"]
+            self._prompts[prompt_id] = prompt
+            return prompt_id
         except urllib.error.HTTPError as error:
             if error.code == 400:
                 raise PromptRejected(json.load(error)) from None
@@ -298,7 +304,9 @@ class ComfyServer:
                 self._check_running(f"while prompt {prompt_id} ran")
                 raise
             if prompt_id in history:
-                return _result(prompt_id, history[prompt_id])
+                result = _result(prompt_id, history[prompt_id])
+                self._note(result)
+                return result
             self._check_running(f"while prompt {prompt_id} ran")
             if time.monotonic() > deadline:
                 raise TimeoutError(self._with_log(f"prompt {prompt_id} did not end within {timeout} s"))
@@ -367,6 +375,12 @@ class ComfyServer:
         with self._opener.open(request, timeout=timeout) as answer:
             text = answer.read()
         return json.loads(text) if text else None
+
+    def _note(self, result: Result) -> None:
+        """Tell the coverage report what this prompt has shown."""
+        refused = result.error is not None and result.error.exception_type.endswith("UnsupportedError")
+        if result.status == "success" or refused:
+            exercised.note(self._prompts[result.prompt_id], "refused" if refused else "ran", self.base / "models")
 
     def _require_listener(self) -> _Listener:
         if self._listener is None:

@@ -5,7 +5,12 @@ Loaded by the server under test, never by pytest. All random content comes from 
 
 from .child import TestChild
 from .conditioning import TestConditioning, TestControl
-from .latent import TestLatent
+from .encoders import TestClip, TestClipVision, TestImage, TestVae
+from .latent import TestLatent, TestLatentPart
 from .patch import TestPatch
 
-NODE_CLASS_MAPPINGS = {node.__name__: node for node in (TestChild, TestConditioning, TestControl, TestLatent, TestPatch)}
+NODES = (
+    TestChild, TestClip, TestClipVision, TestConditioning, TestControl, TestImage, TestLatent, TestLatentPart,
+    TestPatch, TestVae,
+)  # fmt: skip
+NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import comfy.clip_vision
 import comfy.controlnet
 import torch
@@ -24,6 +26,9 @@ class TestConditioning:
     only some attention backends read as a mask; `bias` adds a number of its own to every (query, key) pair; `block`
     hides half of the image from the other half, and each from half of the text. `text` (LTXV, which insists on a mask)
     is one row of ones over the text alone.
+
+    `extra` holds more entries as JSON: name -> `{"shape": […]}` or `{"shapes": [[…], …]}` for tensors at random,
+    `{"tensor": […], "dtype": "int64"}` for one as it is, `{"value": …}` for anything else.
     """
 
     @classmethod
@@ -48,6 +53,7 @@ class TestConditioning:
                 "clip_vision": ("BOOLEAN", {"default": False}),
                 "concat_latent": ("BOOLEAN", {"default": False}),
                 "frame_rate": ("FLOAT", {"default": -1.0}),
+                "extra": ("STRING", {"default": "{}"}),
                 "nonce": ("INT", {"default": 0, "min": 0, "max": 2**63}),
                 "latent": ("LATENT",),
             },
@@ -75,46 +81,45 @@ class TestConditioning:
         clip_vision=False,
         concat_latent=False,
         frame_rate=-1.0,
+        extra="{}",
         nonce=0,
         latent=None,
     ):
         random = Random(seed)
         text = random(1, tokens, width)
-        extra: dict[str, object] = {}
+        entries = {name: _entry(name, value, random) for name, value in json.loads(extra).items()}
         if pooled_width:
-            extra["pooled_output"] = random(1, pooled_width)
+            entries["pooled_output"] = random(1, pooled_width)
         if guidance >= 0:
-            extra["guidance"] = guidance
+            entries["guidance"] = guidance
         if frame_rate >= 0:
-            extra["frame_rate"] = frame_rate
+            entries["frame_rate"] = frame_rate
         if clip_vision:
-            vision = comfy.clip_vision.Output()
-            vision.penultimate_hidden_states = random(1, CLIP_VISION_TOKENS, CLIP_VISION_WIDTH)
-            extra["clip_vision_output"] = vision
+            entries["clip_vision_output"] = _vision(random(1, CLIP_VISION_TOKENS, CLIP_VISION_WIDTH))
         if concat_latent:
             shape = list(_samples(latent, "concat_latent").shape)
-            extra["concat_latent_image"] = random(1, *shape[1:])
+            entries["concat_latent_image"] = random(1, *shape[1:])
             # As the image-to-video nodes do it: 0 where the first frame is given, 1 where there is nothing yet.
             mask = torch.ones(1, 1, *shape[2:])
             mask[:, :, :1] = 0.0
-            extra["concat_mask"] = mask
+            entries["concat_mask"] = mask
         references = 0
         if reference_height and reference_width:
             draw = Random(reference_seed)
             frames = (reference_frames,) if reference_frames else ()
             shape = (1, reference_channels, *frames, reference_height, reference_width)
-            extra["reference_latents"] = [draw(*shape) for _ in range(reference_count)]
+            entries["reference_latents"] = [draw(*shape) for _ in range(reference_count)]
             references = reference_count * _patches(reference_height) * _patches(reference_width)
             if reference_method:
-                extra["reference_latents_method"] = reference_method
+                entries["reference_latents_method"] = reference_method
         if attention_mask == "text":
-            extra["attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
+            entries["attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
         elif attention_mask != "none":
             height, width_px = _samples(latent, "attention_mask").shape[-2:]
             grid = (_patches(height), _patches(width_px))
-            extra["attention_mask"] = _mask(attention_mask, tokens, grid[0] * grid[1] + references, random)
-            extra["attention_mask_img_shape"] = grid
-        return ([[text, extra]],)
+            entries["attention_mask"] = _mask(attention_mask, tokens, grid[0] * grid[1] + references, random)
+            entries["attention_mask_img_shape"] = grid
+        return ([[text, entries]],)
 
 
 class TestControl:
@@ -170,6 +175,23 @@ class Random:
 
     def __call__(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator)
+
+
+def _entry(name: str, value: dict, random: Random) -> object:
+    if "shape" in value:
+        tensor = random(*value["shape"])
+        return _vision(tensor) if name == "clip_vision_output" else tensor
+    if "shapes" in value:
+        return [random(*shape) for shape in value["shapes"]]
+    if "tensor" in value:
+        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+    return value["value"]
+
+
+def _vision(hidden_states: Tensor) -> comfy.clip_vision.Output:
+    vision = comfy.clip_vision.Output()
+    vision.penultimate_hidden_states = hidden_states
+    return vision
 
 
 def _samples(latent: dict | None, option: str) -> Tensor:

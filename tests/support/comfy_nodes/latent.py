@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
+from comfy.nested_tensor import NestedTensor
 
 from .conditioning import Random
 
@@ -11,24 +14,25 @@ class TestLatent:
     """A latent `[batch, channels, height, width]`, or with `frames` `[batch, channels, frames, height, width]`.
 
     Sizes are in latent pixels. `noise` is the standard deviation of its content. `noise_mask`: `first_frame` keeps the
-    first frame as it is (per-frame timesteps in Wan 2.2 5B), `left` keeps the left half of every frame (inpainting).
+    first frame as it is (per-frame timesteps in Wan 2.2 5B), `left` keeps the left half of every frame (inpainting),
+    `gradient` keeps less and less from left to right (differential diffusion). `shapes` is a JSON list of shapes without
+    batch, in place of the sizes; several make a nested latent, as of video and audio.
     """
 
     @classmethod
     def INPUT_TYPES(cls):
         size = {"default": 8, "min": 1, "max": 4096}
         return {
-            "required": {
-                "batch": ("INT", {"default": 1, "min": 1, "max": 64}),
+            "required": {"batch": ("INT", {"default": 1, "min": 1, "max": 64})},
+            "optional": {
                 "channels": ("INT", {"default": 16, "min": 1, "max": 1024}),
                 "frames": ("INT", {"default": 0, "min": 0, "max": 1024}),
                 "height": ("INT", size),
                 "width": ("INT", size),
-            },
-            "optional": {
                 "seed": ("INT", {"default": 0}),
                 "noise": ("FLOAT", {"default": 0.0, "min": 0.0, "max": 10.0}),
-                "noise_mask": (["none", "first_frame", "left"],),
+                "noise_mask": (["none", "first_frame", "left", "gradient"],),
+                "shapes": ("STRING", {"default": ""}),
             },
         }
 
@@ -36,14 +40,35 @@ class TestLatent:
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, batch, channels, frames, height, width, seed=0, noise=0.0, noise_mask="none"):
+    def make(self, batch, channels=16, frames=0, height=8, width=8, seed=0, noise=0.0, noise_mask="none", shapes=""):
+        if shapes:
+            random = Random(seed)
+            parts = [random(batch, *shape) * noise for shape in json.loads(shapes)]
+            return ({"samples": parts[0] if len(parts) == 1 else NestedTensor(parts)},)
         extent = ((frames,) if frames else ()) + (height, width)
         latent = {"samples": Random(seed)(batch, channels, *extent) * noise}
         if noise_mask != "none":
             mask = torch.ones(batch, 1, *extent)
             if noise_mask == "first_frame":
                 mask[:, :, :1] = 0.0
+            elif noise_mask == "gradient":
+                mask *= torch.linspace(0.0, 1.0, width)
             else:
                 mask[..., : width // 2] = 0.0
             latent["noise_mask"] = mask
         return (latent,)
+
+
+class TestLatentPart:
+    """One tensor of a nested latent."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"samples": ("LATENT",), "index": ("INT", {"default": 0, "min": 0, "max": 8})}}
+
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "take"
+    CATEGORY = "test"
+
+    def take(self, samples, index):
+        return ({"samples": samples["samples"].unbind()[index]},)

@@ -27,8 +27,8 @@ class Model:
         arguments: of its constructor, besides dtype, device and operations.
         config: class of `comfy.supported_models` that wraps it.
         unet: further entries of ComfyUI's `unet_config`, such as image_model.
-        init: (name, parameter, standard normal values of its shape) -> values, or None for the default; where random values of the
-            usual size make the model ignore its input, or overflow.
+        init: (name, parameter or buffer, standard normal values of its shape) -> values, or None for the default; where random
+            values of the usual size make the model ignore its input, or overflow. Buffers stay as they are by default.
     """
 
     cls: str
@@ -66,15 +66,17 @@ class Served:
     Args:
         name: unique over all families; also the name of the checkpoint file.
         model: key of MODELS.
-        latent: shape without batch, as ComfyUI's latent of that family has it.
+        latent: shape without batch, as ComfyUI's latent of that family has it; several shapes make a nested latent.
         tokens, width: of the text conditioning.
-        cond: further entries of the conditioning: name -> shape of a random tensor (tuple), list of such shapes, or plain value.
+        cond: further entries of the conditioning: name -> shape of a random tensor (tuple, batch of 1 included), list of such
+            shapes, a small tensor as it is (a mask, token ids), or plain value. A shape for `clip_vision_output` is that of its
+            hidden states.
         cfg: 1.0 runs the positive conditioning alone.
     """
 
     name: str
     model: str
-    latent: tuple[int, ...]
+    latent: tuple[int, ...] | list[tuple[int, ...]]
     tokens: int
     width: int
     cond: Mapping[str, Any] = field(default_factory=dict)
@@ -108,3 +110,22 @@ def load(name: str) -> Any:
 
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def served() -> dict[str, tuple[str, Served, Model]]:
+    """Name -> (family module, entry, model) of every entry of every module."""
+    return {entry.name: (name, entry, load(name).MODELS[entry.model]) for name in NAMES for entry in load(name).SERVED}
+
+
+def checkpoint_of(entry: Served) -> str:
+    """File name of its checkpoint."""
+    return f"family-{entry.name}.safetensors"
+
+
+def family_of(checkpoint: str) -> str | None:
+    """Family, as its plan names it, of a checkpoint that `checkpoint_of` named; with or without suffix."""
+    from cp_runtime.families import PLANS
+
+    entry = served().get(checkpoint.removeprefix("family-").removesuffix(".safetensors"))
+    plan = PLANS.get(entry[2].cls) if entry and checkpoint.startswith("family-") else None
+    return plan.family if plan else None

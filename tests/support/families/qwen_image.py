@@ -13,7 +13,16 @@ QWEN = dict(
     axes_dims_rope=(16, 24, 24),
 )  # fmt: skip
 
-MODELS = {"qwen": Model("comfy.ldm.qwen_image.model.QwenImageTransformer2DModel", QWEN, "QwenImage", {"image_model": "qwen_image"})}
+CLASS = "comfy.ldm.qwen_image.model.QwenImageTransformer2DModel"
+MODELS = {
+    "qwen": Model(CLASS, QWEN, "QwenImage", {"image_model": "qwen_image"}),
+    "qwen layered": Model(
+        CLASS,
+        dict(QWEN, num_attention_heads=3, use_additional_t_cond=True, default_ref_method="negative_index"),
+        "QwenImage",
+        {"image_model": "qwen_image"},
+    ),
+}
 
 
 def qwen(batch: int = 1, height: int = 12, width: int = 10, text: int = 9, **extra: Any) -> dict[str, Any]:
@@ -23,6 +32,7 @@ def qwen(batch: int = 1, height: int = 12, width: int = 10, text: int = 9, **ext
 
 CASES = [
     Case("qwen", "qwen", qwen),
+    Case("qwen odd size batch 2", "qwen", lambda: qwen(batch=2, height=11, width=9, text=5)),
     Case("qwen text mask", "qwen", lambda: qwen(attention_mask=text_mask(1, 9)), ("attention_mask",)),
     Case("qwen text mask batch 2", "qwen", lambda: qwen(batch=2, text=7, attention_mask=text_mask(2, 7)), ("attention_mask",)),
     Case("qwen edit", "qwen", lambda: qwen(ref_latents=[normal(1, 16, 1, 6, 8), normal(1, 16, 1, 5, 4)])),
@@ -37,5 +47,30 @@ CASES = [
         lambda: qwen(batch=2, attention_mask=text_mask(2, 9), ref_latents=[normal(2, 16, 1, 6, 8)]),
         ("attention_mask",),
     ),
+    Case("qwen edit offset", "qwen", lambda: qwen(ref_latents=[normal(1, 16, 1, 6, 8)] * 2, ref_latents_method="offset")),
+    Case(
+        "qwen layered",
+        "qwen layered",
+        lambda: qwen(
+            x=normal(2, 16, 3, 7, 10),
+            batch=2,
+            ref_latents=[normal(2, 16, 1, 7, 10, seed=1)],
+            additional_t_cond=torch.ones(2, dtype=torch.long),
+        ),
+        ("ref_latents", "additional_t_cond"),
+    ),
+    Case("qwen residuals", "qwen", lambda: qwen(control={"input": [normal(1, 30, 128, seed=1), None]}), ("control",)),
+    Case(
+        # No residual for the references behind the image.
+        "qwen edit residuals",
+        "qwen",
+        lambda: qwen(ref_latents=[normal(1, 16, 1, 6, 8)], control={"input": [None, normal(1, 30, 128, seed=1)]}),
+        ("control",),
+    ),
 ]
-SERVED: list[Served] = []
+MASK = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 1, 1]])
+SERVED = [
+    Served("qwen", "qwen", (16, 1, 9, 10), 9, 48),
+    Served("qwen mask", "qwen", (16, 1, 8, 6), 9, 48, {"attention_mask": MASK}),
+    Served("qwen edit", "qwen", (16, 1, 8, 10), 9, 48, {"reference_latents": [(1, 16, 1, 6, 8), (1, 16, 1, 5, 4)]}),
+]

@@ -39,6 +39,19 @@ MODELS = {
     "sd15": Model(CLASS, SD15, "SD15", init=fan_in),
     "sd2": Model(CLASS, dict(SD15, use_linear_in_transformer=True, num_heads=-1, num_head_channels=16), "SD20", init=fan_in),
     "sdxl": Model(CLASS, SDXL, "SDXL", init=fan_in),
+    "bench": Model(
+        CLASS,
+        dict(
+            SD15,
+            model_channels=64,
+            num_res_blocks=[2, 2],
+            transformer_depth=[1] * 4,
+            transformer_depth_output=[1] * 6,
+            context_dim=64,
+        ),
+        "SD15",
+        init=fan_in,
+    ),
     "svd": Model(CLASS, SVD, "SVD_img2vid", init=fan_in),
 }
 
@@ -77,5 +90,6 @@ CASES = [
 SERVED = [
     Served("sd15", "sd15", (4, 8, 12), 7, 32),
     Served("sd2", "sd2", (4, 8, 8), 7, 32),
-    Served("sdxl", "sdxl", (4, 8, 12), 7, 32, {"pooled_output": (16,)}),
+    Served("unet-bench", "bench", (4, 8, 8), 7, 64),  # larger, for benchmarks
+    Served("sdxl", "sdxl", (4, 8, 12), 7, 32, {"pooled_output": (1, 16)}),
 ]

@@ -1,0 +1,108 @@
+"""CFG 4: the batch axis against the sequence axis against one rank, through a real ComfyUI server, in one run.
+
+    make bench, or COMFYUI_PATH=... python benchmarks/batch.py [--ranks 2] [--steps 4] [--rounds 3]
+
+Both halves of CFG arrive as one call of two items. One rank is the stock graph; the others share out the items (batch axis), or
+the tokens of both (sequence axis, transformers only). Rounds alternate, and seconds per step are medians over all steps but the
+first of each run. One thread per rank, so that one rank has one core and N ranks have N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import torch
+from support import checkpoints
+from support.graphs import flux_prompt, sampling_prompt
+from support.server import ComfyServer
+
+
+def flux(**common: Any) -> dict[str, Any]:
+    """1024 image tokens and 256 of text, hidden 1024."""
+    return flux_prompt(ckpt="flux_bench", width=512, height=512, tokens=256, cfg=4.0, **common)
+
+
+def unet(**common: Any) -> dict[str, Any]:
+    """SD1.5's layout, 64 to 128 channels, a latent of 64 x 64."""
+    latent = {"batch": 1, "channels": 4, "frames": 0, "height": 64, "width": 64}
+    return sampling_prompt(ckpt="family-unet-bench", latent=latent, conditioning={"tokens": 77, "width": 64}, cfg=4.0, **common)
+
+
+MODELS = {"Flux-like": flux, "UNet-like": unet}
+WAYS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "batch axis": {"batch_degree": 0},
+    "sequence axis": {"batch_degree": 1},
+}
+
+
+def seconds_per_step(server: ComfyServer, prompt: dict[str, Any]) -> tuple[list[float], torch.Tensor]:
+    """Seconds of every step but the first, and the latent."""
+    result = server.run(prompt, timeout=600).check()
+    times = [
+        event.time
+        for event in server.events
+        if event.type == "progress" and event.data["prompt_id"] == result.prompt_id and event.data["value"] > 0
+    ]
+    return [after - before for before, after in itertools.pairwise(times)], server.latent(result)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="sampling steps, at least 2")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    options = parser.parse_args()
+    comfyui = os.environ.get("COMFYUI_PATH")
+    if not comfyui:
+        sys.exit("COMFYUI_PATH is not set: run `make bench`, or set it to ComfyUI's folder.")
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {options.ranks} ranks")
+    with tempfile.TemporaryDirectory(prefix="context-parallel-batch-") as folder:
+        models = Path(folder) / "models"
+        large = checkpoints.Checkpoint(architecture=checkpoints.Flux(hidden=1024, double_blocks=2, single_blocks=4))
+        checkpoints.write("flux_large", models, checkpoint=large, file_stem="flux_bench")
+        subprocess.run(
+            [sys.executable, "-m", "support.models", str(models / "diffusion_models"), "unet-bench"],
+            cwd=ROOT / "tests", env={**os.environ, "PYTHONPATH": comfyui}, check=True, capture_output=True,
+        )  # fmt: skip
+        arguments = ["--use-pytorch-cross-attention"]
+        with ComfyServer(Path(comfyui), models=models, args=arguments, env={"OMP_NUM_THREADS": "1"}) as server:
+            for name, make in MODELS.items():
+                measure(server, name, make, options)
+
+
+def measure(server: ComfyServer, name: str, make: Any, options: argparse.Namespace) -> None:
+    """Run all ways in turn, print one line each."""
+    ways = {way: cp for way, cp in WAYS.items() if way != "sequence axis" or make is not unet}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    latents: dict[str, torch.Tensor] = {}
+    for _ in range(1 if options.quick else options.rounds):
+        for way, cp in ways.items():
+            settings = None if way == "one rank" else {"world_size": options.ranks, **cp}
+            seconds, latents[way] = seconds_per_step(server, make(steps=options.steps, cp=settings))
+            times[way] += seconds
+            time.sleep(0.5)
+    print(f"\n{name}, CFG 4")
+    one = statistics.median(times["one rank"])
+    for way, seconds in times.items():
+        median = statistics.median(seconds)
+        difference = (latents[way] - latents["one rank"]).abs().max() / latents["one rank"].std()
+        print(f"  {way:14} {median:7.3f} s per step  {one / median:5.2f} x one rank  difference {difference:.0e} std")
+
+
+if __name__ == "__main__":
+    main()

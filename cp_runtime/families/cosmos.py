@@ -1,0 +1,43 @@
+"""Cosmos 1: text and image to video."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, GridInput, ModulePlan
+
+VIDEO = ("video",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frames(GridInput):
+    """The grid that all tokens come from. The tokens of one frame are a stream too, split as they are inside each frame."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        state.define("frame", math.prod(value.shape[self.dim + 1 : self.dim + 3]))
+        return super().__call__(state, value, where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeGrid:
+    """Something of the shape of the whole grid, for modules that make positions from a shape."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        return value[:, :1, :1, :1].expand(-1, *state.grids["video"], -1)
+
+
+# Between blocks the model itself adds positions to its tokens: both are split from the beginning.
+COSMOS = FamilyPlan(
+    family="Cosmos 1",
+    model_class="comfy.ldm.cosmos.model.GeneralDIT",
+    modules={
+        "x_embedder": ModulePlan(outputs={0: Frames(stream="video")}),
+        "pos_embedder": ModulePlan(
+            inputs={"x_B_T_H_W_C": WholeGrid()},
+            outputs={0: ContextParallelInput(split_dim=0, expected_dims=4, streams=VIDEO, side=True)},
+        ),
+        "extra_pos_embedder": ModulePlan(inputs={"x_B_T_H_W_C": WholeGrid()}, outputs={0: GridInput(stream="video", side=True)}),
+        "blocks.*.blocks.0": ModulePlan(attention=VIDEO),  # FA-CA-MLP: the second one attends to text
+    },
+    outputs={"final_layer": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="frame")},
+)

@@ -1,0 +1,64 @@
+"""HiDream-O1: text and reference images to image, in pixels."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..plan import CallState, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..sharding import Split
+
+# The first tokens attend to each other causally, in an attention of their own, and their keys and values are kept for further
+# steps, whose tokens are without them: whole on every rank. "prefix" is what a block is called with of them: all or none.
+KEYS = ("kept", "generated")
+TOKENS = ("prefix", "generated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptKeys:
+    """Keys and values of the first tokens from an earlier step: (keys, values, number), or () or None."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        kept, everywhere = max(0, int(state.arguments["ar_len"])), Split(replicated=True)
+        state.define("kept", kept, everywhere)
+        state.define("prefix", 0 if value else kept, everywhere)
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """A tensor of all tokens that a block is called with.
+
+    Args:
+        dim: counts them.
+        side: the same tensor comes with every block.
+    """
+
+    dim: int
+    side: bool = False
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self(state, item, where) for item in value)
+        state.define("generated", value.shape[self.dim] - state.lengths["prefix"])
+        layout = state.layout(TOKENS)
+        if value.shape[self.dim] != layout.total:
+            return value
+        return state.once(self, value, lambda: self._local(state, value)) if self.side else self._local(state, value)
+
+    def _local(self, state: CallState, value: Tensor) -> Tensor:
+        return state.layout(TOKENS).take_local(value, state.rank, self.dim)
+
+
+HIDREAM_O1 = FamilyPlan(
+    family="HiDream-O1",
+    model_class="comfy.ldm.hidream_o1.model.HiDreamO1Transformer",
+    modules={
+        "language_model.layers.*": ModulePlan(
+            inputs={"past_key_value": KeptKeys(), "x": Tokens(dim=1), "freqs_cis": Tokens(dim=2, side=True)},
+            attention=("generated",),
+            keys=KEYS,
+        ),
+    },
+    outputs={"language_model.norm": ContextParallelOutput(gather_dim=1, expected_dims=3, stream=TOKENS)},
+)

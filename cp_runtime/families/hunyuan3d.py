@@ -1,0 +1,27 @@
+"""Hunyuan3D 2 and 2.1."""
+
+from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from .flux import DOUBLE_BLOCK, SINGLE_BLOCK
+
+SHAPE = ("shape",)
+
+HUNYUAN_3D_2 = FamilyPlan(
+    family="Hunyuan3D 2",
+    model_class="comfy.ldm.hunyuan3d.model.Hunyuan3Dv2",
+    modules={"double_blocks.*": DOUBLE_BLOCK, "single_blocks.*": SINGLE_BLOCK},
+    outputs={"final_layer": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")},
+)
+HUNYUAN_3D_21 = FamilyPlan(
+    family="Hunyuan3D 2.1",
+    model_class="comfy.ldm.hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain",
+    modules={
+        "blocks.*": ModulePlan(
+            inputs={"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=SHAPE)},
+            attention=SHAPE,
+            local=("attn2",),
+        ),
+    },
+    # Behind it the final layer drops the first token, which carries the timestep.
+    outputs={"final_layer.norm_final": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="shape")},
+    attention_names=("comfy.ldm.hunyuan3dv2_1.hunyuandit.optimized_attention",),
+)

@@ -1,0 +1,61 @@
+"""HunyuanVideo, HunyuanVideo 1.5 and HunyuanImage 2.1."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..sharding import clip_range
+
+# A reference latent stands before the image tokens and is cut off by its whole length: every rank keeps all of it.
+IMAGE, JOINT = ("ref", "img"), ("txt", "ref", "img")
+PE = ContextParallelInput(split_dim=2, expected_dims=6, streams=JOINT, side=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """An output that defines a stream and stays whole. The first one counts."""
+
+    stream: str
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        state.define(self.stream, value.shape[1])
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointRanges:
+    """A list of (start, stop or None, ...) over streams in joint order: each becomes its parts inside the local ranges."""
+
+    streams: tuple[str, ...]
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        local, offset, held = [], 0, 0
+        for layout in (state.layout((name,)) for name in self.streams if value is not None):
+            for start, stop, *rest in value:
+                end = layout.total if stop is None else stop - offset
+                low, high = clip_range(max(start - offset, 0), end, layout.window(state.rank))
+                local += [(held + low, held + high, *rest)] if high > low else []
+            offset, held = offset + layout.total, held + layout.local_lengths[state.rank]
+        return value if value is None else local
+
+
+HUNYUAN_VIDEO = FamilyPlan(
+    family="HunyuanVideo",
+    model_class="comfy.ldm.hunyuan_video.model.HunyuanVideo",
+    modules={
+        "img_in": ModulePlan(outputs={0: Counted(stream="img")}),
+        "double_blocks.*": ModulePlan(
+            inputs={
+                "txt": ContextParallelInput(split_dim=1, expected_dims=3, streams=("txt",)),
+                "img": ContextParallelInput(split_dim=1, expected_dims=3, streams=IMAGE, replicated=True),
+                "pe": PE,
+                "modulation_dims_img": JointRanges(streams=IMAGE),
+            },
+            attention=JOINT,
+        ),
+        "single_blocks.*": ModulePlan(inputs={"pe": PE, "modulation_dims": JointRanges(streams=JOINT)}, attention=JOINT),
+        "final_layer": ModulePlan(inputs={"modulation_dims": JointRanges(streams=("img",))}),
+    },
+    outputs={"final_layer": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")},
+    control={"input": IMAGE, "output": IMAGE},
+)

@@ -1,0 +1,71 @@
+"""LTX-2: video with sound."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PlanError
+from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, Transform
+from .ltxv import VIDEO, GuidedVideo, GuideMask
+
+AUDIO = ("audio",)
+VIDEO_TOKENS = GuidedVideo(per_frame=True)
+AUDIO_TOKENS = ContextParallelInput(split_dim=1, expected_dims=3, streams=AUDIO)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoAndAudio:
+    """The tokens of both, as a pair."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        return VIDEO_TOKENS(state, value[0], where), AUDIO_TOKENS(state, value[1], where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameTimestep:
+    """ComfyUI's CompressedTimestep of the video: one row per frame and the tokens of a frame, or one row per token, or one."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        return value if value is None else state.once(self, value, lambda: self._local(state, value, where))
+
+    def _local(self, state: CallState, value: Any, where: str) -> Any:
+        local, layout = copy.copy(value), state.layout(VIDEO)
+        held = layout.local_lengths[state.rank]
+        if value.patches_per_frame > 1:
+            local.patches_per_frame, rest = divmod(held, value.num_frames)
+            if rest or value.num_frames * value.patches_per_frame != layout.total:
+                raise PlanError(f"{where}: {value.num_frames} frames are not {layout.total} tokens, {held} of them on this rank")
+        elif value.num_frames == layout.total:
+            local.data, local.num_frames = layout.take_local(value.data, state.rank, 1), held
+        return local
+
+
+def _side(streams: tuple[str, ...], dims: int, *names: str) -> Mapping[str, Transform]:
+    return dict.fromkeys(names, ContextParallelInput(split_dim=1, expected_dims=dims, streams=streams, side=True))
+
+
+LTX2 = FamilyPlan(
+    family="LTX-2",
+    model_class="comfy.ldm.lightricks.av_model.LTXAVModel",
+    modules={
+        "transformer_blocks.*": ModulePlan(
+            inputs={
+                "self_attention_mask": GuideMask(video=VIDEO_TOKENS),
+                "x": VideoAndAudio(),
+                **dict.fromkeys(("v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep"), FrameTimestep()),
+                **_side(AUDIO, 3, "a_timestep", "a_cross_scale_shift_timestep", "a_cross_gate_timestep"),
+                **_side(VIDEO, 6, "v_pe", "v_cross_pe"),
+                **_side(AUDIO, 6, "a_pe", "a_cross_pe"),
+            },
+        ),
+        "transformer_blocks.*.attn1": ModulePlan(attention=VIDEO),
+        "transformer_blocks.*.audio_attn1": ModulePlan(attention=AUDIO),
+        "transformer_blocks.*.audio_to_video_attn": ModulePlan(attention=VIDEO, keys=AUDIO),
+        "transformer_blocks.*.video_to_audio_attn": ModulePlan(attention=AUDIO, keys=VIDEO),
+    },
+    outputs={
+        "transformer_blocks.-1": [None, ContextParallelOutput(gather_dim=1, expected_dims=3, stream="audio")],
+        "norm_out": ContextParallelOutput(gather_dim=1, expected_dims=3, stream=VIDEO),
+    },
+)

@@ -1,0 +1,56 @@
+"""Lumina 2, NewBie, Z-Image with omni references, and the pixel-space Z-Image."""
+
+from dataclasses import replace
+
+from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, TokenRanges
+
+
+def is_patched(state: CallState) -> bool:
+    """Whether patches of other nodes run between the layers."""
+    options = state.arguments.get("transformer_options") or {}
+    return bool(options.get("patches", {}).get("double_block"))
+
+
+def _blocks(stream: str) -> ModulePlan:
+    return ModulePlan(
+        inputs={
+            "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=(stream,)),
+            "freqs_cis": ContextParallelInput(split_dim=1, expected_dims=6, streams=(stream,), side=True),
+            "timestep_zero_index": TokenRanges(stream=stream),
+        },
+        attention=(stream,),
+    )
+
+
+LUMINA = FamilyPlan(
+    family="Lumina 2",
+    model_class="comfy.ldm.lumina.model.NextDiT",
+    modules={
+        "noise_refiner.*": _blocks("img"),
+        "layers.*": _blocks("all"),
+        "final_layer": ModulePlan(
+            inputs={
+                "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=("all",)),
+                "timestep_zero_index": TokenRanges(stream="all"),
+            },
+        ),
+    },
+    outputs={
+        # What a refiner returns is appended to the text, and to what patches see.
+        "noise_refiner.*": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img"),
+        # Between the layers patches of other nodes cut the image tokens off by their absolute position.
+        "layers.*": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="all", when=is_patched),
+        "final_layer": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="all"),
+    },
+)
+PIXEL = replace(
+    LUMINA,
+    family="Z-Image pixel space",
+    model_class="comfy.ldm.lumina.model.NextDiTPixelSpace",
+    modules={path: plan for path, plan in LUMINA.modules.items() if path != "final_layer"},
+    # The decoder takes the image tokens by their absolute position.
+    outputs={
+        "noise_refiner.*": LUMINA.outputs["noise_refiner.*"],
+        "layers.-1": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="all"),
+    },
+)

@@ -1,0 +1,54 @@
+"""MiniMax H3: text, key frames and references to video with sound."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+
+JOINT = ("given", "audio", "video")
+TOKENS = ContextParallelInput(split_dim=0, expected_dims=2, streams=JOINT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """All tokens, `[tokens, D]`: text and references, then the audio and the video that are denoised."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        video, audio = state.arguments["x"]
+        state.define("video", video.shape[2] * -(-video.shape[3] // 2) * -(-video.shape[4] // 2))
+        state.define("audio", audio.shape[2] * audio.shape[3])
+        return TOKENS(state, value, where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointRanges:
+    """(start, stop, ...) over all tokens, one or a list: each becomes its parts among this rank's tokens."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if isinstance(value, tuple):
+            (local,) = self(state, [value], where)  # of a single stream
+            return local
+        local, at = [], 0
+        for begin, end in (segment for held in state.layout(JOINT).held[state.rank] for segment in held):
+            parts = ((max(begin, start), min(end, stop), rest) for start, stop, *rest in value)
+            local += [(low - begin + at, high - begin + at, *rest) for low, high, rest in parts if high > low]
+            at += end - begin
+        return local
+
+
+MINIMAX = FamilyPlan(
+    family="MiniMax H3",
+    model_class="comfy.ldm.minimax.model.MiniMaxH3Model",
+    modules={
+        "blocks.*": ModulePlan(
+            inputs={
+                "x": Packed(),
+                "mod_segments": JointRanges(),
+                "rope_freqs": ContextParallelInput(split_dim=1, expected_dims=6, streams=JOINT, side=True),
+            },
+            attention=JOINT,
+        ),
+        "final_layer": ModulePlan(inputs={"video_seg": JointRanges(), "audio_seg": JointRanges()}),
+    },
+    outputs={"final_layer": [ContextParallelOutput(gather_dim=0, expected_dims=2, stream=name) for name in ("video", "audio")]},
+)

@@ -1,0 +1,39 @@
+"""Mochi 1: text to video."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..sharding import Split
+
+JOINT = ("img", "txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCrop:
+    """How many text tokens take part in attention: the first ones of all that a block is called with."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        state.define("txt", min(int(value), state.lengths["all txt"]), Split(replicated=True))
+        return value
+
+
+ROPE = ContextParallelInput(split_dim=0, expected_dims=3, streams=("img",), side=True)
+
+MOCHI = FamilyPlan(
+    family="Mochi",
+    model_class="comfy.ldm.genmo.joint_model.asymm_models_joint.AsymmDiTJoint",
+    modules={
+        "blocks.*": ModulePlan(
+            inputs={
+                "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=("img",)),
+                "y": ContextParallelInput(split_dim=1, expected_dims=3, streams=("all txt",), replicated=True),
+            },
+        ),
+        "blocks.*.attn": ModulePlan(
+            inputs={"crop_y": TextCrop(), "rope_rotation.rope_cos": ROPE, "rope_rotation.rope_sin": ROPE},
+            attention=JOINT,
+        ),
+    },
+    outputs={"final_layer": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")},
+)

@@ -1,0 +1,23 @@
+"""Stable Diffusion 3 and 3.5."""
+
+from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+
+JOINT, IMAGE = ("txt", "img"), ("img",)
+
+SD3 = FamilyPlan(
+    family="SD3",
+    model_class="comfy.ldm.modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper",
+    modules={
+        "joint_blocks.*": ModulePlan(
+            inputs={
+                "args[0]": ContextParallelInput(split_dim=1, expected_dims=3, streams=("txt",)),
+                "args[1]": ContextParallelInput(split_dim=1, expected_dims=3, streams=IMAGE),
+            },
+        ),
+    },
+    outputs={"final_layer": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")},
+    # SD3.5 medium attends twice in a block: over both streams, and over the image alone. Every rank has a text token, so the
+    # number of queries tells which.
+    attention=((JOINT, JOINT), (IMAGE, IMAGE)),
+    control={"output": "img"},
+)

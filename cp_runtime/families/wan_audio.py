@@ -1,0 +1,115 @@
+"""Wan models that attend to sound, faces or music frame by frame: S2V, HuMo, Animate, WanDancer. Split inside each frame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..sharding import Split
+from .wan import FREQS, HEAD, VIDEO, WAN, Repeated
+
+# S2V: the video, then reference frames and what is left of motion frames.
+TOKENS = ("video", "references")
+
+
+def latent_frames(state: CallState) -> int:
+    """Frames of the latent and of what is appended to it."""
+    appended = state.arguments.get("time_dim_concat")
+    return int(state.arguments["x"].shape[2]) + (0 if appended is None else int(appended.shape[2]))
+
+
+def sound_frames(state: CallState) -> int:
+    """HuMo: frames that have 16 tokens of sound each, reference frames included."""
+    sound, reference = state.arguments.get("audio_embed"), state.arguments.get("reference_latent")
+    return 1 if sound is None else sound.shape[1] + (0 if reference is None else reference.shape[2])
+
+
+def music_frames(state: CallState) -> int:
+    """WanDancer: eight pieces of a frame hear one token of music each."""
+    return 1 if state.arguments.get("audio_embed") is None else 8 * latent_frames(state)
+
+
+@dataclass(frozen=True)
+class VideoThenReferences(ContextParallelInput):
+    """S2V's tokens. The number of references follows from the length."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if "video" not in state.lengths:
+            self._define(state, value.shape[1])
+        return super().__call__(state, value, where)
+
+    def _define(self, state: CallState, total: int) -> None:
+        x, sound, frames = state.arguments["x"], state.arguments.get("audio_embed"), latent_frames(state)
+        video = frames * -(-x.shape[3] // 2) * -(-x.shape[4] // 2)
+        if sound is not None:  # as many frames as the sound has: two convolutions halve it
+            frames = -(-min(sound.shape[3], 4 * frames) // 4)
+        # With motion frames, which are small, half a frame is the run of tokens with one modulation.
+        if state.arguments.get("reference_motion") is not None and video % (2 * frames) == 0:
+            frames *= 2
+        references, size = total - video, max(1, video // frames)
+        state.define("video", video, Split(frames))
+        state.define("references", references, Split(references // size if references and references % size == 0 else 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalLength:
+    """The length of a stream: becomes what this rank has of it."""
+
+    stream: str
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        return state.layout((self.stream,)).local_lengths[state.rank]
+
+
+S2V = FamilyPlan(
+    family="Wan S2V",
+    model_class="comfy.ldm.wan.model.WanModel_S2V",
+    modules={
+        "blocks.*": ModulePlan(
+            inputs={
+                "x": VideoThenReferences(split_dim=1, expected_dims=3, streams=TOKENS),
+                "freqs": replace(FREQS, streams=TOKENS),
+                "e": Repeated(streams=TOKENS, ndim=4),
+            },
+            attention=TOKENS,
+            local=("cross_attn",),
+        ),
+        "audio_injector": ModulePlan(inputs={"seq_len": LocalLength(stream="video")}),
+        "head": ModulePlan(inputs={"e": Repeated(streams=TOKENS, ndim=3)}),
+    },
+    outputs={"head": ContextParallelOutput(gather_dim=1, expected_dims=3, stream=TOKENS)},
+)
+
+
+def _block(frames: Any, *local: str) -> ModulePlan:
+    x = ContextParallelInput(split_dim=1, expected_dims=3, streams=VIDEO, frames=frames)
+    return ModulePlan(
+        inputs={"x": x, "freqs": FREQS, "e": Repeated(streams=VIDEO, ndim=4)}, attention=VIDEO, local=("cross_attn", *local)
+    )
+
+
+HUMO = replace(
+    WAN,
+    family="HuMo",
+    model_class="comfy.ldm.wan.model.HumoWanModel",
+    modules={"blocks.*": _block(sound_frames, "audio_cross_attn_wrapper"), "head": HEAD},
+)
+ANIMATE = replace(
+    WAN,
+    family="Wan Animate",
+    model_class="comfy.ldm.wan.model_animate.AnimateWanModel",
+    modules={"blocks.*": _block(latent_frames), "head": HEAD},
+)
+DANCER = replace(
+    WAN,
+    family="WanDancer",
+    model_class="comfy.ldm.wan.model_wandancer.WanDancerModel",
+    modules={
+        "blocks.*": _block(music_frames),
+        "music_injector": ModulePlan(inputs={"seq_len": LocalLength(stream="video")}),
+        "head": HEAD,
+        "head_global": HEAD,
+    },
+    outputs={**WAN.outputs, "head_global": WAN.outputs["head"]},
+)

@@ -1,0 +1,99 @@
+"""Real server, real queue: CFG halves, batch items and areas on groups of ranks give the latent of one process.
+
+Tolerance: 2e-4 of the standard deviation of the stock latent, float32 (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support import families
+from support.graphs import family_prompt
+
+TOLERANCE = 2e-4
+SERVED = families.served()
+UNETS = ("sd15", "sdxl")
+TRANSFORMERS = ("flux", "wan_t2v", "qwen", "z-image", "sd3", "hunyuan_video")
+
+# CP Config -> degrees that a call of two items must have run on, for transformers and for UNets.
+SETTINGS = {
+    "2 ranks": ({"world_size": 2}, {"batch": 2, "sequence": 1}, {"batch": 2}),
+    "2 ranks sequence": ({"world_size": 2, "batch_degree": 1}, {"batch": 1, "sequence": 2}, {"batch": 1}),
+    "4 ranks": ({"world_size": 4}, {"batch": 2, "sequence": 2}, {"batch": 4}),
+    "4 ranks batch 2": ({"world_size": 4, "batch_degree": 2}, {"batch": 2, "sequence": 2}, {"batch": 2}),
+    "4 ranks batch 4": ({"world_size": 4, "batch_degree": 4}, {"batch": 2, "sequence": 2}, {"batch": 4}),
+}
+GRAPHS = {
+    "cfg 7": {"cfg": 7.0, "batch": 1},
+    "batch 3 without cfg": {"cfg": 1.0, "batch": 3},
+    "one item": {"cfg": 1.0, "batch": 1},
+    "cfg 7 batch 3": {"cfg": 7.0, "batch": 3},
+}
+_stock: dict[tuple[str, str], object] = {}
+
+
+def stock(served, graph, server):
+    if (served, graph) not in _stock:
+        _stock[served, graph] = server.latent(server.run(family_prompt(SERVED[served][1], **GRAPHS[graph]), timeout=120).check())
+    return _stock[served, graph]
+
+
+def run(served, graph, cp, server):
+    """Sample with and without; compare; return the report."""
+    expected = stock(served, graph, server)
+    result = server.run(family_prompt(SERVED[served][1], node="CPSampler", cp=cp, **GRAPHS[graph]), timeout=120).check()
+    out = server.latent(result)
+    assert expected.std() > 1e-2
+    assert out.shape == expected.shape
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    return json.loads(result.outputs["report"]["text"][0])
+
+
+@pytest.mark.parametrize("served", [*UNETS, *TRANSFORMERS])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_cfg_equals_one_process(setting, served, server, family_checkpoints):
+    cp, transformer, unet = SETTINGS[setting]
+    report = run(served, "cfg 7", cp, server)
+    degrees = {**report["degrees"], "sequence": report["degrees"]["ring"] * report["degrees"]["ulysses"]}
+    expected = unet if served in UNETS else transformer
+    assert {name: degrees[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("served", "graph", "cp", "batch"),
+    [
+        # Three items on two ranks: the sequence is shared instead, or a UNet's ranks compute two and one.
+        ("flux", "batch 3 without cfg", {"world_size": 2}, 1),
+        ("sdxl", "batch 3 without cfg", {"world_size": 2}, 2),
+        ("flux", "batch 3 without cfg", {"world_size": 3}, 3),
+        ("sd15", "one item", {"world_size": 2}, 2),
+        ("flux", "one item", {"world_size": 4, "batch_degree": 2, "ulysses_degree": 2}, 1),
+        ("wan_t2v", "cfg 7 batch 3", {"world_size": 4}, 2),
+        ("sd15", "cfg 7 batch 3", {"world_size": 4}, 4),
+    ],
+)
+def test_what_does_not_divide(served, graph, cp, batch, server, family_checkpoints):
+    assert run(served, graph, cp, server)["degrees"]["batch"] == batch
+
+
+@pytest.mark.parametrize("served", ["sdxl", "flux"])
+def test_areas_share_the_batch(served, server, family_checkpoints):
+    """Two areas of the same size in one call, the negative condition of the whole picture in another."""
+
+    def prompt(**common):
+        made = family_prompt(SERVED[served][1], cfg=7.0, **common)
+        whole = made["sampler"]["inputs"]["positive"]
+        for name, x in (("left", 0.0), ("right", 0.5)):
+            inputs = {"conditioning": whole, "width": 0.5, "height": 1.0, "x": x, "y": 0.0, "strength": 1.0}
+            made[name] = {"class_type": "ConditioningSetAreaPercentage", "inputs": inputs}
+        both = {"conditioning_1": ["left", 0], "conditioning_2": ["right", 0]}
+        made["both"] = {"class_type": "ConditioningCombine", "inputs": both}
+        made["sampler"]["inputs"]["positive"] = ["both", 0]
+        return made
+
+    expected = server.latent(server.run(prompt(), timeout=120).check())
+    for world in (2, 3):
+        out = server.latent(server.run(prompt(cp={"world_size": world}), timeout=120).check())
+        assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert (expected - stock(served, "cfg 7", server)).abs().max() > 1e-2 * expected.std()

@@ -1,0 +1,106 @@
+"""A text encoder and VAEs of ComfyUI's own classes, small and random, for nodes that encode by themselves."""
+
+from __future__ import annotations
+
+import comfy.sd
+import comfy.sd1_clip
+import comfy.taesd.taehv
+import comfy.taesd.taesd
+from comfy.clip_vision import Output
+from comfy.supported_models_base import ClipTarget
+
+from .conditioning import CLIP_VISION_TOKENS, CLIP_VISION_WIDTH, Random
+
+TEXT_CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2, "projection_dim": 64}
+"""64 wide, as the tiny checkpoints have their text."""
+
+
+class TestClip:
+    """A CLIP with the tokenizer of Stable Diffusion and two random layers: 77 tokens, 64 wide."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"seed": ("INT", {"default": 0})}}
+
+    RETURN_TYPES = ("CLIP",)
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    def make(self, seed):
+        target = ClipTarget(comfy.sd1_clip.SD1Tokenizer, comfy.sd1_clip.SD1ClipModel)
+        clip = comfy.sd.CLIP(target, model_options={"clip_l_model_config": TEXT_CONFIG})
+        return (_randomised(clip, clip.cond_stage_model, seed),)
+
+
+class TestVae:
+    """A tiny autoencoder: of images with `video` off, else of videos, as Wan 2.1 (16 channels) and 2.2 (48) have them."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "seed": ("INT", {"default": 0}),
+                "channels": ("INT", {"default": 16, "min": 1, "max": 128}),
+                "video": ("BOOLEAN", {"default": False}),
+            }
+        }
+
+    RETURN_TYPES = ("VAE",)
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    def make(self, seed, channels, video):
+        kind = comfy.taesd.taehv.TAEHV if video else comfy.taesd.taesd.TAESD
+        vae = comfy.sd.VAE(sd=kind(latent_channels=channels).state_dict())
+        return (_randomised(vae, vae.first_stage_model, seed),)
+
+
+class TestClipVision:
+    """What a CLIP vision model would have given for an image, at random."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"seed": ("INT", {"default": 0})}}
+
+    RETURN_TYPES = ("CLIP_VISION_OUTPUT",)
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    def make(self, seed):
+        output = Output()
+        output.penultimate_hidden_states = Random(seed)(1, CLIP_VISION_TOKENS, CLIP_VISION_WIDTH)
+        return (output,)
+
+
+class TestImage:
+    """Random images, one or the frames of a video."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        size = {"default": 64, "min": 8, "max": 4096}
+        return {
+            "required": {
+                "seed": ("INT", {"default": 0}),
+                "width": ("INT", size),
+                "height": ("INT", size),
+                "frames": ("INT", {"default": 1, "min": 1, "max": 1024}),
+            }
+        }
+
+    RETURN_TYPES = ("IMAGE", "MASK")
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    def make(self, seed, width, height, frames):
+        random = Random(seed)
+        return random(frames, height, width, 3).sigmoid(), (random(frames, height, width) > 0).float()
+
+
+def _randomised(wrapper, model, seed):
+    """Give the parameters of `model` values of the usual size, the same for the same seed."""
+    random = Random(seed)
+    for parameter in model.parameters():
+        fan_in = parameter[0].numel() if parameter.ndim > 1 else 1
+        values = random(*parameter.shape) / fan_in**0.5
+        parameter.data.copy_(values if parameter.ndim > 1 else 0.1 * values)
+    return wrapper

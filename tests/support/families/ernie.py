@@ -1,0 +1,37 @@
+"""ERNIE-Image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import Case, Model, Served, normal
+
+ERNIE = dict(
+    hidden_size=128, num_attention_heads=2, num_layers=2, ffn_hidden_size=192, in_channels=128, out_channels=128, patch_size=1,
+    text_in_dim=48, rope_axes_dim=(16, 24, 24),
+)  # fmt: skip
+PATCHES = dict(ERNIE, hidden_size=192, num_attention_heads=3, patch_size=2, text_in_dim=192)
+MODELS = {
+    "ernie": Model("comfy.ldm.ernie.model.ErnieImageModel", ERNIE, "ErnieImage", {"image_model": "ernie"}),
+    "ernie patches": Model("comfy.ldm.ernie.model.ErnieImageModel", PATCHES, "ErnieImage", {"image_model": "ernie"}),
+}
+
+
+def ernie(batch: int = 1, height: int = 6, width: int = 6, text: int = 7, width_of_text: int = 48, **extra: Any) -> dict[str, Any]:
+    call = dict(
+        x=normal(batch, 128, height, width), timesteps=torch.linspace(300.0, 900.0, batch),
+        context=normal(batch, text, width_of_text),
+    )  # fmt: skip
+    return {**call, **extra}
+
+
+CASES = [
+    Case("ernie", "ernie", ernie),
+    Case("ernie batch 2 odd size", "ernie", lambda: ernie(batch=2, height=7, width=5, text=4)),
+    Case("ernie one text token", "ernie", lambda: ernie(text=1)),
+    Case("ernie patches", "ernie patches", lambda: ernie(1, 12, 10, 6, 192)),
+    Case("ernie scaled positions", "ernie", ernie, options={"rope_options": {"scale_x": 0.7, "scale_y": 1.3, "shift_t": 1.0}}),
+]
+SERVED = [Served("ernie", "ernie", (128, 6, 5), 7, 48)]

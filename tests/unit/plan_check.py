@@ -1,0 +1,61 @@
+"""Checks every plan against a tiny model of its class, and a plan against models that were changed; prints a JSON object."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path[:0] = [os.environ["COMFYUI_PATH"], str(Path(__file__).resolve().parents[1])]
+
+import comfy.cli_args  # noqa: E402
+
+comfy.cli_args.args.cpu = True
+import torch  # noqa: E402
+from support import families  # noqa: E402
+from support.models import build  # noqa: E402
+from support.package import load_package  # noqa: E402
+
+load_package()
+from cp_runtime.errors import PlanError, UnsupportedError  # noqa: E402
+from cp_runtime.families import plan_for  # noqa: E402
+
+
+def error_of(model):
+    try:
+        plan_for(model)
+    except (PlanError, UnsupportedError) as error:
+        return str(error)
+    return None
+
+
+def without(name):
+    """Error of a Wan model in which a module has another name."""
+    model = build(families.load("wan").MODELS["wan t2v"])
+    setattr(model, f"{name}_renamed", getattr(model, name))
+    delattr(model, name)
+    return error_of(model)
+
+
+errors = {}
+for family in families.NAMES:
+    for name, spec in families.load(family).MODELS.items():
+        errors[f"{family}/{name}"] = error_of(build(spec))
+errors["renamed blocks"] = without("blocks")
+errors["renamed output"] = without("head")
+
+
+class Block(torch.nn.Module):
+    """A block whose rotary embedding has another name."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.cross_attn = block.cross_attn
+
+    def forward(self, x, e, rotary, context, **kwargs):
+        return x
+
+
+model = build(families.load("wan").MODELS["wan t2v"])
+model.blocks = torch.nn.ModuleList(Block(block) for block in model.blocks)
+errors["renamed argument"] = error_of(model)
+sys.stdout.write(f"\n{json.dumps(errors)}\n")

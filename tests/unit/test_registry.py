@@ -1,0 +1,56 @@
+"""The registry of families: every plan fits ComfyUI's class, every plan is tested, and docs/families.md says so."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import families
+from support.package import load_package
+
+load_package()
+from cp_runtime.families import PLANS, REFUSED  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).with_name("plan_check.py")
+
+
+@pytest.fixture(scope="module")
+def checked():
+    """Errors of every plan against a tiny model of its class, by family module and model."""
+    env = {**os.environ, "PYTHONPATH": os.environ["COMFYUI_PATH"]}
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+MODELS = [(family, model) for family in families.NAMES for model in families.load(family).MODELS]
+
+
+@pytest.mark.parametrize(("family", "model"), MODELS)
+def test_modules_and_arguments_of_the_plan_exist(family, model, checked):
+    error = checked[f"{family}/{model}"]
+    assert error is None, f"{error}\nComfyUI changed: update the table in cp_runtime/families, then run its cases in tests/gloo."
+
+
+def test_a_renamed_argument_is_noticed(checked):
+    assert "has no argument 'freqs'" in checked["renamed argument"]
+    assert "no module 'blocks.*'" in checked["renamed blocks"]
+    assert "no module 'head'" in checked["renamed output"]
+
+
+def test_every_plan_has_cases():
+    tested = {families.load(name).MODELS[case.model].cls for name in families.NAMES for case in families.load(name).CASES}
+    assert sorted(PLANS.keys() - tested) == []
+
+
+def test_refused_classes_have_no_plan():
+    assert not PLANS.keys() & REFUSED.keys()
+
+
+def test_the_document_is_current():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / ".ci" / "registry.py"), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
