@@ -30,8 +30,8 @@ class, over ComfyUI's own forward, checked against ComfyUI {versions}. A class t
 device (`on_unsupported`).
 
 *Streams* are the token sequences that are split over ranks; a family without any shares the batch axis only: CFG halves, batch
-items, areas. Every family has the batch axis. *Residuals* are those of ControlNets that the family's forward adds. *Cases* are calls
-of the forward that `tests/gloo/test_families.py` compares with the stock forward in one process, at 2 ranks (Ulysses), 3
+items, areas. Every family has the batch axis. *Residuals* are those of ControlNets that the family's forward adds. *Cases* are
+calls of the forward that `tests/gloo/test_families.py` compares with the stock forward in one process, at 2 ranks (Ulysses), 3
 ranks (ring) and, where the batch divides, 2 x 2 (batch x Ulysses); {total} in all. `tests/server/test_families.py` samples
 {served} graphs of them on a real server at 2 and 3 ranks, with and without CFG.
 

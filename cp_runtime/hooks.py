@@ -210,7 +210,7 @@ class AppliedPlan:
                 self._state.begin()
             values, named = list(args), dict(kwargs)
             for argument, transform in plan.inputs.items():
-                parameter, _, keyword = argument.partition(".")
+                parameter, keyword = argument.partition(".")[::2]
                 where, position = f"{name}({argument})", positions[parameter]
                 if (keyword or parameter) in named:
                     named[keyword or parameter] = transform(self._state, named[keyword or parameter], where)
@@ -273,8 +273,10 @@ class AppliedPlan:
         def hook(_: nn.Module, __: Any, value: Any) -> Any:
             if self._state is None:
                 return None
-            due = ((i, o) for i, o in enumerate(each) if o and (o.when is None or o.when(self._state)))
+            due = [(i, o) for i, o in enumerate(each) if o and (o.when is None or o.when(self._state))]
             changes = {i: partial(self._gathered, name, output) for i, output in due}
+            for _i, output in due:
+                self.state.gathered.update([output.stream] if isinstance(output.stream, str) else output.stream or ())
             return _map_outputs(value, changes, name)
 
         return hook
@@ -303,8 +305,7 @@ class AppliedPlan:
         if owned is not None:
             value = value.index_select(dim, owned.to(value.device))
         (whole,) = self.mesh.whole.all_gather([value], layout.owned_lengths, dim)
-        whole = layout.to_joint(whole, dim)
-        self.state.gathered.update(streams)
+        whole = layout.to_joint(whole, dim).contiguous()  # models may go on with a view
         return whole if grid is None else whole.unflatten(dim, grid)
 
 

@@ -134,7 +134,7 @@ class JointLayout:
         share_at = held_at = 0
         for index, (owned, held) in enumerate(zip(self.owned[rank], self.held[rank], strict=True)):
             share, whole = _count([owned]), _count([held])
-            if self.splits and self.splits[index].replicated:
+            if whole and self.splits and self.splits[index].replicated:
                 shares = tuple(_count([streams[index]]) for streams in self.owned)
                 yield slice(share_at, share_at + share), slice(held_at, held_at + whole), shares
             share_at, held_at = share_at + share, held_at + whole

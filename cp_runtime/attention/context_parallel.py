@@ -149,10 +149,10 @@ def context_parallel_attention(
     del q, k, v  # not needed while the result goes back
     back = q_chunks.member_lengths(chunk)
     out_BLHD = exchange.to_tokens(out_BHCD, back, H // K) if U > 1 else out_BHCD.transpose(1, 2)
-    if q_owned is None:
-        return out_BLHD
-    held = out_BLHD.new_zeros((out_BLHD.shape[0], q_layout.local_lengths[mesh.rank], *out_BLHD.shape[2:]))
-    held.index_copy_(1, q_owned.to(held.device), out_BLHD)
+    held = out_BLHD
+    if q_owned is not None:
+        held = out_BLHD.new_zeros((out_BLHD.shape[0], q_layout.local_lengths[mesh.rank], *out_BLHD.shape[2:]))
+        held.index_copy_(1, q_owned.to(held.device), out_BLHD)
     for share, place, shares in q_layout.replicated(mesh.rank):
         held[:, place] = mesh.whole.all_gather([out_BLHD[:, share]], shares, 1)[0]
     return held

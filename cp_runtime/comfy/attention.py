@@ -52,7 +52,7 @@ def attention_override(applied: AppliedPlan) -> Callable[..., Tensor]:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         else:
             head_dim = q.shape[-1] // heads
-            q, k, v = (t.unflatten(-1, (-1, head_dim)) for t in (q, k, v))
+            q, k, v = (t.reshape(*t.shape[:2], -1, head_dim) for t in (q, k, v))  # SD3 leaves v `[B, L, heads, D]`
         if mask is not None and mask.ndim == 3:  # ComfyUI: [batch, rows, keys]
             mask = applied.state.once("heads", mask, partial(mask.unsqueeze, 1))
         backend = getattr(func, "__name__", "")

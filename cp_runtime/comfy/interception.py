@@ -75,6 +75,8 @@ class WorkerForward:
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 bound.update(bound.pop(name, {}))
+            elif bound.get(name) is parameter.default and not isinstance(parameter.default, _SENDABLE):
+                del bound[name]  # an object, which the workers' own default is as well
         return bound
 
 

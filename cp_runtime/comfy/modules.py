@@ -51,7 +51,7 @@ def decode_module(encoded: dict[str, Any]) -> nn.Module:
 
 def full_name(thing: Any) -> str:
     """`module:qualified.name` of a class or function. ComfyUI names the modules of its own nodes by their path."""
-    module = thing.__module__
+    module = thing.__module__ or ""
     extras = module.find("comfy_extras" + os.sep)
     if os.path.isabs(module) and extras >= 0:
         module = module[extras:].replace(os.sep, ".")

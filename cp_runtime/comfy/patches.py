@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import comfy.ldm.common_dit
 import comfy.model_management
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..errors import MirrorError, UnsupportedError
 from ..hooks import AppliedPlan
 from ..pool.protocol import flatten
-from .modules import decode_module, find, full_name
+from .modules import decode_module, encode_module, find, full_name
 
 KINDS = ("patches", "patches_replace")
 OPTION = "cp_patches"  # entry of transformer_options that stands for both
@@ -130,6 +130,7 @@ def _encode_z_image_hint(patch: Any, x: Tensor) -> None:
 
 
 def _encode_render(patch: Any, x: Tensor) -> None:
+    x = comfy.ldm.common_dit.pad_to_patch_size(x, (1, 2, 2))
     patch.build_controlnet_input(x, x.dtype, x.shape[0])
 
 
@@ -198,6 +199,7 @@ _MADE_BY = {
 }
 
 _keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_checked: WeakSet[nn.Module] = WeakSet()
 _numbers = itertools.count()
 ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 """On a worker: networks of patches, by key."""
@@ -220,8 +222,12 @@ def patches_obstacle(options: Mapping[str, Any], model: nn.Module) -> str | None
             node = _display(known.node or node_of(patch))
             return f"{node} ({where}) cannot be applied to a part of the tokens of {type(model).__name__}."
     try:
-        encoded, _ = encode_patches(options)
+        encoded, networks = encode_patches(options)
         flatten(encoded, lambda tensor, path: None)
+        for network in networks.values():
+            if network not in _checked:
+                flatten(encode_module(network), lambda tensor, path: None)
+                _checked.add(network)
     except UnsupportedError as error:
         return f"a patch of the transformer holds something else than plain data: {error}."
     return None
@@ -256,7 +262,7 @@ def node_of(patch: Any) -> str:
     """Id of the node that made a patch, or, where it cannot be told, the file that it is from."""
     module, _, path = _name_of(patch).partition(":")
     head = path.split(".")[0]
-    if head in _MADE_BY:
+    if head in _MADE_BY and module.startswith("comfy"):
         return _MADE_BY[head]
     nodes = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
     found = (name for name, cls in nodes.items() if cls.__qualname__ == head and full_name(cls) == f"{module}:{head}")
@@ -315,13 +321,9 @@ class _Encoder:
             return {"$module": key}
         if isinstance(value, comfy.sd.VAE):
             return {"$vae": value.spacial_compression_encode()}
-        if not isinstance(value, (type, Tensor)) and _name_of_object(value) in MIRRORED:
+        if full_name(type(value)) in MIRRORED:
             return {"$patch": self.index(value)}
         return value
-
-
-def _name_of_object(value: Any) -> str:
-    return full_name(type(value))
 
 
 # --- on a worker ---------------------------------------------------------------------------------------------------------

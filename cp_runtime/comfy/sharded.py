@@ -62,7 +62,7 @@ class LocalResiduals(Sequence[Tensor | None]):
         residuals: of every block, over the first tokens of the streams (reference tokens behind them get none). Several blocks may
             have the same one: it is copied once.
         state: of the running call; the streams are known by the time a residual is asked for.
-        streams: whose tokens they are added to, in joint order.
+        streams: whose tokens they are added to, in joint order; once they are gathered, they get the whole residual.
         device: of this rank.
     """
 
@@ -71,7 +71,7 @@ class LocalResiduals(Sequence[Tensor | None]):
     ) -> None:
         self._residuals, self._state, self._streams, self._device = list(residuals), state, streams, device
         self._due = Counter(residual.data_ptr() for residual in residuals if residual is not None)
-        self._copies: dict[int, Tensor] = {}
+        self._copies: dict[tuple[int, bool], Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._residuals)
@@ -86,13 +86,13 @@ class LocalResiduals(Sequence[Tensor | None]):
     def _local(self, residual: Tensor | None) -> Tensor | None:
         if residual is None:
             return None
-        key = residual.data_ptr()
-        local = self._copies.pop(key, None)
+        key, whole = residual.data_ptr(), self._state.gathered.issuperset(self._streams)
+        local = self._copies.pop((key, whole), None)
         if local is None:
-            local = self._take(residual).to(self._device, copy=True)
+            local = (residual if whole else self._take(residual)).to(self._device, copy=True)
         self._due[key] -= 1
         if self._due[key] > 0:
-            self._copies[key] = local
+            self._copies[key, whole] = local
         return local
 
     def _take(self, residual: Tensor) -> Tensor:

@@ -27,27 +27,25 @@ class KeptKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """A tensor of all tokens that a block is called with.
+    """A tensor of all tokens that a block is called with, `[..., tokens, D]`, or several.
 
     Args:
-        dim: counts them.
         side: the same tensor comes with every block.
     """
 
-    dim: int
     side: bool = False
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if isinstance(value, tuple):
             return tuple(self(state, item, where) for item in value)
-        state.define("generated", value.shape[self.dim] - state.lengths["prefix"])
+        state.define("generated", value.shape[-2] - state.lengths["prefix"])
         layout = state.layout(TOKENS)
-        if value.shape[self.dim] != layout.total:
+        if value.shape[-2] != layout.total:
             return value
         return state.once(self, value, lambda: self._local(state, value)) if self.side else self._local(state, value)
 
     def _local(self, state: CallState, value: Tensor) -> Tensor:
-        return state.layout(TOKENS).take_local(value, state.rank, self.dim)
+        return state.layout(TOKENS).take_local(value, state.rank, -2)
 
 
 HIDREAM_O1 = FamilyPlan(
@@ -55,7 +53,7 @@ HIDREAM_O1 = FamilyPlan(
     model_class="comfy.ldm.hidream_o1.model.HiDreamO1Transformer",
     modules={
         "language_model.layers.*": ModulePlan(
-            inputs={"past_key_value": KeptKeys(), "x": Tokens(dim=1), "freqs_cis": Tokens(dim=2, side=True)},
+            inputs={"past_key_value": KeptKeys(), "x": Tokens(), "freqs_cis": Tokens(side=True)},
             attention=("generated",),
             keys=KEYS,
         ),

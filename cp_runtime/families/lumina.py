@@ -51,6 +51,7 @@ PIXEL = replace(
     # The decoder takes the image tokens by their absolute position.
     outputs={
         "noise_refiner.*": LUMINA.outputs["noise_refiner.*"],
-        "layers.-1": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="all"),
+        "layers.*": LUMINA.outputs["layers.*"],
+        "layers.-1": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="all", when=lambda state: not is_patched(state)),
     },
 )

@@ -23,6 +23,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from ..batch import share_out, tensors  # noqa: E402
 from ..comfy import patches  # noqa: E402
+from ..comfy.quantised import shared_scales  # noqa: E402
 from ..comfy.recipe import Recipe, load_recipe  # noqa: E402
 from ..comfy.sharded import run_sharded  # noqa: E402
 from ..comfy.weight_patches import decode_patches, patches_digest  # noqa: E402
@@ -111,7 +112,7 @@ class Mirrors:
         if entry.applied is None:
             entry.applied = AppliedPlan(entry.model, plan, sequence)
         entry.applied.mesh, entry.applied.config_for = sequence, planner
-        with torch.inference_mode():
+        with torch.inference_mode(), shared_scales(mesh.whole):
             out, state = run_sharded(entry.applied, getattr(entry.model, header["method"]), part, on_module)
             out = shares.gather(out, mesh)
         ring, ulysses = planner.chosen or (1, 1)

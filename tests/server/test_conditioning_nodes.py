@@ -191,8 +191,10 @@ CASES = {
         | changed("FluxKontextMultiReferenceLatentMethod", conditioning=["second", 0], reference_latents_method="index"),
     ),
     "TextEncodeQwenImageEdit": text_and_image("TextEncodeQwenImageEdit", "image"),
-    "TextEncodeQwenImageEditPlus": text_and_image("TextEncodeQwenImageEditPlus", "image1", "image2"),
-    "TextEncodeMageFlowEdit": text_and_image("TextEncodeMageFlowEdit", "images.image_1", negative_prompt=""),
+    "TextEncodeQwenImageEditPlus": text_and_image("TextEncodeQwenImageEditPlus", "image1"),
+    "TextEncodeMageFlowEdit": text_and_image(
+        "TextEncodeMageFlowEdit", "images.image_1", negative_prompt="", width=64, height=64, batch_size=1
+    ),
     "TextEncodeBooguEdit": text_and_image("TextEncodeBooguEdit", "images.image_1", negative_prompt=""),
     "TextEncodeJoyImageEdit": text_and_image("TextEncodeJoyImageEdit", "images.image0"),
     # masks and channels beside the noise

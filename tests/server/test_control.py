@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from support.graphs import flux_prompt, wan_prompt
+from support.graphs import flux_prompt
 
 TOLERANCE = 2e-4
 SIZE = {"width": 72, "height": 104}
@@ -17,8 +17,9 @@ def with_controlnet(prompt, *, count=1, both=True, size=(64, 64), **settings):
     width, height = size
     prompt["loader_control"] = {"class_type": "ControlNetLoader", "inputs": {"control_net_name": "flux_controlnet.safetensors"}}
     prompt["typed"] = {
-        "class_type": "SetUnionControlNetType", "inputs": {"control_net": ["loader_control", 0], "type": "canny/lineart/anime_lineart/mlsd"}
-    }  # fmt: skip
+        "class_type": "SetUnionControlNetType",
+        "inputs": {"control_net": ["loader_control", 0], "type": "canny/lineart/anime_lineart/mlsd"},
+    }
     positive, negative = ["positive", 0], ["negative", 0]
     for i in range(count):
         prompt[f"hint{i}"] = {"class_type": "TestImage", "inputs": {"seed": 5 + i, "width": width, "height": height, "frames": 1}}
@@ -90,11 +91,3 @@ def test_control_matters(server):
     one = stock(server, "real cfg")
     for case in ("real on the positive only", "two in a row"):
         assert (stock(server, case) - one).abs().max() > 1e-2 * one.std(), case
-
-
-def test_a_family_without_control_refuses_by_name(server):
-    result = server.run(wan_prompt(control={"hidden": 128}, cp={"world_size": 2}))
-    assert result.status == "error"
-    message = result.error.exception_message
-    assert "Wan takes none" in message
-    assert "Remove the ControlNet" in message

@@ -175,11 +175,12 @@ def test_what_acts_above_the_denoise_call_works(kind, place, server):
     assert (out - expected).abs().max() <= 2e-4 * expected.std()
 
 
-def test_controlnet_is_refused_or_runs_on_a_single_device(server):
-    error = refused(server, flux_prompt(control={}, cp={"world_size": 2}))
-    assert "ControlNet" in error.exception_message
-    expected = server.latent(server.run(flux_prompt(control={})).check())
-    out = server.latent(server.run(flux_prompt(control={}, cp={"world_size": 2, "on_unsupported": "single device"})).check())
+def test_controlnet_for_a_family_without_residuals(server):
+    error = refused(server, wan_prompt(control={}, cp={"world_size": 2}))
+    assert "a ControlNet gave residuals of kind input and output, and Wan takes none" in error.exception_message
+    assert "Remove the ControlNet" in error.exception_message
+    expected = server.latent(server.run(wan_prompt(control={})).check())
+    out = server.latent(server.run(wan_prompt(control={}, cp={"world_size": 2, "on_unsupported": "single device"})).check())
     assert (out == expected).all()
     # and back: the fallback of one prompt does not stick to the next one
     expected = server.latent(server.run(flux_prompt()).check())

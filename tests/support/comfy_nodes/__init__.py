@@ -7,10 +7,11 @@ from .child import TestChild
 from .conditioning import TestConditioning, TestControl
 from .encoders import TestClip, TestClipVision, TestImage, TestVae
 from .latent import TestLatent, TestLatentPart
+from .model_patch import TestModelPatch, TestMultiTalk
 from .patch import TestPatch
 
 NODES = (
     TestChild, TestClip, TestClipVision, TestConditioning, TestControl, TestImage, TestLatent, TestLatentPart,
-    TestPatch, TestVae,
+    TestModelPatch, TestMultiTalk, TestPatch, TestVae,
 )  # fmt: skip
 NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}

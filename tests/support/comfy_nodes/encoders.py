@@ -29,7 +29,7 @@ class TestClip:
     def make(self, seed):
         target = ClipTarget(comfy.sd1_clip.SD1Tokenizer, comfy.sd1_clip.SD1ClipModel)
         clip = comfy.sd.CLIP(target, model_options={"clip_l_model_config": TEXT_CONFIG})
-        return (_randomised(clip, clip.cond_stage_model, seed),)
+        return (randomised(clip, clip.cond_stage_model, seed),)
 
 
 class TestVae:
@@ -52,7 +52,7 @@ class TestVae:
     def make(self, seed, channels, video):
         kind = comfy.taesd.taehv.TAEHV if video else comfy.taesd.taesd.TAESD
         vae = comfy.sd.VAE(sd=kind(latent_channels=channels).state_dict())
-        return (_randomised(vae, vae.first_stage_model, seed),)
+        return (randomised(vae, vae.first_stage_model, seed),)
 
 
 class TestClipVision:
@@ -96,7 +96,7 @@ class TestImage:
         return random(frames, height, width, 3).sigmoid(), (random(frames, height, width) > 0).float()
 
 
-def _randomised(wrapper, model, seed):
+def randomised(wrapper, model, seed):
     """Give the parameters of `model` values of the usual size, the same for the same seed."""
     random = Random(seed)
     for parameter in model.parameters():

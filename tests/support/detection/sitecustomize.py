@@ -41,6 +41,7 @@ def patch(detection):
             return detect(state_dict, unet_key_prefix, use_base_if_no_match, metadata)
         entry = ast.literal_eval(entry)
         config = getattr(detection.comfy.supported_models, entry["config"])(entry["unet_config"])
+        config.unet_config.update(entry["unet_config"])  # over sizes that the class has for good
         # The file has the names of the module itself, not of a published checkpoint.
         config.process_unet_state_dict = lambda state_dict: state_dict
         return config

@@ -49,6 +49,9 @@ def control(batch: int, tokens: int) -> dict[str, Any]:
     return {"input": [None, normal(batch, tokens, 128, seed=7)], "middle": [], "output": [shared, shared]}
 
 
+# Every weight of the last layers is a function of a token: six factors multiply, and each has the rounding of a whole transformer.
+HEAD = 2e-5
+
 CASES = [
     Case("chroma", "chroma", chroma),
     Case("chroma batch 2 odd size", "chroma", lambda: chroma(batch=2, height=13, width=9, text=5)),
@@ -56,13 +59,13 @@ CASES = [
     Case("chroma mask", "chroma", lambda: chroma(attention_mask=joint_mask(1, 7, 36)), ("attention_mask",)),
     Case("chroma control", "chroma", lambda: chroma(control=control(1, 36)), ("control",)),
     Case("chroma control batch 2", "chroma", lambda: chroma(2, 13, 9, control=control(2, 35)), ("control",)),
-    Case("radiance", "radiance", pixels),
-    Case("radiance batch 2 odd size", "radiance", lambda: pixels(batch=2, height=17, width=19, text=5)),
-    Case("radiance x0", "radiance x0", lambda: pixels(text=8)),
-    Case("radiance x0 batch 2", "radiance x0", lambda: pixels(batch=2)),
-    Case("radiance mask", "radiance", lambda: pixels(attention_mask=joint_mask(1, 7, 30)), ("attention_mask",)),
-    Case("radiance control", "radiance", lambda: pixels(control=control(1, 30)), ("control",)),
-    Case("radiance options", "radiance", pixels, options={"chroma_radiance_options": {"nerf_tile_size": 0}}),
+    Case("radiance", "radiance", pixels, tolerance=HEAD),
+    Case("radiance batch 2 odd size", "radiance", lambda: pixels(batch=2, height=17, width=19, text=5), tolerance=HEAD),
+    Case("radiance x0", "radiance x0", lambda: pixels(text=8), tolerance=HEAD),
+    Case("radiance x0 batch 2", "radiance x0", lambda: pixels(batch=2), tolerance=HEAD),
+    Case("radiance mask", "radiance", lambda: pixels(attention_mask=joint_mask(1, 7, 30)), ("attention_mask",), tolerance=HEAD),
+    Case("radiance control", "radiance", lambda: pixels(control=control(1, 30)), ("control",), tolerance=HEAD),
+    Case("radiance options", "radiance", pixels, options={"chroma_radiance_options": {"nerf_tile_size": 0}}, tolerance=HEAD),
 ]
 SERVED = [
     Served("chroma", "chroma", (16, 12, 10), 7, 48, {"guidance": 0.0}),

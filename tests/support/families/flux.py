@@ -64,7 +64,7 @@ CASES = [
     Case("flux scaled positions", "flux", flux, options={"rope_options": {"scale_x": 0.7, "scale_y": 1.3, "shift_t": 1.0}}),
     Case("flux control", "flux", lambda: flux(control=control()), ("control",)),
     Case("flux control batch 2 odd size", "flux", lambda: flux(2, 13, 9, control=control(2, 35)), ("control",)),
-    Case("flux control of one for a batch", "flux", lambda: flux(batch=2, control=control(1)), ("control",)),
+    Case("flux control of one for a batch", "flux", lambda: flux(batch=3, control=control(1)), ("control",)),
     Case("kontext control", "flux", lambda: flux(ref_latents=REFS, control=control()), ("control", "ref_latents")),
     Case("kontext control of part", "flux", lambda: flux(ref_latents=REFS, control=control(tokens=5)), ("control",)),
     Case("kontext offset", "flux", lambda: flux(ref_latents=REFS), ("ref_latents",)),

@@ -37,7 +37,7 @@ CASES = [
     Case("hydit", "hydit", hydit),
     Case("hydit batch 2 odd size", "hydit", lambda: hydit(batch=2, height=13, width=9)),
     Case("hydit 1", "hydit 1", hydit),
-    Case("hydit 1 batch 2", "hydit 1", lambda: hydit(batch=2, height=10, style=torch.zeros(2, dtype=torch.int))),
+    Case("hydit 1 batch 2", "hydit 1", lambda: hydit(batch=2, height=10)),
     Case("hydit control", "hydit", lambda: hydit(control=control(1, 36, 1)), ("control",)),
     Case("hydit 1 control batch 2", "hydit 1", lambda: hydit(2, 13, 9, control=control(2, 35, 2)), ("control",)),
 ]

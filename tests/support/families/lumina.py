@@ -49,6 +49,12 @@ def lumina(batch: int = 1, height: int = 12, width: int = 10, text: int = 7, cha
     return {**call, **extra}
 
 
+def mirror(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A patch that needs all tokens in their order."""
+    return {"img": arguments["img"] + 0.1 * arguments["img"].flip(1) + 0.1 * arguments["img_input"]}
+
+
+PATCHES = {"patches": {"noise_refiner": [mirror], "double_block": [mirror]}}
 OMNI = dict(ref_latents=[normal(1, 16, 8, 6)], ref_contexts=[normal(1, 5, 48)])
 # A text of no reference comes behind the image's own.
 OMNI_BEHIND = dict(OMNI, ref_contexts=[normal(1, 5, 48), normal(1, 3, 48, seed=1)])
@@ -76,6 +82,9 @@ CASES = [
         options={"rope_options": {"scale_y": 0.5, "scale_x": 2.0, "shift_y": 3.0, "shift_x": 1.0}},
     ),
     Case("z-image pixel", "z-image pixel", lambda: lumina(channels=3, height=24, width=22)),
+    Case("z-image patched", "z-image", lambda: lumina(batch=2, height=11), options=PATCHES),
+    Case("z-image omni patched", "z-image omni", lambda: lumina(**OMNI), options=PATCHES),
+    Case("z-image pixel patched", "z-image pixel", lambda: lumina(channels=3, height=24, width=22), options=PATCHES),
     Case("z-image pixel batch 2", "z-image pixel", lambda: lumina(batch=2, channels=3, height=29, width=21)),
 ]
 SERVED = [

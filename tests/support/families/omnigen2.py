@@ -64,7 +64,7 @@ CASES = [
     )
 ]
 SERVED = [
-    Served(name, model, (16, 12, 10), 7, 48, {"attention_mask": torch.ones(1, 7), **cond}, cfg=2.0)
+    Served(name, model, (16, 12, 10), 7, 48, {"attention_mask": torch.ones(1, 7, dtype=torch.long), **cond}, cfg=2.0)
     for model in ("omnigen2", "boogu")
     for name, cond in ((model, {}), (f"{model}-edit", {"reference_latents": [(1, 16, 8, 6)]}))
 ]

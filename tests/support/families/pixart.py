@@ -31,7 +31,7 @@ CASES = [
     Case("sigma batch 2 uneven", "sigma", lambda: pixart(batch=2, height=70, text=6)),
     Case("alpha", "alpha", pixart),
     Case("alpha size", "alpha", lambda: pixart(**SIZE), ("c_size", "c_ar")),
-    Case("alpha batch 2", "alpha", lambda: pixart(batch=2, **SIZE), ("c_size",)),
+    Case("alpha batch 2", "alpha", lambda: pixart(batch=2, **{k: v.repeat(2, 1) for k, v in SIZE.items()}), ("c_size",)),
 ]
 SERVED = [
     Served("pixart_sigma", "sigma", (4, 64, 10), 9, 48),

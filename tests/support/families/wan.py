@@ -177,7 +177,7 @@ SERVED = [
             "reference_latents": [(1, 16, 1, 8, 10)],
         },
     ),
-    Served("wan_5b", "wan 5b", (48, 3, 8, 10), 6, 48, {"denoise_mask": (1, 48, 3, 8, 10)}),
+    Served("wan_5b", "wan 5b", (48, 3, 8, 10), 6, 48, {"denoise_mask": torch.tensor([0.0, 1.0, 0.5]).view(1, 1, 3, 1, 1)}),
     Served("wan_camera", "wan camera 2.2", LATENT, 6, 48, {**CONCAT, "camera_conditions": (1, 24, 3, 64, 80)}),
     Served(
         "wan_vace",

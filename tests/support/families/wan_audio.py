@@ -154,7 +154,6 @@ SERVED = [
             "audio_inject_scale": 1.0,
             "concat_latent_image": (1, 16, 3, 8, 8),
             "clip_vision_output": (1, 5, 1280),
-            "clip_vision_output_ref": (1, 5, 1280),
         },
     ),
 ]

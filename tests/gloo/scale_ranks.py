@@ -1,0 +1,43 @@
+"""Rank script: tokens of one input, quantised on several ranks, against the same rows of the whole input quantised at once."""
+
+import os
+import sys
+
+from support.ranks import finish, report, start
+
+rank, world, _ = start()
+sys.path[0] = os.environ["COMFYUI_PATH"]
+sys.argv = ["main.py", "--cpu"]
+
+import comfy.cli_args  # noqa: E402
+
+comfy.cli_args.args.cpu = True
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from comfy.quant_ops import QuantizedTensor  # noqa: E402
+
+from cp_runtime.comfy.quantised import shared_scales  # noqa: E402
+from cp_runtime.mesh import SequenceGroup  # noqa: E402
+
+tokens = torch.randn(24, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.01, 30.0, 24)[:, None]
+own = slice(rank * 8, rank * 8 + 8)
+
+
+def quantised(values, scale=None):
+    return QuantizedTensor.from_float(values, "TensorCoreNVFP4Layout", scale=scale).dequantize()
+
+
+def difference(out, expected):
+    worst = (out - expected).abs().max().reshape(1)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()
+
+
+whole = quantised(tokens)
+given = torch.tensor(0.5)
+alone = difference(quantised(tokens[own]), whole[own])
+with shared_scales(SequenceGroup(dist.group.WORLD)):
+    together = difference(quantised(tokens[own]), whole[own])
+    from_file = difference(quantised(tokens[own], given), quantised(tokens, given)[own])
+report(alone=alone, together=together, from_file=from_file, after=difference(quantised(tokens), whole))
+finish()

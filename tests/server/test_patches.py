@@ -1,0 +1,178 @@
+"""Nodes that put code into the forward: what the ranks rebuild gives the stock latent, the rest is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+from support import families
+from support.graphs import NodeSpec, Prompt, family_prompt, flux_prompt, wan_prompt
+
+TOLERANCE = 2e-4
+FLUX = partial(flux_prompt, steps=3, cfg=4.0)
+VAE = ("TestVae", {"seed": 2, "channels": 16, "video": False})
+
+
+def family(name: str, **settings: Any) -> partial[Prompt]:
+    _, entry, _ = families.served()[name]
+    return partial(family_prompt, entry, **settings)
+
+
+def network(kind: str, **others: NodeSpec) -> dict[str, NodeSpec]:
+    """Nodes that a model patch node takes something from."""
+    image = ("TestImage", {"seed": 4, "width": 80, "height": 72, "frames": 1})
+    return {"network": ("TestModelPatch", {"kind": kind, "seed": 3}), "image": image, "vae": VAE, **others}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A node between loader and sampler.
+
+    Args:
+        node, inputs: of that node, besides its model.
+        graph: builder of the graph around it.
+        others: nodes that it takes something from.
+        matters: whether the latent must be another one without the node.
+    """
+
+    node: str
+    inputs: dict[str, Any] = field(default_factory=dict)
+    graph: partial[Prompt] = FLUX
+    others: dict[str, NodeSpec] = field(default_factory=dict)
+    matters: bool = True
+    served: str = "sd15"  # whose checkpoint the test needs
+
+    def build(self, cp: dict[str, Any] | None = None, place: str = "model_nodes") -> Prompt:
+        return self.graph(cp=cp, others=self.others, **{place: [(self.node, self.inputs)]})
+
+
+VIDEO_VAE = ("TestVae", {"seed": 2, "channels": 16, "video": True})
+QWEN_NET = network("qwen", vae=VIDEO_VAE)
+LINKS = {"model_patch": ["network", 0], "vae": ["vae", 0], "image": ["image", 0]}
+SPAN = {"start_percent": 0.0, "end_percent": 1.0}
+LAYERS = {"double_layers": "1", "single_layers": "0, 1", "start_percent": 0.0, "end_percent": 1.0}
+FREE_U = {"b1": 1.3, "b2": 1.4, "s1": 0.5, "s2": 0.2}
+SHRINK = {
+    "block_number": 1, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 1.0, "downscale_after_skip": True,
+    "downscale_method": "bicubic", "upscale_method": "bilinear",
+}  # fmt: skip
+WAN_160 = partial(wan_prompt, ckpt="wan_160", width=72, height=56)
+UNET = family("sd15", cfg=4.0, batch=2)
+
+MIRRORED = {
+    "SkipLayerGuidanceDiT": Case("SkipLayerGuidanceDiT", {**LAYERS, "scale": 3.0, "rescaling_scale": 0.5}),
+    "SkipLayerGuidanceDiT odd size batch 2": Case(
+        "SkipLayerGuidanceDiT",
+        {**LAYERS, "scale": 3.0, "rescaling_scale": 0.0},
+        partial(FLUX, width=72, height=104, tokens=13, batch=2),
+    ),
+    "SkipLayerGuidanceDiTSimple": Case("SkipLayerGuidanceDiTSimple", LAYERS),
+    "NAGuidance": Case("NAGuidance", {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}, partial(FLUX, batch=2)),
+    "PerturbedAttentionGuidance": Case("PerturbedAttentionGuidance", {"scale": 3.0}, UNET),
+    "FreeU": Case("FreeU", FREE_U, UNET),
+    "FreeU_V2": Case("FreeU_V2", FREE_U, UNET),
+    "PatchModelAddDownscale": Case("PatchModelAddDownscale", SHRINK, UNET),
+    "PatchModelAddDownscale before the skip": Case("PatchModelAddDownscale", {**SHRINK, "downscale_after_skip": False}, UNET),
+    "USOStyleReference": Case(
+        "USOStyleReference",
+        {"model_patch": ["network", 0], "clip_vision_output": ["network", 1]},
+        partial(flux_prompt, width=72, height=104, tokens=13),
+        network("uso"),
+    ),
+    "QwenImageDiffsynthControlnet": Case(
+        "QwenImageDiffsynthControlnet", {**LINKS, "strength": 3.0}, family("qwen", cfg=4.0), QWEN_NET, served="qwen"
+    ),
+    "QwenImageDiffsynthControlnet with references": Case(
+        "QwenImageDiffsynthControlnet", {**LINKS, "strength": 3.0}, family("qwen edit"), QWEN_NET, served="qwen edit"
+    ),
+    "ZImageFunControlnet": Case(
+        "ZImageFunControlnet", {**LINKS, "strength": 3.0}, family("z-image", cfg=4.0), network("z-image"), served="z-image"
+    ),
+    "ZImageFunControlnet, first version": Case(
+        "ZImageFunControlnet",
+        {**LINKS, "strength": 3.0},
+        family("z-image", batch=1),
+        network("z-image first version"),
+        served="z-image",
+    ),
+    "WanUni3CControlnetApply": Case(
+        "WanUni3CControlnetApply",
+        {"model_patch": ["network", 0], "vae": ["vae", 0], "render_video": ["image", 0], "strength": 3.0, **SPAN},
+        partial(wan_prompt, cfg=4.0, width=72, height=56),
+        network("uni3c", vae=VIDEO_VAE),
+    ),
+    "AnimaLLLiteApply": Case(
+        "AnimaLLLiteApply",
+        {"model_patch": ["network", 0], "image": ["image", 0], "strength": 3.0, **SPAN},
+        family("cosmos predict2", cfg=4.0),
+        network("lllite"),
+        served="cosmos predict2",
+    ),
+    "InfiniteTalk": Case(
+        "TestMultiTalk", {"model_patch": ["network", 0], "latent": ["latent", 0], "speakers": 1}, WAN_160, network("multitalk")
+    ),
+    "InfiniteTalk, two speakers": Case(
+        "TestMultiTalk", {"model_patch": ["network", 0], "latent": ["latent", 0], "speakers": 2}, WAN_160, network("multitalk")
+    ),
+}  # fmt: skip
+
+_stock: dict[str, Any] = {}
+
+
+def latent(server, prompt):
+    result = server.run(prompt, timeout=120).check()
+    return server.latent(result, "save")
+
+
+def stock(server, key: str, prompt: Prompt) -> Any:
+    if key not in _stock:
+        _stock[key] = latent(server, prompt)
+    return _stock[key]
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def world(request):
+    return request.param
+
+
+@pytest.mark.parametrize(("name", "served"), [(name, case.served) for name, case in MIRRORED.items()], ids=MIRRORED)
+def test_mirrored_patch(name, served, world, server, family_checkpoints):
+    case = MIRRORED[name]
+    expected = stock(server, name, case.build())
+    # Without a batch axis where there is a sequence to share, and with one.
+    place = "model_nodes" if world == 2 else "after_apply"
+    for batch_degree in (0, 1):
+        out = latent(server, case.build(cp={"world_size": world, "batch_degree": batch_degree}, place=place))
+        assert expected.std() > 1e-2
+        assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    if case.matters:
+        plain = stock(server, str(case.graph), case.graph())
+        assert plain.shape == expected.shape
+        assert (plain - expected).abs().max() > 1e-2 * plain.std()
+
+
+REFUSED = {
+    "FluxKVCache": (Case("FluxKVCache"), ["Flux KV Cache", "earlier steps"]),
+    "HyperTile": (
+        Case("HyperTile", {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}, UNET),
+        ["HyperTile", "random"],
+    ),
+    "TomePatchModel": (Case("TomePatchModel", {"ratio": 0.3}, UNET), ["TomePatchModel", "random"]),
+    "SelfAttentionGuidance": (
+        Case("SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0}, UNET),
+        ["Self-Attention Guidance", "attention scores"],
+    ),
+    "a node of another pack": (Case("TestPatch", {"kind": "attn1_output_patch"}), ["a node of comfy_nodes", "attn1_output_patch"]),
+}
+
+
+@pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
+@pytest.mark.parametrize(("name", "served"), [(name, "sd15") for name in REFUSED], ids=REFUSED)
+def test_refused_by_name(name, served, place, server, family_checkpoints):
+    case, words = REFUSED[name]
+    result = server.run(case.build(cp={"world_size": 2}, place=place), timeout=60)
+    assert result.status == "error", result
+    for word in [*words, "Remove that node", "on_unsupported"]:
+        assert word in result.error.exception_message

@@ -1,0 +1,56 @@
+"""How a rank takes a message: from memory that it shares with the controller, rank 0's broadcast being the header only."""
+
+import pytest
+import torch
+
+from cp_runtime.pool.channel import SharedBlock
+from cp_runtime.pool.conditioning import CallEncoder
+from cp_runtime.pool.protocol import encode_header
+from cp_runtime.pool.worker import INLINE, Worker
+
+
+@pytest.fixture
+def block():
+    block = SharedBlock()
+    yield block
+    block.close()
+
+
+def follower(block, header):
+    """A rank that is not the first, and the bytes that reach it by broadcast."""
+    worker, received = Worker.__new__(Worker), []
+    worker.rank, worker.device, worker.cache, worker.request = 1, torch.device("cpu"), {}, SharedBlock(block.fd)
+    data = encode_header(header)
+    head = torch.zeros(16 + INLINE, dtype=torch.uint8)
+    head[:16].view(torch.int64)[:] = torch.tensor([len(data), header["nbytes"]])
+    head[16 : 16 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def broadcast(tensor):
+        tensor.copy_(head)
+        received.append(tensor.nbytes)
+
+    worker._broadcast = broadcast
+    return worker, received
+
+
+def test_residuals_are_neither_broadcast_nor_copied(block):
+    residual = torch.randn(2, 1000, 64)
+    arguments = {"x": torch.randn(1, 4), "control": {"input": [residual, residual, None], "output": [residual + 1]}}
+    message, packer = CallEncoder().encode(arguments, {"x"})
+    assert packer.nbytes < 2.1 * residual.nbytes  # each once
+    packer.write(block.view(packer.nbytes))
+
+    worker, received = follower(block, {"command": "call", "nbytes": packer.nbytes, **message})
+    header, payload = worker._next()
+    assert sum(received) == 16 + INLINE
+
+    value = worker._value(header, payload)
+    first, second, third = value["control"]["input"]
+    assert first is second
+    assert third is None
+    assert torch.equal(first, residual)
+    assert torch.equal(value["control"]["output"][0], residual + 1)
+    block.view(packer.nbytes).zero_()
+    assert not first.any()  # it lies in the memory of the message
+    assert value["x"].any()  # what is no residual was copied
+    assert worker.cache == {}
