@@ -22,8 +22,9 @@ log = logging.getLogger("context_parallel.worker")
 
 _STACKED = """
     attention_mask audio_codes audio_denoise_mask audio_embed c_ar c_size camera_conditions clip clip_fea clip_fea_ref
-    clip_img clip_text clip_text_pooled condition context context_latents control control_video crossattn_controlnet crp
-    degrade_sigma denoise_mask effnet encoder_hidden_states_llama3 encoder_hidden_states_t5 face_pixel_values global_embed
+    clip_img clip_text clip_text_pooled condition context context_latents control control_video cross_attn_cond
+    crossattn_controlnet crp degrade_sigma denoise_mask effnet encoder_hidden_states_llama3 encoder_hidden_states_t5
+    face_pixel_values global_embed
     guidance guiding_frame_index image_cond image_meta_size keyframe_idxs local_add_cond lq_latent lyric_embed lyric_token_idx
     ofs pose_latents ref_contexts ref_latent ref_latents ref_mask_latents refer_audio reference_latent reference_motion
     sam_latents sca siglip_feats speaker_embeds t5xxl_ids t5xxl_weights text_embedding_mask text_embedding_mask_t5
@@ -32,9 +33,12 @@ _STACKED = """
 _WHOLE = """
     audio_inject_scale disable_time_r fps frame_rate guide_attention_entries is_covers latent_shapes lyrics_strength
     minimax_payload num_tokens num_video_frames ref_audio ref_latents_method ref_mask_flag replace_with_null_embeds
-    transformer_options vace_strength
+    return_info transformer_options vace_strength
 """
 STACKED, WHOLE = frozenset(_STACKED.split()), frozenset(_WHOLE.split())
+# Those that model_base does not name: the conditioning of HiDream-O1, the second timestep of LTX-2.
+_ELSEWHERE = "a_timestep input_ids position_ids ref_image_grid_thw ref_patches ref_pixel_values token_types vinput_mask"
+STACKED_ELSEWHERE, WHOLE_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
 COND_KINDS = "cond_or_uncond"  # of transformer_options: what each of the equal parts of the batch is
 
 
@@ -100,7 +104,7 @@ def share_out(arguments: Mapping[str, Any], leading: Collection[str], ranks: int
             other ranks share sequences. If not, the batch is all there is to share: groups of uneven sizes, and one without an
             item computes a copy of the first, since it has nothing else to do.
     """
-    stacked = STACKED | frozenset(leading)
+    stacked = STACKED | STACKED_ELSEWHERE | frozenset(leading)
     items = next((t.shape[0] for name in leading for t in tensors(arguments[name])), 1)
     unit = int(arguments.get("num_video_frames") or 1)
     most = degree or ranks
@@ -116,7 +120,7 @@ def share_out(arguments: Mapping[str, Any], leading: Collection[str], ranks: int
 
 def _unshareable(arguments: Mapping[str, Any], stacked: frozenset[str], items: int, unit: int) -> Iterator[str]:
     for name, value in arguments.items():
-        if name not in stacked and name not in WHOLE and value is not None:
+        if name not in stacked | WHOLE | WHOLE_ELSEWHERE and value is not None:
             yield f"no rule says whether {name} is stacked"
         if name in stacked and (sizes := {t.shape[0] if t.ndim else 0 for t in tensors(value)} - {items}):
             yield f"{name} has {sizes.pop()} items, the latent {items}"

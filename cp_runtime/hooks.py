@@ -65,6 +65,8 @@ class AppliedPlan:
         said: set[nn.Module] = set()
         for pattern, module_plan in plan.modules.items():
             for name, module in find_modules(model, pattern):
+                if module_plan.when is not None and not module_plan.when(model, name):
+                    continue
                 said.update([module] if module_plan.attention is not None else [])
                 self._add(module, self._enter(name, module, module_plan), self._leave(name, module_plan))
                 for local in module_plan.local:
@@ -97,7 +99,7 @@ class AppliedPlan:
         """Shard what runs inside. `on_module` is called whenever a planned module is entered."""
         if self._state is not None:
             raise PlanError("a sharded call is running already")
-        self._state = CallState(self.mesh.rank, self.mesh.size)
+        self._state = CallState(self.mesh.rank, self.mesh.size, self.gather)
         self._attention.append(self.plan.attention)
         self.on_module = on_module
         before = self._attended

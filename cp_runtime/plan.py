@@ -32,6 +32,7 @@ class CallState:
     Args:
         rank: this rank's index on the sequence axes.
         world_size: ranks on the sequence axes.
+        gather: (this rank's tokens, stream, dimension of tokens) -> the tokens of all ranks.
 
     Attributes:
         arguments: of the model's forward, by name, as far as the caller tells.
@@ -41,8 +42,9 @@ class CallState:
         gathered: streams that every rank has all tokens of again.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, gather: Callable[[Tensor, str, int], Tensor] | None = None) -> None:
         self.rank, self.world_size = rank, world_size
+        self._gather = gather
         self.arguments: Mapping[str, Any] = {}
         self.lengths: dict[str, int] = {}
         self.grids: dict[str, tuple[int, ...]] = {}
@@ -75,6 +77,12 @@ class CallState:
         """Say how long a stream is and how it is split. The first to say so is right."""
         if stream not in self.lengths:
             self.lengths[stream], self._splits[stream] = length, split
+
+    def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
+        """The tokens of all ranks, in order. Every rank must call it."""
+        if self._gather is None:
+            raise PlanError("no ranks to gather from")
+        return self._gather(value, stream, dim)
 
     def begin(self) -> None:
         """Enter a module whose streams have lengths of their own."""
@@ -223,6 +231,55 @@ class GridInput:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WithNeighbours:
+    """This rank's tokens and those next to them, for what is no attention over all tokens: convolutions, windows, sums.
+
+    Splitting the output by `WithoutNeighbours` (or `ContextParallelInput`, where these are all tokens) leaves this rank's own.
+
+    Args:
+        stream: whose tokens, already defined, local or whole.
+        reach: tokens on either side; None = all.
+        dim: dimension that counts tokens.
+        side: the same tensor comes with every module: it is gathered once per call.
+    """
+
+    stream: str
+    reach: int | None = None
+    dim: int = 1
+    side: bool = False
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if isinstance(value, (tuple, list)):
+            return rebuild(value, [self(state, item, where) for item in value])
+        if not isinstance(value, Tensor) or state.world_size == 1:
+            return value
+        return state.once(self, value, lambda: self._extended(state, value)) if self.side else self._extended(state, value)
+
+    def _extended(self, state: CallState, value: Tensor) -> Tensor:
+        layout = state.layout((self.stream,))
+        whole = value if value.shape[self.dim] == layout.total else state.gather(value, self.stream, self.dim)
+        if self.reach is None:
+            return whole
+        start, stop = layout.window(state.rank)
+        return whole[(slice(None),) * self.dim + (slice(max(start - self.reach, 0), stop + self.reach),)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutNeighbours:
+    """What `WithNeighbours` of the same stream and reach added is taken away."""
+
+    stream: str
+    reach: int
+    dim: int = 1
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if not isinstance(value, Tensor) or state.world_size == 1:
+            return value
+        start, stop = state.layout((self.stream,)).window(state.rank)
+        return value.narrow(self.dim, min(start, self.reach), stop - start)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenIndex:
     """An absolute token index that separates a stream in two: becomes the boundary inside the local range."""
 
@@ -262,30 +319,6 @@ class TokenRanges:
         return local
 
 
-@dataclass(frozen=True, kw_only=True)
-class PerFrame:
-    """A value per frame, `[B, frames, ...]`, of a stream that holds the frames one after the other: one per local token.
-
-    The number of tokens per frame is rounded up where it is not whole, as the Wan models do. Values with another number of
-    dimensions than `ndim`, or with one frame, apply to all tokens and pass unchanged.
-    """
-
-    stream: str
-    ndim: int
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        if not isinstance(value, Tensor) or value.ndim != self.ndim or value.shape[1] == 1 or state.world_size == 1:
-            return value
-        return state.once(self, value, lambda: self._expand(state, value))
-
-    def _expand(self, state: CallState, value: Tensor) -> Tensor:
-        layout = state.layout((self.stream,))
-        start, stop = layout.window(state.rank)
-        per_frame = -(-layout.total // value.shape[1])
-        frames = torch.arange(start, stop, device=value.device) // per_frame
-        return value.index_select(1, frames)
-
-
 # Streams of the queries and of the keys of one attention, each in joint order.
 AttentionStreams = tuple[tuple[str, ...], tuple[str, ...]]
 # What the attention inside a module may be over, given the arguments of its forward. Empty = no communication.
@@ -305,6 +338,7 @@ class ModulePlan:
         keys: streams of the keys and values, where they are not those of the queries.
         local: submodules, relative to the module, whose attention needs no communication (replicated keys and values).
         separate: the module splits its inputs and gathers its output itself: its streams have lengths of their own.
+        when: given the model and the path of a module that the pattern names, whether the plan is for it; None = always.
     """
 
     inputs: Mapping[str, Transform] = field(default_factory=dict)
@@ -313,6 +347,7 @@ class ModulePlan:
     keys: tuple[str, ...] | None = None
     local: tuple[str, ...] = ()
     separate: bool = False
+    when: Callable[[nn.Module, str], bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,6 +404,7 @@ class FamilyPlan(ShardingPlan):
         control: kind of ControlNet residuals ("input", "middle", "output") -> the stream, or streams in joint order, that they
             are added to, or None where they are no tokens. Empty = the model takes none.
         attention_names: full names of functions that ComfyUI's attention is called by where no transformer_options reach it.
+        rebuilt: "argument.key" of objects in dicts that the forward makes again where they are missing: not sent to the workers.
     """
 
     family: str
@@ -376,6 +412,7 @@ class FamilyPlan(ShardingPlan):
     comfyui: str = "0.30.0"
     control: Mapping[str, str | tuple[str, ...] | None] = field(default_factory=dict)
     attention_names: tuple[str, ...] = ()
+    rebuilt: tuple[str, ...] = ()
 
     @property
     def shares_sequence(self) -> bool:

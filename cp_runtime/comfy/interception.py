@@ -15,6 +15,7 @@ from weakref import ref
 from torch import Tensor, dtype, nn
 from torch import device as torch_device
 
+from ..families import PLANS, class_name
 from .obstacles import control_obstacle, options_obstacle, patcher_obstacle
 from .patches import encode_patches, prepare_patches
 
@@ -48,6 +49,8 @@ class WorkerForward:
         self.stock: Callable[..., Any] = getattr(type(model), self.method).__get__(model)
         self.signature = inspect.signature(self.stock)
         self.volatile = set(list(self.signature.parameters)[:2])  # the latent and the timestep
+        plan = PLANS.get(class_name(model))
+        self.rebuilt = [path.split(".") for path in plan.rebuilt] if plan else []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.owner()
@@ -63,11 +66,12 @@ class WorkerForward:
         if obstacle is not None:
             owner.refuse_call(obstacle)
             return self.stock(*args, **kwargs)
-        prepare_patches(options, args[0])
+        latent = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]  # nested: video, audio
+        prepare_patches(options, latent)
         patches, networks = encode_patches(options)
         plain = {k: v for k, v in options.items() if k not in _UI_ONLY and isinstance(v, _SENDABLE)}
         arguments["transformer_options"] = {**plain, **patches}
-        return owner.call_workers(self.method, arguments, self.volatile, args[0].device, networks)
+        return owner.call_workers(self.method, arguments, self.volatile, latent.device, networks)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of a call by name, extra keywords included."""
@@ -77,6 +81,9 @@ class WorkerForward:
                 bound.update(bound.pop(name, {}))
             elif bound.get(name) is parameter.default and not isinstance(parameter.default, _SENDABLE):
                 del bound[name]  # an object, which the workers' own default is as well
+        for name, key in self.rebuilt:
+            if isinstance(bound.get(name), dict):
+                bound[name] = {k: v for k, v in bound[name].items() if k != key}
         return bound
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from typing import Any
 
 from torch import nn
@@ -17,14 +18,20 @@ from ..errors import MirrorError
 
 PACKAGES = ("torch.nn.modules.", "comfy.ops", "comfy.ldm.", "comfy_extras.")
 _STANDARD = frozenset(vars(nn.Module()))
+# What ComfyUI's memory manager notes on modules that it has loaded.
+_BOOKKEEPING = re.compile(
+    "(prev_)?comfy_(force_)?(cast|patched)_weights|(weight|bias)(_lowvram)?_function|current_(patcher|weight_patches_uuid)"
+    "|model_(lowvram|loaded_weight_memory|offload_buffer_memory)|lowvram_patch_counter|device|dynamic_.*|_(v|pin|prefetch|stream).*"
+)
 
 
 def encode_module(module: nn.Module) -> dict[str, Any]:
     """A module and everything below it -> nested dicts of plain values and tensors."""
     parameters, buffers, children = slots(module)
+    plain = {k: v for k, v in vars(module).items() if k not in _STANDARD and not _BOOKKEEPING.fullmatch(k)}
     return {
         "class": full_name(type(module)),
-        "plain": {k: ("set", sorted(v)) if isinstance(v, set) else v for k, v in vars(module).items() if k not in _STANDARD},
+        "plain": {k: ("set", sorted(v)) if isinstance(v, set) else v for k, v in plain.items()},
         "parameters": parameters,
         "buffers": buffers,
         "modules": {name: child and encode_module(child) for name, child in children.items()},

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..compat import has_hooks
 from ..errors import MirrorError, PlanError, UnsupportedError
-from ..families import plan_for
+from ..families import PLANS, class_name, plan_for
 from .patches import patches_obstacle
 from .recipe import recipe_of
 from .weight_patches import encode_patches
@@ -64,7 +64,7 @@ def control_obstacle(model: nn.Module, control: dict[str, Any] | None) -> str | 
     given = {kind for kind, residuals in (control or {}).items() if any(residual is not None for residual in residuals)}
     if not given:
         return None
-    plan = plan_for(model)
+    plan = PLANS[class_name(model)]
     if not plan.shares_sequence or given <= plan.control.keys():
         return None
     takes = f"adds those of kind {' and '.join(plan.control)} only" if plan.control else "takes none"

@@ -96,6 +96,8 @@ class LocalResiduals(Sequence[Tensor | None]):
         return local
 
     def _take(self, residual: Tensor) -> Tensor:
+        if any(stream not in self._state.lengths for stream in self._streams):  # no block has run yet: a patch skipped it
+            return residual
         layout = self._state.layout(self._streams)
         segments = [segment for stream in layout.held[self._state.rank] for segment in stream]
         if len(segments) > 1 and residual.shape[1] != layout.total:

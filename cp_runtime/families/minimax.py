@@ -50,5 +50,6 @@ MINIMAX = FamilyPlan(
         ),
         "final_layer": ModulePlan(inputs={"video_seg": JointRanges(), "audio_seg": JointRanges()}),
     },
+    rebuilt=("minimax_payload.layout",),
     outputs={"final_layer": [ContextParallelOutput(gather_dim=0, expected_dims=2, stream=name) for name in ("video", "audio")]},
 )

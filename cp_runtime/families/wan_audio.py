@@ -9,8 +9,8 @@ from ..plan import CallState, ContextParallelInput, ContextParallelOutput, Famil
 from ..sharding import Split
 from .wan import FREQS, HEAD, VIDEO, WAN, Repeated
 
-# S2V: the video, then reference frames and what is left of motion frames.
-TOKENS = ("video", "references")
+# S2V: the video, then reference and shrunken motion frames: whole runs of tokens that have one modulation, and what is left.
+TOKENS = ("video", "references", "tail")
 
 
 def latent_frames(state: CallState) -> int:
@@ -44,12 +44,14 @@ class VideoThenReferences(ContextParallelInput):
         video = frames * -(-x.shape[3] // 2) * -(-x.shape[4] // 2)
         if sound is not None:  # as many frames as the sound has: two convolutions halve it
             frames = -(-min(sound.shape[3], 4 * frames) // 4)
-        # With motion frames, which are small, half a frame is the run of tokens with one modulation.
+        # With motion frames, which are small, half a frame is such a run.
         if state.arguments.get("reference_motion") is not None and video % (2 * frames) == 0:
             frames *= 2
-        references, size = total - video, max(1, video // frames)
+        size = max(1, video // frames)
+        runs, tail = divmod(total - video, size)
         state.define("video", video, Split(frames))
-        state.define("references", references, Split(references // size if references and references % size == 0 else 1))
+        state.define("references", runs * size, Split(max(1, runs)))
+        state.define("tail", tail)
 
 
 @dataclass(frozen=True, kw_only=True)

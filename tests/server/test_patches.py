@@ -69,7 +69,17 @@ MIRRORED = {
         partial(FLUX, width=72, height=104, tokens=13, batch=2),
     ),
     "SkipLayerGuidanceDiTSimple": Case("SkipLayerGuidanceDiTSimple", LAYERS),
+    "SkipLayerGuidanceSD3": Case(
+        "SkipLayerGuidanceSD3", {"layers": "0", "scale": 3.0, **SPAN}, family("sd3", cfg=4.0), served="sd3"
+    ),
     "NAGuidance": Case("NAGuidance", {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}, partial(FLUX, batch=2)),
+    "ChromaRadianceOptions": Case(
+        "ChromaRadianceOptions",
+        {"preserve_wrapper": True, "start_sigma": 1.0, "end_sigma": 0.0, "nerf_tile_size": 0, "force_sequential_txt_ids": True},
+        family("chroma_radiance"),
+        served="chroma_radiance",
+    ),
+    "UNetSelfAttentionMultiply": Case("UNetSelfAttentionMultiply", {"q": 1.3, "k": 0.7, "v": 1.2, "out": 0.8}, UNET),
     "PerturbedAttentionGuidance": Case("PerturbedAttentionGuidance", {"scale": 3.0}, UNET),
     "FreeU": Case("FreeU", FREE_U, UNET),
     "FreeU_V2": Case("FreeU_V2", FREE_U, UNET),
@@ -164,7 +174,10 @@ REFUSED = {
         Case("SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0}, UNET),
         ["Self-Attention Guidance", "attention scores"],
     ),
-    "a node of another pack": (Case("TestPatch", {"kind": "attn1_output_patch"}), ["a node of comfy_nodes", "attn1_output_patch"]),
+    "a node of another pack": (
+        Case("TestPatch", {"kind": "attn1_output_patch"}),
+        ["a node of context-parallel-test-nodes", "attn1_output_patch"],
+    ),
 }
 
 

@@ -293,15 +293,17 @@ def family_prompt(served: Served, **common: Any) -> Prompt:
     return prompt
 
 
-def _extra(value: Any) -> dict[str, Any]:
-    """An entry of `Served.cond` as TestConditioning reads it."""
+def _extra(value: Any) -> Any:
+    """A value in `Served.cond` as TestConditioning reads it."""
     if isinstance(value, Tensor):
         return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, tuple):
         return {"shape": value}
-    if isinstance(value, list) and value and all(isinstance(item, tuple) for item in value):
-        return {"shapes": value}
-    return {"value": value}
+    if isinstance(value, list):
+        return [_extra(item) for item in value]
+    if isinstance(value, dict):
+        return {"dict": {name: _extra(item) for name, item in value.items()}}
+    return value
 
 
 _CONTROL_DEFAULTS = {"seed": 0, "hidden": 256, "blocks": 2, "strength": 0.5}

@@ -58,6 +58,7 @@ def build(spec: Model, seed: int = 1) -> nn.Module:
 def write(spec: Model, path: Path) -> None:
     """Save a model in a file that says what it is."""
     tensors = {PREFIX + name: value.contiguous().clone() for name, value in build(spec).state_dict().items()}
+    tensors |= {f"{PREFIX}conditioner.{name}": families.normal(*shape) for name, shape in spec.conditioner.items()}
     entry = {"config": spec.config, "unet_config": {**spec.arguments, **spec.unet}}
     save_file(tensors, path, metadata={"test_model": repr(entry)})
 

@@ -114,6 +114,6 @@ def test_the_tables_are_those_of_comfyui():
         name = node.targets[0].slice
         if kind.startswith("COND") and isinstance(name, ast.Constant):
             found["whole" if kind == "CONDConstant" else "stacked"].add(name.value)
-    renamed = {"c_concat", "c_crossattn"}  # become part of the latent, and `context`
-    assert found["stacked"] - renamed == STACKED - {"context", "control"}
-    assert found["whole"] == WHOLE - {"transformer_options"}
+    renamed = {"c_concat", "c_crossattn"}  # become part of the latent, and `context` or `cross_attn_cond`
+    assert found["stacked"] - renamed == STACKED - {"context", "control", "cross_attn_cond"}
+    assert found["whole"] == WHOLE - {"transformer_options", "return_info"}

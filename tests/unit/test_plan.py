@@ -3,16 +3,18 @@ import torch
 from torch import nn
 
 from cp_runtime.errors import PlanError
+from cp_runtime.families.wan import Repeated
 from cp_runtime.plan import (
     CallState,
     ContextParallelInput,
     ContextParallelOutput,
     FamilyPlan,
     ModulePlan,
-    PerFrame,
     TokenIndex,
     TokenRanges,
+    find_modules,
 )
+from cp_runtime.sharding import Split
 
 
 def states(world=2, **lengths):
@@ -86,15 +88,29 @@ def test_token_ranges_select_the_same_tokens(world, boundary):
     assert torch.cat(marked).tolist() == [0] * boundary + [1] * (10 - boundary)
 
 
-@pytest.mark.parametrize(("frames", "tokens"), [(3, 12), (3, 13), (4, 10)])
-def test_per_frame_equals_wans_repetition(frames, tokens):
+def repeat(value, tokens):
+    """What Wan's blocks do with a value per frame."""
+    frames = value.shape[1]
+    if frames in (1, tokens):
+        return value
+    return torch.repeat_interleave(value, tokens // frames if tokens % frames == 0 else tokens // frames + 1, dim=1)[:, :tokens]
+
+
+@pytest.mark.parametrize(("frames", "tokens"), [(3, 12), (3, 13), (4, 10), (3, 6)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_values_per_frame_are_repeated_as_wan_does(frames, tokens, inside):
+    """Passed on as they are where repeating them over the local tokens is right, else a value per local token."""
     value = torch.randn(1, frames, 6, 2)
-    repeats = tokens // frames if tokens % frames == 0 else tokens // frames + 1
-    full = torch.repeat_interleave(value, repeats, dim=1)[:, :tokens]
-    parts = [PerFrame(stream="v", ndim=4)(s, value, "e") for s in states(3, v=tokens)]
-    assert torch.equal(torch.cat(parts, 1), full)
+    inside = inside and tokens % frames == 0
+    for state in states(3):
+        state.define("v", tokens, Split(frames if inside else 1))
+        local = Repeated(streams=("v",), ndim=4)(state, value, "e")
+        layout = state.layout(("v",))
+        expected = layout.take_local(repeat(value, tokens), state.rank, 1)
+        assert torch.equal(repeat(local, layout.local_lengths[state.rank]), expected)
+        assert not (inside and tokens > 2 * frames * 3) or local is value
     one = torch.randn(1, 1, 6, 2)
-    assert PerFrame(stream="v", ndim=4)(states(v=4)[0], one, "e") is one
+    assert Repeated(streams=("v",), ndim=4)(states(v=4)[0], one, "e") is one
 
 
 class Block(nn.Module):
@@ -120,3 +136,11 @@ def test_check_names_what_is_missing():
         plan(**{"blocks.*": good}).check(model)
     with pytest.raises(PlanError, match="no module 'cross_attn'"):
         plan(**{"*": ModulePlan(local=("cross_attn",))}).check(model)
+
+
+def test_patterns_name_one_all_or_the_last_of_a_list():
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Block() for _ in range(11)]), "out": Block()})
+    assert [name for name, _ in find_modules(model, "blocks.*")] == [f"blocks.{i}" for i in range(11)]
+    assert find_modules(model, "blocks.-1") == [("blocks.10", model["blocks"][10])]
+    with pytest.raises(PlanError, match=r"no module 'out\.-1'"):
+        find_modules(model, "out.-1")

@@ -27,8 +27,8 @@ class TestConditioning:
     hides half of the image from the other half, and each from half of the text. `text` (LTXV, which insists on a mask)
     is one row of ones over the text alone.
 
-    `extra` holds more entries as JSON: name -> `{"shape": […]}` or `{"shapes": [[…], …]}` for tensors at random,
-    `{"tensor": […], "dtype": "int64"}` for one as it is, `{"value": …}` for anything else.
+    `extra` holds more entries as JSON, in which `{"shape": […]}` stands for a tensor at random, `{"tensor": […], "dtype": "int64"}`
+    for one as it is, `{"dict": {…}}` for a dict.
     """
 
     @classmethod
@@ -87,7 +87,9 @@ class TestConditioning:
     ):
         random = Random(seed)
         text = random(1, tokens, width)
-        entries = {name: _entry(name, value, random) for name, value in json.loads(extra).items()}
+        entries = {name: _entry(value, random) for name, value in json.loads(extra).items()}
+        if "clip_vision_output" in entries:
+            entries["clip_vision_output"] = _vision(entries["clip_vision_output"])
         if pooled_width:
             entries["pooled_output"] = random(1, pooled_width)
         if guidance >= 0:
@@ -177,20 +179,21 @@ class Random:
         return torch.randn(shape, generator=self._generator)
 
 
-def _entry(name: str, value: dict, random: Random) -> object:
+def _entry(value: object, random: Random) -> object:
+    if isinstance(value, list):
+        return [_entry(item, random) for item in value]
+    if not isinstance(value, dict):
+        return value
     if "shape" in value:
-        tensor = random(*value["shape"])
-        return _vision(tensor) if name == "clip_vision_output" else tensor
-    if "shapes" in value:
-        return [random(*shape) for shape in value["shapes"]]
+        return random(*value["shape"])
     if "tensor" in value:
         return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
-    return value["value"]
+    return {name: _entry(item, random) for name, item in value["dict"].items()}
 
 
 def _vision(hidden_states: Tensor) -> comfy.clip_vision.Output:
     vision = comfy.clip_vision.Output()
-    vision.penultimate_hidden_states = hidden_states
+    vision.penultimate_hidden_states = vision.last_hidden_state = hidden_states
     return vision
 
 

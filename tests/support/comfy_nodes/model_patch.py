@@ -29,10 +29,11 @@ def _lllite() -> torch.nn.Module:
     return AnimaLLLite({name: torch.empty(shape) for name, shape in shapes.items()}, None, **SETTINGS)
 
 
+# One layer: with more than the transformer has, ComfyUI's patch would go on in the next call where it stopped in the last.
 KINDS = {
     "qwen": lambda: nodes_model_patch.QwenImageBlockWiseControlNet(num_layers=2, dim=128, **SETTINGS),
-    "z-image": lambda: ZImage_Control(dim=256, n_heads=4, n_kv_heads=4, n_control_layers=15, refiner_control=True, **SETTINGS),
-    "z-image first version": lambda: ZImage_Control(dim=256, n_heads=4, n_kv_heads=4, n_control_layers=15, **SETTINGS),
+    "z-image": lambda: ZImage_Control(dim=256, n_heads=4, n_kv_heads=4, n_control_layers=1, refiner_control=True, **SETTINGS),
+    "z-image first version": lambda: ZImage_Control(dim=256, n_heads=4, n_kv_heads=4, n_control_layers=1, **SETTINGS),
     "uso": lambda: nodes_model_patch.SigLIPMultiFeatProjModel(VISION[0], 4, VISION[1], 256, **SETTINGS),
     "uni3c": lambda: WanUni3CControlnet(
         conv_out_dim=32, dim=192, ffn_dim=128, num_layers=2, time_embed_dim=128, out_proj_dim=128, mid_channels=16, **SETTINGS
@@ -89,6 +90,6 @@ class TestMultiTalk:
         patched.model_options["transformer_options"]["audio_embeds"] = random(1, frames, 4 * speakers, 24)
         patched.set_model_patch(MultiTalkCrossAttnPatch(model_patch, 1.5), "attn2_patch")
         if speakers > 1:
-            masks = (random(2, height // 2 * (width // 2)) > 0).float()
+            masks = (random(2, -(-height // 2) * -(-width // 2)) > 0).float()
             patched.set_model_patch(MultiTalkGetAttnMapPatch(masks), "attn1_patch")
         return (patched,)

@@ -42,8 +42,8 @@ def patch(detection):
         entry = ast.literal_eval(entry)
         config = getattr(detection.comfy.supported_models, entry["config"])(entry["unet_config"])
         config.unet_config.update(entry["unet_config"])  # over sizes that the class has for good
-        # The file has the names of the module itself, not of a published checkpoint.
-        config.process_unet_state_dict = lambda state_dict: state_dict
+        # The file has the names of the module itself, not of a published checkpoint, and what stands around it.
+        config.process_unet_state_dict = lambda sd: {name: t for name, t in sd.items() if not name.startswith("conditioner.")}
         return config
 
     detection.model_config_from_unet = model_config_from_unet

@@ -29,6 +29,7 @@ class Model:
         unet: further entries of ComfyUI's `unet_config`, such as image_model.
         init: (name, parameter or buffer, standard normal values of its shape) -> values, or None for the default; where random
             values of the usual size make the model ignore its input, or overflow. Buffers stay as they are by default.
+        conditioner: shapes of further tensors of a checkpoint, which ComfyUI's model around the transformer takes.
     """
 
     cls: str
@@ -36,6 +37,7 @@ class Model:
     config: str
     unet: Mapping[str, Any] = field(default_factory=dict)
     init: Callable[[str, Tensor, Tensor], Tensor | None] | None = None
+    conditioner: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class Served:
         model: key of MODELS.
         latent: shape without batch, as ComfyUI's latent of that family has it; several shapes make a nested latent.
         tokens, width: of the text conditioning.
-        cond: further entries of the conditioning: name -> shape of a random tensor (tuple, batch of 1 included), list of such
-            shapes, a small tensor as it is (a mask, token ids), or plain value. A shape for `clip_vision_output` is that of its
+        cond: further entries of the conditioning: name -> shape of a random tensor (a tuple, batch of 1 included), a small tensor
+            as it is (a mask, token ids), a plain value, or lists and dicts of such. A shape for `clip_vision_output` is that of its
             hidden states.
         cfg: 1.0 runs the positive conditioning alone.
     """

@@ -18,6 +18,7 @@ FLUX_2 = dict(
 )  # fmt: skip
 # Ovis and LongCat are Flux classes with these.
 OVIS = dict(FLUX, vec_in_dim=None, guidance_embed=False, txt_ids_dims=[1, 2], yak_mlp=True, txt_norm=True)
+LONGCAT = dict(FLUX, vec_in_dim=None, guidance_embed=False, txt_ids_dims=[1, 2])
 MODELS = {
     "flux": Model("comfy.ldm.flux.model.Flux", FLUX, "Flux", {"image_model": "flux"}),
     "flux 1 head": Model("comfy.ldm.flux.model.Flux", dict(FLUX, hidden_size=64, num_heads=1), "Flux", {"image_model": "flux"}),
@@ -26,6 +27,7 @@ MODELS = {
     "klein": Model("comfy.ldm.flux.model.Flux", dict(FLUX_2, guidance_embed=False), "Flux2", {"image_model": "flux2"}),
     "flux fill": Model("comfy.ldm.flux.model.Flux", dict(FLUX, in_channels=96), "FluxInpaint", {"image_model": "flux"}),
     "ovis": Model("comfy.ldm.flux.model.Flux", OVIS, "FluxSchnell", {"image_model": "flux"}),
+    "longcat": Model("comfy.ldm.flux.model.Flux", LONGCAT, "LongCatImage", {"image_model": "flux"}),
 }
 
 
@@ -89,6 +91,7 @@ CASES = [
     Case("flux 2 batch 2", "flux 2", lambda: flux_2(2)),
     Case("flux 2 reference", "flux 2", lambda: flux_2(ref_latents=REFS_2), ("ref_latents",)),
     Case("flux 2 control", "flux 2", lambda: flux_2(ref_latents=REFS_2, control=control()), ("control",)),
+    Case("longcat", "longcat", lambda: flux(y=None, guidance=None), options={"rope_options": {"shift_t": 1.0, "shift_y": 7.0}}),
     Case("ovis batch 2", "ovis", lambda: flux(batch=2, y=None, guidance=None)),
 ]
 POOLED = {"pooled_output": (1, 32)}
@@ -105,4 +108,7 @@ SERVED = [
         48,
         {"reference_latents": [(1, 128, 4, 5)], "reference_latents_method": "index_timestep_zero"},
     ),
+    Served("ovis", "ovis", (16, 12, 10), 7, 48),
+    Served("longcat", "longcat", (16, 12, 10), 7, 48),
+    Served("longcat_edit", "longcat", (16, 9, 10), 7, 48, {"reference_latents": [(1, 16, 8, 6)]}),
 ]

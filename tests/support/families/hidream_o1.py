@@ -25,19 +25,20 @@ def o1(
     seen = [151652, *[151655] * sum(h * w // 4 for h, w in refs), 151653] if refs else []
     ids = [*ids[:3], *seen, *ids[3:]]
     patches, behind = height * width // 32**2, sum(h * w for h, w in refs)
-    positions = torch.randint(0, 40, (1, 3, len(ids) + patches + behind), generator=torch.Generator().manual_seed(1))
+    tokens = len(ids) + patches + behind
+    positions = torch.randint(0, 40, (1, 3, tokens), generator=torch.Generator().manual_seed(1))
     call = dict(
         x=normal(batch, 3, height, width),
         timesteps=torch.linspace(300.0, 900.0, batch),
         input_ids=torch.tensor([ids]).expand(batch, -1).clone(),
-        position_ids=positions,
-        vinput_mask=(torch.arange(positions.shape[2]) >= len(ids)).expand(batch, -1).clone(),
+        position_ids=positions.expand(batch, -1, -1).clone(),
+        vinput_mask=(torch.arange(tokens) >= len(ids)).expand(batch, -1).clone(),
         ar_len=len(ids) - 1,
     )
     if refs:
         call |= dict(
-            ref_pixel_values=normal(1, sum(h * w for h, w in refs), 3 * 2 * 16 * 16),
-            ref_image_grid_thw=torch.tensor([[[1, h, w] for h, w in refs]]),
+            ref_pixel_values=normal(1, behind, 3 * 2 * 16 * 16).expand(batch, -1, -1).clone(),
+            ref_image_grid_thw=torch.tensor([[[1, h, w] for h, w in refs]]).expand(batch, -1, -1).clone(),
             ref_patches=normal(batch, behind, 3 * 32 * 32),
         )
     return {**call, **extra}
@@ -54,6 +55,7 @@ CASES = [
     Case("o1 nothing causal", "hidream o1", lambda: o1(height=32, width=64, ids=IDS[-1:])),
     # A reference image is known by its identity, so that every call finds nothing kept and keeps what it has.
     Case("o1 references", "hidream o1", lambda: o1(refs=REFS), ("ref_pixel_values",)),
+    Case("o1 references batch 2", "hidream o1", lambda: o1(batch=2, refs=REFS), ("ref_pixel_values",)),
     Case("o1 no mask", "hidream o1", lambda: o1(vinput_mask=None)),
 ]
 SERVED = [

@@ -27,17 +27,20 @@ def krea2(batch: int = 1, height: int = 12, width: int = 10, text: int = 7, **ex
     return {**call, **extra}
 
 
-REFS = [normal(1, 16, 1, 8, 6, seed=5), normal(1, 16, 5, 7, seed=6)]
+def references(batch: int = 1) -> list[Tensor]:
+    return [normal(batch, 16, 1, 8, 6, seed=5), normal(batch, 16, 5, 7, seed=6)]
+
+
 CASES = [
     Case("krea2", "krea2", krea2),
     Case("krea2 odd size batch 2", "krea2", lambda: krea2(batch=2, height=11, width=9, text=5)),
     Case("krea2 image without frames", "krea2", lambda: krea2(x=normal(1, 16, 12, 10))),
     Case("krea2 one text token", "krea2", lambda: krea2(text=1)),
-    Case("krea2 references", "krea2", lambda: krea2(ref_latents=REFS, ref_latents_method="index"), ("ref_latents",)),
+    Case("krea2 references", "krea2", lambda: krea2(ref_latents=references(), ref_latents_method="index"), ("ref_latents",)),
     Case(
         "krea2 timestep zero batch 2",
         "krea2",
-        lambda: krea2(batch=2, ref_latents=REFS, ref_latents_method="index_timestep_zero"),
+        lambda: krea2(batch=2, ref_latents=references(2), ref_latents_method="index_timestep_zero"),
         ("ref_latents",),
     ),
 ]

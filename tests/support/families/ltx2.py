@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from . import Case, Model, Served, normal, text_mask
-from .ltxv import GUIDES, MASKED, NONE, SMALL, WEAK, keyframes, per_token
+from . import ltxv
+from .ltxv import GUIDES, MASKED, NONE, SMALL, WEAK, keyframes
 
 LTX2 = dict(
     num_layers=2, in_channels=16, attention_head_dim=32, num_attention_heads=3, cross_attention_dim=96, audio_attention_head_dim=16,
@@ -32,7 +33,7 @@ MODELS = {
 def ltx2(
     batch: int = 1, frames: int = 3, height: int = 4, width: int = 5, sound: int = 7, text: int = 6, **extra: Any
 ) -> dict[str, Any]:
-    timestep = torch.linspace(0.3, 0.9, batch)
+    timestep = torch.full((batch,), 0.6)
     call = dict(
         x=[normal(batch, 16, frames, height, width), normal(batch, 8, sound, 16)],
         timestep=timestep,
@@ -42,6 +43,13 @@ def ltx2(
         frame_rate=25,
     )
     return {**call, **extra}
+
+
+def per_token(batch: int = 1, tokens: int = 60) -> torch.Tensor:
+    """Of the same largest value in every item of a batch: gates between video and sound follow the largest of all of them."""
+    timesteps = ltxv.per_token(batch, tokens)
+    timesteps[:, 0] = 1.0
+    return timesteps
 
 
 def per_frame(batch: int = 1, frames: int = 3, tokens: int = 20) -> torch.Tensor:
@@ -63,7 +71,7 @@ def inpaint(**extra: Any) -> dict[str, Any]:
 
 def guided(batch: int = 1, per_frame_timesteps: bool = True, **extra: Any) -> dict[str, Any]:
     call = keyframes(batch=batch, **extra)
-    timestep = per_frame(batch, 5) if per_frame_timesteps else call["timestep"]
+    timestep = per_frame(batch, 5) if per_frame_timesteps else per_token(batch, 100)
     return {
         **ltx2(batch=batch),
         **call,

@@ -67,7 +67,12 @@ CASES = [
     Case("z-image odd size batch 2", "z-image", lambda: lumina(batch=2, height=11, width=13, text=33)),
     Case("z-image omni", "z-image omni", lambda: lumina(**OMNI), ("ref_latents", "ref_contexts")),
     Case("z-image omni text behind", "z-image omni", lambda: lumina(**OMNI_BEHIND), ("ref_latents", "ref_contexts")),
-    Case("z-image omni batch 2", "z-image omni", lambda: lumina(batch=2, height=13, **OMNI), ("ref_latents",)),
+    Case(
+        "z-image omni batch 2",
+        "z-image omni",
+        lambda: lumina(batch=2, height=13, ref_latents=[normal(2, 16, 8, 6)], ref_contexts=[normal(2, 5, 48)]),
+        ("ref_latents",),
+    ),
     Case(
         "z-image omni features",
         "z-image omni",

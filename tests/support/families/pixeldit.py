@@ -27,6 +27,8 @@ def init(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
     """Modulation of the usual size: the pixel blocks multiply it into values of their own size."""
     if "adaLN_modulation" in name:
         return values * 0.02 if parameter.ndim > 1 else 0.5 + 0.2 * values
+    if "norm" in name and parameter.ndim == 1:
+        return 1.0 + 0.1 * values
     return None
 
 
@@ -50,7 +52,7 @@ def pixeldit(batch: int = 1, height: int = 20, width: int = 24, text: int = 7, *
 
 def pid(batch: int = 1, height: int = 20, width: int = 24, channels: int = 4, scale: int = 4, **extra: Any) -> dict[str, Any]:
     latent = normal(batch, channels, -(-height // scale), -(-width // scale))
-    return pixeldit(batch, height, width, lq_latent=latent, degrade_sigma=torch.tensor([0.3]), **extra)
+    return pixeldit(batch, height, width, lq_latent=latent, degrade_sigma=torch.full((batch,), 0.3), **extra)
 
 
 ROPE = {"rope_options": {"scale_x": 1.5, "shift_y": 2.0}}

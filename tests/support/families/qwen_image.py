@@ -52,12 +52,17 @@ CASES = [
         "qwen layered",
         "qwen layered",
         lambda: qwen(
-            x=normal(2, 16, 3, 7, 10),
-            batch=2,
-            ref_latents=[normal(2, 16, 1, 7, 10, seed=1)],
-            additional_t_cond=torch.ones(2, dtype=torch.long),
+            x=normal(1, 16, 3, 7, 10),
+            ref_latents=[normal(1, 16, 1, 7, 10, seed=1)],
+            additional_t_cond=torch.ones(1, dtype=torch.long),
         ),
         ("ref_latents", "additional_t_cond"),
+    ),
+    Case(
+        "qwen layered batch 2",
+        "qwen layered",
+        lambda: qwen(batch=2, x=normal(2, 16, 3, 7, 10), ref_latents=[normal(2, 16, 1, 7, 10, seed=1)]),
+        ("ref_latents",),
     ),
     Case("qwen residuals", "qwen", lambda: qwen(control={"input": [normal(1, 30, 128, seed=1), None]}), ("control",)),
     Case(

@@ -18,6 +18,8 @@ UNET = dict(
     legacy=False, context_dim=32, num_heads=4, use_checkpoint=False,
 )  # fmt: skip
 SD15 = dict(UNET, use_linear_in_transformer=False, adm_in_channels=None)
+SD2 = dict(SD15, use_linear_in_transformer=True, num_heads=-1, num_head_channels=16)
+LOTUS = dict(SD2, context_dim=1024)  # as wide as the text that its conditioning node holds
 SDXL = dict(
     UNET, use_linear_in_transformer=True, num_classes="sequential", adm_in_channels=1552, num_head_channels=16, num_heads=-1,
     transformer_depth=[0, 1], transformer_depth_output=[0, 0, 1, 1],
@@ -37,8 +39,11 @@ def fan_in(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
 CLASS = "comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel"
 MODELS = {
     "sd15": Model(CLASS, SD15, "SD15", init=fan_in),
-    "sd2": Model(CLASS, dict(SD15, use_linear_in_transformer=True, num_heads=-1, num_head_channels=16), "SD20", init=fan_in),
+    "sd2": Model(CLASS, SD2, "SD20", init=fan_in),
+    "lotus": Model(CLASS, LOTUS, "SD20", init=fan_in),
     "sdxl": Model(CLASS, SDXL, "SDXL", init=fan_in),
+    "sdxl unclip": Model(CLASS, dict(SDXL, adm_in_channels=1536 + 1280), "SDXL", init=fan_in),
+    "sdxl refiner": Model(CLASS, dict(SDXL, adm_in_channels=1280 + 16), "SDXLRefiner", init=fan_in),
     "bench": Model(
         CLASS,
         dict(
@@ -92,4 +97,9 @@ SERVED = [
     Served("sd2", "sd2", (4, 8, 8), 7, 32),
     Served("unet-bench", "bench", (4, 8, 8), 7, 64),  # larger, for benchmarks
     Served("sdxl", "sdxl", (4, 8, 12), 7, 32, {"pooled_output": (1, 16)}),
+    Served("sdxl_unclip", "sdxl unclip", (4, 8, 12), 7, 32, {"pooled_output": (1, 1280)}),
+    Served("sdxl_refiner", "sdxl refiner", (4, 8, 12), 7, 32, {"pooled_output": (1, 16)}),
+    Served("sd2_lotus", "lotus", (4, 8, 8), 7, 1024, batch=2),
+    # A batch is the frames of one video.
+    Served("svd", "svd", (4, 8, 8), 1, 32, {"concat_latent_image": (1, 4, 8, 8)}, batch=3),
 ]

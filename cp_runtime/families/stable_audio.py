@@ -1,0 +1,56 @@
+"""Stable Audio Open and Stable Audio 3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, WithNeighbours
+
+AUDIO = ("audio",)
+TOKENS = ContextParallelInput(split_dim=1, expected_dims=3, streams=AUDIO)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastTokens:
+    """A value for each of the last tokens, `[B, count, ...]`: the module puts zeros in front of those that a rank has."""
+
+    stream: str
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if not isinstance(value, Tensor) or state.world_size == 1:
+            return value
+        layout = state.layout((self.stream,))
+        start, stop = (max(0, edge - layout.total + value.shape[1]) for edge in layout.window(state.rank))
+        return state.once(self, value, lambda: value[:, start:stop])
+
+
+def takes_mean(model: nn.Module, path: str) -> bool:
+    """Whether the attention that a module belongs to scales its output around the mean over all tokens."""
+    return bool(model.get_submodule(path.rpartition(".")[0]).feat_scale)
+
+
+SCALED = ModulePlan(outputs={0: WithNeighbours(stream="audio")}, when=takes_mean)
+STABLE_AUDIO = FamilyPlan(
+    family="Stable Audio",
+    model_class="comfy.ldm.audio.dit.AudioDiffusionTransformer",
+    modules={
+        "transformer.layers.*": ModulePlan(
+            inputs={
+                "x": TOKENS,
+                "rotary_pos_emb": ContextParallelInput(split_dim=0, expected_dims=2, streams=AUDIO, side=True),
+                "local_add_cond": LastTokens(stream="audio"),
+            },
+            attention=AUDIO,
+            local=("cross_attn",),
+        ),
+        "transformer.layers.*.self_attn": ModulePlan(outputs={0: TOKENS}),
+        "transformer.layers.*.self_attn.to_out": SCALED,
+        "transformer.layers.*.cross_attn": ModulePlan(outputs={0: TOKENS}),
+        "transformer.layers.*.cross_attn.to_out": SCALED,
+    },
+    # Before memory tokens and what was prepended are cut off.
+    outputs={"transformer.layers.-1": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="audio")},
+)

@@ -1,0 +1,148 @@
+"""Rank script, one process: what is rebuilt of patches and networks equals what was sent, and nothing else can be named."""
+
+import os
+import sys
+
+from support.ranks import finish, report, start
+
+start()
+sys.path[0] = os.environ["COMFYUI_PATH"]
+sys.argv = ["main.py", "--cpu"]
+
+import comfy.cli_args  # noqa: E402
+
+comfy.cli_args.args.cpu = True
+import comfy.ops  # noqa: E402
+import torch  # noqa: E402
+from comfy.model_patcher import ModelPatcher  # noqa: E402
+from comfy_extras.nodes_model_downscale import PatchModelAddDownscale  # noqa: E402
+from comfy_extras.nodes_model_patch import QwenImageBlockWiseControlNet, UsoStyleProjectorPatch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from cp_runtime.comfy import patches  # noqa: E402
+from cp_runtime.comfy.modules import decode_module, encode_module  # noqa: E402
+from cp_runtime.comfy.sharded import LocalResiduals  # noqa: E402
+from cp_runtime.errors import MirrorError  # noqa: E402
+from cp_runtime.plan import CallState  # noqa: E402
+from cp_runtime.pool.protocol import TensorPacker, flatten, read_tensor, unflatten  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def send(value):
+    packer = TensorPacker()
+    tree = flatten(value, packer.add)
+    block = torch.zeros(packer.nbytes, dtype=torch.uint8)
+    packer.write(block)
+    return unflatten(tree, lambda leaf: read_tensor(block, leaf).clone())
+
+
+def refused(function, *args):
+    try:
+        function(*args)
+    except MirrorError:
+        return True
+    return False
+
+
+# A network: one class with an attribute that is a set, a parameter that is not there, a buffer, and one of ComfyUI's own.
+network = nn.Sequential(nn.Linear(4, 3, bias=False), nn.BatchNorm1d(3), nn.GELU(approximate="tanh"))
+network.names = {"a", "b"}
+network.current_weight_patches_uuid = object()
+copy = decode_module(send(encode_module(network)))
+x = torch.randn(5, 4)
+qwen = QwenImageBlockWiseControlNet(num_layers=1, dim=8, device=CPU, dtype=torch.float32, operations=comfy.ops.manual_cast)
+report(
+    name="network",
+    same=torch.equal(network.eval()(x), copy(x)) and copy.names == network.names and copy[0].bias is None,
+    clean=not hasattr(copy, "current_weight_patches_uuid"),
+    printed=repr(decode_module(send(encode_module(qwen)))) == repr(qwen),
+    keys=qwen.state_dict().keys() == decode_module(send(encode_module(qwen))).state_dict().keys(),
+    refused=[
+        refused(decode_module, {**encode_module(nn.GELU()), "class": name})
+        for name in ("subprocess:Popen", "torch.nn.modules.module:register_module_forward_hook", "builtins:eval", "os:system")
+    ],
+)
+
+# A function with data, and an object that holds a network.
+
+
+class Recorder:
+    """What a node sees of a model."""
+
+    def __init__(self):
+        self.patches = {}
+
+    def get_model_object(self, name):
+        return self
+
+    def percent_to_sigma(self, percent):
+        return 1.0 - percent
+
+    def clone(self):
+        return self
+
+    def set_model_input_block_patch_after_skip(self, patch):
+        self.patches["input_block_patch_after_skip"] = [patch]
+
+    def set_model_output_block_patch(self, patch):
+        self.patches["output_block_patch"] = [patch]
+
+
+recorder = Recorder()
+PatchModelAddDownscale.execute(recorder, 3, 2.0, 0.0, 1.0, True, "bilinear", "bilinear")
+uso = UsoStyleProjectorPatch(ModelPatcher(qwen, CPU, CPU), torch.ones(2, 3))
+options = {"patches": {**recorder.patches, "post_input": [uso, uso]}, "patches_replace": {"dit": {}}}
+entry, networks = patches.encode_patches(options)
+(key,) = networks
+patches.attach(key, send(encode_module(networks[key])), CPU)
+
+
+class Applied:
+    """A plan on one rank."""
+
+    class mesh:
+        size = 1
+
+
+rebuilt = patches.decode_patches(send(entry[patches.OPTION]), Applied)
+h, at = torch.randn(1, 2, 8, 8), {"block": ("input", 3), "sigmas": torch.tensor([0.5])}
+first, second = rebuilt["patches"]["post_input"]
+report(
+    name="patches",
+    function=torch.equal(
+        rebuilt["patches"]["input_block_patch_after_skip"][0](h, at), recorder.patches["input_block_patch_after_skip"][0](h, at)
+    ),
+    shared=first is second,
+    object=torch.equal(first.encoded_image, uso.encoded_image) and repr(first.model_patch.model) == repr(qwen),
+    refused=[
+        refused(
+            patches.decode_patches,
+            {"entries": [{"name": name, "data": {}}], "patches": [["x", None, 0]], "patches_replace": []},
+            Applied,
+        )
+        for name in ("os:system", "comfy_extras.nodes_sag:SelfAttentionGuidance.execute.<locals>.attn_and_record")
+    ],
+    changed=refused(
+        patches._Decoder([{"name": entry[patches.OPTION]["entries"][0]["name"], "data": {"other": 1}, "defaults": None}]).get, 0
+    ),
+)
+
+# Residuals of a ControlNet on the second of three ranks.
+state = CallState(1, 3)
+whole, other = torch.randn(2, 7, 4), torch.randn(2, 5, 4)
+residuals = LocalResiduals([whole, None, whole, other], state, ("img",), CPU)
+before = torch.equal(residuals[0], whole)  # nothing is split yet
+state.define("img", 7)
+residuals = LocalResiduals([whole, None, whole, other], state, ("img",), CPU)
+short = residuals.pop()
+taken = [residuals[i] for i in range(len(residuals))]
+report(
+    name="residuals",
+    before=before,
+    first=torch.equal(taken[0], whole[:, 3:5]),
+    none=taken[1] is None,
+    once=taken[2] is taken[0],
+    short=torch.equal(short, other[:, 3:5]),
+)
+finish()
