@@ -404,6 +404,7 @@ class FamilyPlan(ShardingPlan):
         control: kind of ControlNet residuals ("input", "middle", "output") -> the stream, or streams in joint order, that they
             are added to, or None where they are no tokens. Empty = the model takes none.
         attention_names: full names of functions that ComfyUI's attention is called by where no transformer_options reach it.
+        shares_batch: whether what the model computes of one item of a batch is the same without the others.
         rebuilt: "argument.key" of objects in dicts that the forward makes again where they are missing: not sent to the workers.
     """
 
@@ -412,6 +413,7 @@ class FamilyPlan(ShardingPlan):
     comfyui: str = "0.30.0"
     control: Mapping[str, str | tuple[str, ...] | None] = field(default_factory=dict)
     attention_names: tuple[str, ...] = ()
+    shares_batch: bool = True
     rebuilt: tuple[str, ...] = ()
 
     @property

@@ -103,7 +103,8 @@ class Mirrors:
         if entry is None:
             raise MirrorError("the model of this call is not loaded on the workers")
         plan = plan_for(entry.model)
-        shares = share_out(arguments, header["volatile"], mesh.size, header["batch_degree"], plan.shares_sequence)
+        degree = header["batch_degree"] if plan.shares_batch else 1
+        shares = share_out(arguments, header["volatile"], mesh.size, degree, plan.shares_sequence)
         sequence = mesh.sequence(shares.groups)
         planner = planner_for(sequence.size)
         part = shares.take(arguments, mesh.whole.rank // sequence.size)

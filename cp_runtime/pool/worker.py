@@ -158,15 +158,19 @@ class Worker:
         views: dict[str, Tensor] = {}  # a tensor that comes several times stays one object
 
         def load(leaf: dict[str, Any]) -> Tensor:
-            if "$cached" in leaf:
-                return self.cache[leaf["$cached"]]
             if "$shared" in leaf:
                 return views.setdefault(str(leaf), read_tensor(block, leaf["$shared"]))
             # The payload's memory is overwritten by the next message, so host tensors are copied as well.
             if "$store" in leaf:
                 key, inner = leaf["$store"]
                 self.cache[key] = read_tensor(block, inner).to(self.device, copy=True)
-                return self.cache[key]
+                leaf = {"$cached": key}
+            if "$cached" in leaf:
+                # A copy: HunyuanDiT and SD3's context processor change the text in place.
+                key = leaf["$cached"]
+                if key not in views:
+                    views[key] = self.cache[key].clone()
+                return views[key]
             return read_tensor(block, leaf).to(self.device, copy=True)
 
         return unflatten(header["value"], load)

@@ -34,7 +34,7 @@ CASES = {
     for name in families.NAMES
     if MODES[mode][3] > 1 or (getattr(families.load(name), "SHARES_SEQUENCE", True) and (index < 2 or name in EVERY_MODE))
     for case in families.load(name).CASES
-    if batch(case) % MODES[mode][3] == 0
+    if batch(case) % MODES[mode][3] == 0 and (MODES[mode][3] == 1 or getattr(families.load(name), "SHARES_BATCH", True))
 }
 _runs: dict[str, dict[tuple[str, str], dict]] = {}
 

@@ -47,7 +47,7 @@ def test_latent_equals_the_stock_graph(served, way, world, server, family_checkp
 
     # Without a batch axis, so that the sequence is what the ranks share.
     cp = {"world_size": world, "batch_degree": 1 if plan.shares_sequence else 0}
-    result = server.run(family_prompt(entry, node="CPSampler", cp=cp, **WAYS[way]), timeout=120).check()
+    result = server.run(family_prompt(entry, node="CPSampler", cp=cp, **options(entry, way)), timeout=120).check()
     latents = latents_of(result, server)
     report = json.loads(result.outputs["report"]["text"][0])
     assert (report["family"], report["world_size"]) == (plan.family, world)
@@ -63,11 +63,15 @@ def test_latent_equals_the_stock_graph(served, way, world, server, family_checkp
         assert (latents[name] - stock).abs().max() / stock.std() <= TOLERANCE
 
 
+def options(entry, way):
+    return {**WAYS[way], **({"batch": 1} if entry.single else {})}
+
+
 def stock_latents(served, way, server):
     """The latents without context parallelism, sampled once."""
     if (served, way) not in _stock:
         logged = len(server.log_text())
-        result = server.run(family_prompt(SERVED[served][1], **WAYS[way]), timeout=120)
+        result = server.run(family_prompt(SERVED[served][1], **options(SERVED[served][1], way)), timeout=120)
         log = server.log_text()[logged:]
         _stock[served, way] = latents_of(result.check(), server)
         # The file must be the whole model.

@@ -5,15 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from support.graphs import flux_prompt, sampling_prompt, wan_prompt
+from support.graphs import flux_prompt, wan_prompt
 from support.server import ComfyServer, PromptRejected
-
-LTXV = partial(
-    sampling_prompt,
-    ckpt="ltxv",
-    latent={"batch": 1, "channels": 128, "frames": 3, "height": 4, "width": 4},
-    conditioning={"tokens": 12, "width": 64, "attention_mask": "text", "frame_rate": 25.0},
-)
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +125,12 @@ def test_merged_models(fresh):
 
 
 def test_unsupported_family(fresh):
-    error = refused(fresh, LTXV(cp={"world_size": 2}))
-    assert "LTXVModel has no context parallel plan" in error.exception_message
+    other = partial(flux_prompt, ckpt="flux_schnell", guidance=-1, model_nodes=[("TestPatch", {"kind": "other_class"})])
+    error = refused(fresh, other(cp={"world_size": 2}))
+    assert "OtherTransformer has no context parallel plan" in error.exception_message
     assert "Flux" in error.exception_message
-    expected = fresh.latent(fresh.run(LTXV()).check())
-    out = fresh.latent(fresh.run(LTXV(cp={"world_size": 2, "on_unsupported": "single device"})).check())
+    expected = fresh.latent(fresh.run(other()).check())
+    out = fresh.latent(fresh.run(other(cp={"world_size": 2, "on_unsupported": "single device"})).check())
     assert (out == expected).all()
 
 

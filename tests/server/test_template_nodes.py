@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 from support import families
-from support.graphs import MODEL, Link, NodeSpec, Prompt, family_prompt
+from support.graphs import Link, NodeSpec, Prompt, family_prompt
 
 from cp_runtime.families import PLANS
 
@@ -26,7 +26,8 @@ POSITIVE, NEGATIVE, LATENT = ["positive", 0], ["negative", 0], ["latent", 0]
 PAIR = {"positive": POSITIVE, "negative": NEGATIVE}
 BOTH: dict[str, Link] = {"positive": ["node", 0], "negative": ["node", 1]}
 ALL: dict[str, Link] = {**BOTH, "latent_image": ["node", 2]}
-TWICE: dict[str, Link] = {"positive": ["node", 0], "negative": ["node", 0]}
+# Entries of a family's conditioning that are its text encoder's. The others come from the nodes under test.
+OF_TEXT = ("attention_mask", "conditioning_byt5small", "conditioning_llama3", "pooled_output", "text_input_ids")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Case:
 
     def build(self, cp: Mapping[str, Any] | None = None) -> Prompt:
         _, entry, _ = SERVED[self.served]
+        if self.nodes:
+            entry = replace(entry, cond={name: value for name, value in entry.cond.items() if name in OF_TEXT})
         prompt = family_prompt(entry, cp=cp, others=self.nodes, **{"cfg": 3.0, **self.settings})
         for sampler in ("sampler", "guider"):
             inputs = prompt.get(sampler, {"inputs": {}})["inputs"]
@@ -84,9 +87,9 @@ def sound(**shapes: tuple[int, ...]) -> NodeSpec:
     return "TestSound", {"seed": 6, **{name: json.dumps(shape) for name, shape in shapes.items()}}
 
 
-def text(tokens: int, width: int, **extra: tuple[int, ...]) -> NodeSpec:
-    entries = {name: {"shape": shape} for name, shape in extra.items()}
-    return "TestEncoder", {"tokens": tokens, "width": width, "extra": json.dumps(entries)}
+def text(tokens: int, width: int, **extra: dict[str, Any]) -> NodeSpec:
+    """With more entries as TestConditioning takes them."""
+    return "TestEncoder", {"tokens": tokens, "width": width, "extra": json.dumps(extra)}
 
 
 def latent(*shape: int, seed: int = 8, noise: float = 1.0) -> NodeSpec:
@@ -190,7 +193,10 @@ WAN = {
         start_image=["video", 0],
         mask=["video", 1],
     ),
-    "WanPhantomSubjectToVideo": wan("WanPhantomSubjectToVideo", "wan_phantom", images=["pair", 0]),
+    "WanPhantomSubjectToVideo": replace(
+        wan("WanPhantomSubjectToVideo", "wan_phantom", images=["pair", 0]),
+        wiring={"positive": ["node", 0], "negative": ["node", 2], "latent_image": ["node", 3]},
+    ),
 }
 
 # --- LTX --------------------------------------------------------------------------------------------------------------
@@ -262,7 +268,11 @@ LTXV = {
                     **FRAMES,
                     "vae": ["vae", 0],
                     "image": ["image", 0],
-                    **{"width": 128, "height": 128, "length": 17, "batch_size": 1, "strength": 0.9},
+                    "width": 128,
+                    "height": 128,
+                    "length": 17,
+                    "batch_size": 1,
+                    "strength": 0.9,
                 },
             )
         },
@@ -345,7 +355,10 @@ VIDEOS = {
         ALL,
     ),
     "Kandinsky5ImageToVideo, text alone": Case(
-        "kandinsky5-video", VIDEO_80 | {"node": ("Kandinsky5ImageToVideo", {**PAIR, "vae": ["vae", 0], **SHAPE})}, ALL
+        "kandinsky5-video",
+        VIDEO_80 | {"node": ("Kandinsky5ImageToVideo", {**PAIR, "vae": ["vae", 0], **SHAPE})},
+        ALL,
+        matters=False,
     ),
     "MiniMaxH3ImageToVideo": minimax("MiniMaxH3ImageToVideo", first_frame=["image", 0], last_frame=["image", 0]),
     "MiniMaxH3ImageToVideo, text alone": minimax("MiniMaxH3ImageToVideo"),
@@ -371,7 +384,10 @@ VIDEOS = {
                     "vae": ["vae", 0],
                     "video": ["video", 0],
                     "quadmask": ["video", 1],
-                    **{"width": 80, "height": 64, "length": 13, "batch_size": 1},
+                    "width": 80,
+                    "height": 64,
+                    "length": 13,
+                    "batch_size": 1,
                 },
             )
         },
@@ -391,7 +407,12 @@ VIDEOS = {
                     "clip_vision": ["vision", 1],
                     "init_image": ["image", 0],
                     "vae": ["vae", 0],
-                    **{"width": 64, "height": 64, "video_frames": 3, "motion_bucket_id": 127, "fps": 6, "augmentation_level": 0.0},
+                    "width": 64,
+                    "height": 64,
+                    "video_frames": 3,
+                    "motion_bucket_id": 127,
+                    "fps": 6,
+                    "augmentation_level": 0.0,
                 },
             ),
         },
@@ -465,8 +486,9 @@ OTHERS = {
                 "PiDConditioning",
                 {"positive": POSITIVE, "latent": ["low", 0], "latent_format": "sdxl", "degrade_sigma": 0.3},
             ),
+            "zero": ("ConditioningZeroOut", {"conditioning": ["node", 0]}),
         },
-        {"positive": ["node", 0]},
+        {"positive": ["node", 0], "negative": ["zero", 0]},
     ),
     "Hunyuan3Dv2Conditioning": Case(
         "hunyuan3d_2",
@@ -492,13 +514,73 @@ OTHERS = {
     ),
 }
 
+# --- sound, upscaling, splats -----------------------------------------------------------------------------------------
+
+SONG = {
+    "clip": ["clip", 0], "tags": "piano", "lyrics": "la la", "seed": 1, "bpm": 120, "duration": 2.0, "timesignature": "4",
+    "language": "en", "keyscale": "C major", "generate_audio_codes": True, "cfg_scale": 2.0, "temperature": 0.85, "top_p": 0.9,
+    "top_k": 0, "min_p": 0.0,
+}  # fmt: skip
+LYRICS = {"tensor": [[*range(9)]], "dtype": "int64"}
+CODES = {"value": [[5, 63999, 1234, 20000]]}
+SPLATS = {"vae": ["splats", 0], "octree_level": 5, "num_gaussians": 1024, "yaw": 90.0, "pitch": 15.0, "point_size": 3}
+
+
+def zeroed(node: NodeSpec) -> dict[str, NodeSpec]:
+    """The node gives the positive conditioning, and the negative one is nothing."""
+    return {"node": node, "zero": ("ConditioningZeroOut", {"conditioning": ["node", 0]})}
+
+
+ZEROED: dict[str, Link] = {"positive": ["node", 0], "negative": ["zero", 0]}
+MORE = {
+    "TextEncodeAceStepAudio": Case(
+        "ace_step",
+        {"clip": text(7, 48, conditioning_lyrics=LYRICS)}
+        | zeroed(("TextEncodeAceStepAudio", {"clip": ["clip", 0], "tags": "piano", "lyrics": "la la", "lyrics_strength": 0.9})),
+        ZEROED,
+        loader=CHECKPOINT,
+    ),
+    "TextEncodeAceStepAudio1.5": Case(
+        "ace_step_15",
+        {"clip": text(7, 48, conditioning_lyrics={"shape": [1, 9, 48]})} | zeroed(("TextEncodeAceStepAudio1.5", SONG)),
+        ZEROED,
+        loader=CHECKPOINT,
+    ),
+    "TextEncodeAceStepAudio1.5, codes": Case(
+        "ace_step_15",
+        {"clip": text(7, 48, conditioning_lyrics={"shape": [1, 9, 48]}, audio_codes=CODES)}
+        | zeroed(("TextEncodeAceStepAudio1.5", SONG)),
+        ZEROED,
+    ),
+    "SeedVR2Conditioning": Case(
+        "seedvr2",
+        {"low": latent(16, 5, 8, 10), "node": ("SeedVR2Conditioning", {"model": ["loader", 0], "vae_conditioning": ["low", 0]})},
+        BOTH,
+        {"cfg": 1.0},
+    ),
+    # Its latent has 8192 tokens, the tiny model fewer: the sampler takes the family's. That also keeps the preview from
+    # decoding, which it survives.
+    "TripoSplatConditioning, TripoSplatSamplingPreview": Case(
+        "triposplat",
+        {
+            "splats": ("TestSplats", {}),
+            "vae": codec(12, 16, 0),
+            "image": picture(64, 48),
+            "vision": vision(13, 48),
+            "node": ("TripoSplatConditioning", {"clip_vision": ["vision", 1], "vae": ["vae", 0], "image": ["image", 0]}),
+        },
+        BOTH,
+        {"model_nodes": [("TripoSplatSamplingPreview", SPLATS)]},
+    ),
+}
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 LOADED = {
     f"Load Checkpoint, {name}": Case(name, loader=CHECKPOINT, matters=False)
-    for name in ("sd15", "sdxl", "sdxl_refiner", "sd3", "flux", "lumina2")
+    for name in ("sd15", "sdxl", "sdxl_refiner", "sd3", "flux", "lumina2", "stable_audio_open", "stable_audio_3")
 }
-CASES = WAN | LTXV | VIDEOS | OTHERS | LOADED
+CASES = WAN | LTXV | VIDEOS | OTHERS | MORE | LOADED
 
 _latents: dict[str, Any] = {}
 

@@ -23,7 +23,7 @@ FAMILIES = {
     r"wan_s2v": "Wan S2V",
     r"wan_animate": "Wan Animate",
     r"wan_dancer": "Wan Dancer",
-    r"wan_ar": "Wan AR",
+    r"wan_ar|causal_wan": "Wan AR",
     r"wan": "Wan",
     r"humo": "Wan HuMo",
     r"scail[_ ]2": "Wan SCAIL 2",

@@ -9,10 +9,11 @@ from .encoders import TestClip, TestClipVision, TestImage, TestVae
 from .latent import TestLatent, TestLatentPart
 from .model_patch import TestModelPatch, TestMultiTalk
 from .patch import TestPatch
-from .stand_ins import TestCodec, TestEncoder, TestSaveModelPatch, TestSound, TestVision
+from .stand_ins import TestCodec, TestEncoder, TestSaveModelPatch, TestSound, TestSplats, TestVision
 
 NODES = (
     TestChild, TestClip, TestClipVision, TestCodec, TestConditioning, TestControl, TestEncoder, TestImage, TestLatent,
-    TestLatentPart, TestModelPatch, TestMultiTalk, TestPatch, TestSaveModelPatch, TestSound, TestVae, TestVision,
+    TestLatentPart, TestModelPatch, TestMultiTalk, TestPatch, TestSaveModelPatch, TestSound, TestSplats, TestVae,
+    TestVision,
 )  # fmt: skip
 NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}

@@ -128,6 +128,13 @@ def _foreign_recipe(model: ModelPatcher) -> None:
     model.cached_patcher_init = (_no_recipe, (model,))
 
 
+def _other_class(model: ModelPatcher) -> None:
+    # For good, because all clones share the transformer.
+    transformer = model.model.diffusion_model
+    if type(transformer).__name__ != "OtherTransformer":
+        transformer.__class__ = type("OtherTransformer", (type(transformer),), {})
+
+
 def _multigpu(model: ModelPatcher) -> None:
     model.set_additional_models("multigpu", [model.clone()])
 
@@ -157,6 +164,7 @@ KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "no_recipe": _no_recipe,
     "foreign_recipe": _foreign_recipe,
     "multigpu": _multigpu,
+    "other_class": _other_class,
     "unknown_option": _unknown_option,
 }
 
@@ -167,7 +175,8 @@ class TestPatch:
     Above the denoise call: `model_function_wrapper`, `apply_model_wrapper`, `post_cfg`. Around it:
     `diffusion_model_wrapper`. Inside it: all others. `attn2_patch` and `double_block` are called by Wan,
     `attn1_output_patch` and `post_input` by Flux. `no_recipe`, `foreign_recipe`, `subclass` and `multigpu` make the
-    model look as other loaders and MultiGPU CFG Split leave it; `changed_weight` changes a weight in place, for good.
+    model look as other loaders and MultiGPU CFG Split leave it; `changed_weight` changes a weight in place, for good,
+    and `other_class` the class of the transformer.
     `unknown_option` adds an object to the transformer options that no model reads, so the output does not change.
     """
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.clip_vision
+import comfy.model_patcher
 import folder_paths
 import safetensors.torch
 import torch
@@ -156,10 +158,20 @@ class Vision:
     load_device = torch.device("cpu")
 
     def __init__(self, output: comfy.clip_vision.Output) -> None:
-        self.output = output
+        self.output, self.model = output, _Constant(output.last_hidden_state)
+        self.patcher = comfy.model_patcher.ModelPatcher(self.model, self.load_device, self.load_device)
 
     def encode_image(self, image: Tensor, crop: bool = True) -> comfy.clip_vision.Output:
         return self.output
+
+
+class _Constant(torch.nn.Module):
+    def __init__(self, hidden_states: Tensor) -> None:
+        super().__init__()
+        self.hidden_states = hidden_states
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor]:
+        return (self.hidden_states,)
 
 
 class TestVision:
@@ -184,6 +196,22 @@ class TestVision:
         output.last_hidden_state = output.penultimate_hidden_states = random(1, tokens, width)
         output.image_embeds = random(1, width)
         return output, Vision(output)
+
+
+class TestSplats:
+    """A decoder of splats that knows its sizes and decodes nothing."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {}}
+
+    RETURN_TYPES = ("VAE",)
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    def make(self):
+        sizes = SimpleNamespace(gaussians_per_point=32, gs=SimpleNamespace(model_channels=64))
+        return (SimpleNamespace(first_stage_model=sizes, vae_dtype=torch.float32),)
 
 
 class TestSaveModelPatch:

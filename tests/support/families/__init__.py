@@ -74,6 +74,7 @@ class Served:
             as it is (a mask, token ids), a plain value, or lists and dicts of such. A shape for `clip_vision_output` is that of its
             hidden states.
         cfg: 1.0 runs the positive conditioning alone.
+        single: the model refuses batches.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Served:
     cond: Mapping[str, Any] = field(default_factory=dict)
     cfg: float = 1.0
     batch: int = 1
+    single: bool = False
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

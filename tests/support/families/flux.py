@@ -26,6 +26,7 @@ MODELS = {
     "flux 2": Model("comfy.ldm.flux.model.Flux", FLUX_2, "Flux2", {"image_model": "flux2"}),
     "klein": Model("comfy.ldm.flux.model.Flux", dict(FLUX_2, guidance_embed=False), "Flux2", {"image_model": "flux2"}),
     "flux fill": Model("comfy.ldm.flux.model.Flux", dict(FLUX, in_channels=96), "FluxInpaint", {"image_model": "flux"}),
+    "flux redux": Model("comfy.ldm.flux.model.Flux", dict(FLUX, context_in_dim=4096), "Flux", {"image_model": "flux"}),
     "ovis": Model("comfy.ldm.flux.model.Flux", OVIS, "FluxSchnell", {"image_model": "flux"}),
     "longcat": Model("comfy.ldm.flux.model.Flux", LONGCAT, "LongCatImage", {"image_model": "flux"}),
 }
@@ -108,6 +109,7 @@ SERVED = [
         48,
         {"reference_latents": [(1, 128, 4, 5)], "reference_latents_method": "index_timestep_zero"},
     ),
+    Served("flux_redux", "flux redux", (16, 12, 10), 7, 4096, POOLED),  # as wide as the tokens of its style model
     Served("ovis", "ovis", (16, 12, 10), 7, 48),
     Served("longcat", "longcat", (16, 12, 10), 7, 48),
     Served("longcat_edit", "longcat", (16, 9, 10), 7, 48, {"reference_latents": [(1, 16, 8, 6)]}),

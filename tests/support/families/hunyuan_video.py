@@ -31,7 +31,7 @@ def model(arguments: dict[str, Any], config: str) -> Model:
 
 MODELS = {
     "video": model(VIDEO, "HunyuanVideo"),
-    "video i2v": model(dict(VIDEO, in_channels=33), "HunyuanVideoI2V"),
+    "video i2v": model(dict(VIDEO, in_channels=33, guidance_embed=False), "HunyuanVideoI2V"),
     "video 1.5": model(VIDEO_15, "HunyuanVideo15"),
     "video 1.5 sr": model(dict(VIDEO_15, in_channels=98, meanflow=True), "HunyuanVideo15_SR_Distilled"),
     "image": model(IMAGE, "HunyuanImage21"),
@@ -86,7 +86,7 @@ CASES = [
     Case("video guiding frame batch 2", "video", lambda: video(batch=2, width=6, text=12, **guide(2)), ("guiding_frame_index",)),
     Case("video reference", "video", lambda: video(**reference()), ("ref_latent",)),
     Case("video reference of one token", "video", lambda: video(**reference(1, 2, 2)), ("ref_latent",)),
-    # ComfyUI takes a reference, or a text mask, for one video at a time only.
+    # ComfyUI takes a reference, or a text mask, for one video at a time only; a guiding frame beside guidance, for one or two.
     Case(
         "video reference mask guiding frame",
         "video",
@@ -118,7 +118,7 @@ CASES = [
 POOLED = {"pooled_output": (1, 32)}
 SERVED = [
     Served("hunyuan_video", "video", (16, 3, 8, 10), 7, 48, {**POOLED, "guidance": 6.0}),
-    Served("hunyuan_video_i2v", "video i2v", (16, 3, 8, 10), 7, 48, {**POOLED, "guiding_frame_index": 0}),
+    Served("hunyuan_video_i2v", "video i2v", (16, 3, 8, 10), 7, 48, {**POOLED, "guiding_frame_index": 0, "guidance": None}),
     Served(
         "hunyuan_video_15",
         "video 1.5",

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Model, Served, normal, text_mask
-from . import ltxv
+from . import Case, Model, Served, ltxv, normal, text_mask
 from .ltxv import GUIDES, MASKED, NONE, SMALL, WEAK, keyframes
 
 LTX2 = dict(

@@ -85,5 +85,5 @@ TEXT = {"frame_rate": 25, "attention_mask": torch.ones(1, 12, dtype=torch.long)}
 GUIDED = {key: value for key, value in keyframes(entries=(WEAK, NONE)).items() if key in ("keyframe_idxs", *GUIDES)}
 SERVED = [
     Served("ltxv", "ltxv", (128, 3, 4, 4), 12, 48, TEXT),
-    Served("ltxv guides", "ltxv", (128, 5, 4, 5), 12, 48, {**TEXT, **GUIDED}),
+    Served("ltxv guides", "ltxv", (128, 5, 4, 5), 12, 48, {**TEXT, **GUIDED, "concat_mask": keyframes()["denoise_mask"]}),
 ]

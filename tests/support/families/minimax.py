@@ -71,4 +71,4 @@ CASES = [
     ),
     Case("minimax curve", "minimax curve", minimax),
 ]
-SERVED = [Served("minimax", "minimax", [(24, 3, 8, 8), (32, 2, 10)], 12, 48)]
+SERVED = [Served("minimax", "minimax", [(24, 3, 8, 8), (32, 2, 10)], 12, 48, single=True)]

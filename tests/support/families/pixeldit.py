@@ -24,9 +24,11 @@ PID_15 = dict(
 
 
 def init(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
-    """Modulation of the usual size: the pixel blocks multiply it into values of their own size."""
+    """Usual sizes: modulation is multiplied into values that it makes, and convolutions have many inputs."""
     if "adaLN_modulation" in name:
         return values * 0.02 if parameter.ndim > 1 else 0.5 + 0.2 * values
+    if parameter.ndim == 4:
+        return values / parameter[0].numel() ** 0.5
     if "norm" in name and parameter.ndim == 1:
         return 1.0 + 0.1 * values
     return None

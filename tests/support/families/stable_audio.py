@@ -11,10 +11,12 @@ from . import Case, Model, Served, normal
 
 CLASS = "comfy.ldm.audio.dit.AudioDiffusionTransformer"
 OPEN = dict(
-    io_channels=8, embed_dim=128, depth=2, num_heads=4, cond_token_dim=768, global_cond_dim=1536, project_cond_tokens=False,
+    io_channels=8, embed_dim=128, depth=2, num_heads=4, cond_token_dim=768, global_cond_dim=1536, project_cond_tokens=True,
 )  # fmt: skip
+# Fewer heads of keys than of queries in cross-attention, as published.
+CONCAT = dict(OPEN, project_cond_tokens=False, cond_token_dim=64, input_concat_dim=2, prepend_cond_dim=32, patch_size=2)
 STABLE_AUDIO_3 = dict(
-    OPEN, num_heads=3, embed_dim=96, global_cond_dim=768, project_cond_tokens=True, num_memory_tokens=3, norm_type="rms_norm",
+    OPEN, num_heads=3, embed_dim=96, global_cond_dim=768, num_memory_tokens=3, norm_type="rms_norm",
     attn_kwargs={"qk_norm": "rms", "differential": True}, timestep_features_type="expo", local_add_cond_dim=9,
     global_cond_shared_embed=True, global_cond_type="adaLN",
 )  # fmt: skip
@@ -38,7 +40,7 @@ UNET = {"audio_model": "dit1.0"}
 MODELS = {
     "open": Model(CLASS, OPEN, "StableAudio", UNET, init, LEARNED),
     "small": Model(CLASS, dict(OPEN, attn_kwargs={"qk_norm": "ln", "feat_scale": True}), "StableAudio", UNET, init, LEARNED),
-    "concat": Model(CLASS, dict(OPEN, input_concat_dim=2, prepend_cond_dim=32, patch_size=2), "StableAudio", UNET, init, LEARNED),
+    "concat": Model(CLASS, CONCAT, "StableAudio", UNET, init),
     "stable audio 3": Model(CLASS, STABLE_AUDIO_3, "StableAudio3", UNET, init, embedder("seconds_total", 256)),
 }
 
@@ -67,7 +69,7 @@ CASES = [
     Case(
         "stable audio concat, prepended, patches of 2",
         "concat",
-        lambda: open_1(length=26, input_concat_cond=normal(1, 2, 13), **PREPENDED),
+        lambda: open_1(length=26, cross_attn_cond=normal(1, 7, 64), input_concat_cond=normal(1, 2, 13), **PREPENDED),
         ("prepend_cond",),
     ),
     Case("stable audio 3", "stable audio 3", version_3, ("local_add_cond",)),

@@ -1,0 +1,21 @@
+"""ACE-Step 1: linear attention over all tokens, and convolutions over three."""
+
+from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, WithNeighbours, WithoutNeighbours
+
+TOKENS = ContextParallelInput(split_dim=1, expected_dims=3, streams=("audio",))
+ROTARY = ContextParallelInput(split_dim=0, expected_dims=2, streams=("audio",), side=True)
+
+ACE_STEP = FamilyPlan(
+    family="ACE-Step",
+    model_class="comfy.ldm.ace.model.ACEStepTransformer2DModel",
+    modules={
+        "transformer_blocks.*": ModulePlan(inputs={"hidden_states": TOKENS}),
+        # Its sums over tokens are out of reach, and cheap: every rank makes them of all tokens.
+        "transformer_blocks.*.attn": ModulePlan(inputs={"hidden_states": WithNeighbours(stream="audio")}, outputs={0: TOKENS}),
+        "transformer_blocks.*.cross_attn": ModulePlan(inputs={"cross_attention_kwargs.rotary_freqs_cis": ROTARY}),
+        "transformer_blocks.*.ff": ModulePlan(
+            inputs={"x": WithNeighbours(stream="audio", reach=1)}, outputs={0: WithoutNeighbours(stream="audio", reach=1)}
+        ),
+    },
+    outputs={"transformer_blocks.-1": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="audio")},
+)

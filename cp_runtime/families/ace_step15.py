@@ -1,0 +1,48 @@
+"""ACE-Step 1.5: every other layer attends to a window, which needs the tokens around a rank's own and no others."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..errors import PlanError
+from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, WithNeighbours, WithoutNeighbours
+
+AUDIO = ("audio",)
+WINDOW = 128
+
+
+def slides(model: nn.Module, path: str) -> bool:
+    """Whether an attention is to a window."""
+    window: int | None = getattr(model.get_submodule(path), "sliding_window")
+    if window is not None and window > WINDOW:
+        raise PlanError(f"ACE-Step 1.5 plan: {path} attends to a window of {window} tokens; the plan knows {WINDOW}")
+    return window is not None
+
+
+ACE_STEP_15 = FamilyPlan(
+    family="ACE-Step 1.5",
+    model_class="comfy.ldm.ace.ace_step15.AceStepConditionGenerationModel",
+    modules={
+        "decoder.layers.*": ModulePlan(
+            inputs={
+                "hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=AUDIO),
+                "position_embeddings": ContextParallelInput(split_dim=0, expected_dims=2, streams=AUDIO, side=True),
+            },
+            attention=AUDIO,
+            local=("cross_attn",),
+        ),
+        # The mask is made of distances between the tokens at hand, so it is right for any run of them.
+        "decoder.layers.*.self_attn": ModulePlan(
+            inputs={
+                "hidden_states": WithNeighbours(stream="audio", reach=WINDOW),
+                "position_embeddings": WithNeighbours(stream="audio", reach=WINDOW, dim=0, side=True),
+            },
+            outputs={0: WithoutNeighbours(stream="audio", reach=WINDOW)},
+            attention=(),
+            when=slides,
+        ),
+    },
+    outputs={"decoder.layers.-1": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="audio")},
+    attention_names=("comfy.ldm.ace.ace_step15.optimized_attention",),
+    shares_batch=False,  # the reference timbres of all items go to the first
+)

@@ -1,0 +1,39 @@
+"""SeedVR2: windows of different sizes attend to themselves on every rank, all that is done per token is shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, WithNeighbours
+
+TOKENS = ContextParallelInput(split_dim=0, expected_dims=2, streams=("video",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCounts:
+    """Tokens of every item (of video and text), which stand one after the other in a stream: those that a rank has."""
+
+    stream: str
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if state.world_size == 1:
+            return value
+        start, stop = state.layout((self.stream,)).window(state.rank)
+        ends = value.vid.cumsum(0).clamp(start, stop)
+        return type(value)(ends.diff(prepend=ends.new_tensor([start])), value.txt)
+
+
+SEEDVR2 = FamilyPlan(
+    family="SeedVR2",
+    model_class="comfy.ldm.seedvr.model.NaDiT",
+    modules={
+        "blocks.*": ModulePlan(inputs={"vid": TOKENS}),
+        "blocks.*.ada": ModulePlan(inputs={"kwargs.hid_len": LocalCounts(stream="video")}),
+        "blocks.*.attn.proj_qkv": ModulePlan(outputs={0: WithNeighbours(stream="video", dim=0)}),
+        "blocks.*.attn.proj_out": ModulePlan(inputs={"vid": TOKENS}),
+    },
+    # In front of where patches are put together.
+    outputs={"vid_out.proj": ContextParallelOutput(gather_dim=0, expected_dims=2, stream="video")},
+    shares_batch=False,  # ComfyUI takes queries and keys of every text from repetitions of the first
+)
