@@ -2,7 +2,8 @@
 
 from .api import apply_context_parallel, remove_context_parallel
 from .config import ContextParallelConfig, ParallelConfig
-from .plan import ContextParallelInput, ContextParallelOutput, ModulePlan, ShardingPlan
+from .plan import ModulePlan, ShardingPlan
+from .transforms import ContextParallelInput, ContextParallelOutput
 
 __all__ = [
     "ContextParallelConfig",

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from .mesh import BatchMesh
-from .plan import rebuild
 from .sharding import split_range
+from .transforms import rebuild
 
 log = logging.getLogger("context_parallel.worker")
 

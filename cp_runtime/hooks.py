@@ -16,18 +16,10 @@ from .config import ContextParallelConfig
 from .cost import AttentionShape
 from .errors import PlanError
 from .mesh import SequenceMesh
-from .plan import (
-    AttentionRule,
-    AttentionStreams,
-    CallState,
-    ContextParallelOutput,
-    ModulePlan,
-    ShardingPlan,
-    argument_names,
-    find_modules,
-    rebuild,
-)
+from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules
 from .sharding import JointLayout
+from .state import AttentionStreams, CallState
+from .transforms import ContextParallelOutput, rebuild
 
 
 class AppliedPlan:

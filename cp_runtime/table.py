@@ -15,16 +15,9 @@ from typing import Any
 from torch import nn
 
 from .errors import PlanError
-from .plan import (
-    AttentionRule,
-    AttentionStreams,
-    ContextParallelInput,
-    ContextParallelOutput,
-    ModulePlan,
-    ShardingPlan,
-    find_modules,
-    rebuild,
-)
+from .plan import AttentionRule, ModulePlan, ShardingPlan, find_modules
+from .state import AttentionStreams
+from .transforms import ContextParallelInput, ContextParallelOutput, rebuild
 
 HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
 

@@ -95,7 +95,10 @@ VALUES_ONLY = {
 }
 """Node classes that change nothing but numbers in what arrives at the forward, and so need no test of their own. Keep it short."""
 
-REFUSED: dict[str, str] = {}
+REFUSED: dict[str, str] = {
+    "FluxKVCache": "keys and values of earlier steps are kept inside the transformer",
+    "SamplerARVideo": "keys and values of earlier frames are kept inside the transformer",
+}
 """Node classes and families that are refused, with the reason. A server test must show it: `main` checks that one did."""
 
 

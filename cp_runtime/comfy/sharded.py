@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..hooks import AppliedPlan
-from ..plan import CallState, FamilyPlan
+from ..plan import FamilyPlan
+from ..state import CallState
 from .attention import attention_override
 from .patches import OPTION, decode_patches
 

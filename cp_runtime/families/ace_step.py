@@ -1,6 +1,7 @@
 """ACE-Step 1: linear attention over all tokens, and convolutions over three."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, WithNeighbours, WithoutNeighbours
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours, WithoutNeighbours
 
 TOKENS = ContextParallelInput(split_dim=1, expected_dims=3, streams=("audio",))
 ROTARY = ContextParallelInput(split_dim=0, expected_dims=2, streams=("audio",), side=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from ..errors import PlanError
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, WithNeighbours, WithoutNeighbours
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours, WithoutNeighbours
 
 AUDIO = ("audio",)
 WINDOW = 128
@@ -13,7 +16,8 @@ WINDOW = 128
 
 def slides(model: nn.Module, path: str) -> bool:
     """Whether an attention is to a window."""
-    window: int | None = getattr(model.get_submodule(path), "sliding_window")
+    attention: Any = model.get_submodule(path)
+    window = attention.sliding_window
     if window is not None and window > WINDOW:
         raise PlanError(f"ACE-Step 1.5 plan: {path} attends to a window of {window} tokens; the plan knows {WINDOW}")
     return window is not None
@@ -44,5 +48,5 @@ ACE_STEP_15 = FamilyPlan(
     },
     outputs={"decoder.layers.-1": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="audio")},
     attention_names=("comfy.ldm.ace.ace_step15.optimized_attention",),
-    shares_batch=False,  # the reference timbres of all items go to the first
+    shares_batch=lambda arguments: False,  # the reference timbres of all items go to the first
 )

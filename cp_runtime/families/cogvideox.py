@@ -1,6 +1,7 @@
 """CogVideoX 1.0 and 1.5: text to video, image to video, inpainting."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 COGVIDEOX = FamilyPlan(
     family="CogVideoX",

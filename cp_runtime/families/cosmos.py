@@ -4,7 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, GridInput, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..state import CallState
+from ..transforms import ContextParallelInput, ContextParallelOutput, GridInput
 
 VIDEO = ("video",)
 

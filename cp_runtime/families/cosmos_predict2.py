@@ -1,6 +1,7 @@
 """Cosmos Predict2: text to image, image to video."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, GridInput, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput, GridInput
 
 VIDEO = ("video",)
 

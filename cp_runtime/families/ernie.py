@@ -1,6 +1,7 @@
 """ERNIE-Image."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 TOKENS = ("tokens",)
 

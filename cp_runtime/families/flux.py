@@ -1,6 +1,7 @@
 """Flux 1, Kontext, Flux 2 and the models that share their class."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, TokenRanges
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
 
 JOINT = ("txt", "img")
 PE = ContextParallelInput(split_dim=2, expected_dims=6, streams=JOINT, side=True)

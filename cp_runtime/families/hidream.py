@@ -1,6 +1,7 @@
 """HiDream-I1 and E1."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 JOINT = ("img", "txt")
 ROPE = ContextParallelInput(split_dim=1, expected_dims=6, streams=JOINT, side=True)

@@ -5,8 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..plan import CallState, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
 from ..sharding import Split
+from ..state import CallState
+from ..transforms import ContextParallelOutput
 
 # The first tokens attend to each other causally, in an attention of their own, and their keys and values are kept for further
 # steps, whose tokens are without them: whole on every rank. "prefix" is what a block is called with of them: all or none.

@@ -1,6 +1,7 @@
 """Hunyuan3D 2 and 2.1."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput
 from .flux import DOUBLE_BLOCK, SINGLE_BLOCK
 
 SHAPE = ("shape",)
@@ -24,4 +25,6 @@ HUNYUAN_3D_21 = FamilyPlan(
     # Behind it the final layer drops the first token, which carries the timestep.
     outputs={"final_layer.norm_final": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="shape")},
     attention_names=("comfy.ldm.hunyuan3dv2_1.hunyuandit.optimized_attention",),
+    # It swaps the halves of the text and of what it returns: with CFG, where both halves have the same latent, each is its own.
+    shares_batch=lambda arguments: len(set((arguments.get("transformer_options") or {}).get("cond_or_uncond", ()))) == 2,
 )

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
 from ..sharding import clip_range
+from ..state import CallState
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 # A reference latent stands before the image tokens and is cut off by its whole length: every rank keeps all of it.
 IMAGE, JOINT = ("ref", "img"), ("txt", "ref", "img")

@@ -1,6 +1,7 @@
 """Ideogram 4: text and image in one stream, masked by segments."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 ALL = ("all",)
 

@@ -1,6 +1,7 @@
 """JoyImage, also with reference images."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 JOINT = ("img", "txt")
 

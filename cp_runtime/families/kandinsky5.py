@@ -1,6 +1,7 @@
 """Kandinsky 5: text to image, text and image to video."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 VISUAL = ("visual",)
 

@@ -1,6 +1,7 @@
 """Krea 2: text and image in one stream, in-context references."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, TokenIndex
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput, TokenIndex
 
 ALL = ("all",)
 

@@ -5,8 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from ..batch import tensors
 from ..errors import PlanError
-from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, Transform
+from ..plan import FamilyPlan, ModulePlan
+from ..state import CallState
+from ..transforms import ContextParallelInput, ContextParallelOutput, Transform
 from .ltxv import VIDEO, GuidedVideo, GuideMask
 
 AUDIO = ("audio",)
@@ -45,6 +50,12 @@ def _side(streams: tuple[str, ...], dims: int, *names: str) -> Mapping[str, Tran
     return dict.fromkeys(names, ContextParallelInput(split_dim=1, expected_dims=dims, streams=streams, side=True))
 
 
+def timesteps_are_alike(arguments: Mapping[str, Any]) -> bool:
+    """Whether all items have the same timesteps: gates follow the largest one of the whole batch."""
+    times = [*tensors(arguments["timestep"]), *tensors(arguments.get("a_timestep"))]
+    return all(torch.equal(time, time[:1].expand_as(time)) for time in times)
+
+
 LTX2 = FamilyPlan(
     family="LTX-2",
     model_class="comfy.ldm.lightricks.av_model.LTXAVModel",
@@ -68,4 +79,5 @@ LTX2 = FamilyPlan(
         "transformer_blocks.-1": [None, ContextParallelOutput(gather_dim=1, expected_dims=3, stream="audio")],
         "norm_out": ContextParallelOutput(gather_dim=1, expected_dims=3, stream=VIDEO),
     },
+    shares_batch=timesteps_are_alike,
 )

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, TokenRanges
+from ..plan import FamilyPlan, ModulePlan
+from ..state import CallState
+from ..transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
 
 
 def is_patched(state: CallState) -> bool:

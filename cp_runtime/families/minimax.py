@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..state import CallState
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 JOINT = ("given", "audio", "video")
 TOKENS = ContextParallelInput(split_dim=0, expected_dims=2, streams=JOINT)

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
 from ..sharding import Split
+from ..state import CallState
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 JOINT = ("img", "txt")
 

@@ -1,6 +1,7 @@
 """OmniGen2 and Boogu, with reference images."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 JOINT = ("txt", "img")
 

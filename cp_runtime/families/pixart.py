@@ -1,6 +1,7 @@
 """PixArt alpha and sigma."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 IMAGE = ("img",)
 

@@ -1,6 +1,7 @@
 """PixelDiT and PiD, which decodes a latent with it: in pixels."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 JOINT = ("txt", "img")
 IMAGE = ContextParallelInput(split_dim=1, expected_dims=3, streams=("img",))

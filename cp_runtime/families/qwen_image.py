@@ -1,6 +1,7 @@
 """Qwen-Image, Edit and Layered."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, TokenIndex
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput, TokenIndex
 
 JOINT = ("txt", "img")
 

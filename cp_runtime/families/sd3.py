@@ -1,6 +1,7 @@
 """Stable Diffusion 3 and 3.5."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 JOINT, IMAGE = ("txt", "img"), ("img",)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, WithNeighbours
+from ..plan import FamilyPlan, ModulePlan
+from ..state import CallState
+from ..transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours
 
 TOKENS = ContextParallelInput(split_dim=0, expected_dims=2, streams=("video",))
 
@@ -35,5 +37,5 @@ SEEDVR2 = FamilyPlan(
     },
     # In front of where patches are put together.
     outputs={"vid_out.proj": ContextParallelOutput(gather_dim=0, expected_dims=2, stream="video")},
-    shares_batch=False,  # ComfyUI takes queries and keys of every text from repetitions of the first
+    shares_batch=lambda arguments: False,  # ComfyUI takes queries and keys of every text from repetitions of the first
 )

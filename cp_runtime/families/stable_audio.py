@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..plan import CallState, ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan, WithNeighbours
+from ..plan import FamilyPlan, ModulePlan
+from ..state import CallState
+from ..transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours
 
 AUDIO = ("audio",)
 TOKENS = ContextParallelInput(split_dim=1, expected_dims=3, streams=AUDIO)

@@ -1,6 +1,7 @@
 """TripoSplat: the latent and the image are refined each on its own, then together with the camera."""
 
-from ..plan import ContextParallelInput, ContextParallelOutput, FamilyPlan, ModulePlan
+from ..plan import FamilyPlan, ModulePlan
+from ..transforms import ContextParallelInput, ContextParallelOutput
 
 
 def refined(stream: str) -> tuple[ModulePlan, ModulePlan]:

@@ -23,8 +23,8 @@ from cp_runtime.comfy import patches  # noqa: E402
 from cp_runtime.comfy.modules import decode_module, encode_module  # noqa: E402
 from cp_runtime.comfy.sharded import LocalResiduals  # noqa: E402
 from cp_runtime.errors import MirrorError  # noqa: E402
-from cp_runtime.plan import CallState  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten, read_tensor, unflatten  # noqa: E402
+from cp_runtime.state import CallState  # noqa: E402
 
 CPU = torch.device("cpu")
 

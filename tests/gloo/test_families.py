@@ -8,6 +8,8 @@ import torch
 from support import families
 from support.ranks import run_ranks
 
+from cp_runtime.families import PLANS
+
 HERE = Path(__file__).parent
 
 # ring degree, ulysses degree, rotate_method, batch degree
@@ -19,22 +21,28 @@ MODES = {
     "ring 2": (2, 1, "allgather", 1),
     "unified 4": (2, 2, "alltoall", 1),
 }
-# Attention is tested in every mode by test_attention.py; here the plans are, at 2 and 3 ranks, and these in every mode.
+# Attention is tested in every mode by test_attention.py; here the plans are, at 2 and 3 ranks, and some in every mode.
+PLAN_MODES = ("ulysses 2", "ring 3")
 EVERY_MODE = ("flux", "qwen_image", "wan")
 
 
-def batch(case):
-    """Dimension 0 of what is stacked."""
-    return next(value.shape[0] for value in case.make().values() if isinstance(value, torch.Tensor))
+def applies(mode, family, case):
+    """Whether the ranks have something to share in that mode."""
+    plan = PLANS[families.load(family).MODELS[case.model].cls]
+    batches = MODES[mode][3]
+    if batches == 1:
+        return plan.shares_sequence and (mode in PLAN_MODES or family in EVERY_MODE)
+    arguments = case.make()
+    items = next(value.shape[0] for value in arguments.values() if isinstance(value, torch.Tensor))
+    return items % batches == 0 and plan.shares_batch({**arguments, "transformer_options": case.options})
 
 
 CASES = {
-    (mode, name, case.name): case
-    for index, mode in enumerate(MODES)
-    for name in families.NAMES
-    if MODES[mode][3] > 1 or (getattr(families.load(name), "SHARES_SEQUENCE", True) and (index < 2 or name in EVERY_MODE))
-    for case in families.load(name).CASES
-    if batch(case) % MODES[mode][3] == 0 and (MODES[mode][3] == 1 or getattr(families.load(name), "SHARES_BATCH", True))
+    (mode, family, case.name): case
+    for mode in MODES
+    for family in families.NAMES
+    for case in families.load(family).CASES
+    if applies(mode, family, case)
 }
 _runs: dict[str, dict[tuple[str, str], dict]] = {}
 

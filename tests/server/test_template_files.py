@@ -158,3 +158,27 @@ def test_inpainting_controlnet(server):
         ),
     }
     compare(server, Graph(flux_prompt, nodes, {"positive": ["node", 0], "negative": ["node", 1]}))
+
+
+@pytest.mark.parametrize("served", ["causal_wan"])
+def test_autoregressive_sampling_is_refused(served, server, family_checkpoints):
+    """Its sampler goes on from keys and values that the transformer kept of earlier frames."""
+    assert served not in family_checkpoints, family_checkpoints[served]
+    nodes = {
+        "vae": ("TestCodec", {"seed": 2, "channels": 16, "space": 8, "time": 4}),
+        "image": ("TestImage", {"seed": 4, "width": 80, "height": 64, "frames": 1}),
+    }
+    inputs = {"vae": ["vae", 0], "start_image": ["image", 0], "width": 80, "height": 64, "length": 9, "batch_size": 1}
+
+    def build(cp: Mapping[str, Any] | None = None) -> Prompt:
+        settings = {"node": "SamplerCustomAdvanced", "model_nodes": [("ARVideoI2V", inputs)]}
+        prompt = family(served)(cp=cp, others=nodes, **settings)
+        prompt["sampler"]["inputs"]["latent_image"] = ["model_0", 1]
+        prompt["sampler_select"] = {"class_type": "SamplerARVideo", "inputs": {"num_frame_per_block": 1}}
+        return prompt
+
+    assert latent(server, build()).std() > 1e-2
+    result = server.run(build(CP), timeout=120)
+    assert result.status == "error", result
+    assert "autoregressive" in result.error.exception_message
+    assert "on_unsupported" in result.error.exception_message

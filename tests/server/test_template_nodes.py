@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 from support import families
 from support.graphs import Link, NodeSpec, Prompt, family_prompt
 
@@ -21,6 +23,7 @@ from cp_runtime.families import PLANS
 TOLERANCE = 2e-4
 SERVED = families.served()
 
+INSIDE = "model.diffusion_model.conditioner."
 CHECKPOINT, IMAGE_ONLY = "CheckpointLoaderSimple", "ImageOnlyCheckpointLoader"
 POSITIVE, NEGATIVE, LATENT = ["positive", 0], ["negative", 0], ["latent", 0]
 PAIR = {"positive": POSITIVE, "negative": NEGATIVE}
@@ -87,7 +90,7 @@ def sound(**shapes: tuple[int, ...]) -> NodeSpec:
     return "TestSound", {"seed": 6, **{name: json.dumps(shape) for name, shape in shapes.items()}}
 
 
-def text(tokens: int, width: int, **extra: dict[str, Any]) -> NodeSpec:
+def text(tokens: int, width: int, **extra: Any) -> NodeSpec:
     """With more entries as TestConditioning takes them."""
     return "TestEncoder", {"tokens": tokens, "width": width, "extra": json.dumps(extra)}
 
@@ -522,7 +525,7 @@ SONG = {
     "top_k": 0, "min_p": 0.0,
 }  # fmt: skip
 LYRICS = {"tensor": [[*range(9)]], "dtype": "int64"}
-CODES = {"value": [[5, 63999, 1234, 20000]]}
+CODES = [[5, 63999, 1234, 20000]]
 SPLATS = {"vae": ["splats", 0], "octree_level": 5, "num_gaussians": 1024, "yaw": 90.0, "pitch": 15.0, "point_size": 3}
 
 
@@ -544,7 +547,6 @@ MORE = {
         "ace_step_15",
         {"clip": text(7, 48, conditioning_lyrics={"shape": [1, 9, 48]})} | zeroed(("TextEncodeAceStepAudio1.5", SONG)),
         ZEROED,
-        loader=CHECKPOINT,
     ),
     "TextEncodeAceStepAudio1.5, codes": Case(
         "ace_step_15",
@@ -553,7 +555,7 @@ MORE = {
         ZEROED,
     ),
     "SeedVR2Conditioning": Case(
-        "seedvr2",
+        "seedvr2 text",
         {"low": latent(16, 5, 8, 10), "node": ("SeedVR2Conditioning", {"model": ["loader", 0], "vae_conditioning": ["low", 0]})},
         BOTH,
         {"cfg": 1.0},
@@ -596,10 +598,17 @@ def links(checkpoints_dir) -> Callable[[str], None]:
 
     def link(served: str) -> None:
         file = families.checkpoint_of(SERVED[served][1])
-        target = checkpoints_dir / "checkpoints" / file
+        source, target = (checkpoints_dir / folder / file for folder in ("diffusion_models", "checkpoints"))
         target.parent.mkdir(exist_ok=True)
-        if not target.exists():
-            os.link(checkpoints_dir / "diffusion_models" / file, target)
+        if target.exists():
+            return
+        if not SERVED[served][2].conditioner:
+            os.link(source, target)
+            return
+        # Checkpoints have these beside the model, not in it.
+        with safe_open(source, "pt") as opened:
+            tensors = {name.replace(INSIDE, "conditioner."): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            save_file(tensors, target, metadata=opened.metadata())
 
     return link
 

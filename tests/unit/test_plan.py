@@ -4,17 +4,10 @@ from torch import nn
 
 from cp_runtime.errors import PlanError
 from cp_runtime.families.wan import Repeated
-from cp_runtime.plan import (
-    CallState,
-    ContextParallelInput,
-    ContextParallelOutput,
-    FamilyPlan,
-    ModulePlan,
-    TokenIndex,
-    TokenRanges,
-    find_modules,
-)
+from cp_runtime.plan import FamilyPlan, ModulePlan, find_modules
 from cp_runtime.sharding import Split
+from cp_runtime.state import CallState
+from cp_runtime.transforms import ContextParallelInput, ContextParallelOutput, TokenIndex, TokenRanges
 
 
 def states(world=2, **lengths):

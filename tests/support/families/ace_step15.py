@@ -9,8 +9,6 @@ from torch import Tensor
 
 from . import Case, Model, Served, normal
 
-SHARES_BATCH = False
-
 CLASS = "comfy.ldm.ace.ace_step15.AceStepConditionGenerationModel"
 ACE = dict(
     hidden_size=64, text_hidden_dim=48, num_dit_layers=3, num_lyric_layers=1, num_timbre_layers=1, num_tokenizer_layers=1,

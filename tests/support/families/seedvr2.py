@@ -9,8 +9,6 @@ from torch import Tensor
 
 from . import Case, Model, Served, normal
 
-SHARES_BATCH = False
-
 CLASS = "comfy.ldm.seedvr.model.NaDiT"
 SEEDVR2 = dict(
     norm_eps=1e-5, num_layers=4, mlp_type="swiglu", vid_dim=96, txt_in_dim=48, heads=3, head_dim=32, mm_layers=2, rope_dim=32,
@@ -49,11 +47,14 @@ CASES = [
     Case("seedvr2", "seedvr2", seedvr2, options=ONE),
     Case("seedvr2 batch 2", "seedvr2", lambda: seedvr2(2, frames=3, height=6, width=6, text=5), options=ONE),
     Case("seedvr2 batch 3", "seedvr2", lambda: seedvr2(3, frames=3, height=6, width=6), options=ONE),
-    Case("seedvr2 one token", "seedvr2", lambda: seedvr2(frames=1, height=2, width=2), options=ONE),
     Case("seedvr2 two tokens, batch 2", "seedvr2", lambda: seedvr2(2, frames=1, height=2, width=2), options=ONE),
     Case("seedvr2 both halves", "seedvr2", lambda: seedvr2(2, frames=3), options=BOTH),
     Case("seedvr2 both halves of 2", "seedvr2", lambda: seedvr2(4, frames=3, height=6, width=6), options=BOTH),
     Case("seedvr2 own text", "seedvr2 text", lambda: seedvr2(context=torch.empty(0)), options=ONE),
     Case("seedvr2 one rotary", "seedvr2 one rotary", seedvr2, options=ONE),
 ]
-SERVED = [Served("seedvr2", "seedvr2", (16, 5, 8, 10), 7, 48, {"condition": (1, 17, 5, 8, 10)})]
+SERVED = [
+    Served("seedvr2", "seedvr2", (16, 5, 8, 10), 7, 48, {"condition": (1, 17, 5, 8, 10)}),
+    # As wide as the texts that its file holds.
+    Served("seedvr2 text", "seedvr2 text", (16, 5, 8, 10), 58, 5120, {"condition": (1, 17, 5, 8, 10)}),
+]

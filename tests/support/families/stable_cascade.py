@@ -10,8 +10,6 @@ from torch import Tensor
 
 from . import Case, Model, Served, normal
 
-SHARES_SEQUENCE = False
-
 STAGE_C = dict(
     c_cond=64, c_hidden=[64, 64], nhead=[2, 4], blocks=[[1, 2], [2, 1]], c_clip_text=48, c_clip_text_pooled=32,
 )  # fmt: skip

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from . import Case, Model, Served, normal
 
-SHARES_SEQUENCE = False
-
 UNET = dict(
     image_size=32, in_channels=4, out_channels=4, model_channels=32, num_res_blocks=[1, 1], channel_mult=[1, 2],
     transformer_depth=[1, 1], transformer_depth_middle=1, transformer_depth_output=[1, 1, 1, 1], use_spatial_transformer=True,
