@@ -92,14 +92,42 @@ def innermost_method(model: nn.Module) -> str:
     return "_forward" if hasattr(type(model), "_forward") else "forward"
 
 
+class GuardedForward:
+    """Stands in for a `forward` that may go past the innermost method: refuses what would then run in this process.
+
+    Args:
+        owner, model: as for WorkerForward.
+    """
+
+    sends_to_workers = True
+
+    def __init__(self, owner: Owner, model: nn.Module) -> None:
+        self.owner, self.model = ref(owner), model
+        self.stock: Callable[..., Any] = type(model).forward.__get__(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self.owner()
+        obstacle = options_obstacle(kwargs.get("transformer_options") or {}, self.model)
+        if owner is not None and obstacle is not None:
+            owner.refuse_call(obstacle)
+        return self.stock(*args, **kwargs)
+
+
+def goes_past(model: nn.Module) -> bool:
+    """Whether the class has a `forward` of its own over an inherited innermost method, which it need not call."""
+    return innermost_method(model) == "_forward" and "forward" in vars(type(model)) and "_forward" not in vars(type(model))
+
+
 def intercept(owner: Owner, model: nn.Module) -> None:
     """Send the model's calls to the workers."""
     setattr(model, innermost_method(model), WorkerForward(owner, model))
+    if goes_past(model):
+        model.forward = GuardedForward(owner, model)
 
 
 def release(owner: Owner, model: nn.Module) -> None:
     """Undo `intercept`, unless another owner has taken over."""
-    method = innermost_method(model)
-    installed = vars(model).get(method)
-    if isinstance(installed, WorkerForward) and installed.owner() in (owner, None):
-        delattr(model, method)
+    for method in {innermost_method(model), "forward"}:
+        installed = vars(model).get(method)
+        if isinstance(installed, (WorkerForward, GuardedForward)) and installed.owner() in (owner, None):
+            delattr(model, method)

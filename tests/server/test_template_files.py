@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,7 +50,7 @@ class Graph:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, cp: Mapping[str, Any] | None = None) -> Prompt:
-        prompt = self.base(cp=cp, others=self.nodes, **{"cfg": 3.0, **self.settings})
+        prompt = self.base(cp=cp, others=self.nodes, **{"cfg": 3.0, "node": "CPSampler", **self.settings})
         prompt["sampler"]["inputs"].update(self.wiring)
         return prompt
 
@@ -62,7 +63,10 @@ def family(name: str):
 def compare(server, graph: Graph) -> None:
     plain = latent(server, replace(graph, nodes={}, wiring={}, settings={}).build())
     stock = latent(server, graph.build())
-    out = latent(server, graph.build(CP))
+    result = server.run(graph.build(CP), timeout=300).check()
+    out = server.latent(result, "save")
+    for rank in json.loads(result.outputs["report"]["text"][0])["ranks"]:
+        assert any(rank["tokens"].values())
     assert stock.std() > 1e-2
     assert (out - stock).abs().max() <= TOLERANCE * stock.std()
     assert plain.shape != stock.shape or (plain - stock).abs().max() > 1e-2 * plain.std()

@@ -59,7 +59,7 @@ class Case:
         _, entry, _ = SERVED[self.served]
         if self.nodes:
             entry = replace(entry, cond={name: value for name, value in entry.cond.items() if name in OF_TEXT})
-        prompt = family_prompt(entry, cp=cp, others=self.nodes, **{"cfg": 3.0, **self.settings})
+        prompt = family_prompt(entry, cp=cp, others=self.nodes, **{"cfg": 3.0, "node": "CPSampler", **self.settings})
         for sampler in ("sampler", "guider"):
             inputs = prompt.get(sampler, {"inputs": {}})["inputs"]
             inputs.update({name: link for name, link in self.wiring.items() if name in inputs})
@@ -289,7 +289,7 @@ LTXV = {
         {**FRAMES, "latent_image": ["joint", 0]},
         loader=CHECKPOINT,
     ),
-    "LTXVAddGuide": Case("ltx2", GUIDED, GUIDED_WIRING, {"node": "SamplerCustomAdvanced"}, CHECKPOINT),
+    "LTXVAddGuide": Case("ltx2", GUIDED, GUIDED_WIRING, loader=CHECKPOINT),
     "LTXVCropGuides, two stages": Case("ltx2", GUIDED, GUIDED_WIRING, loader=CHECKPOINT, change=two_stages),
     "LTXVReferenceAudio": Case(
         "ltx2",
@@ -324,8 +324,7 @@ MINIMAX_WIRING: dict[str, Link] = {"positive": ["node", 0], "conditioning": ["no
 
 
 def minimax(class_type: str, **inputs: Any) -> Case:
-    settings = {"cfg": 1.0, "node": "SamplerCustomAdvanced"}
-    return Case("minimax", MINIMAX | {"node": (class_type, {**MINIMAX_SIZE, **inputs})}, MINIMAX_WIRING, settings)
+    return Case("minimax", MINIMAX | {"node": (class_type, {**MINIMAX_SIZE, **inputs})}, MINIMAX_WIRING, {"cfg": 1.0})
 
 
 def void(prompt: Prompt) -> None:
@@ -337,7 +336,6 @@ VIDEOS = {
         "hunyuan_video_15",
         HUNYUAN | {"node": ("HunyuanVideo15ImageToVideo", {**PAIR, "vae": ["vae", 0], **SHAPE, **START, **SEEN})},
         ALL,
-        {"node": "SamplerCustomAdvanced"},
     ),
     "HunyuanVideo15SuperResolution": Case(
         "hunyuan_video_15_sr",
@@ -350,7 +348,6 @@ VIDEOS = {
             ),
         },
         ALL,
-        {"node": "SamplerCustomAdvanced"},
     ),
     "Kandinsky5ImageToVideo": Case(
         "kandinsky5-video",
@@ -588,7 +585,10 @@ _latents: dict[str, Any] = {}
 
 
 def latents(server, prompt: Prompt) -> dict[str, Any]:
-    result = server.run(prompt, timeout=300).check()
+    return saved(server, server.run(prompt, timeout=300).check())
+
+
+def saved(server, result) -> dict[str, Any]:
     return {node: server.latent(result, node) for node, output in result.outputs.items() if "latents" in output}
 
 
@@ -621,7 +621,12 @@ def test_latent_equals_the_stock_graph(name, served, server, family_checkpoints,
         links(served)
     expected = latents(server, case.build())
     shares = PLANS[SERVED[served][2].cls].shares_sequence
-    out = latents(server, case.build({"world_size": 2, "batch_degree": 1 if shares else 0}))
+    result = server.run(case.build({"world_size": 2, "batch_degree": 1 if shares else 0}), timeout=300).check()
+    out = saved(server, result)
+    if "report" in result.outputs:
+        ranks = json.loads(result.outputs["report"]["text"][0])["ranks"]
+        assert [rank["pid"] for rank in ranks] == server.worker_pids()
+        assert not shares or all(any(rank["tokens"].values()) for rank in ranks), ranks
     assert out.keys() == expected.keys()
     for node, stock in expected.items():
         assert stock.std() > 1e-2
