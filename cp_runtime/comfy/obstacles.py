@@ -6,9 +6,10 @@ the UI process only, and must be refused: a sharded forward would silently run w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import comfy.controlnet
 from comfy.patcher_extension import CallbacksMP
 from torch import nn
 
@@ -21,6 +22,7 @@ from .weight_patches import encode_patches
 
 _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
 _KNOWN_PATCHERS = ("ModelPatcher", "ModelPatcherDynamic", "ContextParallelPatcher")
+_READING_WEIGHTS = (comfy.controlnet.ControlLora, comfy.controlnet.QwenFunControlNet)
 _BASE_PATCHES_REFUSED = ("diffusion_model", "manual_cast_dtype")
 
 
@@ -72,6 +74,17 @@ def control_obstacle(model: nn.Module, control: dict[str, Any] | None) -> str | 
         f"a ControlNet gave residuals of kind {' and '.join(sorted(given))}, and {plan.family} {takes}. "
         "Remove the ControlNet, or load one that was made for this model."
     )
+
+
+def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:
+    """Return what in the conditions of a sampling run needs the model's weights in this process, or None."""
+    for cond in (cond for part in conds.values() for cond in part or ()):
+        control = cond.get("control")
+        while control is not None:
+            if isinstance(control, _READING_WEIGHTS):
+                return f"a ControlNet ({type(control).__name__}) computes with the model's own weights. {_REMEDY}"
+            control = control.previous_controlnet
+    return None
 
 
 def _attached(patcher: Any) -> Iterator[str]:

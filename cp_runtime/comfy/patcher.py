@@ -16,19 +16,21 @@ from typing import Any
 import comfy.model_management
 import comfy.model_patcher
 import torch
-from comfy.patcher_extension import CallbacksMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import nn
 
 from ..config import DeviceInventory, RuntimeConfig
 from ..errors import UnsupportedError
 from ..pool.controller import CallCancelled
 from .interception import intercept, release
-from .obstacles import model_obstacle
+from .obstacles import conditions_obstacle, model_obstacle
 from .recipe import recipe_of, share_file_pages
 from .session import SESSION
 from .target import Target
 
 log = logging.getLogger("context_parallel")
+
+WRAPPER = "context_parallel"
 
 
 def device_inventory() -> DeviceInventory:
@@ -47,10 +49,12 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     Attributes:
         cp_config: pool and sharding.
         cp_local: the model runs in the UI process on one device, because on_unsupported says so.
+        cp_conditions_obstacle: what in the conditions of the sampling run keeps it from the workers.
     """
 
     cp_config: RuntimeConfig
     cp_local: bool = False
+    cp_conditions_obstacle: str | None = None
 
     def clone(self, *args: Any, **kwargs: Any) -> ContextParallelPatcher:
         clone = super().clone(*args, **kwargs)
@@ -76,7 +80,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
         self.cp_local = False
         release(self, self.model.diffusion_model)
-        obstacle = model_obstacle(self)
+        obstacle = self.cp_conditions_obstacle or model_obstacle(self)
         if obstacle is not None:
             self.refuse(obstacle)
             return super().partially_load(device_to, extra_memory, force_patch_weights)
@@ -200,7 +204,16 @@ def apply_to_model(model: Any, config: RuntimeConfig) -> Any:
     patcher = model.clone(disable_dynamic=True, model_override=model.get_clone_model_override())
     patcher.__class__ = ContextParallelPatcher
     patcher.cp_config = config
+    patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER)
+    patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER, prepare_sampling)
     return patcher
+
+
+def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any, conds: dict[str, Any], **kwargs: Any) -> Any:
+    """Look at the conditions before the model is loaded, when it can still be loaded in this process instead."""
+    if isinstance(model, ContextParallelPatcher):
+        model.cp_conditions_obstacle = conditions_obstacle(conds)
+    return executor(model, noise_shape, conds, **kwargs)
 
 
 def without_context_parallel(model: Any) -> Any:
@@ -209,4 +222,5 @@ def without_context_parallel(model: Any) -> Any:
         return model
     plain = model.clone()
     plain.__class__ = comfy.model_patcher.ModelPatcher
+    plain.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER)
     return plain

@@ -91,3 +91,20 @@ def test_control_matters(server):
     one = stock(server, "real cfg")
     for case in ("real on the positive only", "two in a row"):
         assert (stock(server, case) - one).abs().max() > 1e-2 * one.std(), case
+
+
+def test_a_controlnet_that_reads_the_models_weights_is_refused(server):
+    """ControlLoRA and Qwen's Fun ControlNet compute with weights that are on the workers."""
+    control = {"reads_weights": True}
+    result = server.run(flux_prompt(control=control, cp={"world_size": 2}), timeout=120)
+    assert result.status == "error"
+    assert "computes with the model's own weights" in result.error.exception_message
+    assert "on_unsupported" in result.error.exception_message
+    expected = server.latent(server.run(flux_prompt(control=control), timeout=120).check())
+    alone = flux_prompt(control=control, cp={"world_size": 2, "on_unsupported": "single device"})
+    assert (server.latent(server.run(alone, timeout=120).check()) - expected).abs().max() <= 1e-5 * expected.std()
+    # The next run, without it, is back on the workers.
+    out = server.latent(server.run(flux_prompt(cp={"world_size": 2}), timeout=120).check())
+    stock = server.latent(server.run(flux_prompt(), timeout=120).check())
+    assert (out - stock).abs().max() <= TOLERANCE * stock.std()
+    assert len(server.worker_pids()) == 2

@@ -136,21 +136,22 @@ class TestControl:
                 "hidden": ("INT", {"default": 256, "min": 1, "max": 16384}),
                 "blocks": ("INT", {"default": 2, "min": 1, "max": 64}),
                 "strength": ("FLOAT", {"default": 0.5, "min": 0.0, "max": 10.0}),
-            }
+            },
+            "optional": {"reads_weights": ("BOOLEAN", {"default": False})},
         }
 
     RETURN_TYPES = ("CONDITIONING",)
     FUNCTION = "attach"
     CATEGORY = "test"
 
-    def attach(self, conditioning, seed, hidden, blocks, strength):
-        control = _RandomControl(seed, hidden, blocks, strength)
+    def attach(self, conditioning, seed, hidden, blocks, strength, reads_weights=False):
+        control = (_ReadingControl if reads_weights else _RandomControl)(seed, hidden, blocks, strength)
         return ([[text, {**extra, "control": control, "control_apply_to_uncond": False}] for text, extra in conditioning],)
 
 
 class _RandomControl(comfy.controlnet.ControlBase):
     def __init__(self, seed: int, hidden: int, blocks: int, strength: float) -> None:
-        super().__init__()
+        comfy.controlnet.ControlBase.__init__(self)
         self.seed, self.hidden, self.blocks, self.scale = seed, hidden, blocks, strength
 
     def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
@@ -164,9 +165,20 @@ class _RandomControl(comfy.controlnet.ControlBase):
         return {"input": residuals(), "middle": [], "output": residuals()}
 
     def copy(self):
-        clone = _RandomControl(self.seed, self.hidden, self.blocks, self.scale)
+        clone = type(self)(self.seed, self.hidden, self.blocks, self.scale)
         self.copy_to(clone)
         return clone
+
+
+class _ReadingControl(_RandomControl, comfy.controlnet.ControlLora):
+    """Counts as one that computes with the model's weights."""
+
+    control_weights: dict[str, Tensor] = {}  # noqa: RUF012  (the class wants some)
+
+    def pre_run(self, model, percent_to_timestep_function):
+        comfy.controlnet.ControlBase.pre_run(self, model, percent_to_timestep_function)
+
+    cleanup = comfy.controlnet.ControlBase.cleanup
 
 
 class Random:
