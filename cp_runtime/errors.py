@@ -18,6 +18,10 @@ class PlanError(ContextParallelError):
     """A plan does not fit the module it was applied to, or a tensor does not fit the plan."""
 
 
+class UnknownStreamError(PlanError):
+    """A plan speaks of a stream that no argument has defined in this call yet."""
+
+
 class UnsupportedError(ContextParallelError):
     """The model, or something another node attached to it, cannot run sharded."""
 

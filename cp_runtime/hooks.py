@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from .attention.context_parallel import Attend, context_parallel_attention
 from .config import ContextParallelConfig
 from .cost import AttentionShape
-from .errors import PlanError
+from .errors import PlanError, UnknownStreamError
 from .mesh import SequenceMesh
 from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules
 from .sharding import JointLayout
 from .state import AttentionStreams, CallState
-from .transforms import ContextParallelOutput, rebuild
+from .transforms import ContextParallelOutput, Transform, rebuild
 
 
 class AppliedPlan:
@@ -207,9 +207,9 @@ class AppliedPlan:
                 parameter, keyword = argument.partition(".")[::2]
                 where, position = f"{name}({argument})", positions[parameter]
                 if (keyword or parameter) in named:
-                    named[keyword or parameter] = transform(self._state, named[keyword or parameter], where)
+                    named[keyword or parameter] = self._local(transform, named[keyword or parameter], where)
                 elif position < len(values):
-                    values[position] = transform(self._state, values[position], where)
+                    values[position] = self._local(transform, values[position], where)
             streams = [(plan.attention, plan.keys or plan.attention)] if plan.attention else ()
             self._push(self._attention[-1] if plan.attention is None else streams)
             return tuple(values), named
@@ -223,10 +223,19 @@ class AppliedPlan:
             self._attention.pop()
             if plan.separate:
                 self._state.end()
-            changes = {i: partial(split, self._state, where=f"{name} output {i}") for i, split in plan.outputs.items()}
+            changes = {i: partial(self._local, split, where=f"{name} output {i}") for i, split in plan.outputs.items()}
             return _map_outputs(value, changes, name)
 
         return hook
+
+    def _local(self, transform: Transform, value: Any, where: str) -> Any:
+        """This rank's value. While nothing was split, since a patch skipped the blocks where that begins, it is the whole one."""
+        try:
+            return transform(self.state, value, where)
+        except UnknownStreamError:
+            if self.state.lengths:
+                raise
+            return value
 
     def _push(self, streams: Sequence[AttentionStreams]) -> None:
         self._attention.append(streams)
@@ -280,6 +289,8 @@ class AppliedPlan:
             raise PlanError(f"{name}: expected an output of {output.expected_dims} dimensions, got {tuple(value.shape)}")
         if output.stream is None:
             raise PlanError(f"{name}: the plan does not say which stream is gathered. Set ContextParallelOutput(stream=...).")
+        if not self.state.lengths:  # nothing was split
+            return value
         if output.within:
             sizes = [self.state.layout((s,)).local_lengths[self.state.rank] for s in output.within]
             parts, place = list(value.split(sizes, output.gather_dim)), output.within.index(str(output.stream))

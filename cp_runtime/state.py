@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .compat import version
-from .errors import PlanError
+from .errors import PlanError, UnknownStreamError
 from .sharding import WHOLE, JointLayout, Split
 
 REMEMBERED = 64  # results of one call that are kept for the blocks to come
@@ -54,7 +54,7 @@ class CallState:
         if layout is None:
             missing = [name for name in streams if name not in self.lengths]
             if missing:
-                raise PlanError(f"stream {missing[0]!r} is used before any planned argument defined its length")
+                raise UnknownStreamError(f"stream {missing[0]!r} is used before any planned argument defined its length")
             splits = tuple(self._splits.get(name, WHOLE) for name in streams)
             layout = JointLayout(
                 tuple(self.lengths[name] for name in streams),

@@ -152,7 +152,7 @@ MIRRORED: Mapping[str, Patch] = {
     _EXTRAS + "nodes_nag:NAGuidance.execute.<locals>.nag_attention_output_patch": Patch(
         mixes_batch=True, unless=("SingleStreamDiT",)
     ),
-    _MODEL_PATCH + "UsoStyleProjectorPatch": Patch(node="USOStyleReference"),
+    _MODEL_PATCH + "UsoStyleProjectorPatch": Patch(node="USOStyleReference", mixes_batch=True),
     _MODEL_PATCH + "DiffSynthCnetPatch": Patch(
         node="QwenImageDiffsynthControlnet", without=_IMAGES, prepare=_encode_qwen_hint, adapt=_with_local_hint, mixes_batch=True
     ),

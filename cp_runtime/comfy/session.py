@@ -105,13 +105,16 @@ class Session:
             return True
 
     def attach(self, config: RuntimeConfig, networks: Mapping[str, nn.Module], cancelled: Callable[[], bool]) -> None:
-        """Give the workers the networks that patches of a call refer to, by key. Each travels once."""
+        """Give the workers the networks that patches of a call refer to, by key, and take back what is gone. Each travels once."""
         with self._lock:
             pool = self._pool_for(config, cancelled)
+            gone = [self._unused.popleft() for _ in range(len(self._unused))]
+            if gone:
+                pool.request("detach", {"keys": gone}, timeout=LOAD_TIMEOUT, cancelled=cancelled)
+                self._attached.difference_update(gone)
             for key in networks.keys() - self._attached:
                 packer = TensorPacker()
-                gone = [self._unused.popleft() for _ in range(len(self._unused))]
-                body = {"key": key, "network": flatten(encode_module(networks[key]), packer.add), "forget": gone}
+                body = {"key": key, "network": flatten(encode_module(networks[key]), packer.add)}
                 pool.request("attach", body, packer, timeout=LOAD_TIMEOUT, cancelled=cancelled)
                 pool.trim()
                 self._attached.add(key)

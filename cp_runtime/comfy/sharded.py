@@ -87,7 +87,9 @@ class LocalResiduals(Sequence[Tensor | None]):
     def _local(self, residual: Tensor | None) -> Tensor | None:
         if residual is None:
             return None
-        key, whole = residual.data_ptr(), self._state.gathered.issuperset(self._streams)
+        # Whole once the tokens are gathered, and before any were split: a patch may skip the first blocks.
+        known = self._state.lengths.keys() >= set(self._streams)
+        key, whole = residual.data_ptr(), not known or self._state.gathered.issuperset(self._streams)
         local = self._copies.pop((key, whole), None)
         if local is None:
             local = (residual if whole else self._take(residual)).to(self._device, copy=True)
@@ -97,8 +99,6 @@ class LocalResiduals(Sequence[Tensor | None]):
         return local
 
     def _take(self, residual: Tensor) -> Tensor:
-        if any(stream not in self._state.lengths for stream in self._streams):  # no block has run yet: a patch skipped it
-            return residual
         layout = self._state.layout(self._streams)
         segments = [segment for stream in layout.held[self._state.rank] for segment in stream]
         if len(segments) > 1 and residual.shape[1] != layout.total:

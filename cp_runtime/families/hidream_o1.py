@@ -1,8 +1,11 @@
 """HiDream-O1: text and reference images to image, in pixels."""
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..plan import FamilyPlan, ModulePlan
@@ -50,10 +53,32 @@ class Tokens:
         return state.layout(TOKENS).take_local(value, state.rank, -2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SameObject:
+    """The same tensor object for the same values: the model tells its kept keys apart by the identity of the reference images.
+
+    Args:
+        seen: the last ones; more than the model keeps keys of, so that none of those is another tensor by now.
+    """
+
+    seen: deque[Tensor] = field(default_factory=partial(deque, maxlen=8), compare=False)
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if value is None:
+            return None
+        for tensor in self.seen:
+            if tensor.shape == value.shape and torch.equal(tensor, value):
+                return tensor
+        self.seen.append(value)
+        return value
+
+
 HIDREAM_O1 = FamilyPlan(
     family="HiDream-O1",
     model_class="comfy.ldm.hidream_o1.model.HiDreamO1Transformer",
+    shares_batch=lambda arguments: False,  # the text and references of the first item are those of all, and keys are kept of it
     modules={
+        "": ModulePlan(inputs={"kwargs.ref_pixel_values": SameObject()}),
         "language_model.layers.*": ModulePlan(
             inputs={"past_key_value": KeptKeys(), "x": Tokens(), "freqs_cis": Tokens(side=True)},
             attention=("generated",),

@@ -5,7 +5,8 @@ from ..plan import FamilyPlan, ModulePlan
 UNET = FamilyPlan(
     family="Stable Diffusion UNet",
     model_class="comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel",
-    modules={"input_blocks.*": ModulePlan(), "output_blocks.*": ModulePlan()},  # where a call can be cancelled
+    # Where a call can be cancelled. The forward calls the layers of the blocks, not the blocks.
+    modules={"input_blocks.*.*": ModulePlan(), "middle_block.*": ModulePlan(), "output_blocks.*.*": ModulePlan()},
     outputs={},
     control={"input": None, "middle": None, "output": None},
 )

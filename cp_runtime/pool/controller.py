@@ -97,9 +97,10 @@ class WorkerPool:
         self.alive = True
         self.seconds = {"start": time.monotonic() - began, **hellos[0]["seconds"]}
         log.info(
-            "started %d ranks in %.1f s (import %.1f s, process groups %.1f s): %s",
+            "started %d ranks in %.1f s (%s): %s",
             self.world_size,
-            *self.seconds.values(),
+            self.seconds["start"],
+            ", ".join(f"{what} {seconds:.1f} s" for what, seconds in hellos[0]["seconds"].items()),
             ", ".join(
                 f"rank {r} pid {p.pid} on {h['device']}" for r, (p, h) in enumerate(zip(self.processes, hellos, strict=True))
             ),

@@ -125,10 +125,13 @@ class Mirrors:
 
     def attach(self, header: dict[str, Any], block: Tensor) -> None:
         """Take a network that patches of other nodes refer to. The next call puts it on the device."""
-        for gone in header["forget"]:
-            self._drop_network(gone)
         tree = unflatten(header["network"], lambda leaf: read_tensor(block, leaf).clone())
         patches.attach(header["key"], tree, self.device)
+
+    def detach(self, keys: list[str]) -> None:
+        """Drop networks of patches that are gone."""
+        for key in keys:
+            self._drop_network(key)
 
     def unload(self, key: str) -> None:
         """Drop a model and all networks of patches: host and device memory is given back, the file stays in the page cache."""

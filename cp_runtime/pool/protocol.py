@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import ProtocolError, UnsupportedError
 
-COMMANDS = ("mirror", "attach", "call", "unload", "echo", "shutdown")
+COMMANDS = ("mirror", "attach", "detach", "call", "unload", "echo", "shutdown")
 MAX_HEADER = 64 << 20
 ALIGNMENT = 64
 

@@ -31,6 +31,7 @@ from .protocol import COMMANDS, TensorPacker, decode_header, encode_header, flat
 log = logging.getLogger("context_parallel.worker")
 
 INLINE = 16 << 10  # header bytes that travel in the first broadcast
+CHECK = -1  # in the place of a header's length: a question within a call, not a command
 IDLE = timedelta(days=365)  # an idle rank waits for the next command for as long as ComfyUI runs
 
 
@@ -58,6 +59,7 @@ class Worker:
             "echo": self._echo,
             "mirror": self._mirror,
             "attach": self._attach,
+            "detach": self._detach,
             "call": self._call,
             "unload": self._unload,
         }
@@ -128,6 +130,9 @@ class Worker:
                 head[16 : 16 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._broadcast(head)
         length, nbytes = head[:16].view(torch.int64).tolist()
+        while length == CHECK:  # the others are still in the call that this rank left by an error
+            self._broadcast(head)
+            length, nbytes = head[:16].view(torch.int64).tolist()
         if length <= INLINE:
             data = head[16 : 16 + length].numpy().tobytes()
         else:
@@ -191,6 +196,10 @@ class Worker:
         reply: dict[str, Any] = self._require_mirrors().load(header, block)
         return reply
 
+    def _detach(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
+        self._require_mirrors().detach(header["keys"])
+        return {}
+
     def _attach(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         self._require_mirrors().attach(header, block)
         return {}
@@ -236,12 +245,15 @@ class Worker:
     def _check_cancel(self) -> None:
         if self.device.type != "cpu":  # the host must not run ahead of the device, or there is nothing left to cancel
             torch.get_device_module(self.device).synchronize()
-        flag = torch.zeros(1, dtype=torch.uint8)
+        # As long as a command, so that a rank which waits for one can tell.
+        head = torch.zeros(16 + INLINE, dtype=torch.uint8)
+        words = head[:16].view(torch.int64)
+        words[0] = CHECK
         if self.rank == 0:
             frame = self.channel.poll()
-            flag[0] = frame is not None and frame.get("command") == "cancel"
-        self._broadcast(flag)
-        if flag.item():
+            words[1] = frame is not None and frame.get("command") == "cancel"
+        self._broadcast(head)
+        if words[1]:
             raise Cancelled
 
     def _require_mirrors(self) -> Any:

@@ -37,6 +37,11 @@ def with_controlnet(prompt, *, count=1, both=True, size=(64, 64), **settings):
     return prompt
 
 
+SKIP_FIRST = {
+    "double_layers": "0", "single_layers": "", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0, "rescaling_scale": 0.0
+}  # fmt: skip
+
+
 def made_up(**settings):
     """Residuals at random, another one for every block; `control` of the prompt."""
     return partial(flux_prompt, control={}, **settings)
@@ -59,6 +64,8 @@ CASES = {
     "two in a row": real(count=2, cfg=4.0),
     "for some of the steps": real(steps=4, control={"end_percent": 0.5}),
     "with a LoRA": real(loras=["flux_lora"]),
+    # The guidance's own pass begins with whole tokens; the one residual of this ControlNet is for both blocks.
+    "with the first block skipped": real(cfg=4.0, model_nodes=[("SkipLayerGuidanceDiT", SKIP_FIRST)]),
 }
 _stock: dict[str, object] = {}
 

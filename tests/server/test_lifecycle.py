@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import time
+from functools import partial
 
 import psutil
 import pytest
-from support.graphs import flux_prompt, wan_prompt
+from support import families
+from support.graphs import family_prompt, flux_prompt, wan_prompt
 from support.processes import fd_count, pss, thread_count, wait_gone
 from support.server import ComfyServer
 
@@ -261,6 +263,22 @@ def test_out_of_memory_on_one_rank(pool_server, expected, fault_file, rank, modu
     assert "Connection closed" not in result.error.exception_message
     assert not fault_file.exists()
     assert_right(pool_server, expected)
+
+
+@pytest.mark.parametrize("served", ["sd15"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_out_of_memory_in_one_batch_group(served, world, pool_server, fault_file, family_checkpoints):
+    """UNets share the batch only: the other groups are in a forward of their own."""
+    entry = families.served()[served][1]
+    expected = pool_server.latent(pool_server.run(family_prompt(entry, cfg=4.0)).check())
+    prompt = partial(family_prompt, entry, cfg=4.0, cp={"world_size": world})
+    fault_file.write_text(json.dumps({"rank": 1, "module": 3, "kind": "oom"}))
+    result = pool_server.run(prompt(), timeout=60)
+    assert result.status == "error"
+    assert "OutOfMemoryError: injected" in result.error.exception_message
+    assert not fault_file.exists()
+    out = pool_server.latent(pool_server.run(prompt(), timeout=60).check())
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
 
 
 @pytest.mark.parametrize(("kind", "moment"), [(signal.SIGKILL, "computing"), (signal.SIGTERM, "idle")])

@@ -69,6 +69,12 @@ MIRRORED = {
         partial(FLUX, width=72, height=104, tokens=13, batch=2),
     ),
     "SkipLayerGuidanceDiTSimple": Case("SkipLayerGuidanceDiTSimple", LAYERS),
+    "SkipLayerGuidanceDiT without a block that splits": Case(
+        "SkipLayerGuidanceDiT", {**LAYERS, "double_layers": "0, 1", "single_layers": "", "scale": 3.0, "rescaling_scale": 0.0}
+    ),
+    "SkipLayerGuidanceDiT without any block": Case(
+        "SkipLayerGuidanceDiT", {**LAYERS, "double_layers": "0, 1", "scale": 3.0, "rescaling_scale": 0.0}
+    ),
     "SkipLayerGuidanceSD3": Case(
         "SkipLayerGuidanceSD3", {"layers": "0", "scale": 3.0, **SPAN}, family("sd3", cfg=4.0), served="sd3"
     ),
