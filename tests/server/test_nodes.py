@@ -44,6 +44,11 @@ LONG = partial(FLUX, steps=12, cfg=2.0)
 CACHE = {"reuse_threshold": 2.0, "start_percent": 0.1, "end_percent": 0.9, "verbose": True}
 ROPE = {"scale_x": 1.5, "shift_x": 1.0, "scale_y": 0.7, "shift_y": 2.0, "scale_t": 1.5, "shift_t": 1.0}
 
+# Windows of three latent frames, two of them shared.
+WINDOWS = {
+    "context_length": 9, "context_overlap": 5, "context_schedule": "standard_static", "context_stride": 1, "closed_loop": False,
+    "fuse_method": "pyramid", "freenoise": False, "retain_first_frame": False, "split_conds_to_windows": False,
+}  # fmt: skip
 CASES = {
     # model sampling
     "ModelSamplingAuraFlow": Case("ModelSamplingAuraFlow", {"shift": 1.73}, WAN),
@@ -71,6 +76,7 @@ CASES = {
     "LazyCache": Case("LazyCache", CACHE, LONG),
     "ScaleROPE": Case("ScaleROPE", ROPE, WAN),
     "ScaleROPE on Flux": Case("ScaleROPE", ROPE, FLUX),
+    "WanContextWindowsManual": Case("WanContextWindowsManual", WINDOWS, partial(WAN, frames=5)),
     # weights, by a name that no transformer has: two templates put it in front of Wan
     "UNetTemporalAttentionMultiply": Case(
         "UNetTemporalAttentionMultiply",
