@@ -19,7 +19,7 @@ from support.package import load_package
 
 load_package()
 
-from cp_runtime.families import PLANS, REFUSED
+from cp_runtime.families import PLANS
 from cp_runtime.plan import FamilyPlan
 
 TARGET = ROOT / "docs" / "families.md"
@@ -39,10 +39,15 @@ ranks (ring) and, where the batch divides, 2 x 2 (batch x Ulysses); {total} in a
 |---|---|---|---|---|---|
 """
 REFUSALS = """
-## Refused
+## Refused, or not shared
 
-| Class | Why |
-|---|---|
+- A model whose class is not above.
+- Residuals of a ControlNet for a family that adds none, and ControlNets that compute with the model's own weights
+  (ControlLoRA, Qwen's Fun ControlNet).
+- Autoregressive sampling of Causal Wan (SamplerARVideo), which keeps keys and values of earlier frames inside the
+  transformer; FluxKVCache for the same reason. Other nodes that patch the transformer: `cp_runtime/comfy/patches.py`.
+- The batch axis is left out, always or for some calls, where one item of a batch depends on another: {batch}.
+  Their sequence is shared all the same.
 """
 SIZE = """
 ## Size
@@ -76,7 +81,7 @@ def row(plan: FamilyPlan) -> str:
         ", ".join(streams(plan)) if plan.shares_sequence else "none: batch only",
         ", ".join(plan.control) or "none",
         str(len(names)),
-        ", ".join(names),
+        "; ".join(names),
     ]
     return f"| {' | '.join(cells)} |\n"
 
@@ -90,9 +95,9 @@ def render() -> str:
         total=sum(len(families.load(name).CASES) for name in families.NAMES),
         served=len(families.served()),
     )
-    refused = "".join(f"| `{name.removeprefix('comfy.ldm.')}` | {why} |\n" for name, why in sorted(REFUSED.items()))
+    refused = REFUSALS.format(batch=", ".join(plan.family for plan in plans if plan.shares_batch is not None))
     size = SIZE.format(count=len(plans), files=len(files), lines=sum(lengths), median=round(statistics.median(lengths)))
-    return head + "".join(map(row, plans)) + (REFUSALS + refused if refused else "") + size
+    return head + "".join(map(row, plans)) + refused + size
 
 
 def main() -> None:

@@ -96,7 +96,8 @@ class FamilyPlan(ShardingPlan):
         control: kind of ControlNet residuals ("input", "middle", "output") -> the stream, or streams in joint order, that they
             are added to, or None where they are no tokens. Empty = the model takes none.
         attention_names: full names of functions that ComfyUI's attention is called by where no transformer_options reach it.
-        shares_batch: given the arguments of a call, whether what the model computes of one item is the same without the others.
+        shares_batch: given the arguments of a call, whether what the model computes of one item is the same without the
+            others; None = always.
         rebuilt: "argument.key" of objects in dicts that the forward makes again where they are missing: not sent to the workers.
     """
 
@@ -105,8 +106,12 @@ class FamilyPlan(ShardingPlan):
     comfyui: str = "0.30.0"
     control: Mapping[str, str | tuple[str, ...] | None] = field(default_factory=dict)
     attention_names: tuple[str, ...] = ()
-    shares_batch: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
+    shares_batch: Callable[[Mapping[str, Any]], bool] | None = None
     rebuilt: tuple[str, ...] = ()
+
+    def batch_is_shared(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the items of a call may be computed on different ranks."""
+        return self.shares_batch is None or self.shares_batch(arguments)
 
     @property
     def shares_sequence(self) -> bool:

@@ -17,9 +17,6 @@ PLANS: dict[str, FamilyPlan] = {
     if isinstance(plan, FamilyPlan)
 }
 
-# Class -> why it has no plan.
-REFUSED: dict[str, str] = {}
-
 
 def class_name(model: nn.Module) -> str:
     """Full name of a module's class, the key of `PLANS`."""
@@ -33,13 +30,10 @@ def plan_for(model: nn.Module) -> FamilyPlan:
         UnsupportedError: no plan was written for its class.
         PlanError: the model is not the one that the plan was written for.
     """
-    name = class_name(model)
-    plan = PLANS.get(name)
+    plan = PLANS.get(class_name(model))
     if plan is None:
-        known = ", ".join(sorted({p.family for p in PLANS.values()}))
-        why = REFUSED.get(name, f"supported families: {known}")
         raise UnsupportedError(
-            f"{type(model).__name__} has no context parallel plan; {why}. "
+            f"{type(model).__name__} has no context parallel plan; docs/families.md lists the classes that have one. "
             "Connect the model to the sampler directly, or set on_unsupported of CP Config to 'single device'."
         )
     plan.check(model)

@@ -103,7 +103,7 @@ class Mirrors:
         if entry is None:
             raise MirrorError("the model of this call is not loaded on the workers")
         plan = plan_for(entry.model)
-        degree = header["batch_degree"] if plan.shares_batch(arguments) else 1
+        degree = header["batch_degree"] if plan.batch_is_shared(arguments) else 1
         shares = share_out(arguments, header["volatile"], mesh.size, degree, plan.shares_sequence)
         sequence = mesh.sequence(shares.groups)
         planner = planner_for(sequence.size)

@@ -66,7 +66,7 @@ with torch.inference_mode():
             model, plan, inputs = models[case.model], applied[case.model], case.make()
             method = getattr(model, innermost_method(model))
             leading = list(inspect.signature(method).parameters)[:2]
-            degree = int(batch_degree) if plan.plan.shares_batch(inputs) else 1
+            degree = int(batch_degree) if plan.plan.batch_is_shared(inputs) else 1
             shares = share_out(inputs, leading, world, degree, plan.plan.shares_sequence)
             if shares.groups != int(batch_degree):
                 continue

@@ -34,7 +34,7 @@ def applies(mode, family, case):
         return plan.shares_sequence and (mode in PLAN_MODES or family in EVERY_MODE)
     arguments = case.make()
     items = next(value.shape[0] for value in arguments.values() if isinstance(value, torch.Tensor))
-    return items % batches == 0 and plan.shares_batch({**arguments, "transformer_options": case.options})
+    return items % batches == 0 and plan.batch_is_shared({**arguments, "transformer_options": case.options})
 
 
 CASES = {

@@ -11,7 +11,7 @@ from support import families
 from support.package import load_package
 
 load_package()
-from cp_runtime.families import PLANS, REFUSED  # noqa: E402
+from cp_runtime.families import PLANS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("plan_check.py")
@@ -43,10 +43,6 @@ def test_a_renamed_argument_is_noticed(checked):
 def test_every_plan_has_cases():
     tested = {families.load(name).MODELS[case.model].cls for name in families.NAMES for case in families.load(name).CASES}
     assert sorted(PLANS.keys() - tested) == []
-
-
-def test_refused_classes_have_no_plan():
-    assert not PLANS.keys() & REFUSED.keys()
 
 
 def test_the_document_is_current():
