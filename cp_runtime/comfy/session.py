@@ -31,6 +31,7 @@ log = logging.getLogger("context_parallel")
 
 UNLOAD_TIMEOUT = 15.0
 SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between blocks
+CHECK_INTERVAL = 0.25  # seconds between two looks for Cancel, which all ranks take together
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Session:
         self._unused: deque[str] = deque()  # networks of patches that are gone from this process
         self._warm: set[str] = set()
         self._last_kind: object = None
-        self._last_seconds = 0.0
+        self._last_seconds, self._last_modules = 0.0, 0
         self._closing = False
 
     def is_resident(self, key: str) -> bool:
@@ -148,7 +149,7 @@ class Session:
                 "sequence": asdict(config.sequence),
                 "batch_degree": 1 if mixes_batch(arguments) else config.batch_degree,
                 "volatile": sorted(volatile, key=list(arguments).index),
-                "cancellable": kind != self._last_kind or self._last_seconds > SLOW_CALL,
+                "cancel_every": self._modules_per_check(kind),
                 **message,
             }
             timeout = config.step_timeout if key in self._warm else max(config.step_timeout, LOAD_TIMEOUT)
@@ -157,6 +158,7 @@ class Session:
             self._warm.add(key)
             out = pool.result(replies, device)
             self._last_kind, self._last_seconds = kind, time.monotonic() - began
+            self._last_modules = replies[0]["modules"]
             self.records.append(CallRecord(self._last_seconds, replies))
             return out
 
@@ -207,6 +209,12 @@ class Session:
             log.info("starting %d ranks on %s", config.world_size, ", ".join(config.devices))
             self.pool = WorkerPool(config, worker_site(), cancelled)
         return self.pool
+
+    def _modules_per_check(self, kind: object) -> int:
+        """How many planned modules the ranks pass between two looks for Cancel; 0 = they do not look."""
+        if kind != self._last_kind:
+            return 1
+        return max(1, int(self._last_modules * CHECK_INTERVAL / self._last_seconds)) if self._last_seconds > SLOW_CALL else 0
 
     def _reset(self) -> None:
         self.pool = None

@@ -214,9 +214,12 @@ class Worker:
         arguments = self._value(header, block)
         self.mesh.stats.reset()
         settings = SequenceSettings(**header["sequence"])
-        check = self._check_cancel if header["cancellable"] else None
         out, done = self._require_mirrors().call(
-            header, arguments, self.mesh, lambda ranks: DegreePlanner(settings, ranks, self.rates), self._enter(check)
+            header,
+            arguments,
+            self.mesh,
+            lambda ranks: DegreePlanner(settings, ranks, self.rates),
+            self._enter(header["cancel_every"]),
         )
         reply = self._result(out)  # waits for the device
         stats = self.mesh.stats
@@ -224,21 +227,23 @@ class Worker:
             **reply,
             **done,
             "seconds": time.perf_counter() - began,
+            "modules": int(self.board[self.rank, 1]),
             "communication": {"seconds": stats.seconds, "collectives": stats.collectives, "bytes": stats.bytes_sent},
             "memory": memory(self.device),
         }
 
-    def _enter(self, check: Callable[[], None] | None) -> Callable[[], None]:
-        """Return what runs at every planned module: note the progress, and leave together when the user cancelled."""
+    def _enter(self, cancel_every: int) -> Callable[[], None]:
+        """Return what runs at every planned module: note the progress, and now and then leave together if the user cancelled."""
 
         fault = armed_fault(self.rank)
 
         def on_module() -> None:
             self.board[self.rank, 1] += 1
+            module = int(self.board[self.rank, 1])
             if fault is not None:
-                fault(int(self.board[self.rank, 1]))
-            if check is not None:
-                check()
+                fault(module)
+            if cancel_every and module % cancel_every == 0:
+                self._check_cancel()
 
         return on_module
 
