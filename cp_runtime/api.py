@@ -21,12 +21,12 @@ from .plan import ShardingPlan
 from .table import plan_from_table
 
 # What holds an applied plan is the module itself, by its forward.
-_applied: WeakKeyDictionary[nn.Module, ref[AppliedPlan]] = WeakKeyDictionary()
+_applied: WeakKeyDictionary[nn.Module, ref[AppliedPlan[ShardingPlan]]] = WeakKeyDictionary()
 
 
 def apply_context_parallel(
     module: nn.Module, parallel_config: Any, plan: Mapping[str, Any] | ShardingPlan | None = None
-) -> AppliedPlan | None:
+) -> AppliedPlan[ShardingPlan] | None:
     """Split the module's sequence over the ranks, from its next call on.
 
     Every rank calls it, and then the module, alike: with the same arguments, under `torch.inference_mode()`. Attention is

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from .sharding import JointLayout
 from .state import AttentionStreams, CallState
 from .transforms import ContextParallelOutput, Transform, rebuild
 
+PlanT = TypeVar("PlanT", bound=ShardingPlan)
 
-class AppliedPlan:
+
+class AppliedPlan(Generic[PlanT]):
     """A plan on a model. Outside of `call` the model behaves as if no plan were there.
 
     One call at a time and one thread, as in a worker rank.
@@ -37,7 +39,7 @@ class AppliedPlan:
     def __init__(
         self,
         model: nn.Module,
-        plan: ShardingPlan,
+        plan: PlanT,
         mesh: SequenceMesh,
         config_for: Callable[[AttentionShape], ContextParallelConfig] | None = None,
     ) -> None:

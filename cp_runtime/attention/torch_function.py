@@ -14,6 +14,7 @@ from ..errors import PlanError
 
 if TYPE_CHECKING:
     from ..hooks import AppliedPlan
+    from ..plan import ShardingPlan
 
 
 FUSED = fused_attention_functions()
@@ -22,7 +23,7 @@ FUSED = fused_attention_functions()
 class SharedAttention(TorchFunctionMode):
     """While active, attention that the applied plan calls shared goes over all ranks."""
 
-    def __init__(self, applied: AppliedPlan) -> None:
+    def __init__(self, applied: AppliedPlan[ShardingPlan]) -> None:
         super().__init__()
         self._applied = applied
 

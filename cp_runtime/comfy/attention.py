@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ..hooks import AppliedPlan
+from ..plan import FamilyPlan
 
 KERNEL_OF = {"attention_sage": "sage", "attention_flash": "flash_attn"}
 # These add a boolean mask to the scores as 0 and 1. Other kernels hide keys; a ring must do as the user's backend does.
 ADD_BOOLEAN_MASKS = ("attention_sub_quad", "attention_split")
 
 
-def attention_override(applied: AppliedPlan) -> Callable[..., Tensor]:
+def attention_override(applied: AppliedPlan[FamilyPlan]) -> Callable[..., Tensor]:
     """Return a function for `transformer_options["optimized_attention_override"]`.
 
     It has the signature of ComfyUI's attention functions: q, k, v are `[B, L, heads * D]`, or `[B, heads, L, D]` with

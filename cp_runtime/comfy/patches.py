@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..errors import MirrorError, UnsupportedError
 from ..hooks import AppliedPlan
+from ..plan import FamilyPlan
 from ..pool.protocol import flatten
 from .modules import decode_module, encode_module, find, full_name
 
@@ -35,7 +36,7 @@ OPTION = "cp_patches"  # entry of transformer_options that stands for both
 _LOCALS = ".<locals>."
 
 Prepare = Callable[[Any, Tensor], None]
-Adapt = Callable[[Any, AppliedPlan], Callable[..., Any]]
+Adapt = Callable[[Any, AppliedPlan[FamilyPlan]], Callable[..., Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Patch:
 def _on_whole_tokens(stream: str, *names: str) -> Adapt:
     """Run the patch on the tokens of all ranks, on every rank: `names` are gathered, and what it returns is split again."""
 
-    def adapt(patch: Any, applied: AppliedPlan) -> Callable[..., Any]:
+    def adapt(patch: Any, applied: AppliedPlan[FamilyPlan]) -> Callable[..., Any]:
         def call(arguments: dict[str, Any]) -> Any:
             if stream not in applied.state.lengths:
                 return patch(arguments)
@@ -77,7 +78,7 @@ def _on_whole_tokens(stream: str, *names: str) -> Adapt:
     return adapt
 
 
-def _with_local_hint(patch: Any, applied: AppliedPlan) -> Callable[..., Any]:
+def _with_local_hint(patch: Any, applied: AppliedPlan[FamilyPlan]) -> Callable[..., Any]:
     """Add the hint of this rank's tokens to this rank's tokens."""
 
     def call(arguments: dict[str, Any]) -> Any:
@@ -90,7 +91,7 @@ def _with_local_hint(patch: Any, applied: AppliedPlan) -> Callable[..., Any]:
     return call
 
 
-def _with_local_embedding(patch: Any, applied: AppliedPlan) -> Callable[..., Any]:
+def _with_local_embedding(patch: Any, applied: AppliedPlan[FamilyPlan]) -> Callable[..., Any]:
     """Show the patch this rank's part of what it embedded before the first block."""
     data = "model_patch_data"
 
@@ -335,7 +336,7 @@ def attach(key: str, encoded: dict[str, Any], device: torch.device) -> None:
     ATTACHED[key] = comfy.model_patcher.ModelPatcher(module, load_device=device, offload_device=torch.device("cpu"))
 
 
-def decode_patches(encoded: dict[str, Any], applied: AppliedPlan) -> dict[str, Any]:
+def decode_patches(encoded: dict[str, Any], applied: AppliedPlan[FamilyPlan]) -> dict[str, Any]:
     """The entries `patches` and `patches_replace` of transformer_options on this rank."""
     decoder = _Decoder(encoded["entries"])
 

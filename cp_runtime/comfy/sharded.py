@@ -21,7 +21,10 @@ from .patches import OPTION, decode_patches
 
 
 def run_sharded(
-    applied: AppliedPlan, forward: Callable[..., Any], arguments: Mapping[str, Any], on_module: Callable[[], None] | None = None
+    applied: AppliedPlan[FamilyPlan],
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    on_module: Callable[[], None] | None = None,
 ) -> tuple[Any, CallState]:
     """Call `forward`, a method of the applied model, with whole `arguments` (by name). Returns (whole output, state).
 
@@ -29,7 +32,6 @@ def run_sharded(
         on_module: called whenever a planned module is entered.
     """
     plan = applied.plan
-    assert isinstance(plan, FamilyPlan)
     override = attention_override(applied)
     options = {**(arguments.get("transformer_options") or {}), "optimized_attention_override": override}
     if OPTION in options:

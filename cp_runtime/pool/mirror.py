@@ -32,6 +32,7 @@ from ..errors import MirrorError  # noqa: E402
 from ..families import plan_for  # noqa: E402
 from ..hooks import AppliedPlan  # noqa: E402
 from ..mesh import BatchMesh  # noqa: E402
+from ..plan import FamilyPlan  # noqa: E402
 from .protocol import read_tensor, unflatten  # noqa: E402
 
 log = logging.getLogger("context_parallel.worker")
@@ -42,7 +43,7 @@ class Mirror:
     """One model on this rank."""
 
     patcher: Any
-    applied: AppliedPlan | None = None
+    applied: AppliedPlan[FamilyPlan] | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -102,7 +103,9 @@ class Mirrors:
         entry = self.entries.get(header["key"])
         if entry is None:
             raise MirrorError("the model of this call is not loaded on the workers")
-        plan = plan_for(entry.model)
+        if entry.applied is None:
+            entry.applied = AppliedPlan(entry.model, plan_for(entry.model), mesh.sequence())
+        plan = entry.applied.plan
         degree = header["batch_degree"] if plan.batch_is_shared(arguments) else 1
         shares = share_out(arguments, header["volatile"], mesh.size, degree, plan.shares_sequence)
         sequence = mesh.sequence(shares.groups)
@@ -110,8 +113,6 @@ class Mirrors:
         part = shares.take(arguments, mesh.whole.rank // sequence.size)
         shape = next(tensor.shape for name in header["volatile"] for tensor in tensors(part[name]))
         self._to_device(entry, entry.patcher.memory_required(list(shape)) / sequence.size)
-        if entry.applied is None:
-            entry.applied = AppliedPlan(entry.model, plan, sequence)
         entry.applied.mesh, entry.applied.config_for = sequence, planner
         with torch.inference_mode(), shared_scales(mesh.whole):
             out, state = run_sharded(entry.applied, getattr(entry.model, header["method"]), part, on_module)
