@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..config import RuntimeConfig
 from ..errors import PoolError, PoolTimeout, RankError
-from .channel import Channel, Closed, SharedBlock
+from .channel import Channel, Closed, SharedBlock, progress_board
 from .launcher import LogPump, child_environment, make_directory, start_rank
 from .protocol import TensorPacker, read_tensor, unflatten
 
@@ -83,7 +83,7 @@ class WorkerPool:
         self._seq = 0
         self._directory = make_directory()
         self._request, self._response, self._board = SharedBlock(), SharedBlock(), SharedBlock()
-        self._progress = self._board.view(self.world_size * 16).view(torch.int64).view(self.world_size, 2)
+        self._progress, _ = progress_board(self._board, self.world_size)
         self._death_read, self._death_write = os.pipe()
         self.processes: list[subprocess.Popen[bytes]] = []
         self.channels: list[Channel] = []
@@ -270,7 +270,7 @@ class WorkerPool:
                 break
         error = self._first_failure(replies, died)
         # Ranks that failed at the same collective are still in step with each other, unless they left one under way.
-        counts = {(reply.get("collectives"), reply.get("broadcasts")) for reply in replies.values() if not reply["ok"]}
+        counts = {reply.get("collectives") for reply in replies.values() if not reply["ok"]}
         left = any(reply.get("pending") for reply in replies.values())
         if died or left or len(replies) < self.world_size or len(counts) > 1:
             self.kill()

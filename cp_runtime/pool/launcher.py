@@ -79,6 +79,9 @@ def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     env["PYTHONUNBUFFERED"] = "1"
     if device_type == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+        # glibc hands freed activations back to the kernel and faults them in again, in every block. Large ones it still may.
+        env.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
+        env.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 << 20))
     return env
 
 

@@ -24,14 +24,14 @@ from ..config import SequenceSettings
 from ..cost import DegreePlanner, measure
 from ..errors import ProtocolError
 from ..mesh import BatchMesh
-from .channel import Channel, Closed, SharedBlock
+from .cancel import CancelPoints
+from .channel import Channel, Closed, SharedBlock, progress_board
 from .faults import armed_fault
 from .protocol import COMMANDS, TensorPacker, decode_header, encode_header, flatten, read_tensor, unflatten
 
 log = logging.getLogger("context_parallel.worker")
 
 INLINE = 16 << 10  # header bytes that travel in the first broadcast
-CHECK = -1  # in the place of a header's length: a question within a call, not a command
 IDLE = timedelta(days=365)  # an idle rank waits for the next command for as long as ComfyUI runs
 
 
@@ -51,10 +51,10 @@ class Worker:
         self.device = torch.device(spec["device"])
         self.channel = Channel(socket.socket(fileno=spec["channel_fd"]))
         self.request, self.response = SharedBlock(spec["request_fd"]), SharedBlock(spec["response_fd"])
-        self.board = SharedBlock(spec["board_fd"]).view(self.world_size * 16).view(torch.int64).view(self.world_size, 2)
+        self.board, decision = progress_board(SharedBlock(spec["board_fd"]), self.world_size)
+        self.cancel_points = CancelPoints(decision, self.rank)
         self.spec = spec
         self.cache: dict[str, Tensor] = {}
-        self._broadcasts = 0
         self._handlers: dict[str, Callable[[dict[str, Any], Tensor], dict[str, Any]]] = {
             "echo": self._echo,
             "mirror": self._mirror,
@@ -112,6 +112,8 @@ class Worker:
                 reply = {"ok": True, "cancelled": True}
             except Exception as error:  # noqa: BLE001  (the controller raises it in the node)
                 reply = {"ok": False, "at": time.monotonic(), **self._position(), **describe(error)}
+            finally:
+                self.cancel_points.end()
             self.channel.send({"seq": seq, **reply})
 
     def _next(self) -> tuple[dict[str, Any], Tensor]:
@@ -128,11 +130,9 @@ class Worker:
             head[:16].view(torch.int64)[:] = torch.tensor([len(data), nbytes])
             if len(data) <= INLINE:
                 head[16 : 16 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.cancel_points.restart()
         self._broadcast(head)
         length, nbytes = head[:16].view(torch.int64).tolist()
-        while length == CHECK:  # the others are still in the call that this rank left by an error
-            self._broadcast(head)
-            length, nbytes = head[:16].view(torch.int64).tolist()
         if length <= INLINE:
             data = head[16 : 16 + length].numpy().tobytes()
         else:
@@ -144,10 +144,9 @@ class Worker:
     def _position(self) -> dict[str, int]:
         """Where this rank stands in the sequences that all ranks must go through alike."""
         stats = self.mesh.stats
-        return {"collectives": stats.collectives, "broadcasts": self._broadcasts, "pending": stats.pending}
+        return {"collectives": stats.collectives, "pending": stats.pending}
 
     def _broadcast(self, tensor: Tensor) -> None:
-        self._broadcasts += 1
         dist.broadcast(tensor, 0, group=self.control)
 
     def _value(self, header: dict[str, Any], block: Tensor) -> Any:
@@ -250,16 +249,12 @@ class Worker:
     def _check_cancel(self) -> None:
         if self.device.type != "cpu":  # the host must not run ahead of the device, or there is nothing left to cancel
             torch.get_device_module(self.device).synchronize()
-        # As long as a command, so that a rank which waits for one can tell.
-        head = torch.zeros(16 + INLINE, dtype=torch.uint8)
-        words = head[:16].view(torch.int64)
-        words[0] = CHECK
-        if self.rank == 0:
-            frame = self.channel.poll()
-            words[1] = frame is not None and frame.get("command") == "cancel"
-        self._broadcast(head)
-        if words[1]:
+        if self.cancel_points.leave(self._cancel_asked):
             raise Cancelled
+
+    def _cancel_asked(self) -> bool:
+        frame = self.channel.poll()
+        return frame is not None and frame.get("command") == "cancel"
 
     def _require_mirrors(self) -> Any:
         if self.mirrors is None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cp_runtime.pool.cancel import CancelPoints
 from cp_runtime.pool.channel import SharedBlock
 from cp_runtime.pool.conditioning import CallEncoder
 from cp_runtime.pool.protocol import encode_header
@@ -20,6 +21,7 @@ def follower(block, header):
     """A rank that is not the first, and the bytes that reach it by broadcast."""
     worker, received = Worker.__new__(Worker), []
     worker.rank, worker.device, worker.cache, worker.request = 1, torch.device("cpu"), {}, SharedBlock(block.fd)
+    worker.cancel_points = CancelPoints(torch.zeros((), dtype=torch.int64), worker.rank)
     data = encode_header(header)
     head = torch.zeros(16 + INLINE, dtype=torch.uint8)
     head[:16].view(torch.int64)[:] = torch.tensor([len(data), header["nbytes"]])

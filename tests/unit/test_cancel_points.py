@@ -1,0 +1,73 @@
+"""Ranks, here threads, leave a call at the same place whatever their speed, and never wait for one that has left."""
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from cp_runtime.pool.cancel import CancelPoints
+
+RANKS, PLACES = 3, 12
+
+
+def walk(points, *, asked_at, stops_at=None, pause=lambda: None):
+    """Pass all places as a rank does; rank 0 hears of Cancel at place `asked_at`. Returns the place left at, or None."""
+    try:
+        for place in range(1, PLACES + 1):
+            pause()
+            if place == stops_at:
+                return None
+            if points.leave(lambda place=place: place == asked_at):
+                return place
+    finally:
+        points.end()
+    return None
+
+
+def together(word, **by_rank):
+    ranks = [CancelPoints(word, rank) for rank in range(RANKS)]
+    for points in ranks:
+        points.restart()
+    with ThreadPoolExecutor(RANKS) as pool:
+        futures = [pool.submit(walk, points, **by_rank.get(f"rank{r}", by_rank["all"])) for r, points in enumerate(ranks)]
+        return [future.result(timeout=10) for future in futures]
+
+
+@pytest.fixture
+def word():
+    return torch.zeros((), dtype=torch.int64)
+
+
+@pytest.mark.parametrize("asked_at", [None, 1, 5, PLACES - 1, PLACES])
+@pytest.mark.parametrize("seed", range(4))
+def test_all_leave_at_the_place_after_the_one_where_cancel_was_seen(word, asked_at, seed):
+    rng = random.Random(seed)
+    left = together(word, all={"asked_at": asked_at, "pause": lambda: time.sleep(rng.random() * 0.004)})
+    assert left == [asked_at + 1 if asked_at and asked_at < PLACES else None] * RANKS
+
+
+def test_the_next_call_begins_anew(word):
+    assert together(word, all={"asked_at": 3}) == [4] * RANKS
+    assert together(word, all={"asked_at": None}) == [None] * RANKS
+    assert together(word, all={"asked_at": 1}) == [2] * RANKS
+
+
+@pytest.mark.parametrize("stops_at", [1, 4])
+def test_nobody_waits_for_rank_0_when_it_failed(word, stops_at):
+    assert together(word, all={"asked_at": None}, rank0={"asked_at": None, "stops_at": stops_at}) == [None] * RANKS
+
+
+def test_a_decision_that_rank_0_took_before_it_failed_holds(word):
+    assert together(word, all={"asked_at": None}, rank0={"asked_at": 3, "stops_at": 4}) == [None, 4, 4]
+
+
+def test_a_rank_may_be_one_interval_ahead_of_rank_0(word):
+    first, second = (CancelPoints(word, rank) for rank in range(2))
+    first.restart()
+    second.restart()
+    assert not second.leave(bool)  # rank 0 has passed nothing yet
+    assert not first.leave(lambda: True)
+    assert second.leave(bool)
+    assert first.leave(bool)
