@@ -143,9 +143,10 @@ def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = 
     for i in (i for i, part in enumerate(parts) if part == "-1"):
         ends = max((int(name.split(".")[i]) for name, _ in found), default=0)
         found = [(name, module) for name, module in found if int(name.split(".")[i]) == ends]
-    there = dict(root.named_modules()).get(pattern.removesuffix(".*"))
-    if not found and not (isinstance(there, nn.ModuleList) and len(there) == 0):  # some models have no blocks of one kind
-        raise PlanError(f"{prefix}no module {pattern!r} in {type(root).__name__}. {remedy}".rstrip())
+    if not found:
+        there = dict(root.named_modules()).get(pattern.removesuffix(".*"))
+        if not (isinstance(there, nn.ModuleList) and len(there) == 0):  # some models have no blocks of one kind
+            raise PlanError(f"{prefix}no module {pattern!r} in {type(root).__name__}. {remedy}".rstrip())
     return found
 
 

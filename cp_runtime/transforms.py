@@ -238,6 +238,31 @@ class TokenRanges:
         return local
 
 
+@dataclass(frozen=True, kw_only=True)
+class JointRanges:
+    """(start, stop or None for the end, ...) over streams in joint order, one or a list: its parts among this rank's tokens.
+
+    A single one must lie within one stream, or be empty.
+    """
+
+    streams: tuple[str, ...]
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, tuple):
+            (local,) = self(state, [value], where)
+            return local
+        layout = state.layout(self.streams)
+        local, at = [], 0
+        for begin, end in (segment for segments in layout.held[state.rank] for segment in segments):
+            for start, stop, *rest in value:
+                low, high = clip_range(start, layout.total if stop is None else stop, (begin, end))
+                local += [(at + low, at + high, *rest)] if high > low else []
+            at += end - begin
+        return local
+
+
 def rebuild(value: Any, items: list[Any]) -> Any:
     """A tuple, named tuple or list of the same type with other items."""
     return value._make(items) if hasattr(value, "_make") else type(value)(items)

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..plan import FamilyPlan, ModulePlan
-from ..sharding import clip_range
 from ..state import CallState
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..transforms import ContextParallelInput, ContextParallelOutput, JointRanges
 
 # A reference latent stands before the image tokens and is cut off by its whole length: every rank keeps all of it.
 IMAGE, JOINT = ("ref", "img"), ("txt", "ref", "img")
@@ -22,23 +21,6 @@ class Counted:
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         state.define(self.stream, value.shape[1])
         return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class JointRanges:
-    """A list of (start, stop or None, ...) over streams in joint order: each becomes its parts inside the local ranges."""
-
-    streams: tuple[str, ...]
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        local, offset, held = [], 0, 0
-        for layout in (state.layout((name,)) for name in self.streams if value is not None):
-            for start, stop, *rest in value:
-                end = layout.total if stop is None else stop - offset
-                low, high = clip_range(max(start - offset, 0), end, layout.window(state.rank))
-                local += [(held + low, held + high, *rest)] if high > low else []
-            offset, held = offset + layout.total, held + layout.local_lengths[state.rank]
-        return value if value is None else local
 
 
 HUNYUAN_VIDEO = FamilyPlan(

@@ -1,24 +1,12 @@
-"""Mage-Flow, also with reference images."""
+"""Mage-Flow, also with reference images: Qwen-Image's blocks without a second timestep."""
 
 from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput
-
-JOINT = ("txt", "img")
+from .qwen_image import BLOCK_INPUTS, JOINT, OUTPUTS
 
 MAGE_FLOW = FamilyPlan(
     family="Mage-Flow",
     model_class="comfy.ldm.mage_flow.model.MageFlowTransformer2DModel",
-    modules={
-        "transformer_blocks.*": ModulePlan(
-            inputs={
-                "encoder_hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=("txt",)),
-                "hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=("img",)),
-                "image_rotary_emb": ContextParallelInput(split_dim=2, expected_dims=6, streams=JOINT, side=True),
-                "encoder_hidden_states_mask": ContextParallelInput(split_dim=1, expected_dims=2, streams=("txt",), side=True),
-            },
-            attention=JOINT,
-        ),
-    },
-    outputs={"proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")},
+    modules={"transformer_blocks.*": ModulePlan(inputs=BLOCK_INPUTS, attention=JOINT)},
+    outputs=OUTPUTS,
     control={"input": "img"},
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..plan import FamilyPlan, ModulePlan
 from ..state import CallState
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..transforms import ContextParallelInput, ContextParallelOutput, JointRanges
 
 JOINT = ("given", "audio", "video")
 TOKENS = ContextParallelInput(split_dim=0, expected_dims=2, streams=JOINT)
@@ -22,22 +22,6 @@ class Packed:
         return TOKENS(state, value, where)
 
 
-@dataclass(frozen=True, kw_only=True)
-class JointRanges:
-    """(start, stop, ...) over all tokens, one or a list: each becomes its parts among this rank's tokens."""
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        if isinstance(value, tuple):
-            (local,) = self(state, [value], where)  # of a single stream
-            return local
-        local, at = [], 0
-        for begin, end in (segment for held in state.layout(JOINT).held[state.rank] for segment in held):
-            parts = ((max(begin, start), min(end, stop), rest) for start, stop, *rest in value)
-            local += [(low - begin + at, high - begin + at, *rest) for low, high, rest in parts if high > low]
-            at += end - begin
-        return local
-
-
 MINIMAX = FamilyPlan(
     family="MiniMax H3",
     model_class="comfy.ldm.minimax.model.MiniMaxH3Model",
@@ -45,12 +29,12 @@ MINIMAX = FamilyPlan(
         "blocks.*": ModulePlan(
             inputs={
                 "x": Packed(),
-                "mod_segments": JointRanges(),
+                "mod_segments": JointRanges(streams=JOINT),
                 "rope_freqs": ContextParallelInput(split_dim=1, expected_dims=6, streams=JOINT, side=True),
             },
             attention=JOINT,
         ),
-        "final_layer": ModulePlan(inputs={"video_seg": JointRanges(), "audio_seg": JointRanges()}),
+        "final_layer": ModulePlan(inputs={"video_seg": JointRanges(streams=JOINT), "audio_seg": JointRanges(streams=JOINT)}),
     },
     rebuilt=("minimax_payload.layout",),
     outputs={"final_layer": [ContextParallelOutput(gather_dim=0, expected_dims=2, stream=name) for name in ("video", "audio")]},

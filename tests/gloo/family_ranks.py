@@ -6,6 +6,7 @@ Arguments: ring degree, Ulysses degree, rotate method, names of families.
 import inspect
 import os
 import sys
+from functools import partial
 
 from support.ranks import finish, report, start
 
@@ -21,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from support import families  # noqa: E402
 from support.models import build  # noqa: E402
 
-from cp_runtime.batch import share_out  # noqa: E402
+from cp_runtime.batch import map_tensors, share_out  # noqa: E402
 from cp_runtime.comfy.interception import innermost_method  # noqa: E402
 from cp_runtime.comfy.sharded import run_sharded  # noqa: E402
 from cp_runtime.config import ContextParallelConfig  # noqa: E402
@@ -29,15 +30,7 @@ from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.hooks import AppliedPlan  # noqa: E402
 from cp_runtime.mesh import BatchMesh  # noqa: E402
 
-
-def clone(value):
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, (list, tuple)):
-        return type(value)(clone(item) for item in value)
-    if isinstance(value, dict):
-        return {key: clone(item) for key, item in value.items()}
-    return value
+clone = partial(map_tensors, function=torch.Tensor.clone)
 
 
 def forward(model, inputs, options):

@@ -5,42 +5,22 @@ They stay in ComfyUI's process, so nothing of them is known here but their names
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import pytest
-from support.graphs import MODEL, Link, NodeSpec, Prompt, flux_prompt, wan_prompt
+from support.graphs import GUIDED_FLUX, MODEL, Link, NodeCase, NodeSpec, Prompt, wan_prompt
 
 TOLERANCE = 2e-4
 CP = {"world_size": 2}
 
-FLUX = partial(flux_prompt, steps=3, cfg=4.0)
 WAN = partial(wan_prompt, steps=3, cfg=4.0)
 GRADUAL = {"noise": 1.0, "noise_mask": "gradient"}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A node between loader and sampler.
-
-    Args:
-        inputs: of the node, besides its model.
-        graph: builder of the graph around it.
-        others: nodes that it takes something from.
-        matters: whether the latent must be another one without the node.
-    """
-
-    node: str
-    inputs: dict[str, Any] = field(default_factory=dict)
-    graph: partial[Prompt] = FLUX
-    others: dict[str, NodeSpec] = field(default_factory=dict)
-    matters: bool = True
-
-
 TONEMAP = {"operation": ("LatentOperationTonemapReinhard", {"multiplier": 0.5})}
 FLUX_SHIFT = {"max_shift": 1.5, "base_shift": 0.7, "width": 512, "height": 512}
-LONG = partial(FLUX, steps=12, cfg=2.0)
+LONG = partial(GUIDED_FLUX, steps=12, cfg=2.0)
 CACHE = {"reuse_threshold": 2.0, "start_percent": 0.1, "end_percent": 0.9, "verbose": True}
 ROPE = {"scale_x": 1.5, "shift_x": 1.0, "scale_y": 0.7, "shift_y": 2.0, "scale_t": 1.5, "shift_t": 1.0}
 
@@ -51,43 +31,43 @@ WINDOWS = {
 }  # fmt: skip
 CASES = {
     # model sampling
-    "ModelSamplingAuraFlow": Case("ModelSamplingAuraFlow", {"shift": 1.73}, WAN),
-    "ModelSamplingSD3": Case("ModelSamplingSD3", {"shift": 5.0}, WAN),
-    "ModelSamplingSD3 on Flux": Case("ModelSamplingSD3", {"shift": 5.0}),
-    "ModelSamplingFlux": Case("ModelSamplingFlux", FLUX_SHIFT),
-    "ModelNoiseScale": Case("ModelNoiseScale", {"noise_scale": 2.0}, WAN),
+    "ModelSamplingAuraFlow": NodeCase("ModelSamplingAuraFlow", {"shift": 1.73}, WAN),
+    "ModelSamplingSD3": NodeCase("ModelSamplingSD3", {"shift": 5.0}, WAN),
+    "ModelSamplingSD3 on Flux": NodeCase("ModelSamplingSD3", {"shift": 5.0}),
+    "ModelSamplingFlux": NodeCase("ModelSamplingFlux", FLUX_SHIFT),
+    "ModelNoiseScale": NodeCase("ModelNoiseScale", {"noise_scale": 2.0}, WAN),
     # guidance
-    "CFGNorm": Case("CFGNorm", {"strength": 0.7}),
-    "CFGNorm before": Case("CFGNorm", {"strength": 1.0, "pre_cfg": True}),
-    "CFGOverride": Case("CFGOverride", {"cfg": 1.0, "start_percent": 0.0, "end_percent": 0.7}),
-    "CFGZeroStar": Case("CFGZeroStar", graph=WAN),
-    "RescaleCFG": Case("RescaleCFG", {"multiplier": 0.7}),
-    "RenormCFG": Case("RenormCFG", {"cfg_trunc": 0.8, "renorm_cfg": 1.0}),
-    "Mahiro": Case("Mahiro"),
-    "APG": Case("APG", {"eta": 0.5, "norm_threshold": 5.0, "momentum": -0.5}),
-    "TCFG": Case("TCFG"),
-    "FreSca": Case("FreSca", {"scale_low": 0.8, "scale_high": 1.5, "freq_cutoff": 2}),
-    "VideoLinearCFGGuidance": Case("VideoLinearCFGGuidance", {"min_cfg": 1.0}, partial(FLUX, batch=3)),
-    "LatentApplyOperationCFG": Case("LatentApplyOperationCFG", {"operation": ["operation", 0]}, others=TONEMAP),
+    "CFGNorm": NodeCase("CFGNorm", {"strength": 0.7}),
+    "CFGNorm before": NodeCase("CFGNorm", {"strength": 1.0, "pre_cfg": True}),
+    "CFGOverride": NodeCase("CFGOverride", {"cfg": 1.0, "start_percent": 0.0, "end_percent": 0.7}),
+    "CFGZeroStar": NodeCase("CFGZeroStar", graph=WAN),
+    "RescaleCFG": NodeCase("RescaleCFG", {"multiplier": 0.7}),
+    "RenormCFG": NodeCase("RenormCFG", {"cfg_trunc": 0.8, "renorm_cfg": 1.0}),
+    "Mahiro": NodeCase("Mahiro"),
+    "APG": NodeCase("APG", {"eta": 0.5, "norm_threshold": 5.0, "momentum": -0.5}),
+    "TCFG": NodeCase("TCFG"),
+    "FreSca": NodeCase("FreSca", {"scale_low": 0.8, "scale_high": 1.5, "freq_cutoff": 2}),
+    "VideoLinearCFGGuidance": NodeCase("VideoLinearCFGGuidance", {"min_cfg": 1.0}, partial(GUIDED_FLUX, batch=3)),
+    "LatentApplyOperationCFG": NodeCase("LatentApplyOperationCFG", {"operation": ["operation", 0]}, others=TONEMAP),
     # the denoise mask, skipped steps, positions
-    "DifferentialDiffusion": Case("DifferentialDiffusion", {"strength": 1.0}, partial(FLUX, steps=6, latent=GRADUAL)),
-    "EasyCache": Case("EasyCache", CACHE, LONG),
-    "EasyCache on Wan": Case("EasyCache", CACHE, partial(WAN, steps=12)),
-    "LazyCache": Case("LazyCache", CACHE, LONG),
-    "ScaleROPE": Case("ScaleROPE", ROPE, WAN),
-    "ScaleROPE on Flux": Case("ScaleROPE", ROPE, FLUX),
-    "WanContextWindowsManual": Case("WanContextWindowsManual", WINDOWS, partial(WAN, frames=5)),
+    "DifferentialDiffusion": NodeCase("DifferentialDiffusion", {"strength": 1.0}, partial(GUIDED_FLUX, steps=6, latent=GRADUAL)),
+    "EasyCache": NodeCase("EasyCache", CACHE, LONG),
+    "EasyCache on Wan": NodeCase("EasyCache", CACHE, partial(WAN, steps=12)),
+    "LazyCache": NodeCase("LazyCache", CACHE, LONG),
+    "ScaleROPE": NodeCase("ScaleROPE", ROPE, WAN),
+    "ScaleROPE on Flux": NodeCase("ScaleROPE", ROPE, GUIDED_FLUX),
+    "WanContextWindowsManual": NodeCase("WanContextWindowsManual", WINDOWS, partial(WAN, frames=5)),
     # weights, by a name that no transformer has: two templates put it in front of Wan
-    "UNetTemporalAttentionMultiply": Case(
+    "UNetTemporalAttentionMultiply": NodeCase(
         "UNetTemporalAttentionMultiply",
         dict.fromkeys(("self_structural", "self_temporal", "cross_structural", "cross_temporal"), 1.2),
         WAN,
         matters=False,
     ),
     # wiring
-    "ComfySwitchNode": Case("ComfySwitchNode", {"switch": True, "on_true": MODEL, "on_false": ["loader", 0]}, matters=False),
+    "ComfySwitchNode": NodeCase("ComfySwitchNode", {"switch": True, "on_true": MODEL, "on_false": ["loader", 0]}, matters=False),
     # a LoRA for model and text encoder
-    "LoraLoader": Case(
+    "LoraLoader": NodeCase(
         "LoraLoader",
         {"clip": ["clip", 0], "lora_name": "flux_lora.safetensors", "strength_model": 0.7, "strength_clip": 1.0},
         others={"clip": ("TestClip", {"seed": 1})},
@@ -113,9 +93,8 @@ def assert_same(out, expected) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_node_between_loader_and_sampler(name, place, server):
     case = CASES[name]
-    build = partial(case.graph, **{place: [(case.node, case.inputs)]}, others=case.others)
-    expected = stock(server, name, build())
-    assert_same(server.latent(server.run(build(cp=CP), timeout=120).check()), expected)
+    expected = stock(server, name, case.build())
+    assert_same(server.latent(server.run(case.build(cp=CP, place=place), timeout=120).check()), expected)
     if case.matters:
         plain = stock(server, str(case.graph), case.graph())
         assert (plain - expected).abs().max() > 1e-2 * plain.std()
@@ -145,7 +124,7 @@ def test_easy_cache_skips_calls(place, server):
 
 def custom(cp=None, sampler: NodeSpec | None = None, others: dict[str, NodeSpec] | None = None, **options) -> Prompt:
     """A graph with SamplerCustomAdvanced, and with another SAMPLER node where one is given."""
-    prompt = FLUX(node="SamplerCustomAdvanced", cp=cp, others=others, **options)
+    prompt = GUIDED_FLUX(node="SamplerCustomAdvanced", cp=cp, others=others, **options)
     if sampler is not None:
         prompt["sampler_select"] = {"class_type": sampler[0], "inputs": sampler[1]}
     return prompt
@@ -199,7 +178,7 @@ def sampler_custom(cp=None) -> Prompt:
 
 def switched_conditioning(cp=None) -> Prompt:
     switch = {"switch": False, "on_true": ["negative", 0], "on_false": ["positive", 0]}
-    prompt = FLUX(cp=cp, others={"switch": ("ComfySwitchNode", switch)})
+    prompt = GUIDED_FLUX(cp=cp, others={"switch": ("ComfySwitchNode", switch)})
     prompt["sampler"]["inputs"]["positive"] = ["switch", 0]
     return prompt
 

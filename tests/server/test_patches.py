@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import pytest
 from support import families
-from support.graphs import NodeSpec, Prompt, family_prompt, flux_prompt, wan_prompt
+from support.graphs import GUIDED_FLUX, NodeCase, NodeSpec, Prompt, family_prompt, flux_prompt, wan_prompt
 
 TOLERANCE = 2e-4
-FLUX = partial(flux_prompt, steps=3, cfg=4.0)
 VAE = ("TestVae", {"seed": 2, "channels": 16, "video": False})
 
 
@@ -24,28 +22,6 @@ def network(kind: str, **others: NodeSpec) -> dict[str, NodeSpec]:
     """Nodes that a model patch node takes something from."""
     image = ("TestImage", {"seed": 4, "width": 80, "height": 72, "frames": 1})
     return {"network": ("TestModelPatch", {"kind": kind, "seed": 3}), "image": image, "vae": VAE, **others}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A node between loader and sampler.
-
-    Args:
-        node, inputs: of that node, besides its model.
-        graph: builder of the graph around it.
-        others: nodes that it takes something from.
-        matters: whether the latent must be another one without the node.
-    """
-
-    node: str
-    inputs: dict[str, Any] = field(default_factory=dict)
-    graph: partial[Prompt] = FLUX
-    others: dict[str, NodeSpec] = field(default_factory=dict)
-    matters: bool = True
-    served: str = "sd15"  # whose checkpoint the test needs
-
-    def build(self, cp: dict[str, Any] | None = None, place: str = "model_nodes") -> Prompt:
-        return self.graph(cp=cp, others=self.others, **{place: [(self.node, self.inputs)]})
 
 
 VIDEO_VAE = ("TestVae", {"seed": 2, "channels": 16, "video": True})
@@ -62,74 +38,74 @@ WAN_160 = partial(wan_prompt, ckpt="wan_160", width=72, height=56)
 UNET = family("sd15", cfg=4.0, batch=2)
 
 MIRRORED = {
-    "SkipLayerGuidanceDiT": Case("SkipLayerGuidanceDiT", {**LAYERS, "scale": 3.0, "rescaling_scale": 0.5}),
-    "SkipLayerGuidanceDiT odd size batch 2": Case(
+    "SkipLayerGuidanceDiT": NodeCase("SkipLayerGuidanceDiT", {**LAYERS, "scale": 3.0, "rescaling_scale": 0.5}),
+    "SkipLayerGuidanceDiT odd size batch 2": NodeCase(
         "SkipLayerGuidanceDiT",
         {**LAYERS, "scale": 3.0, "rescaling_scale": 0.0},
-        partial(FLUX, width=72, height=104, tokens=13, batch=2),
+        partial(GUIDED_FLUX, width=72, height=104, tokens=13, batch=2),
     ),
-    "SkipLayerGuidanceDiTSimple": Case("SkipLayerGuidanceDiTSimple", LAYERS),
-    "SkipLayerGuidanceDiT without a block that splits": Case(
+    "SkipLayerGuidanceDiTSimple": NodeCase("SkipLayerGuidanceDiTSimple", LAYERS),
+    "SkipLayerGuidanceDiT without a block that splits": NodeCase(
         "SkipLayerGuidanceDiT", {**LAYERS, "double_layers": "0, 1", "single_layers": "", "scale": 3.0, "rescaling_scale": 0.0}
     ),
-    "SkipLayerGuidanceDiT without any block": Case(
+    "SkipLayerGuidanceDiT without any block": NodeCase(
         "SkipLayerGuidanceDiT", {**LAYERS, "double_layers": "0, 1", "scale": 3.0, "rescaling_scale": 0.0}
     ),
-    "SkipLayerGuidanceSD3": Case(
+    "SkipLayerGuidanceSD3": NodeCase(
         "SkipLayerGuidanceSD3", {"layers": "0", "scale": 3.0, **SPAN}, family("sd3", cfg=4.0), served="sd3"
     ),
-    "NAGuidance": Case("NAGuidance", {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}, partial(FLUX, batch=2)),
-    "ChromaRadianceOptions": Case(
+    "NAGuidance": NodeCase("NAGuidance", {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}, partial(GUIDED_FLUX, batch=2)),
+    "ChromaRadianceOptions": NodeCase(
         "ChromaRadianceOptions",
         {"preserve_wrapper": True, "start_sigma": 1.0, "end_sigma": 0.0, "nerf_tile_size": 0, "force_sequential_txt_ids": True},
         family("chroma_radiance"),
         served="chroma_radiance",
     ),
-    "UNetSelfAttentionMultiply": Case("UNetSelfAttentionMultiply", {"q": 1.3, "k": 0.7, "v": 1.2, "out": 0.8}, UNET),
-    "PerturbedAttentionGuidance": Case("PerturbedAttentionGuidance", {"scale": 3.0}, UNET),
-    "FreeU": Case("FreeU", FREE_U, UNET),
-    "FreeU_V2": Case("FreeU_V2", FREE_U, UNET),
-    "PatchModelAddDownscale": Case("PatchModelAddDownscale", SHRINK, UNET),
-    "PatchModelAddDownscale before the skip": Case("PatchModelAddDownscale", {**SHRINK, "downscale_after_skip": False}, UNET),
-    "USOStyleReference": Case(
+    "UNetSelfAttentionMultiply": NodeCase("UNetSelfAttentionMultiply", {"q": 1.3, "k": 0.7, "v": 1.2, "out": 0.8}, UNET),
+    "PerturbedAttentionGuidance": NodeCase("PerturbedAttentionGuidance", {"scale": 3.0}, UNET),
+    "FreeU": NodeCase("FreeU", FREE_U, UNET),
+    "FreeU_V2": NodeCase("FreeU_V2", FREE_U, UNET),
+    "PatchModelAddDownscale": NodeCase("PatchModelAddDownscale", SHRINK, UNET),
+    "PatchModelAddDownscale before the skip": NodeCase("PatchModelAddDownscale", {**SHRINK, "downscale_after_skip": False}, UNET),
+    "USOStyleReference": NodeCase(
         "USOStyleReference",
         {"model_patch": ["network", 0], "clip_vision_output": ["network", 1]},
         partial(flux_prompt, width=72, height=104, tokens=13),
         network("uso"),
     ),
-    "QwenImageDiffsynthControlnet": Case(
+    "QwenImageDiffsynthControlnet": NodeCase(
         "QwenImageDiffsynthControlnet", {**LINKS, "strength": 3.0}, family("qwen", cfg=4.0), QWEN_NET, served="qwen"
     ),
-    "QwenImageDiffsynthControlnet with references": Case(
+    "QwenImageDiffsynthControlnet with references": NodeCase(
         "QwenImageDiffsynthControlnet", {**LINKS, "strength": 3.0}, family("qwen edit"), QWEN_NET, served="qwen edit"
     ),
-    "ZImageFunControlnet": Case(
+    "ZImageFunControlnet": NodeCase(
         "ZImageFunControlnet", {**LINKS, "strength": 3.0}, family("z-image", cfg=4.0), network("z-image"), served="z-image"
     ),
-    "ZImageFunControlnet, first version": Case(
+    "ZImageFunControlnet, first version": NodeCase(
         "ZImageFunControlnet",
         {**LINKS, "strength": 3.0},
         family("z-image", batch=1),
         network("z-image first version"),
         served="z-image",
     ),
-    "WanUni3CControlnetApply": Case(
+    "WanUni3CControlnetApply": NodeCase(
         "WanUni3CControlnetApply",
         {"model_patch": ["network", 0], "vae": ["vae", 0], "render_video": ["image", 0], "strength": 3.0, **SPAN},
         partial(wan_prompt, cfg=4.0, width=72, height=56),
         network("uni3c", vae=VIDEO_VAE),
     ),
-    "AnimaLLLiteApply": Case(
+    "AnimaLLLiteApply": NodeCase(
         "AnimaLLLiteApply",
         {"model_patch": ["network", 0], "image": ["image", 0], "strength": 3.0, **SPAN},
         family("cosmos predict2", cfg=4.0),
         network("lllite"),
         served="cosmos predict2",
     ),
-    "InfiniteTalk": Case(
+    "InfiniteTalk": NodeCase(
         "TestMultiTalk", {"model_patch": ["network", 0], "latent": ["latent", 0], "speakers": 1}, WAN_160, network("multitalk")
     ),
-    "InfiniteTalk, two speakers": Case(
+    "InfiniteTalk, two speakers": NodeCase(
         "TestMultiTalk", {"model_patch": ["network", 0], "latent": ["latent", 0], "speakers": 2}, WAN_160, network("multitalk")
     ),
 }  # fmt: skip
@@ -170,18 +146,18 @@ def test_mirrored_patch(name, served, world, server, family_checkpoints):
 
 
 REFUSED = {
-    "FluxKVCache": (Case("FluxKVCache"), ["Flux KV Cache", "earlier steps"]),
+    "FluxKVCache": (NodeCase("FluxKVCache"), ["Flux KV Cache", "earlier steps"]),
     "HyperTile": (
-        Case("HyperTile", {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}, UNET),
+        NodeCase("HyperTile", {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}, UNET),
         ["HyperTile", "random"],
     ),
-    "TomePatchModel": (Case("TomePatchModel", {"ratio": 0.3}, UNET), ["TomePatchModel", "random"]),
+    "TomePatchModel": (NodeCase("TomePatchModel", {"ratio": 0.3}, UNET), ["TomePatchModel", "random"]),
     "SelfAttentionGuidance": (
-        Case("SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0}, UNET),
+        NodeCase("SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0}, UNET),
         ["Self-Attention Guidance", "attention scores"],
     ),
     "a node of another pack": (
-        Case("TestPatch", {"kind": "attn1_output_patch"}),
+        NodeCase("TestPatch", {"kind": "attn1_output_patch"}),
         ["a node of context-parallel-test-nodes", "attn1_output_patch"],
     ),
 }

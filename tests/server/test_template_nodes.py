@@ -291,20 +291,16 @@ LTXV = {
     ),
     "LTXVAddGuide": Case("ltx2", GUIDED, GUIDED_WIRING, loader=CHECKPOINT),
     "LTXVCropGuides, two stages": Case("ltx2", GUIDED, GUIDED_WIRING, loader=CHECKPOINT, change=two_stages),
-    "LTXVReferenceAudio": Case(
-        "ltx2",
-        with_sound(["empty", 0], voice=sound(latent=(1, 8, 4, 16))),
-        {"positive": ["model_0", 1], "negative": ["model_0", 2], "latent_image": ["joint", 0]},
-        {"model_nodes": [REFERENCE_AUDIO]},
-        CHECKPOINT,
-    ),
-    "LTXVReferenceAudio behind Apply": Case(
-        "ltx2",
-        with_sound(["empty", 0], voice=sound(latent=(1, 8, 4, 16))),
-        {"positive": ["model_0", 1], "negative": ["model_0", 2], "latent_image": ["joint", 0]},
-        {"after_apply": [REFERENCE_AUDIO]},
-        CHECKPOINT,
-    ),
+    **{
+        name: Case(
+            "ltx2",
+            with_sound(["empty", 0], voice=sound(latent=(1, 8, 4, 16))),
+            {"positive": ["model_0", 1], "negative": ["model_0", 2], "latent_image": ["joint", 0]},
+            {place: [REFERENCE_AUDIO]},
+            CHECKPOINT,
+        )
+        for name, place in {"LTXVReferenceAudio": "model_nodes", "LTXVReferenceAudio behind Apply": "after_apply"}.items()
+    },
 }
 
 # --- other videos -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -269,6 +271,33 @@ def sampling_prompt(
     for node_id, (class_type, node_inputs) in (others or {}).items():
         graph.add(node_id, class_type, **node_inputs)
     return graph.prompt
+
+
+GUIDED_FLUX = partial(flux_prompt, steps=3, cfg=4.0)
+
+
+@dataclass(frozen=True)
+class NodeCase:
+    """A node between loader and sampler.
+
+    Args:
+        node, inputs: of that node, besides its model.
+        graph: builder of the graph around it.
+        others: nodes that it takes something from.
+        matters: whether the latent must be another one without the node.
+        served: whose checkpoint the graph needs.
+    """
+
+    node: str
+    inputs: dict[str, Any] = field(default_factory=dict)
+    graph: partial[Prompt] = GUIDED_FLUX
+    others: dict[str, NodeSpec] = field(default_factory=dict)
+    matters: bool = True
+    served: str = "sd15"
+
+    def build(self, cp: dict[str, Any] | None = None, place: str = "model_nodes") -> Prompt:
+        """The graph with the node before Apply Context Parallel (`model_nodes`), or behind it (`after_apply`)."""
+        return self.graph(cp=cp, others=self.others, **{place: [(self.node, self.inputs)]})
 
 
 def family_prompt(served: Served, **common: Any) -> Prompt:

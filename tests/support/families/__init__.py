@@ -124,12 +124,3 @@ def served() -> dict[str, tuple[str, Served, Model]]:
 def checkpoint_of(entry: Served) -> str:
     """File name of its checkpoint."""
     return f"family-{entry.name}.safetensors"
-
-
-def family_of(checkpoint: str) -> str | None:
-    """Family, as its plan names it, of a checkpoint that `checkpoint_of` named; with or without suffix."""
-    from cp_runtime.families import PLANS
-
-    entry = served().get(checkpoint.removeprefix("family-").removesuffix(".safetensors"))
-    plan = PLANS.get(entry[2].cls) if entry and checkpoint.startswith("family-") else None
-    return plan.family if plan else None
