@@ -1,7 +1,9 @@
 """Context parallelism for ComfyUI."""
 
 from comfy_api.latest import ComfyExtension
+from server import PromptServer
 
+from .cp_runtime.comfy.routes import add_routes
 from .nodes import NODES
 
 WEB_DIRECTORY = "./web"
@@ -9,6 +11,11 @@ WEB_DIRECTORY = "./web"
 
 class ContextParallelExtension(ComfyExtension):
     """The node pack."""
+
+    async def on_load(self) -> None:
+        server = getattr(PromptServer, "instance", None)
+        if server is not None:  # none where ComfyUI's nodes run without its server
+            add_routes(server)
 
     async def get_node_list(self) -> list:
         return NODES

@@ -58,6 +58,7 @@ def main() -> None:
     torch.set_num_threads(1)
     config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=options.ranks)
     pool = WorkerPool(config, WorkerSite())
+    pool.start()
     try:
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in pool.seconds.items())
         print(f"{options.ranks} CPU ranks; pool without ComfyUI: {parts}")

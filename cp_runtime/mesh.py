@@ -269,10 +269,11 @@ class BatchMesh:
     Args:
         group: process group of all ranks.
         timeout: of the groups made for an axis.
+        stats: where to account for the collectives.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
-        self.stats = CommStats()
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None = None, stats: CommStats | None = None) -> None:
+        self.stats = stats or CommStats()
         self.whole = SequenceGroup(group, self.stats)
         self._timeout = timeout
         self._meshes = {1: SequenceMesh(group, timeout, self.stats)}

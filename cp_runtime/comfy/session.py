@@ -10,7 +10,8 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from ..config import RuntimeConfig
-from ..errors import PoolError
+from ..errors import MirrorError, PoolError
 from ..pool.conditioning import CallEncoder
 from ..pool.controller import LOAD_TIMEOUT, WorkerPool, WorkerSite
 from ..pool.protocol import TensorPacker, flatten
@@ -30,6 +31,7 @@ from .weight_patches import encode_patches, patches_digest
 log = logging.getLogger("context_parallel")
 
 UNLOAD_TIMEOUT = 15.0
+RESTART_TIMEOUT = 15.0
 SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between blocks
 CHECK_INTERVAL = 0.125  # seconds between two looks for Cancel; ranks leave at the second one
 
@@ -47,6 +49,23 @@ class CallRecord:
     reports: list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class Resident:
+    """A model that the ranks hold: its file's name, and which weight patches are in it."""
+
+    name: str
+    patches_uuid: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The last error of the pool: seconds since the epoch, message, and the rank that caused it where there is one."""
+
+    time: float
+    message: str
+    rank: int | None
+
+
 class Session:
     """Owner of the pool. Prompts run one at a time; the lock covers `/free` and garbage collection from elsewhere."""
 
@@ -54,7 +73,8 @@ class Session:
         self.pool: WorkerPool | None = None
         self.records: deque[CallRecord] = deque(maxlen=10_000)
         self._lock = threading.RLock()
-        self._resident: dict[str, str] = {}  # key -> patches_uuid
+        self.last_error: Failure | None = None
+        self._resident: dict[str, Resident] = {}  # by key
         self._owners: Counter[str] = Counter()
         self._forgotten: deque[str] = deque()
         self._encoder = CallEncoder()
@@ -64,6 +84,11 @@ class Session:
         self._last_kind: object = None
         self._last_seconds, self._last_modules = 0.0, 0
         self._closing = False
+
+    @property
+    def models(self) -> list[str]:
+        """File names of the models that the workers hold."""
+        return sorted({resident.name for resident in list(self._resident.values())})
 
     def is_resident(self, key: str) -> bool:
         """Whether the workers hold the model."""
@@ -76,9 +101,10 @@ class Session:
             MirrorError: a rank's model is not the UI's.
             PoolError: the pool failed.
         """
-        with self._lock:
+        with self._lock, self._noted():
             pool = self._pool_for(config, cancelled)
-            if self._resident.get(target.key) == target.patches_uuid:
+            resident = self._resident.get(target.key)
+            if resident is not None and resident.patches_uuid == target.patches_uuid:
                 return False
             packer = TensorPacker()
             tree = flatten(encode_patches(target.patches), packer.add)
@@ -93,11 +119,12 @@ class Session:
             replies = pool.request("mirror", body, packer, timeout=LOAD_TIMEOUT, cancelled=cancelled)
             verify(target, patches_digest(tree, pool.payload(packer.nbytes)), replies, pool.pids)
             pool.trim()
-            self._resident[target.key] = target.patches_uuid
+            name = os.path.basename(target.recipe.path)
+            self._resident[target.key] = Resident(name, target.patches_uuid)
             self._warm.discard(target.key)  # the next call puts weights and patches on the device
             log.info(
                 "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s",
-                os.path.basename(target.recipe.path),
+                name,
                 replies[0]["bytes"] / 1e6,
                 len(target.patches),
                 pool.world_size,
@@ -107,7 +134,7 @@ class Session:
 
     def attach(self, config: RuntimeConfig, networks: Mapping[str, nn.Module], cancelled: Callable[[], bool]) -> None:
         """Give the workers the networks that patches of a call refer to, by key, and take back what is gone. Each travels once."""
-        with self._lock:
+        with self._lock, self._noted():
             pool = self._pool_for(config, cancelled)
             gone = [self._unused.popleft() for _ in range(len(self._unused))]
             if gone:
@@ -138,7 +165,7 @@ class Session:
             volatile: names of arguments that change with every call.
             device: where the result goes.
         """
-        with self._lock:
+        with self._lock, self._noted():
             began = time.monotonic()
             pool = self._pool_for(config, cancelled)
             message, packer = self._encoder.encode(arguments, volatile)
@@ -172,11 +199,35 @@ class Session:
             self._attached.clear()
             # ComfyUI's memory manager calls this, from a thread that an exception would end.
             try:
-                self.pool.request("unload", {"key": key}, timeout=UNLOAD_TIMEOUT)
-                self.pool.trim()
+                with self._noted():
+                    self.pool.request("unload", {"key": key}, timeout=UNLOAD_TIMEOUT)
+                    self.pool.trim()
             except PoolError as error:
                 log.error("the workers did not unload and are restarted on next use: %s", error)
                 self.pool.kill()
+
+    def restart(self) -> bool:
+        """Kill the workers, whatever they do, and start them again; a running prompt fails. From any thread, but not from ComfyUI's
+        event loop: it takes as long as a start. Returns whether there were any.
+
+        Raises:
+            PoolError: they did not start, or the prompt that used them did not end.
+        """
+        pool = self.pool
+        if pool is None:
+            return False
+        pool.abort("the workers were restarted on request, in the middle of this prompt. Queue it again.")
+        if not self._lock.acquire(timeout=RESTART_TIMEOUT):
+            raise PoolError("the workers were killed; they start with the next prompt, because this one has not ended yet")
+        try:
+            if self.pool is pool and not self._closing:  # else the next prompt was faster
+                pool.close()
+                self._reset()
+                with self._noted():
+                    self._launch(pool.config)
+        finally:
+            self._lock.release()
+        return True
 
     def own(self, key: str) -> None:
         """A model of the UI process uses this key."""
@@ -207,8 +258,22 @@ class Session:
             raise PoolError("ComfyUI is shutting down")
         if self.pool is None:
             log.info("starting %d ranks on %s", config.world_size, ", ".join(config.devices))
-            self.pool = WorkerPool(config, worker_site(), cancelled)
+            return self._launch(config, cancelled)
         return self.pool
+
+    def _launch(self, config: RuntimeConfig, cancelled: Callable[[], bool] | None = None) -> WorkerPool:
+        pool = self.pool = WorkerPool(config, worker_site())  # others may look at it, and abort it, while it starts
+        pool.start(cancelled)
+        return pool
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keep an error of the pool for the status."""
+        try:
+            yield
+        except (PoolError, MirrorError) as error:
+            self.last_error = Failure(time.time(), str(error), getattr(error, "rank", None))
+            raise
 
     def _modules_per_check(self, kind: object) -> int:
         """How many planned modules the ranks pass between two looks for Cancel; 0 = they do not look."""

@@ -5,6 +5,7 @@ this file leaves `sys.path` at once: its modules would shadow ComfyUI's.
 """
 
 import ctypes
+import faulthandler
 import importlib
 import importlib.util
 import json
@@ -32,6 +33,12 @@ def die_with_parent(parent: int, death_pipe: int) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
+def write_stacks_on_demand(path: str) -> None:
+    """Write the stacks of all threads into a file at SIGUSR1, in the signal's handler: Python's lock is not needed."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)  # open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=handle, all_threads=True)
+
+
 def load_package(folder: str, name: str = "cp_runtime") -> None:
     """Import the package from its folder without putting the folder above it, which has a `nodes/`, on sys.path."""
     init = os.path.join(folder, "__init__.py")
@@ -46,6 +53,7 @@ def load_package(folder: str, name: str = "cp_runtime") -> None:
 def main() -> None:
     spec = json.loads(sys.argv[1])
     die_with_parent(spec["parent"], spec["death_fd"])
+    write_stacks_on_demand(spec["stacks"])
     sys.path[0:1] = [spec["comfyui"]] if spec["comfyui"] else []
     sys.argv = ["main.py", *spec["comfyui_args"]]
     load_package(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

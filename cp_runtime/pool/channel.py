@@ -119,9 +119,3 @@ class SharedBlock:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def progress_board(block: SharedBlock, world_size: int) -> tuple[Tensor, Tensor]:
-    """Lay out what ranks write about a running call: `[ranks, (command number, modules passed)]`, and the word of CancelPoints."""
-    words = block.view((2 * world_size + 1) * 8).view(torch.int64)
-    return words[:-1].view(world_size, 2), words[-1]

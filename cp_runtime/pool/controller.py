@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,17 @@ from torch import Tensor
 
 from ..config import RuntimeConfig
 from ..errors import PoolError, PoolTimeout, RankError
-from .channel import Channel, Closed, SharedBlock, progress_board
+from .board import SILENT, Board, Progress
+from .channel import Channel, Closed, SharedBlock
 from .launcher import LogPump, child_environment, make_directory, start_rank
 from .protocol import TensorPacker, read_tensor, unflatten
+from .stacks import collect_stacks, stacks_file
 
 log = logging.getLogger("context_parallel")
 
 STARTUP_TIMEOUT = float(os.environ.get("CP_STARTUP_TIMEOUT", "300"))
 LOAD_TIMEOUT = float(os.environ.get("CP_LOAD_TIMEOUT", "1800"))
+OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 CANCEL_GRACE = 1.5  # how long ranks may take to leave a cancelled call before they are killed
 REPORT_GRACE = 1.0  # how long the others may take to report after a first failure
 TICK = 0.02
@@ -63,37 +66,46 @@ class WorkerSite:
 
 
 class WorkerPool:
-    """Persistent worker ranks. Not thread safe: one caller at a time.
+    """Persistent worker ranks. One caller at a time, except for `abort` and `progress`.
 
     Args:
         config: devices, backend and timeouts.
         site: where workers find ComfyUI.
-        cancelled: polled while they start.
-
-    Raises:
-        PoolTimeout, RankError: the ranks did not start.
-        CallCancelled: `cancelled` returned True.
     """
 
-    def __init__(self, config: RuntimeConfig, site: WorkerSite, cancelled: Callable[[], bool] | None = None) -> None:
+    def __init__(self, config: RuntimeConfig, site: WorkerSite) -> None:
         self.config, self.site = config, site
         self.world_size = config.world_size
-        self.alive = False
+        self.alive, self.starting = False, False
         self.seconds: dict[str, float] = {}
         self._seq = 0
         self._directory = make_directory()
         self._request, self._response, self._board = SharedBlock(), SharedBlock(), SharedBlock()
-        self._progress, _ = progress_board(self._board, self.world_size)
+        self._progress = Board(self._board, self.world_size)
+        self._aborted = ""
         self._death_read, self._death_write = os.pipe()
         self.processes: list[subprocess.Popen[bytes]] = []
         self.channels: list[Channel] = []
-        began = time.monotonic()
+
+    def start(self, cancelled: Callable[[], bool] | None = None) -> None:
+        """Start the ranks and wait until all are ready.
+
+        Args:
+            cancelled: polled while they start.
+
+        Raises:
+            PoolTimeout, RankError: the ranks did not start.
+            CallCancelled: `cancelled` returned True.
+        """
+        began, self.starting = time.monotonic(), True
         try:
-            self._start()
+            self._spawn()
             hellos = self._collect(0, began + STARTUP_TIMEOUT, "start", cancelled)
         except BaseException:
             self.kill()
             raise
+        finally:
+            self.starting = False
         self.alive = True
         self.seconds = {"start": time.monotonic() - began, **hellos[0]["seconds"]}
         log.info(
@@ -105,6 +117,15 @@ class WorkerPool:
                 f"rank {r} pid {p.pid} on {h['device']}" for r, (p, h) in enumerate(zip(self.processes, hellos, strict=True))
             ),
         )
+
+    def progress(self, rank: int) -> Progress:
+        """Where a rank is. From any thread."""
+        return self._progress.read(rank)
+
+    def abort(self, reason: str) -> None:
+        """End the ranks now, so that a command which runs raises PoolError. From any thread."""
+        self._aborted = reason
+        self.kill_processes()
 
     @property
     def pids(self) -> list[int]:
@@ -198,7 +219,7 @@ class WorkerPool:
         self._board.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _start(self) -> None:
+    def _spawn(self) -> None:
         for rank, device in enumerate(self.config.devices):
             ours, theirs = socket.socketpair()
             self.channels.append(Channel(ours))
@@ -216,6 +237,7 @@ class WorkerPool:
                 "device": device,
                 "backend": self.config.backend,
                 "directory": str(self._directory),
+                "stacks": str(stacks_file(self._directory, rank)),
                 "parent": os.getpid(),
                 "comfyui": self.site.comfyui,
                 "comfyui_args": list(self.site.arguments),
@@ -274,6 +296,8 @@ class WorkerPool:
         left = any(reply.get("pending") for reply in replies.values())
         if died or left or len(replies) < self.world_size or len(counts) > 1:
             self.kill()
+        if self._aborted:
+            raise PoolError(self._aborted)
         if error is not None:
             raise error
         if cancel_sent:
@@ -290,7 +314,8 @@ class WorkerPool:
         pid = self.processes[rank].pid
         if rank in replies:
             reply = replies[rank]
-            return RankError(rank=rank, pid=pid, kind=reply["kind"], message=reply["message"], trace=reply["trace"])
+            message = reply["message"] + (describe_memory(replies) if reply["kind"] == OUT_OF_MEMORY else "")
+            return RankError(rank=rank, pid=pid, kind=reply["kind"], message=message, trace=reply["trace"])
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.processes[rank].wait(1)
         kind, message = describe_exit(self.processes[rank].returncode)
@@ -300,14 +325,33 @@ class WorkerPool:
         )
 
     def _late(self, replies: dict[int, dict[str, Any]], what: str) -> PoolTimeout:
-        missing = [rank for rank in range(self.world_size) if rank not in replies]
-        progress = {rank: self._progress[rank].tolist() for rank in missing}
-        last = min(missing, key=lambda rank: progress[rank])
-        details = ", ".join(f"rank {rank} (pid {self.processes[rank].pid}) at module {progress[rank][1]}" for rank in missing)
-        return PoolTimeout(
-            f"the workers did not finish {what} in time; the one that got least far is rank {last}. No report from {details}. "
-            f"They are restarted on next use. {_SLOW.get(what, _SLOW['mirror'])}"
+        """The error for ranks that did not report: it names the one that the others wait for. The pool is to be killed."""
+        now = time.monotonic()
+        missing = {rank: self.progress(rank) for rank in range(self.world_size) if rank not in replies}
+        silent = {rank: now - at.beat for rank, at in missing.items() if at.beat and now - at.beat > SILENT}
+        last = min(missing, key=lambda rank: (rank not in silent, missing[rank].modules, missing[rank].collectives))
+        details = ", ".join(
+            f"rank {rank} (pid {self.pids[rank]}) at module {at.modules}, collective {at.collectives}"
+            + (f", without a sign of life for {silent[rank]:.0f} s" if rank in silent else "")
+            for rank, at in missing.items()
         )
+        text = (
+            f"the workers did not finish {what} in time; the one that got least far is rank {last} (pid {self.pids[last]}). "
+            f"No report from {details}."
+        )
+        stacks = collect_stacks(self._directory, self.processes, text)
+        return PoolTimeout(
+            f"{text} Stacks of all ranks: {stacks}. They are restarted on next use. {_SLOW.get(what, _SLOW['mirror'])}"
+        )
+
+
+def describe_memory(replies: Mapping[int, Mapping[str, Any]]) -> str:
+    """What each rank that reported says about its memory."""
+    lines = []
+    for rank, reply in sorted(replies.items()):
+        used = [f"{name} {nbytes / 2**30:.2f} GiB" for name, nbytes in reply.get("memory", {}).items()]
+        lines += [f"rank {rank}: {', '.join(used)}"] if used else []
+    return "\nMemory (host: resident; device: peak):\n" + "\n".join(lines) if lines else ""
 
 
 def describe_exit(code: int | None) -> tuple[str, str]:

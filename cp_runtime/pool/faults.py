@@ -1,41 +1,79 @@
-"""Injected faults, for tests: inert unless CP_TEST_FAULT names a file (docs/testing.md).
+"""Injected faults, for tests: inert unless CP_TEST_FAULTS names a folder (docs/testing.md).
 
-The file holds `{"rank": 1, "module": 3, "kind": "oom"}`. The rank removes it and fails when it enters that planned module. Kind
-`slow` sleeps for `seconds` at that module and every later one instead.
+A file `<rank>.json` there, `{"kind": "oom", "at": "module", "module": 3}`, is removed by that rank and takes effect at that place:
+`start`, before it joins the others; `load`, before it loads a model; `module`, when it enters that planned module of a call.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
-FAULT_FILE = os.environ.get("CP_TEST_FAULT", "")
+FOLDER = os.environ.get("CP_TEST_FAULTS", "")
 
 
-def armed_fault(rank: int) -> Callable[[int], None] | None:
-    """Return a function of the module number that fails when its turn comes, if a fault is waiting for `rank`."""
-    if not FAULT_FILE:
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+def _spin() -> NoReturn:
+    while True:
+        pass
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    # caught, and reported by the rank
+    "oom": lambda: _raise(torch.OutOfMemoryError("injected: CUDA out of memory. Tried to allocate 20.00 GiB.")),
+    "error": lambda: _raise(RuntimeError("injected: error")),
+    # ends the process
+    "uncaught": lambda: _raise(BaseException("injected: uncaught")),
+    "sysexit": lambda: sys.exit(0),
+    "exit": lambda: os._exit(1),
+    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    # hangs
+    "sleep": lambda: time.sleep(3600),
+    "spin": _spin,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "lock": lambda: ctypes.PyDLL(None).sleep(3600),  # in C, with Python's lock
+}
+
+
+def armed_fault(rank: int, place: str) -> Callable[[int], None] | None:
+    """Take the fault that waits for `rank` at `place`, if there is one: a function of the module number.
+
+    Kind `slow` sleeps for `seconds` at the module that it names and every later one.
+    """
+    if not FOLDER:
         return None
-    path = Path(FAULT_FILE)
-    try:
-        fault = json.loads(path.read_text())
-    except FileNotFoundError:  # none, or the rank that it is for was faster
+    path = Path(FOLDER) / f"{rank}.json"
+    if not path.exists():
         return None
-    if fault["rank"] != rank:
+    fault = json.loads(path.read_text())
+    if fault.get("at", "module") != place:
         return None
     path.unlink()
 
-    def fail(module: int) -> None:
+    def strike(module: int) -> None:
         if fault["kind"] == "slow":
-            time.sleep(fault["seconds"] if module >= fault["module"] else 0)
-        elif module == fault["module"]:
-            if fault["kind"] == "oom":
-                raise torch.OutOfMemoryError("injected: CUDA out of memory. Tried to allocate 20.00 GiB.")
-            raise RuntimeError(f"injected: {fault['kind']}")
+            time.sleep(fault["seconds"] if module >= fault.get("module", 0) else 0)
+        elif module == fault.get("module", 0):
+            KINDS[fault["kind"]]()
 
-    return fail
+    return strike
+
+
+def inject(rank: int, place: str) -> None:
+    """Let the fault happen that waits for `rank` at a place other than a module."""
+    fault = armed_fault(rank, place)
+    if fault is not None:
+        fault(0)

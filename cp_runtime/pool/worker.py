@@ -23,10 +23,11 @@ from torch import Tensor
 from ..config import SequenceSettings
 from ..cost import DegreePlanner, measure
 from ..errors import ProtocolError
-from ..mesh import BatchMesh
+from ..mesh import BatchMesh, CommStats
+from .board import Board, resident_bytes, start_heartbeat
 from .cancel import CancelPoints
-from .channel import Channel, Closed, SharedBlock, progress_board
-from .faults import armed_fault
+from .channel import Channel, Closed, SharedBlock
+from .faults import armed_fault, inject
 from .protocol import COMMANDS, TensorPacker, decode_header, encode_header, flatten, read_tensor, unflatten
 
 log = logging.getLogger("context_parallel.worker")
@@ -51,8 +52,10 @@ class Worker:
         self.device = torch.device(spec["device"])
         self.channel = Channel(socket.socket(fileno=spec["channel_fd"]))
         self.request, self.response = SharedBlock(spec["request_fd"]), SharedBlock(spec["response_fd"])
-        self.board, decision = progress_board(SharedBlock(spec["board_fd"]), self.world_size)
-        self.cancel_points = CancelPoints(decision, self.rank)
+        self.board = Board(SharedBlock(spec["board_fd"]), self.world_size)
+        self.cancel_points = CancelPoints(self.board.decision, self.rank)
+        self.stats = CommStats()
+        start_heartbeat(self.board, self.rank, lambda: self.stats.collectives)
         self.spec = spec
         self.cache: dict[str, Tensor] = {}
         self._handlers: dict[str, Callable[[dict[str, Any], Tensor], dict[str, Any]]] = {
@@ -76,6 +79,7 @@ class Worker:
 
             self.mirrors = Mirrors(self.device, self.spec["model_folders"])
         seconds["import"] = time.perf_counter() - began
+        inject(self.rank, "start")
         began = time.perf_counter()
         backend = self.spec["backend"]
         if backend == "auto":
@@ -91,7 +95,7 @@ class Worker:
             device_id=self.device if backend == "nccl" else None,  # connect now, and not inside the first call
         )
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
-        self.mesh = BatchMesh(dist.group.WORLD, timeout)
+        self.mesh = BatchMesh(dist.group.WORLD, timeout, self.stats)
         seconds["process groups"] = time.perf_counter() - began
         began = time.perf_counter()
         self.rates = measure(self.mesh.sequence(), self.device)
@@ -105,15 +109,16 @@ class Worker:
             command, seq = header["command"], header["seq"]
             if command == "shutdown":
                 return
-            self.board[self.rank, 0], self.board[self.rank, 1] = seq, 0
+            self.board.begin(self.rank, seq)
             try:
                 reply = {"ok": True, **self._handlers[command](header, block)}
             except Cancelled:
                 reply = {"ok": True, "cancelled": True}
             except Exception as error:  # noqa: BLE001  (the controller raises it in the node)
-                reply = {"ok": False, "at": time.monotonic(), **self._position(), **describe(error)}
+                reply = {"ok": False, "at": time.monotonic(), **self._position(), **describe(error), "memory": memory(self.device)}
             finally:
                 self.cancel_points.end()
+            self.board.begin(self.rank, 0)
             self.channel.send({"seq": seq, **reply})
 
     def _next(self) -> tuple[dict[str, Any], Tensor]:
@@ -143,8 +148,7 @@ class Worker:
 
     def _position(self) -> dict[str, int]:
         """Where this rank stands in the sequences that all ranks must go through alike."""
-        stats = self.mesh.stats
-        return {"collectives": stats.collectives, "pending": stats.pending}
+        return {"collectives": self.stats.collectives, "pending": self.stats.pending}
 
     def _broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, 0, group=self.control)
@@ -192,6 +196,7 @@ class Worker:
         return self._result(self._value(header, block)["x"])
 
     def _mirror(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
+        inject(self.rank, "load")
         reply: dict[str, Any] = self._require_mirrors().load(header, block)
         return reply
 
@@ -211,7 +216,7 @@ class Worker:
     def _call(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         began = time.perf_counter()
         arguments = self._value(header, block)
-        self.mesh.stats.reset()
+        self.stats.reset()
         settings = SequenceSettings(**header["sequence"])
         out, done = self._require_mirrors().call(
             header,
@@ -221,12 +226,12 @@ class Worker:
             self._enter(header["cancel_every"]),
         )
         reply = self._result(out)  # waits for the device
-        stats = self.mesh.stats
+        stats = self.stats
         return {
             **reply,
             **done,
             "seconds": time.perf_counter() - began,
-            "modules": int(self.board[self.rank, 1]),
+            "modules": self.board.read(self.rank).modules,
             "communication": {"seconds": stats.seconds, "collectives": stats.collectives, "bytes": stats.bytes_sent},
             "memory": memory(self.device),
         }
@@ -234,11 +239,10 @@ class Worker:
     def _enter(self, cancel_every: int) -> Callable[[], None]:
         """Return what runs at every planned module: note the progress, and now and then leave together if the user cancelled."""
 
-        fault = armed_fault(self.rank)
+        fault = armed_fault(self.rank, "module")
 
         def on_module() -> None:
-            self.board[self.rank, 1] += 1
-            module = int(self.board[self.rank, 1])
+            module = self.board.enter_module(self.rank)
             if fault is not None:
                 fault(module)
             if cancel_every and module % cancel_every == 0:
@@ -269,10 +273,17 @@ def describe(error: BaseException) -> dict[str, str]:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Bytes of host memory (resident) and device memory (peak allocated) of this process."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    on_device = 0 if device.type == "cpu" else int(torch.get_device_module(device).max_memory_allocated(device))
-    return {"host": resident, "device": on_device}
+    """Bytes of host memory (resident) and of device memory (peak and present of what is allocated, reserved, free of all)."""
+    used = {"host": resident_bytes(os.getpid()), "device": 0}
+    if device.type == "cpu":
+        return used
+    module = torch.get_device_module(device)
+    stats = {"device": "max_memory_allocated", "allocated": "memory_allocated", "reserved": "memory_reserved"}
+    return {
+        **used,
+        **{name: int(getattr(module, function)(device)) for name, function in stats.items()},
+        "free": int(module.mem_get_info(device)[0]),
+    }
 
 
 def run(spec: dict[str, Any]) -> None:
@@ -292,7 +303,9 @@ def run(spec: dict[str, Any]) -> None:
         worker.serve()
     except Closed:
         log.debug("the controller closed the channel")
-    except Exception:
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
         log.exception("rank %d cannot go on", worker.rank)
         code = 1
     os._exit(code)  # groups may be poisoned: leaving without their destructors cannot hang

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -11,6 +10,7 @@ from functools import partial
 import psutil
 import pytest
 from support import families
+from support.faults import Faults
 from support.graphs import family_prompt, flux_prompt, wan_prompt
 from support.processes import fd_count, pss, thread_count, wait_gone
 from support.server import ComfyServer
@@ -23,14 +23,14 @@ SLACK = 4  # bounds are promises for a machine that is not busy with something e
 
 
 @pytest.fixture(scope="module")
-def fault_file(tmp_path_factory):
-    return tmp_path_factory.mktemp("faults") / "fault.json"
+def faults(tmp_path_factory):
+    return Faults(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")
-def pool_server(comfyui_path, checkpoints_dir, fault_file):
+def pool_server(comfyui_path, checkpoints_dir, faults):
     with ComfyServer(
-        comfyui_path, models=checkpoints_dir, args=["--preview-method", "latent2rgb"], env={"CP_TEST_FAULT": str(fault_file)}
+        comfyui_path, models=checkpoints_dir, args=["--preview-method", "latent2rgb"], env=faults.environment
     ) as running:
         yield running
 
@@ -200,11 +200,11 @@ def test_cancel_ends_the_prompt_and_keeps_the_workers(pool_server, expected):
     assert pool_server.worker_pids() == pids
 
 
-def test_cancel_inside_a_slow_step_keeps_the_workers(pool_server, expected, fault_file):
+def test_cancel_inside_a_slow_step_keeps_the_workers(pool_server, expected, faults):
     """All ranks leave the call at the same block, although one of them is late."""
     assert_right(pool_server, expected)
     pids = pool_server.worker_pids()
-    fault_file.write_text(json.dumps({"rank": 1, "module": 1, "kind": "slow", "seconds": 0.4}))
+    faults.arm(1, "slow", module=1, seconds=0.4)
     prompt_id = pool_server.queue(flux_prompt(cp=CP, width=80))  # five planned modules: the first step takes 2 s
     wait_for_sampler(pool_server, prompt_id, 0.6)
     cancel(pool_server, prompt_id)
@@ -251,9 +251,9 @@ def test_worker_killed_while_idle(pool_server, expected):
 
 
 @pytest.mark.parametrize(("rank", "module"), [(1, 1), (1, 3), (0, 4)])
-def test_out_of_memory_on_one_rank(pool_server, expected, fault_file, rank, module):
+def test_out_of_memory_on_one_rank(pool_server, expected, faults, rank, module):
     assert_right(pool_server, expected)
-    fault_file.write_text(json.dumps({"rank": rank, "module": module, "kind": "oom"}))
+    faults.arm(rank, "oom", module=module)
     started = time.monotonic()
     result = pool_server.run(flux_prompt(cp=CP), timeout=30)
     assert time.monotonic() - started <= 5 * SLACK
@@ -261,22 +261,22 @@ def test_out_of_memory_on_one_rank(pool_server, expected, fault_file, rank, modu
     assert f"rank {rank} (pid " in result.error.exception_message
     assert "OutOfMemoryError: injected" in result.error.exception_message
     assert "Connection closed" not in result.error.exception_message
-    assert not fault_file.exists()
+    assert not faults.waiting
     assert_right(pool_server, expected)
 
 
 @pytest.mark.parametrize("served", ["sd15"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_out_of_memory_in_one_batch_group(served, world, pool_server, fault_file, family_checkpoints):
+def test_out_of_memory_in_one_batch_group(served, world, pool_server, faults, family_checkpoints):
     """UNets share the batch only: the other groups are in a forward of their own."""
     entry = families.served()[served][1]
     expected = pool_server.latent(pool_server.run(family_prompt(entry, cfg=4.0)).check())
     prompt = partial(family_prompt, entry, cfg=4.0, cp={"world_size": world})
-    fault_file.write_text(json.dumps({"rank": 1, "module": 3, "kind": "oom"}))
+    faults.arm(1, "oom", module=3)
     result = pool_server.run(prompt(), timeout=60)
     assert result.status == "error"
     assert "OutOfMemoryError: injected" in result.error.exception_message
-    assert not fault_file.exists()
+    assert not faults.waiting
     out = pool_server.latent(pool_server.run(prompt(), timeout=60).check())
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
 

@@ -1,0 +1,84 @@
+"""What ranks note about themselves while they work, where the controller can read it at any time without asking."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .channel import SharedBlock
+
+BEAT = 0.25  # seconds between two signs of life
+SILENT = 2.0  # without one for this long, a process is stopped, or holds Python's lock
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a rank is.
+
+    Args:
+        command: sequence number of the command that it works on, 0 = none.
+        modules: planned modules that it has entered in that command.
+        collectives: collectives that it has begun in that command, up to BEAT seconds old.
+        beat: time of its last sign of life, on the clock of `time.monotonic`; 0 = none yet.
+    """
+
+    command: int
+    modules: int
+    collectives: int
+    beat: float
+
+
+class Board:
+    """Four words per rank, each written by that rank alone, and one for `CancelPoints`.
+
+    Args:
+        block: memory that the controller and all ranks map.
+    """
+
+    def __init__(self, block: SharedBlock, world_size: int) -> None:
+        words = block.view((4 * world_size + 1) * 8).view(torch.int64)
+        self._rows, self.decision = words[:-1].view(world_size, 4), words[-1]
+
+    def begin(self, rank: int, command: int) -> None:
+        """The rank starts to work on a command; 0 = it is idle."""
+        self._rows[rank, :3] = torch.tensor([command, 0, 0])
+
+    def enter_module(self, rank: int) -> int:
+        """Count one more planned module and return how many there were."""
+        self._rows[rank, 1] += 1
+        return int(self._rows[rank, 1])
+
+    def beat(self, rank: int, collectives: int) -> None:
+        """The rank is alive and has begun that many collectives."""
+        self._rows[rank, 2] = collectives
+        self._rows[rank, 3] = time.monotonic_ns()
+
+    def read(self, rank: int) -> Progress:
+        """What the rank noted last."""
+        command, modules, collectives, beat = self._rows[rank].tolist()
+        return Progress(command, modules, collectives, beat / 1e9)
+
+
+def resident_bytes(pid: int) -> int:
+    """Host memory of a process; 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def start_heartbeat(board: Board, rank: int, collectives: Callable[[], int]) -> None:
+    """Beat from a thread for as long as the process lives. It stands still when nothing runs here: stopped, or no Python thread."""
+
+    def run() -> None:
+        while True:
+            board.beat(rank, collectives())
+            time.sleep(BEAT)
+
+    threading.Thread(target=run, name="heartbeat", daemon=True).start()
