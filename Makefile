@@ -8,7 +8,7 @@ SETUP = assignments=$$("$(PYTHON)" .ci/setup.py --print) && eval "$$assignments"
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = "$$CP_PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())'
 
-.PHONY: help setup test demo bench coverage registry lint lint-ruff lint-format lint-mypy lint-codespell
+.PHONY: help setup test demo bench soak coverage registry lint lint-ruff lint-format lint-mypy lint-codespell
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
@@ -26,6 +26,9 @@ bench: ## measure: calls, memory of the ranks, attention and a whole step agains
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/call_overhead.py && "$$CP_PYTHON" benchmarks/memory.py \
 		&& "$$CP_PYTHON" benchmarks/attention.py $(BENCH_ARGS) && "$$CP_PYTHON" benchmarks/flux_step.py $(BENCH_ARGS) \
 		&& "$$CP_PYTHON" benchmarks/batch.py $(BENCH_ARGS)
+
+soak: ## faults at full length and several times, into docs/reliability.md (an hour or two; SOAK_ARGS="--runs 1")
+	@$(SETUP) && "$$CP_PYTHON" .ci/soak.py $(SOAK_ARGS)
 
 coverage: ## which of ComfyUI's templates run, into docs/coverage.md; COVERAGE_ARGS="--report FILE" reuses what the tests wrote
 	@$(SETUP) && "$$CP_PYTHON" .ci/coverage $(COVERAGE_ARGS)

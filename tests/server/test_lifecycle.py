@@ -10,7 +10,7 @@ from functools import partial
 import psutil
 import pytest
 from support import families
-from support.faults import Faults
+from support.faults import SLACK, Faults, Stopwatch
 from support.graphs import family_prompt, flux_prompt, wan_prompt
 from support.processes import fd_count, pss, thread_count, wait_gone
 from support.server import ComfyServer
@@ -19,7 +19,6 @@ TOLERANCE = 2e-4
 CP = {"world_size": 2}
 # About 1,000 tokens: steps of a few tenths of a second here, so that faults hit a running call.
 LONG = {"width": 512, "height": 512, "steps": 60}
-SLACK = 4  # bounds are promises for a machine that is not busy with something else
 
 
 @pytest.fixture(scope="module")
@@ -175,12 +174,12 @@ def test_progress_and_previews_arrive_while_workers_compute(pool_server):
     assert result.status == "success"
 
 
-def cancel(server, prompt_id):
+def cancel(server, prompt_id, when):
     """Cancel a running prompt, which must end as interrupted within 2 s."""
-    asked = time.monotonic()
+    watch = Stopwatch(f"28 Cancel {when}")
     server.interrupt()
     result = server.wait(prompt_id, 30)
-    assert time.monotonic() - asked <= 2 * SLACK
+    watch.within(2, "the prompt ends")
     assert result.status == "interrupted"
 
 
@@ -195,7 +194,7 @@ def test_cancel_ends_the_prompt_and_keeps_the_workers(pool_server, expected):
     pids = pool_server.worker_pids()
     prompt_id = pool_server.queue(flux_prompt(cp=CP, **LONG))
     wait_for_step(pool_server, prompt_id)
-    cancel(pool_server, prompt_id)
+    cancel(pool_server, prompt_id, "between steps")
     assert_right(pool_server, expected)
     assert pool_server.worker_pids() == pids
 
@@ -207,7 +206,7 @@ def test_cancel_inside_a_slow_step_keeps_the_workers(pool_server, expected, faul
     faults.arm(1, "slow", module=1, seconds=0.4)
     prompt_id = pool_server.queue(flux_prompt(cp=CP, width=80))  # five planned modules: the first step takes 2 s
     wait_for_sampler(pool_server, prompt_id, 0.6)
-    cancel(pool_server, prompt_id)
+    cancel(pool_server, prompt_id, "inside a slow step")
     assert_right(pool_server, expected)
     assert pool_server.worker_pids() == pids
 
@@ -217,7 +216,7 @@ def test_cancel_inside_a_step_of_many_seconds(pool_server, expected):
     assert_right(pool_server, expected)
     prompt_id = pool_server.queue(flux_prompt(cp=CP, width=1536, height=1536, steps=2, batch=2))
     wait_for_sampler(pool_server, prompt_id, 3)
-    cancel(pool_server, prompt_id)
+    cancel(pool_server, prompt_id, "inside a step of many seconds")
     assert_right(pool_server, expected)
     assert len(pool_server.worker_pids()) == 2
 
@@ -228,10 +227,10 @@ def test_killed_worker_fails_the_prompt_and_the_next_one_is_right(pool_server, e
     pids = pool_server.worker_pids()
     prompt_id = pool_server.queue(flux_prompt(cp=CP, **LONG))
     wait_for_step(pool_server, prompt_id)
-    killed = time.monotonic()
+    watch = Stopwatch(f"2 SIGKILL of rank {rank} of 2 in a call")
     os.kill(pids[rank], signal.SIGKILL)
     result = pool_server.wait(prompt_id, 30)
-    assert time.monotonic() - killed <= 2 * SLACK
+    watch.within(2, "the prompt has ended")
     assert result.status == "error"
     assert f"rank {rank} (pid {pids[rank]}) failed: SIGKILL" in result.error.exception_message
     assert wait_gone([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 2) == []
@@ -254,12 +253,13 @@ def test_worker_killed_while_idle(pool_server, expected):
 def test_out_of_memory_on_one_rank(pool_server, expected, faults, rank, module):
     assert_right(pool_server, expected)
     faults.arm(rank, "oom", module=module)
-    started = time.monotonic()
+    watch = Stopwatch(f"29 out of memory on rank {rank} of 2, module {module}")
     result = pool_server.run(flux_prompt(cp=CP), timeout=30)
-    assert time.monotonic() - started <= 5 * SLACK
+    watch.within(5, "the prompt has ended, from its start")
     assert result.status == "error"
     assert f"rank {rank} (pid " in result.error.exception_message
     assert "OutOfMemoryError: injected" in result.error.exception_message
+    assert f"rank {rank}: host " in result.error.exception_message
     assert "Connection closed" not in result.error.exception_message
     assert not faults.waiting
     assert_right(pool_server, expected)

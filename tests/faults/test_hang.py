@@ -1,0 +1,110 @@
+"""Cases 8 to 14: a rank that does not go on costs one deadline, and the error names it."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.faults import Faults, Stopwatch
+from support.graphs import flux_prompt
+from support.pools import echo, make_pool, small_pool
+from support.server import ComfyServer
+
+from cp_runtime.errors import PoolTimeout
+from cp_runtime.pool import controller
+
+TOLERANCE = 2e-4
+DEADLINE = 4.0
+CP = {"world_size": 2, "step_timeout": DEADLINE}
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    return Faults(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def hang_server(comfyui_path, checkpoints_dir, faults):
+    with ComfyServer(comfyui_path, models=checkpoints_dir, env=faults.environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(hang_server):
+    return hang_server.latent(hang_server.run(flux_prompt()).check())
+
+
+def assert_right(server, expected):
+    out = server.latent(server.run(flux_prompt(cp=CP), timeout=120).check())
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    return server.worker_pids()
+
+
+HANGS = {"sleep": "8 a rank sleeps", "stop": "9 SIGSTOP", "spin": "10 a loop in Python", "lock": "11 Python's lock held in C"}
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("sleep", 0), ("sleep", 1), ("stop", 1), ("spin", 1), ("lock", 1), ("lock", 0)])
+def test_a_rank_that_hangs_is_named(hang_server, expected, faults, kind, rank):
+    pids = assert_right(hang_server, expected)
+    faults.arm(rank, kind, module=3)
+    prompt_id = hang_server.queue(flux_prompt(cp=CP))
+    while faults.waiting:
+        time.sleep(0.01)
+    watch = Stopwatch(f"{HANGS[kind]} (rank {rank} of 2)")
+    event = hang_server.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id, 60)
+    watch.within(DEADLINE + 1, "the prompt fails", event.time - watch.began)
+    message = event.data["exception_message"]
+    assert f"the one that got least far is rank {rank} (pid {pids[rank]})" in message
+    assert ("without a sign of life" in message) == (kind in ("stop", "lock"))
+    assert "raise step_timeout of CP Config" in message
+
+    stacks = Path(re.search(r"Stacks of all ranks: (\S+\.txt)\.", message)[1])
+    text = stacks.read_text()
+    assert stacks.stat().st_mode & 0o777 == 0o600
+    parts = dict(zip((0, 1), re.split(r"=== rank \d, ", text)[1:], strict=True))
+    assert parts[rank].startswith(f"pid {pids[rank]}, {'stopped' if kind == 'stop' else ''}")
+    assert "faults.py" in parts[rank]
+    assert "faults.py" not in parts[1 - rank]
+    assert "mesh.py" in parts[1 - rank]  # it waits in a collective
+    stacks.unlink()
+    assert not set(pids) & set(assert_right(hang_server, expected))
+
+
+def test_a_deadline_in_the_past_returns_at_once():
+    with small_pool() as pool:
+        watch = Stopwatch("12 a deadline already past")
+        with pytest.raises(PoolTimeout):
+            echo(pool, torch.ones(3), timeout=-1.0)
+        watch.within(1, "the command fails")
+        assert not pool.alive
+
+
+def test_a_start_that_hangs_ends_within_its_budget(tmp_path, monkeypatch):
+    faults = Faults(tmp_path)
+    monkeypatch.setenv("CP_TEST_FAULTS", str(tmp_path))
+    monkeypatch.setattr(controller, "STARTUP_TIMEOUT", 12.0)
+    faults.arm(1, "sleep", at="start")
+    pool = make_pool()
+    watch = Stopwatch("13 a rank hangs at start, budget 12 s")
+    with pytest.raises(
+        PoolTimeout, match=r"the workers did not finish start in time; .*raise the environment variable CP_STARTUP_TIMEOUT"
+    ):
+        pool.start()
+    assert watch.seconds >= 0.9 * 12
+    watch.within(13, "start fails")
+    assert faults.waiting == []
+    assert all(process.poll() is not None for process in pool.processes)
+
+
+def test_a_slow_first_step_is_not_killed(hang_server, expected, faults):
+    """Compilation and the move to the device may take longer than a step is allowed to."""
+    hang_server.free(unload_models=True, free_memory=True)
+    time.sleep(1)
+    faults.arm(1, "slow", module=1, seconds=DEADLINE / 3)
+    began = time.monotonic()
+    assert_right(hang_server, expected)
+    assert time.monotonic() - began > DEADLINE
+    assert faults.waiting == []

@@ -1,0 +1,165 @@
+"""What users and the frontend can ask about the workers, and the restart, on ComfyUI's own server and under its rules."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from support.faults import SLACK, Stopwatch
+from support.graphs import flux_prompt
+from support.server import ComfyServer
+
+TOLERANCE = 2e-4
+CP = {"world_size": 2}
+STATUS, RESTART = "/context_parallel/status", "/context_parallel/restart"
+LONG = {"width": 512, "height": 512, "steps": 60}
+
+
+@pytest.fixture(scope="module")
+def status_server(comfyui_path, checkpoints_dir):
+    with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(status_server):
+    """The stock latent; before it, the answers of a server that has started no worker yet."""
+    off = status_server.get(STATUS)
+    assert off == {"state": "off", "world_size": 0, "backend": None, "models": [], "ranks": [], "last_error": None}
+    assert call(status_server, RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
+    return status_server.latent(status_server.run(flux_prompt()).check())
+
+
+def call(server, path, method, **headers):
+    """HTTP status and JSON answer."""
+    url = f"http://127.0.0.1:{server.port}{path}"
+    request = urllib.request.Request(url, method=method, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, None
+
+
+def wait_for(server, condition, timeout=10.0 * SLACK):
+    """The first status that meets `condition`."""
+    deadline = time.monotonic() + timeout
+    while not condition(status := server.get(STATUS)):
+        assert time.monotonic() < deadline, status
+        time.sleep(0.05)
+    return status
+
+
+def assert_right(server, expected):
+    out = server.latent(server.run(flux_prompt(cp=CP), timeout=120).check())
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    return server.worker_pids()
+
+
+def test_idle(status_server, expected):
+    pids = assert_right(status_server, expected)
+    status = wait_for(status_server, lambda status: status["state"] == "idle")
+    assert status["world_size"] == 2
+    assert status["models"] == ["flux.safetensors"]
+    assert [rank["pid"] for rank in status["ranks"]] == pids
+    for index, rank in enumerate(status["ranks"]):
+        assert (rank["rank"], rank["device"], rank["state"]) == (index, "cpu", "idle")
+        assert rank["seconds_since_heartbeat"] <= 1 * SLACK
+        assert rank["memory"]["host"] > 50e6
+        assert rank["models"] == ["flux.safetensors"]
+        assert rank["last_error"] is None
+    assert status_server.get(f"/api{STATUS}")["ranks"][0]["pid"] == pids[0]
+
+
+def test_answers_while_the_ranks_start_and_compute(status_server, expected):
+    assert_right(status_server, expected)
+    assert call(status_server, RESTART, "POST")[0] == 200
+    os.kill(status_server.worker_pids()[0], signal.SIGKILL)
+    status_server.run(flux_prompt(cp=CP))  # notices it
+    prompt_id = status_server.queue(flux_prompt(cp=CP, **LONG))
+    starting = wait_for(status_server, lambda status: status["state"] == "starting" and len(status["ranks"]) == 2)
+    assert {rank["state"] for rank in starting["ranks"]} == {"starting"}
+    busy = wait_for(status_server, lambda status: status["state"] == "busy" and status["ranks"][1]["modules"] > 0)
+    assert {rank["state"] for rank in busy["ranks"]} <= {"busy", "idle"}
+    status_server.interrupt()
+    assert status_server.wait(prompt_id, 60).status == "interrupted"
+    wait_for(status_server, lambda status: status["state"] == "idle")
+
+
+def test_a_stopped_rank_is_silent_and_a_dead_one_gone(status_server, expected):
+    pids = assert_right(status_server, expected)
+    watch = Stopwatch("health: SIGSTOP of an idle rank")
+    os.kill(pids[1], signal.SIGSTOP)
+    status = wait_for(status_server, lambda status: status["ranks"][1]["state"] == "silent")
+    watch.within(3, "status says silent")
+    assert status["state"] == "failed"
+    assert status["ranks"][1]["process"] == "stopped"
+    assert status["ranks"][0]["state"] == "idle"
+    os.kill(pids[1], signal.SIGCONT)
+    wait_for(status_server, lambda status: status["state"] == "idle")
+
+    watch = Stopwatch("health: SIGKILL of an idle rank")
+    os.kill(pids[1], signal.SIGKILL)
+    status = wait_for(status_server, lambda status: status["ranks"][1]["state"] == "gone")
+    watch.within(1, "status says gone")
+    assert status["state"] == "failed"
+    error = status_server.run(flux_prompt(cp=CP)).error
+    assert f"rank 1 (pid {pids[1]}) failed: SIGKILL" in error.exception_message
+    status = status_server.get(STATUS)
+    assert status["state"] == "failed"
+    assert status["last_error"]["rank"] == 1
+    assert "SIGKILL" in status["ranks"][1]["last_error"]
+    assert abs(status["last_error"]["time"] - time.time()) < 60
+    assert_right(status_server, expected)
+    assert status_server.get(STATUS)["state"] == "idle"
+
+
+def test_restart_while_idle(status_server, expected):
+    pids = assert_right(status_server, expected)
+    code, answer = call(status_server, RESTART, "POST")
+    assert (code, answer["restarted"], answer["error"]) == (200, True, None)
+    assert answer["status"]["state"] == "idle"
+    started = status_server.worker_pids()
+    assert len(started) == 2
+    assert not set(started) & set(pids)
+    assert [rank["pid"] for rank in answer["status"]["ranks"]] == started
+    assert assert_right(status_server, expected) == started
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["computing", "hanging"])
+def test_restart_in_the_middle_of_a_step(status_server, expected, stopped):
+    """Between two steps the prompt would simply go on with the new workers."""
+    pids = assert_right(status_server, expected)
+    prompt_id = status_server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))  # seconds per step
+    wait_for(status_server, lambda status: status["ranks"][0]["modules"] > 0)
+    if stopped:
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_for(status_server, lambda status: [rank["state"] for rank in status["ranks"]] == ["busy", "silent"])
+    watch = Stopwatch(f"health: restart while {'a rank hangs' if stopped else 'computing'}")
+    code, answer = call(status_server, RESTART, "POST")
+    assert (code, answer["restarted"], answer["error"]) == (200, True, None)
+    event = status_server.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id)
+    watch.within(1, "the prompt fails", event.time - watch.began)
+    assert "the workers were restarted on request" in event.data["exception_message"]
+    assert not set(pids) & set(status_server.worker_pids())
+    assert len(assert_right(status_server, expected)) == 2
+
+
+@pytest.mark.parametrize("path", [STATUS, RESTART, f"/api{STATUS}", f"/api{RESTART}"])
+@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}], ids=["origin", "fetch"])
+def test_other_sites_are_refused(status_server, expected, path, headers):
+    pids = assert_right(status_server, expected)
+    assert call(status_server, path, "POST" if path.endswith(RESTART) else "GET", **headers) == (403, None)
+    assert status_server.worker_pids() == pids
+
+
+def test_a_restart_is_no_get(status_server, expected):
+    """A link or an image on a page must not restart anything."""
+    pids = assert_right(status_server, expected)
+    assert call(status_server, RESTART, "GET")[0] in (404, 405)
+    assert status_server.worker_pids() == pids

@@ -1,0 +1,39 @@
+"""Pools without ComfyUI, in this process: their ranks know the commands `echo` and `shutdown`, and start in a few seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from cp_runtime.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.controller import WorkerPool, WorkerSite
+from cp_runtime.pool.protocol import TensorPacker, flatten
+
+
+@contextmanager
+def small_pool(ranks: int = 2) -> Iterator[WorkerPool]:
+    """A started pool."""
+    pool = make_pool(ranks)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        pool.kill()
+
+
+def make_pool(ranks: int = 2) -> WorkerPool:
+    """A pool that is to be started."""
+    config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=ranks)
+    return WorkerPool(config, WorkerSite())
+
+
+def echo(pool: WorkerPool, value: Tensor, timeout: float = 30.0, cancelled: Callable[[], bool] | None = None) -> Tensor:
+    """Send a tensor through rank 0 and back."""
+    packer = TensorPacker()
+    body = {"value": flatten({"x": value}, packer.add), "drop": []}
+    replies = pool.request("echo", body, packer, timeout=timeout, cancelled=cancelled)
+    out: Tensor = pool.result(replies, torch.device("cpu"))
+    return out
