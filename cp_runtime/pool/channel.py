@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import PoolTimeout, ProtocolError
+from ..errors import PoolError, PoolTimeout, ProtocolError
 from .protocol import MAX_HEADER, decode_header, encode_header
 
 _LENGTH = struct.Struct("<Q")
@@ -100,10 +100,20 @@ class SharedBlock:
         self._mapped: Tensor | None = None
 
     def view(self, nbytes: int) -> Tensor:
-        """Return the first `nbytes` bytes as a uint8 tensor, growing the block where it is smaller."""
+        """Return the first `nbytes` bytes as a uint8 tensor, growing the block where it is smaller.
+
+        Raises:
+            PoolError: there is not enough memory.
+        """
         size = max(nbytes, mmap.PAGESIZE)
         if os.fstat(self.fd).st_size < size:
-            os.posix_fallocate(self.fd, 0, size)  # fails here, with ENOSPC, and not by a signal at the first write
+            try:
+                os.posix_fallocate(self.fd, 0, size)  # fails here, and not by a signal at the first write
+            except OSError as error:
+                raise PoolError(
+                    f"no room for {size / 2**20:.1f} MB of shared memory between ComfyUI and the workers: {error.strerror}. "
+                    "Free memory, raise the limit of the container or session, or use fewer frames or a smaller picture."
+                ) from error
         if self._mapped is None or self._mapped.numel() < nbytes:
             self._mapped = torch.frombuffer(mmap.mmap(self.fd, os.fstat(self.fd).st_size), dtype=torch.uint8)
         return self._mapped[:nbytes]

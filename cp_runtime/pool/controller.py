@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,13 +79,20 @@ class WorkerPool:
         self.alive, self.starting = False, False
         self.seconds: dict[str, float] = {}
         self._seq = 0
-        self._directory = make_directory()
-        self._request, self._response, self._board = SharedBlock(), SharedBlock(), SharedBlock()
-        self._progress = Board(self._board, self.world_size)
         self._aborted = ""
-        self._death_read, self._death_write = os.pipe()
         self.processes: list[subprocess.Popen[bytes]] = []
         self.channels: list[Channel] = []
+        self._log: LogPump | None = None
+        self._cleanup = contextlib.ExitStack()
+        with contextlib.ExitStack() as opened, starting():
+            self._directory = make_directory()
+            opened.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            self._request, self._response, self._board = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(3))
+            self._progress = Board(self._board, self.world_size)
+            self._death_read, write = os.pipe()
+            opened.callback(os.close, self._death_read)
+            opened.callback(os.close, write)
+            self._cleanup = opened.pop_all()
 
     def start(self, cancelled: Callable[[], bool] | None = None) -> None:
         """Start the ranks and wait until all are ready.
@@ -99,7 +106,8 @@ class WorkerPool:
         """
         began, self.starting = time.monotonic(), True
         try:
-            self._spawn()
+            with starting():
+                self._spawn()
             hellos = self._collect(0, began + STARTUP_TIMEOUT, "start", cancelled)
         except BaseException:
             self.kill()
@@ -208,16 +216,11 @@ class WorkerPool:
                 process.wait(SHUTDOWN_GRACE)
             except subprocess.TimeoutExpired:
                 log.error("rank %d (pid %d) is stuck in the kernel and did not end", rank, process.pid)
+            if self._log is None and process.stdout is not None:
+                process.stdout.close()
         for channel in self.channels:
             channel.close()
-        for fd in (self._death_read, self._death_write):
-            if fd >= 0:
-                os.close(fd)
-        self._death_read = self._death_write = -1
-        self._request.close()
-        self._response.close()
-        self._board.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._cleanup.close()
 
     def _spawn(self) -> None:
         for rank, device in enumerate(self.config.devices):
@@ -263,7 +266,8 @@ class WorkerPool:
         while len(replies) < self.world_size:
             failed = bool(died) or any(not reply["ok"] for reply in replies.values())
             now = time.monotonic()
-            if now >= deadline:
+            ready = poller.poll(min(TICK, max(0.0, deadline - now)) * 1000)
+            if now >= deadline and not ready:  # this process may have been stopped while the ranks reported
                 if failed:
                     break
                 if cancel_sent:
@@ -277,7 +281,7 @@ class WorkerPool:
                 cancel_sent, deadline = True, now + CANCEL_GRACE
                 with contextlib.suppress(Closed):
                     self.channels[0].send({"command": "cancel"}, deadline)
-            for fd, _ in poller.poll(min(TICK, max(0.0, deadline - now)) * 1000):
+            for fd, _ in ready:
                 rank = ranks[fd]
                 try:
                     while (frame := self.channels[rank].poll()) is not None:
@@ -319,7 +323,7 @@ class WorkerPool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.processes[rank].wait(1)
         kind, message = describe_exit(self.processes[rank].returncode)
-        last = "\n".join(self._log.last_lines(rank))
+        last = "\n".join(self._log.last_lines(rank) if self._log else ())
         return RankError(
             rank=rank, pid=pid, kind=kind, message=f"{message} The workers are restarted on next use.\n{last}".rstrip()
         )
@@ -343,6 +347,18 @@ class WorkerPool:
         return PoolTimeout(
             f"{text} Stacks of all ranks: {stacks}. They are restarted on next use. {_SLOW.get(what, _SLOW['mirror'])}"
         )
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Say what it is about when the system has no more descriptors, memory or processes."""
+    try:
+        yield
+    except OSError as error:
+        raise PoolError(
+            f"the workers could not be started: {error}. Give ComfyUI's process more of it (`ulimit -a` shows its limits), or "
+            "close what takes it, and queue the prompt again."
+        ) from error
 
 
 def describe_memory(replies: Mapping[int, Mapping[str, Any]]) -> str:

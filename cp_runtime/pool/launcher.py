@@ -22,6 +22,7 @@ log = logging.getLogger("context_parallel")
 
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 DIRECTORY_PREFIX = "context-parallel-"
+_MADE: set[Path] = set()  # by this process
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 # What a launcher around ComfyUI may have left behind.
 _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -54,6 +55,7 @@ class Launcher:
                 future.set_result(subprocess.Popen(argv, **options))
             except OSError as error:
                 future.set_exception(error)
+            del future  # with an error it would keep the frames that the error went through, a pool among them
 
 
 LAUNCHER = Launcher()
@@ -61,15 +63,16 @@ LAUNCHER = Launcher()
 
 def start_rank(spec: dict[str, Any], env: dict[str, str], fds: list[int]) -> subprocess.Popen[bytes]:
     """Start one rank in a session of its own (Ctrl-C in the terminal reaches the UI process only)."""
-    return LAUNCHER.start(
-        [sys.executable, str(BOOTSTRAP), json.dumps(spec)],
-        env=env,
-        pass_fds=fds,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    with open(os.devnull, "rb") as nothing:  # subprocess.DEVNULL stays open where a later descriptor cannot be had
+        return LAUNCHER.start(
+            [sys.executable, str(BOOTSTRAP), json.dumps(spec)],
+            env=env,
+            pass_fds=fds,
+            stdin=nothing,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def child_environment(device_type: str, world_size: int) -> dict[str, str]:
@@ -92,10 +95,15 @@ def make_directory() -> Path:
         base = Path(tempfile.gettempdir())
     for stale in base.glob(f"{DIRECTORY_PREFIX}*"):
         pid = stale.name.removeprefix(DIRECTORY_PREFIX).partition("-")[0]
-        with contextlib.suppress(OSError):
-            if pid.isdigit() and stale.lstat().st_uid == os.getuid() and not stale.is_symlink() and not _alive(int(pid)):
+        with contextlib.suppress(OSError, OverflowError):  # the latter for a number that no pid can be
+            # In a container ComfyUI may have the pid of its predecessor, every time.
+            if not pid.isdecimal() or stale in _MADE or (int(pid) != os.getpid() and _alive(int(pid))):
+                continue
+            if stale.lstat().st_uid == os.getuid() and not stale.is_symlink():
                 shutil.rmtree(stale, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-", dir=base))
+    made = Path(tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-", dir=base))
+    _MADE.add(made)
+    return made
 
 
 def _alive(pid: int) -> bool:
