@@ -61,4 +61,6 @@ class RankError(PoolError):
 
 def bad_value(field: str, got: object, allowed: str, remedy: str) -> ConfigError:
     """Build the error for a setting: field, value, what is allowed, what to do."""
-    return ConfigError(f"{field}: got {got!r}; allowed: {allowed}. {remedy}")
+    shown = repr(got)
+    shown = shown if len(shown) <= 200 else f"{shown[:200]}…"
+    return ConfigError(f"{field}: got {shown}; allowed: {allowed}. {remedy}")

@@ -20,7 +20,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import nn
 
 from ..config import DeviceInventory, RuntimeConfig
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, bad_value
 from ..pool.controller import CallCancelled
 from .interception import intercept, release
 from .obstacles import conditions_obstacle, model_obstacle
@@ -188,6 +188,8 @@ def apply_to_model(model: Any, config: RuntimeConfig) -> Any:
     Raises:
         UnsupportedError: the model cannot run sharded and on_unsupported is "error".
     """
+    if not isinstance(config, RuntimeConfig):  # ComfyUI takes any JSON in the place of a link
+        raise bad_value("cp_config", config, "the output of a CP Config node", "Connect one.")
     if sys.platform != "linux":
         log.warning("context parallelism needs Linux (or WSL2); the model passes through on one device")
         return model

@@ -119,13 +119,24 @@ def load_recipe(recipe: Recipe) -> Any:
             f"{recipe.path} changed on disk after ComfyUI had loaded it. Free ComfyUI's model and node cache, or restart it, "
             "so that it loads the new file."
         )
-    options = {name: getattr(torch, value) if name in _DTYPE_OPTIONS else value for name, value in recipe.options.items()}
+    options = {name: _option(name, value) for name, value in recipe.options.items()}
     with file_backed_weights():
         if recipe.loader == LOADERS[0]:
             return comfy.sd.load_diffusion_model(recipe.path, options, disable_dynamic=True)
         return comfy.sd.load_checkpoint_guess_config(
             recipe.path, output_vae=False, output_clip=False, model_options=options, disable_dynamic=True
         )[0]
+
+
+def _option(name: str, value: Any) -> Any:
+    if name not in OPTIONS:
+        raise MirrorError(f"unknown model option {name!r}")
+    if name not in _DTYPE_OPTIONS:
+        return value
+    dtype = getattr(torch, value, None) if isinstance(value, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise MirrorError(f"unknown dtype {value!r} of model option {name!r}")
+    return dtype
 
 
 @contextlib.contextmanager

@@ -59,6 +59,10 @@ class Board:
         self._rows[rank, 2] = collectives
         self._rows[rank, 3] = time.monotonic_ns()
 
+    def freeze(self) -> None:
+        """Keep what was noted last, and let go of the shared memory."""
+        self._rows, self.decision = self._rows.clone(), self.decision.clone()
+
     def read(self, rank: int) -> Progress:
         """What the rank noted last."""
         command, modules, collectives, beat = self._rows[rank].tolist()

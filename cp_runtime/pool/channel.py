@@ -118,6 +118,11 @@ class SharedBlock:
             self._mapped = torch.frombuffer(mmap.mmap(self.fd, os.fstat(self.fd).st_size), dtype=torch.uint8)
         return self._mapped[:nbytes]
 
+    @property
+    def size(self) -> int:
+        """Bytes that the block has now."""
+        return os.fstat(self.fd).st_size
+
     def trim(self, limit: int) -> None:
         """Give memory above `limit` bytes back. Mappings stay and get their pages again when the block grows again."""
         if os.fstat(self.fd).st_size > limit:

@@ -220,6 +220,7 @@ class WorkerPool:
                 process.stdout.close()
         for channel in self.channels:
             channel.close()
+        self._progress.freeze()  # an error may keep this object for a while, and it may be asked for its progress
         self._cleanup.close()
 
     def _spawn(self) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ from ..plan import FamilyPlan  # noqa: E402
 from .protocol import read_tensor, unflatten  # noqa: E402
 
 log = logging.getLogger("context_parallel.worker")
+
+
+METHODS = ("forward", "_forward")
 
 
 @dataclass
@@ -103,6 +106,8 @@ class Mirrors:
         entry = self.entries.get(header["key"])
         if entry is None:
             raise MirrorError("the model of this call is not loaded on the workers")
+        if header["method"] not in METHODS:
+            raise MirrorError(f"a call of {header['method']!r}, which is no forward")
         if entry.applied is None:
             entry.applied = AppliedPlan(entry.model, plan_for(entry.model), mesh.sequence())
         plan = entry.applied.plan
@@ -161,7 +166,7 @@ class Mirrors:
                 f"{path} is outside of ComfyUI's model folders. Move the file into one, or add its folder to ComfyUI's."
             )
         log.info("loading %s", path.name)
-        return load_recipe(recipe)
+        return load_recipe(replace(recipe, path=str(path)))  # what was checked: behind a link, `..` leads elsewhere
 
     def _patch(self, patcher: Any, header: dict[str, Any], block: Tensor) -> None:
         patches = decode_patches(unflatten(header["patches"], lambda leaf: read_tensor(block, leaf).clone()))

@@ -19,6 +19,7 @@ from ..errors import ProtocolError, UnsupportedError
 COMMANDS = ("mirror", "attach", "detach", "call", "unload", "echo", "shutdown")
 MAX_HEADER = 64 << 20
 ALIGNMENT = 64
+MAX_DEPTH = 100  # containers inside each other; below what Python's stack takes
 
 Tree = Any
 _SCALARS = (type(None), bool, int, str)
@@ -53,7 +54,7 @@ def flatten(value: Any, store: Callable[[Tensor, str], Tree], path: str = "") ->
     )
 
 
-def unflatten(tree: Tree, load: Callable[[Tree], Tensor]) -> Any:
+def unflatten(tree: Tree, load: Callable[[Tree], Tensor], depth: int = 0) -> Any:
     """Inverse of `flatten`. `load(leaf)` returns the tensor of a leaf that `store` made.
 
     Raises:
@@ -61,16 +62,19 @@ def unflatten(tree: Tree, load: Callable[[Tree], Tensor]) -> Any:
     """
     if isinstance(tree, (*_SCALARS, float)):
         return tree
+    if depth > MAX_DEPTH:
+        raise ProtocolError(f"a value in a message is nested deeper than {MAX_DEPTH}")
+    depth += 1
     if isinstance(tree, list):
-        return [unflatten(item, load) for item in tree]
+        return [unflatten(item, load, depth) for item in tree]
     if not isinstance(tree, dict) or len(tree) != 1:
         raise ProtocolError(f"malformed value in a message: {str(tree)[:80]}")
     ((kind, body),) = tree.items()
     try:
         if kind == "$tuple":
-            return tuple(unflatten(item, load) for item in body)
+            return tuple(unflatten(item, load, depth) for item in body)
         if kind == "$dict":
-            return {unflatten(k, load): unflatten(v, load) for k, v in body}
+            return {unflatten(k, load, depth): unflatten(v, load, depth) for k, v in body}
         if kind == "$float":
             return float(body)
         if kind == "$dtype":
@@ -78,7 +82,7 @@ def unflatten(tree: Tree, load: Callable[[Tree], Tensor]) -> Any:
         if kind == "$device":
             return torch.device(body)
         return load(tree)
-    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:
         if isinstance(error, ProtocolError):
             raise
         raise ProtocolError(f"malformed {kind} in a message: {str(body)[:80]}") from error
@@ -129,6 +133,8 @@ def read_tensor(block: Tensor, leaf: Tree) -> Tensor:
         dtype = _DTYPES[name]
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"unknown leaf in a message: {str(leaf)[:80]}") from error
+    if type(shape) is not list or any(type(number) is not int for number in (*shape, offset)):
+        raise ProtocolError(f"unknown leaf in a message: {str(leaf)[:80]}")
     return tensor_view(block, dtype, shape, offset)
 
 

@@ -7,6 +7,7 @@ once per command: a rank whose peers hang in a collective can still say why.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import socket
 import time
@@ -127,8 +128,8 @@ class Worker:
         data, nbytes = b"", 0
         if self.rank == 0:
             header = self.channel.receive()
-            if header.get("command") == "cancel":  # came after its call had ended
-                return self._next()
+            while header.get("command") == "cancel":  # came after its call had ended
+                header = self.channel.receive()
             if header.get("command") not in COMMANDS:
                 raise ProtocolError(f"unknown command {header.get('command')!r}")
             data, nbytes = encode_header(header), int(header.get("nbytes", 0))
@@ -144,6 +145,8 @@ class Worker:
             long = torch.frombuffer(bytearray(data or length), dtype=torch.uint8)
             self._broadcast(long)
             data = long.numpy().tobytes()
+        if not 0 <= nbytes <= max(self.request.size, mmap.PAGESIZE):
+            raise ProtocolError(f"a message of {nbytes} bytes in {self.request.size} bytes of shared memory")
         return decode_header(data), self.request.view(nbytes)
 
     def _position(self) -> dict[str, int]:

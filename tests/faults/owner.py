@@ -1,0 +1,285 @@
+"""A process that owns pools, as ComfyUI does, and does what it is told line by line. No ComfyUI: it starts in two seconds.
+
+Tests use `Owner`. The other half of this file runs in the process that it starts: every line of its input is a JSON object
+`{"id": 1, "do": "start", …}`, every answer a line `{"id": 1, "ok": true, …}`; all other lines are its log. It closes its pools
+on its way out, as `cp_runtime.comfy.session` does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import itertools
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+MARKER = "CONTEXT_PARALLEL_TEST_OWNER"
+"""Environment variable that the process and everything it starts inherits."""
+FORKED_CHILD_LIVES = 120  # seconds
+
+
+class OwnerError(Exception):
+    """A command failed. `kinds`: names of the exception's class and of what it derives from."""
+
+    def __init__(self, answer):
+        self.kinds, self.message = answer["kinds"], answer["message"]
+        super().__init__(f"{self.kinds[0]}: {self.message}")
+
+
+class Owner:
+    """Starts the process, talks to it, and ends it with everything it started.
+
+    Args:
+        temp: folder for its temporary files, also those of its pools.
+        env: environment variables to set.
+        wrapper: command in front of the interpreter.
+    """
+
+    def __init__(self, temp, env=None, wrapper=()):
+        self.temp, self.marker = Path(temp), uuid.uuid4().hex
+        self.log = []
+        self._ids, self._answers, self._changed = itertools.count(1), {}, threading.Condition()
+        env = {**os.environ, **(env or {}), MARKER: self.marker, "TMPDIR": str(temp), "XDG_RUNTIME_DIR": str(temp)}
+        self.process = subprocess.Popen(
+            [*wrapper, sys.executable, "-u", str(Path(__file__).resolve())],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self):
+        try:
+            self.ask("hello")
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self.end()
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def send(self, do, **arguments):
+        """Give a command and return its number."""
+        number = next(self._ids)
+        self.process.stdin.write(json.dumps({"id": number, "do": do, **arguments}).encode() + b"\n")
+        self.process.stdin.flush()
+        return number
+
+    def answer(self, number, timeout=120.0):
+        """The answer to a command. Raises OwnerError where it failed."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while number not in self._answers:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._reader.is_alive():
+                    raise TimeoutError(f"no answer within {timeout} s; the owner's log:\n{self.log_text()}")
+                self._changed.wait(min(left, 0.5))
+            answer = self._answers.pop(number)
+        if not answer["ok"]:
+            raise OwnerError(answer)
+        return answer
+
+    def ask(self, do, timeout=120.0, **arguments):
+        """Give a command and return its answer."""
+        return self.answer(self.send(do, **arguments), timeout)
+
+    def log_text(self):
+        """What the process and its ranks logged."""
+        return "".join(self.log)
+
+    def family(self, ignore=()):
+        """Living processes that the owner or its children started, and the owner."""
+        from support.processes import with_environment
+
+        return [process for process in with_environment(MARKER, self.marker) if process.pid not in ignore]
+
+    def wait_alone(self, timeout, ignore=()):
+        """Wait until nothing of the family lives. Returns what does."""
+        deadline = time.monotonic() + timeout
+        while (left := self.family(ignore)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return left
+
+    def end(self):
+        """End the process, whatever it does, and everything that carries its mark."""
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for process in self.family():
+            with contextlib.suppress(Exception):
+                process.kill()
+        self._reader.join(5)
+        self.process.stdout.close()
+
+    def _read(self):
+        for line in self.process.stdout:
+            if line.startswith(b'{"id"'):
+                with self._changed:
+                    answer = json.loads(line)
+                    self._answers[answer["id"]] = answer
+                    self._changed.notify_all()
+            else:
+                self.log.append(line.decode(errors="replace"))
+
+
+class Commands:
+    """What the process can do."""
+
+    def __init__(self):
+        self.pools, self.busy = {}, set()
+        self._writing, self._afterwards = threading.Lock(), None
+        atexit.register(self.at_exit)
+
+    def at_exit(self):
+        """Close what is idle, kill what is busy, and say how the ranks ended."""
+        for name, pool in self.pools.items():
+            if name in self.busy:
+                pool.kill_processes()
+            else:
+                pool.close()
+            logging.info("pool %s is closed, exit codes %s", name, [process.poll() for process in pool.processes])
+
+    def hello(self):
+        return {}
+
+    def start(self, pool, ranks=2):
+        """Start a pool. One that had this name is dropped."""
+        from support.pools import make_pool
+
+        self.pools.pop(pool, None)
+        with self.working(pool):
+            self.pools[pool] = made = make_pool(ranks)
+            made.start()
+        return {"pids": made.pids, "thread": threading.get_native_id()}
+
+    def echo(self, pool, nbytes=1000, value=7, timeout=60.0):
+        """Send bytes through the ranks and compare."""
+        import torch
+        from support.pools import echo
+
+        sent = torch.full((nbytes,), value, dtype=torch.uint8)
+        with self.working(pool):
+            return {"same": torch.equal(echo(self.pools[pool], sent, timeout), sent)}
+
+    def working_on(self):
+        return {"pools": sorted(self.busy)}
+
+    def alive(self, pool):
+        return {"alive": self.pools[pool].alive}
+
+    def close(self, pool):
+        self.pools.pop(pool).close()
+        return {}
+
+    def fork(self):
+        """Start a child as a careless pack does: it inherits every descriptor, and outlives this process."""
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(FORKED_CHILD_LIVES)
+            os._exit(0)
+        return {"pid": pid}
+
+    def hold_lock(self):
+        """Answer, and then stay in C with Python's lock."""
+        self._afterwards = lambda: ctypes.PyDLL(None).sleep(3600)
+        return {}
+
+    def limit(self, nbytes):
+        """How large a file, and with it a memfd, may grow in this process. None: as large as allowed."""
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if nbytes is None else nbytes, hard))
+        return {}
+
+    def environment(self):
+        return {"environment": dict(os.environ)}
+
+    def terminal(self, path):
+        """Make a terminal this process's own: it and its group come to the foreground."""
+        os.open(path, os.O_RDWR)
+        return {"foreground": os.getpgrp()}
+
+    def network(self):
+        """What the host's name and IPv6 are worth here."""
+        return {"host": socket.gethostname(), "resolves": _works(_resolve), "ipv6": _works(_bind_ipv6)}
+
+    @contextlib.contextmanager
+    def working(self, name):
+        self.busy.add(name)
+        try:
+            yield
+        finally:
+            self.busy.discard(name)
+
+    def run(self, id, do, **arguments):
+        try:
+            answer = {"ok": True, **getattr(self, do)(**arguments)}
+        except Exception as error:  # noqa: BLE001  (the test gets it)
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            answer = {"ok": False, "kinds": kinds, "message": str(error)}
+        with self._writing:
+            os.write(1, json.dumps({"id": id, **answer}).encode() + b"\n")  # one piece: lines of the log come between
+        if self._afterwards is not None:
+            self._afterwards()
+
+
+def _works(function):
+    with contextlib.suppress(OSError):
+        function()
+        return True
+    return False
+
+
+def _resolve():
+    socket.getaddrinfo(socket.gethostname(), None)
+
+
+def _bind_ipv6():
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+
+
+def main():
+    sys.path[0] = str(TESTS)
+    from support.package import load_package
+
+    load_package()
+    import torch
+
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s|%(message)s")
+    commands = Commands()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request.pop("thread", False):
+            threading.Thread(target=commands.run, kwargs=request, daemon=True).start()
+        else:
+            commands.run(**request)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the caller did to it
+    main()

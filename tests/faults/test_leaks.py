@@ -1,0 +1,287 @@
+"""Cases 20 to 22: starting, stopping and failing leaves nothing behind; a lack of shared memory is an error and nothing more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from faults.owner import Owner, OwnerError
+from support.faults import SOAK, Faults, Stopwatch, note
+from support.processes import descendants
+
+CYCLES = 50 if SOAK else 3
+SHM = Path("/dev/shm")
+PREFIX = "context-parallel-"
+MB = 1 << 20
+
+
+@pytest.fixture
+def faults(tmp_path):
+    (tmp_path / "faults").mkdir()
+    return Faults(tmp_path / "faults")
+
+
+@pytest.fixture
+def temp(tmp_path):
+    (tmp_path / "temp").mkdir()
+    return tmp_path / "temp"
+
+
+# --- 20 ---------------------------------------------------------------------------------------------------------------
+
+
+def descriptor_kinds(pid):
+    """What the descriptors of a process refer to; sockets, pipes and the like without their numbers."""
+    kinds = Counter()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            kinds[os.readlink(fd).partition(":[")[0]] += 1
+    return kinds
+
+
+def holdings(owner):
+    """What could grow: in the owner, in its temporary folder."""
+    process = psutil.Process(owner.pid)
+    return {
+        "descriptors": descriptor_kinds(owner.pid),
+        "threads": process.num_threads(),
+        "mapped blocks": Path(f"/proc/{owner.pid}/maps").read_text().count("memfd:context-parallel"),
+        "processes": sorted(child.pid for child in process.children(recursive=True)),  # zombies too
+        "temporary files": sorted(path.name for path in owner.temp.rglob("*")),
+    }
+
+
+def orphans(known):
+    """What lies in the folder for named shared memory, is not `known`, and is mapped by nobody: other programs use it too."""
+    new = [path for path in SHM.iterdir() if path not in known]
+    maps = []
+    for file in Path("/proc").glob("[0-9]*/maps") if new else ():
+        with contextlib.suppress(OSError):
+            maps.append(file.read_text())
+    return [path for path in new if not any(str(path) in text for text in maps)]
+
+
+def settled(owner, before, timeout=5.0):
+    """What the owner holds, once it is what it was, or after some seconds: threads end a moment after their ranks."""
+    deadline = time.monotonic() + timeout
+    while (now := holdings(owner)) != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return now
+
+
+def outside_listeners(pids):
+    """Sockets of these processes that another machine could connect to."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            for connection in psutil.Process(pid).net_connections("inet"):
+                address = connection.laddr.ip.removeprefix("::ffff:")
+                if connection.status == psutil.CONN_LISTEN and not (address.startswith("127.") or address == "::1"):
+                    found.append((pid, connection.laddr))
+    return found
+
+
+def assert_nothing_grew(owner, case, cycle):
+    """Run `cycle` once to warm up, then many times; compare."""
+    cycle(0)
+    before, named = settled(owner, None, 0.5), list(SHM.iterdir())
+    for number in range(CYCLES):
+        cycle(number + 1)
+    after = settled(owner, before)
+    note(case, f"descriptors more after {CYCLES} cycles", 0, (after["descriptors"] - before["descriptors"]).total())
+    note(case, f"threads more after {CYCLES} cycles", 0, after["threads"] - before["threads"])
+    note(case, f"processes and zombies left after {CYCLES} cycles", 0, len(after["processes"]))
+    assert after == before
+    assert orphans(named) == []
+    assert after["processes"] == []
+    assert after["temporary files"] == []
+
+
+def test_start_and_stop(temp):
+    outside = []
+
+    def cycle(_):
+        pids = owner.ask("start", pool="a")["pids"]
+        outside.extend(outside_listeners([owner.pid, *pids]))
+        assert owner.ask("echo", pool="a", nbytes=MB)["same"]
+        owner.ask("close", pool="a")
+
+    with Owner(temp) as owner:
+        assert_nothing_grew(owner, "20 start and stop", cycle)
+    note("20 start and stop", "listeners outside loopback", 0, len(outside))
+    assert outside == []
+
+
+def test_crash_and_respawn(temp, faults):
+    """By turns: a rank dies between two calls, and while the pool starts."""
+
+    def cycle(number):
+        rank = number % 2
+        if number % 3 == 2:
+            faults.arm(rank, "exit", at="start")
+            with pytest.raises(OwnerError, match=f"rank {rank} .*exited with code 1") as caught:
+                owner.ask("start", pool="a")
+        else:
+            pids = owner.ask("start", pool="a")["pids"]
+            os.kill(pids[rank], signal.SIGKILL)
+            with pytest.raises(OwnerError, match=f"rank {rank} .pid {pids[rank]}. failed: SIGKILL") as caught:
+                owner.ask("echo", pool="a")
+        assert "RankError" in caught.value.kinds
+        assert descendants(owner.pid) == []
+        assert not owner.ask("alive", pool="a")["alive"]
+
+    with Owner(temp, faults.environment) as owner:
+        assert_nothing_grew(owner, "20 crash and respawn", cycle)
+        owner.ask("start", pool="a")
+        assert owner.ask("echo", pool="a")["same"]
+
+
+# --- 21 ---------------------------------------------------------------------------------------------------------------
+
+
+def ended_pid():
+    """The pid of a process that has ended a moment ago."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def folder_with_file(path):
+    path.mkdir()
+    (path / "store").write_text("something")
+    return path
+
+
+def test_stale_folders_are_swept(temp, tmp_path):
+    with Owner(temp) as owner:
+        owner.ask("start", pool="a")
+        for process in owner.family():
+            process.kill()
+        assert owner.wait_alone(10) == []
+        stale = list(temp.glob(f"{PREFIX}{owner.pid}-*"))
+        assert len(stale) == 1
+
+    dead = ended_pid()
+    target = folder_with_file(tmp_path / "target")
+    (stale[0] / "link").symlink_to(target)  # inside a folder that is to go
+    stale.append(folder_with_file(temp / f"{PREFIX}{dead}-abc"))
+    kept = [
+        folder_with_file(temp / f"{PREFIX}{os.getpid()}-abc"),  # its process lives
+        folder_with_file(temp / f"{PREFIX}1-abc"),
+        folder_with_file(temp / f"{PREFIX}abc"),
+        folder_with_file(temp / f"{PREFIX}-{dead}"),
+        folder_with_file(temp / f"{PREFIX}{dead}x-abc"),
+        folder_with_file(temp / f"other-{dead}-abc"),
+    ]
+    link = temp / f"{PREFIX}{dead}-link"
+    link.symlink_to(target, target_is_directory=True)
+    if os.getuid() == 0:  # only root can make a folder another user's
+        kept.append(folder_with_file(temp / f"{PREFIX}{dead}-foreign"))
+        os.chown(kept[-1], 65534, 65534)
+
+    with Owner(temp) as owner:
+        owner.ask("start", pool="a")
+        (own,) = temp.glob(f"{PREFIX}{owner.pid}-*")
+        assert own.stat().st_mode & 0o777 == 0o700
+        note("21 restart after SIGKILL of everything", "stale folders left", 0, sum(path.exists() for path in stale))
+        assert [path for path in stale if path.exists()] == []
+        assert [path for path in kept if not (path / "store").exists()] == []
+        assert link.is_symlink()
+        assert (target / "store").read_text() == "something"
+        owner.ask("start", pool="b")  # the sweep leaves the first pool's folder
+        assert own.exists()
+        assert owner.ask("echo", pool="a")["same"]
+
+
+def test_folders_whose_names_hold_no_pid(temp):
+    """Names that look like a number, and are no process's, keep no pool from starting."""
+    strange = [folder_with_file(temp / f"{PREFIX}{pid}-abc") for pid in ("0", "9" * 30, "\N{SUPERSCRIPT TWO}")]
+    with Owner(temp) as owner:
+        owner.ask("start", pool="a")
+        assert all((folder / "store").exists() for folder in strange)
+
+
+# --- 22 ---------------------------------------------------------------------------------------------------------------
+
+
+def assert_no_room(call):
+    """`call` fails with an error of this package that says what is lacking."""
+    with pytest.raises(OwnerError) as caught:
+        call()
+    assert "ContextParallelError" in caught.value.kinds
+    assert "shared memory" in caught.value.message
+
+
+def test_no_room_for_a_message(temp):
+    """A memfd is limited by memory, and not by the size of /dev/shm; a limit on file sizes stops its growth in the same place."""
+    with Owner(temp) as owner:
+        owner.ask("start", pool="a")
+        owner.ask("limit", nbytes=MB)
+        watch = Stopwatch("22 no room for a message")
+        assert_no_room(lambda: owner.ask("echo", pool="a", nbytes=64 * MB))
+        watch.within(1, "the call has failed")
+        owner.ask("limit", nbytes=None)
+        if not owner.ask("alive", pool="a")["alive"]:
+            owner.ask("start", pool="a")
+        assert owner.ask("echo", pool="a", nbytes=64 * MB)["same"]
+        assert owner.process.poll() is None
+
+
+def test_no_room_for_a_result(temp):
+    """Rank 0 cannot lay its result down. The same ranks serve a call that fits."""
+    with Owner(temp) as owner:
+        pids = owner.ask("start", pool="a")["pids"]
+        allowed = resource.prlimit(pids[0], resource.RLIMIT_FSIZE)
+        resource.prlimit(pids[0], resource.RLIMIT_FSIZE, (MB, allowed[1]))
+        assert_no_room(lambda: owner.ask("echo", pool="a", nbytes=64 * MB))
+        assert owner.ask("echo", pool="a", nbytes=MB // 2)["same"]
+        resource.prlimit(pids[0], resource.RLIMIT_FSIZE, allowed)
+        assert owner.ask("echo", pool="a", nbytes=64 * MB)["same"]
+        assert sorted(child.pid for child in descendants(owner.pid)) == sorted(pids)
+
+
+def test_no_room_to_start(temp):
+    """Nothing of the pool that could not be made stays."""
+    with Owner(temp) as owner:
+        owner.ask("start", pool="a")
+        owner.ask("close", pool="a")
+        before = settled(owner, None, 0.5)
+        owner.ask("limit", nbytes=0)
+        for _ in range(3):
+            assert_no_room(lambda: owner.ask("start", pool="a"))
+        owner.ask("limit", nbytes=None)
+        assert settled(owner, before) == before
+        owner.ask("start", pool="a")
+        assert owner.ask("echo", pool="a")["same"]
+
+
+def namespace(*options):
+    """A command that runs another one in namespaces of its own, or None where the kernel does not let this user make them."""
+    unshare = shutil.which("unshare")
+    for user in ([], ["--map-root-user"]):
+        command = [unshare, *user, *options]
+        if unshare and subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
+            return command
+    return None
+
+
+def test_a_full_dev_shm(temp):
+    """Docker's is 64 MB. Nothing of a pool of CPU ranks lies there."""
+    command = namespace("--mount")
+    if command is None:
+        pytest.skip("a /dev/shm of its own needs unshare(1) and the right to make a mount namespace")
+    fill = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && head -c 65536 /dev/zero > /dev/shm/full && exec "$@"'
+    with Owner(temp, wrapper=[*command, "sh", "-c", fill, "sh"]) as owner:
+        room = os.statvfs(f"/proc/{owner.pid}/root/dev/shm")
+        assert (room.f_blocks * room.f_bsize, room.f_bavail) == (65536, 0)
+        owner.ask("start", pool="a")
+        assert owner.ask("echo", pool="a", nbytes=64 * MB)["same"]

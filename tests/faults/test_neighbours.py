@@ -1,0 +1,271 @@
+"""Cases 23 to 27: other instances, other programs' settings, a bare network, `python -O`, other packs."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import psutil
+import pytest
+from faults.owner import Owner
+from support.faults import SOAK, note
+from support.graphs import flux_prompt
+from support.package import ROOT
+from support.server import CUSTOM_NODES, ComfyServer
+
+ROUNDS = 20 if SOAK else 2
+
+
+# --- 23 ---------------------------------------------------------------------------------------------------------------
+
+
+def test_two_instances_start_two_pools_each(tmp_path):
+    """All four at the same time, over the same folder for temporary files."""
+    case = "23 two instances start two pools each"
+    folders, collisions = set(), 0
+    with Owner(tmp_path) as first, Owner(tmp_path) as second:
+        for number in range(ROUNDS):
+            asked = [(owner, owner.send("start", pool=pool, thread=True)) for pool in "ab" for owner in (first, second)]
+            pids = [pid for owner, request in asked for pid in owner.answer(request)["pids"]]
+            assert len(set(pids)) == 8
+            now = {path for path in tmp_path.iterdir() if path.is_dir()}
+            collisions += 4 - len(now) + len(now & folders)
+            folders |= now
+            calls = [
+                (owner, owner.send("echo", pool=pool, nbytes=1 << 20, value=10 * number + 2 * i + j, thread=True))
+                for i, pool in enumerate("ab")
+                for j, owner in enumerate((first, second))
+            ]
+            assert all(owner.answer(request)["same"] for owner, request in calls)
+            for owner in (first, second):
+                for pool in "ab":
+                    owner.ask("close", pool=pool)
+    note(case, f"collisions in {ROUNDS} rounds", 0, collisions)
+    assert collisions == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- 24 ---------------------------------------------------------------------------------------------------------------
+
+FOREIGN = {
+    "MASTER_ADDR": "192.0.2.1",  # an address for documentation: nothing answers there
+    "MASTER_PORT": "29500",
+    "RANK": "7",
+    "LOCAL_RANK": "7",
+    "WORLD_SIZE": "64",
+    "LOCAL_WORLD_SIZE": "64",
+    "GROUP_RANK": "7",
+    "ROLE_RANK": "7",
+    "TORCHELASTIC_RUN_ID": "elsewhere",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+def test_what_another_launcher_left_behind(tmp_path):
+    """The default port is taken, the variables speak of another job, and gloo is told to use an interface that is not there."""
+    wrong = {**FOREIGN, "GLOO_SOCKET_IFNAME": "nowhere0"}
+    with contextlib.ExitStack() as stack:
+        for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+            with contextlib.suppress(OSError):  # taken already, or no IPv6
+                taken = stack.enter_context(socket.socket(family))
+                taken.bind((address, 29500))
+                taken.listen()
+        with pytest.raises(OSError), socket.socket() as probe:  # noqa: PT011
+            probe.bind(("127.0.0.1", 29500))
+        owner = stack.enter_context(Owner(tmp_path, wrong))
+        before = owner.ask("environment")["environment"]
+        assert before.items() >= wrong.items()
+        pids = owner.ask("start", pool="a")["pids"]
+        assert owner.ask("echo", pool="a")["same"]
+        for pid in pids:
+            environment = psutil.Process(pid).environ()
+            assert not set(FOREIGN) & set(environment)
+            assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+        assert owner.ask("environment")["environment"] == before
+
+
+# --- 25 ---------------------------------------------------------------------------------------------------------------
+
+# Runs another command on a host whose name nothing resolves, with loopback only and without IPv6.
+BARE_HOST = """
+import fcntl, os, pathlib, socket, struct, subprocess, sys
+socket.sethostname("nobody-knows-this-host")
+with socket.socket() as probe:
+    fcntl.ioctl(probe, 0x8914, struct.pack("16sh22x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+for place in ("all", "default", "lo"):
+    pathlib.Path(f"/proc/sys/net/ipv6/conf/{place}/disable_ipv6").write_text("1")
+order = pathlib.Path(sys.argv[1])
+order.write_text("hosts: files\\n")  # and not a plugin that knows the host's own name
+subprocess.run(["mount", "--bind", order, "/etc/nsswitch.conf"], check=True)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+# The same as far as Python code can see, for kernels that let nobody make namespaces.
+BARE_PYTHON = """
+import socket, sys
+def fail(*args, **kwargs):
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+socket.getaddrinfo = socket.gethostbyname = socket.gethostbyname_ex = socket.gethostbyaddr = fail
+socket.has_ipv6 = False
+class Socket(socket.socket):
+    def __init__(self, family=socket.AF_INET, *args, **kwargs):
+        if family == socket.AF_INET6:
+            raise OSError(97, "Address family not supported by protocol")
+        super().__init__(family, *args, **kwargs)
+socket.socket = Socket
+"""
+
+
+def bare_host(folder):
+    """Arguments for `Owner`: in namespaces of its own where the kernel allows that."""
+    unshare = shutil.which("unshare")
+    for user in ([], ["--map-root-user"]):
+        command = [str(unshare), *user, "--uts", "--net", "--mount", sys.executable, "-c", BARE_HOST, str(folder / "order")]
+        if unshare and subprocess.run([*command, shutil.which("true")], capture_output=True, check=False).returncode == 0:
+            return {"wrapper": command}
+    warnings.warn("no right to make namespaces: only Python's own look-ups and sockets are cut off", stacklevel=2)
+    (folder / "sitecustomize.py").write_text(BARE_PYTHON)
+    return {"env": {"PYTHONPATH": str(folder)}}
+
+
+def test_a_host_without_a_name_and_without_ipv6(tmp_path):
+    temp = tmp_path / "temp"
+    temp.mkdir()
+    with Owner(temp, **bare_host(tmp_path)) as owner:
+        found = owner.ask("network")
+        assert (found["resolves"], found["ipv6"]) == (False, False), found
+        owner.ask("start", pool="a", ranks=3)
+        assert owner.ask("echo", pool="a", nbytes=1 << 20)["same"]
+
+
+# --- 26 ---------------------------------------------------------------------------------------------------------------
+
+NOT_A_NUMBER = float("nan")
+BAD_SETTINGS = [
+    {"world_size": -1},
+    {"world_size": 10**6},
+    {"world_size": True},
+    {"world_size": 1.5},
+    {"devices": "cpu; rm -rf /"},
+    {"devices": "cuda:0"},
+    {"devices": "cpu,cpu", "world_size": 3},
+    {"devices": ["cpu"]},
+    {"ulysses_degree": -2},
+    {"ring_degree": 3, "world_size": 2},
+    {"batch_degree": 2.0},
+    {"rotate_method": "sideways"},
+    {"convert_to_fp32": "yes"},
+    {"ulysses_anything": 1},
+    {"ring_anything": None},
+    {"backend": "mpi"},
+    {"backend": "nccl"},
+    {"on_unsupported": "ignore"},
+    {"step_timeout": NOT_A_NUMBER},
+    {"step_timeout": float("inf")},
+    {"step_timeout": 0},
+    {"step_timeout": -1.0},
+    {"step_timeout": True},
+    {"step_timeout": "600"},
+]
+BAD_FIELDS = [
+    {"ring_degree": 0},
+    {"ulysses_degree": -1},
+    {"ulysses_degree": 1.5},
+    {"ring_degree": True},
+    {"rotate_method": "sideways"},
+    {"convert_to_fp32": 1},
+]
+BAD_MESSAGES = ["[]", "nonsense", "{", "[" * 100_000]
+
+UNDER_O = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from support.package import load_package
+load_package()
+from cp_runtime.config import ContextParallelConfig, DeviceInventory, RuntimeConfig
+from cp_runtime.errors import ConfigError, ProtocolError
+from cp_runtime.pool.protocol import decode_header, tensor_view
+import torch
+
+settings, fields, messages = json.load(sys.stdin)
+machine = DeviceInventory(type="cpu", count=0)
+block = torch.zeros(64, dtype=torch.uint8)
+cases = [(ConfigError, lambda value=value: RuntimeConfig.resolve(inventory=machine, **value)) for value in settings]
+cases += [(ConfigError, lambda value=value: ContextParallelConfig(**value)) for value in fields]
+cases += [(ProtocolError, lambda value=value: decode_header(value.encode())) for value in messages]
+views = [((65,), 0), ((-1,), 0), ((1,), -64), ((1,), 1)]
+cases += [(ProtocolError, lambda shape=shape, at=at: tensor_view(block, torch.uint8, shape, at)) for shape, at in views]
+raised = []
+for expected, case in cases:
+    try:
+        case()
+        raised.append("nothing")
+    except expected:
+        raised.append("")
+    except Exception as error:
+        raised.append(repr(error))
+print(json.dumps({"optimize": sys.flags.optimize, "raised": raised}))
+"""
+
+
+def test_checks_stay_under_python_o():
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", UNDER_O, str(Path(__file__).parents[1])],
+        input=json.dumps([BAD_SETTINGS, BAD_FIELDS, BAD_MESSAGES]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["optimize"] == 1
+    count = len(BAD_SETTINGS) + len(BAD_FIELDS) + len(BAD_MESSAGES) + 4
+    note("26 python -O", f"of {count} checks gone", 0, sum(map(bool, answer["raised"])))
+    assert answer["raised"] == [""] * count
+
+
+def product_files():
+    """Every Python file that users run."""
+    return [ROOT / "__init__.py", *(ROOT / "nodes").rglob("*.py"), *(ROOT / "cp_runtime").rglob("*.py")]
+
+
+def test_no_check_is_written_as_assert():
+    """Neither `assert` nor `__debug__`: both vanish."""
+    files = product_files()
+    assert len(files) > 20
+    found = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert) or (isinstance(node, ast.Name) and node.id == "__debug__"):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []
+
+
+# --- 27 ---------------------------------------------------------------------------------------------------------------
+
+SAY_WHO = """
+import os, sys
+with open({file!r}, "a") as out:
+    out.write(f"{what} {{os.getpid()}}\\n")
+NODE_CLASS_MAPPINGS = {{}}
+"""
+
+
+def test_ranks_run_nothing_of_another_pack(comfyui_path, checkpoints_dir, tmp_path):
+    pack, said = tmp_path / "pack", tmp_path / "said"
+    pack.mkdir()
+    (pack / "prestartup_script.py").write_text(SAY_WHO.format(file=str(said), what="prestartup"))
+    (pack / "__init__.py").write_text(SAY_WHO.format(file=str(said), what="import"))
+    with ComfyServer(comfyui_path, models=checkpoints_dir, custom_nodes={**CUSTOM_NODES, "another-pack": pack}) as server:
+        server.run(flux_prompt(cp={"world_size": 2}), timeout=120).check()
+        assert len(server.worker_pids()) == 2
+        lines = said.read_text().splitlines()
+        note("27 start of the ranks", "runs of another pack's code on ranks", 0, len(lines) - 2)
+        assert lines == [f"prestartup {server.pid}", f"import {server.pid}"]
