@@ -1,0 +1,129 @@
+"""Case 37: ranks read model files from the model folders only, and run nothing that is in one."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.evil import Evil
+from support.faults import note
+from support.graphs import flux_prompt
+
+from cp_runtime.config import DeviceInventory, RuntimeConfig
+from cp_runtime.errors import RankError
+from cp_runtime.pool.controller import WorkerPool, WorkerSite
+
+CP = {"world_size": 2}
+
+
+def write_evil(folder: Path, marker: Path) -> list[Path]:
+    """Checkpoints that would run a command when they are unpickled, in torch's file format and its old one."""
+    files = []
+    for name, new in (("evil.ckpt", True), ("evil_old.ckpt", False), ("evil.pt", True)):
+        files.append(folder / name)
+        torch.save({"state_dict": {"x": Evil(marker)}}, files[-1], _use_new_zipfile_serialization=new)
+    return files
+
+
+@pytest.fixture(scope="module")
+def model_ranks(comfyui_path, shelf):
+    """Ranks with ComfyUI, which may read models from one folder."""
+    config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2)
+    arguments, folder = ("--cpu", "--base-directory", str(shelf)), str(shelf / "models" / "diffusion_models")
+    pool = WorkerPool(config, WorkerSite(comfyui=str(comfyui_path), arguments=arguments, model_folders=(folder,)))
+    pool.start()
+    yield pool
+    pool.kill()
+
+
+def mirror(pool: WorkerPool, path: str, **changes: object) -> str:
+    """Ask the ranks to load a model file; what their error says, or nothing."""
+    file = os.stat(path)
+    recipe = {"loader": "load_diffusion_model", "path": path, "options": {}, "stamp": [file.st_size, file.st_mtime_ns], **changes}
+    body = {"key": f"k{time.monotonic_ns()}", "recipe": recipe, "patches": [], "patches_uuid": "u", "forget": []}
+    try:
+        pool.request("mirror", body, timeout=60)
+    except RankError as error:
+        return f"{error.kind}: {error.message}"
+    return ""
+
+
+OUTSIDE = {
+    "beside the models": "{base}/secret.safetensors",
+    "two dots": "{inside}/../../secret.safetensors",
+    "one level of two dots": "{inside}/../secret.safetensors",
+    "a name that begins alike": "{base}/models/diffusion_models2/secret.safetensors",
+    "two dots and a name that begins alike": "{inside}/../diffusion_models2/secret.safetensors",
+    "doubled slashes": "{base}//models//diffusion_models2///secret.safetensors",
+    "two dots behind a link": "{inside}/link/../secret.safetensors",
+    "a device": "/dev/null",
+    "a file of the system": "/etc/hostname",
+    "memory of a process": "/proc/self/mem",
+    "the folder of all models": "{base}/models",
+}
+
+
+def test_the_workers_read_models_from_the_model_folders_only(model_ranks, shelf):
+    inside = shelf / "models" / "diffusion_models"
+    pids, taken = list(model_ranks.pids), {}
+    for path in (inside / "flux.safetensors", inside / "." / "flux.safetensors", inside / "link" / "secret.safetensors"):
+        assert mirror(model_ranks, str(path)) == ""  # links in the model folders are the user's
+    for name, pattern in OUTSIDE.items():
+        path = pattern.format(base=shelf, inside=inside)
+        if not os.path.exists(path):
+            continue
+        said = mirror(model_ranks, path)  # behind a link, two dots may also mean a file in the folder, which is not there
+        if not re.match(r"MirrorError: (\S+ is outside of ComfyUI's model folders\. Move|the model file \S+ cannot be read)", said):
+            taken[name] = said or "loaded"
+    note("37 paths outside of the model folders", "read", 0, len(taken))
+    assert taken == {}
+    assert model_ranks.pids == pids
+
+
+@pytest.mark.parametrize("loader", ["load_torch_file", "os.system", "__class__", "", None, 5, ["load_diffusion_model"]])
+def test_the_workers_call_the_known_loaders_only(loader, model_ranks, shelf):
+    said = mirror(model_ranks, str(shelf / "models" / "diffusion_models" / "flux.safetensors"), loader=loader)
+    assert said.startswith("MirrorError: unknown loader")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "load"}, {"dtype": "__class__"}, {"custom_operations": "os"}, {"load_device": "cpu"}, {"dtype": ["float32"]}],
+)
+def test_the_workers_take_the_known_options_only(options, model_ranks, shelf):
+    said = mirror(model_ranks, str(shelf / "models" / "diffusion_models" / "flux.safetensors"), options=options)
+    assert said.startswith("MirrorError: ")
+
+
+def test_the_workers_run_nothing_in_a_checkpoint(model_ranks, shelf, tmp_path):
+    marker = tmp_path / "marker"
+    for path in write_evil(shelf / "models" / "diffusion_models", marker):
+        for loader in ("load_diffusion_model", "load_checkpoint_guess_config"):
+            said = mirror(model_ranks, str(path), loader=loader)
+            assert "UnpicklingError" in said or "weights_only" in said.lower(), said
+            assert not marker.exists()
+        torch.load(path, weights_only=False)  # and it would have
+        assert marker.exists()
+        marker.unlink()
+
+
+def test_a_checkpoint_in_a_graph_runs_nothing(graph_server, shelf, tmp_path):
+    marker = tmp_path / "marker"
+    for folder in ("diffusion_models", "checkpoints"):
+        write_evil(shelf / "models" / folder, marker)
+    for name in ("evil.ckpt", "evil_old.ckpt", "evil.pt"):
+        prompt = flux_prompt(cp=CP)
+        prompt["loader"]["inputs"]["unet_name"] = name
+        checkpoint = flux_prompt(cp=CP)
+        checkpoint["loader"] = {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": name}}
+        for graph in (prompt, checkpoint):
+            result = graph_server.run(graph)
+            assert result.status == "error"
+            assert result.error.node_id == "loader"
+            assert "weights_only" in result.error.exception_message.lower()
+            assert not marker.exists()
+    assert graph_server.worker_pids() == []

@@ -1,0 +1,269 @@
+"""Case 34: nothing in the package can run what it is sent."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from support.faults import note
+from support.package import ROOT
+
+FORBIDDEN_MODULES = frozenset(
+    [
+        "pickle",
+        "_pickle",
+        "cPickle",
+        "cloudpickle",
+        "dill",
+        "joblib",
+        "marshal",
+        "shelve",
+        "multiprocessing",
+        "code",
+        "codeop",
+        "pty",
+        "runpy",
+        "xmlrpc",
+        "socketserver",
+        "http.server",
+        "torch.multiprocessing",
+        "torch.distributed.rpc",
+        "torch.package",
+        "torch.hub",
+        "asyncio.subprocess",
+        "commands",
+        "popen2",
+        "yaml",
+    ]
+)
+FORBIDDEN_CALLS = frozenset(
+    [
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "os.system",
+        "os.popen",
+        "os.fork",
+        "os.forkpty",
+        "os.posix_spawn",
+        "os.posix_spawnp",
+        "subprocess.getoutput",
+        "subprocess.getstatusoutput",
+        "torch.jit.load",
+        "torch.export.load",
+        "torch.utils.cpp_extension.load",
+        "torch.ops.load_library",
+        "torch.serialization.add_safe_globals",
+        "torch.distributed.TCPStore",
+        "torch.distributed.HashStore",
+        "socket.create_server",
+        "importlib.reload",
+        "builtins.eval",
+        "builtins.exec",
+        "builtins.compile",
+        "builtins.__import__",
+        "asyncio.create_subprocess_shell",
+        "asyncio.start_server",
+        "aiohttp.web.run_app",
+    ]
+)
+FORBIDDEN_PREFIXES = ("os.exec", "os.spawn")
+# By their last name, whatever they hang on: object collectives pickle; `listen` opens a port.
+FORBIDDEN_METHODS = frozenset(
+    [
+        "broadcast_object_list",
+        "all_gather_object",
+        "gather_object",
+        "scatter_object_list",
+        "send_object_list",
+        "recv_object_list",
+        "_object_to_tensor",
+        "_tensor_to_object",
+        "rpc_sync",
+        "rpc_async",
+        "listen",
+        "send_pyobj",
+        "recv_pyobj",
+        "find_class",
+        "run_app",
+    ]
+)
+# Code by name, each with its reason.
+DYNAMIC_IMPORTS = {
+    ("cp_runtime/comfy/modules.py", "find"): "callers let names in PACKAGES and MIRRORED through, and no others",
+    ("cp_runtime/attention/kernels.py", "_installed"): "callers pass literals",
+    ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
+    ("cp_runtime/comfy/sharded.py", "_attention_by_name"): "the names are in the plan tables",
+}
+
+
+class Offences(ast.NodeVisitor):
+    """Collects what a module must not do, with the line."""
+
+    def __init__(self, file: str) -> None:
+        self.file, self.found, self.names, self.inside = file, [], {}, [""]
+
+    def offence(self, node: ast.AST, what: str) -> None:
+        self.found.append(f"{self.file}:{node.lineno}: {what}")
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.inside.append(node.name)
+        self.generic_visit(node)
+        self.inside.pop()
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self.imported(node, alias.name)
+            self.names[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            full = f"{node.module}.{alias.name}" if node.module and not node.level else alias.name
+            self.imported(node, full)
+            self.names[alias.asname or alias.name] = full
+            if self.forbidden(full) or alias.name in FORBIDDEN_METHODS:
+                self.offence(node, f"imports {full}")
+
+    def imported(self, node: ast.AST, name: str) -> None:
+        parts = name.split(".")
+        if any(".".join(parts[:n]) in FORBIDDEN_MODULES for n in range(1, len(parts) + 1)):
+            self.offence(node, f"imports {name}")
+
+    def dotted(self, node: ast.AST) -> str:
+        """Full name of an expression such as `dist.broadcast`, aliases resolved; its last name where it hangs on a value."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, node.id)
+        if isinstance(node, ast.Attribute):
+            return f"{self.dotted(node.value)}.{node.attr}"
+        return "?"
+
+    def forbidden(self, name: str) -> bool:
+        return name in FORBIDDEN_CALLS or name.startswith(FORBIDDEN_PREFIXES)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = self.dotted(node)
+        self.imported(node, name)
+        if self.forbidden(name) or node.attr in FORBIDDEN_METHODS:
+            self.offence(node, f"uses {name}")
+        self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load) and self.forbidden(self.dotted(node)):
+            self.offence(node, f"uses {self.dotted(node)}")
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        self.offence(node, "an assert, which python -O leaves out")
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = self.dotted(node.func)
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+
+        def is_true(argument: str) -> bool:
+            return isinstance(given.get(argument), ast.Constant) and given[argument].value is True
+
+        if name == "torch.load" and not is_true("weights_only"):
+            self.offence(node, "torch.load without weights_only=True")
+        if name.endswith("numpy.load") and "allow_pickle" in given:
+            self.offence(node, "numpy.load with allow_pickle")
+        if "shell" in given and not (isinstance(given["shell"], ast.Constant) and given["shell"].value is False):
+            self.offence(node, "a shell")
+        literal = bool(node.args) and isinstance(node.args[0], ast.Constant)
+        dynamic = name in ("importlib.import_module", "import_module") and not literal
+        if dynamic and (self.file, self.inside[-1]) not in DYNAMIC_IMPORTS:
+            self.offence(node, "imports a module by a name from elsewhere")
+        if name == "getattr" and len(node.args) > 1 and self.dotted(node.args[0]) in ("builtins", "__builtins__", "os", "sys"):
+            self.offence(node, f"takes something out of {self.dotted(node.args[0])} by name")
+        self.generic_visit(node)
+
+
+def offences(source: str, file: str = "snippet.py") -> list[str]:
+    """What a module does that it must not."""
+    visitor = Offences(file)
+    visitor.visit(ast.parse(source))
+    return visitor.found
+
+
+BAD_SNIPPETS = [
+    "import pickle",
+    "import pickle as p",
+    "from pickle import loads",
+    "import _pickle",
+    "import dill",
+    "import marshal, json",
+    "import shelve",
+    "from multiprocessing.connection import Connection",
+    "from multiprocessing import connection",
+    "import torch.multiprocessing as mp",
+    "import torch\nx = torch.multiprocessing.Queue()",
+    "eval('1')",
+    "exec(text)",
+    "compile(text, 'f', 'exec')",
+    "__import__(name)",
+    "import builtins\nbuiltins.eval('1')",
+    "from builtins import exec as run\nrun('1')",
+    "import builtins\ngetattr(builtins, name)('1')",
+    "run = eval",
+    "import os\nos.system('true')",
+    "import os as o\no.system('true')",
+    "from os import system",
+    "import os\nos.popen('true')",
+    "import os\nos.execv(a, b)",
+    "import os\nos.spawnl(a, b)",
+    "import subprocess\nsubprocess.run('true', shell=True)",
+    "import subprocess as s\ns.Popen('true', shell=flag)",
+    "launcher.start(argv, shell=1)",
+    "import torch\ntorch.load(path)",
+    "import torch\ntorch.load(path, weights_only=False)",
+    "import torch\ntorch.load(path, weights_only=flag)",
+    "from torch import load\nload(path)",
+    "import torch as t\nt.load(path)",
+    "import torch\ntorch.jit.load(path)",
+    "import numpy\nnumpy.load(path, allow_pickle=True)",
+    "import torch.distributed as dist\ndist.broadcast_object_list(x)",
+    "from torch.distributed import all_gather_object",
+    "group.send_object_list(x)",
+    "import torch.distributed as dist\ndist.recv_object_list(x)",
+    "import torch.distributed.rpc",
+    "import torch.distributed as dist\ndist.TCPStore('0.0.0.0', 1)",
+    "sock.listen()",
+    "import socket\nsocket.create_server(a)",
+    "from aiohttp import web\nweb.run_app(a)",
+    "import importlib\nimportlib.import_module(name)",
+    "from importlib import import_module\nimport_module(name)",
+    "assert x > 0, 'a check'",
+    "import yaml",
+]
+
+
+@pytest.mark.parametrize("snippet", BAD_SNIPPETS)
+def test_the_static_check_finds(snippet):
+    assert offences(snippet)
+
+
+def test_the_static_check_is_quiet_about_harmless_code():
+    harmless = """
+import json, os, re, subprocess, torch, importlib
+import torch.distributed as dist
+from torch import nn
+pattern = re.compile("x")
+model.eval()
+model.compile()
+torch.load(path, weights_only=True)
+importlib.import_module("cp_runtime.pool.worker")
+subprocess.Popen(["x"], shell=False)
+dist.broadcast(x, 0); dist.all_gather(a, b); channel.send({}); channel.receive()
+json.loads(text); os.read(fd, 1)
+"""
+    assert offences(harmless) == []
+
+
+def test_no_code_of_the_package_can_run_what_it_is_sent():
+    files = [ROOT / "__init__.py", *sorted((ROOT / "cp_runtime").rglob("*.py")), *sorted((ROOT / "nodes").rglob("*.py"))]
+    found = [line for file in files for line in offences(file.read_text(), str(file.relative_to(ROOT)))]
+    note("34 static check", "files checked (at least)", 40, len(files))
+    assert len(files) > 40
+    assert found == []
