@@ -116,7 +116,8 @@ class Worker:
             except Cancelled:
                 reply = {"ok": True, "cancelled": True}
             except Exception as error:  # noqa: BLE001  (the controller raises it in the node)
-                reply = {"ok": False, "at": time.monotonic(), **self._position(), **describe(error), "memory": memory(self.device)}
+                used = memory(self.device, details=True)
+                reply = {"ok": False, "at": time.monotonic(), **self._position(), **describe(error), "memory": used}
             finally:
                 self.cancel_points.end()
             self.board.begin(self.rank, 0)
@@ -275,18 +276,16 @@ def describe(error: BaseException) -> dict[str, str]:
     return {"kind": type(error).__name__, "message": str(error), "trace": trace}
 
 
-def memory(device: torch.device) -> dict[str, int]:
-    """Bytes of host memory (resident) and of device memory (peak and present of what is allocated, reserved, free of all)."""
+def memory(device: torch.device, details: bool = False) -> dict[str, int]:
+    """Bytes of host memory (resident) and device memory (peak allocated; with details what is in use, reserved and free)."""
     used = {"host": resident_bytes(os.getpid()), "device": 0}
-    if device.type == "cpu":
-        return used
-    module = torch.get_device_module(device)
-    stats = {"device": "max_memory_allocated", "allocated": "memory_allocated", "reserved": "memory_reserved"}
-    return {
-        **used,
-        **{name: int(getattr(module, function)(device)) for name, function in stats.items()},
-        "free": int(module.mem_get_info(device)[0]),
-    }
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        used["device"] = int(module.max_memory_allocated(device))
+        if details:
+            used["allocated"], used["reserved"] = int(module.memory_allocated(device)), int(module.memory_reserved(device))
+            used["free"] = int(module.mem_get_info(device)[0])
+    return used
 
 
 def run(spec: dict[str, Any]) -> None:
