@@ -32,6 +32,7 @@ log = logging.getLogger("context_parallel")
 
 UNLOAD_TIMEOUT = 15.0
 RESTART_TIMEOUT = 15.0
+NO_MODELS = ("custom_nodes", "datasets", "configs")  # folders that ComfyUI knows and keeps no weights in
 SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between blocks
 CHECK_INTERVAL = 0.125  # seconds between two looks for Cancel; ranks leave at the second one
 
@@ -308,7 +309,8 @@ def worker_site() -> WorkerSite:
     import comfy.options
     import folder_paths
 
-    folders = {os.path.abspath(folder) for folders, _ in folder_paths.folder_names_and_paths.values() for folder in folders}
+    registered = {name: folders for name, (folders, _) in folder_paths.folder_names_and_paths.items() if name not in NO_MODELS}
+    folders = {os.path.abspath(folder) for folders in registered.values() for folder in folders}
     return WorkerSite(
         comfyui=os.path.dirname(os.path.dirname(os.path.abspath(comfy.model_management.__file__))),
         # Where another program embeds ComfyUI, the command line is not ComfyUI's.

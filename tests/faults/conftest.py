@@ -1,4 +1,4 @@
-"""Fixtures for hostile files and workflows."""
+"""Fixtures of the fault suite."""
 
 from __future__ import annotations
 
@@ -6,7 +6,42 @@ import os
 import shutil
 
 import pytest
+from support.faults import Faults
+from support.graphs import flux_prompt
 from support.server import ComfyServer
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """Faults for the workers of `fault_server`, or of a process that gets their environment."""
+    return Faults(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(autouse=True)
+def no_fault_is_left(faults):
+    """What a test has armed strikes in no other."""
+    yield
+    faults.clear()
+
+
+@pytest.fixture(scope="module")
+def fault_server(comfyui_path, checkpoints_dir, faults):
+    """A server whose workers look for faults."""
+    with ComfyServer(comfyui_path, models=checkpoints_dir, env=faults.environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(fault_server):
+    """The stock latent."""
+    return fault_server.latent(fault_server.run(flux_prompt()).check())
+
+
+@pytest.fixture
+def temp(tmp_path):
+    """An empty folder for temporary files."""
+    (tmp_path / "temp").mkdir()
+    return tmp_path / "temp"
 
 
 @pytest.fixture(scope="module")

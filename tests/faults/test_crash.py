@@ -9,11 +9,10 @@ import socket
 import psutil
 import pytest
 import torch
-from support.faults import Faults, Stopwatch
+from support.faults import Stopwatch
 from support.graphs import flux_prompt
 from support.pools import echo, small_pool
 from support.processes import wait_gone
-from support.server import ComfyServer
 
 from cp_runtime.errors import PoolError
 from cp_runtime.pool.channel import Channel, Closed
@@ -22,22 +21,6 @@ TOLERANCE = 2e-4
 CP = {"world_size": 3}
 # About 1,000 tokens: steps of a few tenths of a second here, so that faults hit a running call.
 LONG = {"width": 512, "height": 512, "steps": 60}
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    return Faults(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="module")
-def crash_server(comfyui_path, checkpoints_dir, faults):
-    with ComfyServer(comfyui_path, models=checkpoints_dir, env=faults.environment) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def expected(crash_server):
-    return crash_server.latent(crash_server.run(flux_prompt()).check())
 
 
 def assert_right(server, expected):
@@ -54,34 +37,34 @@ def failed_at(server, prompt_id):
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_killed_while_idle(crash_server, expected, rank):
+def test_killed_while_idle(fault_server, expected, rank):
     case = f"1 SIGKILL of rank {rank} of 3 while idle"
-    pids = assert_right(crash_server, expected)
+    pids = assert_right(fault_server, expected)
     os.kill(pids[rank], signal.SIGKILL)
     assert wait_gone([psutil.Process(pids[rank])], 2) == []
     watch = Stopwatch(case)
-    at, message = failed_at(crash_server, crash_server.queue(flux_prompt(cp=CP)))
+    at, message = failed_at(fault_server, fault_server.queue(flux_prompt(cp=CP)))
     watch.within(1, "the next prompt fails", at - watch.began)
     assert f"rank {rank} (pid {pids[rank]}) failed: SIGKILL" in message
-    assert not set(pids) & set(assert_right(crash_server, expected))
+    assert not set(pids) & set(assert_right(fault_server, expected))
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_killed_while_the_others_are_in_a_collective(crash_server, expected, rank):
+def test_killed_while_the_others_are_in_a_collective(fault_server, expected, rank):
     case = f"2 SIGKILL of rank {rank} of 3 in a call"
-    pids = assert_right(crash_server, expected)
+    pids = assert_right(fault_server, expected)
     siblings = [psutil.Process(pid) for pid in pids]
-    prompt_id = crash_server.queue(flux_prompt(cp=CP, **LONG))
-    crash_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2)
+    prompt_id = fault_server.queue(flux_prompt(cp=CP, **LONG))
+    fault_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2)
     watch = Stopwatch(case)
     os.kill(pids[rank], signal.SIGKILL)
     gone = wait_gone(siblings, 8)
     watch.within(2, "all ranks are gone")
     assert gone == []
-    at, message = failed_at(crash_server, prompt_id)
+    at, message = failed_at(fault_server, prompt_id)
     watch.within(1, "the prompt fails", at - watch.began)
     assert f"rank {rank} (pid {pids[rank]}) failed: SIGKILL" in message
-    assert_right(crash_server, expected)
+    assert_right(fault_server, expected)
 
 
 ENDS = {
@@ -93,54 +76,54 @@ ENDS = {
 
 
 @pytest.mark.parametrize("kind", ENDS)
-def test_ways_to_end_are_told_apart(crash_server, expected, faults, kind):
-    pids = assert_right(crash_server, expected)
+def test_ways_to_end_are_told_apart(fault_server, expected, faults, kind):
+    pids = assert_right(fault_server, expected)
     faults.arm(1, kind, module=3)
     watch = Stopwatch(f"3 a rank ends in a call: {kind}")
-    at, message = failed_at(crash_server, crash_server.queue(flux_prompt(cp=CP)))
+    at, message = failed_at(fault_server, fault_server.queue(flux_prompt(cp=CP)))
     watch.within(2, "the prompt fails, from its start", at - watch.began)
     assert f"rank 1 (pid {pids[1]}) failed: " in message
     assert ENDS[kind] in message
     assert faults.waiting == []
-    assert_right(crash_server, expected)
+    assert_right(fault_server, expected)
 
 
-def test_the_traceback_of_the_rank_that_failed_is_the_cause(crash_server, expected, faults):
-    pids = assert_right(crash_server, expected)
+def test_the_traceback_of_the_rank_that_failed_is_the_cause(fault_server, expected, faults):
+    pids = assert_right(fault_server, expected)
     faults.arm(2, "error", module=3)
     watch = Stopwatch("4 an exception on rank 2 of 3")
-    at, message = failed_at(crash_server, crash_server.queue(flux_prompt(cp=CP)))
+    at, message = failed_at(fault_server, fault_server.queue(flux_prompt(cp=CP)))
     watch.within(3, "the prompt fails, from its start", at - watch.began)
     first, _, trace = message.partition("Traceback of rank 2:")
     assert first.startswith(f"rank 2 (pid {pids[2]}) failed: RuntimeError: injected: error")
     assert "faults.py" in trace
     assert "run_sharded" in trace
-    assert_right(crash_server, expected)
+    assert_right(fault_server, expected)
 
 
-def test_two_ranks_fail_at_the_same_time(crash_server, expected, faults):
+def test_two_ranks_fail_at_the_same_time(fault_server, expected, faults):
     """One report, that of a rank that failed by itself, and not what its end did to others."""
-    pids = assert_right(crash_server, expected)
+    pids = assert_right(fault_server, expected)
     for rank in (1, 2):
         faults.arm(rank, "error", module=1)  # before the first collective: neither waits for the other
-    _, message = failed_at(crash_server, crash_server.queue(flux_prompt(cp=CP)))
+    _, message = failed_at(fault_server, fault_server.queue(flux_prompt(cp=CP)))
     assert message.count(") failed: ") == 1
     assert message.startswith(
         (f"rank 1 (pid {pids[1]}) failed: RuntimeError: inj", f"rank 2 (pid {pids[2]}) failed: RuntimeError: inj")
     )
     assert faults.waiting == []
-    assert_right(crash_server, expected)
+    assert_right(fault_server, expected)
 
 
-def test_an_error_that_all_ranks_share_keeps_them(crash_server, expected):
+def test_an_error_that_all_ranks_share_keeps_them(fault_server, expected):
     """Text of another model: a mistake of the graph, not of a rank."""
-    pids = assert_right(crash_server, expected)
+    pids = assert_right(fault_server, expected)
     prompt = flux_prompt(cp=CP)
     prompt["positive"]["inputs"]["width"] += 8
-    result = crash_server.run(prompt)
+    result = fault_server.run(prompt)
     assert result.status == "error"
     assert "shapes cannot be multiplied" in result.error.exception_message
-    assert assert_right(crash_server, expected) == pids
+    assert assert_right(fault_server, expected) == pids
 
 
 def echo_while_rank_0_dies(value, delay):

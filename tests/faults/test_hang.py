@@ -11,7 +11,6 @@ import torch
 from support.faults import Faults, Stopwatch
 from support.graphs import flux_prompt
 from support.pools import echo, make_pool, small_pool
-from support.server import ComfyServer
 
 from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool import controller
@@ -19,22 +18,6 @@ from cp_runtime.pool import controller
 TOLERANCE = 2e-4
 DEADLINE = 4.0
 CP = {"world_size": 2, "step_timeout": DEADLINE}
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    return Faults(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="module")
-def hang_server(comfyui_path, checkpoints_dir, faults):
-    with ComfyServer(comfyui_path, models=checkpoints_dir, env=faults.environment) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def expected(hang_server):
-    return hang_server.latent(hang_server.run(flux_prompt()).check())
 
 
 def assert_right(server, expected):
@@ -47,14 +30,14 @@ HANGS = {"sleep": "8 a rank sleeps", "stop": "9 SIGSTOP", "spin": "10 a loop in 
 
 
 @pytest.mark.parametrize(("kind", "rank"), [("sleep", 0), ("sleep", 1), ("stop", 1), ("spin", 1), ("lock", 1), ("lock", 0)])
-def test_a_rank_that_hangs_is_named(hang_server, expected, faults, kind, rank):
-    pids = assert_right(hang_server, expected)
+def test_a_rank_that_hangs_is_named(fault_server, expected, faults, kind, rank):
+    pids = assert_right(fault_server, expected)
     faults.arm(rank, kind, module=3)
-    prompt_id = hang_server.queue(flux_prompt(cp=CP))
+    prompt_id = fault_server.queue(flux_prompt(cp=CP))
     while faults.waiting:
         time.sleep(0.01)
     watch = Stopwatch(f"{HANGS[kind]} (rank {rank} of 2)")
-    event = hang_server.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id, 60)
+    event = fault_server.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id, 60)
     watch.within(DEADLINE + 1, "the prompt fails", event.time - watch.began)
     message = event.data["exception_message"]
     assert f"the one that got least far is rank {rank} (pid {pids[rank]})" in message
@@ -70,7 +53,7 @@ def test_a_rank_that_hangs_is_named(hang_server, expected, faults, kind, rank):
     assert "faults.py" not in parts[1 - rank]
     assert "mesh.py" in parts[1 - rank]  # it waits in a collective
     stacks.unlink()
-    assert not set(pids) & set(assert_right(hang_server, expected))
+    assert not set(pids) & set(assert_right(fault_server, expected))
 
 
 def test_a_deadline_in_the_past_returns_at_once():
@@ -99,12 +82,12 @@ def test_a_start_that_hangs_ends_within_its_budget(tmp_path, monkeypatch):
     assert all(process.poll() is not None for process in pool.processes)
 
 
-def test_a_slow_first_step_is_not_killed(hang_server, expected, faults):
+def test_a_slow_first_step_is_not_killed(fault_server, expected, faults):
     """Compilation and the move to the device may take longer than a step is allowed to."""
-    hang_server.free(unload_models=True, free_memory=True)
+    fault_server.free(unload_models=True, free_memory=True)
     time.sleep(1)
     faults.arm(1, "slow", module=1, seconds=DEADLINE / 3)
     began = time.monotonic()
-    assert_right(hang_server, expected)
+    assert_right(fault_server, expected)
     assert time.monotonic() - began > DEADLINE
     assert faults.waiting == []

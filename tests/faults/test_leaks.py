@@ -15,25 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 from faults.owner import Owner, OwnerError
-from support.faults import SOAK, Faults, Stopwatch, note
+from support.faults import SOAK, Stopwatch, note
 from support.processes import descendants
 
 CYCLES = 50 if SOAK else 3
 SHM = Path("/dev/shm")
 PREFIX = "context-parallel-"
 MB = 1 << 20
-
-
-@pytest.fixture
-def faults(tmp_path):
-    (tmp_path / "faults").mkdir()
-    return Faults(tmp_path / "faults")
-
-
-@pytest.fixture
-def temp(tmp_path):
-    (tmp_path / "temp").mkdir()
-    return tmp_path / "temp"
 
 
 # --- 20 ---------------------------------------------------------------------------------------------------------------

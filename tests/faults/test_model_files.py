@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -82,6 +85,28 @@ def test_the_workers_read_models_from_the_model_folders_only(model_ranks, shelf)
     note("37 paths outside of the model folders", "read", 0, len(taken))
     assert taken == {}
     assert model_ranks.pids == pids
+
+
+SITE = """
+import json
+import comfy.cli_args
+comfy.cli_args.args.cpu = True
+from support.package import load_package
+load_package()
+from cp_runtime.comfy.session import worker_site
+print(json.dumps(worker_site().model_folders))
+"""
+
+
+def test_model_folders_are_those_of_weights(comfyui_path):
+    """Not those of node packs and data sets, which ComfyUI keeps in the same table."""
+    path = os.pathsep.join([str(comfyui_path), str(Path(__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", SITE], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    names = {Path(folder).name for folder in json.loads(done.stdout.splitlines()[-1])}
+    assert {"diffusion_models", "unet", "checkpoints"} <= names
+    assert not names & {"custom_nodes", "datasets", "configs"}
 
 
 @pytest.mark.parametrize("loader", ["load_torch_file", "os.system", "__class__", "", None, 5, ["load_diffusion_model"]])

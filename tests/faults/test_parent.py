@@ -28,18 +28,6 @@ if any(argument.endswith("bootstrap.py") for argument in sys.orig_argv):
 """
 
 
-@pytest.fixture
-def faults(tmp_path):
-    (tmp_path / "faults").mkdir()
-    return Faults(tmp_path / "faults")
-
-
-@pytest.fixture
-def temp(tmp_path):
-    (tmp_path / "temp").mkdir()
-    return tmp_path / "temp"
-
-
 def wait_for(condition, timeout=60.0):
     """Poll until `condition()` is true, and return what it returned."""
     deadline = time.monotonic() + timeout

@@ -6,8 +6,7 @@ import random
 import time
 from functools import partial
 
-import pytest
-from support.faults import SOAK, Faults, Stopwatch, note
+from support.faults import SOAK, Stopwatch, note
 from support.graphs import flux_prompt, wan_prompt
 from support.processes import pss
 from support.server import ComfyServer
@@ -25,11 +24,6 @@ WORK = {
     "wan": wan_prompt,
     "wan, CFG": partial(wan_prompt, cfg=4.0),
 }
-
-
-@pytest.fixture
-def faults(tmp_path):
-    return Faults(tmp_path)
 
 
 def test_soak(comfyui_path, checkpoints_dir, faults):
