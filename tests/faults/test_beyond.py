@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from support.pools import echo, make_pool, small_pool
 from support.server import ComfyServer
 
 from cp_runtime.errors import PoolError
+from cp_runtime.pool import controller
 
 TOLERANCE = 2e-4
 DEADLINE = 4.0
@@ -74,6 +76,25 @@ def test_comfyui_is_stopped_for_longer_than_a_deadline(weeks_server, expected):
     weeks_server.wait(prompt_id, 60).check()
     watch.within(20, "the prompt succeeds")
     assert weeks_server.worker_pids() == pids
+
+
+def test_reports_that_wait_count_after_the_deadline(monkeypatch):
+    """The same where the process stands still between two looks at its ranks, for as long as it takes them to report."""
+    with small_pool() as pool:
+        asked = []
+
+        def monotonic():
+            asked.append(time.monotonic())
+            if len(asked) == 1:  # the deadline is made of it
+                return asked[0]
+            if len(asked) == 2:
+                time.sleep(1)
+            return time.monotonic() + 1000
+
+        monkeypatch.setattr(controller, "time", SimpleNamespace(monotonic=monotonic))
+        assert echo(pool, torch.ones(1)) == 1
+        assert len(asked) > 1
+        assert pool.alive
 
 
 def start_fails() -> str:
