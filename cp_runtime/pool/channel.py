@@ -105,17 +105,17 @@ class SharedBlock:
         Raises:
             PoolError: there is not enough memory.
         """
-        size = max(nbytes, mmap.PAGESIZE)
-        if os.fstat(self.fd).st_size < size:
+        wanted = max(nbytes, mmap.PAGESIZE)
+        if self.size < wanted:
             try:
-                os.posix_fallocate(self.fd, 0, size)  # fails here, and not by a signal at the first write
+                os.posix_fallocate(self.fd, 0, wanted)  # fails here, and not by a signal at the first write
             except OSError as error:
                 raise PoolError(
-                    f"no room for {size / 2**20:.1f} MB of shared memory between ComfyUI and the workers: {error.strerror}. "
+                    f"no room for {wanted / 2**20:.1f} MB of shared memory between ComfyUI and the workers: {error.strerror}. "
                     "Free memory, raise the limit of the container or session, or use fewer frames or a smaller picture."
                 ) from error
         if self._mapped is None or self._mapped.numel() < nbytes:
-            self._mapped = torch.frombuffer(mmap.mmap(self.fd, os.fstat(self.fd).st_size), dtype=torch.uint8)
+            self._mapped = torch.frombuffer(mmap.mmap(self.fd, self.size), dtype=torch.uint8)
         return self._mapped[:nbytes]
 
     @property
@@ -125,7 +125,7 @@ class SharedBlock:
 
     def trim(self, limit: int) -> None:
         """Give memory above `limit` bytes back. Mappings stay and get their pages again when the block grows again."""
-        if os.fstat(self.fd).st_size > limit:
+        if self.size > limit:
             os.ftruncate(self.fd, limit)
 
     def close(self) -> None:
