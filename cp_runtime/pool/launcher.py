@@ -99,11 +99,18 @@ def make_directory() -> Path:
             # In a container ComfyUI may have the pid of its predecessor, every time.
             if not pid.isdecimal() or stale in _MADE or (int(pid) != os.getpid() and _alive(int(pid))):
                 continue
-            if stale.lstat().st_uid == os.getuid() and not stale.is_symlink():
+            if is_own(stale):
                 shutil.rmtree(stale, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-", dir=base))
     _MADE.add(made)
     return made
+
+
+def is_own(path: Path) -> bool:
+    """Whether it is there, no link, and this user's: what may be removed."""
+    with contextlib.suppress(OSError):
+        return path.lstat().st_uid == os.getuid() and not path.is_symlink()
+    return False
 
 
 def _alive(pid: int) -> bool:

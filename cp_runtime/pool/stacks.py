@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from .launcher import is_own
+
 SIGNAL = signal.SIGUSR1
 PREFIX = "context-parallel-stacks-"
 KEEP = 5  # files of this user
@@ -71,12 +73,6 @@ def _size(path: Path) -> int:
 
 
 def _remove_old() -> None:
-    own = [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*.txt") if _is_own(path)]
+    own = [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*.txt") if is_own(path)]
     for path in sorted(own, key=lambda path: path.lstat().st_mtime)[:-KEEP]:
         path.unlink(missing_ok=True)
-
-
-def _is_own(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return path.lstat().st_uid == os.getuid() and not path.is_symlink()
-    return False
