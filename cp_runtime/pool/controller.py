@@ -344,10 +344,11 @@ class WorkerPool:
             f"the workers did not finish {what} in time; the one that got least far is rank {last} (pid {self.pids[last]}). "
             f"No report from {details}."
         )
-        stacks = collect_stacks(self._directory, self.processes, text)
-        return PoolTimeout(
-            f"{text} Stacks of all ranks: {stacks}. They are restarted on next use. {_SLOW.get(what, _SLOW['mirror'])}"
-        )
+        try:
+            stacks = f"Stacks of all ranks: {collect_stacks(self._directory, self.processes, text)}."
+        except OSError as error:
+            stacks = f"No stacks of the ranks: {error}."
+        return PoolTimeout(f"{text} {stacks} They are restarted on next use. {_SLOW.get(what, _SLOW['mirror'])}")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ A rank writes its own at a signal, from the signal's handler: it needs neither P
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -32,11 +33,14 @@ def collect_stacks(directory: Path, processes: Sequence[subprocess.Popen[bytes]]
 
     Returns:
         the file, in the folder for temporary files, readable by this user.
+
+    Raises:
+        OSError: it cannot be written, such as without room or descriptors.
     """
     states = [process_state(process.pid) for process in processes]
     for process in processes:
         if process.poll() is None:
-            process.send_signal(SIGNAL)
+            _signal_main_thread(process.pid)
             process.send_signal(signal.SIGCONT)  # a stopped one has to run to write
     deadline = time.monotonic() + PATIENCE
     sizes: list[int] = []
@@ -54,6 +58,18 @@ def collect_stacks(directory: Path, processes: Sequence[subprocess.Popen[bytes]]
                 out.write(stacks_file(directory, rank).read_text(errors="replace"))
     _remove_old()
     return Path(name)
+
+
+def _signal_main_thread(pid: int) -> None:
+    """Send SIGNAL to the main thread: it writes before it runs on, so that its stack is the one of the hang.
+
+    A signal to the process goes to any thread once a stopped process runs again, and the main one has moved on by then.
+    """
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc 2.30 and newer
+    if tgkill is None:
+        os.kill(pid, SIGNAL)
+    else:
+        tgkill(pid, pid, SIGNAL)
 
 
 def process_state(pid: int) -> str:

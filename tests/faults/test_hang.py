@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from support.pools import echo, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool import controller
+from cp_runtime.pool.stacks import collect_stacks, process_state, stacks_file
 
 TOLERANCE = 2e-4
 DEADLINE = 4.0
@@ -63,6 +66,42 @@ def test_a_deadline_in_the_past_returns_at_once():
             echo(pool, torch.ones(3), timeout=-1.0)
         watch.within(1, "the command fails")
         assert not pool.alive
+
+
+def test_no_room_for_stacks_keeps_the_error(tmp_path, monkeypatch):
+    with small_pool() as pool:
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+        with pytest.raises(PoolTimeout, match=r"did not finish echo in time; .*No stacks of the ranks: .*No such file"):
+            echo(pool, torch.ones(3), timeout=-1.0)
+        assert not pool.alive
+
+
+def test_a_stopped_rank_writes_the_stack_it_was_stopped_at(tmp_path):
+    """Once it runs again its main thread must not get past that place, whatever its other threads do."""
+    code = (
+        "import faulthandler, os, signal, sys, threading, time\n"
+        "out = open(sys.argv[1], 'w')\n"
+        "faulthandler.register(signal.SIGUSR1, out, all_threads=True)\n"
+        "for _ in range(8): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "def stopped_here(): os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "print(flush=True)\n"
+        "stopped_here()\n"
+        "time.sleep(600)\n"
+    )
+    for _ in range(20):
+        target = stacks_file(tmp_path, 0)
+        target.unlink(missing_ok=True)
+        process = subprocess.Popen([sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE)
+        try:
+            process.stdout.readline()
+            while process_state(process.pid) != "stopped":
+                time.sleep(0.01)
+            written = collect_stacks(tmp_path, [process], "title")
+            assert "stopped_here" in written.read_text()
+            written.unlink()
+        finally:
+            process.kill()
+            process.communicate()
 
 
 def test_a_start_that_hangs_ends_within_its_budget(tmp_path, monkeypatch):
