@@ -3,6 +3,7 @@
 from comfy_api.latest import ComfyExtension
 from server import PromptServer
 
+from .cp_runtime.comfy.events import start_events
 from .cp_runtime.comfy.routes import add_routes
 from .nodes import NODES
 
@@ -16,6 +17,7 @@ class ContextParallelExtension(ComfyExtension):
         server = getattr(PromptServer, "instance", None)
         if server is not None:  # none where ComfyUI's nodes run without its server
             add_routes(server)
+            start_events(server)
 
     async def get_node_list(self) -> list:
         return NODES

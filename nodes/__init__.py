@@ -2,6 +2,7 @@
 
 from .apply import ApplyContextParallel
 from .config import CPConfig
+from .report import CPReport
 from .sampler import CPSampler
 
-NODES = [CPConfig, ApplyContextParallel, CPSampler]
+NODES = [CPConfig, ApplyContextParallel, CPSampler, CPReport]

@@ -17,6 +17,7 @@ import comfy.model_management
 import comfy.model_patcher
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy_execution.utils import get_executing_context
 from torch import nn
 
 from ..config import DeviceInventory, RuntimeConfig
@@ -157,6 +158,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return with_cancel(lambda: SESSION.call(self.cp_config, target.key, method, arguments, volatile, device, interrupted))
 
     def _load_workers(self) -> Target:
+        context = get_executing_context()
+        SESSION.node_id = context.node_id if context is not None else None
         target = Target.of(self, recipe_of(self))
         _own(self.model, target.key)
         with_cancel(lambda: SESSION.load(self.cp_config, target, comfy.model_management.processing_interrupted))

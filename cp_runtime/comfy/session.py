@@ -11,13 +11,14 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..batch import tensors
 from ..config import RuntimeConfig
 from ..errors import MirrorError, PoolError
 from ..pool.conditioning import CallEncoder
@@ -37,6 +38,10 @@ SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between b
 CHECK_INTERVAL = 0.125  # seconds between two looks for Cancel; ranks leave at the second one
 
 
+CallKind = tuple[str, tuple[int, ...]]
+"""Model, and shape of the latent: calls of a kind take the same time."""
+
+
 @dataclass
 class CallRecord:
     """One denoise call.
@@ -44,10 +49,12 @@ class CallRecord:
     Args:
         seconds: from call to result, as the sampler sees it.
         reports: what each rank reported.
+        kind: of what.
     """
 
     seconds: float
     reports: list[dict[str, Any]]
+    kind: CallKind
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,22 @@ class Failure:
 
 
 class Session:
-    """Owner of the pool. Prompts run one at a time; the lock covers `/free` and garbage collection from elsewhere."""
+    """Owner of the pool. Prompts run one at a time; the lock covers `/free` and garbage collection from elsewhere.
+
+    Attributes:
+        loading: name of the model that goes to the workers now; empty = none.
+        node_id: of the node that uses the pool, or used it last; None where there is no graph.
+        changed: set whenever the status changes; who waits for it clears it.
+        one_device: seconds per call on one device, where they were measured, by model and shape of the latent.
+    """
 
     def __init__(self) -> None:
         self.pool: WorkerPool | None = None
         self.records: deque[CallRecord] = deque(maxlen=10_000)
+        self.loading = ""
+        self.node_id: str | None = None
+        self.changed = threading.Event()
+        self.one_device: dict[CallKind, float] = {}
         self._lock = threading.RLock()
         self.last_error: Failure | None = None
         self._resident: dict[str, Resident] = {}  # by key
@@ -90,6 +108,13 @@ class Session:
     def models(self) -> list[str]:
         """File names of the models that the workers hold."""
         return sorted({resident.name for resident in list(self._resident.values())})
+
+    @property
+    def last_record(self) -> CallRecord | None:
+        """The last call of these workers. From any thread."""
+        with suppress(IndexError):
+            return self.records[-1]
+        return None
 
     def is_resident(self, key: str) -> bool:
         """Whether the workers hold the model."""
@@ -117,10 +142,11 @@ class Session:
                 "forget": self._take_forgotten(target.key),
             }
             self._resident.pop(target.key, None)
-            replies = pool.request("mirror", body, packer, timeout=LOAD_TIMEOUT, cancelled=cancelled)
+            name = os.path.basename(target.recipe.path)
+            with self._loading(name):
+                replies = pool.request("mirror", body, packer, timeout=LOAD_TIMEOUT, cancelled=cancelled)
             verify(target, patches_digest(tree, pool.payload(packer.nbytes)), replies, pool.pids)
             pool.trim()
-            name = os.path.basename(target.recipe.path)
             self._resident[target.key] = Resident(name, target.patches_uuid)
             self._warm.discard(target.key)  # the next call puts weights and patches on the device
             log.info(
@@ -180,6 +206,7 @@ class Session:
                 "cancel_every": self._modules_per_check(kind),
                 **message,
             }
+            self.changed.set()
             timeout = config.step_timeout if key in self._warm else max(config.step_timeout, LOAD_TIMEOUT)
             replies = pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
             self._encoder.delivered()
@@ -187,7 +214,8 @@ class Session:
             out = pool.result(replies, device)
             self._last_kind, self._last_seconds = kind, time.monotonic() - began
             self._last_modules = replies[0]["modules"]
-            self.records.append(CallRecord(self._last_seconds, replies))
+            latent = next(leaf for name in body["volatile"] for leaf in tensors(arguments[name]))
+            self.records.append(CallRecord(self._last_seconds, replies, (key, tuple(latent.shape))))
             return out
 
     def unload(self, key: str) -> None:
@@ -264,6 +292,7 @@ class Session:
 
     def _launch(self, config: RuntimeConfig, cancelled: Callable[[], bool] | None = None) -> WorkerPool:
         pool = self.pool = WorkerPool(config, worker_site())  # others may look at it, and abort it, while it starts
+        self.changed.set()
         pool.start(cancelled)
         return pool
 
@@ -275,6 +304,17 @@ class Session:
         except (PoolError, MirrorError) as error:
             self.last_error = Failure(time.time(), str(error), getattr(error, "rank", None))
             raise
+        finally:
+            self.changed.set()
+
+    @contextmanager
+    def _loading(self, name: str) -> Iterator[None]:
+        self.loading = name
+        self.changed.set()
+        try:
+            yield
+        finally:
+            self.loading = ""
 
     def _modules_per_check(self, kind: object) -> int:
         """How many planned modules the ranks pass between two looks for Cancel; 0 = they do not look."""
@@ -284,11 +324,13 @@ class Session:
 
     def _reset(self) -> None:
         self.pool = None
+        self.records.clear()
         self._resident.clear()
         self._encoder.reset()
         self._attached.clear()
         self._warm.clear()
         self._last_kind = None
+        self.changed.set()
 
     def _take_forgotten(self, wanted: str) -> list[str]:
         gone = []

@@ -1,4 +1,4 @@
-"""What the workers are doing, for `GET /context_parallel/status`. Reads only: it waits for no lock, no rank and no device."""
+"""What the workers are doing, for the status route and the panel. Reads only: it waits for no lock, no rank and no device."""
 
 from __future__ import annotations
 
@@ -8,53 +8,104 @@ from typing import Any
 from ..pool.board import SILENT, resident_bytes
 from ..pool.controller import WorkerPool
 from ..pool.stacks import process_state
+from .report import communication_share
 from .session import SESSION, Session
+
+LINGER = 1.0
+"""Seconds. Between two commands the ranks have nothing to do for a moment: a state of the pool lasts that much longer than them."""
+
+STATES = {"start": "starting", "mirror": "loading", "attach": "loading", "call": "computing"}
+"""State by command; others take no time."""
 
 
 def status(session: Session = SESSION) -> dict[str, Any]:
     """State of the pool and of every rank, as plain data.
 
-    `state` is "off" (no workers: they start with the next prompt that needs them), "starting", "idle", "busy" or "failed" (started
-    again on next use). A rank is "starting", "idle", "busy", "silent" (no sign of life, see SILENT) or "gone".
-    Times are seconds, memory is bytes: `host` is resident now; `device` is the peak of the last call.
+    `state` is "off" (no workers: they start with the next prompt that needs them), "starting", "loading", "computing", "idle" or
+    "failed" (started again on next use); `activity` says more in words. A rank is "starting", "loading", "computing", "idle",
+    "silent" (no sign of life, see SILENT) or "gone". `last_call` is None before the first one. Times are seconds, memory is bytes:
+    `host` is resident now; `device` is the peak of the last call.
     """
     pool, error = session.pool, session.last_error
     failure = None if error is None else {"time": error.time, "rank": error.rank, "message": error.message}
     if pool is None:
-        return {"state": "off", "world_size": 0, "backend": None, "models": [], "ranks": [], "last_error": failure}
+        return {
+            "state": "off", "activity": "", "world_size": 0, "backend": None, "models": [],
+            "last_call": None, "ranks": [], "last_error": failure,
+        }  # fmt: skip
     ranks = [_rank(session, pool, rank) for rank in range(len(pool.processes))]
     return {
         "state": _state(pool, ranks),
+        "activity": activity(session),
         "world_size": pool.world_size,
         "backend": pool.config.backend,
         "models": session.models,
+        "last_call": _last_call(session),
         "ranks": ranks,
         "last_error": failure,
     }
 
 
+def activity(session: Session = SESSION) -> str:
+    """What the workers do at the moment, or did last, in words; empty where there are none."""
+    pool = session.pool
+    if pool is None:
+        return ""
+    doing, waiting = pool.doing, pool.waiting_for
+    if doing == "start":
+        return f"starting {_ranks(pool, waiting)}…"
+    if session.loading:
+        return f"loading {session.loading} on {_ranks(pool, waiting)}…"
+    call = _last_call(session)
+    if call is None or not pool.alive:
+        return ""
+    axes = " × ".join(f"{name} {degree}" for name, degree in call["degrees"].items() if degree > 1)
+    return f"{pool.world_size} ranks ({axes}), {call['seconds']:.3g} s per call"
+
+
+def _ranks(pool: WorkerPool, waiting: list[int]) -> str:
+    if len(waiting) == pool.world_size:
+        return f"{pool.world_size} ranks"
+    return "rank " + ", ".join(map(str, waiting))
+
+
+def _last_call(session: Session) -> dict[str, Any] | None:
+    record = session.last_record
+    if record is None:
+        return None
+    return {
+        "degrees": record.reports[0]["degrees"],
+        "seconds": record.seconds,
+        "seconds_on_one_device": session.one_device.get(record.kind),
+        "communication_share": communication_share(record),
+    }
+
+
 def _state(pool: WorkerPool, ranks: list[dict[str, Any]]) -> str:
     if not pool.alive:
-        return "starting" if pool.starting else "failed"
+        return "starting" if pool.doing == "start" else "failed"
     if any(rank["state"] in ("gone", "silent") for rank in ranks):
         return "failed"
-    return "busy" if any(rank["state"] == "busy" for rank in ranks) else "idle"
+    recent = pool.did if time.monotonic() - pool.did_until < LINGER else ""
+    return STATES.get(pool.doing or recent, "idle")
 
 
 def _rank(session: Session, pool: WorkerPool, rank: int) -> dict[str, Any]:
-    at, pid = pool.progress(rank), pool.pids[rank]
+    at, pid, doing = pool.progress(rank), pool.pids[rank], pool.doing
     since = time.monotonic() - at.beat if at.beat else None
     kernel = process_state(pid)
     if kernel in ("gone", "zombie", "dead"):
         state = "gone"
     elif since is not None and since > SILENT:
         state = "silent"
-    elif pool.starting:
+    elif doing == "start":
         state = "starting"
+    elif at.command:
+        state = STATES.get(doing, "idle")
     else:
-        state = "busy" if at.command else "idle"
-    records, error = session.records, session.last_error
-    reports = records[-1].reports if records else []
+        state = "idle"
+    record, error = session.last_record, session.last_error
+    report = record.reports[rank] if record else None
     return {
         "rank": rank,
         "device": pool.config.devices[rank],
@@ -63,7 +114,8 @@ def _rank(session: Session, pool: WorkerPool, rank: int) -> dict[str, Any]:
         "process": kernel,
         "modules": at.modules,
         "seconds_since_heartbeat": since,
-        "memory": {"host": resident_bytes(pid), "device": reports[rank]["memory"]["device"] if rank < len(reports) else 0},
-        "models": session.models if state in ("idle", "busy") else [],
+        "memory": {"host": resident_bytes(pid), "device": report["memory"]["device"] if report else 0},
+        "tokens": report["tokens"] if report else {},
+        "models": session.models if state in ("idle", "computing") else [],
         "last_error": error.message if error is not None and error.rank == rank else None,
     }

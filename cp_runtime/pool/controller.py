@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import shutil
@@ -71,12 +72,20 @@ class WorkerPool:
     Args:
         config: devices, backend and timeouts.
         site: where workers find ComfyUI.
+
+    Attributes:
+        doing: the command that runs, or "start"; empty = none. From any thread.
+        waiting_for: the ranks that have not reported on it.
+        did, did_until: the command before, and when it ended, on the clock of `time.monotonic`.
     """
 
     def __init__(self, config: RuntimeConfig, site: WorkerSite) -> None:
         self.config, self.site = config, site
         self.world_size = config.world_size
-        self.alive, self.starting = False, False
+        self.alive = False
+        self.doing = self.did = ""
+        self.did_until = -math.inf
+        self.waiting_for: list[int] = []
         self.seconds: dict[str, float] = {}
         self._seq = 0
         self._aborted = ""
@@ -104,7 +113,8 @@ class WorkerPool:
             PoolTimeout, RankError: the ranks did not start.
             CallCancelled: `cancelled` returned True.
         """
-        began, self.starting = time.monotonic(), True
+        began = time.monotonic()
+        self._begin("start")
         try:
             with starting():
                 self._spawn()
@@ -113,7 +123,7 @@ class WorkerPool:
             self.kill()
             raise
         finally:
-            self.starting = False
+            self._end()
         self.alive = True
         self.seconds = {"start": time.monotonic() - began, **hellos[0]["seconds"]}
         log.info(
@@ -164,6 +174,7 @@ class WorkerPool:
             raise PoolError("the worker pool is not running")
         packer = packer or TensorPacker()
         self._seq += 1
+        self._begin(command)
         deadline = time.monotonic() + timeout
         try:
             packer.write(self._request.view(packer.nbytes))
@@ -176,6 +187,16 @@ class WorkerPool:
         except BaseException:
             self.kill()
             raise
+        finally:
+            self._end()
+
+    def _begin(self, what: str) -> None:
+        self.waiting_for = list(range(self.world_size))
+        self.doing = what
+
+    def _end(self) -> None:
+        self.did, self.did_until = self.doing, time.monotonic()
+        self.doing = ""
 
     def payload(self, nbytes: int) -> Tensor:
         """The bytes that the last request sent."""
@@ -288,6 +309,7 @@ class WorkerPool:
                     while (frame := self.channels[rank].poll()) is not None:
                         if frame.get("seq") == seq:
                             replies[rank] = frame
+                            self.waiting_for = [other for other in self.waiting_for if other != rank]
                 except Closed:
                     poller.unregister(fd)
                     died[rank] = time.monotonic()

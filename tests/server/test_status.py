@@ -30,7 +30,8 @@ def status_server(comfyui_path, checkpoints_dir):
 def expected(status_server):
     """The stock latent; before it, the answers of a server that has started no worker yet."""
     off = status_server.get(STATUS)
-    assert off == {"state": "off", "world_size": 0, "backend": None, "models": [], "ranks": [], "last_error": None}
+    nothing = {"activity": "", "world_size": 0, "backend": None, "models": [], "last_call": None, "ranks": [], "last_error": None}
+    assert off == {"state": "off", **nothing}
     assert call(status_server, RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
     return status_server.latent(status_server.run(flux_prompt()).check())
 
@@ -84,8 +85,9 @@ def test_answers_while_the_ranks_start_and_compute(status_server, expected):
     prompt_id = status_server.queue(flux_prompt(cp=CP, **LONG))
     starting = wait_for(status_server, lambda status: status["state"] == "starting" and len(status["ranks"]) == 2)
     assert {rank["state"] for rank in starting["ranks"]} == {"starting"}
-    busy = wait_for(status_server, lambda status: status["state"] == "busy" and status["ranks"][1]["modules"] > 0)
-    assert {rank["state"] for rank in busy["ranks"]} <= {"busy", "idle"}
+    assert starting["activity"].startswith("starting")
+    busy = wait_for(status_server, lambda status: status["state"] == "computing" and status["ranks"][1]["modules"] > 0)
+    assert {rank["state"] for rank in busy["ranks"]} <= {"computing", "idle"}
     status_server.interrupt()
     assert status_server.wait(prompt_id, 60).status == "interrupted"
     wait_for(status_server, lambda status: status["state"] == "idle")
@@ -116,7 +118,7 @@ def test_a_stopped_rank_is_silent_and_a_dead_one_gone(status_server, expected):
     assert "SIGKILL" in status["ranks"][1]["last_error"]
     assert abs(status["last_error"]["time"] - time.time()) < 60
     assert_right(status_server, expected)
-    assert status_server.get(STATUS)["state"] == "idle"
+    wait_for(status_server, lambda status: status["state"] == "idle")
 
 
 def test_restart_while_idle(status_server, expected):
@@ -139,7 +141,7 @@ def test_restart_in_the_middle_of_a_step(status_server, expected, stopped):
     wait_for(status_server, lambda status: status["ranks"][0]["modules"] > 0)
     if stopped:
         os.kill(pids[1], signal.SIGSTOP)
-        wait_for(status_server, lambda status: [rank["state"] for rank in status["ranks"]] == ["busy", "silent"])
+        wait_for(status_server, lambda status: [rank["state"] for rank in status["ranks"]] == ["computing", "silent"])
     watch = Stopwatch(f"health: restart while {'a rank hangs' if stopped else 'computing'}")
     code, answer = call(status_server, RESTART, "POST")
     assert (code, answer["restarted"], answer["error"]) == (200, True, None)

@@ -1,24 +1,29 @@
 """The workflows in `workflows/`: they load without gaps, their API twins are the same graphs, and both run.
 
 A twin in `workflows/api/` is what the browser sends when the workflow of that name is queued. It lies in a folder of its
-own because ComfyUI offers every JSON file directly in `workflows/` as a template.
+own because ComfyUI offers every JSON file directly in `workflows/` as a template. Beside a template lies the picture that
+the browser shows for it.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.server import CHECKOUT, PromptRejected
+from PIL import Image
+from support import checkpoints, families
+from support.server import CHECKOUT, ComfyServer, PromptRejected
 
 TOLERANCE = 2e-4
 PACK = "comfyui-context-parallel"
 FOLDER = CHECKOUT / "workflows"
-NAMES = ["flux_context_parallel", "wan_context_parallel"]
+NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
 OWN_NODES = {"CPConfig", "ApplyContextParallel", "CPSampler"}
 NOTES = {"Note", "MarkdownNote"}
 """Nodes that exist in the browser only and are in no prompt."""
@@ -26,8 +31,14 @@ NOTES = {"Note", "MarkdownNote"}
 TITLE_HEIGHT = 30
 """A node's `pos` is the corner below its title bar, in pixels."""
 
-FILE_INPUTS = {"unet_name", "clip_name", "clip_name1", "clip_name2", "vae_name"}
-WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
+PICTURE_BYTES = 200_000
+PICTURE_WIDTH = 400
+
+FILE_INPUTS = {"ckpt_name", "unet_name", "clip_name", "clip_name1", "clip_name2", "vae_name"}
+UPLOAD = "IMAGEUPLOAD"
+"""The button of Load Image: a widget that the browser adds, saves, and leaves out of what it queues."""
+
+WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3", UPLOAD}
 CONTROL_AFTER_GENERATE = {"fixed", "increment", "decrement", "randomize"}
 
 Json = dict[str, Any]
@@ -52,6 +63,11 @@ class Input:
         """Whether the browser adds a widget that says what becomes of the value after each run."""
         return bool(self.settings.get("control_after_generate"))
 
+    @property
+    def is_upload(self) -> bool:
+        """Whether the value names a picture in ComfyUI's folder `input`."""
+        return bool(self.settings.get("image_upload"))
+
 
 def node_inputs(spec: Json) -> list[Input]:
     """Inputs of a node in the browser's order: first the sockets, then the widgets."""
@@ -69,6 +85,8 @@ def node_inputs(spec: Json) -> list[Input]:
                     options=options,
                 )
             )
+            if found[-1].is_upload:
+                found.append(Input(name="upload", type=UPLOAD, optional=False, settings={}, options=[]))
     return sorted(found, key=lambda item: item.is_widget)
 
 
@@ -88,7 +106,7 @@ def to_prompt(workflow: Json, info: Json) -> dict[str, Json]:
     prompt = {}
     for node in real_nodes(workflow):
         spec = info[node["type"]]
-        inputs = {item.name: value for item, value in widget_values(node, spec) if item is not None}
+        inputs = {item.name: value for item, value in widget_values(node, spec) if item is not None and item.type != UPLOAD}
         inputs |= {slot["name"]: origins[slot["link"]] for slot in node["inputs"] if slot["link"] is not None}
         prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
     return prompt
@@ -124,10 +142,21 @@ def test_templates_of_the_pack(server):
         assert server.get(f"/api/workflow_templates/{PACK}/{template}.json") == load(template)
 
 
-def test_every_file_is_tested():
+def test_every_workflow_has_a_twin():
+    assert NAMES
     assert sorted(file.relative_to(FOLDER).as_posix() for file in FOLDER.rglob("*.json")) == sorted(
         [f"{name}.json" for name in NAMES] + [f"api/{name}.json" for name in NAMES]
     )
+
+
+def test_picture(name):
+    """The browser looks for a .jpg of the template's name."""
+    file = FOLDER / f"{name}.jpg"
+    assert file.is_file()
+    assert file.stat().st_size <= PICTURE_BYTES
+    with Image.open(file) as picture:
+        assert picture.format == "JPEG"
+        assert picture.width >= PICTURE_WIDTH
 
 
 def test_nodes(workflow, info):
@@ -168,7 +197,7 @@ def test_links(workflow, info):
         assert required <= {slot["name"] for slot in node["inputs"] if slot["link"] is not None}, node["type"]
 
 
-def test_widget_values(workflow, info):
+def test_widget_values(workflow, info, comfyui_path):
     for node in real_nodes(workflow):
         for item, value in widget_values(node, info[node["type"]]):
             where = (node["type"], item and item.name, value)
@@ -176,6 +205,11 @@ def test_widget_values(workflow, info):
                 assert value in CONTROL_AFTER_GENERATE, where
             elif item.name in FILE_INPUTS:
                 assert value.endswith(".safetensors"), where
+            elif item.is_upload:
+                # One that comes with ComfyUI; the folder of the server under test is empty.
+                assert (comfyui_path / "input" / value).is_file(), where
+            elif item.type == UPLOAD:
+                assert value == "image", where
             elif item.type == "COMBO":
                 assert value in item.options, where
             elif item.type == "COMFY_DYNAMICCOMBO_V3":
@@ -244,11 +278,11 @@ def test_twin_is_the_workflow(name, workflow, info):
         workflow, info
     )
     for node in real_nodes(workflow):
-        if "title" in node:
-            assert twin[str(node["id"])]["_meta"] == {"title": node["title"]}
+        title = node.get("title") or info[node["type"]]["display_name"] or node["type"]
+        assert twin[str(node["id"])]["_meta"] == {"title": title}
 
 
-def test_queue_misses_nothing_but_model_files(name, server):
+def test_queue_misses_nothing_but_model_files_and_pictures(name, server, info):
     twin = load(name, "api")
     with pytest.raises(PromptRejected) as rejected:
         server.queue(twin)
@@ -257,9 +291,12 @@ def test_queue_misses_nothing_but_model_files(name, server):
         for node_id, answer in rejected.value.node_errors.items()
         for error in answer["errors"]
     }
-    assert errors == {
-        (node_id, "value_not_in_list", item) for node_id, node in twin.items() for item in FILE_INPUTS & set(node["inputs"])
-    }
+    missing = set()
+    for node_id, node in twin.items():
+        missing |= {(node_id, "value_not_in_list", item) for item in FILE_INPUTS & set(node["inputs"])}
+        pictures = [item.name for item in node_inputs(info[node["class_type"]]) if item.is_upload]
+        missing |= {(node_id, "custom_validation_failed", item) for item in pictures}
+    assert errors == missing
 
 
 # --- the same graphs with tiny models ---------------------------------------------------------------------------------
@@ -268,14 +305,35 @@ TINY_MODELS = {
     "flux1-dev.safetensors": "flux.safetensors",
     "wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors": "wan_t2v.safetensors",
     "wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors": "wan_t2v_low.safetensors",
+    "wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors": "wan22_i2v.safetensors",
+    "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors": "wan22_i2v_low.safetensors",
+    "qwen_image_fp8_e4m3fn.safetensors": "family-qwen.safetensors",
+    "z_image_turbo_bf16.safetensors": "family-z-image.safetensors",
+    "sd_xl_base_1.0.safetensors": "family-sdxl.safetensors",
 }
+SERVED = {"qwen_image_context_parallel": "qwen", "sdxl_cfg_context_parallel": "sdxl", "z_image_context_parallel": "z-image"}
+"""Templates whose tiny model is one of `support.families`, and its name there."""
+
 CONDITIONING = {
     "flux_context_parallel": {"tokens": 12, "width": 64, "pooled_width": 64},
+    "qwen_image_context_parallel": {"tokens": 9, "width": 48},
+    "sdxl_cfg_context_parallel": {"tokens": 7, "width": 32, "pooled_width": 16},
     "wan_context_parallel": {"tokens": 16, "width": 64},
+    "wan_i2v_context_parallel": {"tokens": 16, "width": 64},
+    "z_image_context_parallel": {"tokens": 7, "width": 48},
 }
-SMALLER = {"width": 64, "height": 64, "length": 9}
-FEWER_STEPS = {20: 4, 10: 2}
-LEFT_OUT = {"DualCLIPLoader", "CLIPLoader", "VAELoader", "CreateVideo", "SaveImage", "SaveVideo"}
+SMALLER = {"width": 64, "height": 80, "length": 9}
+FEWER_STEPS = 5
+"""What numbers of steps are divided by."""
+
+LEFT_OUT = {"DualCLIPLoader", "CLIPLoader", "CreateVideo", "SaveImage", "SaveVideo"}
+
+
+@pytest.fixture(scope="module")
+def low_noise_model(checkpoints_dir):
+    """Image to video has a low-noise model with weights of its own, too."""
+    changed = replace(checkpoints.CHECKPOINTS["wan22_i2v"], seed=1)
+    checkpoints.write("wan22_i2v", checkpoints_dir, file_stem="wan22_i2v_low", checkpoint=changed)
 
 
 def tiny(name: str, *, world_size: int | None) -> dict[str, Json]:
@@ -284,19 +342,22 @@ def tiny(name: str, *, world_size: int | None) -> dict[str, Json]:
     seeds = itertools.count(100)
     for node_id, node in list(prompt.items()):
         inputs = node["inputs"]
+        inputs |= {key: SMALLER[key] for key in SMALLER if key in inputs}
+        for key in {"steps", "start_at_step", "end_at_step"} & set(inputs):
+            inputs[key] = -(-inputs[key] // FEWER_STEPS)
+        for key in {"ckpt_name", "unet_name"} & set(inputs):
+            inputs[key] = TINY_MODELS[inputs[key]]
         match node["class_type"]:
             case "CLIPTextEncode":
                 prompt[node_id] = {"class_type": "TestConditioning", "inputs": {"seed": next(seeds), **CONDITIONING[name]}}
+            case "LoadImage":
+                size = {"width": 96, "height": 64, "frames": 1}
+                prompt[node_id] = {"class_type": "TestImage", "inputs": {"seed": next(seeds), **size}}
+            case "VAELoader":
+                prompt[node_id] = {"class_type": "TestVae", "inputs": {"seed": next(seeds), "channels": 16, "video": True}}
             case "VAEDecode":
                 saved = {"samples": inputs["samples"], "filename_prefix": name}
                 prompt[node_id] = {"class_type": "SaveLatent", "inputs": saved}
-            case "UNETLoader":
-                inputs["unet_name"] = TINY_MODELS[inputs["unet_name"]]
-            case "EmptySD3LatentImage" | "EmptyHunyuanLatentVideo":
-                inputs |= {key: SMALLER[key] for key in SMALLER if key in inputs}
-            case "KSampler" | "KSamplerAdvanced":
-                for key in {"steps", "start_at_step", "end_at_step"} & set(inputs):
-                    inputs[key] = FEWER_STEPS.get(inputs[key], inputs[key])
             case "CPConfig":
                 inputs["world_size"] = world_size
             case class_type if class_type in LEFT_OUT:
@@ -315,10 +376,42 @@ def without_context_parallel(prompt: dict[str, Json]) -> dict[str, Json]:
     return kept
 
 
-def test_latent_equals_the_graph_without_context_parallel(name, server):
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in SERVED])
+def test_latent_equals_the_graph_without_context_parallel(name, server, low_noise_model):
+    compare(name, server)
+
+
+@pytest.mark.parametrize(("name", "served"), SERVED.items())
+def test_latent_of_a_family_equals_the_graph_without_context_parallel(name, served, server, family_checkpoints, checkpoints_dir):
+    assert served not in family_checkpoints, family_checkpoints[served]
+    offer_to_load_checkpoint(served, checkpoints_dir)
+    compare(name, server)
+
+
+@pytest.mark.parametrize("served", ["sdxl"])
+def test_unet_shares_the_batch(served, server, family_checkpoints, checkpoints_dir):
+    """Two ranks compute one half of CFG each, by the CP Sampler's report."""
+    assert served not in family_checkpoints, family_checkpoints[served]
+    offer_to_load_checkpoint(served, checkpoints_dir)
+    prompt = tiny("sdxl_cfg_context_parallel", world_size=2)
+    (sampler,) = [node_id for node_id, node in prompt.items() if node["class_type"] == "KSampler"]
+    prompt[sampler]["class_type"] = "CPSampler"
+    prompt["report"] = {"class_type": "PreviewAny", "inputs": {"source": [sampler, 1]}}
+    report = json.loads(server.run(prompt, timeout=120).check().outputs["report"]["text"][0])
+    assert (report["world_size"], report["degrees"]["batch"]) == (2, 2)
+
+
+def compare(name: str, server: ComfyServer) -> None:
     expected = server.latent(server.run(tiny(name, world_size=None), timeout=120).check())
     out = server.latent(server.run(tiny(name, world_size=2), timeout=120).check())
     assert len(server.worker_pids()) == 2
     assert out.shape == expected.shape
     assert expected.std() > 1e-2
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+
+
+def offer_to_load_checkpoint(served: str, models: Path) -> None:
+    """Load Checkpoint looks into a folder of its own."""
+    file = models / "diffusion_models" / families.checkpoint_of(families.served()[served][1])
+    (models / "checkpoints").mkdir(exist_ok=True)
+    shutil.copyfile(file, models / "checkpoints" / file.name)

@@ -62,6 +62,8 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 _PREVIEW_EVENTS = {1: 8, 4: None}
 """Binary events that hold an image, and where the image starts. None: after a JSON text whose length comes first."""
+_TEXT_EVENT = 3
+"""Binary event with the id of a node and a text to show in it."""
 
 
 class ServerError(RuntimeError):
@@ -121,8 +123,8 @@ class Event:
 
     Args:
         time: when it came in, on the clock of time.monotonic().
-        type: the event's name, `preview` for a preview image.
-        data: the JSON data; for a preview the bytes of the image.
+        type: the event's name, `preview` for a preview image, `text` for a text shown in a node.
+        data: the JSON data; for a preview the bytes of the image, for a text (id of the node, text).
     """
 
     time: float
@@ -454,6 +456,8 @@ def _event(kind: int, frame: bytes) -> Event | None:
     if kind != websocket.ABNF.OPCODE_BINARY or len(frame) < 8:
         return None
     number, length = struct.unpack(">II", frame[:8])
+    if number == _TEXT_EVENT:
+        return Event(time=now, type="text", data=(frame[8 : 8 + length].decode(), frame[8 + length :].decode()))
     if number not in _PREVIEW_EVENTS:
         return Event(time=now, type=f"binary_{number}", data=frame[4:])
     start = _PREVIEW_EVENTS[number]

@@ -1,0 +1,224 @@
+"""What saved workflows depend on in the nodes' definitions, and what a change of them breaks.
+
+    python .ci/definitions.py
+
+Starts ComfyUI, reads the definitions of the nodes from /object_info and writes them to
+`tests/server/node_definitions/<version of pyproject.toml>.json`. Part of a release; the file of a version that users have stays as
+it is. Nothing is written when workflows of the newest other version would break. `tests/server/test_node_definitions.py` compares
+with the newest file.
+
+A saved workflow stores values of widgets and links to outputs by position, links to inputs by name. A prompt in API format is
+refused where a required input is missing or a value is not allowed. Texts, categories, defaults and steps of a number may change:
+what is saved holds its own values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "tests" / "server" / "node_definitions"
+PACK = "custom_nodes.comfyui-context-parallel"  # what the server of the tests calls this checkout
+COMMAND = "python .ci/definitions.py"
+
+WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+BORROWED = ("sampler_name", "scheduler")  # inputs of KSampler whose options are ComfyUI's to change
+
+Json = dict[str, Any]
+
+
+# --- what is stored ---------------------------------------------------------------------------------------------------
+
+
+def definitions(object_info: Mapping[str, Json]) -> dict[str, Json]:
+    """The stored form of this pack's nodes, from the server's answer about all nodes."""
+    stock = object_info["KSampler"]["input"]["required"]
+    borrowed = [_options(stock[name]) for name in BORROWED]
+    return {
+        name: {
+            "deprecated": bool(info.get("deprecated")),
+            "inputs": _inputs(info, borrowed),
+            "outputs": [
+                {"type": kind, "list": bool(is_list)} for kind, is_list in zip(info["output"], info["output_is_list"], strict=True)
+            ],
+        }
+        for name, info in sorted(object_info.items())
+        if info.get("python_module") == PACK
+    }
+
+
+def _inputs(info: Json, borrowed: list[list[Any]]) -> list[Json]:
+    """Inputs in the order of the node: required ones first."""
+    found = []
+    for group in ("required", "optional"):
+        for name in info["input_order"].get(group, ()):
+            spec = info["input"][group][name]
+            kind, settings = spec[0], spec[1] if len(spec) > 1 else {}
+            options = _options(spec)
+            entry: Json = {"name": name, "type": "COMBO" if options is not None else kind, "optional": group == "optional"}
+            entry["widget"] = entry["type"] in WIDGETS and not settings.get("forceInput")
+            if entry["widget"]:
+                entry["control_after_generate"] = bool(settings.get("control_after_generate"))
+                entry |= {key: settings[key] for key in ("default", "min", "max") if key in settings}
+            if options is not None and options not in borrowed:
+                entry["options"] = options
+            found.append(entry)
+    return found
+
+
+def _options(spec: list[Any]) -> list[Any] | None:
+    """Options of a combo, which older nodes give in place of the type; None for other inputs."""
+    if isinstance(spec[0], list):
+        return spec[0]
+    return list(spec[1].get("options", ())) if spec[0] == "COMBO" else None
+
+
+# --- what breaks ------------------------------------------------------------------------------------------------------
+
+
+def broken(released: Mapping[str, Json], current: Mapping[str, Json], replacements: Mapping[str, list[Json]]) -> list[str]:
+    """What workflows saved with the released definitions would lose, a sentence each; empty = they load as before.
+
+    Args:
+        replacements: what the server answers to /node_replacements, without the replacements whose new node it does not have.
+    """
+    found: list[str] = []
+    for name, old in released.items():
+        new = current.get(name)
+        if new is not None:
+            found += [f"{name}: {problem}" for problem in _broken_node(old, new)]
+        elif not replacements.get(name):
+            found.append(f"{name}: the node is gone, and no replacement is registered")
+        elif (ids := replacements[name][0].get("old_widget_ids") or []) != widgets(old):  # ComfyUI takes the first one
+            found.append(f"{name}: its replacement has old_widget_ids {ids}; the released node has {widgets(old)}")
+    return found
+
+
+def _broken_node(old: Json, new: Json) -> list[str]:
+    found: list[str] = []
+    inputs = {entry["name"]: entry for entry in new["inputs"]}
+    names = {entry["name"] for entry in old["inputs"]}
+    for entry in old["inputs"]:
+        if entry["name"] not in inputs:
+            found.append(f"input {entry['name']!r} is gone")
+        else:
+            found += [f"input {entry['name']!r} {problem}" for problem in _broken_input(entry, inputs[entry["name"]])]
+    found += [
+        f"new input {entry['name']!r} is required: prompts in API format do not have it. Make it optional"
+        for entry in new["inputs"]
+        if entry["name"] not in names and not entry["optional"]
+    ]
+    before, after = widgets(old), widgets(new)
+    if not set(before) - set(after) and after[: len(before)] != before:
+        found.append(f"widgets were in the order {before}, now {after}: saved values are taken by position. New ones go to the end")
+    for i, output in enumerate(old["outputs"]):
+        now = new["outputs"][i] if i < len(new["outputs"]) else None
+        if now != output:
+            found.append(f"output {i} was {output}, now {now}: links are taken by position")
+    return found
+
+
+def _broken_input(old: Json, new: Json) -> list[str]:
+    found = [f"was {key} {old[key]!r}, now {new[key]!r}" for key in ("type", "widget") if new[key] != old[key]]
+    if found:
+        return found
+    if old["optional"] and not new["optional"]:
+        found.append("was optional, now it is required")
+    if old.get("control_after_generate") != new.get("control_after_generate"):
+        found.append("gained or lost control_after_generate, a widget: the values behind it move")
+    if "options" in old:
+        gone = [option for option in old["options"] if option not in new.get("options", old["options"])]
+        found += [f"no longer has the option {option!r}" for option in gone]
+    low, high = new.get("min", float("-inf")), new.get("max", float("inf"))
+    if low > old.get("min", float("-inf")) or high < old.get("max", float("inf")):
+        found.append(f"allowed {old.get('min')} to {old.get('max')}, now {low} to {high}")
+    return found
+
+
+def widgets(node: Json) -> list[str]:
+    """Whose values a workflow stores, in order: inputs, and the browser's own widget behind some."""
+    names = ((entry["name"], entry.get("control_after_generate")) for entry in node["inputs"] if entry["widget"])
+    return [widget for name, control in names for widget in ([name, "control_after_generate"] if control else [name])]
+
+
+def advice(problems: list[str], version: str, released: Mapping[str, Json]) -> str:
+    """What to do about `problems`."""
+    nodes = dict.fromkeys(problem.partition(":")[0] for problem in problems)
+    lines = [f"Workflows saved with {version} would no longer load:", *(f"  - {problem}" for problem in problems), ""]
+    lines += [
+        "Put it back. If it must change, give the node a new id and let the extension register the old one in on_load, so that",
+        "ComfyUI turns old nodes into new ones (`await ComfyAPI().node_replacement.register(...)` of comfy_api.latest):",
+        "",
+    ]
+    lines += [
+        f'    io.NodeReplace(new_node_id="...", old_node_id="{name}", old_widget_ids={json.dumps(widgets(released[name]))},\n'
+        '        input_mapping=[{"new_id": "...", "old_id": "..."}, ...], output_mapping=[{"new_idx": 0, "old_idx": 0}, ...])'
+        for name in nodes
+        if name in released
+    ]
+    lines += ["", f"The next release stores its definitions with `{COMMAND}`."]
+    return "\n".join(lines)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def stored(without: str | None = None) -> tuple[str, dict[str, Json]] | None:
+    """Newest version that is stored, and its definitions; `without` leaves one out."""
+    versions = [file.stem for file in FOLDER.glob("*.json") if file.stem != without]
+    if not versions:
+        return None
+    newest = max(versions, key=lambda version: tuple(map(int, version.split("."))))
+    return newest, json.loads((FOLDER / f"{newest}.json").read_text())
+
+
+def version_of_pack() -> str:
+    """The version in pyproject.toml (Python 3.10 has no reader for the format)."""
+    match = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert match is not None
+    return match[1]
+
+
+def usable(replacements: Mapping[str, list[Json]], object_info: Mapping[str, Json]) -> dict[str, list[Json]]:
+    """Replacements whose new node exists; ComfyUI skips the others."""
+    return {name: [entry for entry in entries if entry["new_node_id"] in object_info] for name, entries in replacements.items()}
+
+
+def main() -> int:
+    if "COMFYUI_PATH" not in os.environ:  # outside of the environment that .ci/setup.py makes
+        setup = [sys.executable, str(ROOT / ".ci" / "setup.py")]
+        python, comfyui = (
+            subprocess.run([*setup, flag], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+            for flag in ("--python", "--comfyui")
+        )
+        command = [os.environ.get("CP_PYTHON", python), str(Path(__file__).resolve())]
+        return subprocess.run(command, env={**os.environ, "COMFYUI_PATH": comfyui}, check=False).returncode
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support.server import ComfyServer
+
+    with tempfile.TemporaryDirectory() as models, ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=Path(models)) as server:
+        object_info = server.object_info()
+        replacements = usable(server.get("/node_replacements"), object_info)
+    version, current = version_of_pack(), definitions(object_info)
+    before = stored(without=version)
+    problems = broken(before[1], current, replacements) if before else []
+    if before and problems:
+        sys.stderr.write(advice(problems, before[0], before[1]) + "\n")
+        return 1
+    FOLDER.mkdir(exist_ok=True)
+    target = FOLDER / f"{version}.json"
+    target.write_text(json.dumps(current, indent=2) + "\n")
+    sys.stdout.write(f"{target.relative_to(ROOT)}: {', '.join(current)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

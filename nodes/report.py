@@ -1,0 +1,39 @@
+"""CP Report: what CP Sampler reported, for people."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io, ui
+from server import PromptServer
+
+from ..cp_runtime.comfy.chart import draw, read_report, summarise
+from .config import ALIASES, CATEGORY
+
+
+class CPReport(io.ComfyNode):
+    """Shows a report as text and as bars."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPReport",
+            display_name="CP Report",
+            category=CATEGORY,
+            search_aliases=[*ALIASES, "benchmark", "speed"],
+            description="Shows what CP Sampler measured: how fast it was, and how much of its time each rank spent computing, "
+            "communicating and waiting for the others.",
+            inputs=[io.String.Input("report", force_input=True, tooltip="From the report output of CP Sampler.")],
+            outputs=[
+                io.String.Output(display_name="text", tooltip="The summary: a line for the whole, a line for each rank."),
+                io.Image.Output(display_name="image", tooltip="The same with bars. Connect it to Save Image to keep it."),
+            ],
+            hidden=[io.Hidden.unique_id],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, report: str) -> io.NodeOutput:
+        read = read_report(report)
+        text, image = "\n".join(summarise(read)), draw(read)
+        if getattr(PromptServer, "instance", None) is not None:
+            PromptServer.instance.send_progress_text(text, cls.hidden.unique_id)
+        return io.NodeOutput(text, image, ui=ui.PreviewImage(image, cls=cls))

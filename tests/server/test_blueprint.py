@@ -1,0 +1,173 @@
+"""The subgraph blueprint in `subgraphs/`: the server offers it, it fits the nodes, and it runs when expanded into plain nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from support.graphs import Link, Prompt, flux_prompt
+from support.server import CHECKOUT
+
+TOLERANCE = 2e-4
+PACK = "comfyui-context-parallel"
+FOLDER = CHECKOUT / "subgraphs"
+NAME = "Context Parallel"
+
+INSIDE, OUTSIDE = -10, -20
+"""Nodes that stand, inside a subgraph, for its inputs and for its outputs."""
+
+WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+PROMOTED = ["world_size", "devices"]
+UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def blueprint() -> Json:
+    return json.loads((FOLDER / f"{NAME}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def definition(blueprint) -> Json:
+    (definition,) = blueprint["definitions"]["subgraphs"]
+    return definition
+
+
+@pytest.fixture(scope="module")
+def info(server):
+    return server.object_info()
+
+
+def inputs_of(spec: Json) -> list[tuple[str, str, Json]]:
+    """Name, type and settings of a node's inputs."""
+    found = []
+    for group in ("required", "optional"):
+        for name in spec["input_order"].get(group, []):
+            kind, settings = (*spec["input"][group][name], {})[:2]
+            found.append((name, "COMBO" if isinstance(kind, list) else kind, settings))
+    return found
+
+
+def test_server_offers_it(server, blueprint):
+    entries = {
+        entry_id: entry
+        for entry_id, entry in server.get("/global_subgraphs").items()
+        if entry["info"]["node_pack"] == f"custom_nodes.{PACK}"
+    }
+    assert sorted(f"{entry['name']}.json" for entry in entries.values()) == sorted(file.name for file in FOLDER.iterdir())
+    ((entry_id, entry),) = entries.items()
+    assert (entry["name"], entry["source"]) == (NAME, "custom_node")
+    assert json.loads(server.get(f"/global_subgraphs/{entry_id}")["data"]) == blueprint
+
+
+def test_node_around_it(blueprint, definition):
+    """A blueprint is a workflow of one node, whose type is the subgraph."""
+    (node,) = blueprint["nodes"]
+    assert blueprint["links"] == []
+    assert node["id"] == blueprint["last_node_id"]
+    assert node["id"] not in {inner["id"] for inner in definition["nodes"]}  # the browser would give out new ids
+    assert node["type"] == definition["id"]
+    assert UUID.fullmatch(definition["id"])
+    assert definition["name"] == node["title"] == NAME
+    for side in ("inputs", "outputs"):
+        slots = [(slot["name"], slot["type"]) for slot in node[side]]
+        assert slots == [(slot["name"], slot["type"]) for slot in definition[side]]
+        assert all(UUID.fullmatch(slot["id"]) for slot in definition[side])
+    assert [(slot["name"], slot["type"]) for slot in node["outputs"]] == [("MODEL", "MODEL")]
+    assert [slot["name"] for slot in node["inputs"] if "widget" not in slot] == ["model"]
+    assert [slot["widget"]["name"] for slot in node["inputs"] if "widget" in slot] == PROMOTED
+
+
+def test_promoted_widgets(blueprint, definition):
+    """Each is named in the properties of the node around it and linked to an input of that name."""
+    (config,) = [node["id"] for node in definition["nodes"] if node["type"] == "CPConfig"]
+    (node,) = blueprint["nodes"]
+    assert node["properties"]["proxyWidgets"] == [[str(config), name] for name in PROMOTED]
+    ends = {
+        definition["inputs"][link["origin_slot"]]["name"]: (link["target_id"], link["target_slot"])
+        for link in definition["links"]
+        if link["origin_id"] == INSIDE
+    }
+    slots = {node["id"]: node["inputs"] for node in definition["nodes"]}
+    for name in PROMOTED:
+        target, slot = ends[name]
+        assert target == config
+        assert slots[target][slot]["name"] == name
+
+
+def test_inner_nodes(definition, info):
+    assert sorted(node["type"] for node in definition["nodes"]) == ["ApplyContextParallel", "CPConfig"]
+    assert max(node["id"] for node in definition["nodes"]) <= definition["state"]["lastNodeId"]
+    for node in definition["nodes"]:
+        spec = info[node["type"]]
+        assert node["mode"] == 0
+        assert node["properties"] == {"cnr_id": PACK, "Node name for S&R": node["type"]}
+        inputs = inputs_of(spec)
+        slots = [(slot["name"], slot["type"], "widget" in slot) for slot in node["inputs"]]
+        assert slots == [(name, kind, kind in WIDGET_TYPES) for name, kind, _ in inputs]
+        outputs = [(slot["name"], slot["type"]) for slot in node["outputs"]]
+        assert outputs == list(zip(spec["output_name"], spec["output"], strict=True))
+        assert node["widgets_values"] == [settings["default"] for _, kind, settings in inputs if kind in WIDGET_TYPES]
+
+
+def test_inner_links(definition):
+    """Every link has two ends of its type, both of which know it, and no socket is left open."""
+    nodes = {node["id"]: node for node in definition["nodes"]}
+    links = {link["id"]: link for link in definition["links"]}
+    assert len(links) == len(definition["links"])
+    assert max(links) <= definition["state"]["lastLinkId"]
+    known = []
+    for node in nodes.values():
+        known += [slot["link"] for slot in node["inputs"] if slot["link"] is not None or "widget" not in slot]
+        known += [link for slot in node["outputs"] for link in slot["links"]]
+    known += [link for side in ("inputs", "outputs") for slot in definition[side] for link in slot["linkIds"]]
+    assert sorted(known) == sorted([*links, *links])
+    for link in links.values():
+        origin, target = link["origin_id"], link["target_id"]
+        source = (definition["inputs"] if origin == INSIDE else nodes[origin]["outputs"])[link["origin_slot"]]
+        sink = (definition["outputs"] if target == OUTSIDE else nodes[target]["inputs"])[link["target_slot"]]
+        assert source["type"] == sink["type"] == link["type"]
+        assert link["id"] in source["linkIds" if origin == INSIDE else "links"]
+        assert link["id"] in (sink["linkIds"] if target == OUTSIDE else [sink["link"]])
+
+
+def expand(definition: Json, values: Mapping[str, Any], info: Json, node_id: int = 3) -> tuple[Prompt, Link]:
+    """The subgraph as the browser queues it: its nodes, with ids of their own, and where its one output comes from.
+
+    Args:
+        node_id: of the node around it.
+        values: of the subgraph's inputs, by name: a link, or the value of a promoted widget.
+    """
+    links = {link["id"]: link for link in definition["links"]}
+
+    def origin(link: Json) -> Any:
+        if link["origin_id"] == INSIDE:
+            return values[definition["inputs"][link["origin_slot"]]["name"]]
+        return [f"{node_id}:{link['origin_id']}", link["origin_slot"]]
+
+    prompt = {}
+    for node in definition["nodes"]:
+        widgets = [name for name, kind, _ in inputs_of(info[node["type"]]) if kind in WIDGET_TYPES]
+        inputs = dict(zip(widgets, node["widgets_values"], strict=True))
+        inputs |= {slot["name"]: origin(links[slot["link"]]) for slot in node["inputs"] if slot["link"] is not None}
+        prompt[f"{node_id}:{node['id']}"] = {"class_type": node["type"], "inputs": inputs}
+    (out,) = [link for link in links.values() if link["target_id"] == OUTSIDE]
+    return prompt, origin(out)
+
+
+@pytest.mark.parametrize("devices", ["", "cpu,cpu"])
+def test_it_runs(devices, definition, info, server):
+    """Between loader and sampler it gives the latent of the graph without it, from as many ranks as its widgets say."""
+    expected = server.latent(server.run(flux_prompt(), timeout=120).check())
+    prompt = flux_prompt()
+    nodes, model = expand(definition, {"model": prompt["sampler"]["inputs"]["model"], "world_size": 2, "devices": devices}, info)
+    prompt |= nodes
+    prompt["sampler"]["inputs"]["model"] = model
+    out = server.latent(server.run(prompt, timeout=120).check())
+    assert len(server.worker_pids()) == 2
+    assert expected.std() > 1e-2
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
