@@ -22,14 +22,15 @@ class ApplyContextParallel(io.ComfyNode):
             category=CATEGORY,
             search_aliases=ALIASES,
             description="Computes every denoise call of this model on several devices together. Put it between the model (and its "
-            "LoRAs) and any sampler or guider. The workers start with the first sampling and stay.",
+            "LoRAs) and any sampler or guider. The workers start with the first sampling, which takes about ten seconds, and stay. "
+            "Every device holds the whole model.",
             inputs=[
                 io.Model.Input(
                     "model", tooltip="A model from Load Diffusion Model or Load Checkpoint; LoRA loaders may stand before or after."
                 ),
-                CPConfigType.Input("cp_config", tooltip="From CP Config."),
+                CPConfigType.Input("cp_config", tooltip="From CP Config: which devices, and how a call is split."),
             ],
-            outputs=[io.Model.Output(tooltip="Connect it to any sampler or guider.")],
+            outputs=[io.Model.Output(tooltip="The same model, computed on all devices. Connect it to any sampler or guider.")],
         )
 
     @classmethod

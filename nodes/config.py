@@ -32,7 +32,8 @@ class CPConfig(io.ComfyNode):
             display_name="CP Config",
             category=CATEGORY,
             search_aliases=ALIASES,
-            description="Which devices compute one denoise call together, and how it is split over them.",
+            description="Which devices compute one denoise call together, and how it is split over them. Leave everything at its "
+            "default to use all devices. It starts nothing by itself.",
             inputs=[
                 io.Int.Input(
                     "world_size",
@@ -40,12 +41,14 @@ class CPConfig(io.ComfyNode):
                     min=0,
                     max=MAX_RANKS,
                     tooltip="Number of worker processes (ranks), one per device. 0 = every visible accelerator; on a machine "
-                    "without any, 2 CPU ranks. 1 passes the model through unchanged.",
+                    "without any, 2 CPU ranks. 1 passes the model through unchanged. Every rank holds the whole model: more ranks "
+                    "save time, not memory for weights.",
                 ),
                 io.String.Input(
                     "devices",
                     default="",
-                    tooltip="Devices to use, such as cuda:0,cuda:2. Empty = the first world_size devices.",
+                    tooltip="Devices to use, such as cuda:0,cuda:2. Empty = the first world_size devices. Change it to keep a "
+                    "device free, or to leave out a slow one: all ranks wait for the slowest.",
                 ),
                 io.Int.Input(
                     "ulysses_degree",
@@ -53,8 +56,8 @@ class CPConfig(io.ComfyNode):
                     min=0,
                     max=MAX_RANKS,
                     tooltip="Ranks that trade parts of the sequence for attention heads. 0 = choose: both degrees by "
-                    "tokens, heads and the measured speed of the link, or what ring_degree leaves. The product of all degrees must "
-                    "equal the world size.",
+                    "tokens, heads and the measured speed of the link, or what ring_degree leaves. Costs two exchanges per "
+                    "attention, during which ranks wait: for fast links. The product of all degrees must equal the world size.",
                 ),
                 io.Int.Input(
                     "ring_degree",
@@ -62,7 +65,8 @@ class CPConfig(io.ComfyNode):
                     min=0,
                     max=MAX_RANKS,
                     tooltip="Ranks that pass keys and values around in a ring. 0 = choose, as for ulysses_degree. For more ranks "
-                    "than heads, and for slow links. Together with ulysses_degree: unified attention.",
+                    "than heads, and for slow links. Sends more than Ulysses when there are many ranks, but can send while it "
+                    "computes. Together with ulysses_degree: unified attention.",
                 ),
                 io.Int.Input(
                     "batch_degree",
@@ -70,41 +74,45 @@ class CPConfig(io.ComfyNode):
                     min=0,
                     max=MAX_RANKS,
                     tooltip="Groups of ranks that compute different CFG halves and batch items at the same time. 0 = choose: as "
-                    "many as the batch of a call divides by; the other ranks share the sequence. The only axis for UNets.",
+                    "many as the batch of a call divides by; the other ranks share the sequence. Costs least: groups exchange only "
+                    "the result. The only axis for UNets, so with CFG 1 and one image a UNet gets no faster.",
                 ),
                 io.Combo.Input(
                     "rotate_method",
                     options=list(ROTATE_METHODS),
                     default="alltoall",
-                    tooltip="How ring attention moves keys and values: alltoall = from neighbour to neighbour, little memory; "
-                    "allgather = all at once. Without a ring it has no effect.",
+                    tooltip="How ring attention moves keys and values: alltoall = from neighbour to neighbour while it computes, "
+                    "little memory; allgather = all at once, more memory, for links that take long to start. Without a ring it "
+                    "has no effect.",
                     advanced=True,
                 ),
                 io.Boolean.Input(
                     "convert_to_fp32",
                     default=True,
-                    tooltip="Ring attention merges its partial results in float32: exact, a little slower. Without a ring it "
-                    "has no effect.",
+                    tooltip="Ring attention merges its partial results in float32: more exact, a little slower. Off = in the "
+                    "precision of the model. Without a ring it has no effect.",
                     advanced=True,
                 ),
                 io.Boolean.Input(
                     "ulysses_anything",
                     default=True,
-                    tooltip="Accept token and head counts that do not divide by ulysses_degree (the result is exact either "
-                    "way). Off = stop with the numbers instead.",
+                    tooltip="Accept token and head counts that do not divide by ulysses_degree. The result is exact either way; "
+                    "some ranks then have a little more to do. Off = stop with the numbers instead.",
                     advanced=True,
                 ),
                 io.Boolean.Input(
                     "ring_anything",
                     default=True,
-                    tooltip="The same for ring_degree.",
+                    tooltip="Accept token counts that do not divide by ring_degree. The result is exact either way; some ranks "
+                    "then have a little more to do. Off = stop with the numbers instead.",
                     advanced=True,
                 ),
                 io.Combo.Input(
                     "backend",
                     options=list(BACKENDS),
                     default="auto",
-                    tooltip="Communication library of torch. auto = the usual one for the devices.",
+                    tooltip="Communication library of torch. auto = the usual one for the devices: nccl for CUDA, gloo for CPU. "
+                    "Change it only to look for a fault; gloo works nearly everywhere and is slow between GPUs.",
                     advanced=True,
                 ),
                 io.Combo.Input(
@@ -112,7 +120,8 @@ class CPConfig(io.ComfyNode):
                     options=list(ON_UNSUPPORTED),
                     default="error",
                     tooltip="When the model, or something another node did to it, cannot run on several devices: error = stop "
-                    "and say why; single device = warn and run as without this node.",
+                    "and say why; single device = write a warning to the log and run as without this node, at the speed of one "
+                    "device.",
                 ),
                 io.Float.Input(
                     "step_timeout",
@@ -121,7 +130,8 @@ class CPConfig(io.ComfyNode):
                     max=MAX_STEP_TIMEOUT,
                     step=1.0,
                     tooltip="Seconds that one denoise call may take once the model is warm. Past it the workers are ended and "
-                    "the prompt fails with the name of the rank that hangs.",
+                    "the prompt fails with the name of the rank that hangs. Raise it if a step really takes that long. Higher = a "
+                    "hanging rank is noticed later.",
                     advanced=True,
                 ),
             ],

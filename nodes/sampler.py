@@ -24,13 +24,18 @@ class CPSampler(io.ComfyNode):
             category=CATEGORY,
             search_aliases=[*ALIASES, "ksampler"],
             description="KSampler on several devices, with a report of time, communication and memory. Any other sampler works as "
-            "well behind Apply Context Parallel.",
+            "well and as fast behind Apply Context Parallel; this one is for measuring.",
             inputs=[
                 io.Model.Input("model", tooltip="The model to denoise with, with or without Apply Context Parallel before it."),
                 io.Int.Input(
-                    "seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True, tooltip="Seed of the noise."
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=True,
+                    tooltip="Seed of the noise. The same seed gives the same picture, up to rounding, on any number of devices.",
                 ),
-                io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Denoising steps."),
+                io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Denoising steps. Time grows with them."),
                 io.Float.Input(
                     "cfg",
                     default=8.0,
@@ -38,22 +43,32 @@ class CPSampler(io.ComfyNode):
                     max=100.0,
                     step=0.1,
                     round=0.01,
-                    tooltip="Classifier-free guidance. 1 computes the positive conditioning only.",
+                    tooltip="Classifier-free guidance: how closely the picture follows the prompt. Above 1 every step computes "
+                    "positive and negative, on different devices where it can. 1 computes the positive only: half the work.",
                 ),
-                io.Combo.Input("sampler_name", options=comfy.samplers.KSampler.SAMPLERS, tooltip="Sampling algorithm."),
                 io.Combo.Input(
-                    "scheduler", options=comfy.samplers.KSampler.SCHEDULERS, tooltip="How noise is removed over the steps."
+                    "sampler_name",
+                    options=comfy.samplers.KSampler.SAMPLERS,
+                    tooltip="Sampling algorithm. All work with several devices; some call the model twice or more per step.",
+                ),
+                io.Combo.Input(
+                    "scheduler",
+                    options=comfy.samplers.KSampler.SCHEDULERS,
+                    tooltip="How noise is removed over the steps. Costs no time.",
                 ),
                 io.Conditioning.Input("positive", tooltip="What the picture should contain."),
                 io.Conditioning.Input("negative", tooltip="What it should not contain."),
-                io.Latent.Input("latent_image", tooltip="The latent to denoise."),
+                io.Latent.Input(
+                    "latent_image",
+                    tooltip="The latent to denoise. Its size decides how many tokens the devices share: small ones gain little.",
+                ),
                 io.Float.Input(
                     "denoise",
                     default=1.0,
                     min=0.0,
                     max=1.0,
                     step=0.01,
-                    tooltip="Share of denoising applied; lower values keep more of the latent.",
+                    tooltip="Share of denoising applied. 1 = all; lower values keep more of the latent.",
                 ),
                 CPConfigType.Input(
                     "cp_config",
@@ -66,7 +81,8 @@ class CPSampler(io.ComfyNode):
                 io.Latent.Output(tooltip="The denoised latent."),
                 io.String.Output(
                     display_name="report",
-                    tooltip="JSON: ranks, degrees, seconds per step, communication, tokens and memory per rank.",
+                    tooltip="JSON: ranks, degrees, seconds per step, communication, tokens and memory per rank. Connect it to CP "
+                    "Report, or to Preview as Text.",
                 ),
             ],
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,9 @@ class _CheckoutIsNoPackage:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # `nohup`, and `&` in a script, make children ignore them, and tests send them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.pluginmanager.register(_CheckoutIsNoPackage(), "checkout-is-no-package")
 
 

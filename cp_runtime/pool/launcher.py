@@ -23,6 +23,7 @@ log = logging.getLogger("context_parallel")
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 DIRECTORY_PREFIX = "context-parallel-"
 _MADE: set[Path] = set()  # by this process
+_MAKING = threading.Lock()
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 # What a launcher around ComfyUI may have left behind.
 _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -93,17 +94,22 @@ def make_directory() -> Path:
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     if not os.access(base, os.W_OK):
         base = Path(tempfile.gettempdir())
-    for stale in base.glob(f"{DIRECTORY_PREFIX}*"):
-        pid = stale.name.removeprefix(DIRECTORY_PREFIX).partition("-")[0]
-        with contextlib.suppress(OSError, OverflowError):  # the latter for a number that no pid can be
-            # In a container ComfyUI may have the pid of its predecessor, every time.
-            if not pid.isdecimal() or stale in _MADE or (int(pid) != os.getpid() and _alive(int(pid))):
-                continue
-            if is_own(stale):
+    with _MAKING:  # another thread must not find ours before it is in _MADE
+        for stale in base.glob(f"{DIRECTORY_PREFIX}*"):
+            if _is_left_over(stale):
                 shutil.rmtree(stale, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-", dir=base))
-    _MADE.add(made)
+        made = Path(tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-", dir=base))
+        _MADE.add(made)
     return made
+
+
+def _is_left_over(path: Path) -> bool:
+    pid = path.name.removeprefix(DIRECTORY_PREFIX).partition("-")[0]
+    with contextlib.suppress(OSError, OverflowError):  # the latter for a number that no pid can be
+        # In a container ComfyUI may have the pid of its predecessor, every time.
+        dead = pid.isdecimal() and path not in _MADE and (int(pid) == os.getpid() or not _alive(int(pid)))
+        return dead and is_own(path)
+    return False
 
 
 def is_own(path: Path) -> bool:

@@ -6,6 +6,8 @@ import os
 import stat
 import subprocess
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,20 @@ def test_only_own_folders_of_dead_processes_are_swept(tmp_path, monkeypatch, ope
     assert living.exists()
     assert other.exists()
     assert foreign.exists() == (os.getuid() == 0)
+
+
+def test_pools_that_start_at_once_leave_each_other_alone(tmp_path, monkeypatch):
+    """A folder is there for a moment before its process remembers that it made it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    make = tempfile.mkdtemp
+
+    def slow(*args, **kwargs):
+        made = make(*args, **kwargs)
+        time.sleep(0.05)
+        return made
+
+    monkeypatch.setattr(tempfile, "mkdtemp", slow)
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda _: make_directory(), range(8)))
+    assert len(set(made)) == 8
+    assert [path for path in made if not path.is_dir()] == []

@@ -1,0 +1,192 @@
+"""Real server: every node explains itself, in tooltips, on its help page and in the languages of `locales/`."""
+
+from __future__ import annotations
+
+import ast
+import re
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.server import CHECKOUT
+
+PACK = "comfyui-context-parallel"
+NODES = ("CPConfig", "ApplyContextParallel", "CPSampler", "CPReport")
+LANGUAGES = ("en", "zh", "ja")
+QUOTE = re.compile(r'"([^"]+)"')
+SPECIAL = re.compile(r"[@{}|]")
+"""What the frontend's translation library takes for more than text."""
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def info(server) -> dict[str, Json]:
+    return {name: node for name, node in server.object_info().items() if node["python_module"] == f"custom_nodes.{PACK}"}
+
+
+@pytest.fixture(scope="module")
+def pages(server) -> dict[str, str]:
+    """Help pages, from where the frontend looks for them."""
+    return {node: fetch(server, f"/extensions/{PACK}/docs/{node}.md").decode() for node in NODES}
+
+
+@pytest.fixture(scope="module")
+def translations(server) -> dict[str, Json]:
+    """Texts of nodes by language, as the frontend gets them."""
+    return {language: texts["nodeDefs"] for language, texts in server.get("/api/i18n").items()}
+
+
+def fetch(server, path: str) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=30) as answer:
+        return answer.read()
+
+
+def inputs_of(node: Json) -> dict[str, Json]:
+    """Settings of every input, by name."""
+    order = node["input_order"]
+    return {name: node["input"][group][name][1] for group in ("required", "optional") for name in order.get(group, [])}
+
+
+def definition(node: Json) -> Json:
+    """A node's texts in the form of `nodeDefs.json`."""
+    inputs: dict[str, Json] = {}
+    for name, settings in inputs_of(node).items():
+        inputs[name] = {"name": name, "tooltip": settings["tooltip"]}
+        if settings.get("control_after_generate"):  # the frontend puts a widget behind it
+            inputs["control_after_generate"] = {"name": "control after generate"}
+    outputs = {}
+    for place, (name, kind, tooltip) in enumerate(zip(node["output_name"], node["output"], node["output_tooltips"], strict=True)):
+        outputs[str(place)] = ({"name": name} if name != kind else {}) | {"tooltip": tooltip}
+    return {"display_name": node["display_name"], "description": node["description"], "inputs": inputs, "outputs": outputs}
+
+
+def leaves(texts: Json, path: str = "") -> dict[str, str]:
+    """Texts by their path."""
+    found: dict[str, str] = {}
+    for key, value in texts.items():
+        found |= leaves(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
+    return found
+
+
+# --- tooltips ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_nodes_are_these(info):
+    assert set(info) == set(NODES)
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_everything_has_a_tooltip(node, info):
+    spec = info[node]
+    assert len(spec["description"]) > 20
+    assert len(spec["search_aliases"]) >= 3
+    for name, settings in inputs_of(spec).items():
+        assert settings.get("tooltip"), name
+    assert len(spec["output_tooltips"] or []) == len(spec["output"])
+    assert all(spec["output_tooltips"] or [])
+
+
+# --- help pages -------------------------------------------------------------------------------------------------------
+
+
+def cells(page: str) -> list[list[str]]:
+    """Rows of all tables of a page."""
+    return [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_the_page_names_every_input_and_output(node, pages, info):
+    named = {name for row in cells(pages[node]) for name in re.findall(r"`(\w+)`", row[0])}
+    assert named >= {*inputs_of(info[node]), *info[node]["output_name"]}
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_the_page_begins_with_what_the_node_does(node, pages, info):
+    lines = pages[node].splitlines()
+    assert lines[0] == f"# {info[node]['display_name']}"
+    assert lines[2].endswith(".")
+    assert lines[4] == "![Graph](images/graph.jpg)"  # the frontend puts the path of the folder before it
+    for row in cells(pages[node]):
+        assert all(cell.strip() for cell in row)
+
+
+def test_the_page_of_the_config_says_which_mode_when(pages):
+    section = pages["CPConfig"].partition("## Which mode when")[2].partition("\n## ")[0]
+    assert [row[0].strip() for row in cells(section)[2:]] == ["Batch", "Ulysses", "Ring", "Unified"]
+
+
+def quoted(page: str) -> list[str]:
+    """Messages that the tables under Troubleshooting quote."""
+    section = page.partition("## Troubleshooting")[2]
+    return [quote for row in cells(section) for cell in row for quote in QUOTE.findall(cell)]
+
+
+def messages() -> Iterator[str]:
+    """Every text of the source; a value in it is "…", and that of a setting is put together as `errors.bad_value` does."""
+    for file in sorted((CHECKOUT / "cp_runtime").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            yield text_of(node)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "bad_value":
+                name, _, allowed, remedy = (text_of(argument) or "…" for argument in node.args)
+                yield f"{name}: got …; allowed: {allowed}. {remedy}"
+
+
+def text_of(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) or "…" for part in node.values)
+    return ""
+
+
+def occurs(quote: str, message: str) -> bool:
+    """Whether the parts of a quotation between "…" are in the message, in this order."""
+    at = 0
+    for part in quote.split("…"):
+        at = message.find(part.strip(), at)
+        if at < 0:
+            return False
+        at += len(part.strip())
+    return True
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_quoted_messages_are_those_of_the_source(node, pages):
+    quotes = quoted(pages[node])
+    assert quotes
+    known = [text for text in messages() if text]
+    # A rank's own message comes behind its number and process.
+    known += [f"rank … (pid …) failed: …: {text}" for text in known if text.startswith(("the process ", "rank "))]
+    assert [quote for quote in quotes if not any(occurs(quote, text) for text in known)] == []
+
+
+def test_a_wrong_quotation_is_noticed():
+    known = [text for text in messages() if text]
+    assert any(occurs("world_size: got …; allowed: 0 (choose)", text) for text in known)
+    assert not any(occurs("world_size: got …; allowed: 1 (choose)", text) for text in known)
+
+
+# --- languages --------------------------------------------------------------------------------------------------------
+
+
+def test_english_is_what_the_nodes_say(translations, info):
+    assert {name: translations["en"][name] for name in NODES} == {name: definition(info[name]) for name in NODES}
+
+
+@pytest.mark.parametrize("language", [language for language in LANGUAGES if language != "en"])
+def test_translations_are_complete(language, translations, info):
+    for name in NODES:
+        expected, got = leaves(definition(info[name])), leaves(translations[language][name])
+        assert got.keys() == expected.keys()
+        for path, text in got.items():
+            assert text.strip(), path
+            if " " in expected[path]:
+                assert text != expected[path], path
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_texts_hold_nothing_that_the_frontend_interprets(language, translations):
+    texts = leaves({name: translations[language][name] for name in NODES})
+    assert [path for path, text in texts.items() if SPECIAL.search(text)] == []
