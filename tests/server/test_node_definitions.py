@@ -147,7 +147,7 @@ def test_what_breaks_a_workflow_is_noticed(change):
 
 
 def add_node(nodes):
-    nodes["CPReport"] = {"deprecated": False, "inputs": [], "outputs": []}
+    nodes["CPAnother"] = {"deprecated": False, "inputs": [], "outputs": []}
 
 
 def append_optional(nodes):
