@@ -25,6 +25,7 @@ ROTATE_METHODS = ("alltoall", "allgather")
 BACKENDS = ("auto", "nccl", "gloo", "xccl", "hccl")
 ON_UNSUPPORTED = ("error", "single device")
 MAX_STEP_TIMEOUT = 7 * 24 * 3600.0
+MAX_RANKS = 1024  # that can be asked for
 DEFAULT_STEP_TIMEOUT = 600.0
 CPU_RANKS_PER_CORE = 4  # more than that is a typing error, not a plan
 

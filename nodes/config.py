@@ -10,6 +10,7 @@ from ..cp_runtime.comfy.patcher import device_inventory
 from ..cp_runtime.config import (
     BACKENDS,
     DEFAULT_STEP_TIMEOUT,
+    MAX_RANKS,
     MAX_STEP_TIMEOUT,
     ON_UNSUPPORTED,
     ROTATE_METHODS,
@@ -19,7 +20,6 @@ from ..cp_runtime.config import (
 CPConfigType = io.Custom("CP_CONFIG")
 CATEGORY = "context parallel"
 ALIASES = ["multi gpu", "parallel", "ulysses", "ring attention", "sequence parallel", "usp", "xdit", "raylight"]
-MAX_RANKS = 1024
 
 
 class CPConfig(io.ComfyNode):

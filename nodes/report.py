@@ -36,6 +36,7 @@ class CPReport(io.ComfyNode):
     def execute(cls, report: str) -> io.NodeOutput:
         read = read_report(report)
         text, image = "\n".join(summarise(read)), draw(read)
-        if getattr(PromptServer, "instance", None) is not None:
-            PromptServer.instance.send_progress_text(text, cls.hidden.unique_id)
+        server = getattr(PromptServer, "instance", None)
+        if server is not None and server.client_id is not None:
+            server.send_progress_text(text, cls.hidden.unique_id, server.client_id)
         return io.NodeOutput(text, image, ui=ui.PreviewImage(image, cls=cls))

@@ -19,11 +19,13 @@ const STATES = {
 };
 const NO_WORKERS = "Workers start with the next prompt whose model goes through Apply Context Parallel.";
 const NOT_MEASURED = "not measured";
-const HOW_TO_MEASURE = "Known after CP Sampler has run this model and size with world_size 1.";
+const MEASURED = "From one call to the next, as CP Sampler measured it on one device; in brackets how many times as fast all are";
+const HOW_TO_MEASURE = "Known after CP Sampler has run the same model and sizes with world_size 1, with two calls or more.";
 
 let status = null;
+let version = 0; // of the status: an answer that was asked for before an event came is older than the event
 let restarting = false;
-const panels = new Set();
+let panel = null;
 
 /** An element with text and children. Text is never parsed as HTML: errors hold what other programs wrote. */
 function make(tag, className, text, ...children) {
@@ -60,9 +62,9 @@ function facts(now) {
   if (!call) return list;
   list.append(fact("Mesh", mesh(call), "Axes of the last denoise call: batch × ring × Ulysses"));
   list.append(fact("Denoise call", seconds(call.seconds), "The last one. A step of most samplers is one call, or two with CFG."));
-  const alone = call.seconds_on_one_device;
-  const compared = alone ? `${seconds(alone)} (${(alone / call.seconds).toFixed(2)} ×)` : NOT_MEASURED;
-  list.append(fact("On one device", compared, alone ? "Measured by CP Sampler with one device" : HOW_TO_MEASURE));
+  const [together, alone] = [call.seconds_per_call, call.seconds_per_call_on_one_device];
+  const times = alone && together ? ` (${(alone / together).toFixed(2)} ×)` : "";
+  list.append(fact("On one device", alone ? `${seconds(alone)}${times}` : NOT_MEASURED, alone ? MEASURED : HOW_TO_MEASURE));
   const share = `${(call.communication_share * 100).toFixed(0)} %`;
   list.append(fact("Communication", share, "Part of a call that rank 0 waits for other ranks and for the link"));
   return list;
@@ -88,14 +90,25 @@ function button(label, icon, onClick) {
   return element;
 }
 
-function errorCard(error) {
-  const where = error.rank === null ? "Last error" : `Last error, rank ${error.rank}`;
-  const title = `${where}, ${new Date(error.time * 1000).toLocaleTimeString()}`;
-  const copy = button("Copy", "pi-copy", async (element) => {
-    const copied = await copyText(error.message);
-    element.lastChild.textContent = copied ? "Copied" : "Not copied";
+/** The last error. Kept until there is another one, so that it can be read, scrolled and selected while events come in. */
+function errorCard() {
+  const title = make("strong");
+  const text = make("pre");
+  const copy = button("Copy", "pi-copy", async () => {
+    copy.lastChild.textContent = (await copyText(text.textContent)) ? "Copied" : "Not copied";
   });
-  return make("div", "cp-error", null, make("strong", "", title), make("pre", "", error.message), copy);
+  const card = make("div", "cp-error", null, title, text, copy);
+  let shown = null;
+  card.update = (error) => {
+    card.hidden = !error;
+    if (!error || error.time === shown) return;
+    shown = error.time;
+    const where = error.rank === null ? "Last error" : `Last error, rank ${error.rank}`;
+    title.textContent = `${where}, ${new Date(error.time * 1000).toLocaleTimeString()}`;
+    text.textContent = error.message;
+    copy.lastChild.textContent = "Copy";
+  };
+  return card;
 }
 
 /** The clipboard's own interface is there on https and localhost only; ComfyUI is often used over plain http. */
@@ -122,6 +135,7 @@ async function restart() {
   let problem = null;
   try {
     const answer = await (await api.fetchApi(RESTART, { method: "POST" })).json();
+    version += 1;
     status = answer.status;
     problem = answer.error;
   } catch (error) {
@@ -132,31 +146,41 @@ async function restart() {
   if (problem) app.extensionManager.toast.add({ severity: "error", summary: "Workers did not restart", detail: problem, life: 15000 });
 }
 
-function draw(panel) {
-  const now = status;
-  if (!now) return panel.replaceChildren(make("p", "cp-quiet", "Waiting for the server…"));
-  const shown = restarting ? "starting" : now.state;
-  const parts = [make("div", `cp-headline cp-${shown}`, STATES[shown] ?? shown)];
-  if (now.activity && ["starting", "loading", "computing"].includes(now.state)) parts.push(make("p", "cp-activity", now.activity));
-  if (now.state === "off") parts.push(make("p", "cp-quiet", NO_WORKERS));
-  else parts.push(facts(now), ...now.ranks.map(rankCard));
-  if (now.last_error) parts.push(errorCard(now.last_error));
-  if (now.state !== "off") {
-    const again = button(restarting ? "Restarting…" : "Restart workers", "pi-refresh", restart);
+/** The panel. Only what has nothing to click or select is made anew by an event. */
+function makePanel() {
+  const headline = make("div", "cp-headline");
+  const activity = make("p", "cp-activity");
+  const body = make("div", "cp-body");
+  const error = errorCard();
+  const again = button("Restart workers", "pi-refresh", restart);
+  const element = make("div", "cp-panel", null, headline, activity, body, error, again);
+  element.dataset.testid = "context-parallel-panel";
+  element.update = (now) => {
+    const state = restarting ? "starting" : now?.state;
+    headline.textContent = now ? (STATES[state] ?? state) : "Waiting for the server…";
+    headline.className = `cp-headline cp-${state}`;
+    const quiet = now?.state === "off" ? NO_WORKERS : "";
+    activity.textContent = ["starting", "loading", "computing"].includes(now?.state) ? now.activity : quiet;
+    activity.hidden = !activity.textContent;
+    body.replaceChildren(...(!now || now.state === "off" ? [] : [facts(now), ...now.ranks.map(rankCard)]));
+    error.update(now?.last_error);
+    again.hidden = !now || now.state === "off";
     again.disabled = restarting;
-    parts.push(again);
-  }
-  panel.replaceChildren(...parts);
+    again.lastChild.textContent = restarting ? "Restarting…" : "Restart workers";
+  };
+  return element;
 }
 
 function show() {
-  for (const panel of panels) draw(panel);
+  panel?.update(status);
 }
 
 async function ask() {
+  const asked = version;
   try {
     const answer = await api.fetchApi(STATUS);
-    if (answer.ok) status = await answer.json();
+    const now = answer.ok ? await answer.json() : status;
+    if (version === asked) status = now;
   } catch {
     // The server is away; ComfyUI says so itself, and "reconnected" asks again.
   }
@@ -171,6 +195,7 @@ app.registerExtension({
     style.href = new URL("./status_panel.css", import.meta.url).href;
     document.head.append(style);
     api.addEventListener(EVENT, ({ detail }) => {
+      version += 1;
       status = detail;
       show();
     });
@@ -182,14 +207,9 @@ app.registerExtension({
       tooltip: "Context Parallel: what every rank is doing",
       type: "custom",
       render(element) {
-        const panel = make("div", "cp-panel");
-        panel.dataset.testid = "context-parallel-panel";
-        panels.add(panel);
+        panel = makePanel();
         element.replaceChildren(panel);
-        draw(panel);
-      },
-      destroy() {
-        panels.clear();
+        show();
       },
     });
     await ask();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from typing import Any
 
@@ -10,41 +11,100 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from ..errors import bad_value
+from ..config import MAX_RANKS
+from ..errors import ContextParallelError, bad_value
 
 WIDTH, MARGIN, LABEL = 960, 24, 190  # pixels
 BAR, GAP, LINE = 30, 12, 30
+BARS = 32  # ranks that are drawn
+DESCRIBED = 8  # ranks that get a line in the picture; the text has all
 COLOURS = {"compute": "#3b82f6", "communication": "#f59e0b", "wait": "#9ca3af"}
 PAPER, INK = "#ffffff", "#111827"
-WHERE_FROM = "Connect the report output of CP Sampler."
+LONGEST = 1 << 20  # characters of a report
+LONGEST_NAME = 100  # characters
+LARGEST = 1e18  # of any figure
 
 
 def read_report(text: str) -> dict[str, Any]:
-    """The report that CP Sampler gave out as JSON. Raises ConfigError where it is something else."""
+    """The part of a report of CP Sampler that is shown.
+
+    Raises:
+        ConfigError: it is none. Any workflow may put any text here.
+    """
+    error: ContextParallelError = bad_value("report", text, "the JSON report of a CP Sampler", "Connect its report output.")
+    if len(text) > LONGEST:
+        raise error
     try:
         report = json.loads(text)
-    except ValueError:
-        report = None
-    if not isinstance(report, dict) or not {"world_size", "steps", "seconds_per_step"} <= report.keys():
-        raise bad_value("report", text, "the JSON report of a CP Sampler", WHERE_FROM)
-    return report
+        return _checked(report, _ONE_DEVICE | _SEVERAL if report["world_size"] != 1 else _ONE_DEVICE)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise error from None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
+        raise ValueError(value)
+    return value
+
+
+def _number_or_none(value: Any) -> float | None:
+    return None if value is None else _number(value)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > LONGEST_NAME or not value.isprintable():
+        raise ValueError(value)
+    return value
+
+
+def _counts(value: Any) -> dict[str, float]:
+    if len(value) > LONGEST_NAME:
+        raise ValueError(value)
+    return {_name(name): _number(count) for name, count in value.items()}
+
+
+def _ranks(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_RANKS:
+        raise ValueError(value)
+    return [_checked(rank, _RANK) for rank in value]
+
+
+def _times(value: Any) -> dict[str, float]:
+    return {part: _number(value[part]) for part in COLOURS}
+
+
+_ONE_DEVICE = {"world_size": _number, "seconds_per_step": _number, "seconds_per_call": _number_or_none}
+_SEVERAL = {
+    "family": _name,
+    "degrees": _counts,
+    "seconds_per_call_on_one_device": _number_or_none,
+    "speedup": _number_or_none,
+    "communication_share": _number,
+    "ranks": _ranks,
+}
+_RANK = {"rank": _number, "device": _name, "tokens": _counts, "seconds": _times, "host_memory": _number, "device_memory": _number}
+
+
+def _checked(value: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: check(value[name]) for name, check in fields.items()}
 
 
 def summarise(report: dict[str, Any]) -> list[str]:
-    """The report in a few lines; a line per rank at the end, where there are ranks."""
-    ranks = report.get("ranks", [])
-    if not ranks:
-        return ["one device", f"{report['seconds_per_step']:.3g} s per step"]
+    """What `read_report` returned in a few lines; a line per rank at the end, where there are ranks."""
+    speed = f"{report['seconds_per_step']:.3g} s per step"
+    if report["seconds_per_call"] is not None:
+        speed += f", {report['seconds_per_call']:.3g} s per call"
+    if report["world_size"] == 1:
+        return ["one device", speed]
     axes = ", ".join(f"{name} {degree}" for name, degree in report["degrees"].items() if degree > 1)
     lines = [
-        f"{report['family']} on {report['world_size']} ranks ({axes})",
-        f"{report['seconds_per_step']:.3g} s per step, {report['seconds_per_call']:.3g} s per call, "
-        f"{report['communication_share']:.0%} of it waiting for communication",
+        f"{report['family']} on {report['world_size']} ranks ({axes or 'one at work'})",
+        f"{speed}, {report['communication_share']:.0%} of a call waiting for communication",
     ]
-    if report["speedup"] is not None:
+    if report["speedup"] is not None and report["seconds_per_call_on_one_device"] is not None:
         alone = report["seconds_per_call_on_one_device"]
         lines.append(f"one device: {alone:.3g} s per call, so {report['speedup']:.2f} times as fast with all")
-    for rank in ranks:
+    for rank in report["ranks"]:
         tokens = ", ".join(f"{count} {name}" for name, count in rank["tokens"].items())
         memory = f"host {_gib(rank['host_memory'])}" + (f", device {_gib(rank['device_memory'])}" if rank["device_memory"] else "")
         lines.append(f"rank {rank['rank']} on {rank['device']}: {f'tokens {tokens}; ' if tokens else ''}{memory}")
@@ -54,8 +114,11 @@ def summarise(report: dict[str, Any]) -> list[str]:
 def draw(report: dict[str, Any]) -> Tensor:
     """The summary, and a bar per rank. Returns `[1, H, W, 3]` in 0..1, as ComfyUI's images are."""
     lines, ranks = summarise(report), report.get("ranks", [])
-    # Where one line more than ranks cannot be read any more, the bars are enough.
-    lines = lines[: max(3, len(lines) - len(ranks))] if len(ranks) > 8 else lines
+    if len(ranks) > DESCRIBED:
+        lines = lines[: len(lines) - len(ranks)]
+    if len(ranks) > BARS:
+        lines.append(f"the first {BARS} ranks of {len(ranks)}:")
+        ranks = ranks[:BARS]
     height = 2 * MARGIN + len(lines) * LINE + (len(ranks) * (BAR + GAP) + LINE + 2 * GAP if ranks else 0)
     picture = Image.new("RGB", (WIDTH, height), PAPER)
     pen, font = ImageDraw.Draw(picture), ImageFont.load_default(18)
@@ -92,11 +155,11 @@ def _inside(pen: ImageDraw.ImageDraw, font: Any, left: float, right: float, top:
 
 def _fit(text: str, pen: ImageDraw.ImageDraw, font: Any, width: int = WIDTH - 2 * MARGIN) -> str:
     """The text, or as much of its beginning as there is room for."""
-    if pen.textlength(text, font) <= width:
+    if len(text) <= width and pen.textlength(text, font) <= width:
         return text
-    while text and pen.textlength(f"{text}...", font) > width:
-        text = text[:-1]
-    return f"{text}..."
+    # A character is at least a pixel wide.
+    longest = bisect.bisect_right(range(width), width, key=lambda count: int(pen.textlength(f"{text[:count]}...", font)))
+    return f"{text[: longest - 1]}..."
 
 
 def _gib(count: int) -> str:

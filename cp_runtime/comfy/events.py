@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
 
 from .session import SESSION, Session
 from .status import activity, status
+
+log = logging.getLogger("context_parallel")
 
 EVENT = "context_parallel.status"
 LOOK = 1.0  # seconds between two looks while there are workers: a rank that died in between told nobody
@@ -17,27 +20,42 @@ GRAIN = 16 << 20  # bytes; less is no news
 
 def start_events(server: Any, session: Session = SESSION) -> None:
     """Send what `status` returns as `EVENT` to every client of ComfyUI's `PromptServer`, and what happens now as text in the node
-    that waits for it. Nothing is sent while there are no workers."""
+    that waits for it, to the client that queued it. Nothing is sent while there are no workers."""
 
     def run() -> None:
-        sent, said = news(status(session)), ("", "")
+        events = Events(server, session)
         while True:
             session.changed.wait(LOOK if session.pool is not None else None)
             session.changed.clear()
-            now = status(session)
-            text, node = activity(session), session.node_id
             try:
-                if news(now) != sent:
-                    sent = news(now)
-                    server.send_sync(EVENT, now)
-                if text and node is not None and (text, node) != said:
-                    said = text, node
-                    server.send_progress_text(text, node)
-            except RuntimeError:  # the event loop is closed: ComfyUI ends
-                return
+                events.send()
+            except Exception:
+                if server.loop.is_closed():  # ComfyUI ends
+                    return
+                log.exception("the status of the workers could not be sent")
+                time.sleep(LOOK)
             time.sleep(PAUSE)
 
     threading.Thread(target=run, name="context parallel events", daemon=True).start()
+
+
+class Events:
+    """What was sent last, and what is to be sent now."""
+
+    def __init__(self, server: Any, session: Session) -> None:
+        self._server, self._session = server, session
+        self._sent, self._said = news(status(session)), ("", "")
+
+    def send(self) -> None:
+        """Send what is new."""
+        now = status(self._session)
+        if news(now) != self._sent:
+            self._sent = news(now)
+            self._server.send_sync(EVENT, now)
+        text, node, client = activity(self._session), self._session.node, self._server.client_id
+        if text and node is not None and client is not None and (text, node.node_id) != self._said:
+            self._said = text, node.node_id
+            self._server.send_progress_text(text.encode(errors="replace"), node.node_id, client)
 
 
 def news(now: dict[str, Any]) -> Any:

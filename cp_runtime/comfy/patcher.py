@@ -26,8 +26,9 @@ from ..pool.controller import CallCancelled
 from .interception import intercept, release
 from .obstacles import conditions_obstacle, model_obstacle
 from .recipe import recipe_of, share_file_pages
-from .session import SESSION
+from .session import SESSION, Node
 from .target import Target
+from .timing import TIMER, RunTimer, time_calls
 
 log = logging.getLogger("context_parallel")
 
@@ -159,7 +160,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def _load_workers(self) -> Target:
         context = get_executing_context()
-        SESSION.node_id = context.node_id if context is not None else None
+        SESSION.node = Node(context.prompt_id, context.node_id) if context is not None else None
         target = Target.of(self, recipe_of(self))
         _own(self.model, target.key)
         with_cancel(lambda: SESSION.load(self.cp_config, target, comfy.model_management.processing_interrupted))
@@ -211,7 +212,13 @@ def apply_to_model(model: Any, config: RuntimeConfig) -> Any:
     patcher.cp_config = config
     patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER)
     patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER, prepare_sampling)
+    time_calls(patcher, begin_run)
     return patcher
+
+
+def begin_run(timer: RunTimer) -> None:
+    """Show a sampling run in the status."""
+    SESSION.run = timer
 
 
 def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any, conds: dict[str, Any], **kwargs: Any) -> Any:
@@ -228,4 +235,6 @@ def without_context_parallel(model: Any) -> Any:
     plain = model.clone()
     plain.__class__ = comfy.model_patcher.ModelPatcher
     plain.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER)
+    for kind in (WrappersMP.PREPARE_SAMPLING, WrappersMP.APPLY_MODEL):
+        plain.remove_wrappers_with_key(kind, TIMER)
     return plain

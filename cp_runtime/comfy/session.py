@@ -13,12 +13,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..batch import tensors
 from ..config import RuntimeConfig
 from ..errors import MirrorError, PoolError
 from ..pool.conditioning import CallEncoder
@@ -27,6 +26,7 @@ from ..pool.protocol import TensorPacker, flatten
 from .modules import encode_module
 from .patches import mixes_batch
 from .target import Target, verify
+from .timing import RunTimer
 from .weight_patches import encode_patches, patches_digest
 
 log = logging.getLogger("context_parallel")
@@ -38,8 +38,11 @@ SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between b
 CHECK_INTERVAL = 0.125  # seconds between two looks for Cancel; ranks leave at the second one
 
 
-CallKind = tuple[str, tuple[int, ...]]
-"""Model, and shape of the latent: calls of a kind take the same time."""
+class Node(NamedTuple):
+    """A node of a prompt that is executed."""
+
+    prompt_id: str
+    node_id: str
 
 
 @dataclass
@@ -48,13 +51,17 @@ class CallRecord:
 
     Args:
         seconds: from call to result, as the sampler sees it.
+        ended: when it ended, on the clock of `time.monotonic`.
         reports: what each rank reported.
-        kind: of what.
+        pids: of the ranks.
+        node: that it ran for, as `Session.node`.
     """
 
     seconds: float
+    ended: float
     reports: list[dict[str, Any]]
-    kind: CallKind
+    pids: list[int]
+    node: Node | None
 
 
 @dataclass(frozen=True)
@@ -79,18 +86,20 @@ class Session:
 
     Attributes:
         loading: name of the model that goes to the workers now; empty = none.
-        node_id: of the node that uses the pool, or used it last; None where there is no graph.
+        node: that uses the pool, or used it last; None where there is no graph.
         changed: set whenever the status changes; who waits for it clears it.
-        one_device: seconds per call on one device, where they were measured, by model and shape of the latent.
+        run: the sampling run that goes on, or went on last.
+        one_device: seconds per call on one device, where they were measured, by `RunTimer.kind`.
     """
 
     def __init__(self) -> None:
         self.pool: WorkerPool | None = None
         self.records: deque[CallRecord] = deque(maxlen=10_000)
         self.loading = ""
-        self.node_id: str | None = None
+        self.node: Node | None = None
         self.changed = threading.Event()
-        self.one_device: dict[CallKind, float] = {}
+        self.run = RunTimer(None)
+        self.one_device: dict[Any, float] = {}
         self._lock = threading.RLock()
         self.last_error: Failure | None = None
         self._resident: dict[str, Resident] = {}  # by key
@@ -214,8 +223,8 @@ class Session:
             out = pool.result(replies, device)
             self._last_kind, self._last_seconds = kind, time.monotonic() - began
             self._last_modules = replies[0]["modules"]
-            latent = next(leaf for name in body["volatile"] for leaf in tensors(arguments[name]))
-            self.records.append(CallRecord(self._last_seconds, replies, (key, tuple(latent.shape))))
+            reports = [{name: value for name, value in reply.items() if name != "value"} for reply in replies]
+            self.records.append(CallRecord(self._last_seconds, time.monotonic(), reports, pool.pids, self.node))
             return out
 
     def unload(self, key: str) -> None:
@@ -252,6 +261,7 @@ class Session:
             if self.pool is pool and not self._closing:  # else the next prompt was faster
                 pool.close()
                 self._reset()
+                self.node = None  # none waits for them
                 with self._noted():
                     self._launch(pool.config)
         finally:

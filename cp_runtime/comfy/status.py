@@ -12,7 +12,7 @@ from .report import communication_share
 from .session import SESSION, Session
 
 LINGER = 1.0
-"""Seconds. Between two commands the ranks have nothing to do for a moment: a state of the pool lasts that much longer than them."""
+"""Seconds. Between two commands of a prompt the ranks have nothing to do for a moment: a state lasts that much longer than them."""
 
 STATES = {"start": "starting", "mirror": "loading", "attach": "loading", "call": "computing"}
 """State by command; others take no time."""
@@ -35,7 +35,7 @@ def status(session: Session = SESSION) -> dict[str, Any]:
         }  # fmt: skip
     ranks = [_rank(session, pool, rank) for rank in range(len(pool.processes))]
     return {
-        "state": _state(pool, ranks),
+        "state": _state(session, pool, ranks),
         "activity": activity(session),
         "world_size": pool.world_size,
         "backend": pool.config.backend,
@@ -56,15 +56,15 @@ def activity(session: Session = SESSION) -> str:
         return f"starting {_ranks(pool, waiting)}…"
     if session.loading:
         return f"loading {session.loading} on {_ranks(pool, waiting)}…"
-    call = _last_call(session)
-    if call is None or not pool.alive:
-        return ""
-    axes = " × ".join(f"{name} {degree}" for name, degree in call["degrees"].items() if degree > 1)
-    return f"{pool.world_size} ranks ({axes}), {call['seconds']:.3g} s per call"
+    record = session.last_record
+    if record is None or record.node != session.node or not pool.alive:
+        return ""  # what another node did says nothing about this one
+    axes = " × ".join(f"{name} {degree}" for name, degree in record.reports[0]["degrees"].items() if degree > 1)
+    return f"{pool.world_size} ranks ({axes or 'one at work'}), {record.seconds:.3g} s per call"
 
 
 def _ranks(pool: WorkerPool, waiting: list[int]) -> str:
-    if len(waiting) == pool.world_size:
+    if len(waiting) in (0, pool.world_size):
         return f"{pool.world_size} ranks"
     return "rank " + ", ".join(map(str, waiting))
 
@@ -76,17 +76,21 @@ def _last_call(session: Session) -> dict[str, Any] | None:
     return {
         "degrees": record.reports[0]["degrees"],
         "seconds": record.seconds,
-        "seconds_on_one_device": session.one_device.get(record.kind),
+        # Alike for both, so that they can be compared: with what the sampler does between two calls.
+        "seconds_per_call": session.run.per_call(),
+        "seconds_per_call_on_one_device": session.one_device.get(session.run.kind),
         "communication_share": communication_share(record),
     }
 
 
-def _state(pool: WorkerPool, ranks: list[dict[str, Any]]) -> str:
+def _state(session: Session, pool: WorkerPool, ranks: list[dict[str, Any]]) -> str:
     if not pool.alive:
         return "starting" if pool.doing == "start" else "failed"
-    if any(rank["state"] in ("gone", "silent") for rank in ranks):
+    # A rank that imports or loads may hold Python's lock for longer than SILENT.
+    lost = ("gone",) if pool.doing and pool.doing != "call" else ("gone", "silent")
+    if any(rank["state"] in lost for rank in ranks):
         return "failed"
-    recent = pool.did if time.monotonic() - pool.did_until < LINGER else ""
+    recent = pool.did if session.node is not None and time.monotonic() - pool.did_until < LINGER else ""
     return STATES.get(pool.doing or recent, "idle")
 
 

@@ -83,7 +83,7 @@ class WorkerPool:
         self.config, self.site = config, site
         self.world_size = config.world_size
         self.alive = False
-        self.doing = self.did = ""
+        self.doing, self.did = "start", ""
         self.did_until = -math.inf
         self.waiting_for: list[int] = []
         self.seconds: dict[str, float] = {}
@@ -119,12 +119,12 @@ class WorkerPool:
             with starting():
                 self._spawn()
             hellos = self._collect(0, began + STARTUP_TIMEOUT, "start", cancelled)
+            self.alive = True
         except BaseException:
             self.kill()
             raise
         finally:
             self._end()
-        self.alive = True
         self.seconds = {"start": time.monotonic() - began, **hellos[0]["seconds"]}
         log.info(
             "started %d ranks in %.1f s (%s): %s",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .launcher import is_own
 
-SIGNAL = signal.SIGUSR1
+SIGNAL = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is only imported
 PREFIX = "context-parallel-stacks-"
 KEEP = 5  # files of this user
 PATIENCE = 0.4  # seconds that ranks get to write

@@ -71,10 +71,10 @@ def theme(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def page(browser: Browser, browser_server: ComfyServer) -> Iterator[Page]:
-    """ComfyUI in a fresh tab. An error that the page did not catch fails the test."""
+def page(browser: Browser, browser_server: ComfyServer, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """ComfyUI in a fresh tab, with more SETTINGS as parameter. An error that the page did not catch fails the test."""
     errors: list[str] = []
-    settings = json.dumps(SETTINGS).encode()
+    settings = json.dumps(SETTINGS | getattr(request, "param", {})).encode()
     (browser_server.base / "user" / "default").mkdir(exist_ok=True)
     (browser_server.base / "user" / "default" / "comfy.settings.json").write_bytes(settings)
     with browser.new_context(viewport=SIZE) as context:

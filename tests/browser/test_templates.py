@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 from browser.canvas import box_of, load_workflow, point_in, show_node
 from playwright.sync_api import expect
+from support.graphs import flux_prompt
 from support.server import CHECKOUT
 
 NAMES = sorted(path.stem for path in (CHECKOUT / "workflows").glob("*.json"))
@@ -59,6 +63,34 @@ def test_the_picture_of_the_graph(page, picture):
     assert image.width > 800
 
 
+def test_the_report(browser_server, page, picture):
+    """CP Sampler and CP Report, run by the Queue button."""
+    prompt = flux_prompt(node="CPSampler", width=512, height=512, steps=8, cp={"world_size": 2})
+    prompt["report"] = {"class_type": "CPReport", "inputs": {"report": ["sampler", 1]}, "_meta": {"title": "CP Report"}}
+    page.evaluate("prompt => app.loadApiJson(prompt, 'report')", prompt)
+    page.evaluate(
+        """() => {
+            const find = kind => app.graph.nodes.find(node => node.type === kind);
+            const [sampler, report] = [find("CPSampler"), find("CPReport")];
+            report.pos = [sampler.pos[0] + sampler.size[0] + 60, sampler.pos[1]];
+            report.setSize([520, 420]);
+            find("CPConfig").pos = [sampler.pos[0] - 320, sampler.pos[1] + 60];
+            find("ApplyContextParallel").pos = [sampler.pos[0] - 320, sampler.pos[1] - 60];
+            for (const node of app.graph.nodes)
+                if (!["CPSampler", "CPReport", "CPConfig", "ApplyContextParallel"].includes(node.type)) node.pos[0] -= 500;
+        }"""
+    )
+    page.set_viewport_size({"width": 1800, "height": 1000})
+    page.evaluate("app.extensionManager.toggleFocusMode()")
+    show_node(page, "CPSampler")
+    page.evaluate("app.queuePrompt(0)")
+    page.wait_for_function("() => app.graph.nodes.find(node => node.type === 'CPReport').imgs?.length", timeout=120_000)
+    expect(page.get_by_text(re.compile(r"Flux on 2 ranks .*rank 1 on cpu", re.DOTALL))).to_be_visible()
+    page.wait_for_timeout(1000)
+    kinds = ["ApplyContextParallel", "CPConfig", "CPSampler", "CPReport"]
+    picture("web/docs/images/report.jpg", clip=box_of(page, kinds, margin=20), width=1000)
+
+
 def test_tooltips(page, picture):
     load_workflow(page, "flux_context_parallel")
     show_node(page, "CPConfig")
@@ -66,6 +98,32 @@ def test_tooltips(page, picture):
     tooltip = page.locator(".node-tooltip")
     expect(tooltip).to_contain_text("cuda:0,cuda:2")
     picture("docs/images/tooltip.png")
+
+
+@pytest.mark.parametrize("page", [{"Comfy.VueNodes.Enabled": True}], indirect=True)
+def test_advanced_inputs_are_folded_away(page, picture):
+    """In the frontend's new nodes; the old ones, drawn on the canvas, always show them."""
+    load_workflow(page, "flux_context_parallel")
+    show_node(page, "CPConfig")
+    node = page.locator("[data-node-id]", has=page.get_by_text("CP Config", exact=True))
+    label = node.get_by_test_id("widget-layout-field-label")
+    for name in ("world_size", "devices", "ulysses_degree", "ring_degree", "batch_degree", "on_unsupported"):
+        expect(label.get_by_text(name, exact=True)).to_be_visible()
+    expect(label.get_by_text("rotate_method", exact=True)).to_be_hidden()
+    picture("docs/images/folded.png")
+    node.get_by_text("Show advanced inputs").click()
+    for name in ("rotate_method", "convert_to_fp32", "ulysses_anything", "ring_anything", "backend", "step_timeout"):
+        expect(label.get_by_text(name, exact=True)).to_be_visible()
+
+
+@pytest.mark.parametrize("page", [{"Comfy.Locale": "zh"}, {"Comfy.Locale": "ja"}], ids=["zh", "ja"], indirect=True)
+def test_other_languages(page, request):
+    texts = json.loads((CHECKOUT / "locales" / request.node.callspec.id / "nodeDefs.json").read_text())["CPConfig"]
+    load_workflow(page, "flux_context_parallel")
+    show_node(page, "CPConfig")
+    page.mouse.move(*point_in(page, "CPConfig", "devices"))
+    expect(page.locator(".node-tooltip")).to_have_text(texts["inputs"]["devices"]["tooltip"])
+    assert page.evaluate("LiteGraph.registered_node_types.CPConfig.title") == texts["display_name"]
 
 
 def test_help(page, picture):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 import time
 
 import pytest
 from PIL import Image
+from support import families
 from support.faults import SLACK
-from support.graphs import flux_prompt
+from support.graphs import family_prompt, flux_prompt
 from support.server import ComfyServer
+from websocket import ABNF, create_connection
 
 CP = {"world_size": 2, "ulysses_degree": 2}
 STATUS = "context_parallel.status"
@@ -68,28 +71,61 @@ def test_speedup_is_known_after_a_run_on_one_device(comfyui_path, checkpoints_di
         summary, _, _ = picture(server, text)
         assert f"{report['speedup']:.2f} times as fast" in summary
         status = server.get("/context_parallel/status")["last_call"]
-        assert status["seconds_on_one_device"] == pytest.approx(alone["seconds_per_call"], abs=1e-4)
+        assert status["seconds_per_call_on_one_device"] == pytest.approx(alone["seconds_per_call"], abs=1e-4)
+        assert 0 < status["seconds_per_call"] < 10
         assert status["degrees"] == {"ulysses": 2, "ring": 1, "batch": 1}
         assert 0 < status["communication_share"] < 1
 
 
+@pytest.mark.parametrize("served", ["sd3"])
+def test_speedup_is_known_for_families_without_a_wrapper_of_the_transformer(served, server, family_checkpoints):
+    """Half of them never ask ComfyUI for wrappers of DIFFUSION_MODEL. Other sizes are not compared."""
+    _, entry, _ = families.served()[served]
+
+    def report(world_size, **changes):
+        prompt = family_prompt(entry, node="CPSampler", steps=3, cp={"world_size": world_size}, **changes)
+        return json.loads(server.run(prompt).check().outputs["report"]["text"][0])
+
+    assert report(1)["calls"] == 3
+    assert report(2)["speedup"] > 0
+    assert report(2, batch=2)["speedup"] is None
+
+
+def test_a_run_that_is_measured_on_one_device_has_it_for_itself(server):
+    sampled(server, **CP)
+    assert server.get("/context_parallel/status")["models"] == ["flux.safetensors"]
+    sampled(server, world_size=1)
+    assert server.get("/context_parallel/status")["models"] == []
+
+
+def test_single_device_runs_are_measured(server):
+    """The model goes through Apply, and something in the graph keeps it from the workers."""
+    cp = {"world_size": 2, "on_unsupported": "single device"}
+    prompt = flux_prompt(node="CPSampler", steps=3, after_apply=[("TestPatch", {"kind": "post_input"})], cp=cp)
+    report = json.loads(server.run(prompt).check().outputs["report"]["text"][0])
+    assert (report["world_size"], report["calls"]) == (1, 3)
+    assert report["seconds_per_call"] > 0
+
+
+REPORT = {
+    "world_size": 2, "devices": ["cpu", "cpu"], "degrees": {"ulysses": 2, "ring": 1, "batch": 1}, "family": "Flux",
+    "steps": 4, "calls": 4, "seconds": 5.0, "seconds_per_step": 1.25, "seconds_per_call": 1.2,
+    "seconds_per_call_on_one_device": 2.16, "speedup": 1.8, "communication_share": 0.25,
+    "ranks": [
+        {"rank": 0, "pid": 1, "device": "cpu", "tokens": {"img": 8}, "host_memory": 3 << 29, "device_memory": 0,
+         "seconds": {"compute": 0.75, "communication": 0.25, "wait": 0.0}},
+        {"rank": 1, "pid": 2, "device": "cpu", "tokens": {"img": 8}, "host_memory": 3 << 29, "device_memory": 1 << 30,
+         "seconds": {"compute": 0.25, "communication": 0.25, "wait": 0.5}},
+    ],
+}  # fmt: skip
+
+
 def test_report_as_text_and_picture(server):
-    report = {
-        "world_size": 2, "devices": ["cpu", "cpu"], "degrees": {"ulysses": 2, "ring": 1, "batch": 1}, "family": "Flux",
-        "steps": 4, "calls": 4, "seconds": 5.0, "seconds_per_step": 1.25, "seconds_per_call": 1.2,
-        "seconds_per_call_on_one_device": 2.16, "speedup": 1.8, "communication_share": 0.25,
-        "ranks": [
-            {"rank": 0, "pid": 1, "device": "cpu", "tokens": {"img": 8}, "host_memory": 3 << 29, "device_memory": 0,
-             "seconds": {"compute": 0.75, "communication": 0.25, "wait": 0.0}},
-            {"rank": 1, "pid": 2, "device": "cpu", "tokens": {"img": 8}, "host_memory": 3 << 29, "device_memory": 1 << 30,
-             "seconds": {"compute": 0.25, "communication": 0.25, "wait": 0.5}},
-        ],
-    }  # fmt: skip
     began = time.monotonic()
-    text, image, shown = picture(server, json.dumps(report))
+    text, image, shown = picture(server, json.dumps(REPORT))
     assert text.splitlines() == [
         "Flux on 2 ranks (ulysses 2)",
-        "1.25 s per step, 1.2 s per call, 25% of it waiting for communication",
+        "1.25 s per step, 1.2 s per call, 25% of a call waiting for communication",
         "one device: 2.16 s per call, so 1.80 times as fast with all",
         "rank 0 on cpu: tokens 8 img; host 1.50 GiB",
         "rank 1 on cpu: tokens 8 img; host 1.50 GiB, device 1.00 GiB",
@@ -105,16 +141,59 @@ def test_report_as_text_and_picture(server):
 
 
 def test_report_of_one_device(server):
-    text, image, _ = picture(server, json.dumps({"world_size": 1, "steps": 4, "seconds": 5.0, "seconds_per_step": 1.25}))
+    text, image, _ = picture(server, json.dumps({"world_size": 1, "steps": 4, "seconds_per_step": 1.25, "seconds_per_call": None}))
     assert text.splitlines() == ["one device", "1.25 s per step"]
     assert image.width > 100
 
 
-@pytest.mark.parametrize("text", ["", "no json", "[]", "{}", '{"world_size": 2}'])
-def test_something_else_than_a_report(server, text):
+def changed(**changes):
+    return json.dumps(REPORT | changes)
+
+
+def changed_rank(**changes):
+    return changed(ranks=[REPORT["ranks"][0] | changes])
+
+
+NO_REPORTS = {
+    "empty": "",
+    "no JSON": "no json",
+    "a list": "[]",
+    "deep": "[" * 100_000,
+    "large": " " * 2**21,
+    "incomplete": '{"world_size": 2}',
+    "a text for a number": changed(seconds_per_step="1"),
+    "nothing for a number": changed(seconds_per_step=None),
+    "not a number": changed(seconds_per_step=math.nan),
+    "a huge number": changed(speedup=10**400),
+    "no ranks": changed(ranks=[]),
+    "ranks of another kind": changed(ranks={"a": 1}),
+    "too many ranks": changed(ranks=REPORT["ranks"] * 600),
+    "a rank of another kind": changed(ranks=[1]),
+    "negative time": changed_rank(seconds={"compute": -1.0, "communication": 0.0, "wait": 0.0}),
+    "two lines": changed_rank(device="cpu\nrank 1"),
+    "half a character": changed_rank(device="\ud800"),
+    "a long name": changed_rank(device="x" * 10_000),
+}
+
+
+@pytest.mark.parametrize("text", NO_REPORTS.values(), ids=NO_REPORTS)
+def test_something_else_than_a_report(text, server):
     error = server.run({"shown": {"class_type": "CPReport", "inputs": {"report": text}}}).error
     assert "report: got" in error.exception_message
     assert "the JSON report of a CP Sampler" in error.exception_message
+    assert len(error.exception_message) < 500
+
+
+def test_a_report_of_very_many_ranks(server):
+    """All are in the text; the picture stays one that can be looked at."""
+    text, image, _ = picture(server, changed(ranks=REPORT["ranks"] * 500))
+    assert len(text.splitlines()) == 1003
+    assert image.height < 2000
+
+
+def test_long_names_are_cut(server):
+    _, image, _ = picture(server, changed_rank(device="W" * 100))
+    assert image.width == 960
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -150,6 +229,17 @@ def test_events_follow_the_workers(fresh_server):
     assert texts[0][1] == "starting 2 ranks…"
     assert texts[-1][1].startswith("2 ranks (ulysses 2), ")
 
+    # Another node must not show what this one did, while its own first call is under way.
+    since = time.monotonic()
+    prompt = flux_prompt(width=1024, height=1024, steps=1, cp=CP)
+    prompt["other"] = prompt.pop("sampler")
+    prompt["save"]["inputs"]["samples"] = ["other", 0]
+    server.run(prompt, timeout=120).check()
+    server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "idle", 10 * SLACK, since=since)
+    seconds = server.get("/context_parallel/status")["last_call"]["seconds"]
+    shown = [event.data for event in server.events if event.type == "text" and event.time >= since]
+    assert set(shown) == {("other", f"2 ranks (ulysses 2), {seconds:.3g} s per call")}
+
     quiet = time.monotonic()
     time.sleep(3)
     assert len(statuses(server, quiet)) <= 1  # memory may still change
@@ -162,3 +252,19 @@ def test_a_rank_that_dies_unused_is_an_event(fresh_server):
     os.kill(pids[1], signal.SIGKILL)
     event = fresh_server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "failed", 3 * SLACK, since=since)
     assert [rank["state"] for rank in event.data["ranks"]] == ["idle", "gone"]
+
+
+def test_text_goes_to_the_client_that_queued(fresh_server):
+    other = create_connection(f"ws://127.0.0.1:{fresh_server.port}/ws?clientId=other", timeout=5, http_no_proxy=["127.0.0.1"])
+    try:
+        fresh_server.run(flux_prompt(cp=CP)).check()
+        fresh_server.wait_event(lambda event: event.type == "text")
+        state = ""
+        while state != "idle":
+            code, frame = other.recv_data()
+            assert code == ABNF.OPCODE_TEXT, frame  # no text for a node
+            message = json.loads(frame)
+            if message["type"] == STATUS:
+                state = message["data"]["state"]
+    finally:
+        other.close()

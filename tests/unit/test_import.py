@@ -1,0 +1,47 @@
+"""The pack loads where pools cannot run: Windows and macOS lack much of what they use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+MISSING = {
+    "os": ("memfd_create", "MFD_CLOEXEC", "posix_fallocate", "getuid", "sysconf", "fork", "kill"),
+    "signal": ("SIGUSR1", "SIGKILL", "SIGCONT", "SIGSTOP", "SIGHUP"),
+    "select": ("poll", "POLLIN"),
+    "faulthandler": ("register",),
+    "socket": ("socketpair", "AF_UNIX"),
+}
+MODULES = ("fcntl", "resource", "pwd", "grp", "termios")
+CODE = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+import comfy.options
+comfy.options.enable_args_parsing()
+sys.argv[1:] = ["--cpu"]
+import comfy.model_management  # with what it and torch need of the system
+from support.package import load_package
+for name, attributes in {missing!r}.items():
+    module = importlib.import_module(name)
+    for attribute in attributes:
+        vars(module).pop(attribute, None)
+for name in {modules!r}:
+    sys.modules[name] = None
+load_package()
+import cp_runtime.comfy.events, cp_runtime.comfy.report, cp_runtime.comfy.chart, cp_runtime.comfy.routes
+"""
+
+
+def test_import_without_what_only_linux_has():
+    comfyui = os.environ.get("COMFYUI_PATH")
+    if not comfyui:
+        pytest.fail("COMFYUI_PATH is not set; `make test` sets it")
+    code = CODE.format(missing=MISSING, modules=MODULES)
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    done = subprocess.run([sys.executable, "-c", code, comfyui], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
