@@ -11,7 +11,7 @@ from ..config import RuntimeConfig
 from ..families import plan_for
 from .patcher import ContextParallelPatcher, apply_to_model, begin_run
 from .session import SESSION, CallRecord
-from .timing import recipe_key, time_calls
+from .timing import RunTimer, recipe_key, time_calls
 
 
 def run_with_report(
@@ -24,6 +24,7 @@ def run_with_report(
         model = model.clone()
         time_calls(model, begin_run)
         SESSION.unload(recipe_key(model) or "")  # else the weights of a run before may fill the device that is measured
+    begin_run(RunTimer(None))  # there may be nothing to sample
     began = time.monotonic()
     result = sample(model)
     ended = time.monotonic()

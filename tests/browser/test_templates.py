@@ -77,7 +77,7 @@ def test_the_report(browser_server, page, picture):
             find("CPConfig").pos = [sampler.pos[0] - 320, sampler.pos[1] + 60];
             find("ApplyContextParallel").pos = [sampler.pos[0] - 320, sampler.pos[1] - 60];
             for (const node of app.graph.nodes)
-                if (!["CPSampler", "CPReport", "CPConfig", "ApplyContextParallel"].includes(node.type)) node.pos[0] -= 500;
+                if (!["CPSampler", "CPReport", "CPConfig", "ApplyContextParallel"].includes(node.type)) node.pos[0] -= 3000;
         }"""
     )
     page.set_viewport_size({"width": 1800, "height": 1000})

@@ -140,6 +140,16 @@ def test_report_as_text_and_picture(server):
     assert 0.45 * whole <= max(grey) <= 0.55 * whole
 
 
+def test_a_run_without_a_step(server):
+    """KSampler returns the latent as it is; what a run before needed is not told."""
+    sampled(server, **CP)
+    prompt = flux_prompt(node="CPSampler", steps=4, cp=CP)
+    prompt["sampler"]["inputs"]["denoise"] = 0.0
+    report = json.loads(server.run(prompt).check().outputs["report"]["text"][0])
+    assert (report["calls"], report["seconds_per_call"]) == (0, None)
+    picture(server, json.dumps(report))
+
+
 def test_report_of_one_device(server):
     text, image, _ = picture(server, json.dumps({"world_size": 1, "steps": 4, "seconds_per_step": 1.25, "seconds_per_call": None}))
     assert text.splitlines() == ["one device", "1.25 s per step"]
