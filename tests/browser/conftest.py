@@ -19,7 +19,8 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from support.server import CHECKOUT, ComfyServer
 
-CHROMIUM = os.environ.get("CP_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = os.environ.get("CP_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 KEEP = os.environ.get("CP_SCREENSHOTS", "") == "1"
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
 SIZE = {"width": 1400, "height": 900}
