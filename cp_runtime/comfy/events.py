@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from .session import SESSION, Session
-from .status import activity, status
+from .status import status
 
 log = logging.getLogger("context_parallel")
 
@@ -49,10 +49,11 @@ class Events:
     def send(self) -> None:
         """Send what is new."""
         now = status(self._session)
-        if news(now) != self._sent:
-            self._sent = news(now)
+        new = news(now)
+        if new != self._sent:
+            self._sent = new
             self._server.send_sync(EVENT, now)
-        text, node, client = activity(self._session), self._session.node, self._server.client_id
+        text, node, client = now["activity"], self._session.node, self._server.client_id
         if text and node is not None and client is not None and (text, node.node_id) != self._said:
             self._said = text, node.node_id
             self._server.send_progress_text(text.encode(errors="replace"), node.node_id, client)

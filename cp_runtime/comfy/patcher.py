@@ -28,7 +28,7 @@ from .obstacles import conditions_obstacle, model_obstacle
 from .recipe import recipe_of, share_file_pages
 from .session import SESSION, Node
 from .target import Target
-from .timing import TIMER, RunTimer, time_calls
+from .timing import RunTimer, stop_timing, time_calls
 
 log = logging.getLogger("context_parallel")
 
@@ -235,6 +235,5 @@ def without_context_parallel(model: Any) -> Any:
     plain = model.clone()
     plain.__class__ = comfy.model_patcher.ModelPatcher
     plain.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER)
-    for kind in (WrappersMP.PREPARE_SAMPLING, WrappersMP.APPLY_MODEL):
-        plain.remove_wrappers_with_key(kind, TIMER)
+    stop_timing(plain)
     return plain

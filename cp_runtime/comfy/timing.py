@@ -74,9 +74,15 @@ def time_calls(patcher: Any, begin: Callable[[RunTimer], None]) -> None:
         timer.enter({"x": x, "concat": c_concat, "control": control, **kwargs})
         return executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
 
-    for kind, wrapper in ((WrappersMP.PREPARE_SAMPLING, prepare), (WrappersMP.APPLY_MODEL, call)):
+    stop_timing(patcher)
+    patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, TIMER, prepare)
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, TIMER, call)
+
+
+def stop_timing(patcher: Any) -> None:
+    """Undo `time_calls`, if it was done."""
+    for kind in (WrappersMP.PREPARE_SAMPLING, WrappersMP.APPLY_MODEL):
         patcher.remove_wrappers_with_key(kind, TIMER)
-        patcher.add_wrapper_with_key(kind, TIMER, wrapper)
 
 
 def recipe_key(patcher: Any) -> str | None:
