@@ -7,14 +7,11 @@ The sequence is split, never the batch, where a family has one to split.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from safetensors import safe_open
-from safetensors.torch import save_file
 from support import families
 from support.graphs import Link, NodeSpec, Prompt, family_prompt
 
@@ -23,7 +20,6 @@ from cp_runtime.families import PLANS
 TOLERANCE = 2e-4
 SERVED = families.served()
 
-INSIDE = "model.diffusion_model.conditioner."
 CHECKPOINT, IMAGE_ONLY = "CheckpointLoaderSimple", "ImageOnlyCheckpointLoader"
 POSITIVE, NEGATIVE, LATENT = ["positive", 0], ["negative", 0], ["latent", 0]
 PAIR = {"positive": POSITIVE, "negative": NEGATIVE}
@@ -588,33 +584,12 @@ def saved(server, result) -> dict[str, Any]:
     return {node: server.latent(result, node) for node, output in result.outputs.items() if "latents" in output}
 
 
-@pytest.fixture(scope="module")
-def links(checkpoints_dir) -> Callable[[str], None]:
-    """Gives the models of families in the folder of checkpoints too."""
-
-    def link(served: str) -> None:
-        file = families.checkpoint_of(SERVED[served][1])
-        source, target = (checkpoints_dir / folder / file for folder in ("diffusion_models", "checkpoints"))
-        target.parent.mkdir(exist_ok=True)
-        if target.exists():
-            return
-        if not SERVED[served][2].conditioner:
-            os.link(source, target)
-            return
-        # Checkpoints have these beside the model, not in it.
-        with safe_open(source, "pt") as opened:
-            tensors = {name.replace(INSIDE, "conditioner."): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            save_file(tensors, target, metadata=opened.metadata())
-
-    return link
-
-
 @pytest.mark.parametrize(("name", "served"), [(name, case.served) for name, case in CASES.items()], ids=CASES)
-def test_latent_equals_the_stock_graph(name, served, server, family_checkpoints, links):
+def test_latent_equals_the_stock_graph(name, served, server, family_checkpoints, as_checkpoint):
     assert served not in family_checkpoints, family_checkpoints[served]
     case = CASES[name]
     if case.loader != "UNETLoader":
-        links(served)
+        as_checkpoint(served)
     expected = latents(server, case.build())
     shares = PLANS[SERVED[served][2].cls].shares_sequence
     result = server.run(case.build({"world_size": 2, "batch_degree": 1 if shares else 0}), timeout=300).check()

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-from support import checkpoints, families
+from support import checkpoints
 from support.server import CHECKOUT, ComfyServer, PromptRejected
 
 TOLERANCE = 2e-4
@@ -382,17 +380,17 @@ def test_latent_equals_the_graph_without_context_parallel(name, server, low_nois
 
 
 @pytest.mark.parametrize(("name", "served"), SERVED.items())
-def test_latent_of_a_family_equals_the_graph_without_context_parallel(name, served, server, family_checkpoints, checkpoints_dir):
+def test_latent_of_a_family_equals_the_graph_without_context_parallel(name, served, server, family_checkpoints, as_checkpoint):
     assert served not in family_checkpoints, family_checkpoints[served]
-    offer_to_load_checkpoint(served, checkpoints_dir)
+    as_checkpoint(served)
     compare(name, server)
 
 
 @pytest.mark.parametrize("served", ["sdxl"])
-def test_unet_shares_the_batch(served, server, family_checkpoints, checkpoints_dir):
+def test_unet_shares_the_batch(served, server, family_checkpoints, as_checkpoint):
     """Two ranks compute one half of CFG each, by the CP Sampler's report."""
     assert served not in family_checkpoints, family_checkpoints[served]
-    offer_to_load_checkpoint(served, checkpoints_dir)
+    as_checkpoint(served)
     prompt = tiny("sdxl_cfg_context_parallel", world_size=2)
     (sampler,) = [node_id for node_id, node in prompt.items() if node["class_type"] == "KSampler"]
     prompt[sampler]["class_type"] = "CPSampler"
@@ -408,10 +406,3 @@ def compare(name: str, server: ComfyServer) -> None:
     assert out.shape == expected.shape
     assert expected.std() > 1e-2
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-
-
-def offer_to_load_checkpoint(served: str, models: Path) -> None:
-    """Load Checkpoint looks into a folder of its own."""
-    file = models / "diffusion_models" / families.checkpoint_of(families.served()[served][1])
-    (models / "checkpoints").mkdir(exist_ok=True)
-    shutil.copyfile(file, models / "checkpoints" / file.name)
