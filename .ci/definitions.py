@@ -1,6 +1,6 @@
 """What saved workflows depend on in the nodes' definitions, and what a change of them breaks.
 
-    python .ci/definitions.py
+    make definitions
 
 Starts ComfyUI, reads the definitions of the nodes from /object_info and writes them to
 `tests/server/node_definitions/<version of pyproject.toml>.json`. Part of a release; the file of a version that users have stays as
@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "server" / "node_definitions"
 PACK = "custom_nodes.comfyui-context-parallel"  # what the server of the tests calls this checkout
-COMMAND = "python .ci/definitions.py"
+COMMAND = "make definitions"
 
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 BORROWED = ("sampler_name", "scheduler")  # inputs of KSampler whose options are ComfyUI's to change
@@ -193,14 +192,6 @@ def usable(replacements: Mapping[str, list[Json]], object_info: Mapping[str, Jso
 
 
 def main() -> int:
-    if "COMFYUI_PATH" not in os.environ:  # outside of the environment that .ci/setup.py makes
-        setup = [sys.executable, str(ROOT / ".ci" / "setup.py")]
-        python, comfyui = (
-            subprocess.run([*setup, flag], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-            for flag in ("--python", "--comfyui")
-        )
-        command = [os.environ.get("CP_PYTHON", python), str(Path(__file__).resolve())]
-        return subprocess.run(command, env={**os.environ, "COMFYUI_PATH": comfyui}, check=False).returncode
     sys.path.insert(0, str(ROOT / "tests"))
     from support.server import ComfyServer
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..config import MAX_RANKS
 from ..errors import ContextParallelError, bad_value
+from .report import axes
 
 WIDTH, MARGIN, LABEL = 960, 24, 190  # pixels
 BAR, GAP, LINE = 30, 12, 30
@@ -96,9 +97,8 @@ def summarise(report: dict[str, Any]) -> list[str]:
         speed += f", {report['seconds_per_call']:.3g} s per call"
     if report["world_size"] == 1:
         return ["one device", speed]
-    axes = ", ".join(f"{name} {degree}" for name, degree in report["degrees"].items() if degree > 1)
     lines = [
-        f"{report['family']} on {report['world_size']} ranks ({axes or 'one at work'})",
+        f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'])})",
         f"{speed}, {report['communication_share']:.0%} of a call waiting for communication",
     ]
     if report["speedup"] is not None and report["seconds_per_call_on_one_device"] is not None:

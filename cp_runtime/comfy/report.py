@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..config import RuntimeConfig
@@ -51,6 +51,11 @@ def run_with_report(
     elif run.kind is not None and per_call is not None:
         SESSION.one_device[run.kind] = per_call
     return result, report
+
+
+def axes(degrees: Mapping[str, int]) -> str:
+    """The mesh of a call in words, from a rank's degrees by axis."""
+    return " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one at work"
 
 
 def communication_share(record: CallRecord) -> float:

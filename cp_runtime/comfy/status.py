@@ -8,7 +8,7 @@ from typing import Any
 from ..pool.board import SILENT, resident_bytes
 from ..pool.controller import WorkerPool
 from ..pool.stacks import process_state
-from .report import communication_share
+from .report import axes, communication_share
 from .session import SESSION, Session
 
 LINGER = 1.0
@@ -59,8 +59,7 @@ def activity(session: Session = SESSION) -> str:
     record = session.last_record
     if record is None or record.node != session.node or not pool.alive:
         return ""  # what another node did says nothing about this one
-    axes = " × ".join(f"{name} {degree}" for name, degree in record.reports[0]["degrees"].items() if degree > 1)
-    return f"{pool.world_size} ranks ({axes or 'one at work'}), {record.seconds:.3g} s per call"
+    return f"{pool.world_size} ranks ({axes(record.reports[0]['degrees'])}), {record.seconds:.3g} s per call"
 
 
 def _ranks(pool: WorkerPool, waiting: list[int]) -> str:

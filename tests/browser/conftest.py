@@ -67,11 +67,6 @@ def browser_server(comfyui_path: Path, browser_models: Path) -> Iterator[ComfySe
         yield running
 
 
-@pytest.fixture(params=["dark", "light"])
-def theme(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture
 def page(browser: Browser, browser_server: ComfyServer, request: pytest.FixtureRequest) -> Iterator[Page]:
     """ComfyUI in a fresh tab, with more SETTINGS as parameter. An error of ours that the page did not catch fails the test."""
@@ -88,6 +83,13 @@ def page(browser: Browser, browser_server: ComfyServer, request: pytest.FixtureR
         page.locator(".context-parallel-tab-button").wait_for()
         yield page
     assert [error for error in errors if "comfyui-context-parallel" in error] == []
+
+
+@pytest.fixture(params=["dark", "light"])
+def theme(page: Page, request: pytest.FixtureRequest) -> str:
+    """The page's colours: the test runs once with each."""
+    page.evaluate("theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)", request.param)
+    return request.param
 
 
 @pytest.fixture

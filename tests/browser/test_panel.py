@@ -47,7 +47,7 @@ def press_queue(page):
     page.get_by_test_id("queue-button").first.click()
 
 
-def test_quiet_without_workers(browser_server, page, panel, picture):
+def test_quiet_without_workers(browser_server, panel):
     if browser_server.worker_pids():
         pytest.skip("runs first, on a server that has started no workers")
     headline(panel, "no workers")
@@ -57,7 +57,6 @@ def test_quiet_without_workers(browser_server, page, panel, picture):
 
 def test_a_run(browser_server, page, panel, picture, theme):
     restart_pool(browser_server)
-    page.evaluate("theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)", theme)
     load(page, **LONG)
     page.evaluate("app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.nodes.find(node => node.type === 'KSampler'))")
     press_queue(page)
@@ -102,7 +101,6 @@ def test_cancel(browser_server, page, panel):
 
 
 def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
-    page.evaluate("theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)", theme)
     load(page, width=512, height=512, steps=2000)
     press_queue(page)
     headline(panel, "computing")

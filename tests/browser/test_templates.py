@@ -9,10 +9,9 @@ import pytest
 from browser.canvas import box_of, load_workflow, point_in, show_node
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
-from support.server import CHECKOUT
+from support.server import CHECKOUT, PACK
 
 NAMES = sorted(path.stem for path in (CHECKOUT / "workflows").glob("*.json"))
-PACK = "comfyui-context-parallel"
 
 
 def open_template(page, name):
@@ -63,7 +62,7 @@ def test_the_picture_of_the_graph(page, picture):
     assert image.width > 800
 
 
-def test_the_report(browser_server, page, picture):
+def test_the_report(page, picture):
     """CP Sampler and CP Report, run by the Queue button."""
     prompt = flux_prompt(node="CPSampler", width=512, height=512, steps=8, cp={"world_size": 2})
     prompt["report"] = {"class_type": "CPReport", "inputs": {"report": ["sampler", 1]}, "_meta": {"title": "CP Report"}}

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from support.graphs import Link, Prompt, flux_prompt
-from support.server import CHECKOUT
+from support.server import CHECKOUT, PACK
 
 TOLERANCE = 2e-4
-PACK = "comfyui-context-parallel"
 FOLDER = CHECKOUT / "subgraphs"
 NAME = "Context Parallel"
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.server import CHECKOUT
+from support.server import CHECKOUT, PACK
 
-PACK = "comfyui-context-parallel"
 NODES = ("CPConfig", "ApplyContextParallel", "CPSampler", "CPReport")
 LANGUAGES = ("en", "zh", "ja")
 QUOTE = re.compile(r'"([^"]+)"')

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 from PIL import Image
 from support import checkpoints
-from support.server import CHECKOUT, ComfyServer, PromptRejected
+from support.server import CHECKOUT, PACK, ComfyServer, PromptRejected
 
 TOLERANCE = 2e-4
-PACK = "comfyui-context-parallel"
 FOLDER = CHECKOUT / "workflows"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
 OWN_NODES = {"CPConfig", "ApplyContextParallel", "CPSampler"}

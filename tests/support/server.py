@@ -39,8 +39,9 @@ from torch import Tensor
 from . import exercised, processes
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+PACK = "comfyui-context-parallel"
 CUSTOM_NODES = {
-    "comfyui-context-parallel": CHECKOUT,
+    PACK: CHECKOUT,
     "context-parallel-test-nodes": Path(__file__).parent / "comfy_nodes",
 }
 
