@@ -203,8 +203,8 @@ def test_cancel_inside_a_slow_step_keeps_the_workers(pool_server, expected, faul
     """All ranks leave the call at the same block, although one of them is late."""
     assert_right(pool_server, expected)
     pids = pool_server.worker_pids()
-    faults.arm(1, "slow", module=1, seconds=0.4)
-    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=80))  # five planned modules: the first step takes 2 s
+    faults.arm(1, "slow", module=1, seconds=0.3)
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=80))  # five planned modules: the first step takes 1.5 s
     wait_for_sampler(pool_server, prompt_id, 0.6)
     cancel(pool_server, prompt_id, "inside a slow step")
     assert_right(pool_server, expected)
