@@ -8,7 +8,7 @@ SETUP = assignments=$$("$(PYTHON)" .ci/setup.py --print) && eval "$$assignments"
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = "$$CP_PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())'
 
-.PHONY: help setup test demo bench soak coverage registry definitions lint lint-ruff lint-format lint-mypy lint-codespell
+.PHONY: help setup test demo play bench soak coverage registry definitions lint lint-ruff lint-format lint-mypy lint-codespell
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
@@ -21,6 +21,9 @@ test: ## run the tests; options for pytest in PYTEST_ARGS, e.g. PYTEST_ARGS="tes
 
 demo: ## run the main job: the same picture from one rank and from several
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/demo.py $(DEMO_ARGS)
+
+play: ## start ComfyUI with this pack and a tiny model, to click around in
+	@$(SETUP) && "$$CP_PYTHON" .ci/play.py
 
 bench: ## measure: calls, memory of the ranks, attention and a whole step against diffusers, the batch axis (half an hour; BENCH_ARGS=--quick for minutes)
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/call_overhead.py && "$$CP_PYTHON" benchmarks/memory.py \

@@ -239,7 +239,7 @@ def make_venv(venv: Path, log: Path, lock_fd: int) -> None:
         pins = ["--no-deps", "--only-binary", ":all:", "-r", str(HERE / "requirements.txt")]
         run([python, "-m", "pip", "install", "--no-compile", *pins], log, lock_fd)
         run([python, "-m", "pip", "check"], log, lock_fd)
-    with stage("compiling them"):
+    with stage("byte-compiling them"):
         # pip would do this on one core. Some packages ship files that are no Python 3, so the status says nothing.
         packages = subprocess.run(
             [python, "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],

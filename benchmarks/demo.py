@@ -98,11 +98,12 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread per rank")
     print("writing a checkpoint: Flux architecture, hidden 1024, 2 double and 4 single blocks, random weights", flush=True)
     demo = checkpoints.Checkpoint(architecture=checkpoints.Flux(hidden=1024, double_blocks=2, single_blocks=4))
-    checkpoints.write("flux_large", out / "models", checkpoint=demo, file_stem="flux_demo")
+    models = tempfile.TemporaryDirectory(prefix="context-parallel-demo-models-")
+    checkpoints.write("flux_large", Path(models.name), checkpoint=demo, file_stem="flux_demo")
     tokens = (options.size // 16) ** 2 + TEXT_TOKENS
     print(f"starting ComfyUI; {tokens} tokens per step", flush=True)
     arguments = ["--use-pytorch-cross-attention"]
-    with ComfyServer(Path(comfyui), models=out / "models", args=arguments, env={"OMP_NUM_THREADS": "1"}) as server:
+    with models, ComfyServer(Path(comfyui), models=Path(models.name), args=arguments, env={"OMP_NUM_THREADS": "1"}) as server:
         one, one_seconds, one_file = sample(server, 1, options.size, options.steps)
         many, many_seconds, many_file = sample(server, options.ranks, options.size, options.steps)
         for file in (one_file, many_file):

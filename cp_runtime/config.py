@@ -282,15 +282,10 @@ def _is_int(value: object) -> bool:
 def _resolve_devices(world_size: int, devices: str, inventory: DeviceInventory) -> tuple[str, ...]:
     limit = inventory.max_ranks
     if not _is_int(world_size) or not 0 <= world_size <= limit:
-        raise bad_value(
-            "world_size",
-            world_size,
-            f"0 (choose) to {limit} on this machine ({inventory.count} {inventory.type} device(s))",
-            "Lower it, or start ComfyUI where more devices are visible.",
-        )
+        raise bad_value("world_size", world_size, f"0 (choose) to {limit}", _remedy("Lower it", inventory))
     if not isinstance(devices, str):
         raise bad_value("devices", devices, "a text such as 'cuda:0,cuda:2'", "Leave it empty for the first devices.")
-    names = tuple(_parse_device(part.strip(), inventory) for part in devices.split(",")) if devices.strip() else ()
+    names = tuple(_parse_device(part.strip(), devices, inventory) for part in devices.split(",")) if devices.strip() else ()
     if not names:
         count = world_size or inventory.default_ranks
         return tuple("cpu" if inventory.type == "cpu" else f"{inventory.type}:{i}" for i in range(count))
@@ -303,17 +298,27 @@ def _resolve_devices(world_size: int, devices: str, inventory: DeviceInventory) 
     return names
 
 
-def _parse_device(text: str, inventory: DeviceInventory) -> str:
-    example = "cpu,cpu" if inventory.type == "cpu" else f"{inventory.type}:0,{inventory.type}:1"
+def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
+    """One entry of `devices`."""
+    cpu = inventory.type == "cpu"
     match = _DEVICE.fullmatch(text)
-    if match is None or match[1] != inventory.type:
-        raise bad_value("devices", text, f"{inventory.type} devices, such as {example}", "Leave it empty for the first ones.")
+    index = int(match[2] or 0) if match else 0
+    if match is None or match[1] != inventory.type or (index >= inventory.count and not cpu):
+        last = f"{inventory.type}:{inventory.count - 1}"
+        allowed = "cpu, once per rank" if cpu else f"{inventory.type}:0" + (f" to {last}" if inventory.count > 1 else "")
+        remedy = _remedy("Leave it empty for the first ones", inventory)
+        raise bad_value("devices", devices, f"names with commas between them: {allowed}; {text!r} is none of them", remedy)
+    return "cpu" if cpu else f"{inventory.type}:{index}"
+
+
+def _remedy(advice: str, inventory: DeviceInventory) -> str:
+    """The advice, and what the machine has: users ask for devices that ComfyUI does not see."""
     if inventory.type == "cpu":
-        return "cpu"
-    index = int(match[2] or 0)
-    if index >= inventory.count:
-        raise bad_value("devices", text, f"{inventory.type}:0 to {inventory.type}:{inventory.count - 1}", "No such device.")
-    return f"{inventory.type}:{index}"
+        return (
+            f"{advice}. ComfyUI runs on the CPU: it was started with --cpu, its torch has no support for the GPUs, or "
+            f"CUDA_VISIBLE_DEVICES hides them. Ranks are CPU processes then, {CPU_RANKS_PER_CORE} per core at most."
+        )
+    return f"{advice}. ComfyUI sees {inventory.count} {inventory.type} device(s)."
 
 
 def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tuple[int, int, int]:

@@ -19,7 +19,10 @@ from ..cp_runtime.config import (
 
 CPConfigType = io.Custom("CP_CONFIG")
 CATEGORY = "context parallel"
-ALIASES = ["multi gpu", "parallel", "ulysses", "ring attention", "sequence parallel", "usp", "xdit", "raylight"]
+ALIASES = [
+    "context parallel", "multi gpu", "several gpus", "gpu speed", "speed up", "parallel", "split",
+    "ulysses", "ring attention", "sequence parallel", "usp", "xdit", "raylight",
+]  # fmt: skip
 
 
 class CPConfig(io.ComfyNode):

@@ -97,13 +97,19 @@ def summarise(report: dict[str, Any]) -> list[str]:
         speed += f", {report['seconds_per_call']:.3g} s per call"
     if report["world_size"] == 1:
         return ["one device", speed]
+    if report["seconds_per_call"] is not None:
+        outside = report["seconds_per_call"] - max(sum(rank["seconds"].values()) for rank in report["ranks"])
+        speed += f" ({max(0.0, outside):.2g} s of it in ComfyUI, outside of the ranks)"
     lines = [
         f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'])})",
-        f"{speed}, {report['communication_share']:.0%} of a call waiting for communication",
+        speed,
+        f"{report['communication_share']:.0%} of rank 0's time spent waiting for the link and for other ranks",
     ]
     if report["speedup"] is not None and report["seconds_per_call_on_one_device"] is not None:
         alone = report["seconds_per_call_on_one_device"]
         lines.append(f"one device: {alone:.3g} s per call, so {report['speedup']:.2f} times as fast with all")
+        if report["speedup"] > report["world_size"]:
+            lines.append("more than the number of ranks: one device worked otherwise (attention kernel, weights that did not fit)")
     for rank in report["ranks"]:
         tokens = ", ".join(f"{count} {name}" for name, count in rank["tokens"].items())
         memory = f"host {_gib(rank['host_memory'])}" + (f", device {_gib(rank['device_memory'])}" if rank["device_memory"] else "")

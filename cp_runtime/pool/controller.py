@@ -38,6 +38,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 CANCEL_GRACE = 1.25  # how long ranks may take to leave a cancelled call before they are killed
 REPORT_GRACE = 1.0  # how long the others may take to report after a first failure
 TICK = 0.02
+STOOD_STILL = 2.0  # seconds between two looks at the ranks that this process does not take while it runs
 _SLOW = {
     "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
     "mirror": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
@@ -77,6 +78,7 @@ class WorkerPool:
         doing: the command that runs, or "start"; empty = none. From any thread.
         waiting_for: the ranks that have not reported on it.
         did, did_until: the command before, and when it ended, on the clock of `time.monotonic`.
+        backend: by which the ranks communicate; None until they are ready.
     """
 
     def __init__(self, config: RuntimeConfig, site: WorkerSite) -> None:
@@ -85,6 +87,7 @@ class WorkerPool:
         self.alive = False
         self.doing, self.did = "start", ""
         self.did_until = -math.inf
+        self.backend: str | None = None
         self.waiting_for: list[int] = []
         self.seconds: dict[str, float] = {}
         self._seq = 0
@@ -118,7 +121,8 @@ class WorkerPool:
         try:
             with starting():
                 self._spawn()
-            hellos = self._collect(0, began + STARTUP_TIMEOUT, "start", cancelled)
+            hellos = self._collect(0, "start", began, STARTUP_TIMEOUT, cancelled)
+            self.backend = hellos[0]["backend"]
             self.alive = True
         except BaseException:
             self.kill()
@@ -175,13 +179,13 @@ class WorkerPool:
         packer = packer or TensorPacker()
         self._seq += 1
         self._begin(command)
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
         try:
             packer.write(self._request.view(packer.nbytes))
             header = {"command": command, "seq": self._seq, "nbytes": packer.nbytes, **body}
             with contextlib.suppress(Closed):  # rank 0 died: _collect says how
-                self.channels[0].send(header, deadline)
-            return self._collect(self._seq, deadline, command, cancelled)
+                self.channels[0].send(header, began + timeout)
+            return self._collect(self._seq, command, began, timeout, cancelled)
         except (RankError, CallCancelled):
             raise
         except BaseException:
@@ -277,7 +281,10 @@ class WorkerPool:
                 )
         self._log = LogPump(self.processes)
 
-    def _collect(self, seq: int, deadline: float, what: str, cancelled: Callable[[], bool] | None = None) -> list[dict[str, Any]]:
+    def _collect(
+        self, seq: int, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None = None
+    ) -> list[dict[str, Any]]:
+        deadline, looked, stood_still = began + timeout, began, 0.0
         replies: dict[int, dict[str, Any]] = {}
         died: dict[int, float] = {}
         cancel_sent = False
@@ -288,15 +295,20 @@ class WorkerPool:
         while len(replies) < self.world_size:
             failed = bool(died) or any(not reply["ok"] for reply in replies.values())
             now = time.monotonic()
+            # A debugger or a frozen container may stop this process: time that the ranks did not have, once a command.
+            if not stood_still and now - looked > STOOD_STILL:
+                stood_still = now - looked
+                deadline += stood_still
+            looked = now
             ready = poller.poll(min(TICK, max(0.0, deadline - now)) * 1000)
-            if now >= deadline and not ready:  # this process may have been stopped while the ranks reported
+            if now >= deadline and not ready:
                 if failed:
                     break
                 if cancel_sent:
                     log.warning("cancelled inside a step: the ranks did not leave it in time and are restarted on next use")
                     self.kill()
                     raise CallCancelled
-                late = self._late(replies, what)
+                late = self._late(replies, what, timeout)
                 self.kill()
                 raise late
             if cancelled is not None and not cancel_sent and not failed and cancelled():
@@ -346,12 +358,12 @@ class WorkerPool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.processes[rank].wait(1)
         kind, message = describe_exit(self.processes[rank].returncode)
-        last = "\n".join(self._log.last_lines(rank) if self._log else ())
-        return RankError(
-            rank=rank, pid=pid, kind=kind, message=f"{message} The workers are restarted on next use.\n{last}".rstrip()
-        )
+        message += " The workers are restarted on next use."
+        if lines := self._log.last_lines(rank) if self._log else []:
+            message += "\n\nWhat it wrote last:\n" + "\n".join(lines)
+        return RankError(rank=rank, pid=pid, kind=kind, message=message)
 
-    def _late(self, replies: dict[int, dict[str, Any]], what: str) -> PoolTimeout:
+    def _late(self, replies: dict[int, dict[str, Any]], what: str, timeout: float) -> PoolTimeout:
         """The error for ranks that did not report: it names the one that the others wait for. The pool is to be killed."""
         now = time.monotonic()
         missing = {rank: self.progress(rank) for rank in range(self.world_size) if rank not in replies}
@@ -363,8 +375,8 @@ class WorkerPool:
             for rank, at in missing.items()
         )
         text = (
-            f"the workers did not finish {what} in time; the one that got least far is rank {last} (pid {self.pids[last]}). "
-            f"No report from {details}."
+            f"the workers did not finish {what} within {timeout:g} s; the one that got least far is rank {last} "
+            f"(pid {self.pids[last]}). No report from {details}."
         )
         try:
             stacks = f"Stacks of all ranks: {collect_stacks(self._directory, self.processes, text)}."

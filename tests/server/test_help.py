@@ -14,6 +14,11 @@ from support.server import CHECKOUT, PACK
 NODES = ("CPConfig", "ApplyContextParallel", "CPSampler", "CPReport")
 LANGUAGES = ("en", "zh", "ja")
 QUOTE = re.compile(r'"([^"]+)"')
+ENTRY = re.compile(r"\*\*(\w+)\*\*(?: \(([^)]+)\))?: (.+\.)")
+"""An input or output: name, default if it has one, explanation."""
+LINK_END = re.compile(r"(→ )?`(\w+)` of \*\*([^*]+)\*\*")
+"""An end of a link at a node of this pack: an input is behind the arrow."""
+TROUBLE = re.compile(r'\*\*"[^"]+"[^*]*\*\*<br> Cause: \S.*\.<br> What to do: \S.*\.')
 SPECIAL = re.compile(r"[@{}|]")
 """What the frontend's translation library takes for more than text."""
 
@@ -95,10 +100,49 @@ def cells(page: str) -> list[list[str]]:
     return [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
 
 
+def section(page: str, heading: str) -> str:
+    """What is under a heading of a page."""
+    return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def items(text: str) -> list[str]:
+    """Items of all lists, each as one line."""
+    found: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("- "):
+            found.append(line[2:])
+        elif line.startswith("  ") and found:
+            found[-1] += f" {line.strip()}"
+    return found
+
+
+def described(text: str) -> dict[str, tuple[str | None, str]]:
+    """Default and explanation of every input or output that a list has, by name."""
+    return {entry[1]: (entry[2], entry[3]) for entry in map(ENTRY.fullmatch, items(text)) if entry}
+
+
+def written(default: Any) -> str | None:
+    """A default as a page writes it."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, str):
+        return default or "empty"
+    return None if default is None else f"{default:g}"
+
+
 @pytest.mark.parametrize("node", NODES)
-def test_the_page_names_every_input_and_output(node, pages, info):
-    named = {name for row in cells(pages[node]) for name in re.findall(r"`(\w+)`", row[0])}
-    assert named >= {*inputs_of(info[node]), *info[node]["output_name"]}
+def test_the_page_explains_every_input_and_output(node, pages, info):
+    inputs, outputs = (described(section(pages[node], heading)) for heading in ("Inputs", "Outputs"))
+    assert list(inputs) == list(inputs_of(info[node]))
+    assert list(outputs) == info[node]["output_name"]
+    defaults = {name: written(settings.get("default")) for name, settings in inputs_of(info[node]).items()}
+    assert {name: default for name, (default, _) in inputs.items()} == defaults
+
+
+def test_the_page_of_the_config_says_when_to_change_what_and_what_it_costs(pages):
+    for name, (_, text) in described(section(pages["CPConfig"], "Inputs")).items():
+        assert "Change it " in text, name
+        assert re.search(r"\bcosts?\b", text, re.IGNORECASE), name
 
 
 @pytest.mark.parametrize("node", NODES)
@@ -110,24 +154,50 @@ def test_the_page_begins_with_what_the_node_does(node, pages, info, server):
     fetch(server, f"/extensions/{PACK}/docs/{shown}")  # the frontend puts the path of the folder before it
     for row in cells(pages[node]):
         assert all(cell.strip() for cell in row)
+    assert all(item.strip() for item in items(pages[node]))
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_the_page_says_what_is_connected_to_what(node, pages, info):
+    """The picture beside it is small."""
+    by_title = {spec["display_name"]: spec for spec in info.values()}
+    ends = LINK_END.findall(section(pages[node], "Connections"))
+    assert info[node]["display_name"] in {title for _, _, title in ends}
+    for arrow, slot, title in ends:
+        assert slot in (inputs_of(by_title[title]) if arrow else by_title[title]["output_name"])
 
 
 def test_the_page_of_the_config_says_which_mode_when(pages):
-    section = pages["CPConfig"].partition("## Which mode when")[2].partition("\n## ")[0]
-    assert [row[0].strip() for row in cells(section)[2:]] == ["Batch", "Ulysses", "Ring", "Unified"]
+    rows = cells(section(pages["CPConfig"], "Which mode when"))[2:]
+    assert [row[0].strip() for row in rows] == ["Batch", "Ulysses", "Ring", "Unified"]
+    for row in rows:
+        parts = re.split(r"\*\*(\w+):\*\*", "|".join(row[1:]))
+        assert parts[1::2] == ["Set", "When", "Cost", "Limits"]
+        assert all(text.removesuffix("<br>").strip() for text in parts[2::2])
 
 
 def quoted(page: str) -> list[str]:
-    """Messages that the tables under Troubleshooting quote."""
-    section = page.partition("## Troubleshooting")[2]
-    return [quote for row in cells(section) for cell in row for quote in QUOTE.findall(cell)]
+    """Messages that the lists under Troubleshooting quote."""
+    return [quote for item in items(section(page, "Troubleshooting")) for quote in QUOTE.findall(item)]
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_every_message_has_a_cause_and_a_remedy(node, pages):
+    entries = items(section(pages[node], "Troubleshooting"))
+    assert entries
+    assert [entry for entry in entries if not TROUBLE.fullmatch(entry)] == []
 
 
 def messages() -> Iterator[str]:
-    """Every text of the source; a value in it is "…", and that of a setting is put together as `errors.bad_value` does."""
+    """Every text of the source but docstrings.
+
+    A value in it is "…", and that of a setting is put together as `errors.bad_value` does.
+    """
     for file in sorted((CHECKOUT / "cp_runtime").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            yield text_of(node)
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        documentation = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            yield "" if node in documentation else text_of(node)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "bad_value":
                 name, _, allowed, remedy = (text_of(argument) or "…" for argument in node.args)
                 yield f"{name}: got …; allowed: {allowed}. {remedy}"
@@ -166,6 +236,7 @@ def test_a_wrong_quotation_is_noticed():
     known = [text for text in messages() if text]
     assert any(occurs("world_size: got …; allowed: 0 (choose)", text) for text in known)
     assert not any(occurs("world_size: got …; allowed: 1 (choose)", text) for text in known)
+    assert not any(occurs("The worker pool could not do what", text) for text in known)  # of a docstring
 
 
 # --- languages --------------------------------------------------------------------------------------------------------

@@ -125,7 +125,8 @@ def test_report_as_text_and_picture(server):
     text, image, shown = picture(server, json.dumps(REPORT))
     assert text.splitlines() == [
         "Flux on 2 ranks (ulysses 2)",
-        "1.25 s per step, 1.2 s per call, 25% of a call waiting for communication",
+        "1.25 s per step, 1.2 s per call (0.2 s of it in ComfyUI, outside of the ranks)",
+        "25% of rank 0's time spent waiting for the link and for other ranks",
         "one device: 2.16 s per call, so 1.80 times as fast with all",
         "rank 0 on cpu: tokens 8 img; host 1.50 GiB",
         "rank 1 on cpu: tokens 8 img; host 1.50 GiB, device 1.00 GiB",
@@ -138,6 +139,17 @@ def test_report_as_text_and_picture(server):
     whole = max(blue) / 0.75
     assert min(row for row in blue if row > 100) >= 0.2 * whole
     assert 0.45 * whole <= max(grey) <= 0.55 * whole
+
+
+def test_a_speedup_that_no_sharding_gives_is_explained(server):
+    """ComfyUI's own attention on a CPU is one that is several times slower than the ranks' one."""
+    text, _, _ = picture(server, changed(speedup=6.55))
+    assert text.splitlines()[3:5] == [
+        "one device: 2.16 s per call, so 6.55 times as fast with all",
+        "more than the number of ranks: one device worked otherwise (attention kernel, weights that did not fit)",
+    ]
+    text, _, _ = picture(server, changed(speedup=2.0))
+    assert "more than the number" not in text
 
 
 def test_a_run_without_a_step(server):
@@ -197,7 +209,7 @@ def test_something_else_than_a_report(text, server):
 def test_a_report_of_very_many_ranks(server):
     """All are in the text; the picture stays one that can be looked at."""
     text, image, _ = picture(server, changed(ranks=REPORT["ranks"] * 500))
-    assert len(text.splitlines()) == 1003
+    assert len(text.splitlines()) == 1004
     assert image.height < 2000
 
 

@@ -55,7 +55,8 @@ def test_a_degree_that_is_left_open_takes_the_rest(inputs, degrees):
         ({"world_size": 64}, ["world_size", "64"]),
         ({"world_size": True}, ["world_size"]),
         ({"world_size": 3, "devices": "cuda:0,cuda:1"}, ["world_size", "3", "2"]),
-        ({"devices": "cuda:9"}, ["devices", "cuda:9", "cuda:3"]),
+        ({"devices": "cuda:9"}, ["devices", "cuda:9", "cuda:3", "sees 4 cuda device(s)"]),
+        ({"devices": "cuda:1,cuda:7"}, ["'cuda:1,cuda:7'", "'cuda:7' is none of them"]),
         ({"devices": "cuda:0,cuda:0"}, ["each device once"]),
         ({"devices": "cpu"}, ["devices", "cpu", "cuda"]),
         ({"devices": "cuda:0;rm -rf /"}, ["devices"]),
@@ -105,6 +106,9 @@ def test_cpu_refusals(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     for inputs in ({"world_size": 64}, {"world_size": 9}, {"devices": "cuda:0"}, {"backend": "nccl"}):
         with pytest.raises(ConfigError):
+            resolve(CPU, **inputs)
+    for inputs in ({"world_size": 9}, {"devices": "cuda:0,cuda:1"}):
+        with pytest.raises(ConfigError, match=r"ComfyUI runs on the CPU: it was started with --cpu, .*, 4 per core at most"):
             resolve(CPU, **inputs)
     assert resolve(CPU, world_size=3).world_size == 3
 
