@@ -19,6 +19,9 @@ const STATES = {
 };
 const NO_WORKERS = "Workers start with the next prompt whose model goes through Apply Context Parallel.";
 const NOT_MEASURED = "not measured";
+const PROCESSES = "Processes that compute, and the library through which they communicate";
+const BETWEEN = "From one call to the next, the mean of this run. A step of most samplers is one call, or two with CFG.";
+const LAST = "The last one. A step of most samplers is one call, or two with CFG.";
 const MEASURED = "From one call to the next, as CP Sampler measured it on one device; in brackets how many times as fast all are";
 const HOW_TO_MEASURE = "Known after CP Sampler has run the same model and sizes with world_size 1, with two calls or more.";
 
@@ -26,6 +29,7 @@ let status = null;
 let version = 0; // of the status: an answer that was asked for before an event came is older than the event
 let restarting = false;
 let panel = null;
+let dismissed = null; // the time of the error that need not be shown any more
 
 /** An element with text and children. Text is never parsed as HTML: errors hold what other programs wrote. */
 function make(tag, className, text, ...children) {
@@ -56,13 +60,15 @@ function fact(name, value, hint) {
 }
 
 function facts(now) {
-  const list = make("div", "cp-facts", null, fact("Ranks", `${now.world_size} (${now.backend})`));
+  const workers = [`${now.world_size} ranks`];
+  if (now.backend) workers.push(now.backend);
+  const list = make("div", "cp-facts", null, fact("Workers", workers.join(", "), PROCESSES));
   if (now.models.length) list.append(fact("Models", now.models.join(", ")));
   const call = now.last_call;
   if (!call) return list;
   list.append(fact("Mesh", mesh(call), "Axes of the last denoise call: batch × ring × Ulysses"));
-  list.append(fact("Denoise call", seconds(call.seconds), "The last one. A step of most samplers is one call, or two with CFG."));
   const [together, alone] = [call.seconds_per_call, call.seconds_per_call_on_one_device];
+  list.append(fact("Denoise call", seconds(together ?? call.seconds), together ? BETWEEN : LAST));
   const times = alone && together ? ` (${(alone / together).toFixed(2)} ×)` : "";
   list.append(fact("On one device", alone ? `${seconds(alone)}${times}` : NOT_MEASURED, alone ? MEASURED : HOW_TO_MEASURE));
   const share = `${(call.communication_share * 100).toFixed(0)} %`;
@@ -90,21 +96,25 @@ function button(label, icon, onClick) {
   return element;
 }
 
-/** The last error. Kept until there is another one, so that it can be read, scrolled and selected while events come in. */
+/** The last error. Kept until it is dismissed or there is another, so that it can be read and selected while events come in. */
 function errorCard() {
   const title = make("strong");
   const text = make("pre");
   const copy = button("Copy", "pi-copy", async () => {
     copy.lastChild.textContent = (await copyText(text.textContent)) ? "Copied" : "Not copied";
   });
-  const card = make("div", "cp-error", null, title, text, copy);
+  const dismiss = button("Dismiss", "pi-times", () => {
+    dismissed = shown;
+    card.hidden = true;
+  });
+  const card = make("div", "cp-error", null, title, text, make("div", "cp-buttons", null, copy, dismiss));
   let shown = null;
   card.update = (error) => {
-    card.hidden = !error;
+    card.hidden = !error || error.time === dismissed;
     if (!error || error.time === shown) return;
     shown = error.time;
-    const where = error.rank === null ? "Last error" : `Last error, rank ${error.rank}`;
-    title.textContent = `${where}, ${new Date(error.time * 1000).toLocaleTimeString()}`;
+    const when = `Last error, at ${new Date(error.time * 1000).toLocaleTimeString()}`;
+    title.textContent = error.rank === null ? when : `${when}, rank ${error.rank}`;
     text.textContent = error.message;
     copy.lastChild.textContent = "Copy";
   };
@@ -153,7 +163,8 @@ function makePanel() {
   const body = make("div", "cp-body");
   const error = errorCard();
   const again = button("Restart workers", "pi-refresh", restart);
-  const element = make("div", "cp-panel", null, headline, activity, body, error, again);
+  const head = make("div", "cp-head", null, headline, again); // above what may be long
+  const element = make("div", "cp-panel", null, head, activity, body, error);
   element.dataset.testid = "context-parallel-panel";
   element.update = (now) => {
     const state = restarting ? "starting" : now?.state;

@@ -7,8 +7,8 @@ import threading
 import time
 from typing import Any
 
-from .session import SESSION, Session
-from .status import status
+from .session import SESSION, Node, Session
+from .status import ending, status
 
 log = logging.getLogger("context_parallel")
 
@@ -20,7 +20,8 @@ GRAIN = 16 << 20  # bytes; less is no news
 
 def start_events(server: Any, session: Session = SESSION) -> None:
     """Send what `status` returns as `EVENT` to every client of ComfyUI's `PromptServer`, and what happens now as text in the node
-    that waits for it, to the client that queued it. Nothing is sent while there are no workers."""
+    that waits for it, to the client that queued it. Where its prompt fails there or is cancelled, the text says so. Nothing is sent
+    while there are no workers."""
 
     def run() -> None:
         events = Events(server, session)
@@ -44,18 +45,27 @@ class Events:
 
     def __init__(self, server: Any, session: Session) -> None:
         self._server, self._session = server, session
-        self._sent, self._said = news(status(session)), ("", "")
+        self._sent = news(status(server, session))
+        self._user: tuple[Node | None, str | None] = None, None  # the last node that used the pool, and the client that queued it
+        self._said: tuple[str, Node | None] = "", None
 
     def send(self) -> None:
         """Send what is new."""
-        now = status(self._session)
+        now = status(self._server, self._session)
         new = news(now)
         if new != self._sent:
             self._sent = new
             self._server.send_sync(EVENT, now)
-        text, node, client = now["activity"], self._session.node, self._server.client_id
-        if text and node is not None and client is not None and (text, node.node_id) != self._said:
-            self._said = text, node.node_id
+        before, node = self._user, self._session.node
+        if node not in (None, before[0]):
+            self._user = node, self._server.client_id
+        for user, client in (before, self._user):
+            # The browser leaves a text where it is, and takes no empty one.
+            self._say(ending(self._server, user) or (now["activity"] if user == node else ""), user, client)
+
+    def _say(self, text: str, node: Node | None, client: str | None) -> None:
+        if text and node is not None and client is not None and (text, node) != self._said:
+            self._said = text, node
             self._server.send_progress_text(text.encode(errors="replace"), node.node_id, client)
 
 

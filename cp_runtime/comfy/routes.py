@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -14,23 +15,23 @@ from .status import status
 STATUS, RESTART = "/context_parallel/status", "/context_parallel/restart"
 
 
-async def get_status(_: web.Request) -> web.Response:
+async def get_status(server: Any, _: web.Request) -> web.Response:
     """State of the workers, see `status`."""
-    return web.json_response(await asyncio.to_thread(status))
+    return web.json_response(await asyncio.to_thread(status, server))
 
 
-async def post_restart(_: web.Request) -> web.Response:
+async def post_restart(server: Any, _: web.Request) -> web.Response:
     """Kill the workers and start them again: `{"restarted": …, "error": …, "status": {…}}`; 500 where they did not start."""
     restarted, error = False, None
     try:
         restarted = await asyncio.to_thread(SESSION.restart)
     except ContextParallelError as failure:
         error = str(failure)
-    answer = {"restarted": restarted, "error": error, "status": await asyncio.to_thread(status)}
+    answer = {"restarted": restarted, "error": error, "status": await asyncio.to_thread(status, server)}
     return web.json_response(answer, status=200 if error is None else 500)
 
 
 def add_routes(server: Any) -> None:
     """Add both to ComfyUI's `PromptServer`; ComfyUI serves each under `/api` as well."""
-    server.routes.get(STATUS)(get_status)
-    server.routes.post(RESTART)(post_restart)
+    server.routes.get(STATUS)(partial(get_status, server))
+    server.routes.post(RESTART)(partial(post_restart, server))

@@ -9,22 +9,26 @@ from ..pool.board import SILENT, resident_bytes
 from ..pool.controller import WorkerPool
 from ..pool.stacks import process_state
 from .report import axes, communication_share
-from .session import SESSION, Session
+from .session import SESSION, CallRecord, Node, Session
 
 LINGER = 1.0
-"""Seconds. Between two commands of a prompt the ranks have nothing to do for a moment: a state lasts that much longer than them."""
+"""Seconds. Between two commands of a prompt the ranks have nothing to do for a moment: a state lasts that much longer, within the
+prompt."""
 
 STATES = {"start": "starting", "mirror": "loading", "attach": "loading", "call": "computing"}
 """State by command; others take no time."""
 
+UNFINISHED = {"execution_error": "failed", "execution_interrupted": "cancelled"}
+"""How a prompt did not reach its end, by the message that ComfyUI keeps in its history."""
 
-def status(session: Session = SESSION) -> dict[str, Any]:
-    """State of the pool and of every rank, as plain data.
+
+def status(server: Any, session: Session = SESSION) -> dict[str, Any]:
+    """State of the pool and of every rank, as plain data. `server` is ComfyUI's `PromptServer`.
 
     `state` is "off" (no workers: they start with the next prompt that needs them), "starting", "loading", "computing", "idle" or
     "failed" (started again on next use); `activity` says more in words. A rank is "starting", "loading", "computing", "idle",
-    "silent" (no sign of life, see SILENT) or "gone". `last_call` is None before the first one. Times are seconds, memory is bytes:
-    `host` is resident now; `device` is the peak of the last call.
+    "silent" (no sign of life, see SILENT) or "gone". `backend` is the one in use, None until the ranks are ready. `last_call` is
+    None before the first one. Times are seconds, memory is bytes: `host` is resident now; `device` is the peak of the last call.
     """
     pool, error = session.pool, session.last_error
     failure = None if error is None else {"time": error.time, "rank": error.rank, "message": error.message}
@@ -33,12 +37,14 @@ def status(session: Session = SESSION) -> dict[str, Any]:
             "state": "off", "activity": "", "world_size": 0, "backend": None, "models": [],
             "last_call": None, "ranks": [], "last_error": failure,
         }  # fmt: skip
-    ranks = [_rank(session, pool, rank) for rank in range(len(pool.processes))]
+    work, waiting = _work(server, session, pool), pool.waiting_for
+    # One that has reported is done, while others are not.
+    ranks = [_rank(session, pool, r, "idle" if waiting and r not in waiting else work) for r in range(len(pool.processes))]
     return {
-        "state": _state(session, pool, ranks),
+        "state": _state(pool, ranks, work),
         "activity": activity(session),
         "world_size": pool.world_size,
-        "backend": pool.config.backend,
+        "backend": pool.backend,
         "models": session.models,
         "last_call": _last_call(session),
         "ranks": ranks,
@@ -59,7 +65,20 @@ def activity(session: Session = SESSION) -> str:
     record = session.last_record
     if record is None or record.node != session.node or not pool.alive:
         return ""  # what another node did says nothing about this one
-    return f"{pool.world_size} ranks ({axes(record.reports[0]['degrees'])}), {record.seconds:.3g} s per call"
+    seconds = _per_call(session, record) or record.seconds
+    return f"{pool.world_size} ranks ({axes(record.reports[0]['degrees'])}), {seconds:.3g} s per call"
+
+
+def ending(server: Any, node: Node | None) -> str | None:
+    """How the prompt of a node ended before the node did: "failed" or "cancelled"; empty where the node was done, None while it
+    runs."""
+    entry = None if node is None else server.prompt_queue.history.get(node.prompt_id)
+    if node is None or entry is None:
+        return None
+    for name, data in (entry["status"] or {"messages": []})["messages"]:
+        if name in UNFINISHED and node.node_id not in data["executed"]:
+            return UNFINISHED[name]
+    return ""
 
 
 def _ranks(pool: WorkerPool, waiting: list[int]) -> str:
@@ -76,37 +95,43 @@ def _last_call(session: Session) -> dict[str, Any] | None:
         "degrees": record.reports[0]["degrees"],
         "seconds": record.seconds,
         # Alike for both, so that they can be compared: with what the sampler does between two calls.
-        "seconds_per_call": session.run.per_call(),
+        "seconds_per_call": _per_call(session, record),
         "seconds_per_call_on_one_device": session.one_device.get(session.run.kind),
         "communication_share": communication_share(record),
     }
 
 
-def _state(session: Session, pool: WorkerPool, ranks: list[dict[str, Any]]) -> str:
+def _per_call(session: Session, record: CallRecord) -> float | None:
+    """Seconds from one call of the ranks to the next; None where there were too few."""
+    # A run on one device may have come since. It was measured after the last call of the ranks had ended.
+    ours = (session.run.per_call(record.ended) or 0) > 0
+    return session.run.per_call() if ours else None
+
+
+def _work(server: Any, session: Session, pool: WorkerPool) -> str:
+    """The state of ranks that are well."""
+    recent = session.node is not None and ending(server, session.node) is None and time.monotonic() - pool.did_until < LINGER
+    return STATES.get(pool.doing or (pool.did if recent else ""), "idle")
+
+
+def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
     if not pool.alive:
         return "starting" if pool.doing == "start" else "failed"
     # A rank that imports or loads may hold Python's lock for longer than SILENT.
     lost = ("gone",) if pool.doing and pool.doing != "call" else ("gone", "silent")
     if any(rank["state"] in lost for rank in ranks):
         return "failed"
-    recent = pool.did if session.node is not None and time.monotonic() - pool.did_until < LINGER else ""
-    return STATES.get(pool.doing or recent, "idle")
+    return work
 
 
-def _rank(session: Session, pool: WorkerPool, rank: int) -> dict[str, Any]:
-    at, pid, doing = pool.progress(rank), pool.pids[rank], pool.doing
+def _rank(session: Session, pool: WorkerPool, rank: int, state: str) -> dict[str, Any]:
+    at, pid = pool.progress(rank), pool.pids[rank]
     since = time.monotonic() - at.beat if at.beat else None
     kernel = process_state(pid)
     if kernel in ("gone", "zombie", "dead"):
         state = "gone"
     elif since is not None and since > SILENT:
         state = "silent"
-    elif doing == "start":
-        state = "starting"
-    elif at.command:
-        state = STATES.get(doing, "idle")
-    else:
-        state = "idle"
     record, error = session.last_record, session.last_error
     report = record.reports[rank] if record else None
     return {

@@ -101,7 +101,7 @@ class Worker:
         began = time.perf_counter()
         self.rates = measure(self.mesh.sequence(), self.device)
         seconds["measuring"] = time.perf_counter() - began
-        self.channel.send({"seq": 0, "ok": True, "device": str(self.device), "seconds": seconds})
+        self.channel.send({"seq": 0, "ok": True, "device": str(self.device), "backend": backend, "seconds": seconds})
 
     def serve(self) -> None:
         """Run commands until told to stop."""

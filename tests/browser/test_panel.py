@@ -14,6 +14,26 @@ from support.graphs import flux_prompt
 PATIENCE = 20_000 * SLACK  # milliseconds
 CP = {"world_size": 2, "ulysses_degree": 2}
 LONG = {"width": 512, "height": 512, "steps": 60}
+WATCH = """() => {
+    const panel = document.querySelector('.cp-panel');
+    const states = () => [...panel.querySelectorAll('.cp-headline, .cp-state')].map(element => element.textContent);
+    window.cpSeen = [];
+    new MutationObserver(() => window.cpSeen.push(states())).observe(panel, { childList: true, subtree: true });
+}"""
+"""Notes the headline and the state of every rank, in `window.cpSeen`, whenever the panel changes."""
+CONTRAST = """elements => elements.map(element => {
+    const parse = colour => colour.match(/[\\d.]+/g).map(Number);
+    const luminance = colour => {
+        const [r, g, b] = colour.map(c => c / 255).map(c => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    let behind = element;
+    while (parse(getComputedStyle(behind).backgroundColor)[3] === 0) behind = behind.parentElement;
+    const colours = [getComputedStyle(element).color, getComputedStyle(behind).backgroundColor].map(parse);
+    const [dark, light] = colours.map(luminance).sort((a, b) => a - b);
+    return [element.className || element.tagName, (light + 0.05) / (dark + 0.05)];
+})"""
+"""Contrast of each element's text to what is behind it, as WCAG defines it."""
 
 
 @pytest.fixture
@@ -47,6 +67,42 @@ def press_queue(page):
     page.get_by_test_id("queue-button").first.click()
 
 
+def expect_text_in_node(page, text):
+    """What stands under the sampler."""
+    page.wait_for_function(
+        """text => app.graph.nodes.find(node => node.type === 'KSampler')
+            .widgets.find(widget => widget.name === '$$node-text-preview')?.value === text""",
+        arg=text,
+    )
+
+
+@pytest.fixture
+def tell(browser_server, page, panel):
+    """Gives the panel the server's status with changes, as an event of the server does; those do not reach it any more."""
+    browser_server.run(flux_prompt(cp=CP)).check()
+    page.evaluate(
+        """() => {
+            const send = EventTarget.prototype.dispatchEvent;
+            EventTarget.prototype.dispatchEvent = function (event) {
+                return (event.type === 'context_parallel.status' && !event.detail.told) || send.call(this, event);
+            };
+        }"""
+    )
+    status = {**browser_server.get("/context_parallel/status"), "told": True}
+
+    def send(**changes):
+        page.evaluate("status => app.api.dispatchCustomEvent('context_parallel.status', status)", {**status, **changes})
+
+    send.rank = status["ranks"][0]
+    return send
+
+
+def a_call(**changes):
+    """What a status says about the last call."""
+    call = {"degrees": {"ulysses": 2}, "seconds": 1.83, "seconds_per_call": None, "seconds_per_call_on_one_device": None}
+    return {**call, "communication_share": 0.1, **changes}
+
+
 def test_quiet_without_workers(browser_server, panel):
     if browser_server.worker_pids():
         pytest.skip("runs first, on a server that has started no workers")
@@ -59,6 +115,7 @@ def test_a_run(browser_server, page, panel, picture, theme):
     restart_pool(browser_server)
     load(page, **LONG)
     page.evaluate("app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.nodes.find(node => node.type === 'KSampler'))")
+    page.evaluate(WATCH)
     press_queue(page)
     headline(panel, "starting")
     expect(panel.locator(".cp-activity")).to_have_text("starting 2 ranks…")
@@ -75,6 +132,7 @@ def test_a_run(browser_server, page, panel, picture, theme):
         expect(card).to_contain_text(str(pid))
         expect(card).to_contain_text(re.compile(r"Memory\s*host \d+\.\d\d GiB"))
         expect(card).to_contain_text(re.compile(r"Tokens.*\d+ img"))
+    expect(panel).to_contain_text(re.compile(r"Workers\s*2 ranks, gloo"))
     expect(panel).to_contain_text("ulysses 2")
     expect(panel).to_contain_text(re.compile(r"Denoise call\s*[\d.]+ m?s"))
     expect(panel).to_contain_text("not measured")
@@ -87,6 +145,9 @@ def test_a_run(browser_server, page, panel, picture, theme):
     assert browser_server.worker_pids() == pids
     expect(panel.locator("[data-rank='0'] .cp-state")).to_have_text("idle")
     picture(f"docs/images/panel-idle-{theme}.png")
+    seen = [(head, *ranks) for head, *ranks in page.evaluate("window.cpSeen") if head in ("loading", "computing", "idle")]
+    assert {head for head, *_ in seen} >= {"computing", "idle"}
+    assert [states for states in seen if states[0] not in states[1:]] == []
 
 
 def test_cancel(browser_server, page, panel):
@@ -96,6 +157,7 @@ def test_cancel(browser_server, page, panel):
     pids = browser_server.worker_pids()
     page.get_by_role("button", name="Cancel current run").first.click()
     headline(panel, "idle")
+    expect_text_in_node(page, "cancelled")
     assert browser_server.worker_pids() == pids
     assert browser_server.get("/queue")["queue_running"] == []
 
@@ -108,16 +170,17 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     os.kill(pids[1], signal.SIGKILL)
     headline(panel, "failed")
     error = panel.locator(".cp-error")
-    expect(error).to_contain_text("Last error, rank 1")
+    expect(error).to_contain_text(re.compile(r"Last error, at \d+:\d\d:\d\d.*, rank 1"))
     expect(error).to_contain_text(f"rank 1 (pid {pids[1]}) failed: SIGKILL")
     expect(panel.locator("[data-rank='1'] .cp-state")).to_have_text("gone")
     # ComfyUI shows the error of the prompt in its own way, too.
     expect(page.get_by_text("failed: SIGKILL").last).to_be_visible()
+    expect_text_in_node(page, "failed")
     picture(f"docs/images/panel-failed-{theme}.png")
 
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     error.get_by_role("button", name="Copy").click()
-    expect(error.get_by_role("button")).to_have_text("Copied")
+    expect(error.get_by_role("button").first).to_have_text("Copied")
     assert f"rank 1 (pid {pids[1]}) failed: SIGKILL" in page.evaluate("navigator.clipboard.readText()")
 
     panel.get_by_role("button", name="Restart workers").click()
@@ -127,11 +190,55 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     assert not set(started) & set(pids)
     expect(panel.locator("[data-rank='1']")).to_contain_text(str(started[1]))
 
-    load(page)
+    error.get_by_role("button", name="Dismiss").click()
+    load(page, **LONG)
     press_queue(page)
     headline(panel, "computing")
     headline(panel, "idle")
     assert browser_server.worker_pids() == started
+    expect(error).to_be_hidden()
+
+
+def test_a_long_error_in_a_small_window(page, panel, theme, tell):
+    """It can be read, and dismissed until there is another; Restart is within reach, with many ranks as well."""
+    page.set_viewport_size({"width": 1280, "height": 720})
+    error = {"time": 1e9, "rank": 1, "message": "\n".join(f"line {i} of what a rank wrote" for i in range(100))}
+    tell(last_error=error)
+    card = panel.locator(".cp-error")
+    for name in ("Restart workers", "Copy", "Dismiss"):
+        box = panel.get_by_role("button", name=name).bounding_box()
+        assert box["y"] + box["height"] <= 720
+    text = card.locator("pre")
+    assert text.evaluate("element => element.scrollHeight > element.clientHeight")
+    again = panel.get_by_role("button", name="Restart workers")
+    assert again.bounding_box()["y"] < card.bounding_box()["y"]
+
+    card.get_by_role("button", name="Dismiss").click()
+    expect(card).to_be_hidden()
+    tell(last_error=error)
+    expect(card).to_be_hidden()
+    page.locator(".context-parallel-tab-button").click()
+    expect(panel).to_be_hidden()
+    page.locator(".context-parallel-tab-button").click()
+    expect(panel).to_be_visible()
+    expect(card).to_be_hidden()
+    tell(last_error={**error, "time": 1e9 + 1})
+    expect(card).to_be_visible()
+
+    names = ["computing", "loading", "idle", "gone", "silent", "starting", "computing", "idle"]
+    ranks = [{**tell.rank, "rank": i, "state": name} for i, name in enumerate(names)]
+    for state in ("failed", "computing", "starting"):
+        tell(ranks=ranks, last_error=error, state=state)
+        texts = panel.locator(".cp-headline, .cp-activity, .cp-state, .cp-name, .cp-value, .cp-error strong, .cp-error pre, button")
+        assert [weak for weak in texts.evaluate_all(CONTRAST) if weak[1] < 4.5] == []
+        assert again.bounding_box()["y"] < 200
+
+
+def test_the_factor_is_the_quotient_of_what_is_shown(panel, tell):
+    tell(last_call=a_call())
+    expect(panel).to_contain_text(re.compile(r"Denoise call\s*1\.83 s\s*On one device\s*not measured"))
+    tell(last_call=a_call(seconds_per_call=1.37, seconds_per_call_on_one_device=3.07))
+    expect(panel).to_contain_text(re.compile(r"Denoise call\s*1\.37 s\s*On one device\s*3\.07 s \(2\.24 ×\)"))
 
 
 def test_restart_asks_while_a_prompt_runs(browser_server, page, panel):

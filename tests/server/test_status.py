@@ -65,7 +65,7 @@ def assert_right(server, expected):
 def test_idle(status_server, expected):
     pids = assert_right(status_server, expected)
     status = wait_for(status_server, lambda status: status["state"] == "idle")
-    assert status["world_size"] == 2
+    assert (status["world_size"], status["backend"]) == (2, "gloo")
     assert status["models"] == ["flux.safetensors"]
     assert [rank["pid"] for rank in status["ranks"]] == pids
     for index, rank in enumerate(status["ranks"]):
@@ -91,6 +91,35 @@ def test_answers_while_the_ranks_start_and_compute(status_server, expected):
     status_server.interrupt()
     assert status_server.wait(prompt_id, 60).status == "interrupted"
     wait_for(status_server, lambda status: status["state"] == "idle")
+
+
+def test_ranks_and_state_agree(status_server, expected):
+    """Between two calls as well; and nothing lasts longer than the prompt."""
+    assert_right(status_server, expected)
+    prompt_id = status_server.queue(flux_prompt(cp=CP, **LONG))
+    while prompt_id not in (history := status_server.get(f"/history/{prompt_id}")):
+        status = status_server.get(STATUS)
+        assert status["state"] in {rank["state"] for rank in status["ranks"]}, status
+    assert history[prompt_id]["status"]["status_str"] == "success"
+    status = status_server.get(STATUS)
+    assert {status["state"], *(rank["state"] for rank in status["ranks"])} == {"idle"}
+
+
+@pytest.mark.parametrize(("way", "text"), [("cancel", "cancelled"), ("kill", "failed"), ("restart", "failed")])
+def test_the_text_in_a_node_that_did_not_end_says_so(status_server, expected, way, text):
+    """The browser would show what was said before for ever."""
+    pids, since = assert_right(status_server, expected), time.monotonic()
+    prompt_id = status_server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))  # seconds per step
+    status_server.wait_event(lambda event: event.type == "text" and event.data[1].startswith("2 ranks"), since=since)
+    wait_for(status_server, lambda status: status["ranks"][0]["modules"] > 0)
+    if way == "cancel":
+        status_server.interrupt()
+    elif way == "kill":
+        os.kill(pids[1], signal.SIGKILL)
+    else:
+        call(status_server, RESTART, "POST")
+    assert status_server.wait(prompt_id).status == ("interrupted" if way == "cancel" else "error")
+    status_server.wait_event(lambda event: event.type == "text" and event.data == ("sampler", text), since=since)
 
 
 def test_a_stopped_rank_is_silent_and_a_dead_one_gone(status_server, expected):
