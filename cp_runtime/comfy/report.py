@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from ..config import RuntimeConfig
@@ -96,13 +96,13 @@ def _of_ranks(model: ContextParallelPatcher, records: list[CallRecord]) -> dict[
         "degrees": degrees,
         "rotate_method": config.sequence.rotate_method if degrees["ring"] > 1 else None,
         "family": plan_for(model.model.diffusion_model).family,
-        "communication_share": round(_median(communication_share(record) for record in steady), 4),
-        # Of rank 0, per call. Predicted by the cost model, for attention alone.
+        "communication_share": round(sum(m["seconds"] for m in measured) / sum(report["seconds"] for report in first), 4),
+        # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
         "communication": {
-            "seconds": round(_median(m["seconds"] for m in measured), 6),
-            "predicted_seconds": round(_median(p["seconds"] for p in predicted), 6),
-            "bytes": round(_median(m["bytes"] for m in measured)),
-            "predicted_bytes": round(_median(p["bytes"] for p in predicted)),
+            "seconds": round(fmean(m["seconds"] for m in measured), 6),
+            "predicted_seconds": round(fmean(p["seconds"] for p in predicted), 6),
+            "bytes": round(fmean(m["bytes"] for m in measured)),
+            "predicted_bytes": round(fmean(p["bytes"] for p in predicted)),
         },
         "ranks": [
             {
@@ -110,17 +110,13 @@ def _of_ranks(model: ContextParallelPatcher, records: list[CallRecord]) -> dict[
                 "pid": pid,
                 "device": config.devices[rank],
                 "tokens": report["tokens"],
-                "seconds": {part: round(_median(time[rank][part] for time in times), 4) for part in times[0][rank]},
+                "seconds": {part: round(fmean(time[rank][part] for time in times), 4) for part in times[0][rank]},
                 "host_memory": report["memory"]["host"],
                 "device_memory": report["memory"]["device"],
             }
             for rank, (pid, report) in enumerate(zip(last.pids, last.reports, strict=True))
         ],
     }
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(list(values))
 
 
 def _rounded(seconds: float | None) -> float | None:
