@@ -166,6 +166,7 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     load(page, width=512, height=512, steps=2000)
     press_queue(page)
     headline(panel, "computing")
+    expect(page.get_by_text(re.compile(r"^2 ranks \("))).to_have_count(2)
     pids = browser_server.worker_pids()
     os.kill(pids[1], signal.SIGKILL)
     headline(panel, "failed")

@@ -97,8 +97,11 @@ def test_speedup_is_known_for_families_without_a_wrapper_of_the_transformer(serv
 def test_a_run_that_is_measured_on_one_device_has_it_for_itself(server):
     sampled(server, **CP)
     assert server.get("/context_parallel/status")["models"] == ["flux.safetensors"]
+    assert server.get("/context_parallel/status")["last_call"]["seconds_per_call"] > 0
     sampled(server, world_size=1)
-    assert server.get("/context_parallel/status")["models"] == []
+    status = server.get("/context_parallel/status")
+    assert status["models"] == []
+    assert status["last_call"]["seconds_per_call"] is None  # that of one device is not the ranks' own
 
 
 def test_single_device_runs_are_measured(server):
