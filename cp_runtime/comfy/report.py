@@ -58,9 +58,10 @@ def axes(degrees: Mapping[str, int]) -> str:
     return " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one at work"
 
 
-def communication_share(record: CallRecord) -> float:
-    """Which part of a call rank 0 spent waiting for communication."""
-    return record.reports[0]["communication"]["seconds"] / record.reports[0]["seconds"]
+def communication_share(records: Sequence[CallRecord]) -> float:
+    """Which part of these calls rank 0 spent waiting for communication."""
+    reports = [record.reports[0] for record in records]
+    return sum(report["communication"]["seconds"] for report in reports) / sum(report["seconds"] for report in reports)
 
 
 def time_by_rank(reports: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
@@ -96,7 +97,7 @@ def _of_ranks(model: ContextParallelPatcher, records: list[CallRecord]) -> dict[
         "degrees": degrees,
         "rotate_method": config.sequence.rotate_method if degrees["ring"] > 1 else None,
         "family": plan_for(model.model.diffusion_model).family,
-        "communication_share": round(sum(m["seconds"] for m in measured) / sum(report["seconds"] for report in first), 4),
+        "communication_share": round(communication_share(steady), 4),
         # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
         "communication": {
             "seconds": round(fmean(m["seconds"] for m in measured), 6),

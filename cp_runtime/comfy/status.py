@@ -97,7 +97,7 @@ def _last_call(session: Session) -> dict[str, Any] | None:
         # Alike for both, so that they can be compared: with what the sampler does between two calls.
         "seconds_per_call": _per_call(session, record),
         "seconds_per_call_on_one_device": session.one_device.get(session.run.kind),
-        "communication_share": communication_share(record),
+        "communication_share": communication_share([record]),
     }
 
 

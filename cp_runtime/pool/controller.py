@@ -284,7 +284,7 @@ class WorkerPool:
     def _collect(
         self, seq: int, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None = None
     ) -> list[dict[str, Any]]:
-        deadline, looked, stood_still = began + timeout, began, 0.0
+        deadline, looked, stood_still = began + timeout, began, False
         replies: dict[int, dict[str, Any]] = {}
         died: dict[int, float] = {}
         cancel_sent = False
@@ -297,11 +297,11 @@ class WorkerPool:
             now = time.monotonic()
             # A debugger or a frozen container may stop this process: time that the ranks did not have, once a command.
             if not stood_still and now - looked > STOOD_STILL:
-                stood_still = now - looked
-                deadline += stood_still
+                stood_still = True
+                deadline += now - looked
             looked = now
             ready = poller.poll(min(TICK, max(0.0, deadline - now)) * 1000)
-            if now >= deadline and not ready:
+            if now >= deadline and not ready:  # what ranks reported while this process stood still counts
                 if failed:
                     break
                 if cancel_sent:

@@ -98,10 +98,14 @@ def test_reports_that_wait_count_after_the_deadline(monkeypatch):
         assert pool.alive
 
 
-def test_time_that_the_process_stands_still_is_given_back():
-    """The ranks had none of it where it began before they got their work, or where they were stopped as well."""
+@pytest.mark.parametrize("stops", [[0.5 * DEADLINE + 1], [DEADLINE + 1, 0.5 * DEADLINE + 1]], ids=["once", "twice"])
+def test_time_that_the_process_stands_still_is_given_back(stops):
+    """The ranks had none of it where it began before they got their work, or where they were stopped as well.
+
+    The second time, which is longer, moves no deadline; the report that came meanwhile counts.
+    """
+    stops = list(stops)
     with small_pool() as pool:
-        stops = [0.5 * DEADLINE + 1]
         os.kill(pool.pids[1], signal.SIGSTOP)
         goes_on = threading.Timer(DEADLINE + 1, os.kill, (pool.pids[1], signal.SIGCONT))
         goes_on.start()

@@ -25,7 +25,11 @@ def test_the_workflow_runs(comfyui_path, tmp_path):
     env = {"COMFYUI_PATH": str(comfyui_path), "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
-        said = "".join(iter(process.stdout.readline, "Ctrl-C ends it.\n"))
+        said = ""
+        while not said.endswith("Ctrl-C ends it.\n"):
+            line = process.stdout.readline()
+            assert line, f"it ended with status {process.wait(30)}"
+            said += line
         url, workflow = re.search(r"(http://127.0.0.1:\d+)/", said)[1], re.search(r"\S+\.json", said)[0]
         prompt_id = fetch(f"{url}/prompt", {"prompt": json.loads(Path(workflow).read_text())})["prompt_id"]
         for _ in range(600):
@@ -37,11 +41,10 @@ def test_the_workflow_runs(comfyui_path, tmp_path):
         assert entry["status"]["status_str"] == "success", entry["status"]
         assert len(entry["outputs"]["report"]["images"]) == 1
         assert len(fetch(f"{url}/context_parallel/status")["ranks"]) == 2
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
     finally:
-        process.kill()
-        process.communicate()
+        process.send_signal(signal.SIGINT)  # a kill would leave its server behind
+        status = process.wait(30)
+    assert status == 0
     assert [path for path in tmp_path.iterdir() if path.name.startswith(("context-parallel-play-", "comfy-server-"))] == []
     with pytest.raises(OSError, match="refused"):
         fetch(url)
