@@ -3,8 +3,8 @@
 from comfy_api.latest import ComfyExtension
 from server import PromptServer
 
-from .cp_runtime.comfy.events import start_events
-from .cp_runtime.comfy.routes import add_routes
+from .cp_runtime.comfy.ui.events import start_events
+from .cp_runtime.comfy.ui.routes import add_routes
 from .nodes import NODES
 
 WEB_DIRECTORY = "./web"

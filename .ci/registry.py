@@ -20,7 +20,7 @@ from support.package import load_package
 load_package()
 
 from cp_runtime.families import PLANS
-from cp_runtime.plan import FamilyPlan
+from cp_runtime.families.family import FamilyPlan
 
 TARGET = ROOT / "docs" / "families.md"
 HEAD = """# Model families
@@ -45,7 +45,7 @@ REFUSALS = """
 - Residuals of a ControlNet for a family that adds none, and ControlNets that compute with the model's own weights
   (ControlLoRA, Qwen's Fun ControlNet).
 - Autoregressive sampling of Causal Wan (SamplerARVideo), which keeps keys and values of earlier frames inside the
-  transformer; FluxKVCache for the same reason. Other nodes that patch the transformer: `cp_runtime/comfy/patches.py`.
+  transformer; FluxKVCache for the same reason. Other nodes that patch the transformer: `cp_runtime/comfy/wire/node_patches.py`.
 - The batch axis is left out, always or for some calls, where one item of a batch depends on another: {batch}.
   Their sequence is shared all the same.
 """

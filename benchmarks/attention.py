@@ -35,10 +35,10 @@ from torch import Tensor
 
 load_package()
 
-from cp_runtime.attention.context_parallel import context_parallel_attention
-from cp_runtime.config import ContextParallelConfig
-from cp_runtime.mesh import SequenceMesh
-from cp_runtime.sharding import JointLayout
+from cp_runtime.engine.attention.context_parallel import context_parallel_attention
+from cp_runtime.engine.config import ContextParallelConfig
+from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.sharding import JointLayout
 
 HEADS, HEAD_DIM = 8, 64
 REPETITIONS = {1024: 31, 2048: 15, 4096: 9, 8192: 5}

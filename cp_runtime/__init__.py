@@ -1,9 +1,9 @@
 """Context parallelism: sharded attention, sharding plans and the worker pool. Imports without ComfyUI."""
 
-from .api import apply_context_parallel, remove_context_parallel
-from .config import ContextParallelConfig, ParallelConfig
-from .plan import ModulePlan, ShardingPlan
-from .transforms import ContextParallelInput, ContextParallelOutput
+from .diffusers.api import apply_context_parallel, remove_context_parallel
+from .engine.config import ContextParallelConfig, ParallelConfig
+from .engine.plan import ModulePlan, ShardingPlan
+from .engine.transforms import ContextParallelInput, ContextParallelOutput
 
 __all__ = [
     "ContextParallelConfig",

@@ -6,8 +6,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..cp_runtime.comfy.patcher import apply_to_model
-from ..cp_runtime.config import RuntimeConfig
+from ..cp_runtime.comfy.ui.patcher import apply_to_model
+from ..cp_runtime.pool.config import RuntimeConfig
 from .config import ALIASES, CATEGORY, CPConfigType
 
 

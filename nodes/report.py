@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io, ui
 from server import PromptServer
 
-from ..cp_runtime.comfy.chart import draw, read_report, summarise
+from ..cp_runtime.comfy.ui.chart import draw, read_report, summarise
 from .config import ALIASES, CATEGORY
 
 

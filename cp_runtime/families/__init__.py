@@ -8,7 +8,7 @@ import pkgutil
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..plan import FamilyPlan
+from .family import FamilyPlan
 
 PLANS: dict[str, FamilyPlan] = {
     plan.model_class: plan

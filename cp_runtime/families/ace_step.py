@@ -1,7 +1,8 @@
 """ACE-Step 1: linear attention over all tokens, and convolutions over three."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours, WithoutNeighbours
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours, WithoutNeighbours
+from .family import FamilyPlan
 
 TOKENS = ContextParallelInput(split_dim=1, expected_dims=3, streams=("audio",))
 ROTARY = ContextParallelInput(split_dim=0, expected_dims=2, streams=("audio",), side=True)

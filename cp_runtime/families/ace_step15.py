@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours, WithoutNeighbours
 from ..errors import PlanError
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours, WithoutNeighbours
+from .family import FamilyPlan
 
 AUDIO = ("audio",)
 WINDOW = 128

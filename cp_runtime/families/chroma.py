@@ -1,7 +1,7 @@
 """Chroma and Chroma Radiance."""
 
-from ..plan import FamilyPlan
-from ..transforms import ContextParallelOutput
+from ..engine.transforms import ContextParallelOutput
+from .family import FamilyPlan
 from .flux import CONTROL, DOUBLE_BLOCK, JOINT, SINGLE_BLOCK
 
 BLOCKS = {"double_blocks.*": DOUBLE_BLOCK, "single_blocks.*": SINGLE_BLOCK}

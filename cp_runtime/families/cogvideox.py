@@ -1,7 +1,8 @@
 """CogVideoX 1.0 and 1.5: text to video, image to video, inpainting."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from .family import FamilyPlan
 
 COGVIDEOX = FamilyPlan(
     family="CogVideoX",

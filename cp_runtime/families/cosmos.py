@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan import FamilyPlan, ModulePlan
-from ..state import CallState
-from ..transforms import ContextParallelInput, ContextParallelOutput, GridInput
+from ..engine.plan import ModulePlan
+from ..engine.state import CallState
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, GridInput
+from .family import FamilyPlan
 
 VIDEO = ("video",)
 

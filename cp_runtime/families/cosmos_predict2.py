@@ -1,7 +1,8 @@
 """Cosmos Predict2: text to image, image to video."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput, GridInput
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, GridInput
+from .family import FamilyPlan
 
 VIDEO = ("video",)
 

@@ -1,7 +1,8 @@
 """Flux 1, Kontext, Flux 2 and the models that share their class."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
+from .family import FamilyPlan
 
 JOINT = ("txt", "img")
 PE = ContextParallelInput(split_dim=2, expected_dims=6, streams=JOINT, side=True)

@@ -1,7 +1,8 @@
 """HiDream-I1 and E1."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from .family import FamilyPlan
 
 JOINT = ("img", "txt")
 ROPE = ContextParallelInput(split_dim=1, expected_dims=6, streams=JOINT, side=True)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan import FamilyPlan, ModulePlan
-from ..sharding import Split
-from ..state import CallState
-from ..transforms import ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.sharding import Split
+from ..engine.state import CallState
+from ..engine.transforms import ContextParallelOutput
+from .family import FamilyPlan
 
 # The first tokens attend to each other causally, in an attention of their own, and their keys and values are kept for further
 # steps, whose tokens are without them: whole on every rank. "prefix" is what a block is called with of them: all or none.

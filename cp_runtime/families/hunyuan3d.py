@@ -1,7 +1,8 @@
 """Hunyuan3D 2 and 2.1."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from .family import FamilyPlan
 from .flux import DOUBLE_BLOCK, SINGLE_BLOCK
 
 SHAPE = ("shape",)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan import FamilyPlan, ModulePlan
-from ..state import CallState
-from ..transforms import ContextParallelInput, ContextParallelOutput, JointRanges
+from ..engine.plan import ModulePlan
+from ..engine.state import CallState
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, JointRanges
+from .family import FamilyPlan
 
 # A reference latent stands before the image tokens and is cut off by its whole length: every rank keeps all of it.
 IMAGE, JOINT = ("ref", "img"), ("txt", "ref", "img")

@@ -1,7 +1,8 @@
 """Ideogram 4: text and image in one stream, masked by segments."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from .family import FamilyPlan
 
 ALL = ("all",)
 

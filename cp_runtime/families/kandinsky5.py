@@ -1,7 +1,8 @@
 """Kandinsky 5: text to image, text and image to video."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from .family import FamilyPlan
 
 VISUAL = ("visual",)
 

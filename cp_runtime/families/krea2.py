@@ -1,7 +1,8 @@
 """Krea 2: text and image in one stream, in-context references."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput, TokenIndex
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, TokenIndex
+from .family import FamilyPlan
 
 ALL = ("all",)
 

@@ -1,7 +1,8 @@
 """Lens."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from .family import FamilyPlan
 
 JOINT = ("img", "txt")
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from ..batch import tensors
+from ..engine.plan import ModulePlan
+from ..engine.state import CallState
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, Transform
 from ..errors import PlanError
-from ..plan import FamilyPlan, ModulePlan
-from ..state import CallState
-from ..transforms import ContextParallelInput, ContextParallelOutput, Transform
+from ..nested import tensors
+from .family import FamilyPlan
 from .ltxv import VIDEO, GuidedVideo, GuideMask
 
 AUDIO = ("audio",)

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch.nn import functional as F
 
-from ..plan import FamilyPlan, ModulePlan
-from ..sharding import WHOLE, Split
-from ..state import CallState
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.sharding import WHOLE, Split
+from ..engine.state import CallState
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from .family import FamilyPlan
 
 # Attenuated guides make the model attend with a part of its queries at a time, all tokens before the guides first. So that every
 # rank has some of both parts, each is a stream of its own. Without attenuation there are no guides: all tokens are "noisy".

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from ..plan import FamilyPlan, ModulePlan
-from ..state import CallState
-from ..transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
+from ..engine.plan import ModulePlan
+from ..engine.state import CallState
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
+from .family import FamilyPlan
 
 
 def is_patched(state: CallState) -> bool:

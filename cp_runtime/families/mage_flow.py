@@ -1,6 +1,7 @@
 """Mage-Flow, also with reference images: Qwen-Image's blocks without a second timestep."""
 
-from ..plan import FamilyPlan, ModulePlan
+from ..engine.plan import ModulePlan
+from .family import FamilyPlan
 from .qwen_image import BLOCK_INPUTS, JOINT, OUTPUTS
 
 MAGE_FLOW = FamilyPlan(

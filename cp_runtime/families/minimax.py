@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan import FamilyPlan, ModulePlan
-from ..state import CallState
-from ..transforms import ContextParallelInput, ContextParallelOutput, JointRanges
+from ..engine.plan import ModulePlan
+from ..engine.state import CallState
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, JointRanges
+from .family import FamilyPlan
 
 JOINT = ("given", "audio", "video")
 TOKENS = ContextParallelInput(split_dim=0, expected_dims=2, streams=JOINT)

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan import FamilyPlan, ModulePlan
-from ..sharding import Split
-from ..state import CallState
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.sharding import Split
+from ..engine.state import CallState
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from .family import FamilyPlan
 
 JOINT = ("img", "txt")
 

@@ -1,7 +1,8 @@
 """PixelDiT and PiD, which decodes a latent with it: in pixels."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from .family import FamilyPlan
 
 JOINT = ("txt", "img")
 IMAGE = ContextParallelInput(split_dim=1, expected_dims=3, streams=("img",))

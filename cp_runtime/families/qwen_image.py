@@ -1,7 +1,8 @@
 """Qwen-Image, Edit and Layered."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput, TokenIndex
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, TokenIndex
+from .family import FamilyPlan
 
 JOINT = ("txt", "img")
 

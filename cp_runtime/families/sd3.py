@@ -1,7 +1,8 @@
 """Stable Diffusion 3 and 3.5."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from .family import FamilyPlan
 
 JOINT, IMAGE = ("txt", "img"), ("img",)
 

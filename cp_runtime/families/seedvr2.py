@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan import FamilyPlan, ModulePlan
-from ..state import CallState
-from ..transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours
+from ..engine.plan import ModulePlan
+from ..engine.state import CallState
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours
+from .family import FamilyPlan
 
 TOKENS = ContextParallelInput(split_dim=0, expected_dims=2, streams=("video",))
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..plan import FamilyPlan, ModulePlan
-from ..state import CallState
-from ..transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours
+from ..engine.plan import ModulePlan
+from ..engine.state import CallState
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours
+from .family import FamilyPlan
 
 AUDIO = ("audio",)
 TOKENS = ContextParallelInput(split_dim=1, expected_dims=3, streams=AUDIO)

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..plan import FamilyPlan, ModulePlan
+from ..engine.plan import ModulePlan
+from .family import FamilyPlan
 
 STAGE_C = FamilyPlan(
     family="Stable Cascade C",

@@ -1,7 +1,8 @@
 """TripoSplat: the latent and the image are refined each on its own, then together with the camera."""
 
-from ..plan import FamilyPlan, ModulePlan
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from .family import FamilyPlan
 
 
 def refined(stream: str) -> tuple[ModulePlan, ModulePlan]:

@@ -1,6 +1,7 @@
 """The UNets of Stable Diffusion 1.5, 2, XL, Stable Video Diffusion and others: no sequence to share, but a batch."""
 
-from ..plan import FamilyPlan, ModulePlan
+from ..engine.plan import ModulePlan
+from .family import FamilyPlan
 
 UNET = FamilyPlan(
     family="Stable Diffusion UNet",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..plan import FamilyPlan, ModulePlan
-from ..sharding import Split
-from ..state import CallState
-from ..transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan
+from ..engine.sharding import Split
+from ..engine.state import CallState
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from .family import FamilyPlan
 from .wan import FREQS, HEAD, VIDEO, WAN, Repeated
 
 # S2V: the video, then reference and shrunken motion frames: whole runs of tokens that have one modulation, and what is left.

@@ -1,7 +1,7 @@
 """First code of a worker rank: tie its life to the parent, then load the package and run the worker.
 
 Run by file name, as `python bootstrap.py <spec as JSON>`. Nothing heavy is imported before the process is armed. The folder of
-this file leaves `sys.path` at once: its modules would shadow ComfyUI's.
+this file leaves `sys.path` at once: its modules would shadow others.
 """
 
 import ctypes
@@ -54,8 +54,8 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     die_with_parent(spec["parent"], spec["death_fd"])
     write_stacks_on_demand(spec["stacks"])
-    sys.path[0:1] = [spec["comfyui"]] if spec["comfyui"] else []
-    sys.argv = ["main.py", *spec["comfyui_args"]]
+    sys.path[0:1] = spec["path"]
+    sys.argv = spec["argv"]
     load_package(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     importlib.import_module("cp_runtime.pool.worker").run(spec)
 

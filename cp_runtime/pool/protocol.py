@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..errors import ProtocolError, UnsupportedError
 
-COMMANDS = ("mirror", "attach", "detach", "call", "unload", "echo", "shutdown")
 MAX_HEADER = 64 << 20
 ALIGNMENT = 64
 MAX_DEPTH = 100  # containers inside each other; below what Python's stack takes

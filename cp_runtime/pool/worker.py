@@ -1,38 +1,41 @@
 """A worker rank: waits for a command, runs it together with the other ranks, reports the outcome to the controller.
 
 Rank 0 gets commands over its channel and broadcasts them over a gloo control group. Every rank reports on its own channel,
-once per command: a rank whose peers hang in a collective can still say why.
+once per command: a rank whose peers hang in a collective can still say why. What the commands do is the business of a `Service`,
+which the pool's owner names; the pool itself knows `echo` and `shutdown`.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import mmap
 import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import SequenceSettings
-from ..cost import DegreePlanner, measure
+from ..engine.cost import measure
+from ..engine.mesh import BatchMesh, CommStats
 from ..errors import ProtocolError
-from ..mesh import BatchMesh, CommStats
 from .board import Board, resident_bytes, start_heartbeat
 from .cancel import CancelPoints
 from .channel import Channel, Closed, SharedBlock
 from .faults import armed_fault, inject
-from .protocol import COMMANDS, TensorPacker, decode_header, encode_header, flatten, read_tensor, unflatten
+from .protocol import TensorPacker, decode_header, encode_header, flatten
+from .tensor_cache import TensorCache
 
 log = logging.getLogger("context_parallel.worker")
 
+SHUTDOWN = "shutdown"
 INLINE = 16 << 10  # header bytes that travel in the first broadcast
 IDLE = timedelta(days=365)  # an idle rank waits for the next command for as long as ComfyUI runs
 
@@ -41,11 +44,29 @@ class Cancelled(Exception):
     """The user cancelled: all ranks leave the call at the same module."""
 
 
+Handler = Callable[[dict[str, Any], Tensor], dict[str, Any]]
+"""(header, payload) of a command -> what this rank reports."""
+
+
+class Service(Protocol):
+    """What ranks do for the owner of the pool. The module that `WorkerSite` names has a `make_service(worker, arguments)`."""
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """By command."""
+
+
 class Worker:
-    """State of one rank.
+    """State of one rank, and what it offers to its service.
 
     Args:
         spec: what the controller passed to this process; see `WorkerPool`.
+
+    Attributes:
+        mesh: all ranks.
+        rates: of the machine, the same on every rank.
+        stats: what this rank sends.
+        cache: tensors that stay here between two commands.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -58,15 +79,8 @@ class Worker:
         self.stats = CommStats()
         start_heartbeat(self.board, self.rank, lambda: self.stats.collectives)
         self.spec = spec
-        self.cache: dict[str, Tensor] = {}
-        self._handlers: dict[str, Callable[[dict[str, Any], Tensor], dict[str, Any]]] = {
-            "echo": self._echo,
-            "mirror": self._mirror,
-            "attach": self._attach,
-            "detach": self._detach,
-            "call": self._call,
-            "unload": self._unload,
-        }
+        self.cache = TensorCache(self.device)
+        self._handlers: dict[str, Handler] = {"echo": self._echo}
 
     def start(self) -> None:
         """Import, join the process groups, say hello."""
@@ -74,11 +88,10 @@ class Worker:
         began = time.perf_counter()
         if self.device.type != "cpu":
             torch.get_device_module(self.device).set_device(self.device)
-        self.mirrors: Any = None
-        if self.spec["comfyui"]:
-            from .mirror import Mirrors  # imports ComfyUI, after the device is set
-
-            self.mirrors = Mirrors(self.device, self.spec["model_folders"])
+        if self.spec["service"]:  # after the device is set: ComfyUI looks at it when it is imported
+            module = importlib.import_module(f"{__package__.partition('.')[0]}.{self.spec['service']}")
+            service: Service = module.make_service(self, self.spec["arguments"])
+            self._handlers |= service.handlers
         seconds["import"] = time.perf_counter() - began
         inject(self.rank, "start")
         began = time.perf_counter()
@@ -108,7 +121,7 @@ class Worker:
         while True:
             header, block = self._next()
             command, seq = header["command"], header["seq"]
-            if command == "shutdown":
+            if command == SHUTDOWN:
                 return
             self.board.begin(self.rank, seq)
             try:
@@ -131,7 +144,7 @@ class Worker:
             header = self.channel.receive()
             while header.get("command") == "cancel":  # came after its call had ended
                 header = self.channel.receive()
-            if header.get("command") not in COMMANDS:
+            if header.get("command") not in (*self._handlers, SHUTDOWN):
                 raise ProtocolError(f"unknown command {header.get('command')!r}")
             data, nbytes = encode_header(header), int(header.get("nbytes", 0))
             head[:16].view(torch.int64)[:] = torch.tensor([len(data), nbytes])
@@ -157,37 +170,7 @@ class Worker:
     def _broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, 0, group=self.control)
 
-    def _value(self, header: dict[str, Any], block: Tensor) -> Any:
-        """Rebuild the value of a message on this rank's device, from its payload and from cached tensors.
-
-        What the message says to leave there stays in the payload's memory, until this rank has replied.
-        """
-        if header["drop"] is None:
-            self.cache.clear()
-        for key in header["drop"] or ():
-            del self.cache[key]
-
-        views: dict[str, Tensor] = {}  # a tensor that comes several times stays one object
-
-        def load(leaf: dict[str, Any]) -> Tensor:
-            if "$shared" in leaf:
-                return views.setdefault(str(leaf), read_tensor(block, leaf["$shared"]))
-            # The payload's memory is overwritten by the next message, so host tensors are copied as well.
-            if "$store" in leaf:
-                key, inner = leaf["$store"]
-                self.cache[key] = read_tensor(block, inner).to(self.device, copy=True)
-                leaf = {"$cached": key}
-            if "$cached" in leaf:
-                # A copy: HunyuanDiT and SD3's context processor change the text in place.
-                key = leaf["$cached"]
-                if key not in views:
-                    views[key] = self.cache[key].clone()
-                return views[key]
-            return read_tensor(block, leaf).to(self.device, copy=True)
-
-        return unflatten(header["value"], load)
-
-    def _result(self, value: Any) -> dict[str, Any]:
+    def result(self, value: Any) -> dict[str, Any]:
         """Rank 0 hands a value to the controller through shared memory."""
         if self.rank != 0:
             return {}
@@ -197,50 +180,9 @@ class Worker:
         return {"value": tree, "nbytes": packer.nbytes}
 
     def _echo(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
-        return self._result(self._value(header, block)["x"])
+        return self.result(self.cache.unpack(header, block)["x"])
 
-    def _mirror(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
-        inject(self.rank, "load")
-        reply: dict[str, Any] = self._require_mirrors().load(header, block)
-        return reply
-
-    def _detach(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
-        self._require_mirrors().detach(header["keys"])
-        return {}
-
-    def _attach(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
-        self._require_mirrors().attach(header, block)
-        return {}
-
-    def _unload(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
-        self.cache.clear()
-        self._require_mirrors().unload(header["key"])
-        return {}
-
-    def _call(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
-        began = time.perf_counter()
-        arguments = self._value(header, block)
-        self.stats.reset()
-        settings = SequenceSettings(**header["sequence"])
-        out, done = self._require_mirrors().call(
-            header,
-            arguments,
-            self.mesh,
-            lambda ranks: DegreePlanner(settings, ranks, self.rates),
-            self._enter(header["cancel_every"]),
-        )
-        reply = self._result(out)  # waits for the device
-        stats = self.stats
-        return {
-            **reply,
-            **done,
-            "seconds": time.perf_counter() - began,
-            "modules": self.board.read(self.rank).modules,
-            "communication": {"seconds": stats.seconds, "collectives": stats.collectives, "bytes": stats.bytes_sent},
-            "memory": memory(self.device),
-        }
-
-    def _enter(self, cancel_every: int) -> Callable[[], None]:
+    def module_hook(self, cancel_every: int) -> Callable[[], None]:
         """Return what runs at every planned module: note the progress, and now and then leave together if the user cancelled."""
 
         fault = armed_fault(self.rank, "module")
@@ -263,11 +205,6 @@ class Worker:
     def _cancel_asked(self) -> bool:
         frame = self.channel.poll()
         return frame is not None and frame.get("command") == "cancel"
-
-    def _require_mirrors(self) -> Any:
-        if self.mirrors is None:
-            raise ProtocolError("this pool was started without ComfyUI")
-        return self.mirrors
 
 
 def describe(error: BaseException) -> dict[str, str]:

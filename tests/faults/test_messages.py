@@ -22,10 +22,9 @@ from support.evil import Evil
 from support.faults import SOAK, Stopwatch, note
 from support.pools import echo, small_pool
 
-from cp_runtime.batch import tensors
 from cp_runtime.errors import PoolError, PoolTimeout, ProtocolError, RankError
+from cp_runtime.nested import tensors
 from cp_runtime.pool.channel import Channel, Closed
-from cp_runtime.pool.controller import WorkerPool
 from cp_runtime.pool.protocol import (
     MAX_HEADER,
     TensorPacker,
@@ -34,6 +33,7 @@ from cp_runtime.pool.protocol import (
     read_tensor,
     unflatten,
 )
+from cp_runtime.pool.worker_pool import WorkerPool
 
 BLOCK = 4096  # bytes of shared memory that come with a message
 

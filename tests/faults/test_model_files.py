@@ -16,9 +16,9 @@ from support.evil import Evil
 from support.faults import note
 from support.graphs import flux_prompt
 
-from cp_runtime.config import DeviceInventory, RuntimeConfig
 from cp_runtime.errors import RankError
-from cp_runtime.pool.controller import WorkerPool, WorkerSite
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.worker_pool import WorkerPool, WorkerSite
 
 CP = {"world_size": 2}
 
@@ -36,8 +36,13 @@ def write_evil(folder: Path, marker: Path) -> list[Path]:
 def model_ranks(comfyui_path, shelf):
     """Ranks with ComfyUI, which may read models from one folder."""
     config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2)
-    arguments, folder = ("--cpu", "--base-directory", str(shelf)), str(shelf / "models" / "diffusion_models")
-    pool = WorkerPool(config, WorkerSite(comfyui=str(comfyui_path), arguments=arguments, model_folders=(folder,)))
+    site = WorkerSite(
+        service="comfy.worker.service",
+        arguments={"model_folders": [str(shelf / "models" / "diffusion_models")]},
+        path=(str(comfyui_path),),
+        argv=("main.py", "--cpu", "--base-directory", str(shelf)),
+    )
+    pool = WorkerPool(config, site)
     pool.start()
     yield pool
     pool.kill()
@@ -93,7 +98,7 @@ import comfy.cli_args
 comfy.cli_args.args.cpu = True
 from support.package import load_package
 load_package()
-from cp_runtime.comfy.session import worker_site
+from cp_runtime.comfy.ui.controller import worker_site
 print(json.dumps(worker_site().model_folders))
 """
 

@@ -10,10 +10,10 @@ from support.ranks import finish, report, start
 rank, world, arguments = start()
 device = torch.device(arguments[0] if arguments else "cpu")
 
-from cp_runtime.attention import context_parallel as attention  # noqa: E402
-from cp_runtime.config import ContextParallelConfig  # noqa: E402
-from cp_runtime.mesh import SequenceMesh  # noqa: E402
-from cp_runtime.sharding import JointLayout  # noqa: E402
+from cp_runtime.engine.attention import context_parallel as attention  # noqa: E402
+from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
+from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
+from cp_runtime.engine.sharding import JointLayout  # noqa: E402
 
 sys.path.append(str(Path(__file__).parent))
 from attention_cases import MODES, cases  # noqa: E402

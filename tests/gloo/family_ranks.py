@@ -22,13 +22,14 @@ import torch.distributed as dist  # noqa: E402
 from support import families  # noqa: E402
 from support.models import build  # noqa: E402
 
-from cp_runtime.batch import map_tensors, share_out  # noqa: E402
-from cp_runtime.comfy.interception import innermost_method  # noqa: E402
-from cp_runtime.comfy.sharded import run_sharded  # noqa: E402
-from cp_runtime.config import ContextParallelConfig  # noqa: E402
+from cp_runtime.comfy.ui.interception import innermost_method  # noqa: E402
+from cp_runtime.comfy.worker.batch import share_out  # noqa: E402
+from cp_runtime.comfy.worker.sharded import run_sharded  # noqa: E402
+from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
+from cp_runtime.engine.hooks import AppliedPlan  # noqa: E402
+from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
-from cp_runtime.hooks import AppliedPlan  # noqa: E402
-from cp_runtime.mesh import BatchMesh  # noqa: E402
+from cp_runtime.nested import map_tensors  # noqa: E402
 
 clone = partial(map_tensors, function=torch.Tensor.clone)
 

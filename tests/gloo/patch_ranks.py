@@ -19,12 +19,14 @@ from comfy_extras.nodes_model_downscale import PatchModelAddDownscale  # noqa: E
 from comfy_extras.nodes_model_patch import QwenImageBlockWiseControlNet, UsoStyleProjectorPatch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from cp_runtime.comfy import patches  # noqa: E402
-from cp_runtime.comfy.modules import decode_module, encode_module  # noqa: E402
-from cp_runtime.comfy.sharded import LocalResiduals  # noqa: E402
+from cp_runtime.comfy.ui.node_patches import encode_patches  # noqa: E402
+from cp_runtime.comfy.wire.modules import decode_module, encode_module  # noqa: E402
+from cp_runtime.comfy.wire.node_patches import OPTION  # noqa: E402
+from cp_runtime.comfy.worker import node_patches  # noqa: E402
+from cp_runtime.comfy.worker.sharded import LocalResiduals  # noqa: E402
+from cp_runtime.engine.state import CallState  # noqa: E402
 from cp_runtime.errors import MirrorError  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten, read_tensor, unflatten  # noqa: E402
-from cp_runtime.state import CallState  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -93,9 +95,9 @@ recorder = Recorder()
 PatchModelAddDownscale.execute(recorder, 3, 2.0, 0.0, 1.0, True, "bilinear", "bilinear")
 uso = UsoStyleProjectorPatch(ModelPatcher(qwen, CPU, CPU), torch.ones(2, 3))
 options = {"patches": {**recorder.patches, "post_input": [uso, uso]}, "patches_replace": {"dit": {}}}
-entry, networks = patches.encode_patches(options)
+entry, networks = encode_patches(options)
 (key,) = networks
-patches.attach(key, send(encode_module(networks[key])), CPU)
+node_patches.attach_network(key, send(encode_module(networks[key])), CPU)
 
 
 class Applied:
@@ -105,7 +107,7 @@ class Applied:
         size = 1
 
 
-rebuilt = patches.decode_patches(send(entry[patches.OPTION]), Applied)
+rebuilt = node_patches.decode_patches(send(entry[OPTION]), Applied)
 h, at = torch.randn(1, 2, 8, 8), {"block": ("input", 3), "sigmas": torch.tensor([0.5])}
 first, second = rebuilt["patches"]["post_input"]
 report(
@@ -117,14 +119,14 @@ report(
     object=torch.equal(first.encoded_image, uso.encoded_image) and repr(first.model_patch.model) == repr(qwen),
     refused=[
         refused(
-            patches.decode_patches,
+            node_patches.decode_patches,
             {"entries": [{"name": name, "data": {}}], "patches": [["x", None, 0]], "patches_replace": []},
             Applied,
         )
         for name in ("os:system", "comfy_extras.nodes_sag:SelfAttentionGuidance.execute.<locals>.attn_and_record")
     ],
     changed=refused(
-        patches._Decoder([{"name": entry[patches.OPTION]["entries"][0]["name"], "data": {"other": 1}, "defaults": None}]).get, 0
+        node_patches._Decoder([{"name": entry[OPTION]["entries"][0]["name"], "data": {"other": 1}, "defaults": None}]).get, 0
     ),
 )
 

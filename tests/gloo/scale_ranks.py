@@ -16,8 +16,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from comfy.quant_ops import QuantizedTensor  # noqa: E402
 
-from cp_runtime.comfy.quantised import shared_scales  # noqa: E402
-from cp_runtime.mesh import SequenceGroup  # noqa: E402
+from cp_runtime.comfy.worker.quantised import shared_scales  # noqa: E402
+from cp_runtime.engine.mesh import RankGroup  # noqa: E402
 
 tokens = torch.randn(24, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.01, 30.0, 24)[:, None]
 own = slice(rank * 8, rank * 8 + 8)
@@ -36,7 +36,7 @@ def difference(out, expected):
 whole = quantised(tokens)
 given = torch.tensor(0.5)
 alone = difference(quantised(tokens[own]), whole[own])
-with shared_scales(SequenceGroup(dist.group.WORLD)):
+with shared_scales(RankGroup(dist.group.WORLD)):
     together = difference(quantised(tokens[own]), whole[own])
     from_file = difference(quantised(tokens[own], given), quantised(tokens, given)[own])
 report(alone=alone, together=together, from_file=from_file, after=difference(quantised(tokens), whole))

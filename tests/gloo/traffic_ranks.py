@@ -8,10 +8,10 @@ from torch.utils._pytree import tree_leaves
 
 rank, world, _ = start()
 
-from cp_runtime.attention.context_parallel import context_parallel_attention  # noqa: E402
-from cp_runtime.config import ContextParallelConfig  # noqa: E402
-from cp_runtime.mesh import SequenceMesh  # noqa: E402
-from cp_runtime.sharding import JointLayout  # noqa: E402
+from cp_runtime.engine.attention.context_parallel import context_parallel_attention  # noqa: E402
+from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
+from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
+from cp_runtime.engine.sharding import JointLayout  # noqa: E402
 
 HEADS, HEAD_DIM = 8, 16
 mesh = SequenceMesh(dist.group.WORLD)
@@ -72,7 +72,7 @@ def fail(q, k, v, index):
     raise ValueError("on purpose")
 
 
-from cp_runtime.attention import ring  # noqa: E402
+from cp_runtime.engine.attention import ring  # noqa: E402
 
 apart = SequenceMesh(dist.new_group())  # a group that is not used again
 x = torch.zeros(1, 1, 2, 4)

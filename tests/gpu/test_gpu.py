@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from cp_runtime.attention.kernels import KERNELS, attend_with_lse
+from cp_runtime.engine.attention.kernels import KERNELS, attend_with_lse
 
 GLOO = Path(__file__).parents[1] / "gloo"
 sys.path.append(str(GLOO))

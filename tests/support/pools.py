@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from cp_runtime.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.controller import WorkerPool, WorkerSite
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.protocol import TensorPacker, flatten
+from cp_runtime.pool.worker_pool import WorkerPool, WorkerSite
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from support.package import load_package
 
 load_package()
-from cp_runtime.batch import STACKED, WHOLE, share_out  # noqa: E402
+from cp_runtime.comfy.worker.batch import STACKED, WHOLE, share_out, take_items  # noqa: E402
 
 LEADING = ["x", "timesteps"]
 
@@ -62,7 +62,7 @@ def test_every_argument_by_its_own_rule():
         control={"input": [residual, None, residual], "output": []},
         transformer_options={"sigmas": torch.zeros(4), "cond_or_uncond": [1, 0]},
     )
-    part = shares(arguments, 4).take(arguments, 3)
+    part = take_items(shares(arguments, 4), arguments, 3)
     assert part["x"].tolist() == [[6.0, 7.0]]
     assert part["context"].shape == (1, 3, 5)
     assert [t.tolist() for t in part["ref_latents"]] == [[3], [7]]
@@ -77,7 +77,7 @@ def test_every_argument_by_its_own_rule():
 def test_kinds_of_conditions_follow_the_items():
     arguments = call(6, transformer_options={"cond_or_uncond": [0, 1]})
     made = shares(arguments, 4, sequence=False)  # 2, 2, 1 and 1 items of three each
-    kinds = [made.take(arguments, group)["transformer_options"]["cond_or_uncond"] for group in range(4)]
+    kinds = [take_items(made, arguments, group)["transformer_options"]["cond_or_uncond"] for group in range(4)]
     assert kinds == [[0], [0, 1], [1], [1]]
 
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from cp_runtime.pool import conditioning
-from cp_runtime.pool.conditioning import CallEncoder, same_bits
+from cp_runtime.pool import tensor_cache
+from cp_runtime.pool.tensor_cache import CallEncoder, same_bits
 
 BIG = (1, 64, 64)
 
@@ -53,7 +53,7 @@ def test_an_undelivered_message_starts_over():
 def test_eviction_drops_the_oldest_and_nothing_in_use(monkeypatch):
     encoder = CallEncoder()
     tensors = [torch.full(BIG, float(i)) for i in range(4)]
-    monkeypatch.setattr(conditioning, "LIMIT", 2 * tensors[0].nbytes)
+    monkeypatch.setattr(tensor_cache, "LIMIT", 2 * tensors[0].nbytes)
     assert encode(encoder, context=tensors[0])[1] == []
     assert encode(encoder, context=tensors[1])[1] == []
     assert encode(encoder, context=tensors[0])[1] == []  # used again: now the newer one

@@ -4,8 +4,9 @@ import math
 import diffusers
 import pytest
 
-from cp_runtime.config import ContextParallelConfig, DeviceInventory, ParallelConfig, RuntimeConfig
+from cp_runtime.engine.config import ContextParallelConfig, ParallelConfig
 from cp_runtime.errors import ConfigError
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 
 CUDA = DeviceInventory(type="cuda", count=4)
 CPU = DeviceInventory(type="cpu", count=0)

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from cp_runtime.config import SequenceSettings
-from cp_runtime.cost import AttentionShape, DegreePlanner, Rates, choose, cost, factors
+from cp_runtime.engine.config import SequenceSettings
+from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates, choose, cost, factors
 
 FAST = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0)  # NVLink and a big GPU
 SLOW = replace(FAST, bandwidth=1e10)  # PCIe

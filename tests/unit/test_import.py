@@ -33,7 +33,7 @@ for name, attributes in {missing!r}.items():
 for name in {modules!r}:
     sys.modules[name] = None
 load_package()
-import cp_runtime.comfy.events, cp_runtime.comfy.report, cp_runtime.comfy.chart, cp_runtime.comfy.routes
+import cp_runtime.comfy.ui.events, cp_runtime.comfy.ui.report, cp_runtime.comfy.ui.chart, cp_runtime.comfy.ui.routes
 """
 
 

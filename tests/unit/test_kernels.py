@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cp_runtime.attention.kernels import KERNELS, attend_with_lse, select
-from cp_runtime.attention.merge import PartialAttention
+from cp_runtime.engine.attention.kernels import KERNELS, attend_with_lse, select
+from cp_runtime.engine.attention.merge import PartialAttention
 from cp_runtime.errors import ConfigError
 
 HERE = [
@@ -89,7 +89,7 @@ def test_half_precision_keeps_a_float32_lse(kernel, dtype):
 def test_math_is_the_same_in_pieces(monkeypatch):
     q, k, v = qkv()
     whole = attend_with_lse(q, k, v, None, None, "math")
-    monkeypatch.setattr("cp_runtime.attention.kernels.MATH_SCORES", 2 * 6 * 7 * 2)  # two rows at a time
+    monkeypatch.setattr("cp_runtime.engine.attention.kernels.MATH_SCORES", 2 * 6 * 7 * 2)  # two rows at a time
     pieces = attend_with_lse(q, k, v, None, None, "math")
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
 

@@ -2,12 +2,13 @@ import pytest
 import torch
 from torch import nn
 
+from cp_runtime.engine.plan import ModulePlan, find_modules
+from cp_runtime.engine.sharding import Split
+from cp_runtime.engine.state import CallState
+from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput, TokenIndex, TokenRanges
 from cp_runtime.errors import PlanError
+from cp_runtime.families.family import FamilyPlan
 from cp_runtime.families.wan import Repeated
-from cp_runtime.plan import FamilyPlan, ModulePlan, find_modules
-from cp_runtime.sharding import Split
-from cp_runtime.state import CallState
-from cp_runtime.transforms import ContextParallelInput, ContextParallelOutput, TokenIndex, TokenRanges
 
 
 def states(world=2, **lengths):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from cp_runtime.comfy.recipe import same_bits
+from cp_runtime.comfy.ui.file_pages import same_bits
 
 QuantizedTensor = pytest.importorskip("comfy_kitchen.tensor").QuantizedTensor
 

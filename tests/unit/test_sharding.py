@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from cp_runtime.sharding import JointLayout, clip_range, split_range, split_sizes
+from cp_runtime.engine.sharding import JointLayout, clip_range, split_range, split_sizes
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 17, 64])

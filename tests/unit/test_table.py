@@ -4,8 +4,8 @@ import pytest
 from torch import nn
 
 from cp_runtime import ContextParallelInput, ContextParallelOutput, ModulePlan
+from cp_runtime.diffusers.table import plan_from_table
 from cp_runtime.errors import PlanError
-from cp_runtime.table import plan_from_table
 
 HIDDEN = ContextParallelInput(1, 3)
 OUT = ContextParallelOutput(1, 3)

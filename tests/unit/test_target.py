@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_runtime.comfy.recipe import Recipe
-from cp_runtime.comfy.target import Target, verify
+from cp_runtime.comfy.ui.target import Target, verify
+from cp_runtime.comfy.wire.recipe import Recipe
 from cp_runtime.errors import MirrorError
 
 

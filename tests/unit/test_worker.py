@@ -5,8 +5,8 @@ import torch
 
 from cp_runtime.pool.cancel import CancelPoints
 from cp_runtime.pool.channel import SharedBlock
-from cp_runtime.pool.conditioning import CallEncoder
 from cp_runtime.pool.protocol import encode_header
+from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache
 from cp_runtime.pool.worker import INLINE, Worker
 
 
@@ -20,7 +20,7 @@ def block():
 def follower(block, header):
     """A rank that is not the first, and the bytes that reach it by broadcast."""
     worker, received = Worker.__new__(Worker), []
-    worker.rank, worker.device, worker.cache, worker.request = 1, torch.device("cpu"), {}, SharedBlock(block.fd)
+    worker.rank, worker.cache, worker.request = 1, TensorCache(torch.device("cpu")), SharedBlock(block.fd)
     worker.cancel_points = CancelPoints(torch.zeros((), dtype=torch.int64), worker.rank)
     data = encode_header(header)
     head = torch.zeros(16 + INLINE, dtype=torch.uint8)
@@ -38,7 +38,7 @@ def follower(block, header):
 def test_residuals_are_neither_broadcast_nor_copied(block):
     residual = torch.randn(2, 1000, 64)
     arguments = {"x": torch.randn(1, 4), "control": {"input": [residual, residual, None], "output": [residual + 1]}}
-    message, packer = CallEncoder().encode(arguments, {"x"})
+    message, packer = CallEncoder().encode(arguments, {"x"}, {"control"})
     assert packer.nbytes < 2.1 * residual.nbytes  # each once
     packer.write(block.view(packer.nbytes))
 
@@ -46,7 +46,7 @@ def test_residuals_are_neither_broadcast_nor_copied(block):
     header, payload = worker._next()
     assert sum(received) == 16 + INLINE
 
-    value = worker._value(header, payload)
+    value = worker.cache.unpack(header, payload)
     first, second, third = value["control"]["input"]
     assert first is second
     assert third is None
@@ -55,4 +55,4 @@ def test_residuals_are_neither_broadcast_nor_copied(block):
     block.view(packer.nbytes).zero_()
     assert not first.any()  # it lies in the memory of the message
     assert value["x"].any()  # what is no residual was copied
-    assert worker.cache == {}
+    assert len(worker.cache) == 0

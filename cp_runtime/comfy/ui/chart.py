@@ -1,0 +1,172 @@
+"""A report of CP Sampler for people: as text, and as bars of where each rank's time went."""
+
+from __future__ import annotations
+
+import bisect
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from ...errors import ContextParallelError, bad_value
+from ...pool.config import MAX_RANKS
+from .report import axes
+
+WIDTH, MARGIN, LABEL = 960, 24, 190  # pixels
+BAR, GAP, LINE = 30, 12, 30
+BARS = 32  # ranks that are drawn
+DESCRIBED = 8  # ranks that get a line in the picture; the text has all
+COLOURS = {"compute": "#3b82f6", "communication": "#f59e0b", "wait": "#9ca3af"}
+PAPER, INK = "#ffffff", "#111827"
+LONGEST = 1 << 20  # characters of a report
+LONGEST_NAME = 100  # characters
+LARGEST = 1e18  # of any figure
+
+
+def read_report(text: str) -> dict[str, Any]:
+    """The part of a report of CP Sampler that is shown.
+
+    Raises:
+        ConfigError: it is none. Any workflow may put any text here.
+    """
+    error: ContextParallelError = bad_value("report", text, "the JSON report of a CP Sampler", "Connect its report output.")
+    if len(text) > LONGEST:
+        raise error
+    try:
+        report = json.loads(text)
+        return _checked(report, _ONE_DEVICE | _SEVERAL if report["world_size"] != 1 else _ONE_DEVICE)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise error from None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
+        raise ValueError(value)
+    return value
+
+
+def _number_or_none(value: Any) -> float | None:
+    return None if value is None else _number(value)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > LONGEST_NAME or not value.isprintable():
+        raise ValueError(value)
+    return value
+
+
+def _counts(value: Any) -> dict[str, float]:
+    if len(value) > LONGEST_NAME:
+        raise ValueError(value)
+    return {_name(name): _number(count) for name, count in value.items()}
+
+
+def _ranks(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_RANKS:
+        raise ValueError(value)
+    return [_checked(rank, _RANK) for rank in value]
+
+
+def _times(value: Any) -> dict[str, float]:
+    return {part: _number(value[part]) for part in COLOURS}
+
+
+_ONE_DEVICE = {"world_size": _number, "seconds_per_step": _number, "seconds_per_call": _number_or_none}
+_SEVERAL = {
+    "family": _name,
+    "degrees": _counts,
+    "seconds_per_call_on_one_device": _number_or_none,
+    "speedup": _number_or_none,
+    "communication_share": _number,
+    "ranks": _ranks,
+}
+_RANK = {"rank": _number, "device": _name, "tokens": _counts, "seconds": _times, "host_memory": _number, "device_memory": _number}
+
+
+def _checked(value: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: check(value[name]) for name, check in fields.items()}
+
+
+def summarise(report: dict[str, Any]) -> list[str]:
+    """What `read_report` returned in a few lines; a line per rank at the end, where there are ranks."""
+    speed = f"{report['seconds_per_step']:.3g} s per step"
+    if report["seconds_per_call"] is not None:
+        speed += f", {report['seconds_per_call']:.3g} s per call"
+    if report["world_size"] == 1:
+        return ["one device", speed]
+    if report["seconds_per_call"] is not None:
+        outside = report["seconds_per_call"] - max(sum(rank["seconds"].values()) for rank in report["ranks"])
+        speed += f" ({max(0.0, outside):.2g} s of it in ComfyUI, outside of the ranks)"
+    lines = [
+        f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'])})",
+        speed,
+        f"{report['communication_share']:.0%} of rank 0's time spent waiting for the link and for other ranks",
+    ]
+    if report["speedup"] is not None and report["seconds_per_call_on_one_device"] is not None:
+        alone = report["seconds_per_call_on_one_device"]
+        lines.append(f"one device: {alone:.3g} s per call, so {report['speedup']:.2f} times as fast with all")
+        if report["speedup"] > report["world_size"]:
+            lines.append("more than the number of ranks: one device worked otherwise (attention kernel, weights that did not fit)")
+    for rank in report["ranks"]:
+        tokens = ", ".join(f"{count} {name}" for name, count in rank["tokens"].items())
+        memory = f"host {_gib(rank['host_memory'])}" + (f", device {_gib(rank['device_memory'])}" if rank["device_memory"] else "")
+        lines.append(f"rank {rank['rank']} on {rank['device']}: {f'tokens {tokens}; ' if tokens else ''}{memory}")
+    return lines
+
+
+def draw(report: dict[str, Any]) -> Tensor:
+    """The summary, and a bar per rank. Returns `[1, H, W, 3]` in 0..1, as ComfyUI's images are."""
+    lines, ranks = summarise(report), report.get("ranks", [])
+    if len(ranks) > DESCRIBED:
+        lines = lines[: len(lines) - len(ranks)]
+    if len(ranks) > BARS:
+        lines.append(f"the first {BARS} ranks of {len(ranks)}:")
+        ranks = ranks[:BARS]
+    height = 2 * MARGIN + len(lines) * LINE + (len(ranks) * (BAR + GAP) + LINE + 2 * GAP if ranks else 0)
+    picture = Image.new("RGB", (WIDTH, height), PAPER)
+    pen, font = ImageDraw.Draw(picture), ImageFont.load_default(18)
+    y = MARGIN
+    for line in lines:
+        pen.text((MARGIN, y), _fit(line, pen, font), INK, font)
+        y += LINE
+    if ranks:
+        y += GAP
+        scale = (WIDTH - 2 * MARGIN - LABEL) / max(sum(rank["seconds"].values()) or 1.0 for rank in ranks)
+        for rank in ranks:
+            pen.text((MARGIN, y + 4), _fit(f"rank {rank['rank']}  {rank['device']}", pen, font, LABEL - GAP), INK, font)
+            x = float(MARGIN + LABEL)
+            for part, colour in COLOURS.items():
+                end = x + rank["seconds"][part] * scale
+                if end - x >= 1:
+                    pen.rectangle((x, y, end, y + BAR), colour)
+                    _inside(pen, font, x, end, y, f"{rank['seconds'][part]:.3g} s")
+                x = end
+            y += BAR + GAP
+        x = float(MARGIN + LABEL)
+        for part, colour in COLOURS.items():
+            pen.rectangle((x, y + 4, x + 18, y + 22), colour)
+            pen.text((x + 26, y + 2), part, INK, font)
+            x += 60 + pen.textlength(part, font)
+    return torch.from_numpy(np.asarray(picture, dtype=np.float32) / 255)[None]
+
+
+def _inside(pen: ImageDraw.ImageDraw, font: Any, left: float, right: float, top: int, text: str) -> None:
+    width = pen.textlength(text, font)
+    if width + 8 <= right - left:
+        pen.text(((left + right - width) / 2, top + 4), text, INK, font)
+
+
+def _fit(text: str, pen: ImageDraw.ImageDraw, font: Any, width: int = WIDTH - 2 * MARGIN) -> str:
+    """The text, or as much of its beginning as there is room for."""
+    if len(text) <= width and pen.textlength(text, font) <= width:
+        return text
+    # A character is at least a pixel wide.
+    longest = bisect.bisect_right(range(width), width, key=lambda count: int(pen.textlength(f"{text[:count]}...", font)))
+    return f"{text[: longest - 1]}..."
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

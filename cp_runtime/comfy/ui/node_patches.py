@@ -1,0 +1,151 @@
+"""Patches that other nodes put into the transformer, in the UI process: whether they can be mirrored, and their wire form."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import comfy.model_patcher
+import comfy.sd
+from torch import Tensor, nn
+
+from ...errors import UnsupportedError
+from ...pool.protocol import flatten
+from ..wire.modules import encode_module, full_name
+from ..wire.node_patches import KINDS, MIRRORED, OPTION, name_of
+
+# Nodes whose patches cannot be mirrored, and why. `code`: name of what they put there, where it is no function of the node's own.
+REFUSED: Mapping[str, str] = {
+    "HyperTile": "draws random tiles inside the model",
+    "TomePatchModel": "draws random tokens inside the model",
+    "SelfAttentionGuidance": "reads attention scores out of the model",
+    "FluxKVCache": "keeps keys and values of earlier steps inside the model",
+    "SUPIRApply": "keeps state between the blocks of the model",
+    "HypernetworkLoader": "puts networks into the attention of the model",
+    "SDPoseKeypointExtractor": "reads features out of the model",
+}
+_MADE_BY = {
+    "KV_Attn_Input": "FluxKVCache",
+    "SUPIRPatch": "SUPIRApply",
+    "load_hypernetwork_patch": "HypernetworkLoader",
+}
+_keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_checked: WeakSet[nn.Module] = WeakSet()
+_numbers = itertools.count()
+
+
+def patches_obstacle(options: Mapping[str, Any], model: nn.Module) -> str | None:
+    """Return what among the patches cannot be mirrored, or None."""
+    for kind, name, _, patch in _entries(options):
+        known = MIRRORED.get(name_of(patch))
+        where = f"{kind}: {name}"
+        if known is None:
+            node = node_of(patch)
+            return (
+                f"{_display(node)} patched the transformer ({where}) and {REFUSED.get(node, 'the workers do not have that code')}."
+            )
+        if type(model).__name__ in known.unless:
+            node = _display(known.node or node_of(patch))
+            return f"{node} ({where}) cannot be applied to a part of the tokens of {type(model).__name__}."
+    try:
+        encoded, networks = encode_patches(options)
+        flatten(encoded, lambda tensor, path: None)
+        for network in networks.values():
+            if network not in _checked:
+                flatten(encode_module(network), lambda tensor, path: None)
+                _checked.add(network)
+    except UnsupportedError as error:
+        return f"a patch of the transformer holds something else than plain data: {error}."
+    return None
+
+
+def encode_patches(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, nn.Module]]:
+    """Patches of `transformer_options` -> an entry in their place, plain data and tensors, and the networks in them, by key."""
+    encoder = _Encoder()
+    kinds: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+    for kind, name, place, patch in _entries(options):
+        kinds[kind].append([name, place, encoder.index(patch)])
+    if not encoder.entries:
+        return {}, {}
+    return {OPTION: {"entries": encoder.entries, **kinds}}, encoder.modules
+
+
+def mixes_batch(arguments: Mapping[str, Any]) -> bool:
+    """Whether a patch among the arguments of a call needs all items of the batch."""
+    encoded = (arguments.get("transformer_options") or {}).get(OPTION, {"entries": []})
+    return any(MIRRORED[entry["name"]].mixes_batch for entry in encoded["entries"])
+
+
+def prepare_patches(options: Mapping[str, Any], x: Tensor) -> None:
+    """Have patches encode their images for the size of the latent `x`."""
+    for _, _, _, patch in _entries(options):
+        prepare = MIRRORED[name_of(patch)].prepare
+        if prepare is not None:
+            prepare(patch, x)
+
+
+def node_of(patch: Any) -> str:
+    """Id of the node that made a patch, or, where it cannot be told, the file that it is from."""
+    module, _, path = name_of(patch).partition(":")
+    head = path.split(".")[0]
+    if head in _MADE_BY and module.startswith("comfy"):
+        return _MADE_BY[head]
+    nodes = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
+    found = (name for name, cls in nodes.items() if cls.__qualname__ == head and full_name(cls) == f"{module}:{head}")
+    pack = module.partition("custom_nodes")[2].strip("/.").replace(".", "/").split("/")[0]
+    return next(found, f"a node of {pack or module}")
+
+
+def _display(node: str) -> str:
+    names = getattr(sys.modules.get("nodes"), "NODE_DISPLAY_NAME_MAPPINGS", {})
+    return str(names.get(node) or node)
+
+
+def _entries(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
+    """(kind, name, place in it, patch) of every patch."""
+    for name, patches in options.get("patches", {}).items():
+        for patch in patches:
+            yield "patches", name, None, patch
+    for name, replaced in options.get("patches_replace", {}).items():
+        for place, patch in replaced.items():
+            yield "patches_replace", name, place, patch
+
+
+class _Encoder:
+    """Patches may share objects: each becomes one entry of a list."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.modules: dict[str, nn.Module] = {}
+        self._seen: dict[int, int] = {}
+
+    def index(self, patch: Any) -> int:
+        if id(patch) not in self._seen:
+            self._seen[id(patch)] = len(self.entries)
+            self.entries.append({})
+            self.entries[self._seen[id(patch)]] = self._entry(patch)
+        return self._seen[id(patch)]
+
+    def _entry(self, patch: Any) -> dict[str, Any]:
+        name = name_of(patch)
+        if not isinstance(patch, FunctionType):
+            without = MIRRORED[name].without
+            return {"name": name, "data": {k: None if k in without else self._pack(v) for k, v in vars(patch).items()}}
+        cells = zip(patch.__code__.co_freevars, patch.__closure__ or (), strict=True)
+        data = {name: self._pack(cell.cell_contents) for name, cell in cells}
+        return {"name": name, "data": data, "defaults": patch.__defaults__}
+
+    def _pack(self, value: Any) -> Any:
+        if isinstance(value, comfy.model_patcher.ModelPatcher):
+            key = _keys.setdefault(value.model, f"m{next(_numbers)}")
+            self.modules[key] = value.model
+            return {"$module": key}
+        if isinstance(value, comfy.sd.VAE):
+            return {"$vae": value.spacial_compression_encode()}
+        if full_name(type(value)) in MIRRORED:
+            return {"$patch": self.index(value)}
+        return value

@@ -1,0 +1,55 @@
+"""The recipe of a model that this process has loaded."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ...errors import MirrorError
+from ..wire.recipe import DECIDED_BY_WORKER, LOADERS, OPTIONS, Recipe, file_stamp
+
+
+def recipe_of(patcher: Any) -> Recipe:
+    """Return the recipe of a ModelPatcher. It is made once per model, when Apply Context Parallel first sees it.
+
+    Raises:
+        MirrorError: its loader left none, or one that workers do not follow.
+    """
+    init = patcher.cached_patcher_init
+    known = getattr(patcher.model, "_cp_recipe", None)
+    if known is None or known[0] is not init:
+        known = init, _read_recipe(patcher)
+        patcher.model._cp_recipe = known
+    recipe: Recipe = known[1]
+    return recipe
+
+
+def _read_recipe(patcher: Any) -> Recipe:
+    import comfy.sd
+
+    init = patcher.cached_patcher_init
+    name = type(patcher.model).__name__
+    if init is None:
+        raise MirrorError(
+            f"the loader of this {name} model left no recipe (cached_patcher_init), so the workers cannot load it. "
+            "Use Load Diffusion Model or Load Checkpoint."
+        )
+    function, args = init[0], init[1]
+    loader = next((known for known in LOADERS if getattr(comfy.sd, known) is function), None)
+    if loader is None:
+        raise MirrorError(
+            f"the loader function {function.__module__}.{function.__qualname__} is not one that the workers may call "
+            f"({', '.join(LOADERS)}). Use Load Diffusion Model or Load Checkpoint."
+        )
+    options = args[1] if loader == LOADERS[0] else (args[6] if len(args) > 6 else {})
+    plain: dict[str, Any] = {}
+    for option, value in options.items():
+        if option in DECIDED_BY_WORKER or value is None:
+            continue
+        if option not in OPTIONS:
+            raise MirrorError(f"the loader's model option {option!r} cannot be sent to the workers (allowed: {', '.join(OPTIONS)})")
+        plain[option] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    path = os.path.abspath(args[0])
+    return Recipe(loader, path, plain, file_stamp(path))

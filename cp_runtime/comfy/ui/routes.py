@@ -1,0 +1,37 @@
+"""Routes on ComfyUI's own server, under its rules about origins. No port of our own."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from ...errors import ContextParallelError
+from .controller import CONTROLLER
+from .status import status
+
+STATUS, RESTART = "/context_parallel/status", "/context_parallel/restart"
+
+
+async def get_status(server: Any, _: web.Request) -> web.Response:
+    """State of the workers, see `status`."""
+    return web.json_response(await asyncio.to_thread(status, server))
+
+
+async def post_restart(server: Any, _: web.Request) -> web.Response:
+    """Kill the workers and start them again: `{"restarted": …, "error": …, "status": {…}}`; 500 where they did not start."""
+    restarted, error = False, None
+    try:
+        restarted = await asyncio.to_thread(CONTROLLER.restart)
+    except ContextParallelError as failure:
+        error = str(failure)
+    answer = {"restarted": restarted, "error": error, "status": await asyncio.to_thread(status, server)}
+    return web.json_response(answer, status=200 if error is None else 500)
+
+
+def add_routes(server: Any) -> None:
+    """Add both to ComfyUI's `PromptServer`; ComfyUI serves each under `/api` as well."""
+    server.routes.get(STATUS)(partial(get_status, server))
+    server.routes.post(RESTART)(partial(post_restart, server))

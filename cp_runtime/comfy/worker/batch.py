@@ -1,0 +1,84 @@
+"""Which arguments of ComfyUI's innermost forward the batch axis splits, and into how many groups.
+
+A call comes with everything that is to be computed at once (CFG halves, batch items, areas) stacked along dimension 0. Which
+of its arguments are stacked follows from an argument's name: ComfyUI's conditioning classes (`CONDRegular`, `CONDConstant`, ...)
+say so for every one of them, and `tests/unit/test_batch.py` compares the tables below with ComfyUI.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ...engine.batch import BatchShares
+from ...nested import tensors
+
+log = logging.getLogger("context_parallel.worker")
+_STACKED = """
+    attention_mask audio_codes audio_denoise_mask audio_embed c_ar c_size camera_conditions clip clip_fea clip_fea_ref
+    clip_img clip_text clip_text_pooled condition context context_latents control control_video cross_attn_cond
+    crossattn_controlnet crp degrade_sigma denoise_mask effnet encoder_hidden_states_llama3 encoder_hidden_states_t5
+    face_pixel_values global_embed
+    guidance guiding_frame_index image_cond image_meta_size keyframe_idxs local_add_cond lq_latent lyric_embed lyric_token_idx
+    ofs pose_latents ref_contexts ref_latent ref_latents ref_mask_latents refer_audio reference_latent reference_motion
+    sam_latents sca siglip_feats speaker_embeds t5xxl_ids t5xxl_weights text_embedding_mask text_embedding_mask_t5
+    time_context time_dim_concat time_dim_replace txt_byt5 vace_context y
+"""
+_WHOLE = """
+    audio_inject_scale disable_time_r fps frame_rate guide_attention_entries is_covers latent_shapes lyrics_strength
+    minimax_payload num_tokens num_video_frames ref_audio ref_latents_method ref_mask_flag replace_with_null_embeds
+    return_info transformer_options vace_strength
+"""
+STACKED, WHOLE = frozenset(_STACKED.split()), frozenset(_WHOLE.split())
+# Those that model_base does not name: the conditioning of HiDream-O1, the second timestep of LTX-2.
+_ELSEWHERE = "a_timestep input_ids position_ids ref_image_grid_thw ref_patches ref_pixel_values token_types vinput_mask"
+STACKED_ELSEWHERE, WHOLE_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
+COND_KINDS = "cond_or_uncond"  # of transformer_options: what each of the equal parts of the batch is
+
+
+def share_out(arguments: Mapping[str, Any], leading: Collection[str], ranks: int, degree: int, sequence: bool) -> BatchShares:
+    """Decide how a call is shared out. Every rank decides alike.
+
+    Args:
+        arguments: of the innermost forward, by name.
+        leading: names of its first two, the latent and the timestep.
+        ranks: of the pool.
+        degree: groups that the user asked for; 0 = choose.
+        sequence: whether the ranks of a group can share a sequence. Then there are as many groups as divide the batch, and the
+            other ranks share sequences. If not, the batch is all there is to share: groups of uneven sizes, and one without an
+            item computes a copy of the first, since it has nothing else to do.
+    """
+    stacked = STACKED | STACKED_ELSEWHERE | frozenset(leading)
+    items = next((t.shape[0] for name in leading for t in tensors(arguments[name])), 1)
+    unit = int(arguments.get("num_video_frames") or 1)
+    most = degree or ranks
+    problem = next(_unshareable(arguments, stacked, items, unit), None)
+    if problem is not None:
+        if items > unit and most > 1:
+            log.warning("the batch axis is not used: %s", problem)
+        return BatchShares(1, items, items, stacked)
+    count = items // unit
+    groups = most if not sequence else max(n for n in range(1, most + 1) if not (most % n or ranks % n or count % n))
+    return BatchShares(groups, items, unit, stacked)
+
+
+def _unshareable(arguments: Mapping[str, Any], stacked: frozenset[str], items: int, unit: int) -> Iterator[str]:
+    for name, value in arguments.items():
+        if name not in stacked | WHOLE | WHOLE_ELSEWHERE and value is not None:
+            yield f"no rule says whether {name} is stacked"
+        if name in stacked and (sizes := {t.shape[0] if t.ndim else 0 for t in tensors(value)} - {items}):
+            yield f"{name} has {sizes.pop()} items, the latent {items}"
+    if items % unit:
+        yield f"{items} items are not videos of {unit} frames"
+
+
+def take_items(shares: BatchShares, arguments: Mapping[str, Any], group: int) -> dict[str, Any]:
+    """A group's part of the arguments of a call, and of what ComfyUI says about the kinds of its items. Views, not copies."""
+    part = shares.take(arguments, group)
+    options = part.get("transformer_options") or {}
+    if shares.groups > 1 and options.get(COND_KINDS):
+        each = shares.items // len(options[COND_KINDS])
+        kinds = [options[COND_KINDS][item // each] for item in range(*shares.held(group))]
+        part["transformer_options"] = {**options, COND_KINDS: kinds[:1] if len(set(kinds)) == 1 else kinds}
+    return part

@@ -1,0 +1,39 @@
+"""What ranks must agree on to multiply quantised weights as one process does.
+
+ComfyUI quantises the input of a linear layer too, where the hardware multiplies in that format. Most formats scale every token or
+every block of channels on its own, so that a rank's tokens come out the same whoever else has some. NVFP4 has one scale for the
+whole input, the largest absolute value over (448 * 6); without one in the file it is taken from the input, and so from all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import comfy.quant_ops
+from torch import Tensor
+
+from ...engine.mesh import RankGroup
+
+LARGEST = 448.0 * 6.0  # of a block scale (float8_e4m3) times of a value (float4_e2m1)
+
+
+@contextmanager
+def shared_scales(ranks: RankGroup) -> Iterator[None]:
+    """While active, scales that are taken from an input are those of the inputs of all ranks. Every rank runs the same layers."""
+    layout = comfy.quant_ops.TensorCoreNVFP4Layout
+    own = vars(layout)["quantize"]
+    quantize = layout.quantize
+
+    def quantize_shared(cls: Any, /, tensor: Tensor, scale: Any = None, **kwargs: Any) -> Any:
+        if scale is None:
+            (largest,) = ranks.all_gather([tensor.abs().amax().float().reshape(1)], [1] * ranks.size, 0)
+            scale = largest.max() / LARGEST
+        return quantize(tensor, scale, **kwargs)
+
+    layout.quantize = classmethod(quantize_shared)
+    try:
+        yield
+    finally:
+        layout.quantize = own

@@ -1,0 +1,83 @@
+"""What a rank does for ComfyUI: the commands of the pool's service. Imported in worker processes only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...engine.config import SequenceSettings
+from ...engine.cost import DegreePlanner
+from ...pool.faults import inject
+from ...pool.worker import Handler, Worker, memory
+from .mirrors import Mirrors
+
+
+def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
+    """The service of a rank. `arguments`: `model_folders`, from which alone models are loaded."""
+    return ModelService(worker, Mirrors(worker.device, arguments["model_folders"]))
+
+
+class ModelService:
+    """Loads models and runs their forward.
+
+    Args:
+        worker: the rank.
+        mirrors: its models.
+    """
+
+    def __init__(self, worker: Worker, mirrors: Mirrors) -> None:
+        self._worker, self._mirrors = worker, mirrors
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """By command."""
+        return {
+            "mirror": self._mirror,
+            "attach": self._attach,
+            "detach": self._detach,
+            "call": self._call,
+            "unload": self._unload,
+        }
+
+    def _mirror(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
+        inject(self._worker.rank, "load")
+        return self._mirrors.load(header, block)
+
+    def _attach(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
+        self._mirrors.attach(header, block)
+        return {}
+
+    def _detach(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
+        self._mirrors.detach(header["keys"])
+        return {}
+
+    def _unload(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
+        self._worker.cache.clear()
+        self._mirrors.unload(header["key"])
+        return {}
+
+    def _call(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
+        worker, stats = self._worker, self._worker.stats
+        began = time.perf_counter()
+        arguments = worker.cache.unpack(header, block)
+        stats.reset()
+        settings = SequenceSettings(**header["sequence"])
+        out, done = self._mirrors.call(
+            header,
+            arguments,
+            worker.mesh,
+            lambda ranks: DegreePlanner(settings, ranks, worker.rates),
+            worker.module_hook(header["cancel_every"]),
+        )
+        reply = worker.result(out)  # waits for the device
+        return {
+            **reply,
+            **done,
+            "seconds": time.perf_counter() - began,
+            "modules": worker.board.read(worker.rank).modules,
+            "communication": {"seconds": stats.seconds, "collectives": stats.collectives, "bytes": stats.bytes_sent},
+            "memory": memory(worker.device),
+        }

@@ -1,0 +1,127 @@
+"""One sharded run of a ComfyUI model's own forward on this rank."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.hooks import AppliedPlan
+from ...engine.state import CallState
+from ...errors import PlanError
+from ...families.family import FamilyPlan
+from ..wire.node_patches import OPTION
+from .attention import attention_override
+from .node_patches import decode_patches
+
+
+def run_sharded(
+    applied: AppliedPlan[FamilyPlan],
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    on_module: Callable[[], None] | None = None,
+) -> tuple[Any, CallState]:
+    """Call `forward`, a method of the applied model, with whole `arguments` (by name). Returns (whole output, state).
+
+    Args:
+        on_module: called whenever a planned module is entered.
+    """
+    plan = applied.plan
+    override = attention_override(applied)
+    options = {**(arguments.get("transformer_options") or {}), "optimized_attention_override": override}
+    if OPTION in options:
+        options |= decode_patches(options.pop(OPTION), applied)
+        arguments = {**arguments, "transformer_options": options}
+    with applied.call(on_module) as state, _attention_by_name(plan.attention_names, override):
+        state.arguments = arguments
+        named = {**arguments, "transformer_options": options}
+        if arguments.get("control") is not None:
+            named["control"] = _local_control(arguments, state, plan)
+        return applied.forward(forward, **named), state
+
+
+def _local_control(arguments: Mapping[str, Any], state: CallState, plan: FamilyPlan) -> dict[str, Any]:
+    """ControlNet residuals as the forward of this rank must see them. They may come in memory shared with other processes."""
+    device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+    local: dict[str, Any] = {}
+    for kind, residuals in arguments["control"].items():
+        streams = plan.control.get(kind) if plan.shares_sequence else None
+        if streams:
+            local[kind] = LocalResiduals(residuals, state, (streams,) if isinstance(streams, str) else streams, device)
+        else:
+            local[kind] = [r.to(device, copy=True) if isinstance(r, Tensor) else r for r in residuals]
+    return local
+
+
+class LocalResiduals(Sequence[Tensor | None]):
+    """ControlNet residuals `[B, tokens, D]`. A rank's part is copied to its device when the forward asks for it.
+
+    Args:
+        residuals: of every block, over the first tokens of the streams (reference tokens behind them get none). Several blocks may
+            have the same one: it is copied once.
+        state: of the running call; the streams are known by the time a residual is asked for.
+        streams: whose tokens they are added to, in joint order; once they are gathered, they get the whole residual.
+        device: of this rank.
+    """
+
+    def __init__(
+        self, residuals: Sequence[Tensor | None], state: CallState, streams: tuple[str, ...], device: torch.device
+    ) -> None:
+        self._residuals, self._state, self._streams, self._device = list(residuals), state, streams, device
+        self._due = Counter(residual.data_ptr() for residual in residuals if residual is not None)
+        self._copies: dict[tuple[int, bool], Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._residuals)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._local(self._residuals[index])
+
+    def pop(self) -> Any:
+        """Take the last one out, as some forwards do."""
+        return self._local(self._residuals.pop())
+
+    def _local(self, residual: Tensor | None) -> Tensor | None:
+        if residual is None:
+            return None
+        # Whole once the tokens are gathered, and before any were split: a patch may skip the first blocks.
+        known = self._state.lengths.keys() >= set(self._streams)
+        key, whole = residual.data_ptr(), not known or self._state.gathered.issuperset(self._streams)
+        local = self._copies.pop((key, whole), None)
+        if local is None:
+            local = (residual if whole else self._take(residual)).to(self._device, copy=True)
+        self._due[key] -= 1
+        if self._due[key] > 0:
+            self._copies[key, whole] = local
+        return local
+
+    def _take(self, residual: Tensor) -> Tensor:
+        layout = self._state.layout(self._streams)
+        segments = [segment for stream in layout.held[self._state.rank] for segment in stream]
+        if len(segments) > 1 and residual.shape[1] != layout.total:
+            raise PlanError(f"a ControlNet gave residuals for {residual.shape[1]} tokens, and this model has {layout.total}")
+        parts = [residual[:, start:stop] for start, stop in segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+@contextmanager
+def _attention_by_name(names: Sequence[str], override: Callable[..., Tensor]) -> Iterator[None]:
+    """Put `override` in the place of functions that modules call by name, without transformer_options."""
+    replaced = []
+    try:
+        for name in names:
+            module, _, function = name.rpartition(".")
+            owner = importlib.import_module(module)
+            original = getattr(owner, function)
+            replaced.append((owner, function, original))
+            setattr(owner, function, partial(override, original))
+        yield
+    finally:
+        for owner, function, original in replaced:
+            setattr(owner, function, original)

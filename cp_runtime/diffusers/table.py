@@ -1,0 +1,157 @@
+"""Plans in diffusers' form: `{module path: {argument or output index: ContextParallelInput} | ContextParallelOutput}`.
+
+They name no streams. Here every split argument is a stream of its own, called like the argument. What attention is over follows
+from that: diffusers' attention modules say by their arguments whose keys they use; anywhere else attention with as many keys as
+queries is over one of the streams, or all of them in the order of the table. Where that is not so, the table may hold a
+`ModulePlan` that says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..engine.plan import AttentionRule, ModulePlan, ShardingPlan, find_modules
+from ..engine.state import AttentionStreams
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from ..errors import PlanError
+from ..nested import rebuild
+
+HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
+
+
+def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan:
+    """Bring a table into the form that is applied.
+
+    Raises:
+        PlanError: an entry is of no known kind, or it is not clear which stream an output belongs to.
+    """
+    modules: dict[str, ModulePlan] = {}
+    outputs: dict[str, Any] = {}
+    for path, entry in table.items():
+        if isinstance(entry, ModulePlan):
+            modules[path] = entry
+        elif isinstance(entry, Mapping):
+            modules[path] = _module_plan(path, entry)
+        else:
+            outputs[path] = entry
+    gathered = {inner for path in outputs for _, inner in find_modules(module, path)}
+    for path, plan in modules.items():
+        if path and plan.inputs and gathered.intersection(inner for _, inner in find_modules(module, path)):
+            modules[path] = replace(plan, separate=True)
+    streams = _streams(modules)
+    named = {name for plan in modules.values() for split in plan.inputs.values() for name in getattr(split, "streams", None) or ()}
+    return ShardingPlan(
+        modules=modules,
+        outputs={path: _outputs(path, entry, streams, named) for path, entry in outputs.items()},
+        attention=_self_attention(streams),
+        attention_rule=lambda inner: _diffusers_rule(inner, streams),
+    )
+
+
+def _module_plan(path: str, entry: Mapping[str | int, Any]) -> ModulePlan:
+    inputs: dict[str, Any] = {}
+    outputs: dict[int, ContextParallelInput] = {}
+    for key, value in entry.items():
+        if isinstance(value, (list, tuple)):
+            inputs[str(key)] = _Each(tuple(_input(path, key, item, f"{key}[{i}]") for i, item in enumerate(value)))
+        elif isinstance(key, int):
+            outputs[key] = _input(path, key, value, "")
+        else:
+            inputs[key] = _input(path, key, value, key)
+    return ModulePlan(inputs=inputs, outputs=outputs, attention=None)
+
+
+class _Each:
+    """One transform for each item of a list argument."""
+
+    def __init__(self, transforms: tuple[ContextParallelInput, ...]) -> None:
+        self.transforms = transforms
+
+    def __call__(self, state: Any, value: Any, where: str) -> Any:
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or len(value) != len(self.transforms):
+            got = f"{len(value)} items" if isinstance(value, (list, tuple)) else type(value).__name__
+            raise PlanError(f"{where}: the plan has {len(self.transforms)} entries, the argument {got}. Correct the plan.")
+        return rebuild(value, [split(state, item, where) for split, item in zip(self.transforms, value, strict=True)])
+
+
+def _input(path: str, key: str | int, value: Any, stream: str) -> ContextParallelInput:
+    """This package's class from its own or diffusers' object."""
+    try:
+        split_output = bool(value.split_output)
+        made = ContextParallelInput(value.split_dim, value.expected_dims, split_output, streams=None if split_output else (stream,))
+    except AttributeError:
+        raise PlanError(
+            f"plan entry {path!r}[{key!r}]: got {type(value).__name__}; allowed: ContextParallelInput, or a list of them. "
+            "Correct the plan."
+        ) from None
+    if split_output is not isinstance(key, int):
+        raise PlanError(
+            f"plan entry {path!r}[{key!r}]: split_output={split_output}; allowed: an output is named by its index with "
+            "split_output=True, an argument by its name with split_output=False. Correct the plan."
+        )
+    if isinstance(value, ContextParallelInput) and value.streams is not None:
+        return value
+    return made
+
+
+def _outputs(path: str, entry: Any, streams: Sequence[str], named: set[str]) -> list[ContextParallelOutput | None]:
+    made: list[ContextParallelOutput | None] = []
+    for value in entry if isinstance(entry, (list, tuple)) else [entry]:
+        if value is None:
+            made.append(None)
+            continue
+        if not hasattr(value, "gather_dim"):
+            raise PlanError(
+                f"plan entry {path!r}: got {type(value).__name__}; allowed: ContextParallelOutput, a list of them, ModulePlan, or "
+                "a dict of ContextParallelInput. Correct the plan."
+            )
+        stream = getattr(value, "stream", None)
+        if stream is None:
+            stream = HIDDEN if HIDDEN in streams else streams[0] if len(streams) == 1 else None
+        if stream not in named:
+            raise PlanError(
+                f"plan entry {path!r}: which of {', '.join(streams) or 'no streams'} is gathered there? Say it: "
+                "ContextParallelOutput(..., stream=...)."
+            )
+        made.append(ContextParallelOutput(value.gather_dim, value.expected_dims, stream=stream))
+    return made
+
+
+def _streams(modules: Mapping[str, ModulePlan]) -> tuple[str, ...]:
+    """Streams of tokens `[B, L, channels]`, in the order of the plan, which must be that of the joint attention."""
+    names: dict[str, None] = {}
+    for plan in modules.values():
+        for transform in plan.inputs.values():
+            if isinstance(transform, ContextParallelInput) and not transform.side and transform.expected_dims in (None, 3):
+                names.update(dict.fromkeys(transform.streams or ()))
+    return tuple(names)
+
+
+def _self_attention(streams: Sequence[str]) -> list[AttentionStreams]:
+    joint = tuple(streams)
+    alone = [((name,), (name,)) for name in streams]
+    return [(joint, joint), *(pair for pair in alone if pair != (joint, joint))] if joint else []
+
+
+def _diffusers_rule(module: nn.Module, streams: Sequence[str]) -> AttentionRule | None:
+    """What one of diffusers' attention modules attends to: joint, cross or self, told by its arguments."""
+    if not hasattr(getattr(module, "processor", None), "_attention_backend"):
+        return None
+    joint = tuple(name for name in (ENCODER, HIDDEN) if name in streams)  # in all of them the text comes first
+    two_streams = getattr(module, "add_q_proj", None) is not None
+
+    def rule(arguments: Mapping[str, Any]) -> Sequence[AttentionStreams]:
+        if arguments.get(ENCODER) is None:
+            # The text alone would need a rule of its own: a number of tokens cannot tell it from the image on every rank.
+            return [pair for pair in _self_attention(joint) if pair[0] != (ENCODER,)]
+        if ENCODER not in streams:
+            return ()  # the text is replicated
+        return [(joint, joint)] if two_streams else [((HIDDEN,), (ENCODER,))]
+
+    return rule

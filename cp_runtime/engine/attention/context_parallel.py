@@ -1,0 +1,247 @@
+"""Context-parallel attention: every token of this rank attends to the tokens of all ranks, exactly.
+
+One path for all modes. With Ulysses degree U and ring degree R, U * R = ranks:
+
+1. Ulysses (U > 1): exchange tokens for heads, so that this rank has all tokens of its chunk for its share of the heads.
+2. Attention over the chunks of the ring (R > 1), or over the one chunk there is (R = 1).
+3. Ulysses back.
+
+| mode | collectives per attention | bytes sent per rank, in units of S * H * D * element size |
+|---|---|---|
+| Ulysses | 2 (one more where queries and keys are different tokens; 4 above `PACKED_LIMIT`) | 4 (U - 1) / U^2 |
+| ring alltoall | R - 1 exchanges | 2 (R - 1) / R |
+| ring allgather | 1 | 2 (R - 1) / R |
+| unified | the sum of both | (4 (U - 1) / U + 2 (R - 1)) / (U R) |
+
+A mask that covers this rank's keys only costs one more, small, collective. No collective carries a size.
+
+Shape suffixes: B batch, L tokens of this rank, H query heads, K key/value heads, S all tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import PlanError
+from ..config import ContextParallelConfig
+from ..mesh import SequenceMesh
+from ..sharding import JointLayout
+from . import ring
+from .kernels import additive, attend_with_lse
+from .layout import ChunkLayout, order_full
+from .ulysses import HeadExchange, repeats
+
+Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+
+# Above this, q, k and v travel one after the other: the send buffer is a third, and packing overlaps with sending.
+PACKED_LIMIT = 256 << 20
+
+
+class Memo(Protocol):
+    """Computes something once per call: `once(key, source, make)` returns `make()` for the object `source`."""
+
+    def __call__(self, key: object, source: Any, make: Callable[[], Any]) -> Any: ...
+
+
+def each_time(key: object, source: Any, make: Callable[[], Any]) -> Any:
+    """A memo that remembers nothing."""
+    return make()
+
+
+def sdpa(scale: float | None = None) -> Attend:
+    """torch's own attention, as the function to attend with."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
+        if q.shape[1] != k.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+    return attend
+
+
+def context_parallel_attention(
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    *,
+    mesh: SequenceMesh,
+    config: ContextParallelConfig,
+    q_layout: JointLayout,
+    k_layout: JointLayout | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    attend: Attend | None = None,
+    kernel: str | None = None,
+    once: Memo = each_time,
+) -> Tensor:
+    """Attend from this rank's tokens to the tokens of all ranks.
+
+    Args:
+        q_BLHD, k_BLKD, v_BLKD: this rank's shards; H is a multiple of K.
+        mesh: the ranks that share the sequence.
+        config: degrees and method; its degrees multiply to the number of ranks.
+        q_layout: tokens of every rank.
+        k_layout: the same for keys and values, where they are other tokens than the queries.
+        mask: boolean (True = visible) or additive, `[..., rows, keys]`: all keys and all rows (or one) in joint order; or one
+            row over this rank's keys. A third dimension from the end is heads (1 or H), a fourth is batch.
+        scale: of the scores; None = 1 / sqrt(D).
+        attend: `(q_BHSD, k_BKSD, v_BKSD, mask) -> out_BHSD`, used where no log-sum-exp is needed; None = torch's.
+        kernel: name of the kernel to use where one is needed (see `kernels`); None = the first that can.
+        once: remembers what is made of a mask, for masks that come with every block.
+
+    Returns:
+        `[B, L, H, D]`, this rank's tokens, all heads.
+
+    Raises:
+        PlanError: shapes do not fit the layouts, or do not divide although the config says they must.
+    """
+    k_layout = k_layout or q_layout
+    _check(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
+    axes = mesh.axes(*config.mesh_shape)
+    U, R = axes.ulysses.size, axes.ring.size
+    q_chunks, k_chunks = ChunkLayout(q_layout, U), ChunkLayout(k_layout, U)
+    chunk, H = mesh.rank // U, q_BLHD.shape[2]
+    plain = attend or sdpa(scale)
+    merging = R > 1 and config.rotate_method == "alltoall"
+    if mask is not None:
+        # All rows of this rank's chunk, all keys, in gathered order; as numbers where chunks are merged.
+        rows, given = (q_chunks, chunk), mask
+        dtype = q_BLHD.dtype if merging else None
+        mask = once(("mask", rows, k_layout, dtype), mask, lambda: _place(given, mesh, *rows, k_layout, dtype))
+
+    q_owned = q_layout.owned_positions(mesh.rank)
+    q_BLHD, k_BLKD, v_BLKD = _without_stand_ins(q_BLHD, k_BLKD, v_BLKD, q_owned, k_layout.owned_positions(mesh.rank))
+    if U > 1:
+        k_BLKD, v_BLKD = (_enough_heads(t, H, U) for t in (k_BLKD, v_BLKD))
+    K = k_BLKD.shape[2]
+    exchange = HeadExchange(axes.ulysses, K)
+    if U > 1:
+        q, k, v = _to_heads(exchange, q_BLHD, k_BLKD, v_BLKD, q_chunks.member_lengths(chunk), k_chunks.member_lengths(chunk))
+    else:
+        q, k, v = (t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD))
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
+        first, last = exchange.own_range
+        mask = mask[..., first * (H // K) : last * (H // K), :, :]
+
+    if not q.shape[0] or not q.shape[1]:  # no batch; no heads left for this rank
+        out_BHCD = q
+    elif R == 1:
+        out_BHCD = plain(q, k, v, mask) if q.shape[2] else q
+    elif not merging:
+        k, v = ring.gather(k, v, group=axes.ring, lengths=k_chunks.lengths)
+        out_BHCD = plain(q, k, v, mask) if q.shape[2] else q
+    else:
+
+        def attend_chunk(q: Tensor, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
+            part = None if mask is None else mask[..., k_chunks.spans[index]]
+            return attend_with_lse(q, k, v, part, scale, kernel)
+
+        out_BHCD = ring.rotate(
+            q, k, v, group=axes.ring, lengths=k_chunks.lengths, attend=attend_chunk, convert_to_fp32=config.convert_to_fp32
+        )
+
+    del q, k, v  # not needed while the result goes back
+    back = q_chunks.member_lengths(chunk)
+    out_BLHD = exchange.to_tokens(out_BHCD, back, H // K) if U > 1 else out_BHCD.transpose(1, 2)
+    held = out_BLHD
+    if q_owned is not None:
+        held = out_BLHD.new_zeros((out_BLHD.shape[0], q_layout.local_lengths[mesh.rank], *out_BLHD.shape[2:]))
+        held.index_copy_(1, q_owned.to(held.device), out_BLHD)
+    for share, place, shares in q_layout.replicated(mesh.rank):
+        held[:, place] = mesh.whole.all_gather([out_BLHD[:, share]], shares, 1)[0]
+    return held
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: SequenceMesh,
+    config: ContextParallelConfig,
+    q_layout: JointLayout,
+    k_layout: JointLayout,
+) -> None:
+    if q.ndim != 4 or q.shape[2] % k.shape[2] or v.shape != k.shape or k.shape[::3] != q.shape[::3]:
+        raise PlanError(f"attention shapes do not match: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise PlanError("context-parallel attention has no backward: run the model under torch.inference_mode() or torch.no_grad()")
+    for what, tensor, layout in (("queries", q, q_layout), ("keys", k, k_layout)):
+        if layout.local_lengths[mesh.rank] != tensor.shape[1]:
+            raise PlanError(
+                f"rank {mesh.rank} has {tensor.shape[1]} {what} in attention; its layout says {layout.local_lengths[mesh.rank]}"
+            )
+    ring, ulysses = config.mesh_shape
+    ring_off = ring > 1 and not config.ring_anything
+    ulysses_off = ulysses > 1 and not config.ulysses_anything
+    lengths = {*q_layout.lengths, *k_layout.lengths}
+    if (ring_off or ulysses_off) and any(length % mesh.size for length in lengths):
+        name = "ulysses_anything" if ulysses_off else "ring_anything"
+        raise PlanError(
+            f"{name} is off and {mesh.size} ranks do not divide streams of {', '.join(map(str, sorted(lengths)))} tokens. "
+            f"Turn {name} on, or change size or world size."
+        )
+    if ulysses_off and k.shape[2] % ulysses:
+        raise PlanError(
+            f"ulysses_anything is off and ulysses_degree {ulysses} does not divide {k.shape[2]} key/value heads. "
+            "Turn ulysses_anything on, or change ulysses_degree."
+        )
+
+
+def _without_stand_ins(
+    q: Tensor, k: Tensor, v: Tensor, q_owned: Tensor | None, k_owned: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q_owned is not None:
+        q = q.index_select(1, q_owned.to(q.device))
+    if k_owned is not None:
+        k, v = (t.index_select(1, k_owned.to(t.device)) for t in (k, v))
+    return q, k, v
+
+
+def _enough_heads(t_BLKD: Tensor, heads: int, ranks: int) -> Tensor:
+    times = repeats(heads, t_BLKD.shape[2], ranks)
+    return t_BLKD if times == 1 else t_BLKD.repeat_interleave(times, 2)
+
+
+def _to_heads(
+    exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]
+) -> list[Tensor]:
+    """Send q, k and v: packed into one collective where they are the same tokens and the buffer is affordable."""
+    B, _, H, D = q.shape
+    # Of the rank with the most tokens, so that all ranks decide alike.
+    size = B * D * (H * max(q_lengths) + 2 * k.shape[2] * max(k_lengths)) * q.element_size()
+    if size > PACKED_LIMIT:
+        pending = [exchange.to_heads([t], n) for t, n in ((v, k_lengths), (q, q_lengths), (k, k_lengths))]
+        (v,), (q,), (k,) = (p.wait() for p in pending)
+        return [q, k, v]
+    if q_lengths == k_lengths:
+        return exchange.to_heads([q, k, v], q_lengths).wait()
+    queries, keys = exchange.to_heads([q], q_lengths), exchange.to_heads([k, v], k_lengths)
+    return [*queries.wait(), *keys.wait()]
+
+
+def _place(
+    mask: Tensor, mesh: SequenceMesh, q_chunks: ChunkLayout, chunk: int, k_layout: JointLayout, dtype: torch.dtype | None
+) -> Tensor:
+    """All keys in gathered order, and the rows of one chunk in gathered order (or one row for all); with a dtype, for merging."""
+    q_layout, rank = q_chunks.layout, mesh.rank
+    rows, keys = mask.shape[-2:]
+    if rows not in (1, q_layout.total) or (keys != k_layout.total and (rows != 1 or keys != k_layout.local_lengths[rank])):
+        raise PlanError(
+            f"attention mask of shape {tuple(mask.shape)} does not fit: keys must be all {k_layout.total}, or this rank's "
+            f"{k_layout.local_lengths[rank]} in one row for all queries; rows 1 or all {q_layout.total}. A mask is never dropped."
+        )
+    if keys == k_layout.total:
+        mask = order_full(mask, k_layout, -1)
+    else:
+        owned = k_layout.owned_positions(rank)
+        mask = mask if owned is None else mask.index_select(-1, owned.to(mask.device))
+        (mask,) = mesh.whole.all_gather([mask], k_layout.owned_lengths, -1)
+    if rows != 1:
+        mask = order_full(mask, q_layout, -2)[..., q_chunks.spans[chunk], :]
+    return mask if dtype is None else additive(mask, dtype)

@@ -1,0 +1,222 @@
+"""Attention kernels that also return the log-sum-exp of the scores, which ring attention merges by.
+
+One registry. Each kernel says what it can do; `attend_with_lse` picks the first that can do what is asked, brings its inputs and
+its result into one form, and falls back to float32 matrix products.
+
+| kernel | where | log-sum-exp it returns |
+|---|---|---|
+| flash_attn | flash-attn installed, CUDA, half precision | `[B, H, L]` |
+| sage | SageAttention installed, CUDA, only on request: it quantises | `[B, H, L]` |
+| flash, cudnn | CUDA, half precision | `[B, H, L]`, cuDNN `[B, H, L, 1]` |
+| efficient | CUDA, masks, float32 | `[B, H, L rounded up to 32]` |
+| cpu | CPU | `[B, H, L]` |
+| math | everywhere | `[B, H, L]` |
+
+Shape suffixes: B batch, H query heads, K key/value heads, L queries, S keys, D head dimension.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat import load_op
+from ...errors import ConfigError
+
+Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], tuple[Tensor, Tensor]]
+
+HALF = (torch.float16, torch.bfloat16)
+MATH_SCORES = 1 << 26  # scores that the math kernel holds at once
+BIAS_ALIGNMENT = 16  # elements; CUDA kernels read masks in aligned rows
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One attention function.
+
+    Args:
+        name: what users and reports call it.
+        run: `(q_BHLD, k_BHSD, v_BHSD, mask, scale) -> (out_BHLD, lse)`. The mask is additive, in q's dtype, `[B, H, L, S]`.
+        supports: whether it can do what is asked; the mask may be None.
+        on_request: never chosen unless asked for by name, because its result is not exact.
+    """
+
+    name: str
+    run: Run
+    supports: Callable[[Tensor, Tensor, Tensor | None], bool]
+    on_request: bool = False
+
+
+def attend_with_lse(
+    q_BHLD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    kernel: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp.
+
+    Args:
+        q_BHLD, k_BKSD, v_BKSD: H is a multiple of K; L and S are at least 1.
+        mask: boolean (True = visible) or additive, broadcastable to `[B, H, L, S]`.
+        scale: of the scores; None = 1 / sqrt(D).
+        kernel: name of the kernel to use if it can do this; None = the first that can.
+
+    Returns:
+        `[B, H, L, D]` in q's dtype, and `[B, H, L]` in float32 or better, natural logarithm. A row without visible keys: 0
+        and -inf.
+    """
+    # torch's dispatcher keeps other strides away from these kernels; called directly, they read the wrong numbers.
+    q_BHLD, k_BKSD, v_BKSD = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_BHLD, k_BKSD, v_BKSD))
+    H, K = q_BHLD.shape[1], k_BKSD.shape[1]
+    if H != K:
+        k_BKSD, v_BKSD = (t.repeat_interleave(H // K, 1) for t in (k_BKSD, v_BKSD))
+    bias = None if mask is None else additive(mask, q_BHLD.dtype)
+    chosen = select(q_BHLD, k_BKSD, bias, kernel)
+    full = None
+    if bias is not None:
+        full = _aligned(bias).expand(*q_BHLD.shape[:3], k_BKSD.shape[2])
+    out_BHLD, lse = chosen.run(q_BHLD, k_BKSD, v_BKSD, full, scale)
+    lse_BHL = lse.to(torch.promote_types(lse.dtype, torch.float32)).reshape(*q_BHLD.shape[:2], -1)[:, :, : q_BHLD.shape[2]]
+    if bias is not None:
+        # What kernels return for a row without visible keys differs: nan, 0, inf.
+        empty = (bias.amax(-1) == -torch.inf).expand(lse_BHL.shape)
+        lse_BHL = lse_BHL.masked_fill(empty, -torch.inf)
+        out_BHLD = out_BHLD.masked_fill(empty.unsqueeze(-1), 0.0)
+    return out_BHLD, lse_BHL
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as it is added to the scores, with four dimensions."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros((), dtype=dtype, device=mask.device).where(mask, -torch.inf)
+    return mask.to(dtype)[(None,) * (4 - mask.ndim)]
+
+
+def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -> Kernel:
+    """The kernel called `name` if it can do this, else the first that can.
+
+    Raises:
+        ConfigError: there is no kernel of that name.
+    """
+    if name is not None:
+        named = [kernel for kernel in KERNELS if kernel.name == name]
+        if not named:
+            raise ConfigError(f"kernel: got {name!r}; allowed: {', '.join(kernel.name for kernel in KERNELS)}. Leave it open.")
+        if named[0].supports(q, k, mask):
+            return named[0]
+    return next(kernel for kernel in KERNELS if not kernel.on_request and kernel.supports(q, k, mask))
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    """The mask in rows that start at aligned addresses, as CUDA kernels want them."""
+    keys = bias.shape[-1]
+    if bias.device.type == "cpu" or (keys % BIAS_ALIGNMENT == 0 and bias.stride(-1) == 1):
+        return bias
+    padded = bias.new_empty((*bias.shape[:-1], -(-keys // BIAS_ALIGNMENT) * BIAS_ALIGNMENT))[..., :keys]
+    return padded.copy_(bias)
+
+
+@cache
+def _installed(module: str) -> Any:
+    """A module that the user may have; None if it is missing or does not load."""
+    try:
+        return importlib.import_module(module) if importlib.util.find_spec(module) else None
+    except (ImportError, OSError, RuntimeError):  # built for another torch or driver
+        return None
+
+
+def _cuda(q: Tensor) -> bool:
+    return q.device.type == "cuda"
+
+
+def _plain_half(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    return _cuda(q) and q.dtype in HALF and mask is None and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+
+
+def _torch_can(check: str, q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    """What torch says about one of its own CUDA kernels on this device."""
+    backend = torch.backends.cuda
+    parameters = backend.SDPAParams(q, k, k, mask, 0.0, False, False)
+    return bool(getattr(backend, check)(parameters, False))
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    transposed = (t.transpose(1, 2) for t in (q, k, v))
+    out, lse, _ = _installed("flash_attn").flash_attn_func(*transposed, softmax_scale=scale, return_attn_probs=True)
+    return out.transpose(1, 2), lse
+
+
+def _sage(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    out, lse = _installed("sageattention").sageattn(q, k, v, tensor_layout="HND", sm_scale=scale, return_lse=True)
+    return out, lse
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _op("_scaled_dot_product_flash_attention")(q, k, v, scale=scale)
+    return out, lse
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _op("_scaled_dot_product_cudnn_attention")(q, k, v, mask, True, scale=scale)
+    return out, lse
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _op("_scaled_dot_product_efficient_attention")(q, k, v, mask, True, scale=scale)
+    return out, lse
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    out, lse = _op("_scaled_dot_product_flash_attention_for_cpu")(q, k, v, attn_mask=mask, scale=scale)
+    return out, lse
+
+
+def _op(name: str) -> Callable[..., Any]:
+    op = load_op(name)
+    if op is None:
+        raise ConfigError(f"kernel: this torch has no {name}. Update torch, or leave the kernel open.")
+    return op
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    keys, values = k.to(dtype).mT, v.to(dtype)
+    rows = max(1, MATH_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    outs, lses = [], []
+    for start in range(0, q.shape[2], rows):
+        scores = (q[:, :, start : start + rows].to(dtype) * scale) @ keys
+        if mask is not None:
+            scores += mask[:, :, start : start + rows]
+        lse = scores.logsumexp(-1)
+        outs.append((torch.exp(scores - lse.unsqueeze(-1)) @ values).to(q.dtype))
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _cpu_can(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    return (
+        q.device.type == "cpu"
+        and q.dtype in (torch.float32, *HALF)
+        and load_op("_scaled_dot_product_flash_attention_for_cpu") is not None
+    )
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("flash_attn", _flash_attn, lambda q, k, m: _plain_half(q, k, m) and _installed("flash_attn") is not None),
+    Kernel("sage", _sage, lambda q, k, m: _plain_half(q, k, m) and _installed("sageattention") is not None, on_request=True),
+    Kernel("flash", _flash, lambda q, k, m: _plain_half(q, k, m) and _torch_can("can_use_flash_attention", q, k, m)),
+    Kernel("cudnn", _cudnn, lambda q, k, m: _cuda(q) and _torch_can("can_use_cudnn_attention", q, k, m)),
+    Kernel("efficient", _efficient, lambda q, k, m: _cuda(q) and _torch_can("can_use_efficient_attention", q, k, m)),
+    Kernel("cpu", _cpu, _cpu_can),
+    Kernel("math", _math, lambda q, k, m: True),
+)

@@ -1,0 +1,160 @@
+"""How a sequence is split over ranks. `ContextParallelConfig` and `ParallelConfig` have the fields of diffusers' classes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ..errors import bad_value
+from .mesh import SequenceMesh
+
+ROTATE_METHODS = ("alltoall", "allgather")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelConfig:
+    """How a sequence is split over ranks. Names and meanings are those of diffusers 0.42; what it refuses works here.
+
+    The axes are `ring` x `ulysses`, ulysses inner; their product is the number of ranks. 1 x 1 changes nothing.
+
+    Args:
+        ring_degree: ranks that pass keys and values around; None = 1.
+        ulysses_degree: ranks that exchange sequence shards for head shards; None = 1.
+        convert_to_fp32: merge partial results of ring steps in float32.
+        rotate_method: how ring attention moves keys and values: "alltoall", from neighbour to neighbour while it computes, or
+            "allgather", all at once.
+        mesh: DeviceMesh with the axes "ring" and "ulysses", in this order, and any others; None = all ranks.
+        ulysses_anything: allow lengths and head counts that do not divide by `ulysses_degree` (exact either way).
+        ring_anything: allow lengths that do not divide by `ring_degree`.
+
+    Raises:
+        ConfigError: naming field, value, what is allowed and what to do.
+    """
+
+    ring_degree: int | None = None
+    ulysses_degree: int | None = None
+    convert_to_fp32: bool = True
+    rotate_method: Literal["alltoall", "allgather"] = "allgather"
+    mesh: Any = field(default=None, compare=False)
+    ulysses_anything: bool = False
+    ring_anything: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("ring_degree", "ulysses_degree"):
+            value = getattr(self, name)
+            if value is None:
+                object.__setattr__(self, name, 1)
+            elif not is_int(value) or value < 1:
+                raise bad_value(name, value, "a whole number from 1", "Set it to the number of ranks on that axis.")
+        if self.rotate_method not in ROTATE_METHODS:
+            raise bad_value("rotate_method", self.rotate_method, " or ".join(ROTATE_METHODS), "Choose one of them.")
+        for name in ("convert_to_fp32", "ulysses_anything", "ring_anything"):
+            if not isinstance(getattr(self, name), bool):
+                raise bad_value(name, getattr(self, name), "True or False", "Set it to one of them.")
+
+    @property
+    def mesh_shape(self) -> tuple[int, int]:
+        """Sizes of the axes, outermost first."""
+        return self.ring_degree or 1, self.ulysses_degree or 1
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, str]:
+        """Names of the axes, outermost first."""
+        return "ring", "ulysses"
+
+    def setup(self, rank: int, world_size: int, device: torch.device | str, mesh: Any = None) -> None:
+        """Attach the process groups. `apply_context_parallel` does it for the default process group if nobody did.
+
+        Args:
+            rank: this process's rank in the default group.
+            world_size: number of ranks there.
+            device: where tensors of this rank lie.
+            mesh: DeviceMesh; None = the config's own, or all ranks.
+
+        Raises:
+            ConfigError: the degrees do not fit the ranks or the mesh.
+        """
+        ring, ulysses = self.mesh_shape
+        mesh = mesh if mesh is not None else self.mesh
+        if mesh is None and ring * ulysses != world_size:
+            raise bad_value(
+                "ring_degree x ulysses_degree",
+                f"{ring} x {ulysses} = {ring * ulysses}",
+                f"a product equal to the world size, {world_size}",
+                "Change a degree, start as many ranks, or pass a mesh with more axes.",
+            )
+        sequence = SequenceMesh.from_device_mesh(mesh) if mesh is not None else SequenceMesh(dist.group.WORLD)
+        if mesh is not None and (mesh["ring"].size(), mesh["ulysses"].size()) != (ring, ulysses):
+            raise bad_value(
+                "mesh",
+                f"ring {mesh['ring'].size()} x ulysses {mesh['ulysses'].size()}",
+                f"axes of the sizes ring_degree {ring} and ulysses_degree {ulysses}",
+                "Make the mesh and the degrees agree.",
+            )
+        if not 0 <= rank < world_size:
+            raise bad_value("rank", rank, f"0 to {world_size - 1}", "Pass torch.distributed.get_rank().")
+        object.__setattr__(self, "_sequence", sequence)
+
+    @property
+    def sequence(self) -> SequenceMesh | None:
+        """The ranks that share the sequence, after `setup`."""
+        return getattr(self, "_sequence", None)
+
+    @classmethod
+    def of(cls, config: Any) -> ContextParallelConfig:
+        """Take a config of this package or of diffusers, bare or inside a ParallelConfig.
+
+        Raises:
+            ConfigError: it is something else, or asks for another parallelism.
+        """
+        if getattr(config, "tensor_parallel_config", None) is not None:
+            raise bad_value("tensor_parallel_config", "a TensorParallelConfig", "None", "Apply one kind of parallelism here.")
+        config = getattr(config, "context_parallel_config", config)
+        if isinstance(config, cls):
+            return config
+        try:
+            return cls(**{f.name: getattr(config, f.name) for f in dataclasses.fields(cls)})
+        except AttributeError as error:
+            raise bad_value(
+                "parallel_config", config, "a ContextParallelConfig or ParallelConfig", f"Build one of them ({error})."
+            ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """What `apply_context_parallel` takes, as in diffusers: a context parallel config by that name."""
+
+    context_parallel_config: ContextParallelConfig
+
+    def setup(self, rank: int, world_size: int, device: torch.device | str, *, mesh: Any = None) -> None:
+        """See `ContextParallelConfig.setup`."""
+        self.context_parallel_config.setup(rank, world_size, device, mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSettings:
+    """What a user asks for on the sequence axes: the fields of `ContextParallelConfig`, with degrees that may be left open.
+
+    Args:
+        ring_degree, ulysses_degree: both 0 = chosen for every attention, by the cost model (`cost`).
+    """
+
+    ring_degree: int = 0
+    ulysses_degree: int = 0
+    convert_to_fp32: bool = True
+    rotate_method: Literal["alltoall", "allgather"] = "alltoall"
+    ulysses_anything: bool = True
+    ring_anything: bool = True
+
+    def with_degrees(self, ring: int, ulysses: int) -> ContextParallelConfig:
+        """The same settings with these degrees."""
+        return ContextParallelConfig(**{**dataclasses.asdict(self), "ring_degree": ring, "ulysses_degree": ulysses})
+
+
+def is_int(value: object) -> bool:
+    """Whether it is a whole number, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)

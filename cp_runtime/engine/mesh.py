@@ -1,0 +1,307 @@
+"""Process groups of the ranks, and the one way in which they exchange data."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..compat import flatten_mesh
+from ..errors import ConfigError, PlanError
+
+AXES = ("ring", "ulysses")
+KEPT_EVENTS = 1024  # pairs of device events; more are added up while the work goes on
+
+
+class CommStats:
+    """What one rank sent, in how many collectives of each kind, how long it waited for them, and how many are under way.
+
+    Time is that of the device's clock where it has one. What overlaps with computation is not waited for and not counted.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.bytes_sent = self.pending = 0
+        self._seconds = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    @property
+    def collectives(self) -> int:
+        """Collectives of every kind; an exchange with two neighbours is one."""
+        return self.counts.total()
+
+    @property
+    def seconds(self) -> float:
+        """Time spent waiting for collectives. Waits for the last of them."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        self._add_up(len(self._events))
+        return self._seconds
+
+    def started(self, kind: str, sent: int) -> None:
+        """Count one collective that sends `sent` bytes from this rank to others."""
+        self.counts[kind] += 1
+        self.bytes_sent += sent
+        self.pending += 1
+
+    def wait(self, works: Sequence[Any], device: torch.device, on_host: bool) -> None:
+        """Wait for the works of one collective and add the time that took."""
+        if on_host or device.type == "cpu":
+            began = time.perf_counter()
+            for work in works:
+                work.wait()
+            self._seconds += time.perf_counter() - began
+            self.pending -= 1
+            return
+        start, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for work in works:
+            work.wait()
+        end.record()
+        self._events.append((start, end))
+        self.pending -= 1
+        if len(self._events) > KEPT_EVENTS:
+            self._events[KEPT_EVENTS // 2][1].synchronize()
+            self._add_up(KEPT_EVENTS // 2)
+
+    def _add_up(self, count: int) -> None:
+        self._seconds += sum(float(start.elapsed_time(end)) for start, end in self._events[:count]) / 1e3
+        del self._events[:count]
+
+
+class Pending:
+    """Messages under way. What is sent must stay as it is, and what is received is not there, before `wait`."""
+
+    def __init__(
+        self, group: RankGroup, works: Sequence[Any], device: torch.device, staged: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        self._group, self._works, self._device, self._staged = group, works, device, staged
+
+    def wait(self) -> None:
+        """Wait until everything was sent and received."""
+        self._group.stats.wait(self._works, self._device, self._group.via_host)
+        for target, host in self._staged:
+            target.copy_(host)
+
+
+class RankGroup:
+    """Ranks that share something along one axis of the mesh.
+
+    Every collective is one batch of messages between pairs of ranks, into buffers whose sizes every rank derives on its own: none
+    carries a size, uneven ones need no padding, and what a rank keeps does not travel. On NCCL a batch is one kernel, as its own
+    all-to-all is. Data crosses as bytes, because not every backend knows every dtype.
+
+    Args:
+        group: process group, or None for a single process.
+        stats: where to account for the collectives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, stats: CommStats | None = None) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.stats = stats or CommStats()
+        # gloo moves host memory only: accelerator tensors are staged through the host.
+        self.via_host = group is not None and dist.get_backend(group) == "gloo"
+
+    def swap(
+        self, kind: str, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], device: torch.device
+    ) -> Pending:
+        """Send the tensors `sends[r]` to each rank r, and receive into `receives[r]` from it.
+
+        Args:
+            kind: what to count it as.
+            sends, receives: contiguous tensors. Both sides know their sizes. This rank's own entries are left alone.
+            device: where all of them lie.
+        """
+        operations, staged = [], []
+        for step in range(1, self.size):
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            for tensor in filter(Tensor.numel, sends[to]):
+                operations.append(self._message(dist.isend, tensor.cpu() if self.via_host else tensor, to))
+            for tensor in filter(Tensor.numel, receives[source]):
+                target = tensor
+                if self.via_host and device.type != "cpu":
+                    target = torch.empty_like(tensor, device="cpu")
+                    staged.append((tensor, target))
+                operations.append(self._message(dist.irecv, target, source))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        self.stats.started(kind, sum(t.nbytes for r, tensors in enumerate(sends) if r != self.rank for t in tensors))
+        return Pending(self, works, device, staged)
+
+    def exchange(self, send: Tensor, received: Tensor) -> Pending:
+        """Send a tensor to the next rank, and receive one from the rank before into `received`."""
+        sends: list[list[Tensor]] = [[] for _ in range(self.size)]
+        receives: list[list[Tensor]] = [[] for _ in range(self.size)]
+        sends[(self.rank + 1) % self.size] = [send]
+        receives[(self.rank - 1) % self.size] = [received]
+        return self.swap("exchange", sends, receives, send.device)
+
+    def all_gather(self, locals_: Sequence[Tensor], lengths: Sequence[int], dim: int) -> list[Tensor]:
+        """Concatenate the shards of all ranks along `dim`, for each of some tensors; `lengths[r]` is rank r's size there."""
+        if self.size == 1:
+            return list(locals_)
+        moved = [tensor.movedim(dim, 0) for tensor in locals_]
+        whole = [tensor.new_empty((sum(lengths), *tensor.shape[1:])) for tensor in moved]
+        shards = list(zip(*(tensor.split(list(lengths)) for tensor in whole), strict=True))
+        for own, tensor in zip(shards[self.rank], moved, strict=True):
+            own.copy_(tensor)
+        self.swap("all_gather", [shards[self.rank]] * self.size, shards, whole[0].device).wait()
+        return [tensor.movedim(0, dim) for tensor in whole]
+
+    def _message(self, operation: Any, tensor: Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(operation, tensor.reshape(-1).view(torch.uint8), self.global_rank(rank), group=self.group)
+
+    def global_rank(self, rank: int) -> int:
+        """A rank of this group, counted around, as torch's point-to-point functions want it."""
+        return dist.get_process_group_ranks(self.group)[rank % self.size]
+
+
+@dataclass(frozen=True)
+class SequenceAxes:
+    """The ranks of a sequence as `ring` x `ulysses`, ulysses inner: rank = ring index * ulysses degree + ulysses index."""
+
+    ring: RankGroup
+    ulysses: RankGroup
+
+
+class SequenceMesh:
+    """The ranks that share one sequence, and their groups for any ring and Ulysses degrees.
+
+    Groups are made when degrees are first asked for, by all ranks alike: every rank must ask for the same.
+
+    Args:
+        group: process group of those ranks, or None for a single process.
+        timeout: of the groups made for an axis; None = torch's default.
+        stats: where to account for the collectives.
+        peers: ranks of all meshes that make their groups together with this one, itself included; None = it is the only one.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta | None = None,
+        stats: CommStats | None = None,
+        peers: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.stats = stats or CommStats()
+        self.whole = RankGroup(group, self.stats)
+        self._timeout, self._peers = timeout, peers
+        self._axes: dict[tuple[int, int], SequenceAxes] = {}
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh) -> SequenceMesh:
+        """Use the axes "ring" and "ulysses" of a mesh that may have more, such as "fsdp".
+
+        Raises:
+            ConfigError: an axis is missing, or they stand the other way round.
+        """
+        names = mesh.mesh_dim_names or ()
+        present = tuple(name for name in names if name in AXES)
+        if present != AXES:
+            raise ConfigError(
+                f"mesh: got the axes {', '.join(names) or 'without names'}; allowed: a DeviceMesh with the axes ring and ulysses, "
+                "in this order. Give an unused axis size 1, as in "
+                'init_device_mesh(type, (1, 2), mesh_dim_names=("ring", "ulysses")).'
+            )
+        ranks = mesh[AXES].mesh.flatten().tolist()
+        if ranks != sorted(ranks):  # torch orders the ranks of a group, so that a rank's place in it would not be that in the mesh
+            raise ConfigError(
+                f"mesh: got the ranks {ranks} along ring and ulysses; allowed: ascending ones, ulysses running fastest. "
+                "Build it with init_device_mesh."
+            )
+        ring, ulysses = mesh["ring"].size(), mesh["ulysses"].size()
+        made = cls(flatten_mesh(mesh[AXES]).get_group())
+        made._axes[ring, ulysses] = SequenceAxes(
+            RankGroup(mesh["ring"].get_group(), made.stats), RankGroup(mesh["ulysses"].get_group(), made.stats)
+        )
+        return made
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.whole.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.whole.rank
+
+    def axes(self, ring: int, ulysses: int) -> SequenceAxes:
+        """The groups of this rank for the given degrees.
+
+        Raises:
+            PlanError: their product is not the number of ranks.
+        """
+        if ring * ulysses != self.size:
+            raise PlanError(f"ring_degree x ulysses_degree: got {ring} x {ulysses}; the sequence is shared by {self.size} ranks")
+        if (ring, ulysses) not in self._axes:
+            self._axes[ring, ulysses] = self._make(ring, ulysses)
+        return self._axes[ring, ulysses]
+
+    def _make(self, ring: int, ulysses: int) -> SequenceAxes:
+        alone = RankGroup(None, self.stats)
+        if ring == 1:
+            return SequenceAxes(ring=alone, ulysses=self.whole)
+        if ulysses == 1:
+            return SequenceAxes(ring=self.whole, ulysses=alone)
+        peers = self._peers or [dist.get_process_group_ranks(self.whole.group)]
+        rows = [ranks[r * ulysses : (r + 1) * ulysses] for ranks in peers for r in range(ring)]
+        columns = [ranks[u::ulysses] for ranks in peers for u in range(ulysses)]
+        made = [make_groups(lists, self.whole.group, self._timeout) for lists in (columns, rows)]
+        return SequenceAxes(*(RankGroup(group, self.stats) for group in made))
+
+
+class BatchMesh:
+    """All ranks as `batch` x sequence, batch outermost: rank = batch index * ranks per sequence + rank in the sequence.
+
+    Args:
+        group: process group of all ranks.
+        timeout: of the groups made for an axis.
+        stats: where to account for the collectives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None = None, stats: CommStats | None = None) -> None:
+        self.stats = stats or CommStats()
+        self.whole = RankGroup(group, self.stats)
+        self._timeout = timeout
+        self._meshes = {1: SequenceMesh(group, timeout, self.stats)}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.whole.size
+
+    def sequence(self, groups: int = 1) -> SequenceMesh:
+        """The ranks that share a sequence with this one, when there are that many batch groups. All ranks ask alike.
+
+        Raises:
+            PlanError: the ranks do not divide by it.
+        """
+        if self.size % groups:
+            raise PlanError(f"{self.size} ranks cannot form {groups} batch groups of the same size")
+        if groups not in self._meshes:
+            ranks = dist.get_process_group_ranks(self.whole.group)
+            each = self.size // groups
+            peers = [ranks[start : start + each] for start in range(0, self.size, each)]
+            group = make_groups(peers, self.whole.group, self._timeout) if each > 1 else None
+            self._meshes[groups] = SequenceMesh(group, self._timeout, self.stats, peers)
+        return self._meshes[groups]
+
+
+def make_groups(lists: Sequence[Sequence[int]], like: dist.ProcessGroup | None, timeout: timedelta | None) -> Any:
+    """Make the groups of the given ranks, every rank being in one of them, and return this rank's. Connected at once."""
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists], timeout=timeout, backend=dist.get_backend(like))
+    dist.barrier(group)  # later a rank may have nothing to send at first
+    return group

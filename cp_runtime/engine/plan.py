@@ -1,0 +1,116 @@
+"""Sharding plans: data that says which arguments of which modules are split, and which output is gathered."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..errors import PlanError
+from .state import AttentionStreams
+from .transforms import ContextParallelOutput, Transform
+
+# What the attention inside a module may be over, given the arguments of its forward. Empty = no communication.
+AttentionRule = Callable[[Mapping[str, Any]], Sequence[AttentionStreams]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePlan:
+    """What happens to one module, or to every module that a pattern with one `*` names.
+
+    Args:
+        inputs: argument name -> transform. Arguments that define a stream stand before those that use it. What a module takes by
+            `**name` is written "name.argument".
+        outputs: index of an output -> how it is split.
+        attention: streams of the self-attention inside the module, in joint order; empty = no communication inside; None =
+            as around the module, and around all of them there is none unless the plan says so.
+        keys: streams of the keys and values, where they are not those of the queries.
+        local: submodules, relative to the module, whose attention needs no communication (replicated keys and values).
+        separate: the module splits its inputs and gathers its output itself: its streams have lengths of their own.
+        when: given the model and the path of a module that the pattern names, whether the plan is for it; None = always.
+    """
+
+    inputs: Mapping[str, Transform] = field(default_factory=dict)
+    outputs: Mapping[int, Transform] = field(default_factory=dict)
+    attention: tuple[str, ...] | None = None
+    keys: tuple[str, ...] | None = None
+    local: tuple[str, ...] = ()
+    separate: bool = False
+    when: Callable[[nn.Module, str], bool] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """How a module is sharded, with its own forward.
+
+    Args:
+        modules: pattern -> what happens to those modules; "" is the module itself.
+        outputs: module path -> which stream is gathered from its output, or from each of its outputs (None = left alone).
+        attention: what attention outside of all planned modules may be over, once one of the streams is known.
+        attention_rule: for modules that decide by their arguments what they attend to: module -> rule, or None.
+    """
+
+    modules: Mapping[str, ModulePlan]
+    outputs: Mapping[str, ContextParallelOutput | Sequence[ContextParallelOutput | None]]
+    attention: Sequence[AttentionStreams] = ()
+    attention_rule: Callable[[nn.Module], AttentionRule | None] | None = None
+
+    @property
+    def origin(self) -> str:
+        """Whose plan this is, for messages."""
+        return "the plan"
+
+    @property
+    def remedy(self) -> str:
+        """What to do when it does not fit."""
+        return "Correct the plan."
+
+    def check(self, model: nn.Module) -> None:
+        """Raise PlanError unless every module and argument that the plan relies on exists in `model`."""
+        for pattern, plan in self.modules.items():
+            for name, module in find_modules(model, pattern, f"{self.origin}: ", self.remedy):
+                parameters = argument_names(module)
+                for argument in plan.inputs:
+                    if argument.partition(".")[0] not in parameters:
+                        raise PlanError(
+                            f"{self.origin}: {name} ({type(module).__name__}) has no argument {argument!r}; "
+                            f"it has {', '.join(parameters)}. {self.remedy}"
+                        )
+                for local in plan.local:
+                    find_modules(module, local, f"{self.origin}: {name}.", self.remedy)
+        for path in self.outputs:
+            find_modules(model, path, f"{self.origin}: ", self.remedy)
+
+
+def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = "") -> Sequence[tuple[str, nn.Module]]:
+    """Return (path, module) of every module that `pattern` names; `*` stands for one path component, `-1` for the last of a list.
+
+    Raises:
+        PlanError: if there is none.
+    """
+    parts = pattern.split(".")
+    found = [
+        (name, module)
+        for name, module in root.named_modules()
+        if len(split := name.split(".")) == len(parts)
+        and all(p == s or (p == "*" and s) or (p == "-1" and s.isdigit()) for p, s in zip(parts, split, strict=True))
+    ]
+    for i in (i for i, part in enumerate(parts) if part == "-1"):
+        ends = max((int(name.split(".")[i]) for name, _ in found), default=0)
+        found = [(name, module) for name, module in found if int(name.split(".")[i]) == ends]
+    if not found:
+        there = dict(root.named_modules()).get(pattern.removesuffix(".*"))
+        if not (isinstance(there, nn.ModuleList) and len(there) == 0):  # some models have no blocks of one kind
+            raise PlanError(f"{prefix}no module {pattern!r} in {type(root).__name__}. {remedy}".rstrip())
+    return found
+
+
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments of a module's forward, in order, without `self`; of `*args`, `args[0]` and so on."""
+    names: list[str] = []
+    for name, parameter in list(inspect.signature(type(module).forward).parameters.items())[1:]:
+        names += [f"{name}[{i}]" for i in range(8)] if parameter.kind is parameter.VAR_POSITIONAL else [name]
+    return tuple(names)

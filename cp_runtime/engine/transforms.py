@@ -1,0 +1,264 @@
+"""What becomes of an argument or output of a module: the vocabulary of plans.
+
+`ContextParallelInput` and `ContextParallelOutput` keep the names and meanings of diffusers. What is added: the token
+*streams* a tensor belongs to (diffusers knows one anonymous sequence), and arguments that are not tensors of tokens but
+speak about tokens (absolute indices, token ranges).
+
+A transform is called with the state of the running call and the full value, and returns what this rank's shard of the
+module must see. It is idempotent: a value that is local already passes unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..errors import PlanError
+from ..nested import rebuild
+from .sharding import JointLayout, Split, clip_range, normalize_dim
+from .state import CallState
+
+
+class Transform(Protocol):
+    """Turns the full value of an argument into this rank's value."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any: ...
+
+
+@dataclass(frozen=True)
+class ContextParallelInput:
+    """Split a tensor along `split_dim`.
+
+    Args:
+        split_dim: dimension that counts tokens. A tensor without that dimension says nothing about tokens and passes.
+        expected_dims: number of dimensions the tensor must have; another number is an error (not a warning).
+        split_output: split an output of the module instead of an argument.
+        streams: token streams along `split_dim`, in joint order. Unless `side` is set, the first tensor seen defines the length
+            of the first of them; those behind it must be known. None = tokens of their own, of which nothing else is known:
+            always split.
+        side: the same tensor comes with every module (positions, masks): it is split once per call and kept.
+        frames: for the argument that defines a stream: number of frames, given the state; the stream is split inside each.
+        replicated: for the argument that defines a stream: every rank keeps all of it (see `sharding`).
+    """
+
+    split_dim: int
+    expected_dims: int | None = None
+    split_output: bool = False
+    streams: tuple[str, ...] | None = field(default=None, kw_only=True)
+    side: bool = field(default=False, kw_only=True)
+    frames: Callable[[CallState], int] | None = field(default=None, kw_only=True)
+    replicated: bool = field(default=False, kw_only=True)
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if isinstance(value, (tuple, list)):
+            return rebuild(value, [self(state, item, where) for item in value])
+        if not isinstance(value, Tensor) or value.ndim <= self.split_dim:
+            return value
+        if self.expected_dims is not None and value.ndim != self.expected_dims:
+            raise PlanError(
+                f"{where}: expected {self.expected_dims} dimensions, got {value.ndim} {tuple(value.shape)}. Correct the plan: "
+                "expected_dims must be what the module is called with."
+            )
+        dim = normalize_dim(self.split_dim, value.ndim)
+        length = value.shape[dim]
+        if self.streams is None:
+            return JointLayout((length,), state.world_size).take_local(value, state.rank, dim)
+        if not self.side:
+            frames = self.frames(state) if self.frames else 1
+            known = sum(state.layout((name,)).total for name in self.streams[1:])
+            state.define(self.streams[0], length - known, Split(frames, self.replicated))
+        layout = state.layout(self.streams)
+        if length == layout.total == layout.local_lengths[state.rank]:  # one rank, or replicated
+            return value
+        if length == layout.total:
+            if not self.side:
+                return layout.take_local(value, state.rank, dim)
+            return state.once(self, value, lambda: layout.take_local(value, state.rank, dim))
+        if length in (1, layout.local_lengths[state.rank]):  # broadcast over tokens, or local already
+            return value
+        raise PlanError(
+            f"{where}: dimension {dim} of {tuple(value.shape)} is {length}; expected {layout.total} tokens "
+            f"({' + '.join(f'{name} {state.lengths[name]}' for name in self.streams)}) or this rank's "
+            f"{layout.local_lengths[state.rank]}"
+        )
+
+
+@dataclass(frozen=True)
+class ContextParallelOutput:
+    """Gather an output along `gather_dim`: every rank returns the tokens of the whole stream.
+
+    Args:
+        gather_dim: dimension that counts tokens; for a stream that came as a grid, its first dimension, frames.
+        expected_dims: number of dimensions the output must have.
+        stream: whose tokens they are; several streams in joint order where the module returns them joint.
+        within: streams of the output in joint order, where only the tokens of `stream` are gathered and the others stay local.
+        when: whether it is gathered in the running call; None = always.
+    """
+
+    gather_dim: int
+    expected_dims: int | None = None
+    stream: str | tuple[str, ...] | None = field(default=None, kw_only=True)
+    within: tuple[str, ...] = field(default=(), kw_only=True)
+    when: Callable[[CallState], bool] | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridInput:
+    """Split a tensor whose tokens lie in three dimensions, frames, rows and columns, inside each frame.
+
+    What a rank gets has the same number of dimensions: frames, its tokens of a frame, 1. Works for modules that treat rows and
+    columns alike. A size of 1 in all three says nothing about tokens and passes.
+
+    Args:
+        stream: the tokens; the first tensor seen defines them.
+        dim: the first of the three dimensions.
+        side: the same tensor comes with every module.
+    """
+
+    stream: str
+    dim: int = 1
+    side: bool = False
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        grid = tuple(value.shape[self.dim : self.dim + 3])
+        if len(grid) != 3:
+            raise PlanError(f"{where}: expected frames, rows and columns from dimension {self.dim}, got {tuple(value.shape)}")
+        if not self.side:
+            state.define(self.stream, math.prod(grid), Split(frames=grid[0]))
+            state.grids.setdefault(self.stream, grid)
+        layout = state.layout((self.stream,))
+        if math.prod(grid) == layout.local_lengths[state.rank] or math.prod(grid) == 1:
+            return value
+        if grid != state.grids[self.stream]:
+            raise PlanError(f"{where}: expected a grid of {state.grids[self.stream]} tokens, got {grid}")
+        if not self.side:
+            return self._local(state, value)
+        local: Tensor = state.once(self, value, lambda: self._local(state, value))
+        return local
+
+    def _local(self, state: CallState, value: Tensor) -> Tensor:
+        frames = value.shape[self.dim]
+        tokens = value.flatten(self.dim, self.dim + 2)
+        local = state.layout((self.stream,)).take_local(tokens, state.rank, self.dim)
+        shaped: Tensor = local.unflatten(self.dim, (frames, -1, 1))
+        return shaped
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithNeighbours:
+    """This rank's tokens and those next to them, for what is no attention over all tokens: convolutions, windows, sums.
+
+    Splitting the output by `WithoutNeighbours` (or `ContextParallelInput`, where these are all tokens) leaves this rank's own.
+
+    Args:
+        stream: whose tokens, already defined, local or whole.
+        reach: tokens on either side; None = all.
+        dim: dimension that counts tokens.
+        side: the same tensor comes with every module: it is gathered once per call.
+    """
+
+    stream: str
+    reach: int | None = None
+    dim: int = 1
+    side: bool = False
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if isinstance(value, (tuple, list)):
+            return rebuild(value, [self(state, item, where) for item in value])
+        if not isinstance(value, Tensor) or state.world_size == 1:
+            return value
+        return state.once(self, value, lambda: self._extended(state, value)) if self.side else self._extended(state, value)
+
+    def _extended(self, state: CallState, value: Tensor) -> Tensor:
+        layout = state.layout((self.stream,))
+        whole = value if value.shape[self.dim] == layout.total else state.gather(value, self.stream, self.dim)
+        if self.reach is None:
+            return whole
+        start, stop = layout.window(state.rank)
+        return whole[(slice(None),) * self.dim + (slice(max(start - self.reach, 0), stop + self.reach),)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutNeighbours:
+    """What `WithNeighbours` of the same stream and reach added is taken away."""
+
+    stream: str
+    reach: int
+    dim: int = 1
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if not isinstance(value, Tensor) or state.world_size == 1:
+            return value
+        start, stop = state.layout((self.stream,)).window(state.rank)
+        return value.narrow(self.dim, min(start, self.reach), stop - start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenIndex:
+    """An absolute token index that separates a stream in two: becomes the boundary inside the local range."""
+
+    stream: str
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if value is None:
+            return None
+        window = state.layout((self.stream,)).window(state.rank)
+        return clip_range(0, int(value), window)[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRanges:
+    """A list of (start, stop, ...) over a stream: each becomes its part inside the local range, empty ones vanish.
+
+    Args:
+        stream: the stream the ranges speak about.
+        after: a stream that stands before it in the same tensor, by its *local* length: the caller has shifted every range
+            by it, except a start of 0, which also covers that stream.
+    """
+
+    stream: str
+    after: str | None = None
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if value is None:
+            return None
+        window = state.layout((self.stream,)).window(state.rank)
+        shift = state.layout((self.after,)).local_lengths[state.rank] if self.after else 0
+        local = []
+        for start, stop, *rest in value:
+            low, high = clip_range(max(start - shift, 0), stop - shift, window)
+            low, high = (0 if start == 0 else low + shift), high + shift
+            if high > low:
+                local.append((low, high, *rest))
+        return local
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointRanges:
+    """(start, stop or None for the end, ...) over streams in joint order, one or a list: its parts among this rank's tokens.
+
+    A single one must lie within one stream, or be empty.
+    """
+
+    streams: tuple[str, ...]
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, tuple):
+            (local,) = self(state, [value], where)
+            return local
+        layout = state.layout(self.streams)
+        local, at = [], 0
+        for begin, end in (segment for segments in layout.held[state.rank] for segment in segments):
+            for start, stop, *rest in value:
+                low, high = clip_range(start, layout.total if stop is None else stop, (begin, end))
+                local += [(at + low, at + high, *rest)] if high > low else []
+            at += end - begin
+        return local

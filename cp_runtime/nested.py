@@ -1,0 +1,35 @@
+"""Tensors inside nested lists, tuples and dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict):
+        yield from tensors(list(value.values()))
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same nested lists, tuples and dicts with every tensor replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return rebuild(value, [map_tensors(item, function) for item in value])
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    return value
+
+
+def rebuild(value: Any, items: list[Any]) -> Any:
+    """A tuple, named tuple or list of the same type with other items."""
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)

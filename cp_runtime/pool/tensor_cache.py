@@ -1,0 +1,159 @@
+"""Arguments of a call as a message without the tensors that the ranks have already, and back.
+
+Conditioning is the same in every step; only the latent and the timestep change. Residuals of a ControlNet change too, and are
+by far the largest: ranks leave them in the memory they share with the controller, and each takes the part that it needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .protocol import TensorPacker, Tree, flatten, read_tensor, unflatten
+
+LIMIT = 512 << 20  # bytes kept per rank
+SMALL = 4096  # bytes up to which a tensor is not worth keeping
+
+
+class CallEncoder:
+    """Encodes calls, and mirrors which tensors every rank keeps.
+
+    ComfyUI builds new tensors with the same content for every step. They are compared by content, at memory speed and on
+    their device, so a hit is always right.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[str, Tensor]] = OrderedDict()
+        self._numbers = itertools.count()
+        self._bytes = 0
+        self._in_step = True  # whether the ranks keep what `_kept` says
+
+    def encode(
+        self, arguments: dict[str, Any], changing: Set[str], in_place: Set[str] = frozenset()
+    ) -> tuple[dict[str, Any], TensorPacker]:
+        """Return the message (`value`: the arguments; `drop`: keys to forget, None for all) and its tensors.
+
+        Args:
+            changing: names of arguments that change with every call.
+            in_place: names of arguments whose tensors ranks leave in the memory of the message.
+        """
+        if not self._in_step:
+            self._kept.clear()
+            self._bytes = 0
+        start_over, self._in_step = not self._in_step, False
+        packer, used = TensorPacker(), set[str]()
+
+        def belongs(path: str, names: Set[str]) -> bool:
+            return any(path.startswith(f"[{name!r}]") for name in names)
+
+        def store(tensor: Tensor, path: str) -> Tree:
+            if belongs(path, in_place):
+                return {"$shared": packer.add(tensor, path)}
+            if tensor.nbytes <= SMALL or belongs(path, changing):
+                return packer.add(tensor, path)
+            key = self._find(path, tensor)
+            leaf: Tree = {"$cached": key}
+            if key is None:
+                key = self._add(path, tensor)
+                leaf = {"$store": [key, packer.add(tensor, path)]}
+            used.add(key)
+            return leaf
+
+        value = flatten(arguments, store)
+        return {"value": value, "drop": None if start_over else self._evict(used)}, packer
+
+    def delivered(self) -> None:
+        """Every rank has taken the last message. Without this, the next one starts over."""
+        self._in_step = True
+
+    def reset(self) -> None:
+        """The ranks keep nothing (they were told to, or are gone)."""
+        self._kept.clear()
+        self._bytes, self._in_step = 0, True
+
+    def _find(self, path: str, tensor: Tensor) -> str | None:
+        for key, (kept_path, kept) in self._kept.items():
+            same_kind = (kept_path, kept.shape, kept.dtype, kept.device) == (path, tensor.shape, tensor.dtype, tensor.device)
+            if same_kind and same_bits(kept, tensor):
+                self._kept.move_to_end(key)
+                return key
+        return None
+
+    def _add(self, path: str, tensor: Tensor) -> str:
+        key = f"c{next(self._numbers)}"
+        self._kept[key] = (path, tensor.clone(memory_format=torch.contiguous_format))
+        self._bytes += tensor.nbytes
+        return key
+
+    def _evict(self, used: Set[str]) -> list[str]:
+        """Forget the least recently used tensors above the limit, never one in `used`; return their keys."""
+        dropped = []
+        for key in list(self._kept):
+            if self._bytes <= LIMIT:
+                break
+            if key not in used:
+                self._bytes -= self._kept.pop(key)[1].nbytes
+                dropped.append(key)
+        return dropped
+
+
+def same_bits(kept: Tensor, tensor: Tensor) -> bool:
+    """Whether two tensors of the same shape and dtype have the same bits (so that NaN equals NaN). `kept` is contiguous."""
+    a, b = kept.reshape(-1), tensor.contiguous().reshape(-1)
+    wide = kept.nbytes % 8 == 0 and b.storage_offset() * b.element_size() % 8 == 0
+    word = torch.int64 if wide else torch.uint8  # eight bytes at a time is several times faster
+    return torch.equal(a.view(word), b.view(word))
+
+
+class TensorCache:
+    """The other side of `CallEncoder`, on every rank.
+
+    Args:
+        device: where tensors are kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[str, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def unpack(self, header: dict[str, Any], block: Tensor) -> Any:
+        """Rebuild the value of a message, from its payload and from what is kept here.
+
+        What the message says to leave in place stays in the payload's memory, until this rank has replied.
+        """
+        if header["drop"] is None:
+            self._kept.clear()
+        for key in header["drop"] or ():
+            del self._kept[key]
+
+        views: dict[str, Tensor] = {}  # a tensor that comes several times stays one object
+
+        def load(leaf: dict[str, Any]) -> Tensor:
+            if "$shared" in leaf:
+                return views.setdefault(str(leaf), read_tensor(block, leaf["$shared"]))
+            # The payload's memory is overwritten by the next message, so host tensors are copied as well.
+            if "$store" in leaf:
+                key, inner = leaf["$store"]
+                self._kept[key] = read_tensor(block, inner).to(self._device, copy=True)
+                leaf = {"$cached": key}
+            if "$cached" in leaf:
+                # A copy: HunyuanDiT and SD3's context processor change the text in place.
+                key = leaf["$cached"]
+                if key not in views:
+                    views[key] = self._kept[key].clone()
+                return views[key]
+            return read_tensor(block, leaf).to(self._device, copy=True)
+
+        return unflatten(header["value"], load)
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._kept.clear()

@@ -1,0 +1,56 @@
+"""The layers of docs/architecture.md: what each may import of the package, read off the imports."""
+
+import ast
+
+import pytest
+from support.package import ROOT
+
+BASE = {"errors", "compat", "nested"}
+ENGINE = {*BASE, "engine"}
+BELOW_COMFY = {*ENGINE, "families", "pool"}
+LAYERS = {
+    "errors": set(),
+    "compat": set(),
+    "nested": set(),
+    "engine": ENGINE,
+    "diffusers": {*ENGINE, "diffusers"},
+    "families": {*ENGINE, "families"},
+    "pool": {*ENGINE, "pool"},
+    "comfy/wire": {*BELOW_COMFY, "comfy/wire"},
+    "comfy/worker": {*BELOW_COMFY, "comfy/wire", "comfy/worker"},
+    "comfy/ui": {*BELOW_COMFY, "comfy/wire", "comfy/ui"},
+}
+MAY_IMPORT_COMFYUI = {"comfy/wire", "comfy/worker", "comfy/ui"}
+PACKAGE = ROOT / "cp_runtime"
+
+
+def layer_of(parts):
+    return next((name for n in (2, 1) if (name := "/".join(parts[:n])) in LAYERS), None)
+
+
+def imports(file):
+    """(parts of what is imported, from the package or not) of every import, those inside functions too."""
+    here = file.relative_to(PACKAGE).parent.parts
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.split("."), False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            around = here[: len(here) - node.level + 1] if node.level else ()
+            module = [*around, *(node.module or "").split(".")] if node.module else list(around)
+            yield from (([*module, alias.name], bool(node.level)) for alias in node.names)
+
+
+FILES = [file for file in sorted(PACKAGE.rglob("*.py")) if file.parent != PACKAGE or file.stem in BASE]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_layer(file):
+    layer = layer_of(file.relative_to(PACKAGE).with_suffix("").parts)
+    if layer is None:  # comfy/__init__.py
+        assert not list(imports(file))
+        return
+    for parts, own in imports(file):
+        if own:
+            assert layer_of(parts) in LAYERS[layer], f"{layer} must not import {'.'.join(parts)}"
+        elif parts[0].startswith(("comfy", "folder_paths", "server", "nodes", "execution")):
+            assert layer in MAY_IMPORT_COMFYUI, f"{layer} must not know ComfyUI: {'.'.join(parts)}"
