@@ -3,8 +3,8 @@
     make bench, or python benchmarks/recorded.py [--quick] [--record]
 
 Runs the benchmarks one after the other and compares every ratio that they note with `recorded.json`. Both sides of a ratio are
-measured in one run, so ratios can be compared between runs and, with care, between machines; seconds cannot, and are not kept. `--record`
-keeps the new ratios.
+measured in one run, so ratios can be compared between runs and, with care, between machines. Seconds cannot, and are not kept.
+`--record` keeps the new ratios.
 """
 
 from __future__ import annotations
