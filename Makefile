@@ -49,7 +49,7 @@ lint-format:
 	@$(SETUP) && "$$CP_PYTHON" -m ruff format --check .
 
 lint-mypy:
-	@$(SETUP) && "$$CP_PYTHON" -m mypy
+	@$(SETUP) && "$$CP_PYTHON" .ci/check_types.py
 
 lint-codespell:
 	@$(SETUP) && "$$CP_PYTHON" -m codespell_lib

@@ -33,7 +33,7 @@ def run_ranks(script: Path, world: int, *arguments: str, timeout: float = 240) -
             for rank in range(world)
         ]
         try:
-            codes = [process.wait(timeout) for process in processes]
+            codes: list[int | None] = [process.wait(timeout) for process in processes]
         except subprocess.TimeoutExpired:
             codes = [None]
         finally:
