@@ -2,8 +2,8 @@
 
     make lint-mypy
 
-The pack's own name is that of the folder it was cloned into, which may be no name in Python, and `nodes` beside it would be taken for
-ComfyUI's module. So mypy sees the checkout a second time, through a link with a name of its own.
+The pack's own name is that of the folder it was cloned into, which may be no name in Python, and `nodes` beside it would be taken
+for ComfyUI's module. So mypy sees the checkout a second time, through a link with a name of its own.
 """
 
 from __future__ import annotations
