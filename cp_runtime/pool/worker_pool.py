@@ -193,7 +193,7 @@ class WorkerPool:
             raise
         except Exception as error:  # such as a device that fails while tensors are copied: callers know one kind of error
             self.kill()
-            raise PoolError(f"{command} failed before the workers could run it: {type(error).__name__}: {error}") from error
+            raise PoolError(f"{command} failed in the process of ComfyUI: {type(error).__name__}: {error}") from error
         except BaseException:
             self.kill()
             raise
