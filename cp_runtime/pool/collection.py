@@ -102,14 +102,19 @@ class Collection:
         """Another thread wants the command to end."""
         self._aborted = True
 
-    def tick(
-        self, now: float, *, quiet: bool = True, cancel_asked: bool = False, stopped: Set[int] = frozenset()
-    ) -> Wait | Outcome:
+    def cancel(self, now: float) -> Wait:
+        """The user wants to cancel. Only the first time matters, and only where nothing has failed yet."""
+        if self._cancelled or self._failing:
+            return Wait(until=self._deadline)
+        self._cancelled = True
+        self._deadline = now + CANCEL_GRACE
+        return SendCancel(until=self._deadline)
+
+    def tick(self, now: float, *, quiet: bool = True, stopped: Set[int] = frozenset()) -> Wait | Outcome:
         """Time has passed, and what was noticed until `now` has been told. Says what to do next.
 
         Args:
             quiet: nothing arrived. Reports that arrived while this process was suspended count after the deadline, too.
-            cancel_asked: the user wants to cancel.
             stopped: ranks that were stopped (state T) when last looked at.
         """
         gap, self._last_tick = now - self._last_tick, now
@@ -133,10 +138,6 @@ class Collection:
         }
         if too_long := frozenset(rank for rank, seconds in self._stopped.items() if seconds >= STOPPED_GRACE):
             return self._finish(stopped=too_long)
-        if cancel_asked and not self._cancelled:
-            self._cancelled = True
-            self._deadline = now + CANCEL_GRACE
-            return SendCancel(until=self._deadline)
         return Wait(until=self._deadline)
 
     def _finish(self, *, aborted: bool = False, stopped: frozenset[int] = frozenset()) -> Outcome:

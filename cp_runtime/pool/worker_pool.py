@@ -13,8 +13,8 @@ import select
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,7 +30,10 @@ from .launcher import LogPump, child_environment, memory_file, start_rank
 from .limits import starting
 from .protocol import TensorPacker, read_tensor, unflatten
 from .settings import load_timeout, startup_timeout
+from .site import WorkerSite
 from .stacks import StateWatch
+
+__all__ = ["CallCancelled", "WorkerPool", "WorkerSite"]
 
 log = logging.getLogger("context_parallel")
 
@@ -41,23 +44,6 @@ KEEP_BYTES = 64 << 20  # of shared memory; more is given back after a message wi
 
 class CallCancelled(Exception):
     """The user cancelled while the workers computed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerSite:
-    """What ranks run.
-
-    Args:
-        service: module of this package that makes the service of every rank (see `worker.Service`); empty = none.
-        arguments: for it; plain data.
-        path: folders in front of `sys.path`.
-        argv: command line that the code in the ranks sees.
-    """
-
-    service: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    path: tuple[str, ...] = ()
-    argv: tuple[str, ...] = ("",)
 
 
 class WorkerPool:
@@ -193,7 +179,7 @@ class WorkerPool:
             raise
         except Exception as error:  # such as a device that fails while tensors are copied: callers know one kind of error
             self.kill()
-            raise PoolError(f"{command} failed in the process of ComfyUI: {type(error).__name__}: {error}") from error
+            raise PoolError(f"{command} failed outside of the workers: {type(error).__name__}: {error}") from error
         except BaseException:
             self.kill()
             raise
@@ -256,6 +242,8 @@ class WorkerPool:
 
     def _spawn(self) -> None:
         for rank, device in enumerate(self.config.devices):
+            if self._aborted:
+                raise PoolError(self._aborted)
             ours, theirs = socket.socketpair()
             self.channels.append(Channel(ours))
             fds = {
@@ -274,10 +262,7 @@ class WorkerPool:
                 "device": device,
                 "backend": self.config.backend,
                 "parent": os.getpid(),
-                "service": self.site.service,
-                "arguments": dict(self.site.arguments),
-                "path": list(self.site.path),
-                "argv": list(self.site.argv),
+                **asdict(self.site),
                 # Longer than any step, so that the controller, which can name the late rank, acts first.
                 "collective_timeout": max(self.config.step_timeout, self._load_timeout) + 60,
                 "log_level": logging.getLevelName(log.getEffectiveLevel()),
@@ -314,14 +299,11 @@ class WorkerPool:
             self.waiting_for = collection.missing
             if self._aborted:
                 collection.abort()
-            step = collection.tick(
-                now,
-                quiet=not ready,
-                cancel_asked=cancelled is not None and cancelled(),
-                stopped=states.stopped(self.waiting_for, now),
-            )
+            step = collection.tick(now, quiet=not ready, stopped=states.stopped(self.waiting_for, now))
             if isinstance(step, Outcome):
                 return self._conclude(step, what, timeout)
+            if cancelled is not None and cancelled():
+                step = collection.cancel(now)
             if isinstance(step, SendCancel):
                 with contextlib.suppress(Closed):
                     self.channels[0].send({"command": "cancel"}, step.until)

@@ -281,8 +281,10 @@ def test_the_deadline_comes_first_where_it_is_shorter():
 
 
 def test_cancel_in_time(play):
-    assert play.tick(cancel_asked=True) == SendCancel(until=play.now + CANCEL_GRACE)
-    assert play.tick(cancel_asked=True) == Wait(until=play.now + CANCEL_GRACE)  # sent once
+    play.tick()
+    asked = play.now
+    assert play.collection.cancel(asked) == SendCancel(until=asked + CANCEL_GRACE)
+    assert play.pass_time(STEP) == play.collection.cancel(play.now) == Wait(until=asked + CANCEL_GRACE)  # sent once
     for rank in range(3):
         play.collection.reported(rank, good(cancelled=True))
     outcome = play.tick()
@@ -290,27 +292,21 @@ def test_cancel_in_time(play):
 
 
 def test_cancel_not_in_time(play):
-    play.tick(cancel_asked=True)
+    play.collection.cancel(play.now)
     play.collection.reported(0, good(cancelled=True))
     outcome = play.pass_time(TIMEOUT)
     assert CANCEL_GRACE <= play.now - BEGAN < CANCEL_GRACE + STEP
     assert (outcome.cancelled, outcome.cause, outcome.late, outcome.kill) == (True, None, (1, 2), True)
 
 
-def test_cancel_of_what_is_done(play):
-    for rank in range(3):
-        play.collection.reported(rank, good())
-    assert not play.tick(cancel_asked=True).cancelled
-
-
 def test_cancel_of_what_has_failed(play):
     play.collection.reported(0, bad(at=play.now))
-    assert play.tick(cancel_asked=True) == Wait(until=play.now + REPORT_GRACE)
-    assert not play.pass_time(TIMEOUT, cancel_asked=True).cancelled
+    assert play.tick() == play.collection.cancel(play.now) == Wait(until=play.now + REPORT_GRACE)
+    assert not play.pass_time(TIMEOUT).cancelled
 
 
 def test_failure_after_cancel(play):
-    play.tick(cancel_asked=True)
+    play.collection.cancel(play.now)
     play.collection.died(0, play.now)
     assert play.tick().until == play.now + REPORT_GRACE
     assert play.pass_time(TIMEOUT).cause == 0
