@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import time
@@ -75,7 +76,8 @@ def missed_deadline(
         text = f"the workers did not finish {what} within {timeout:g} s; the one that got least far is {names[last]}."
     text = f"{text} No report from {details}."
     try:
-        found = f"Stacks of all ranks: {collect_stacks(stacks, processes, text)}."
+        path = os.fsencode(collect_stacks(stacks, processes, text))
+        found = f"Stacks of all ranks: {path.decode(errors='replace')}."  # texts with bytes that are not UTF-8 reach no browser
     except OSError as error:
         found = f"No stacks of the ranks: {error}."
     remedy = _STOPPED if stopped else _SLOW.get(what, _SLOW["mirror"])
