@@ -41,7 +41,7 @@ TICK = 0.02
 STOOD_STILL = 2.0  # seconds between two looks at the ranks that this process does not take while it runs
 _SLOW = {
     "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
-    "mirror": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
+    "load": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
     "call": "If the step is only slow, raise step_timeout of CP Config.",
 }
 SHUTDOWN_GRACE = 5.0
@@ -385,7 +385,7 @@ class WorkerPool:
             stacks = f"Stacks of all ranks: {collect_stacks(self._directory, self.processes, text)}."
         except OSError as error:
             stacks = f"No stacks of the ranks: {error}."
-        return PoolTimeout(f"{text} {stacks} They are restarted on next use. {_SLOW.get(what, _SLOW['mirror'])}")
+        return PoolTimeout(f"{text} {stacks} They are restarted on next use. {_SLOW.get(what, _SLOW['load'])}")
 
 
 @contextlib.contextmanager

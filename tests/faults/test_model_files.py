@@ -54,7 +54,7 @@ def mirror(pool: WorkerPool, path: str, **changes: object) -> str:
     recipe = {"loader": "load_diffusion_model", "path": path, "options": {}, "stamp": [file.st_size, file.st_mtime_ns], **changes}
     body = {"key": f"k{time.monotonic_ns()}", "recipe": recipe, "patches": [], "patches_uuid": "u", "forget": []}
     try:
-        pool.request("mirror", body, timeout=60)
+        pool.request("load", body, timeout=60)
     except RankError as error:
         return f"{error.kind}: {error.message}"
     return ""
@@ -98,8 +98,8 @@ import comfy.cli_args
 comfy.cli_args.args.cpu = True
 from support.package import load_package
 load_package()
-from cp_runtime.comfy.ui.controller import worker_site
-print(json.dumps(worker_site().model_folders))
+from cp_runtime.comfy.ui.site import worker_site
+print(json.dumps(worker_site().arguments["model_folders"]))
 """
 
 
