@@ -51,7 +51,7 @@ class Controller:
     def holds(self, key: str) -> bool:
         """Whether the workers hold a model."""
         workers = self.workers
-        return workers is not None and workers.hold(key)
+        return workers is not None and workers.holds(key)
 
     def load(self, config: RuntimeConfig, target: Target, node: Node | None, cancelled: Callable[[], bool]) -> None:
         """Make the workers' model equal to `target`. They are started if need be.
@@ -84,7 +84,7 @@ class Controller:
             return
         with self._lock:
             workers = self.workers
-            if workers is None or not workers.hold(key):
+            if workers is None or not workers.holds(key):
                 return
             try:
                 workers.unload(key)
@@ -136,9 +136,9 @@ class Controller:
     def _loaded(self, config: RuntimeConfig, target: Target, cancelled: Callable[[], bool]) -> Workers:
         """The workers for `config`, with the model of `target`."""
         workers = self.workers
-        if workers is None or not workers.serve(config):
+        if workers is None or not workers.serves(config):
             workers = self._start(config, cancelled)
-        if not workers.hold(target.key, target.patches_uuid):
+        if not workers.holds(target.key, target.patches_uuid):
             workers.load(target, self._take_forgotten(target.key), cancelled)
         return workers
 

@@ -17,6 +17,7 @@ from torch import device as torch_device
 
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
+from .node_patches import PatchSet
 from .obstacles import control_obstacle, options_obstacle, other_options_obstacle, patcher_obstacle, patches_of_call
 from .workers import DenoiseCall
 
@@ -59,20 +60,26 @@ class WorkerForward:
         options = arguments.get("transformer_options") or {}
         latent = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]  # nested: video, audio
         try:
-            obstacle = (
-                other_options_obstacle(options) or patcher_obstacle(owner) or control_obstacle(self.model, arguments.get("control"))
-            )
-            if obstacle is not None:
-                raise UnsupportedError(obstacle)
-            patches = patches_of_call(options, self.model, latent)
+            patches = self._accepted_patches(owner, arguments, options, latent)
         except UnsupportedError as error:
-            owner.refuse_call(str(error))
-            return self.stock(*args, **kwargs)
-        plain = {k: v for k, v in options.items() if k not in _UI_ONLY and isinstance(v, _SENDABLE)}
-        arguments["transformer_options"] = {**plain, **patches.encoded}
-        return owner.call_workers(
-            DenoiseCall(method=self.method, arguments=arguments, leading=self.leading, device=latent.device, patches=patches)
+            obstacle = str(error)
+        else:
+            plain = {k: v for k, v in options.items() if k not in _UI_ONLY and isinstance(v, _SENDABLE)}
+            arguments["transformer_options"] = {**plain, **patches.encoded}
+            return owner.call_workers(
+                DenoiseCall(method=self.method, arguments=arguments, leading=self.leading, device=latent.device, patches=patches)
+            )
+        owner.refuse_call(obstacle)
+        return self.stock(*args, **kwargs)
+
+    def _accepted_patches(self, owner: Owner, arguments: dict[str, Any], options: dict[str, Any], latent: Tensor) -> PatchSet:
+        """The patches of a call. Raises UnsupportedError where the workers cannot run it."""
+        obstacle = (
+            other_options_obstacle(options) or patcher_obstacle(owner) or control_obstacle(self.model, arguments.get("control"))
         )
+        if obstacle is not None:
+            raise UnsupportedError(obstacle)
+        return patches_of_call(options, self.model, latent)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of a call by name, extra keywords included."""

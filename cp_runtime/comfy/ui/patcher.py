@@ -97,7 +97,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         if self.cp_local:
             return super().partially_unload(device_to, memory_to_free, force_patch_weights)
         freed = self.loaded_size()
-        CONTROLLER.unload(recipe_of(self).key)
+        CONTROLLER.unload(notes_of(self.model).key)
         return freed
 
     def detach(self, unpatch_all: bool = True) -> nn.Module:
@@ -108,8 +108,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         self.model_patches_to(self.offload_device)
         if unpatch_all:
             super().unpatch_model(None, unpatch_weights=False)
-            if self._resident():
-                CONTROLLER.unload(recipe_of(self).key)
+            CONTROLLER.unload(notes_of(self.model).key)
         for callback in self.get_all_callbacks(CallbacksMP.ON_DETACH):
             callback(self, unpatch_all)
         return self.model
@@ -151,7 +150,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
                 log.info("this process shares %.0f MB of weights with the workers through the file", released / 1e6)
 
     def _resident(self) -> bool:
-        return self.cached_patcher_init is not None and CONTROLLER.holds(recipe_of(self).key)
+        return CONTROLLER.holds(notes_of(self.model).key)
 
 
 def with_cancel(run: Callable[[Callable[[], bool]], Any]) -> Any:

@@ -105,11 +105,11 @@ class Workers:
         """File names of the models that the ranks hold."""
         return sorted({resident.name for resident in list(self._resident.values())})
 
-    def serve(self, config: RuntimeConfig) -> bool:
+    def serves(self, config: RuntimeConfig) -> bool:
         """Whether calls with this config can run here."""
         return self.pool.alive and _pool_key(self.pool.config) == _pool_key(config)
 
-    def hold(self, key: str, patches_uuid: str | None = None) -> bool:
+    def holds(self, key: str, patches_uuid: str | None = None) -> bool:
         """Whether the ranks hold a model; with these weight patches in it, unless None."""
         resident = self._resident.get(key) if self.pool.alive else None
         return resident is not None and patches_uuid in (None, resident.patches_uuid)
