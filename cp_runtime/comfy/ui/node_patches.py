@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...errors import UnsupportedError
 from ...pool.protocol import flatten
 from ..wire.modules import encode_module, full_name
-from ..wire.node_patches import KINDS, MIRRORED, OPTION, name_of
+from ..wire.node_patches import KINDS, MIRRORED, OPTION, Patch, name_of
 
 # Nodes whose patches cannot be mirrored, and why. `code`: name of what they put there, where it is no function of the node's own.
 REFUSED: Mapping[str, str] = {
@@ -64,33 +64,33 @@ class PatchSet:
         Raises:
             UnsupportedError: one of them cannot be mirrored.
         """
-        encoder, mixes_batch = _Encoder(), False
-        kinds: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-        entries = list(_entries(options))
-        for kind, name, _, patch in entries:
-            _check(patch, f"{kind}: {name}", model)
-        for kind, name, place, patch in entries:
-            known = MIRRORED[name_of(patch)]
-            mixes_batch |= known.mixes_batch
-            if known.prepare is not None and latent is not None:
-                known.prepare(patch, latent)
-            kinds[kind].append([name, place, encoder.index(patch)])
+        entries = [(*entry, _check(entry, model)) for entry in _entries(options)]
         if not entries:
             return cls()
+        for _, _, _, patch, known in entries:
+            if known.prepare is not None and latent is not None:
+                known.prepare(patch, latent)
+        encoder, kinds = _Encoder(), {kind: list[Any]() for kind in KINDS}
+        for kind, name, place, patch, _ in entries:  # after all are prepared: one may refer to another
+            kinds[kind].append([name, place, encoder.index(patch)])
         encoded = {OPTION: {"entries": encoder.entries, **kinds}}
         _check_plain(encoded, encoder.modules)
+        mixes_batch = any(MIRRORED[entry["name"]].mixes_batch for entry in encoder.entries)
         return cls(encoded=encoded, networks=encoder.modules, mixes_batch=mixes_batch)
 
 
-def _check(patch: Any, where: str, model: nn.Module) -> None:
+def _check(entry: tuple[str, str, Any, Any], model: nn.Module) -> Patch:
+    """How a patch is mirrored. Raises UnsupportedError where it cannot be."""
+    kind, name, _, patch = entry
     known = MIRRORED.get(name_of(patch))
     if known is None:
         node = node_of(patch)
         reason = REFUSED.get(node, "the workers do not have that code")
-        raise UnsupportedError(f"{_display(node)} patched the transformer ({where}) and {reason}.")
+        raise UnsupportedError(f"{_display(node)} patched the transformer ({kind}: {name}) and {reason}.")
     if type(model).__name__ in known.unless:
         node = _display(known.node or node_of(patch))
-        raise UnsupportedError(f"{node} ({where}) cannot be applied to a part of the tokens of {type(model).__name__}.")
+        raise UnsupportedError(f"{node} ({kind}: {name}) cannot be applied to a part of the tokens of {type(model).__name__}.")
+    return known
 
 
 def _check_plain(encoded: dict[str, Any], networks: Mapping[str, nn.Module]) -> None:
