@@ -16,6 +16,7 @@ from support.evil import Evil
 from support.faults import note
 from support.graphs import flux_prompt
 
+from cp_runtime.comfy.wire.recipe import file_stamp
 from cp_runtime.errors import RankError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.worker_pool import WorkerPool, WorkerSite
@@ -50,8 +51,7 @@ def model_ranks(comfyui_path, shelf):
 
 def mirror(pool: WorkerPool, path: str, **changes: object) -> str:
     """Ask the ranks to load a model file; what their error says, or nothing."""
-    file = os.stat(path)
-    recipe = {"loader": "load_diffusion_model", "path": path, "options": {}, "stamp": [file.st_size, file.st_mtime_ns], **changes}
+    recipe = {"loader": "load_diffusion_model", "path": path, "options": {}, "stamp": list(file_stamp(path)), **changes}
     body = {"key": f"k{time.monotonic_ns()}", "recipe": recipe, "patches": [], "patches_uuid": "u", "forget": []}
     try:
         pool.request("load", body, timeout=60)
