@@ -22,18 +22,18 @@ log = logging.getLogger("context_parallel")
 
 RESTART_TIMEOUT = 15.0  # seconds that a prompt has to end once its workers are killed
 CLOSE_TIMEOUT = 3.0  # the same, at exit
-LOOK = 0.1  # seconds between two looks for Cancel while another thread uses the workers
+POLL = 0.1  # seconds between two polls for Cancel while another thread holds the lock
 
 
 class Controller:
-    """Owner of the workers. Whatever uses them takes the lock once, from start to end: prompts, of which one runs at a time,
-    ComfyUI's memory manager, and restarts.
+    """Owner of the workers. Everything that uses them holds the lock from beginning to end: a call, a load by ComfyUI's memory
+    manager, a restart.
 
     Attributes:
-        workers: None until the first use. Read it once and use what was read: another thread may replace it.
-        journal: what happened, whichever workers there were.
-        node: that uses the workers, or used them last; None where there is no graph.
-        changed: set whenever the status changes; who waits for it clears it.
+        workers: None before the first use. Another thread may replace it, so read it once and use what was read.
+        journal: outlives the workers.
+        node: the node that uses the workers, or used them last; None where there is no graph.
+        changed: set whenever the status changes. Whoever waits for it clears it.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Controller:
         return workers is not None and workers.holds(key)
 
     def load(self, config: RuntimeConfig, target: Target, node: Node | None, cancelled: Callable[[], bool]) -> None:
-        """Make the workers' model equal to `target`. They are started if need be.
+        """Make the workers' model equal to `target`, and start the workers if there are none.
 
         Raises:
             MirrorError: a rank's model is not the UI's.
@@ -68,8 +68,11 @@ class Controller:
     def call(
         self, config: RuntimeConfig, target: Target, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
     ) -> Any:
-        """Run a call of the model `target`, which is loaded if need be: another model of the same file may have been called in
-        between (two guiders, other LoRA), or the pool was lost. Returns its output. Raises what `load` raises."""
+        """Run a call of the model `target` and return its output.
+
+        The model is loaded first if the workers hold another state of it: two guiders may use the same file with different LoRA,
+        and the pool may have been lost since the last call. Raises what `load` raises.
+        """
         self.node = node
         with self._exclusive(cancelled), self._noted():
             workers = self._loaded(config, target, cancelled)
@@ -80,7 +83,7 @@ class Controller:
 
     def unload(self, key: str) -> None:
         """Make the workers drop a model, and the conditioning they keep. Never raises."""
-        if not self.holds(key):  # nor wait where there is nothing to do
+        if not self.holds(key):  # do not wait for the lock with nothing to do
             return
         with self._lock:
             workers = self.workers
@@ -88,23 +91,23 @@ class Controller:
                 return
             try:
                 workers.unload(key)
-            except Exception as error:  # noqa: BLE001  ComfyUI's queue calls this, and would end by any error
+            except Exception as error:  # noqa: BLE001  (any error would end the thread of ComfyUI's queue)
                 self.journal.last_error = Failure.of(error)
                 log.error("the workers did not unload and are restarted on next use: %s: %s", type(error).__name__, error)
                 workers.pool.kill()
             self.changed.set()
 
     def restart(self) -> Future[bool]:
-        """Kill the workers, whatever they do, and start them again; a running prompt fails. From any thread, at once.
+        """Kill the workers, whatever they do, and start them again; a running prompt fails. Returns at once, in any thread.
 
-        Who asks while a restart is under way gets the result of that one. It is True, or False where there were no workers, or a
-        PoolError: they did not start, or the prompt that used them did not end.
+        A request that comes while a restart is under way joins it. The result is False if there were no workers, and a PoolError
+        if they did not start or the prompt that used them did not end.
         """
         with self._restarting_lock:
             if self._restarting is None or self._restarting.done():
                 self._restarting = Future()
                 self._restarting.set_running_or_notify_cancel()
-                # A daemon: at exit Python waits for other threads before it lets `close` end the workers.
+                # A daemon thread: Python joins all others at exit before it runs `close`, which ends the workers.
                 threading.Thread(target=self._restart, args=(self._restarting,), name="restart of workers", daemon=True).start()
             return self._restarting
 
@@ -119,12 +122,12 @@ class Controller:
             self._forgotten.append(key)
 
     def close(self) -> None:
-        """End the workers, at exit. Who uses them in another thread gets an error."""
+        """End the workers, at exit. A thread that uses them gets an error."""
         self._closing = True
         workers = self.workers
         if workers is None:
             return
-        if not self._lock.acquire(timeout=LOOK):
+        if not self._lock.acquire(timeout=POLL):
             workers.pool.abort("ComfyUI is shutting down")
             if not self._lock.acquire(timeout=CLOSE_TIMEOUT):
                 return
@@ -134,7 +137,7 @@ class Controller:
             self._lock.release()
 
     def _loaded(self, config: RuntimeConfig, target: Target, cancelled: Callable[[], bool]) -> Workers:
-        """The workers for `config`, with the model of `target`."""
+        """Return workers that fit `config` and hold the model `target`."""
         workers = self.workers
         if workers is None or not workers.serves(config):
             workers = self._start(config, cancelled)
@@ -147,7 +150,7 @@ class Controller:
         if self._closing:
             raise PoolError("ComfyUI is shutting down")
         log.info("starting %d ranks on %s", config.world_size, ", ".join(config.devices))
-        workers = self.workers = Workers(config, self.changed.set)  # others may look at them, and abort them, while they start
+        workers = self.workers = Workers(config, self.changed.set)  # visible while they start, so that they can be aborted
         self.changed.set()
         workers.pool.start(cancelled)
         return workers
@@ -161,7 +164,7 @@ class Controller:
     def _restart(self, done: Future[bool]) -> None:
         try:
             done.set_result(self._restart_now())
-        except BaseException as error:  # noqa: BLE001  who waits for the result gets it
+        except BaseException as error:  # noqa: BLE001  (raised where the result is read)
             done.set_exception(error)
 
     def _restart_now(self) -> bool:
@@ -173,7 +176,7 @@ class Controller:
             raise PoolError("the workers were killed; they start with the next prompt, because this one has not ended yet")
         try:
             if self.workers is workers:  # else the next prompt was faster
-                self.node = None  # none waits for them
+                self.node = None  # no node waits for them
                 with self._noted():
                     self._start(workers.pool.config)
         finally:
@@ -182,8 +185,8 @@ class Controller:
 
     @contextmanager
     def _exclusive(self, cancelled: Callable[[], bool]) -> Iterator[None]:
-        """Hold the lock. Another thread may have it for as long as workers take to start."""
-        while not self._lock.acquire(timeout=LOOK):
+        """Hold the lock. Another thread may hold it for as long as workers take to start, so Cancel is polled meanwhile."""
+        while not self._lock.acquire(timeout=POLL):
             if cancelled():
                 raise CallCancelled
         try:
@@ -203,7 +206,7 @@ class Controller:
             self.changed.set()
 
     def _take_forgotten(self, wanted: str) -> list[str]:
-        """Keys that no model of this process uses any more."""
+        """Return keys that no model of this process uses any more."""
         gone = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         return [key for key in gone if key != wanted and self._owners[key] <= 0]
 

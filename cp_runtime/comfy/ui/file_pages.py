@@ -1,4 +1,4 @@
-"""The UI process's own copy of the weights becomes the pages of the model's file, which it shares with the ranks."""
+"""Makes the UI process's own copy of the weights the pages of the model's file, which it then shares with the ranks."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
 
 
 def guard_size(model: Any, recipe: Recipe) -> None:
-    """Have the file's size looked at before ComfyUI uses the model.
+    """Check the size of the model's file whenever ComfyUI is about to use the model.
 
-    Where a mapped file has become shorter, the system ends the process that reads behind its end (SIGBUS). ComfyUI asks a model
-    for its dtype before it loads it and in every call, whichever patcher it goes through: that is where an error can still be
-    raised. A file that becomes shorter in the middle of a call is not noticed.
+    A process that reads a mapped page behind the end of a file gets SIGBUS and ends. ComfyUI asks a model for its dtype before it
+    loads it and in every call, whichever patcher it uses, so `get_dtype` is where an error can still be raised. A file that is cut
+    off in the middle of a call is not noticed.
     """
-    descriptor = os.open(recipe.path, os.O_RDONLY)  # of the mapped file, whatever has that name later
+    descriptor = os.open(recipe.path, os.O_RDONLY)  # the mapped file, even if another gets its name
     weakref.finalize(model, os.close, descriptor).atexit = False
     owner, stock, size = weakref.ref(model), type(model).get_dtype, recipe.stamp[0]
 

@@ -1,6 +1,7 @@
-"""What happened: the last error, the calls of the sampling run, and times to compare them with.
+"""What the status and the report of CP Sampler are made of: the last error, the calls of the last sampling run, and times on one
+device to compare them with.
 
-The status and the report of CP Sampler are made of it. It does not grow: of calls it keeps sums, and the last one.
+It does not grow with the number of calls: it keeps sums, and the last call.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of the workers: seconds since the epoch, message, and the rank that caused it where there is one."""
+    """An error of the workers: when it happened (seconds since the epoch), its message, and the rank that caused it, if one did."""
 
     time: float
     message: str
@@ -66,7 +67,7 @@ class Failure:
 
 
 def public_message(error: BaseException) -> str:
-    """The message of an error for everyone who reaches ComfyUI's port: without tracebacks, output of processes and folders."""
+    """The message of an error as anyone who reaches ComfyUI's port may see it: no traceback, no output of ranks, no folders."""
     text = str(error) if isinstance(error, ContextParallelError) else f"{type(error).__name__}: {error}"
     return _FOLDERS.sub("", text.partition("\n\n")[0])
 
@@ -77,8 +78,8 @@ class CallSums:
     Attributes:
         count: calls that are in the sums.
         last: the last call.
-        rank_0: of what rank 0 reported: its seconds, and seconds and bytes of communication, measured and predicted.
-        times: `time_by_rank`, by rank.
+        rank_0: what rank 0 reported: its seconds, and seconds and bytes of communication, measured and predicted.
+        times: what `time_by_rank` returns.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class CallSums:
         self._first = True
 
     def add(self, record: CallRecord) -> None:
-        """A call has ended."""
+        """Count a call that has ended."""
         ranks = len(record.reports)
         new = ranks != len(self.times)
         if new or self._first:
@@ -136,7 +137,7 @@ def time_by_rank(reports: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 class Journal:
-    """What this process remembers.
+    """What this process remembers of its sampling runs.
 
     Attributes:
         run: the sampling run that goes on, or went on last, on one device or on the workers.
@@ -151,11 +152,11 @@ class Journal:
         self._one_device: dict[Any, float] = {}
 
     def begin_run(self, timer: RunTimer) -> None:
-        """A sampling run begins."""
+        """Start over, for a new sampling run."""
         self.run, self.calls = timer, CallSums()
 
     def note_one_device(self, seconds: float) -> None:
-        """The run took so many seconds per call on one device."""
+        """Keep how many seconds per call this run took on one device."""
         self._one_device.pop(self.run.kind, None)
         self._one_device[self.run.kind] = seconds
         if len(self._one_device) > MAX_KINDS:
@@ -163,5 +164,5 @@ class Journal:
 
     @property
     def on_one_device(self) -> float | None:
-        """Seconds per call that a run like this one took on one device, where that was measured."""
+        """Seconds per call of a run like this one on one device; None where none was measured."""
         return self._one_device.get(self.run.kind)

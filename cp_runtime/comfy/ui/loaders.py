@@ -1,7 +1,7 @@
-"""Notes the state of a model's file when ComfyUI loads it.
+"""Notes the state of a model's file at the moment when ComfyUI loads it.
 
-The ranks load the same file later, perhaps much later, and must find the same content. A file that was replaced in between may
-have the same name, size and time of change, so what counts is what ComfyUI opened, and when.
+The ranks load the same file later, perhaps hours later, and must find the same content. If the state were noted only then, a file
+that was replaced in between would be taken for the one that ComfyUI holds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .model_notes import notes_of
 def watch_loaders() -> None:
     """Wrap ComfyUI's loaders of diffusion models. Call it once.
 
-    Nodes look them up in `comfy.sd` when they run, and so do the loaders themselves when they note in `cached_patcher_init`
-    which function loaded a model. A pack that imported a loader by name before this one came gets no stamp, see `recipe_of`.
+    Nodes look them up in `comfy.sd` when they run, and a loader notes itself in `cached_patcher_init` by that name too. A pack that
+    imported a loader by name before this pack was loaded goes past the wrapper; `recipe_of` says what happens then.
     """
     for name in LOADERS:
         setattr(comfy.sd, name, _stamping(getattr(comfy.sd, name)))
@@ -46,6 +46,6 @@ def _stamping(loader: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stamp(path: str) -> FileStamp:
-    with suppress(MirrorError):  # the loader has an error of its own for it
+    with suppress(MirrorError):  # a missing file is the loader's to report
         return file_stamp(path)
     return ()

@@ -15,10 +15,10 @@ class ModelNotes:
     """Notes on a `BaseModel`.
 
     Args:
-        stamps: of its file, before and after ComfyUI loaded it; None = loaded where nobody looked.
-        recipe: how to load it again, and the `cached_patcher_init` that it was read from.
+        stamps: of its file, before and after ComfyUI loaded it; None = it was not loaded through `loaders`.
+        recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
         key: of the recipe, once the controller counts this model as a user of it.
-        shares_file: its plain weights were made the pages of its file.
+        shares_file: whether its plain weights are the pages of its file.
     """
 
     stamps: tuple[FileStamp, FileStamp] | None = None
@@ -28,7 +28,7 @@ class ModelNotes:
 
 
 def notes_of(model: Any) -> ModelNotes:
-    """The notes on a `BaseModel`, made with the first use."""
+    """Return the notes on a `BaseModel`; they are created at first use."""
     notes = vars(model).get(ATTRIBUTE)
     if not isinstance(notes, ModelNotes):
         notes = ModelNotes()

@@ -16,6 +16,9 @@ from .model_notes import ModelNotes, notes_of
 def recipe_of(patcher: Any) -> Recipe:
     """Return the recipe of a ModelPatcher. It is read once per model.
 
+    Where no stamp was taken when the file was loaded, its present state is taken; then only the comparison of weights
+    (`target.verify`) notices that the file was replaced in between.
+
     Raises:
         MirrorError: its loader left none, or one that workers do not follow; or the file changed while ComfyUI loaded it.
     """
@@ -53,7 +56,6 @@ def _read_recipe(patcher: Any, notes: ModelNotes) -> Recipe:
 
 
 def _stamp(path: str, notes: ModelNotes) -> FileStamp:
-    # Without a stamp of the loader, the file's state now has to do: that the ranks hold the same weights is checked later.
     before, after = notes.stamps or (file_stamp(path),) * 2
     if before != after:
         raise MirrorError(

@@ -1,4 +1,4 @@
-"""The workers: a pool of ranks, and what this process knows about what they hold. All of it ends with the pool."""
+"""A pool of ranks, and what this process knows about what the ranks hold. All of it is replaced together with the pool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger("context_parallel")
 UNLOAD_TIMEOUT = 15.0
 IN_PLACE = frozenset({"control"})  # arguments of which each rank copies only its part
 SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between blocks
-CHECK_INTERVAL = 0.125  # seconds between two looks for Cancel; ranks leave at the second one
+CHECK_INTERVAL = 0.125  # seconds between two polls for Cancel on the ranks; they leave at the second one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +70,18 @@ class Pace:
     modules: int
 
     def modules_per_check(self, kind: object) -> int:
-        """How many planned modules the ranks may pass between two looks for Cancel; 0 = they need not look."""
+        """How many planned modules the ranks may pass between two polls for Cancel; 0 = they need not poll."""
         if kind != self.kind:
             return 1
         return max(1, int(self.modules * CHECK_INTERVAL / self.seconds)) if self.seconds > SLOW_CALL else 0
 
 
 class Workers:
-    """The ranks of one pool and what they hold. One caller at a time; attributes may be read from any thread.
+    """The ranks of one pool and what they hold. One caller at a time; any thread may read the attributes.
 
     Args:
         config: of the pool.
-        on_change: called when there is news for the status.
+        on_change: called when the status has changed.
 
     Attributes:
         loading: name of the model that goes to the ranks now; empty = none.
@@ -110,7 +110,7 @@ class Workers:
         return self.pool.alive and _pool_key(self.pool.config) == _pool_key(config)
 
     def holds(self, key: str, patches_uuid: str | None = None) -> bool:
-        """Whether the ranks hold a model; with these weight patches in it, unless None."""
+        """Whether the ranks hold a model, with these weight patches in it (None = any)."""
         resident = self._resident.get(key) if self.pool.alive else None
         return resident is not None and patches_uuid in (None, resident.patches_uuid)
 
@@ -118,7 +118,7 @@ class Workers:
         """Make the ranks' model equal to `target`.
 
         Args:
-            forget: keys of models that this process does not have any more.
+            forget: keys of models that this process no longer has; the ranks drop them.
 
         Raises:
             MirrorError: a rank's model is not the UI's.
@@ -151,7 +151,7 @@ class Workers:
         )
 
     def attach_networks(self, networks: Mapping[str, nn.Module], cancelled: Callable[[], bool]) -> None:
-        """Give the ranks the networks that patches of a call refer to, by key, and take back what is gone. Each travels once."""
+        """Send the networks that patches of a call refer to, by key, each once; have the ranks drop those that are gone."""
         gone = [self._unused.popleft() for _ in range(len(self._unused))]
         if gone:
             self.pool.request("detach_networks", {"keys": gone}, timeout=LOAD_TIMEOUT, cancelled=cancelled)
@@ -167,7 +167,7 @@ class Workers:
     def call(
         self, config: RuntimeConfig, key: str, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
     ) -> tuple[Any, CallRecord]:
-        """Run a call of the model `key`, which is loaded, on all ranks. Returns its output, and what it did."""
+        """Run a call of the model `key`, which must be loaded. Returns its output and its record."""
         began = time.monotonic()
         message, packer = self._encoder.encode(call.arguments, set(call.leading), IN_PLACE)
         kind = (key, [value.shape for value in call.arguments.values() if isinstance(value, Tensor)])
@@ -193,7 +193,7 @@ class Workers:
         return out, self.last_call
 
     def unload(self, key: str) -> None:
-        """Make the ranks drop a model, and all networks and conditioning that they keep."""
+        """Make the ranks drop a model, all networks, and the conditioning that they keep."""
         del self._resident[key]
         self._encoder.reset()
         self._networks.clear()

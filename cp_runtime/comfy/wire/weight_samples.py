@@ -1,8 +1,8 @@
-"""Whether two weights are stored alike, and a few bytes of every weight, so that two processes can compare their models.
+"""Compares weights: in one process bit by bit, between two processes by a few bytes of each.
 
-What is sampled lies at fixed places of the weight as it is stored; of quantised weights, data and scales are. Reading all weights
-would take as long as loading them. This takes milliseconds, and finds every change that is spread over a weight. A change of
-single numbers can escape it: files are compared by their stamps as well (`recipe.file_stamp`).
+Samples are taken at fixed places of a weight as it is stored; of a quantised weight, from its data and its scales. That takes
+milliseconds, where reading all weights would take as long as loading them. It finds any other model, but a change of single numbers
+can escape it, so files are compared by their stamps as well (`recipe.file_stamp`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ WINDOWS, WINDOW = 8, 64  # pieces of a weight, and bytes of each
 
 
 def sample_weights(model: nn.Module, without: Collection[str] = ()) -> dict[str, str]:
-    """Return what identifies each parameter: its storage format and a hash, with a space between them.
+    """Return for each parameter its storage format and a hash of its samples, with a space between them.
 
-    Left out are parameters that have no bytes in this process or are not stored contiguously.
+    Parameters that have no bytes in this process, or are not contiguous, are left out.
 
     Args:
         without: names of parameters to leave out as well.
