@@ -22,8 +22,9 @@ from support.package import load_package
 load_package()
 
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.tensor_cache import CallEncoder
-from cp_runtime.pool.worker_pool import WorkerPool, WorkerSite
+from cp_runtime.pool.worker_pool import WorkerPool
 
 # shape and dtype of latent, text, and the target in milliseconds
 PAYLOADS = {

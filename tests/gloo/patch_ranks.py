@@ -19,7 +19,7 @@ from comfy_extras.nodes_model_downscale import PatchModelAddDownscale  # noqa: E
 from comfy_extras.nodes_model_patch import QwenImageBlockWiseControlNet, UsoStyleProjectorPatch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from cp_runtime.comfy.ui.node_patches import encode_patches  # noqa: E402
+from cp_runtime.comfy.ui.node_patches import PatchSet  # noqa: E402
 from cp_runtime.comfy.wire.modules import decode_module, encode_module  # noqa: E402
 from cp_runtime.comfy.wire.node_patches import OPTION  # noqa: E402
 from cp_runtime.comfy.worker import node_patches  # noqa: E402
@@ -95,7 +95,8 @@ recorder = Recorder()
 PatchModelAddDownscale.execute(recorder, 3, 2.0, 0.0, 1.0, True, "bilinear", "bilinear")
 uso = UsoStyleProjectorPatch(ModelPatcher(qwen, CPU, CPU), torch.ones(2, 3))
 options = {"patches": {**recorder.patches, "post_input": [uso, uso]}, "patches_replace": {"dit": {}}}
-entry, networks = encode_patches(options)
+patches = PatchSet.of(options, qwen)
+entry, networks = patches.encoded, patches.networks
 (key,) = networks
 node_patches.attach_network(key, send(encode_module(networks[key])), CPU)
 

@@ -14,6 +14,8 @@ from support.faults import SLACK, Stopwatch
 from support.graphs import flux_prompt
 from support.server import ComfyServer
 
+from cp_runtime.version import VERSION
+
 TOLERANCE = 2e-4
 CP = {"world_size": 2}
 STATUS, RESTART = "/context_parallel/status", "/context_parallel/restart"
@@ -31,7 +33,7 @@ def expected(status_server):
     """The stock latent; before it, the answers of a server that has started no worker yet."""
     off = status_server.get(STATUS)
     nothing = {"activity": "", "world_size": 0, "backend": None, "models": [], "last_call": None, "ranks": [], "last_error": None}
-    assert off == {"state": "off", **nothing}
+    assert off == {"state": "off", "version": VERSION, **nothing}
     assert call(status_server, RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
     return status_server.latent(status_server.run(flux_prompt()).check())
 

@@ -29,8 +29,10 @@ from ...families import plan_for  # noqa: E402
 from ...families.family import FamilyPlan  # noqa: E402
 from ...nested import tensors  # noqa: E402
 from ...pool.protocol import read_tensor, unflatten  # noqa: E402
-from ..wire.recipe import Recipe, load_recipe  # noqa: E402
-from ..wire.weight_patches import decode_patches, patches_digest  # noqa: E402
+from ..wire.loading import LoadedModel, load_recipe  # noqa: E402
+from ..wire.recipe import Recipe  # noqa: E402
+from ..wire.weight_patches import decode_weight_patches, weight_patches_digest  # noqa: E402
+from ..wire.weight_samples import sample_weights  # noqa: E402
 from .batch import share_out, take_items  # noqa: E402
 from .node_patches import ATTACHED, attach_network  # noqa: E402
 from .quantised import shared_scales  # noqa: E402
@@ -44,9 +46,10 @@ METHODS = ("forward", "_forward")
 
 @dataclass
 class Mirror:
-    """One model on this rank."""
+    """One model on this rank. `samples`: of its weights as they were loaded, without patches."""
 
     patcher: Any
+    samples: dict[str, str]
     applied: AppliedPlan[FamilyPlan] | None = None
 
     @property
@@ -75,15 +78,20 @@ class Mirrors:
         key = header["key"]
         for gone in header["forget"]:
             self._drop(gone)
-        entry = self.entries.get(key) or Mirror(self._load_file(Recipe(**header["recipe"])))
+        entry = self.entries.get(key)
+        if entry is None:
+            patcher, missing = self._load_file(Recipe(**header["recipe"]))
+            # What the file does not have is not initialised, and differs from process to process.
+            entry = Mirror(patcher, sample_weights(patcher.model.diffusion_model, without=missing))
         self._patch(entry.patcher, header, block)
         self.entries[key] = entry
         model = entry.patcher.model
         return {
-            "digest": patches_digest(header["patches"], block),
+            "digest": weight_patches_digest(header["patches"], block),
             "patches_uuid": str(entry.patcher.patches_uuid),
             "dtype": str(model.get_dtype()),
             "cast_dtype": str(model.manual_cast_dtype),
+            "samples": entry.samples,
             "bytes": entry.patcher.model_size(),
             "seconds": time.perf_counter() - began,
         }
@@ -113,11 +121,11 @@ class Mirrors:
             entry.applied = AppliedPlan(entry.model, plan_for(entry.model), mesh.sequence())
         plan = entry.applied.plan
         degree = header["batch_degree"] if plan.batch_is_shared(arguments) else 1
-        shares = share_out(arguments, header["volatile"], mesh.size, degree, plan.shares_sequence)
+        shares = share_out(arguments, header["leading"], mesh.size, degree, plan.shares_sequence)
         sequence = mesh.sequence(shares.groups)
         planner = planner_for(sequence.size)
         part = take_items(shares, arguments, mesh.whole.rank // sequence.size)
-        shape = next(tensor.shape for name in header["volatile"] for tensor in tensors(part[name]))
+        shape = next(tensor.shape for name in header["leading"] for tensor in tensors(part[name]))
         self._to_device(entry, entry.patcher.memory_required(list(shape)) / sequence.size)
         entry.applied.mesh, entry.applied.config_for = sequence, planner
         with torch.inference_mode(), shared_scales(mesh.whole):
@@ -130,12 +138,12 @@ class Mirrors:
             "predicted": {"seconds": planner.seconds, "bytes": planner.bytes_sent},
         }
 
-    def attach(self, header: dict[str, Any], block: Tensor) -> None:
+    def attach_network(self, header: dict[str, Any], block: Tensor) -> None:
         """Take a network that patches of other nodes refer to. The next call puts it on the device."""
         tree = unflatten(header["network"], lambda leaf: read_tensor(block, leaf).clone())
         attach_network(header["key"], tree, self.device)
 
-    def detach(self, keys: list[str]) -> None:
+    def detach_networks(self, keys: list[str]) -> None:
         """Drop networks of patches that are gone."""
         for key in keys:
             self._drop_network(key)
@@ -158,7 +166,7 @@ class Mirrors:
         if patcher is not None:
             self.management.unload_model_and_clones(patcher)
 
-    def _load_file(self, recipe: Recipe) -> Any:
+    def _load_file(self, recipe: Recipe) -> LoadedModel:
         # Links inside the model folders may lead anywhere: the user made them.
         path = Path(os.path.abspath(recipe.path))
         inside = any(path.is_relative_to(f) or path.resolve().is_relative_to(f.resolve()) for f in self.folders)
@@ -170,7 +178,7 @@ class Mirrors:
         return load_recipe(replace(recipe, path=str(path)))  # what was checked: behind a link, `..` leads elsewhere
 
     def _patch(self, patcher: Any, header: dict[str, Any], block: Tensor) -> None:
-        patches = decode_patches(unflatten(header["patches"], lambda leaf: read_tensor(block, leaf).clone()))
+        patches = decode_weight_patches(unflatten(header["patches"], lambda leaf: read_tensor(block, leaf).clone()))
         unknown = patches.keys() - patcher.model.state_dict().keys()
         if unknown:
             raise MirrorError(f"{len(unknown)} patched weights do not exist on the workers, the first is {min(unknown)}")

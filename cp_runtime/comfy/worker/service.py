@@ -35,23 +35,23 @@ class ModelService:
     def handlers(self) -> Mapping[str, Handler]:
         """By command."""
         return {
-            "mirror": self._mirror,
-            "attach": self._attach,
-            "detach": self._detach,
+            "load": self._load,
+            "attach_network": self._attach_network,
+            "detach_networks": self._detach_networks,
             "call": self._call,
             "unload": self._unload,
         }
 
-    def _mirror(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
+    def _load(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         inject(self._worker.rank, "load")
         return self._mirrors.load(header, block)
 
-    def _attach(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
-        self._mirrors.attach(header, block)
+    def _attach_network(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
+        self._mirrors.attach_network(header, block)
         return {}
 
-    def _detach(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
-        self._mirrors.detach(header["keys"])
+    def _detach_networks(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
+        self._mirrors.detach_networks(header["keys"])
         return {}
 
     def _unload(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
