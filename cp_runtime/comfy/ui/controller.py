@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -191,7 +191,7 @@ class Controller:
         key: str,
         method: str,
         arguments: dict[str, Any],
-        volatile: set[str],
+        leading: Sequence[str],
         device: torch.device,
         cancelled: Callable[[], bool],
     ) -> Any:
@@ -199,20 +199,20 @@ class Controller:
 
         Args:
             arguments: by name; plain data and tensors.
-            volatile: names of arguments that change with every call.
+            leading: names of the first two, the latent and the timestep, which change with every call.
             device: where the result goes.
         """
         with self._lock, self._noted():
             began = time.monotonic()
             pool = self._pool_for(config, cancelled)
-            message, packer = self._encoder.encode(arguments, volatile, IN_PLACE)
+            message, packer = self._encoder.encode(arguments, frozenset(leading), IN_PLACE)
             kind = (key, [value.shape for value in arguments.values() if isinstance(value, torch.Tensor)])
             body = {
                 "key": key,
                 "method": method,
                 "sequence": asdict(config.sequence),
                 "batch_degree": 1 if mixes_batch(arguments) else config.batch_degree,
-                "volatile": sorted(volatile, key=list(arguments).index),
+                "leading": list(leading),
                 "cancel_every": self._modules_per_check(kind),
                 **message,
             }

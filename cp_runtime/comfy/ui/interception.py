@@ -8,7 +8,7 @@ hand on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -28,7 +28,7 @@ class Owner(Protocol):
     """What a patcher does for its interception."""
 
     def call_workers(
-        self, method: str, arguments: dict[str, Any], volatile: set[str], device: Any, networks: Mapping[str, nn.Module]
+        self, method: str, arguments: dict[str, Any], leading: Sequence[str], device: Any, networks: Mapping[str, nn.Module]
     ) -> Any: ...
     def refuse_call(self, obstacle: str) -> None: ...
 
@@ -48,7 +48,7 @@ class WorkerForward:
         self.method = innermost_method(model)
         self.stock: Callable[..., Any] = getattr(type(model), self.method).__get__(model)
         self.signature = inspect.signature(self.stock)
-        self.volatile = set(list(self.signature.parameters)[:2])  # the latent and the timestep
+        self.leading = tuple(self.signature.parameters)[:2]  # the latent and the timestep
         plan = PLANS.get(class_name(model))
         self.rebuilt = [path.split(".") for path in plan.rebuilt] if plan else []
 
@@ -71,7 +71,7 @@ class WorkerForward:
         patches, networks = encode_patches(options)
         plain = {k: v for k, v in options.items() if k not in _UI_ONLY and isinstance(v, _SENDABLE)}
         arguments["transformer_options"] = {**plain, **patches}
-        return owner.call_workers(self.method, arguments, self.volatile, latent.device, networks)
+        return owner.call_workers(self.method, arguments, self.leading, latent.device, networks)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of a call by name, extra keywords included."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import comfy.model_management
@@ -147,7 +147,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         self,
         method: str,
         arguments: dict[str, Any],
-        volatile: set[str],
+        leading: Sequence[str],
         device: torch.device,
         networks: Mapping[str, nn.Module],
     ) -> Any:
@@ -157,7 +157,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         target = self._load_workers()
         interrupted = comfy.model_management.processing_interrupted
         with_cancel(lambda: CONTROLLER.attach(self.cp_config, networks, interrupted))
-        return with_cancel(lambda: CONTROLLER.call(self.cp_config, target.key, method, arguments, volatile, device, interrupted))
+        return with_cancel(lambda: CONTROLLER.call(self.cp_config, target.key, method, arguments, leading, device, interrupted))
 
     def _load_workers(self) -> Target:
         context = get_executing_context()
