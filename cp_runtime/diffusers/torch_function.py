@@ -1,4 +1,4 @@
-"""Reaches the attention of any module that calls torch's `scaled_dot_product_attention`."""
+"""Takes over the attention of any module that calls torch's `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PlanT = TypeVar("PlanT", bound=ShardingPlan)
 
 
 class InstalledPlan(Generic[PlanT]):
-    """A plan on a model. The hooks hand on to the running call; while there is none, the model behaves as if they were not there.
+    """A plan on a model. While a call runs, the hooks hand over to it; otherwise the model behaves as if they were not there.
 
     One call at a time and one thread, as in a worker rank.
 
@@ -40,7 +40,7 @@ class InstalledPlan(Generic[PlanT]):
         self.current: RunningCall | None = None
         self.kept: dict[object, Any] = {}
         self._undo: list[Callable[[], None]] = []
-        # What the plan says about the model itself happens inside `forward`: torch would run hooks outside of `call`.
+        # What the plan says about the model itself is done by `forward`: torch would run such hooks outside of `call`.
         self._enter_model: list[Callable[..., Any]] = []
         self._leave_model: list[Callable[..., Any]] = []
         with_attention: set[nn.Module] = set()

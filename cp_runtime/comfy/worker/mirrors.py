@@ -82,7 +82,7 @@ class Mirrors:
         self.entries: dict[str, Mirror] = {}
 
     def load(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
-        """Make the model of `header` resident: load it if it is new, take its weight patches. The next call puts both to work."""
+        """Load the model of `header` if it is new, and take its weight patches. The next call moves both to the device."""
         began = time.perf_counter()
         key = header["key"]
         for gone in header["forget"]:
@@ -129,7 +129,7 @@ class Mirrors:
             return shares.gather(out, mesh), _report(shares, planner, state)
 
     def attach(self, header: dict[str, Any], block: Tensor) -> None:
-        """Take a network that patches of other nodes refer to. The next call puts it on the device."""
+        """Take a network that patches of other nodes refer to. The next call moves it to the device."""
         tree = unflatten(header["network"], lambda leaf: read_tensor(block, leaf).clone())
         attach_network(header["key"], tree, self.device)
 
@@ -139,7 +139,7 @@ class Mirrors:
             self._drop_network(key)
 
     def unload(self, key: str) -> None:
-        """Drop a model and all networks of patches: host and device memory is given back, the file stays in the page cache."""
+        """Drop a model and all networks of patches. Host and device memory is freed; the file stays in the page cache."""
         self._drop(key)
         for network in list(ATTACHED):
             self._drop_network(network)

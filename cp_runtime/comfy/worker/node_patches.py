@@ -20,12 +20,12 @@ ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 
 
 def attach_network(key: str, encoded: dict[str, Any], device: torch.device) -> None:
-    """Keep a network for the patches to come."""
+    """Keep a network for the patches that will refer to it."""
     module = decode_module(encoded)
     ATTACHED[key] = comfy.model_patcher.ModelPatcher(module, load_device=device, offload_device=torch.device("cpu"))
 
 
-def decode_patches(encoded: dict[str, Any], call: RunningCall) -> dict[str, Any]:
+def decode_node_patches(encoded: dict[str, Any], call: RunningCall) -> dict[str, Any]:
     """The entries `patches` and `patches_replace` of transformer_options on this rank."""
     decoder = _Decoder(encoded["entries"])
 

@@ -20,7 +20,7 @@ from ...errors import PlanError
 from ...families.family import FamilyPlan
 from ..wire.node_patches import OPTION
 from .attention import attention_override
-from .node_patches import decode_patches
+from .node_patches import decode_node_patches
 
 
 def run_sharded(
@@ -41,7 +41,7 @@ def run_sharded(
         override = attention_override(call)
         options = {**(arguments.get("transformer_options") or {}), "optimized_attention_override": override}
         if OPTION in options:
-            options |= decode_patches(options.pop(OPTION), call)
+            options |= decode_node_patches(options.pop(OPTION), call)
         named = {**arguments, "transformer_options": options}
         call.state.arguments = named
         if arguments.get("control") is not None:
