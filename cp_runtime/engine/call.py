@@ -176,7 +176,7 @@ class RunningCall:
             )
 
     def close(self) -> None:
-        """The call has ended, by an error perhaps. Its tensors are freed now, and not when Python next looks for cycles."""
+        """The call has ended, perhaps with an error. Its tensors are freed now, not when Python next looks for cycles."""
         while self._ranges:  # of modules that raised
             self._ranges.pop().__exit__(None, None, None)
         self._scopes.clear()

@@ -177,7 +177,7 @@ class JointLayout:
         return tensor if order is None else tensor.index_select(dim, order.to(tensor.device))
 
 
-# A layout knows nothing but its arguments, and working out the order of its tokens takes milliseconds for long videos.
+# A layout depends on its arguments alone, and the order of its tokens takes milliseconds to compute for a long video: calls share it.
 joint_layout = lru_cache(maxsize=32)(JointLayout)
 
 

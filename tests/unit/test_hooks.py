@@ -11,6 +11,7 @@ from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.mesh import SequenceMesh
 from cp_runtime.engine.plan import ShardingPlan
 from cp_runtime.engine.profiling import CallTraces
+from cp_runtime.engine.state import CallState
 from cp_runtime.errors import ConfigError, PlanError
 from cp_runtime.families.hidream_o1 import HIDREAM_O1
 
@@ -51,6 +52,13 @@ def test_reference_images_go_with_the_plan(how):
         del installed
         gc.collect()
     assert image() is None
+
+
+def test_calls_of_the_same_lengths_share_their_layouts():
+    first, second = CallState(0, 2), CallState(1, 2)
+    for state in (first, second):
+        state.define("img", 9)
+    assert first.layout(("img",)) is second.layout(("img",))
 
 
 def test_one_call_at_a_time():
