@@ -177,7 +177,7 @@ class JointLayout:
         return tensor if order is None else tensor.index_select(dim, order.to(tensor.device))
 
 
-# A layout depends on its arguments alone, and the order of its tokens takes milliseconds to compute for a long video: calls share it.
+# A layout depends on its arguments alone. The order of a long video's tokens takes milliseconds to compute, so calls share it.
 joint_layout = lru_cache(maxsize=32)(JointLayout)
 
 
