@@ -1,8 +1,7 @@
 """HiDream-O1: text and reference images to image, in pixels."""
 
 from collections import deque
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,18 +58,20 @@ class SameObject:
     """The same tensor object for the same values: the model tells its kept keys apart by the identity of the reference images.
 
     Args:
-        seen: the last ones; more than the model keeps keys of, so that none of those is another tensor by now.
+        number: of tensors that are remembered for as long as the plan is installed: more than the model keeps keys of, so that
+            none of those is another tensor by now.
     """
 
-    seen: deque[Tensor] = field(default_factory=partial(deque, maxlen=8), compare=False)
+    number: int = 8
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if value is None:
             return None
-        for tensor in self.seen:
+        seen = state.kept.setdefault(self, deque(maxlen=self.number))
+        for tensor in seen:
             if tensor.shape == value.shape and torch.equal(tensor, value):
                 return tensor
-        self.seen.append(value)
+        seen.append(value)
         return value
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn import functional as F
 
 from ..engine.plan import ModulePlan
-from ..engine.sharding import WHOLE, Split
+from ..engine.sharding import CONTIGUOUS, Split
 from ..engine.state import CallState
 from ..engine.transforms import ContextParallelInput, ContextParallelOutput
 from .family import FamilyPlan
@@ -40,10 +40,10 @@ class GuidedVideo:
 
     def _split(self, state: CallState, length: int) -> Split:
         if not self.per_frame:
-            return WHOLE
+            return CONTIGUOUS
         latent = state.arguments["x"][0]
         frames, rest = divmod(length, latent.shape[-2] * latent.shape[-1])
-        return Split(frames=frames) if frames and not rest else WHOLE
+        return Split(frames=frames) if frames and not rest else CONTIGUOUS
 
 
 @dataclass(frozen=True, kw_only=True)

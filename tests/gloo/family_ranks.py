@@ -26,7 +26,7 @@ from cp_runtime.comfy.ui.interception import innermost_method  # noqa: E402
 from cp_runtime.comfy.worker.batch import share_out  # noqa: E402
 from cp_runtime.comfy.worker.sharded import run_sharded  # noqa: E402
 from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
-from cp_runtime.engine.hooks import AppliedPlan  # noqa: E402
+from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.nested import map_tensors  # noqa: E402
@@ -53,11 +53,9 @@ with torch.inference_mode():
     for family in names:
         module = families.load(family)
         models = {name: build(model) for name, model in module.MODELS.items()}
-        applied = {
-            name: AppliedPlan(model, plan_for(model), mesh.sequence(), lambda shape: config) for name, model in models.items()
-        }
+        installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models.items()}
         for case in module.CASES:
-            model, plan, inputs = models[case.model], applied[case.model], case.make()
+            model, plan, inputs = models[case.model], installed[case.model], case.make()
             method = getattr(model, innermost_method(model))
             leading = list(inspect.signature(method).parameters)[:2]
             degree = int(batch_degree) if plan.plan.batch_is_shared(inputs) else 1
@@ -71,9 +69,9 @@ with torch.inference_mode():
             }
             mesh.stats.reset()
             arguments = {**clone(inputs), "transformer_options": clone(dict(case.options))}
-            plan.mesh = mesh.sequence(shares.groups)
-            part = shares.take(arguments, rank // plan.mesh.size)
-            out, state = run_sharded(plan, method, part)
+            sequence = mesh.sequence(shares.groups)
+            part = shares.take(arguments, rank // sequence.size)
+            out, state = run_sharded(plan, method, part, sequence, lambda shape: config)
             out = shares.gather(out, mesh)
             difference, std = distance(out, expected)
             worst = torch.tensor([difference])
@@ -89,7 +87,7 @@ with torch.inference_mode():
                 lengths=state.lengths,
             )
         # Taken off, the model is the stock one again.
-        for plan in applied.values():
+        for plan in installed.values():
             plan.remove()
         report(
             family=family,

@@ -101,14 +101,14 @@ entry, networks = patches.encoded, patches.networks
 node_patches.attach_network(key, send(encode_module(networks[key])), CPU)
 
 
-class Applied:
-    """A plan on one rank."""
+class Call:
+    """A call on one rank."""
 
     class mesh:
         size = 1
 
 
-rebuilt = node_patches.decode_patches(send(entry[OPTION]), Applied)
+rebuilt = node_patches.decode_node_patches(send(entry[OPTION]), Call)
 h, at = torch.randn(1, 2, 8, 8), {"block": ("input", 3), "sigmas": torch.tensor([0.5])}
 first, second = rebuilt["patches"]["post_input"]
 report(
@@ -120,9 +120,9 @@ report(
     object=torch.equal(first.encoded_image, uso.encoded_image) and repr(first.model_patch.model) == repr(qwen),
     refused=[
         refused(
-            node_patches.decode_patches,
+            node_patches.decode_node_patches,
             {"entries": [{"name": name, "data": {}}], "patches": [["x", None, 0]], "patches_replace": []},
-            Applied,
+            Call,
         )
         for name in ("os:system", "comfy_extras.nodes_sag:SelfAttentionGuidance.execute.<locals>.attn_and_record")
     ],

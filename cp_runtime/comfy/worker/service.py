@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...engine.config import SequenceSettings
 from ...engine.cost import DegreePlanner
+from ...engine.profiling import CallTraces
 from ...pool.faults import inject
 from ...pool.worker import Handler, Worker, memory
 from .mirrors import Mirrors
@@ -30,6 +31,7 @@ class ModelService:
 
     def __init__(self, worker: Worker, mirrors: Mirrors) -> None:
         self._worker, self._mirrors = worker, mirrors
+        self._traces = CallTraces.from_environment(worker.rank)
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
@@ -65,14 +67,15 @@ class ModelService:
         arguments = worker.cache.unpack(header, block)
         stats.reset()
         settings = SequenceSettings(**header["sequence"])
-        out, done = self._mirrors.call(
-            header,
-            arguments,
-            worker.mesh,
-            lambda ranks: DegreePlanner(settings, ranks, worker.rates),
-            worker.module_hook(header["cancel_every"]),
-        )
-        reply = worker.result(out)  # waits for the device
+        with self._traces.call():
+            out, done = self._mirrors.call(
+                header,
+                arguments,
+                worker.mesh,
+                lambda ranks: DegreePlanner(settings, ranks, worker.rates),
+                worker.module_hook(header["cancel_every"]),
+            )
+            reply = worker.result(out)  # waits for the device
         return {
             **reply,
             **done,
