@@ -11,8 +11,7 @@ from torch import Tensor
 from ..engine.plan import ModulePlan
 from ..engine.sharding import Split
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelOutput
-from .family import FamilyPlan
+from .family import FamilyPlan, gathered
 
 # The first tokens attend to each other causally, in an attention of their own, and their keys and values are kept for further
 # steps, whose tokens are without them: whole on every rank. "prefix" is what a block is called with of them: all or none.
@@ -86,5 +85,5 @@ HIDREAM_O1 = FamilyPlan(
             keys=KEYS,
         ),
     },
-    outputs={"language_model.norm": ContextParallelOutput(gather_dim=1, expected_dims=3, stream=TOKENS)},
+    outputs={"language_model.norm": gathered(TOKENS)},
 )
