@@ -64,8 +64,8 @@ def output_text(value: Any, joint: tuple[str, ...]) -> str:
     return f"[{', '.join('None' if item is None else output_text(item, joint) for item in value)}]"
 
 
-def module_lines(pattern: str, plan: ModulePlan, joint: tuple[str, ...], todo: list[str]) -> list[str]:
-    lines = [f'        "{pattern}": ModulePlan(', *(f"            # TODO {remark}" for remark in todo)]
+def module_lines(pattern: str, plan: ModulePlan, joint: tuple[str, ...], remarks: list[str]) -> list[str]:
+    lines = [f'        "{pattern}": ModulePlan(', *(f"            # {remark}" for remark in remarks)]
     inputs = [f'"{name}": {input_text(value, joint)}' for name, value in plan.inputs.items()]
     one = f"            inputs={{{', '.join(inputs)}}},"
     if inputs:
@@ -86,12 +86,12 @@ def render(drafted: Draft) -> str:
     """A file for cp_runtime/families."""
     plan = drafted.plan
     joint = max((module.attention or () for module in plan.modules.values()), key=len, default=())
-    body = [line for p, module in plan.modules.items() for line in module_lines(p, module, joint, drafted.todo.get(p, []))]
+    body = [line for p, module in plan.modules.items() for line in module_lines(p, module, joint, drafted.remarks.get(p, []))]
     body = [
         f"{plan.family.upper()} = FamilyPlan(",
         f'    family="{plan.family}",  # TODO the name that users know',
         f'    model_class="{plan.model_class}",',
-        *(f"    # TODO {remark}" for remark in drafted.todo.get("", [])),
+        *(f"    # {remark}" for remark in drafted.remarks.get("", [])),
         "    modules={",
         *body,
         "    },",

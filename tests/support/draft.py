@@ -30,16 +30,20 @@ NAMES = {5: "video", 4: "img", 3: "audio"}
 CONTROL = re.compile(r"control\w*(?:\.get\(|\[)[\"'](input|middle|output)[\"']")
 
 
+Fit = tuple[tuple[str, ...], int, int]
+"""Streams, the dimension that is as long as they are, number of dimensions."""
+
+
 @dataclass
 class Draft:
     """A table and what a person must decide.
 
     Args:
-        todo: remarks, by the module pattern they are about; "" = about the model.
+        remarks: by the module pattern they are about; "" = about the model. "TODO" stands in front of what a person must decide.
     """
 
     plan: FamilyPlan
-    todo: dict[str, list[str]] = field(default_factory=dict)
+    remarks: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,12 @@ class _Drafting:
         self._other = replace(first, arguments={**first.arguments, latent: changed}).record()
         shape = next(tensors(first.arguments[latent])).shape
         self._denoised = "img" if len(shape) == 5 and shape[2] == 1 else NAMES.get(len(shape), "tokens")
+        latents = [next(tensors(call.arguments[latent])) for call in calls]
+        self._frames = [x.shape[2] if x.ndim == 5 else 0 for x in latents]
         self._lengths: list[dict[str, int]] = [{} for _ in calls]
         self._joint: tuple[str, ...] = ()
         self._names: list[str] = []
-        self._todo: dict[str, list[str]] = {}
+        self._remarks: dict[str, list[str]] = {}
         self._lists = self._block_lists()
 
     def run(self) -> Draft:
@@ -85,20 +91,22 @@ class _Drafting:
         source = inspect.getsource(type(self._model))
         kinds = list(dict.fromkeys(CONTROL.findall(source)))
         if kinds:
-            self._say("", f"control: see to which tokens the residuals are added; {self._denoised!r} is a guess")
+            self._say("", f"TODO control: see to which tokens the residuals are added; {self._denoised!r} is a guess")
         cls = type(self._model)
         plan = FamilyPlan(
             family=cls.__name__,
             model_class=f"{cls.__module__}.{cls.__qualname__}",
             modules=modules,
-            outputs=self._outputs(modules),
+            outputs={**self._joins(modules), **self._outputs(modules)},
             control=dict.fromkeys(kinds, self._denoised),
             attention_names=tuple(dict.fromkeys(self._names)),
         )
-        return Draft(plan, self._todo)
+        return Draft(plan, self._remarks)
 
     def _say(self, pattern: str, remark: str) -> None:
-        self._todo.setdefault(pattern, []).append(remark)
+        said = self._remarks.setdefault(pattern, [])
+        if not any(before.split()[:2] == remark.split()[:2] for before in said):  # one about each argument
+            said.append(remark)
 
     def _block_lists(self) -> list[str]:
         """Paths of the outermost ModuleLists whose items attend, in the order in which they are called."""
@@ -161,8 +169,12 @@ class _Drafting:
 
     def _changed(self, call: ModuleCall, argument: str) -> Tensor:
         """Which tokens of an argument depend on the latent."""
-        other = next(c for c in self._other.modules if c.path == call.path).arguments[argument]
-        return (other != call.arguments[argument]).any(-1).any(0)
+        value, other = (
+            next(c for c in r.modules if c.path == call.path).arguments[argument] for r in (self._recordings[0], self._other)
+        )
+        if value.shape != other.shape:  # the model keeps something from call to call
+            return torch.ones(value.shape[1], dtype=torch.bool)
+        return (other != value).any(-1).any(0)
 
     def _order(self, name: str, streams: tuple[str, ...]) -> tuple[str, ...]:
         """Joint order of the streams: that of the queries that depend on the latent and those that do not."""
@@ -173,55 +185,70 @@ class _Drafting:
         total = sum(self._lengths[0][stream] for stream in streams)
         pair = next(((a, b) for a, b in zip(*calls, strict=True) if a.q.shape[1] == total), None)
         if pair is None:
-            self._say(f"{name}.*", "no attention is over all of its streams: say in ModulePlan(attention=...) which are over what")
+            self._say(
+                f"{name}.*", "TODO attention: none is over all of its streams: say in ModulePlan(attention=...) which are over what"
+            )
             return streams
         changed = (pair[0].q != pair[1].q).flatten(2).any(-1).any(0).tolist()
         for order in permutations(streams):
             expected = [stream != "txt" for stream in order for _ in range(self._lengths[0][stream])]
             if expected == changed:
                 return order
-        self._say(f"{name}.*", "the joint order of its streams is not to be seen: read where they are concatenated")
+        self._say(f"{name}.*", "TODO joint order: it is not to be seen: read where they are concatenated")
         return streams
 
     def _sides(self, name: str, over: tuple[str, ...], streams: Mapping[str, str]) -> dict[str, ContextParallelInput]:
-        """Other arguments with a dimension as long as a stream, in every recording that has them."""
-        fits: dict[str, set[tuple[tuple[str, ...], int, int]]] = {}
+        """Other arguments that are as long as a stream, in every recording that has them."""
+        fits: dict[str, set[Fit]] = {}
         handed_on: set[str] = set()  # what an earlier block returned: split already
-        joint = dict.fromkeys([*((stream,) for stream in over), over, self._joint])
-        for index, known in enumerate(self._lengths):
+        for index in range(len(self._recordings)):
             returned = [t for around in self._lists for call in self._items(index, around) for t in tensors(call.output)]
             for call in self._items(index, name):
-                for argument, value in call.arguments.items():
-                    if argument in streams:
-                        continue
-                    remark = f"{argument} = {value!r}: does it count tokens? See TokenIndex, TokenRanges and JointRanges"
-                    if any(True for _ in numbers(value)) and not any(argument in said for said in self._todo.get(f"{name}.*", ())):
-                        self._say(f"{name}.*", remark)
+                # ControlNet residuals are split where the forward adds them.
+                others = {a: v for a, v in call.arguments.items() if a not in streams and not a.endswith("control")}
+                for argument, value in others.items():
+                    self._remark(name, argument, value, index)
                     for tensor in tensors(value):
                         if any(_equal(tensor, out) for out in returned):
                             handed_on.add(argument)
-                        now = {
-                            (names, dim, tensor.ndim)
-                            for names in joint
-                            for dim, size in enumerate(tensor.shape)
-                            if size == sum(known.get(stream, 0) for stream in names)
-                        }
+                        now = self._fits(index, tensor, over)
                         # A length of 1 is for all tokens.
                         now |= {fit for fit in fits.get(argument, ()) if fit[2] == tensor.ndim and tensor.shape[fit[1]] == 1}
                         fits[argument] = fits.get(argument, now) & now
-        found = {}
-        for argument, several in fits.items():
-            if argument in handed_on or not several:
-                continue
-            if len({dim for _, dim, _ in several}) > 1:
-                self._say(f"{name}.*", f"{argument} is left out: a mask of rows and keys goes to attention whole")
-                continue
-            names, dim, ndim = min(several, key=lambda fit: len(fit[0]))
-            found[argument] = side(names, dim=dim, dims=ndim)
-            if len(several) > 1:
-                others = " or ".join(" + ".join(names) for names, _, _ in several)
-                self._say(f"{name}.*", f"{argument} is as long as {others}: add a case in which they differ")
-        return found
+        return {
+            argument: self._side(name, argument, several)
+            for argument, several in fits.items()
+            if several and argument not in handed_on and not self._is_mask(name, argument, several)
+        }
+
+    def _fits(self, index: int, tensor: Tensor, over: tuple[str, ...]) -> set[Fit]:
+        known = self._lengths[index]
+        totals = {names: sum(known.get(s, 0) for s in names) for names in [*((stream,) for stream in over), over, self._joint]}
+        sizes = list(enumerate(tensor.shape))
+        return {(names, dim, tensor.ndim) for names, total in totals.items() for dim, size in sizes if size == total}
+
+    def _remark(self, name: str, argument: str, value: Any, index: int) -> None:
+        """What is not as long as a stream and may still speak about tokens."""
+        if any(True for _ in numbers(value)):
+            question = "does it count tokens? See TokenIndex, TokenRanges and JointRanges"
+            self._say(f"{name}.*", f"TODO {argument} = {value!r}: {question}")
+        for tensor in tensors(value):
+            if tensor.ndim > 3 and tensor.shape[1] == self._frames[index] > 1:
+                question = "a value per frame? See Repeated in wan.py"
+                self._say(f"{name}.*", f"TODO {argument} is {tuple(tensor.shape)} in a case: {question}")
+
+    def _is_mask(self, name: str, argument: str, several: set[Fit]) -> bool:
+        both = len({dim for _, dim, _ in several}) > 1
+        if both:
+            self._say(f"{name}.*", f"{argument} is left out: a mask of rows and keys goes to attention whole")
+        return both
+
+    def _side(self, name: str, argument: str, several: set[Fit]) -> ContextParallelInput:
+        if len(several) > 1:
+            others = " or ".join(sorted(" + ".join(names) for names, _, _ in several))
+            self._say(f"{name}.*", f"TODO {argument} is as long as {others}: add a case in which they differ")
+        names, dim, ndim = min(several, key=lambda fit: len(fit[0]))
+        return side(names, dim=dim, dims=ndim)
 
     def _attention(self, name: str, over: tuple[str, ...]) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
         """Streams of the attention in a block, and submodules whose keys are no stream."""
@@ -240,16 +267,29 @@ class _Drafting:
         local = tuple(dict.fromkeys(_outermost(inner, shared) for inner, streams in fits.items() if not streams))
         for inner in local:
             if not inner:
-                self._say(f"{name}.*", "the block itself attends to something else than its tokens: plan a submodule instead")
+                self._say(
+                    f"{name}.*", "TODO local: the block itself attends to something else than its tokens: plan a submodule instead"
+                )
         if len(set(shared.values())) > 1:
-            self._say(f"{name}.*", f"attention differs: {shared}; plan the submodules, or set FamilyPlan(attention=...)")
+            self._say(f"{name}.*", f"TODO attention differs: {shared}; plan the submodules, or set FamilyPlan(attention=...)")
         if not shared:
-            self._say(f"{name}.*", "no attention over its tokens was found: matrix products and other libraries are out of reach")
+            self._say(
+                f"{name}.*", "TODO no attention over its tokens was found: matrix products and other libraries are out of reach"
+            )
         return (max(shared.values(), key=len) if shared else None), tuple(inner for inner in local if inner)
 
     def _is_over(self, index: int, call: AttentionCall, streams: tuple[str, ...]) -> bool:
         total = sum(self._lengths[index][name] for name in streams)
         return call.q.shape[1] == call.k.shape[1] == total
+
+    def _joins(self, modules: Mapping[str, ModulePlan]) -> dict[str, Any]:
+        """Streams that end where later blocks define one of their own: they are gathered before these."""
+        found: dict[str, Any] = {}
+        last = next((i for i, (_, plan) in reversed(list(enumerate(modules.items()))) if plan.inputs and _defines(plan)), 0)
+        for pattern, plan in list(modules.items())[:last]:
+            defined = _defines(plan)
+            found[pattern.replace("*", "-1")] = gathered(defined[0]) if len(defined) == 1 else [gathered(name) for name in defined]
+        return found
 
     def _outputs(self, modules: Mapping[str, ModulePlan]) -> dict[str, Any]:
         """The last module behind the blocks that returns as many tokens as it gets."""
@@ -274,6 +314,12 @@ class _Drafting:
             return {block: gathered(self._denoised, within=streams)}
         picked: list[ContextParallelOutput | None] = [gathered(self._denoised) if o in here else None for o in each]
         return {block: picked[0] if len(picked) == 1 and picked[0] else picked if here else gathered(streams[0])}
+
+
+def _defines(plan: ModulePlan) -> list[str]:
+    """Streams that a block's own arguments define."""
+    inputs = [t for t in plan.inputs.values() if isinstance(t, ContextParallelInput) and not t.side]
+    return [stream for t in inputs for stream in t.streams or ()]
 
 
 def _inside(path: str, around: str) -> bool:
