@@ -76,7 +76,7 @@ class SameObject:
 HIDREAM_O1 = FamilyPlan(
     family="HiDream-O1",
     model_class="comfy.ldm.hidream_o1.model.HiDreamO1Transformer",
-    shares_batch=lambda arguments: False,  # the text and references of the first item are those of all, and keys are kept of it
+    shares_batch=lambda arguments: False,  # every item uses the text, the references and the kept keys of the first
     modules={
         "": ModulePlan(inputs={"kwargs.ref_pixel_values": SameObject()}),
         "language_model.layers.*": ModulePlan(

@@ -31,12 +31,7 @@ LUMINA = FamilyPlan(
     modules={
         "noise_refiner.*": _blocks("img"),
         "layers.*": _blocks("all"),
-        "final_layer": ModulePlan(
-            inputs={
-                "x": tokens("all"),
-                "timestep_zero_index": TokenRanges(stream="all"),
-            },
-        ),
+        "final_layer": ModulePlan(inputs={"x": tokens("all"), "timestep_zero_index": TokenRanges(stream="all")}),
     },
     outputs={
         # What a refiner returns is appended to the text, and to what patches see.

@@ -26,12 +26,7 @@ MOCHI = FamilyPlan(
     family="Mochi",
     model_class="comfy.ldm.genmo.joint_model.asymm_models_joint.AsymmDiTJoint",
     modules={
-        "blocks.*": ModulePlan(
-            inputs={
-                "x": tokens("img"),
-                "y": tokens("all txt", replicated=True),
-            },
-        ),
+        "blocks.*": ModulePlan(inputs={"x": tokens("img"), "y": tokens("all txt", replicated=True)}),
         "blocks.*.attn": ModulePlan(
             inputs={"crop_y": TextCrop(), "rope_rotation.rope_cos": ROPE, "rope_rotation.rope_sin": ROPE},
             attention=JOINT,

@@ -1,4 +1,4 @@
-"""SeedVR2: windows of different sizes attend to themselves on every rank, all that is done per token is shared."""
+"""SeedVR2: every rank computes the attention, which is within windows of different sizes; what is done per token is shared."""
 
 from __future__ import annotations
 
