@@ -10,8 +10,7 @@ from torch import Tensor
 from ..engine.plan import ModulePlan
 from ..engine.sharding import Split
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelOutput
-from .family import FamilyPlan
+from .family import FamilyPlan, gathered
 
 # The first tokens attend to each other causally, in an attention of their own, and their keys and values are kept for further
 # steps, whose tokens are without them: whole on every rank. "prefix" is what a block is called with of them: all or none.
@@ -78,7 +77,7 @@ class SameObject:
 HIDREAM_O1 = FamilyPlan(
     family="HiDream-O1",
     model_class="comfy.ldm.hidream_o1.model.HiDreamO1Transformer",
-    shares_batch=lambda arguments: False,  # the text and references of the first item are those of all, and keys are kept of it
+    shares_batch=lambda arguments: False,  # every item uses the text, the references and the kept keys of the first
     modules={
         "": ModulePlan(inputs={"kwargs.ref_pixel_values": SameObject()}),
         "language_model.layers.*": ModulePlan(
@@ -87,5 +86,5 @@ HIDREAM_O1 = FamilyPlan(
             keys=KEYS,
         ),
     },
-    outputs={"language_model.norm": ContextParallelOutput(gather_dim=1, expected_dims=3, stream=TOKENS)},
+    outputs={"language_model.norm": gathered(TOKENS)},
 )
