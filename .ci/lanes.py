@@ -71,7 +71,7 @@ JOBS = (
     Job(name="faults", paths=("tests/faults",)),
     Job(name="families", paths=server("families", "workflows", "blueprint")),
     Job(name="gloo", paths=("tests/gloo", "tests/gpu")),
-    Job(name="life", paths=server("lifecycle", "status")),
+    Job(name="life", paths=server("lifecycle", "status", "refusals")),
     Job(name="server", paths=("tests/server",)),
     Job(name="browser", paths=("tests/browser",)),
     Job(name="unit", paths=("tests/unit",)),
