@@ -274,20 +274,12 @@ def test_speedup_is_known_after_a_run_on_one_device(fresh_server):
     assert 0 < status["communication_share"] < 1
 
 
-def test_a_rank_that_dies_unused_is_an_event(fresh_server):
-    fresh_server.run(flux_prompt(cp=CP)).check()
-    pids = fresh_server.worker_pids()
-    since = time.monotonic()
-    os.kill(pids[1], signal.SIGKILL)
-    event = fresh_server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "failed", 3 * SLACK, since=since)
-    assert [rank["state"] for rank in event.data["ranks"]] == ["idle", "gone"]
-
-
 def test_text_goes_to_the_client_that_queued(fresh_server):
     other = create_connection(f"ws://127.0.0.1:{fresh_server.port}/ws?clientId=other", timeout=5, http_no_proxy=["127.0.0.1"])
+    since = time.monotonic()
     try:
-        fresh_server.run(flux_prompt(cp=CP)).check()
-        fresh_server.wait_event(lambda event: event.type == "text")
+        fresh_server.run(flux_prompt(width=512, height=512, steps=6, cp=CP), timeout=120).check()
+        fresh_server.wait_event(lambda event: event.type == "text", since=since)
         state = ""
         while state != "idle":
             code, frame = other.recv_data()
@@ -297,3 +289,12 @@ def test_text_goes_to_the_client_that_queued(fresh_server):
                 state = message["data"]["state"]
     finally:
         other.close()
+
+
+def test_a_rank_that_dies_unused_is_an_event(fresh_server):
+    fresh_server.run(flux_prompt(cp=CP)).check()
+    pids = fresh_server.worker_pids()
+    since = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    event = fresh_server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "failed", 3 * SLACK, since=since)
+    assert [rank["state"] for rank in event.data["ranks"]] == ["idle", "gone"]
