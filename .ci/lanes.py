@@ -66,14 +66,14 @@ def server(*names: str) -> tuple[str, ...]:
 
 # The longest first.
 JOBS = (
+    Job(name="faults", paths=("tests/faults",)),
     Job(name="parity", paths=server("parity", "batch", "control", "quantised", "patches")),
     Job(name="nodes", paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files")),
-    Job(name="faults", paths=("tests/faults",)),
-    Job(name="families", paths=server("families", "workflows", "blueprint")),
+    Job(name="browser", paths=("tests/browser",)),
     Job(name="gloo", paths=("tests/gloo", "tests/gpu")),
+    Job(name="families", paths=server("families", "workflows", "blueprint")),
     Job(name="life", paths=server("lifecycle", "status", "refusals")),
     Job(name="server", paths=("tests/server",)),
-    Job(name="browser", paths=("tests/browser",)),
     Job(name="unit", paths=("tests/unit",)),
 )
 # One prompt per mode, and what needs no ComfyUI.
@@ -162,7 +162,7 @@ def run(jobs: list[Job], all_jobs: tuple[Job, ...], lanes: int, figures: Path) -
 def run_job(job: Job, others: list[Job], figures: Path, running: list[subprocess.Popen[str]]) -> Outcome:
     """Run one job, and show its progress: pytest's lines of dots, one per file."""
     began = time.monotonic()
-    env = {**os.environ, "CP_TEST_DURATIONS": str(figures)}
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "CP_TEST_DURATIONS": str(figures)}  # its threads spin where cores are taken
     process = subprocess.Popen(
         job.arguments(others), cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )

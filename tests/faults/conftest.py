@@ -25,16 +25,9 @@ def no_fault_is_left(faults):
 
 
 @pytest.fixture(scope="session")
-def runtime_dir(tmp_path_factory):
-    """Where the pool of `fault_server` has its rendezvous directory."""
-    return tmp_path_factory.mktemp("runtime")
-
-
-@pytest.fixture(scope="session")
-def fault_server(comfyui_path, checkpoints_dir, faults, runtime_dir):
+def fault_server(comfyui_path, checkpoints_dir, faults):
     """A server whose workers look for faults."""
-    environment = {**faults.environment, "XDG_RUNTIME_DIR": str(runtime_dir)}
-    with ComfyServer(comfyui_path, models=checkpoints_dir, env=environment) as running:
+    with ComfyServer(comfyui_path, models=checkpoints_dir, env=faults.environment) as running:
         yield running
 
 

@@ -18,6 +18,7 @@ import torch
 from support.faults import Stopwatch
 from support.graphs import flux_prompt
 from support.pools import echo, make_pool, small_pool
+from support.server import ComfyServer
 
 from cp_runtime.errors import PoolError, PoolTimeout
 from cp_runtime.pool import controller
@@ -26,40 +27,56 @@ TOLERANCE = 2e-4
 DEADLINE = 4.0
 
 
+@pytest.fixture(scope="module")
+def runtime_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("runtime")
+
+
+@pytest.fixture(scope="module")
+def weeks_server(comfyui_path, checkpoints_dir, runtime_dir):
+    with ComfyServer(comfyui_path, models=checkpoints_dir, env={"XDG_RUNTIME_DIR": str(runtime_dir)}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(weeks_server):
+    return weeks_server.latent(weeks_server.run(flux_prompt()).check())
+
+
 def assert_right(server, expected, **cp):
     out = server.latent(server.run(flux_prompt(cp={"step_timeout": DEADLINE, **cp}), timeout=120).check())
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
 
 
-def test_a_cleaner_removes_the_rendezvous_directory(fault_server, expected, runtime_dir):
+def test_a_cleaner_removes_the_rendezvous_directory(weeks_server, expected, runtime_dir):
     """As programs that tidy up temporary folders do. What the ranks have agreed on stays; new groups of ranks need it."""
-    assert_right(fault_server, expected, world_size=4, ulysses_degree=4)
-    pids = fault_server.worker_pids()
+    assert_right(weeks_server, expected, world_size=4, ulysses_degree=4)
+    pids = weeks_server.worker_pids()
     (directory,) = runtime_dir.glob("context-parallel-*")
     shutil.rmtree(directory)
-    assert_right(fault_server, expected, world_size=4, ulysses_degree=4)
-    assert fault_server.worker_pids() == pids
+    assert_right(weeks_server, expected, world_size=4, ulysses_degree=4)
+    assert weeks_server.worker_pids() == pids
     watch = Stopwatch("39 the rendezvous directory is removed, then another layout is asked for")
     cp = {"world_size": 4, "ulysses_degree": 2, "ring_degree": 2, "step_timeout": DEADLINE}
-    result = fault_server.run(flux_prompt(cp=cp), timeout=120)
+    result = weeks_server.run(flux_prompt(cp=cp), timeout=120)
     watch.within(DEADLINE + 2, "the prompt has ended")
     assert result.status == "success" or "restarted on next use" in result.error.exception_message
-    assert_right(fault_server, expected, world_size=4, ulysses_degree=2, ring_degree=2)
+    assert_right(weeks_server, expected, world_size=4, ulysses_degree=2, ring_degree=2)
 
 
-def test_comfyui_is_stopped_for_longer_than_a_deadline(fault_server, expected):
+def test_comfyui_is_stopped_for_longer_than_a_deadline(weeks_server, expected):
     """A debugger, a frozen container: reports that lie there when it goes on count."""
-    assert_right(fault_server, expected, world_size=2)
-    pids = fault_server.worker_pids()
-    prompt_id = fault_server.queue(flux_prompt(cp={"world_size": 2, "step_timeout": DEADLINE}, width=512, height=512, steps=12))
-    fault_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2, 60)
-    os.kill(fault_server.pid, signal.SIGSTOP)
+    assert_right(weeks_server, expected, world_size=2)
+    pids = weeks_server.worker_pids()
+    prompt_id = weeks_server.queue(flux_prompt(cp={"world_size": 2, "step_timeout": DEADLINE}, width=512, height=512, steps=12))
+    weeks_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2, 60)
+    os.kill(weeks_server.pid, signal.SIGSTOP)
     time.sleep(DEADLINE + 2)
-    os.kill(fault_server.pid, signal.SIGCONT)
+    os.kill(weeks_server.pid, signal.SIGCONT)
     watch = Stopwatch("40 ComfyUI's process is stopped for longer than D, and goes on")
-    fault_server.wait(prompt_id, 60).check()
+    weeks_server.wait(prompt_id, 60).check()
     watch.within(20, "the prompt succeeds")
-    assert fault_server.worker_pids() == pids
+    assert weeks_server.worker_pids() == pids
 
 
 def test_reports_that_wait_count_after_the_deadline(monkeypatch):

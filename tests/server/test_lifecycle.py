@@ -226,17 +226,6 @@ def test_killed_worker_fails_the_prompt_and_the_next_one_is_right(pool_server, e
     assert not set(pids) & set(pool_server.worker_pids())
 
 
-def test_worker_killed_while_idle(pool_server, expected):
-    assert_right(pool_server, expected)
-    victim = pool_server.worker_pids()[1]
-    os.kill(victim, signal.SIGKILL)
-    time.sleep(0.5)
-    result = pool_server.run(flux_prompt(cp=CP), timeout=30)
-    if result.status == "error":  # noticed by the call: it names the rank, and the next call has a new pool
-        assert f"(pid {victim}) failed: SIGKILL" in result.error.exception_message
-    assert_right(pool_server, expected)
-
-
 @pytest.mark.parametrize(("rank", "module"), [(1, 1), (1, 3), (0, 4)])
 def test_out_of_memory_on_one_rank(pool_server, expected, faults, rank, module):
     assert_right(pool_server, expected)

@@ -93,7 +93,7 @@ def test_answers_while_the_ranks_start_and_compute(pool_server, expected):
 def test_ranks_and_state_agree(pool_server, expected):
     """Between two calls as well; and nothing lasts longer than the prompt."""
     assert_right(pool_server, expected)
-    prompt_id = pool_server.queue(flux_prompt(cp=CP, **LONG))
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, **{**LONG, "steps": 20}))
     while prompt_id not in (history := pool_server.get(f"/history/{prompt_id}")):
         status = pool_server.get(STATUS)
         assert status["state"] in {rank["state"] for rank in status["ranks"]}, status
