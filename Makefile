@@ -28,10 +28,8 @@ demo: ## run the main job: the same picture from one rank and from several
 play: ## start ComfyUI with this pack and a tiny model, to click around in
 	@$(SETUP) && "$$CP_PYTHON" .ci/play.py
 
-bench: ## measure: calls, memory of the ranks, attention and a whole step against diffusers, the batch axis (half an hour; BENCH_ARGS=--quick for minutes)
-	@$(SETUP) && "$$CP_PYTHON" benchmarks/call_overhead.py && "$$CP_PYTHON" benchmarks/memory.py \
-		&& "$$CP_PYTHON" benchmarks/attention.py $(BENCH_ARGS) && "$$CP_PYTHON" benchmarks/flux_step.py $(BENCH_ARGS) \
-		&& "$$CP_PYTHON" benchmarks/batch.py $(BENCH_ARGS)
+bench: ## run every benchmark and say which ratios moved since they were recorded (half an hour; BENCH_ARGS=--quick for minutes, --record to keep them)
+	@$(SETUP) && "$$CP_PYTHON" benchmarks/recorded.py $(BENCH_ARGS)
 
 soak: ## faults at full length and several times, into docs/reliability.md (an hour or two; SOAK_ARGS="--runs 1")
 	@$(SETUP) && "$$CP_PYTHON" .ci/soak.py $(SOAK_ARGS)
@@ -54,7 +52,7 @@ lint-format:
 	@$(SETUP) && "$$CP_PYTHON" -m ruff format --check .
 
 lint-mypy:
-	@$(SETUP) && "$$CP_PYTHON" -m mypy
+	@$(SETUP) && "$$CP_PYTHON" .ci/check_types.py
 
 lint-codespell:
 	@$(SETUP) && "$$CP_PYTHON" -m codespell_lib

@@ -1,6 +1,6 @@
 """Context parallelism for ComfyUI."""
 
-from comfy_api.latest import ComfyExtension
+from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from .cp_runtime.comfy.ui.events import start_events
@@ -19,7 +19,7 @@ class ContextParallelExtension(ComfyExtension):
             add_routes(server)
             start_events(server)
 
-    async def get_node_list(self) -> list:
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return NODES
 
 

@@ -40,7 +40,7 @@ Json = dict[str, Any]
 def definitions(object_info: Mapping[str, Json]) -> dict[str, Json]:
     """The stored form of this pack's nodes, from the server's answer about all nodes."""
     stock = object_info["KSampler"]["input"]["required"]
-    borrowed = [_options(stock[name]) for name in BORROWED]
+    borrowed = [_options(stock[name]) or [] for name in BORROWED]
     return {
         name: {
             "deprecated": bool(info.get("deprecated")),
@@ -134,7 +134,8 @@ def _broken_input(old: Json, new: Json) -> list[str]:
     if old.get("control_after_generate") != new.get("control_after_generate"):
         found.append("gained or lost control_after_generate, a widget: the values behind it move")
     if "options" in old:
-        gone = [option for option in old["options"] if option not in new.get("options", old["options"])]
+        left = new["options"] if "options" in new else old["options"]
+        gone = [option for option in old["options"] if option not in left]
         found += [f"no longer has the option {option!r}" for option in gone]
     low, high = new.get("min", float("-inf")), new.get("max", float("inf"))
     if low > old.get("min", float("-inf")) or high < old.get("max", float("inf")):

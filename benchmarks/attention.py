@@ -29,6 +29,7 @@ import diffusers_cp
 import torch
 import torch.distributed as dist
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from recorded import note
 from support.package import load_package
 from support.ranks import finish, report, run_ranks, start
 from torch import Tensor
@@ -139,6 +140,9 @@ def main() -> None:
             for row in run_ranks(Path(__file__), world, json.dumps(settings), timeout=1200):
                 (theirs, ours), (ratio, low, high) = row["seconds"], row["ratio"]
                 their_extra, our_extra, sent = (size / 1e6 for size in (*row["extra"], row["sent"]))
+                name = f"attention, {world} ranks, {row['mode']}, {row['tokens']} tokens"
+                note(f"{name}, diffusers / ours", ratio)
+                note(f"{name}, memory ours / diffusers", our_extra / their_extra)
                 print(
                     f"{row['mode']:24}{row['tokens']:5} |{theirs:9.4f}{ours:9.4f}{ratio:7.3f} ({low:.2f}-{high:.2f}) |"
                     f"{their_extra:8.2f}{our_extra:8.2f}{our_extra / their_extra:11.2f} |{sent:8.2f} |{row['others']:7.2f}",

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import torch
+from recorded import note
 from support import checkpoints
 from support.graphs import flux_prompt, sampling_prompt
 from support.server import ComfyServer
@@ -119,6 +120,8 @@ def measure(servers: Sequence[ComfyServer], name: str, make: Any, options: argpa
     one, apart = statistics.median(times["one rank"]), statistics.median(times[APART])
     for way, seconds in times.items():
         median = statistics.median(seconds)
+        if way in ways and way != "one rank":
+            note(f"batch, {name}, {way}, speed-up", one / median)
         line = f"  {way:14} {median:7.3f} s per step  {one / median:5.2f} x one rank  {apart / median:5.2f} x apart"
         if way in latents:
             difference = (latents[way] - latents["one rank"]).abs().max() / latents["one rank"].std()

@@ -30,6 +30,7 @@ import diffusers_cp
 import torch
 import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
+from recorded import note
 from support.package import load_package
 from support.ranks import finish, report, run_ranks, start
 from torch import Tensor, nn
@@ -163,6 +164,8 @@ def main() -> None:
         print(f"\n{rows[0]['tokens']} tokens{' ':14}seconds  speed-up  of diffusers")
         for row in rows:
             rival = "{:.3f} ({:.3f} to {:.3f})".format(*row["rival"]) if row["rival"] else ""
+            if row["name"] != "one process":
+                note(f"flux step, {row['tokens']} tokens, {row['name']}, speed-up", row["speed_up"])
             print(f"{row['name']:24}{row['seconds']:8.3f}{row['speed_up']:10.3f}  {rival}".rstrip())
         best = max(row["speed_up"] for row in rows if row["name"].startswith("ours"))
         print(

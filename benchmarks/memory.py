@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from recorded import note
 from support import checkpoints
 from support.graphs import flux_prompt
 from support.processes import pss
@@ -57,6 +58,7 @@ def main() -> None:
             run("flux_large", 1, cp)
             added = total() - base
             per_gigabyte = added / gigabytes
+            note("memory, GB per GB of checkpoint", per_gigabyte)
             print(
                 f"server + {options.ranks} ranks without a model {base:.2f} GB; {gigabytes:.2f} GB of checkpoint add {added:.2f} GB"
             )

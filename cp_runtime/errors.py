@@ -5,6 +5,8 @@ All of them derive from `ContextParallelError`. A message says what is wrong, wh
 
 from __future__ import annotations
 
+MAX_SHOWN = 200  # characters of a value in an error
+
 
 class ContextParallelError(RuntimeError):
     """Base of all errors of this package."""
@@ -61,6 +63,10 @@ class RankError(PoolError):
 
 def bad_value(field: str, got: object, allowed: str, remedy: str) -> ConfigError:
     """Build the error for a setting: field, value, what is allowed, what to do."""
-    shown = repr(got)
-    shown = shown if len(shown) <= 200 else f"{shown[:200]}…"
-    return ConfigError(f"{field}: got {shown}; allowed: {allowed}. {remedy}")
+    return ConfigError(f"{field}: got {shown(got)}; allowed: {allowed}. {remedy}")
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it, however long it is."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

@@ -120,7 +120,9 @@ class SharedBlock:
 
     @property
     def size(self) -> int:
-        """Bytes that the block has now."""
+        """Bytes that the block has now. Raises PoolError when it is closed."""
+        if self.fd < 0:
+            raise PoolError("the worker pool is closed, and its shared memory with it")
         return os.fstat(self.fd).st_size
 
     def trim(self, limit: int) -> None:

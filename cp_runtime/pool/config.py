@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from ..engine.config import SequenceSettings, is_int
-from ..errors import bad_value
+from ..errors import bad_value, shown
 
 BACKENDS = ("auto", "nccl", "gloo", "xccl", "hccl")
 ON_UNSUPPORTED = ("error", "single device")
@@ -149,7 +149,7 @@ def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
         last = f"{inventory.type}:{inventory.count - 1}"
         allowed = "cpu, once per rank" if cpu else f"{inventory.type}:0" + (f" to {last}" if inventory.count > 1 else "")
         remedy = _remedy("Leave it empty for the first ones", inventory)
-        raise bad_value("devices", devices, f"names with commas between them: {allowed}; {text!r} is none of them", remedy)
+        raise bad_value("devices", devices, f"names with commas between them: {allowed}; {shown(text)} is none of them", remedy)
     return "cpu" if cpu else f"{inventory.type}:{index}"
 
 
@@ -173,17 +173,17 @@ def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tu
     # What is left open takes the rest: first the sequence axes, then the batch axis.
     rest = max(1, world_size // math.prod(degree or 1 for degree in (ulysses, ring, batch)))
     if not (ulysses or ring):
-        product, shown = batch * rest, f"{rest} x {batch}"
+        product, factors = batch * rest, f"{rest} x {batch}"
         chosen = 0, 0, batch
     else:
         ring_, ulysses_ = ring or (rest if ulysses else 1), ulysses or rest
         batch_ = batch or (rest if ulysses and ring else 1)
-        product, shown = ulysses_ * ring_ * batch_, f"{ulysses_} x {ring_} x {batch_}"
+        product, factors = ulysses_ * ring_ * batch_, f"{ulysses_} x {ring_} x {batch_}"
         chosen = ring_, ulysses_, batch_
     if product != world_size:
         raise bad_value(
             "ulysses_degree x ring_degree x batch_degree",
-            f"{shown} = {product}",
+            f"{factors} = {product}",
             f"a product equal to the world size, {world_size}",
             "Leave the degrees at 0 to have them chosen.",
         )

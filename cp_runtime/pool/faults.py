@@ -44,7 +44,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "sleep": lambda: time.sleep(3600),
     "spin": _spin,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "lock": lambda: ctypes.PyDLL(None).sleep(3600),  # in C, with Python's lock
+    "lock": lambda: ctypes.PyDLL(None).sleep(3600),  # in C, holding the GIL
 }
 
 

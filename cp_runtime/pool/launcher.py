@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import queue
 import selectors
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -21,9 +18,6 @@ from typing import Any
 log = logging.getLogger("context_parallel")
 
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
-DIRECTORY_PREFIX = "context-parallel-"
-_MADE: set[Path] = set()  # by this process
-_MAKING = threading.Lock()
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 # What a launcher around ComfyUI may have left behind.
 _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -62,71 +56,71 @@ class Launcher:
 LAUNCHER = Launcher()
 
 
+def memory_file(content: bytes = b"") -> int:
+    """Make a file without a name, for processes that inherit its descriptor; return that. Nothing stays, whatever ends them."""
+    fd = os.memfd_create("context-parallel", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(fd, 0, os.SEEK_SET)  # who inherits it goes on from there
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def start_rank(spec: dict[str, Any], env: dict[str, str], fds: list[int]) -> subprocess.Popen[bytes]:
     """Start one rank in a session of its own (Ctrl-C in the terminal reaches the UI process only)."""
-    with open(os.devnull, "rb") as nothing:  # subprocess.DEVNULL stays open where a later descriptor cannot be had
-        return LAUNCHER.start(
-            [sys.executable, str(BOOTSTRAP), json.dumps(spec)],
-            env=env,
-            pass_fds=fds,
-            stdin=nothing,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    spec_fd = memory_file(json.dumps(spec).encode())
+    try:
+        with open(os.devnull, "rb") as nothing:  # subprocess.DEVNULL stays open where a later descriptor cannot be had
+            return LAUNCHER.start(
+                [sys.executable, *interpreter_options(), "-u", str(BOOTSTRAP), str(spec_fd)],
+                env=env,
+                pass_fds=[*fds, spec_fd],
+                stdin=nothing,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    finally:
+        os.close(spec_fd)
+
+
+# What a flag of the interpreter is called on its command line. `isolated` comes first: it implies three of the others.
+_FLAGS = {
+    "isolated": "I",
+    "ignore_environment": "E",
+    "no_user_site": "s",
+    "safe_path": "P",
+    "no_site": "S",
+    "dont_write_bytecode": "B",
+    "optimize": "O",
+    "bytes_warning": "b",
+    "verbose": "v",
+}
+
+
+def interpreter_options() -> list[str]:
+    """The options that this interpreter was started with and that its ranks need to find and run the same code."""
+    implied = {"ignore_environment", "no_user_site", "safe_path"} if sys.flags.isolated else set()
+    counts = {letter: int(getattr(sys.flags, name, 0)) for name, letter in _FLAGS.items() if name not in implied}
+    options = [f"-{letter * count}" for letter, count in counts.items() if count]
+    for name, value in sys._xoptions.items():
+        options += ["-X", name if value is True else f"{name}={value}"]
+    return [*options, *(f"-W{option}" for option in sys.warnoptions)]
 
 
 def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     """Environment of a rank, built for it: the UI process's own is never written."""
     env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith("TORCHELASTIC_")}
     env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = "lo"
-    env["PYTHONUNBUFFERED"] = "1"
     if device_type == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
         # glibc hands freed activations back to the kernel and faults them in again, in every block. Large ones it still may.
         env.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
         env.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 << 20))
     return env
-
-
-def make_directory() -> Path:
-    """Make a private directory for one pool's rendezvous and remove those that dead processes of this user left."""
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    if not os.access(base, os.W_OK):
-        base = Path(tempfile.gettempdir())
-    with _MAKING:  # another thread must not find ours before it is in _MADE
-        for stale in base.glob(f"{DIRECTORY_PREFIX}*"):
-            if _is_left_over(stale):
-                shutil.rmtree(stale, ignore_errors=True)
-        made = Path(tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-", dir=base))
-        _MADE.add(made)
-    return made
-
-
-def _is_left_over(path: Path) -> bool:
-    pid = path.name.removeprefix(DIRECTORY_PREFIX).partition("-")[0]
-    with contextlib.suppress(OSError, OverflowError):  # the latter for a number that no pid can be
-        # In a container ComfyUI may have the pid of its predecessor, every time.
-        dead = pid.isdecimal() and path not in _MADE and (int(pid) == os.getpid() or not _alive(int(pid)))
-        return dead and is_own(path)
-    return False
-
-
-def is_own(path: Path) -> bool:
-    """Whether it is there, no link, and this user's: what may be removed."""
-    with contextlib.suppress(OSError):
-        return path.lstat().st_uid == os.getuid() and not path.is_symlink()
-    return False
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 class LogPump:

@@ -1,6 +1,6 @@
 """Stacks of all ranks, for the error of a call that did not end in time.
 
-A rank writes its own at a signal, from the signal's handler: it needs neither Python's lock nor a rank that listens.
+A rank writes its own at a signal, from the signal's handler: it needs neither the GIL nor a rank that listens.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .launcher import is_own
+from ..version import VERSION
 
 SIGNAL = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is only imported
 PREFIX = "context-parallel-stacks-"
 KEEP = 5  # files of this user
 PATIENCE = 0.4  # seconds that ranks get to write
+LOOK_INTERVAL = 0.5  # seconds between two looks at the states of all ranks
 
 
-def stacks_file(directory: Path, rank: int) -> Path:
-    """Where a rank writes its stacks."""
-    return directory / f"stacks-{rank}"
-
-
-def collect_stacks(directory: Path, processes: Sequence[subprocess.Popen[bytes]], title: str) -> Path:
+def collect_stacks(files: Sequence[int], processes: Sequence[subprocess.Popen[bytes]], title: str) -> Path:
     """Make every rank that lives write its stacks and put them together. The ranks are to be killed afterwards.
+
+    Args:
+        files: descriptors of the files that the ranks write to.
 
     Returns:
         the file, in the folder for temporary files, readable by this user.
@@ -43,19 +42,18 @@ def collect_stacks(directory: Path, processes: Sequence[subprocess.Popen[bytes]]
             _signal_main_thread(process.pid)
             process.send_signal(signal.SIGCONT)  # a stopped one has to run to write
     deadline = time.monotonic() + PATIENCE
-    sizes: list[int] = []
+    sizes = [0] * len(files)
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        before, sizes = sizes, [_size(stacks_file(directory, rank)) for rank in range(len(processes))]
+        before, sizes = sizes, [os.fstat(fd).st_size for fd in files]
         if all(sizes) and sizes == before:
             break
     handle, name = tempfile.mkstemp(prefix=PREFIX, suffix=".txt")
-    with os.fdopen(handle, "w") as out:
-        out.write(f"{title}\n")
-        for rank, (process, state) in enumerate(zip(processes, states, strict=True)):
+    with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as out:
+        out.write(f"{title}\nVersion {VERSION}\n")
+        for rank, (process, state, fd, size) in enumerate(zip(processes, states, files, sizes, strict=True)):
             out.write(f"\n=== rank {rank}, pid {process.pid}, {state}\n")
-            with contextlib.suppress(OSError):
-                out.write(stacks_file(directory, rank).read_text(errors="replace"))
+            out.write(os.pread(fd, size, 0).decode(errors="replace"))
     _remove_old()
     return Path(name)
 
@@ -81,14 +79,33 @@ def process_state(pid: int) -> str:
     return next((line.partition("(")[2].rstrip(")") for line in lines if line.startswith("State:")), "unknown")
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+class StateWatch:
+    """Which processes are stopped, without a look at each of them every time.
+
+    Args:
+        now: when the watch begins, on the clock of its other method.
+    """
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], now: float) -> None:
+        self._processes, self._looked = processes, now
+        self._stopped: frozenset[int] = frozenset()
+
+    def stopped(self, ranks: Iterable[int], now: float) -> frozenset[int]:
+        """Those of `ranks` that a signal had stopped at the last look. In a debugger's hands ("tracing stop") is not stopped."""
+        if now - self._looked >= LOOK_INTERVAL:
+            self._looked = now
+            self._stopped = frozenset(rank for rank in ranks if process_state(self._processes[rank].pid) == "stopped")
+        return self._stopped
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is there, no link, and this user's: what may be removed."""
+    with contextlib.suppress(OSError):
+        return path.lstat().st_uid == os.getuid() and not path.is_symlink()
+    return False
 
 
 def _remove_old() -> None:
-    own = [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*.txt") if is_own(path)]
+    own = [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*.txt") if _is_own(path)]
     for path in sorted(own, key=lambda path: path.lstat().st_mtime)[:-KEEP]:
         path.unlink(missing_ok=True)

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +29,7 @@ from .board import Board, resident_bytes, start_heartbeat
 from .cancel import CancelPoints
 from .channel import Channel, Closed, SharedBlock
 from .faults import armed_fault, inject
+from .limits import name_limit
 from .protocol import TensorPacker, decode_header, encode_header, flatten
 from .tensor_cache import TensorCache
 
@@ -98,7 +98,7 @@ class Worker:
         backend = self.spec["backend"]
         if backend == "auto":
             backend = dist.get_default_backend_for_device(self.device)
-        store = dist.FileStore(str(Path(self.spec["directory"]) / "store"), self.world_size)
+        store = dist.FileStore(f"/proc/self/fd/{self.spec['store_fd']}", self.world_size)  # a file without a name
         timeout = timedelta(seconds=self.spec["collective_timeout"])
         dist.init_process_group(
             backend,
@@ -235,7 +235,9 @@ def run(spec: dict[str, Any]) -> None:
     try:
         worker.start()
     except Exception as error:
-        worker.channel.send({"seq": 0, "ok": False, "at": time.monotonic(), **describe(error)})
+        failure = describe(error)
+        failure["message"] += name_limit(error)
+        worker.channel.send({"seq": 0, "ok": False, "at": time.monotonic(), **failure})
         raise
     code = 0
     try:

@@ -10,63 +10,40 @@ import logging
 import math
 import os
 import select
-import shutil
-import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import PoolError, PoolTimeout, RankError
-from .board import SILENT, Board, Progress
+from ..errors import ContextParallelError, PoolError, PoolTimeout, RankError
+from .board import Board, Progress
 from .channel import Channel, Closed, SharedBlock
+from .collection import Collection, Outcome, Reply, SendCancel
 from .config import RuntimeConfig
-from .launcher import LogPump, child_environment, make_directory, start_rank
+from .failures import death, missed_deadline, reported_failure
+from .launcher import LogPump, child_environment, memory_file, start_rank
+from .limits import starting
 from .protocol import TensorPacker, read_tensor, unflatten
-from .stacks import collect_stacks, stacks_file
+from .settings import load_timeout, startup_timeout
+from .site import WorkerSite
+from .stacks import StateWatch
+
+__all__ = ["CallCancelled", "WorkerPool", "WorkerSite"]
 
 log = logging.getLogger("context_parallel")
 
-STARTUP_TIMEOUT = float(os.environ.get("CP_STARTUP_TIMEOUT", "300"))
-LOAD_TIMEOUT = float(os.environ.get("CP_LOAD_TIMEOUT", "1800"))
-OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
-CANCEL_GRACE = 1.25  # how long ranks may take to leave a cancelled call before they are killed
-REPORT_GRACE = 1.0  # how long the others may take to report after a first failure
-TICK = 0.02
-STOOD_STILL = 2.0  # seconds between two looks at the ranks that this process does not take while it runs
-_SLOW = {
-    "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
-    "mirror": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
-    "call": "If the step is only slow, raise step_timeout of CP Config.",
-}
+TICK = 0.02  # seconds between two looks at the caller's Cancel
 SHUTDOWN_GRACE = 5.0
 KEEP_BYTES = 64 << 20  # of shared memory; more is given back after a message with weight patches
 
 
 class CallCancelled(Exception):
     """The user cancelled while the workers computed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerSite:
-    """What ranks run.
-
-    Args:
-        service: module of this package that makes the service of every rank (see `worker.Service`); empty = none.
-        arguments: for it; plain data.
-        path: folders in front of `sys.path`.
-        argv: command line that the code in the ranks sees.
-    """
-
-    service: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    path: tuple[str, ...] = ()
-    argv: tuple[str, ...] = ("",)
 
 
 class WorkerPool:
@@ -92,6 +69,7 @@ class WorkerPool:
         self.backend: str | None = None
         self.waiting_for: list[int] = []
         self.seconds: dict[str, float] = {}
+        self._startup_timeout, self._load_timeout = startup_timeout(), load_timeout()
         self._seq = 0
         self._aborted = ""
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -99,14 +77,19 @@ class WorkerPool:
         self._log: LogPump | None = None
         self._cleanup = contextlib.ExitStack()
         with contextlib.ExitStack() as opened, starting():
-            self._directory = make_directory()
-            opened.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            self._store, *self._stacks = (self._memory_file(opened) for _ in range(1 + self.world_size))
             self._request, self._response, self._board = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(3))
             self._progress = Board(self._board, self.world_size)
             self._death_read, write = os.pipe()
             opened.callback(os.close, self._death_read)
             opened.callback(os.close, write)
             self._cleanup = opened.pop_all()
+
+    @staticmethod
+    def _memory_file(opened: contextlib.ExitStack) -> int:
+        fd = memory_file()
+        opened.callback(os.close, fd)
+        return fd
 
     def start(self, cancelled: Callable[[], bool] | None = None) -> None:
         """Start the ranks and wait until all are ready.
@@ -115,7 +98,7 @@ class WorkerPool:
             cancelled: polled while they start.
 
         Raises:
-            PoolTimeout, RankError: the ranks did not start.
+            PoolError: the ranks did not start.
             CallCancelled: `cancelled` returned True.
         """
         began = time.monotonic()
@@ -123,7 +106,7 @@ class WorkerPool:
         try:
             with starting():
                 self._spawn()
-            hellos = self._collect(0, "start", began, STARTUP_TIMEOUT, cancelled)
+            hellos = self._collect(0, "start", began, self._startup_timeout, cancelled)
             self.backend = hellos[0]["backend"]
             self.alive = True
         except BaseException:
@@ -164,7 +147,7 @@ class WorkerPool:
         *,
         timeout: float,
         cancelled: Callable[[], bool] | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Reply]:
         """Run a command on all ranks and return their reports, by rank.
 
         Args:
@@ -175,6 +158,7 @@ class WorkerPool:
             RankError: a rank failed. The pool lives on if every rank reported, and is killed otherwise.
             PoolTimeout: a rank did not report in time. The pool is killed.
             CallCancelled: `cancelled` returned True. The pool lives on if the ranks left the call in time.
+            ContextParallelError: anything else. The pool is killed.
         """
         if not self.alive:
             raise PoolError("the worker pool is not running")
@@ -190,6 +174,12 @@ class WorkerPool:
             return self._collect(self._seq, command, began, timeout, cancelled)
         except (RankError, CallCancelled):
             raise
+        except ContextParallelError:
+            self.kill()
+            raise
+        except Exception as error:  # such as a device that fails while tensors are copied: callers know one kind of error
+            self.kill()
+            raise PoolError(f"{command} failed outside of the workers: {type(error).__name__}: {error}") from error
         except BaseException:
             self.kill()
             raise
@@ -212,7 +202,7 @@ class WorkerPool:
         """Give the memory of a large message back."""
         self._request.trim(KEEP_BYTES)
 
-    def result(self, replies: Sequence[dict[str, Any]], device: torch.device) -> Any:
+    def result(self, replies: Sequence[Reply], device: torch.device) -> Any:
         """Return the value that rank 0 left in shared memory, copied to `device`."""
         block = self._response.view(replies[0]["nbytes"])
         return unflatten(replies[0]["value"], lambda leaf: read_tensor(block, leaf).to(device, copy=True))
@@ -252,6 +242,8 @@ class WorkerPool:
 
     def _spawn(self) -> None:
         for rank, device in enumerate(self.config.devices):
+            if self._aborted:
+                raise PoolError(self._aborted)
             ours, theirs = socket.socketpair()
             self.channels.append(Channel(ours))
             fds = {
@@ -260,6 +252,8 @@ class WorkerPool:
                 "response_fd": self._response.fd,
                 "board_fd": self._board.fd,
                 "death_fd": self._death_read,
+                "store_fd": self._store,
+                "stacks_fd": self._stacks[rank],
             }
             spec = {
                 **fds,
@@ -267,15 +261,10 @@ class WorkerPool:
                 "world_size": self.world_size,
                 "device": device,
                 "backend": self.config.backend,
-                "directory": str(self._directory),
-                "stacks": str(stacks_file(self._directory, rank)),
                 "parent": os.getpid(),
-                "service": self.site.service,
-                "arguments": dict(self.site.arguments),
-                "path": list(self.site.path),
-                "argv": list(self.site.argv),
+                **asdict(self.site),
                 # Longer than any step, so that the controller, which can name the late rank, acts first.
-                "collective_timeout": max(self.config.step_timeout, LOAD_TIMEOUT) + 60,
+                "collective_timeout": max(self.config.step_timeout, self._load_timeout) + 60,
                 "log_level": logging.getLevelName(log.getEffectiveLevel()),
             }
             with theirs:
@@ -286,135 +275,60 @@ class WorkerPool:
 
     def _collect(
         self, seq: int, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None = None
-    ) -> list[dict[str, Any]]:
-        deadline, looked, stood_still = began + timeout, began, False
-        replies: dict[int, dict[str, Any]] = {}
-        died: dict[int, float] = {}
-        cancel_sent = False
-        poller = select.poll()
+    ) -> list[Reply]:
+        """Wait for the reports of all ranks on a command."""
+        collection = Collection(world_size=self.world_size, began=began, timeout=timeout)
+        states = StateWatch(self.processes, began)
         ranks = {channel.fileno(): rank for rank, channel in enumerate(self.channels)}
+        poller = select.poll()
         for fd in ranks:
             poller.register(fd, select.POLLIN)
-        while len(replies) < self.world_size:
-            failed = bool(died) or any(not reply["ok"] for reply in replies.values())
+        until = began + timeout
+        while True:
             now = time.monotonic()
-            # A debugger or a frozen container may stop this process: time that the ranks did not have, once a command.
-            if not stood_still and now - looked > STOOD_STILL:
-                stood_still = True
-                deadline += now - looked
-            looked = now
-            ready = poller.poll(min(TICK, max(0.0, deadline - now)) * 1000)
-            if now >= deadline and not ready:  # what ranks reported while this process stood still counts
-                if failed:
-                    break
-                if cancel_sent:
-                    log.warning("cancelled inside a step: the ranks did not leave it in time and are restarted on next use")
-                    self.kill()
-                    raise CallCancelled
-                late = self._late(replies, what, timeout)
-                self.kill()
-                raise late
-            if cancelled is not None and not cancel_sent and not failed and cancelled():
-                cancel_sent, deadline = True, now + CANCEL_GRACE
-                with contextlib.suppress(Closed):
-                    self.channels[0].send({"command": "cancel"}, deadline)
+            ready = poller.poll(min(TICK, max(0.0, until - now)) * 1000)
             for fd, _ in ready:
                 rank = ranks[fd]
                 try:
                     while (frame := self.channels[rank].poll()) is not None:
                         if frame.get("seq") == seq:
-                            replies[rank] = frame
-                            self.waiting_for = [other for other in self.waiting_for if other != rank]
+                            collection.reported(rank, frame)
                 except Closed:
                     poller.unregister(fd)
-                    died[rank] = time.monotonic()
-            if not failed and (died or any(not reply["ok"] for reply in replies.values())):
-                deadline = time.monotonic() + REPORT_GRACE
-            if died and len(died) + len(replies) >= self.world_size:
-                break
-        error = self._first_failure(replies, died)
-        # Ranks that failed at the same collective are still in step with each other, unless they left one under way.
-        counts = {reply.get("collectives") for reply in replies.values() if not reply["ok"]}
-        left = any(reply.get("pending") for reply in replies.values())
-        if died or left or len(replies) < self.world_size or len(counts) > 1:
+                    collection.died(rank, time.monotonic())
+            self.waiting_for = collection.missing
+            if self._aborted:
+                collection.abort()
+            step = collection.tick(now, quiet=not ready, stopped=states.stopped(self.waiting_for, now))
+            if isinstance(step, Outcome):
+                return self._conclude(step, what, timeout)
+            if cancelled is not None and cancelled():
+                step = collection.cancel(now)
+            if isinstance(step, SendCancel):
+                with contextlib.suppress(Closed):
+                    self.channels[0].send({"command": "cancel"}, step.until)
+            until = step.until
+
+    def _conclude(self, outcome: Outcome, what: str, timeout: float) -> list[Reply]:
+        """Return the reports, or kill the pool where it has to be and raise what `request` promises."""
+        error: Exception | None = None
+        if outcome.aborted:
+            error = PoolError(self._aborted)
+        elif outcome.cause is not None:
+            process, reply = self.processes[outcome.cause], outcome.replies.get(outcome.cause)
+            if reply is not None and not reply["ok"]:
+                error = reported_failure(outcome.cause, process.pid, outcome.replies)
+            else:
+                error = death(outcome.cause, process, self._log)
+        elif outcome.cancelled:
+            error = CallCancelled()
+            if outcome.kill:
+                log.warning("cancelled inside a step: the ranks did not leave it in time and are restarted on next use")
+        elif outcome.late:
+            progress = {rank: self.progress(rank) for rank in outcome.late}
+            error = missed_deadline(what, timeout, progress, outcome.stopped, self.processes, self._stacks)
+        if outcome.kill:
             self.kill()
-        if self._aborted:
-            raise PoolError(self._aborted)
         if error is not None:
             raise error
-        if cancel_sent:
-            raise CallCancelled
-        return [replies[rank] for rank in range(self.world_size)]
-
-    def _first_failure(self, replies: dict[int, dict[str, Any]], died: dict[int, float]) -> RankError | None:
-        """The earliest failure is the cause. A death is seen a little later than the errors it causes on other ranks."""
-        failures = [(reply["at"], rank) for rank, reply in replies.items() if not reply["ok"]]
-        failures += [(at - 0.25, rank) for rank, at in died.items() if rank not in replies]
-        if not failures:
-            return None
-        _, rank = min(failures)
-        pid = self.processes[rank].pid
-        if rank in replies:
-            reply = replies[rank]
-            message = reply["message"] + (describe_memory(replies) if reply["kind"] == OUT_OF_MEMORY else "")
-            return RankError(rank=rank, pid=pid, kind=reply["kind"], message=message, trace=reply["trace"])
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.processes[rank].wait(1)
-        kind, message = describe_exit(self.processes[rank].returncode)
-        message += " The workers are restarted on next use."
-        if lines := self._log.last_lines(rank) if self._log else []:
-            message += "\n\nWhat it wrote last:\n" + "\n".join(lines)
-        return RankError(rank=rank, pid=pid, kind=kind, message=message)
-
-    def _late(self, replies: dict[int, dict[str, Any]], what: str, timeout: float) -> PoolTimeout:
-        """The error for ranks that did not report: it names the one that the others wait for. The pool is to be killed."""
-        now = time.monotonic()
-        missing = {rank: self.progress(rank) for rank in range(self.world_size) if rank not in replies}
-        silent = {rank: now - at.beat for rank, at in missing.items() if at.beat and now - at.beat > SILENT}
-        last = min(missing, key=lambda rank: (rank not in silent, missing[rank].modules, missing[rank].collectives))
-        details = ", ".join(
-            f"rank {rank} (pid {self.pids[rank]}) at module {at.modules}, collective {at.collectives}"
-            + (f", without a sign of life for {silent[rank]:.0f} s" if rank in silent else "")
-            for rank, at in missing.items()
-        )
-        text = (
-            f"the workers did not finish {what} within {timeout:g} s; the one that got least far is rank {last} "
-            f"(pid {self.pids[last]}). No report from {details}."
-        )
-        try:
-            stacks = f"Stacks of all ranks: {collect_stacks(self._directory, self.processes, text)}."
-        except OSError as error:
-            stacks = f"No stacks of the ranks: {error}."
-        return PoolTimeout(f"{text} {stacks} They are restarted on next use. {_SLOW.get(what, _SLOW['mirror'])}")
-
-
-@contextlib.contextmanager
-def starting() -> Iterator[None]:
-    """Say what it is about when the system has no more descriptors, memory or processes."""
-    try:
-        yield
-    except OSError as error:
-        raise PoolError(
-            f"the workers could not be started: {error}. Give ComfyUI's process more of it (`ulimit -a` shows its limits), or "
-            "close what takes it, and queue the prompt again."
-        ) from error
-
-
-def describe_memory(replies: Mapping[int, Mapping[str, Any]]) -> str:
-    """What each rank that reported says about its memory."""
-    lines = []
-    for rank, reply in sorted(replies.items()):
-        used = [f"{name} {nbytes / 2**30:.2f} GiB" for name, nbytes in reply.get("memory", {}).items()]
-        lines += [f"rank {rank}: {', '.join(used)}"] if used else []
-    return "\nMemory (host: resident; device: peak):\n" + "\n".join(lines) if lines else ""
-
-
-def describe_exit(code: int | None) -> tuple[str, str]:
-    """Exit code of a process -> (kind, message)."""
-    if code is None:
-        return "ProcessGone", "the process closed its channel and did not end."
-    if code < 0:
-        name = signal.Signals(-code).name
-        hint = " The kernel may have killed it for lack of memory." if name == "SIGKILL" else ""
-        return name, f"the process was ended by signal {name}.{hint}"
-    return "ProcessExit", f"the process exited with code {code}."
+        return [outcome.replies[rank] for rank in range(self.world_size)]

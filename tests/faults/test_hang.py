@@ -15,8 +15,7 @@ from support.graphs import flux_prompt
 from support.pools import echo, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout
-from cp_runtime.pool import controller
-from cp_runtime.pool.stacks import collect_stacks, process_state, stacks_file
+from cp_runtime.pool.stacks import collect_stacks, process_state
 
 TOLERANCE = 2e-4
 DEADLINE = 4.0
@@ -89,14 +88,15 @@ def test_a_stopped_rank_writes_the_stack_it_was_stopped_at(tmp_path):
         "time.sleep(600)\n"
     )
     for _ in range(20):
-        target = stacks_file(tmp_path, 0)
+        target = tmp_path / "stacks"
         target.unlink(missing_ok=True)
         process = subprocess.Popen([sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE)
         try:
             process.stdout.readline()
             while process_state(process.pid) != "stopped":
                 time.sleep(0.01)
-            written = collect_stacks(tmp_path, [process], "title")
+            with target.open("rb") as file:
+                written = collect_stacks([file.fileno()], [process], "title")
             assert "stopped_here" in written.read_text()
             written.unlink()
         finally:
@@ -107,7 +107,7 @@ def test_a_stopped_rank_writes_the_stack_it_was_stopped_at(tmp_path):
 def test_a_start_that_hangs_ends_within_its_budget(tmp_path, monkeypatch):
     faults = Faults(tmp_path)
     monkeypatch.setenv("CP_TEST_FAULTS", str(tmp_path))
-    monkeypatch.setattr(controller, "STARTUP_TIMEOUT", 12.0)
+    monkeypatch.setenv("CP_STARTUP_TIMEOUT", "12")
     faults.arm(1, "sleep", at="start")
     pool = make_pool()
     watch = Stopwatch("13 a rank hangs at start, budget 12 s")

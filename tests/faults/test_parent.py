@@ -75,6 +75,7 @@ def test_sigkill(temp, faults, moment):
         watch = Stopwatch(f"15 SIGKILL of the UI process, {moment}")
         os.kill(owner.pid, signal.SIGKILL)
         assert_alone(owner, watch, 2)
+        assert list(temp.iterdir()) == []
 
 
 def test_sigkill_before_a_rank_has_run_a_line(temp, tmp_path, faults):
@@ -153,6 +154,7 @@ def test_signals_that_ask(temp, faults, kind, moment):
         watch.within(10, "it has exited")
         assert_alone(owner, watch, 10)
         assert code == -kind
+        assert list(temp.iterdir()) == []
 
 
 @pytest.mark.parametrize(

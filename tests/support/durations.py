@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 FILE = os.environ.get("CP_TEST_DURATIONS", "")
@@ -16,7 +17,7 @@ SLOWEST = 25
 SHORT = 1.0
 """Seconds below which a file or a test has no line of its own."""
 
-_seconds: Counter[str] = Counter()
+_seconds: dict[str, float] = defaultdict(float)
 
 
 def note(test: str, seconds: float) -> None:
@@ -33,28 +34,34 @@ def finish() -> list[str]:
     return []
 
 
-def read(file: Path) -> Counter[str]:
+def read(file: Path) -> dict[str, float]:
     """Seconds by test, of all runs that wrote to a file."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     for line in file.read_text(encoding="utf-8").splitlines():
-        seconds.update(json.loads(line))
+        for test, value in json.loads(line).items():
+            seconds[test] += value
     return seconds
 
 
-def table(seconds: Counter[str]) -> list[str]:
+def table(seconds: Mapping[str, float]) -> list[str]:
     """Lines of text: folders with their files, the slowest tests. Fixtures count for the test that they were made for."""
-    files: Counter[str] = Counter()
-    folders: Counter[str] = Counter()
+    files: dict[str, float] = defaultdict(float)
+    folders: dict[str, float] = defaultdict(float)
     for test, value in seconds.items():
         file = test.partition("::")[0]
         files[file] += value
         folders[str(Path(file).parent)] += value
     lines = ["Time per folder and file:"]
-    for folder, value in folders.most_common():
+    for folder, value in longest(folders):
         lines.append(f"{value:8.1f} s  {folder}")
-        inside = [(name, spent) for name, spent in files.most_common() if str(Path(name).parent) == folder and spent >= SHORT]
+        inside = [(name, spent) for name, spent in longest(files) if str(Path(name).parent) == folder and spent >= SHORT]
         lines += [f"{spent:12.1f} s  {Path(name).name}" for name, spent in inside]
-    slow = [(test, value) for test, value in seconds.most_common(SLOWEST) if value >= SHORT]
+    slow = [(test, value) for test, value in longest(seconds)[:SLOWEST] if value >= SHORT]
     if slow:
         lines += ["The slowest tests:", *(f"{value:8.1f} s  {test}" for test, value in slow)]
     return lines
+
+
+def longest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The entries, the longest first."""
+    return sorted(seconds.items(), key=lambda entry: -entry[1])

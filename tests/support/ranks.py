@@ -59,11 +59,14 @@ def _ask(preload: tuple[str, ...], request: dict[str, Any], timeout: float) -> l
     server = _servers.get(preload)
     if server is None or server.poll() is not None:
         server = _servers[preload] = _start(preload)
+    if server.stdin is None or server.stdout is None:
+        raise RuntimeError("a server of ranks without pipes")
     with contextlib.suppress(BrokenPipeError):
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
         if select.select([server.stdout], [], [], timeout)[0] and (answer := server.stdout.readline()):
-            return json.loads(answer)
+            codes: list[int] = json.loads(answer)
+            return codes
     _end(server)
     return None
 

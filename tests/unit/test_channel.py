@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from cp_runtime.errors import PoolTimeout, ProtocolError
+from cp_runtime.errors import PoolError, PoolTimeout, ProtocolError
 from cp_runtime.pool.channel import Channel, Closed, SharedBlock
 
 
@@ -75,3 +75,13 @@ def test_shared_block_grows_and_shrinks_under_both_mappings():
     assert (theirs.view(1 << 20) == 2).all()
     assert torch.equal(ours.view(10), theirs.view(10))
     ours.close()
+
+
+def test_a_closed_block_says_so():
+    """And does not look at whatever has its descriptor now."""
+    block = SharedBlock()
+    block.view(10)
+    block.close()
+    for use in (lambda: block.view(10), lambda: block.trim(1)):
+        with pytest.raises(PoolError, match="closed"):
+            use()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -32,6 +33,50 @@ def test_links(document):
         if not target.exists() or (shipped(document) and not shipped(target.relative_to(CHECKOUT).as_posix())):
             missing.append(link)
     assert missing == []
+
+
+# `pool/worker.py`, `engine/sharding.split_range`, `comfy/ui/patcher.ContextParallelPatcher.clone`, `tests/gloo/test_api.py`
+REFERENCE = re.compile(
+    r"`((?:cp_runtime/)?(?:engine|diffusers|families|pool|comfy/(?:ui|worker|wire)|nodes|tests|benchmarks|\.ci)(?:/\w+)*)(?:\.py)?((?:\.\w+)*)`"
+)
+FROM_THE_ROOT = ("nodes", "tests", "benchmarks", ".ci", "cp_runtime")
+
+
+def names(tree: ast.AST) -> set[str]:
+    """What a module or class defines: functions, classes, and variables."""
+    found = set()
+    for node in getattr(tree, "body", []):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found |= {node.name, *(f"{node.name}.{inner}" for inner in names(node))}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
+
+
+def lost_references(text: str) -> list[str]:
+    """References to code that is not there (any more)."""
+    lost = []
+    for match in REFERENCE.finditer(text):
+        path, name = match.groups()
+        base = CHECKOUT if path.startswith(FROM_THE_ROOT) else CHECKOUT / "cp_runtime"
+        file = base / f"{path}.py"
+        if (base / f"{path}{name}").exists():  # a folder, or a file of another kind
+            continue
+        if not file.is_file() or (name and name[1:] not in names(ast.parse(file.read_text()))):
+            lost.append(match[0])
+    return lost
+
+
+@pytest.mark.parametrize("document", documents())
+def test_references_to_code(document):
+    assert lost_references((CHECKOUT / document).read_text()) == []
+
+
+def test_a_reference_to_code_that_is_not_there_is_noticed():
+    there = "`engine/sharding.split_range` `pool/protocol.py` `engine/mesh.RankGroup.swap` `comfy/ui` `tests/unit` `engine`"
+    assert lost_references(there) == []
+    assert len(lost_references("`engine/sharding.split` `pool/mirror.py` `engine/mesh.RankGroup.swop` `comfy/ui/session`")) == 4
 
 
 def test_a_document_with_a_link_to_what_is_not_shipped_is_noticed():

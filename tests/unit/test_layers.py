@@ -5,13 +5,14 @@ import ast
 import pytest
 from support.package import ROOT
 
-BASE = {"errors", "compat", "nested"}
+BASE = {"errors", "compat", "nested", "version"}
 ENGINE = {*BASE, "engine"}
 BELOW_COMFY = {*ENGINE, "families", "pool"}
 LAYERS = {
     "errors": set(),
     "compat": set(),
     "nested": set(),
+    "version": set(),
     "engine": ENGINE,
     "diffusers": {*ENGINE, "diffusers"},
     "families": {*ENGINE, "families"},

@@ -21,8 +21,9 @@ from torch import nn
 from ...errors import MirrorError, PoolError
 from ...pool.config import RuntimeConfig
 from ...pool.protocol import TensorPacker, flatten
+from ...pool.settings import load_timeout
 from ...pool.tensor_cache import CallEncoder
-from ...pool.worker_pool import LOAD_TIMEOUT, WorkerPool, WorkerSite
+from ...pool.worker_pool import WorkerPool, WorkerSite
 from ..wire.modules import encode_module
 from ..wire.weight_patches import encode_patches, patches_digest
 from .node_patches import mixes_batch
@@ -154,7 +155,7 @@ class Controller:
             self._resident.pop(target.key, None)
             name = os.path.basename(target.recipe.path)
             with self._loading(name):
-                replies = pool.request("mirror", body, packer, timeout=LOAD_TIMEOUT, cancelled=cancelled)
+                replies = pool.request("mirror", body, packer, timeout=load_timeout(), cancelled=cancelled)
             verify(target, patches_digest(tree, pool.payload(packer.nbytes)), replies, pool.pids)
             pool.trim()
             self._resident[target.key] = Resident(name, target.patches_uuid)
@@ -175,12 +176,12 @@ class Controller:
             pool = self._pool_for(config, cancelled)
             gone = [self._unused.popleft() for _ in range(len(self._unused))]
             if gone:
-                pool.request("detach", {"keys": gone}, timeout=LOAD_TIMEOUT, cancelled=cancelled)
+                pool.request("detach", {"keys": gone}, timeout=load_timeout(), cancelled=cancelled)
                 self._attached.difference_update(gone)
             for key in networks.keys() - self._attached:
                 packer = TensorPacker()
                 body = {"key": key, "network": flatten(encode_module(networks[key]), packer.add)}
-                pool.request("attach", body, packer, timeout=LOAD_TIMEOUT, cancelled=cancelled)
+                pool.request("attach", body, packer, timeout=load_timeout(), cancelled=cancelled)
                 pool.trim()
                 self._attached.add(key)
                 weakref.finalize(networks[key], self._unused.append, key).atexit = False
@@ -217,7 +218,7 @@ class Controller:
                 **message,
             }
             self.changed.set()
-            timeout = config.step_timeout if key in self._warm else max(config.step_timeout, LOAD_TIMEOUT)
+            timeout = config.step_timeout if key in self._warm else max(config.step_timeout, load_timeout())
             replies = pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
             self._encoder.delivered()
             self._warm.add(key)
@@ -353,7 +354,7 @@ class Controller:
 
 
 def _pool_key(config: RuntimeConfig) -> tuple[Any, ...]:
-    return config.devices, config.backend, max(config.step_timeout, LOAD_TIMEOUT)
+    return config.devices, config.backend, max(config.step_timeout, load_timeout())
 
 
 def worker_site() -> WorkerSite:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 
 class TestChild:
     """Start a process in a session of its own that sleeps for ten minutes, with `marker` on its command line."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {"marker": ("STRING", {"default": "test_child"})}}
 
     RETURN_TYPES = ()
@@ -18,6 +19,6 @@ class TestChild:
     FUNCTION = "spawn"
     CATEGORY = "test"
 
-    def spawn(self, marker):
+    def spawn(self, marker: str) -> dict[str, Any]:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", marker], start_new_session=True)
         return {"ui": {}}

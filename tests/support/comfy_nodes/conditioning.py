@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import comfy.clip_vision
 import comfy.controlnet
@@ -32,7 +33,7 @@ class TestConditioning:
     """
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {
                 "seed": ("INT", {"default": 0, "min": 0, "max": 2**63}),
@@ -65,29 +66,29 @@ class TestConditioning:
 
     def make(
         self,
-        seed,
-        tokens,
-        width,
-        pooled_width=0,
-        guidance=-1.0,
-        attention_mask="none",
-        reference_seed=0,
-        reference_height=0,
-        reference_width=0,
-        reference_channels=16,
-        reference_frames=0,
-        reference_count=1,
-        reference_method="",
-        clip_vision=False,
-        concat_latent=False,
-        frame_rate=-1.0,
-        extra="{}",
-        nonce=0,
-        latent=None,
-    ):
+        seed: int,
+        tokens: int,
+        width: int,
+        pooled_width: int = 0,
+        guidance: float = -1.0,
+        attention_mask: Any = "none",
+        reference_seed: int = 0,
+        reference_height: int = 0,
+        reference_width: int = 0,
+        reference_channels: int = 16,
+        reference_frames: int = 0,
+        reference_count: int = 1,
+        reference_method: str = "",
+        clip_vision: bool = False,
+        concat_latent: bool = False,
+        frame_rate: float = -1.0,
+        extra: str = "{}",
+        nonce: int = 0,
+        latent: Any = None,
+    ) -> tuple[Any, ...]:
         random = Random(seed)
         text = random(1, tokens, width)
-        entries = {name: _entry(value, random) for name, value in json.loads(extra).items()}
+        entries: dict[str, Any] = {name: _entry(value, random) for name, value in json.loads(extra).items()}
         if "clip_vision_output" in entries:
             entries["clip_vision_output"] = _vision(entries["clip_vision_output"])
         if pooled_width:
@@ -99,10 +100,10 @@ class TestConditioning:
         if clip_vision:
             entries["clip_vision_output"] = _vision(random(1, CLIP_VISION_TOKENS, CLIP_VISION_WIDTH))
         if concat_latent:
-            shape = list(_samples(latent, "concat_latent").shape)
-            entries["concat_latent_image"] = random(1, *shape[1:])
+            size = _samples(latent, "concat_latent").shape[1:]
+            entries["concat_latent_image"] = random(1, *size)
             # As the image-to-video nodes do it: 0 where the first frame is given, 1 where there is nothing yet.
-            mask = torch.ones(1, 1, *shape[2:])
+            mask = torch.ones(1, 1, *size[1:])
             mask[:, :, :1] = 0.0
             entries["concat_mask"] = mask
         references = 0
@@ -128,7 +129,7 @@ class TestControl:
     """Attach a made-up ControlNet for Flux, with one residual for each of the first `blocks` blocks of either kind."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {
                 "conditioning": ("CONDITIONING",),
@@ -144,7 +145,9 @@ class TestControl:
     FUNCTION = "attach"
     CATEGORY = "test"
 
-    def attach(self, conditioning, seed, hidden, blocks, strength, reads_weights=False):
+    def attach(
+        self, conditioning: Any, seed: int, hidden: int, blocks: int, strength: float, reads_weights: bool = False
+    ) -> tuple[Any, ...]:
         control = (_ReadingControl if reads_weights else _RandomControl)(seed, hidden, blocks, strength)
         return ([[text, {**extra, "control": control, "control_apply_to_uncond": False}] for text, extra in conditioning],)
 
@@ -154,7 +157,7 @@ class _RandomControl(comfy.controlnet.ControlBase):
         comfy.controlnet.ControlBase.__init__(self)
         self.seed, self.hidden, self.blocks, self.scale = seed, hidden, blocks, strength
 
-    def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
+    def get_control(self, x_noisy: Any, t: Any, cond: Any, batched_number: Any, transformer_options: Any) -> Any:
         random = Random(self.seed)
         tokens = _patches(x_noisy.shape[-2]) * _patches(x_noisy.shape[-1])
 
@@ -164,7 +167,7 @@ class _RandomControl(comfy.controlnet.ControlBase):
 
         return {"input": residuals(), "middle": [], "output": residuals()}
 
-    def copy(self):
+    def copy(self) -> Any:
         clone = type(self)(self.seed, self.hidden, self.blocks, self.scale)
         self.copy_to(clone)
         return clone
@@ -175,7 +178,7 @@ class _ReadingControl(_RandomControl, comfy.controlnet.ControlLora):
 
     control_weights: dict[str, Tensor] = {}  # noqa: RUF012  (the class wants some)
 
-    def pre_run(self, model, percent_to_timestep_function):
+    def pre_run(self, model: Any, percent_to_timestep_function: Any) -> Any:
         comfy.controlnet.ControlBase.pre_run(self, model, percent_to_timestep_function)
 
     cleanup = comfy.controlnet.ControlBase.cleanup
@@ -209,7 +212,7 @@ def _vision(hidden_states: Tensor) -> comfy.clip_vision.Output:
     return vision
 
 
-def _samples(latent: dict | None, option: str) -> Tensor:
+def _samples(latent: dict[str, Any] | None, option: str) -> Tensor:
     if latent is None:
         raise ValueError(f"{option}: needs the input `latent`, whose size it follows")
     return latent["samples"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import comfy.sd
 import comfy.sd1_clip
 import comfy.taesd.taehv
@@ -19,14 +21,14 @@ class TestClip:
     """A CLIP with the tokenizer of Stable Diffusion and two random layers: 77 tokens, 64 wide."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {"seed": ("INT", {"default": 0})}}
 
     RETURN_TYPES = ("CLIP",)
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, seed):
+    def make(self, seed: int) -> tuple[Any, ...]:
         target = ClipTarget(comfy.sd1_clip.SD1Tokenizer, comfy.sd1_clip.SD1ClipModel)
         clip = comfy.sd.CLIP(target, model_options={"clip_l_model_config": TEXT_CONFIG})
         return (randomised(clip, clip.cond_stage_model, seed),)
@@ -36,7 +38,7 @@ class TestVae:
     """A tiny autoencoder: of images with `video` off, else of videos, as Wan 2.1 (16 channels) and 2.2 (48) have them."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {
                 "seed": ("INT", {"default": 0}),
@@ -49,7 +51,7 @@ class TestVae:
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, seed, channels, video):
+    def make(self, seed: int, channels: int, video: bool) -> tuple[Any, ...]:
         kind = comfy.taesd.taehv.TAEHV if video else comfy.taesd.taesd.TAESD
         vae = comfy.sd.VAE(sd=kind(latent_channels=channels).state_dict())
         return (randomised(vae, vae.first_stage_model, seed),)
@@ -59,14 +61,14 @@ class TestClipVision:
     """What a CLIP vision model would have given for an image, at random."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {"seed": ("INT", {"default": 0})}}
 
     RETURN_TYPES = ("CLIP_VISION_OUTPUT",)
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, seed):
+    def make(self, seed: int) -> tuple[Any, ...]:
         output = Output()
         output.penultimate_hidden_states = Random(seed)(1, CLIP_VISION_TOKENS, CLIP_VISION_WIDTH)
         return (output,)
@@ -76,7 +78,7 @@ class TestImage:
     """Random images, one or the frames of a video."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         size = {"default": 64, "min": 8, "max": 4096}
         return {
             "required": {
@@ -91,12 +93,12 @@ class TestImage:
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, seed, width, height, frames):
+    def make(self, seed: int, width: int, height: int, frames: int) -> tuple[Any, ...]:
         random = Random(seed)
         return random(frames, height, width, 3).sigmoid(), (random(frames, height, width) > 0).float()
 
 
-def randomised(wrapper, model, seed):
+def randomised(wrapper: Any, model: Any, seed: Any) -> Any:
     """Give the parameters of `model` values of the usual size, the same for the same seed."""
     random = Random(seed)
     for parameter in model.parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 from comfy.nested_tensor import NestedTensor
@@ -20,7 +21,7 @@ class TestLatent:
     """
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         size = {"default": 8, "min": 1, "max": 4096}
         return {
             "required": {"batch": ("INT", {"default": 1, "min": 1, "max": 64})},
@@ -40,7 +41,18 @@ class TestLatent:
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, batch, channels=16, frames=0, height=8, width=8, seed=0, noise=0.0, noise_mask="none", shapes=""):
+    def make(
+        self,
+        batch: int,
+        channels: int = 16,
+        frames: int = 0,
+        height: int = 8,
+        width: int = 8,
+        seed: int = 0,
+        noise: float = 0.0,
+        noise_mask: Any = "none",
+        shapes: str = "",
+    ) -> tuple[Any, ...]:
         if shapes:
             random = Random(seed)
             parts = [random(batch, *shape) * noise for shape in json.loads(shapes)]
@@ -63,12 +75,12 @@ class TestLatentPart:
     """One tensor of a nested latent."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {"samples": ("LATENT",), "index": ("INT", {"default": 0, "min": 0, "max": 8})}}
 
     RETURN_TYPES = ("LATENT",)
     FUNCTION = "take"
     CATEGORY = "test"
 
-    def take(self, samples, index):
+    def take(self, samples: Any, index: int) -> tuple[Any, ...]:
         return ({"samples": samples["samples"].unbind()[index]},)

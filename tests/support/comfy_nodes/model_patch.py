@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
@@ -16,7 +19,7 @@ from comfy_extras import nodes_model_patch
 from .conditioning import Random
 from .encoders import randomised
 
-SETTINGS = {"device": "cpu", "dtype": torch.float32, "operations": comfy.ops.manual_cast}
+SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "operations": comfy.ops.manual_cast}
 VISION = (9, 32)  # tokens and width of the image encoder of USO
 
 
@@ -30,7 +33,7 @@ def _lllite() -> torch.nn.Module:
 
 
 # One layer: with more than the transformer has, ComfyUI's patch would go on in the next call where it stopped in the last.
-KINDS = {
+KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "qwen": lambda: nodes_model_patch.QwenImageBlockWiseControlNet(num_layers=2, dim=128, **SETTINGS),
     "z-image": lambda: ZImage_Control(dim=256, n_heads=4, n_kv_heads=4, n_control_layers=1, refiner_control=True, **SETTINGS),
     "z-image first version": lambda: ZImage_Control(dim=256, n_heads=4, n_kv_heads=4, n_control_layers=1, **SETTINGS),
@@ -49,14 +52,14 @@ class TestModelPatch:
     """A model patch of a kind, and what an image encoder would have given for it."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {"kind": (list(KINDS),), "seed": ("INT", {"default": 0})}}
 
     RETURN_TYPES = ("MODEL_PATCH", "CLIP_VISION_OUTPUT")
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, kind, seed):
+    def make(self, kind: Any, seed: int) -> tuple[Any, ...]:
         network = KINDS[kind]()
         randomised(network, network, seed)
         vision = Output()
@@ -70,7 +73,7 @@ class TestMultiTalk:
     """What Wan InfiniteTalk to Video puts into the model, with made-up audio for one speaker or two."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {
                 "model": ("MODEL",),
@@ -84,7 +87,7 @@ class TestMultiTalk:
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, model, model_patch, latent, speakers):
+    def make(self, model: Any, model_patch: Any, latent: Any, speakers: int) -> tuple[Any, ...]:
         frames, height, width = latent["samples"].shape[2:]
         patched, random = model.clone(), Random(3)
         patched.model_options["transformer_options"]["audio_embeds"] = random(1, frames, 4 * speakers, 24)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
@@ -15,7 +16,7 @@ KEY = "test_patch"
 
 def _attn1_patch(model: ModelPatcher) -> None:
     # Flux calls it with q, k and v and takes a dict; Wan calls it with one dict and takes a tensor.
-    def patch(first, *args, **kwargs):
+    def patch(first: Any, *args: Any, **kwargs: Any) -> Any:
         return first["x"] * FACTOR if isinstance(first, dict) else {"q": first * FACTOR}
 
     model.set_model_attn1_patch(patch)
@@ -38,7 +39,7 @@ def _double_block(model: ModelPatcher) -> None:
 
 
 def _patches_replace(model: ModelPatcher) -> None:
-    def replace(args, extra):
+    def replace(args: Any, extra: Any) -> Any:
         out = extra["original_block"](args)
         return {**out, "img": out["img"] * FACTOR}
 
@@ -46,14 +47,14 @@ def _patches_replace(model: ModelPatcher) -> None:
 
 
 def _attention_override(model: ModelPatcher) -> None:
-    def override(func, *args, **kwargs):
+    def override(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs) * FACTOR
 
     model.model_options["transformer_options"]["optimized_attention_override"] = override
 
 
 def _model_function_wrapper(model: ModelPatcher) -> None:
-    def wrapper(apply_model, args):
+    def wrapper(apply_model: Any, args: Any) -> Any:
         return apply_model(args["input"], args["timestep"], **args["c"]) * FACTOR
 
     model.set_model_unet_function_wrapper(wrapper)
@@ -67,7 +68,7 @@ def _apply_model_wrapper(model: ModelPatcher) -> None:
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _scaled)
 
 
-def _scaled(executor, *args, **kwargs):
+def _scaled(executor: Any, *args: Any, **kwargs: Any) -> Any:
     return executor(*args, **kwargs) * FACTOR
 
 
@@ -102,7 +103,7 @@ def _weight_function(model: ModelPatcher) -> None:
 
 
 def _on_load(model: ModelPatcher) -> None:
-    def callback(patcher, *args):
+    def callback(patcher: Any, *args: Any) -> Any:
         patcher.model.diffusion_model.img_in.bias.data.mul_(FACTOR)
 
     model.add_callback_with_key(CallbacksMP.ON_LOAD, KEY, callback)
@@ -181,14 +182,14 @@ class TestPatch:
     """
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {"model": ("MODEL",), "kind": (list(KINDS),)}}
 
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "patch"
     CATEGORY = "test"
 
-    def patch(self, model, kind):
+    def patch(self, model: Any, kind: Any) -> tuple[Any, ...]:
         patched = model.clone()
         KINDS[kind](patched)
         return (patched,)

@@ -53,7 +53,7 @@ class TestCodec:
     """A VAE of pixels, of any compression and number of channels."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {
                 "seed": ("INT", {"default": 0}),
@@ -67,7 +67,7 @@ class TestCodec:
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, seed, channels, space, time):
+    def make(self, seed: int, channels: int, space: int, time: int) -> tuple[Any, ...]:
         return (Codec(seed, channels, space, time),)
 
 
@@ -91,7 +91,7 @@ class TestSound:
     """
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {"seed": ("INT", {"default": 0})},
             "optional": {
@@ -106,7 +106,14 @@ class TestSound:
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, seed, latent="[1, 8, 4, 16]", features="[2, 50, 32]", feature="[1, 8, 35]", fps=30.0):
+    def make(
+        self,
+        seed: int,
+        latent: str = "[1, 8, 4, 16]",
+        features: str = "[2, 50, 32]",
+        feature: str = "[1, 8, 35]",
+        fps: float = 30.0,
+    ) -> tuple[Any, ...]:
         random = Random(seed)
         sound = {"waveform": random(1, 2, 1600), "sample_rate": Fixed.audio_sample_rate}
         vae = Fixed(random(*json.loads(latent)))
@@ -140,7 +147,7 @@ class TestEncoder:
     """A text encoder that gives what TestConditioning gives."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         inputs = TestConditioning.INPUT_TYPES()
         return {"required": {name: inputs["required"][name] for name in ("tokens", "width")}, "optional": inputs["optional"]}
 
@@ -148,7 +155,7 @@ class TestEncoder:
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, nonce=0, **settings):
+    def make(self, nonce: Any = 0, **settings: Any) -> tuple[Any, ...]:
         return (Encoder(**settings),)
 
 
@@ -178,7 +185,7 @@ class TestVision:
     """An image encoder, and what it gives for every image: `tokens` of a `width`, and one embedding of that width."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {
                 "seed": ("INT", {"default": 0}),
@@ -191,7 +198,7 @@ class TestVision:
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, seed, tokens, width):
+    def make(self, seed: int, tokens: int, width: int) -> tuple[Any, ...]:
         random, output = Random(seed), comfy.clip_vision.Output()
         output.last_hidden_state = output.penultimate_hidden_states = random(1, tokens, width)
         output.image_embeds = random(1, width)
@@ -202,14 +209,14 @@ class TestSplats:
     """A decoder of splats that knows its sizes and decodes nothing."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {}}
 
     RETURN_TYPES = ("VAE",)
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self):
+    def make(self) -> tuple[Any, ...]:
         sizes = SimpleNamespace(gaussians_per_point=32, gs=SimpleNamespace(model_channels=64))
         return (SimpleNamespace(first_stage_model=sizes, vae_dtype=torch.float32),)
 
@@ -218,7 +225,7 @@ class TestSaveModelPatch:
     """Write a model patch into a file of the folder `model_patches`, for Load Model Patch."""
 
     @classmethod
-    def INPUT_TYPES(cls):
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {"model_patch": ("MODEL_PATCH",), "name": ("STRING", {"default": "patch.safetensors"})}}
 
     RETURN_TYPES = ()
@@ -226,7 +233,7 @@ class TestSaveModelPatch:
     FUNCTION = "save"
     CATEGORY = "test"
 
-    def save(self, model_patch, name):
+    def save(self, model_patch: Any, name: str) -> dict[str, Any]:
         folder = Path(folder_paths.get_folder_paths("model_patches")[0])
         folder.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file({k: v.contiguous() for k, v in model_patch.model.state_dict().items()}, folder / name)

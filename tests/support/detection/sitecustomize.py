@@ -9,6 +9,7 @@ import ast
 import importlib.abc
 import importlib.util
 import sys
+from typing import Any
 
 MODULE = "comfy.model_detection"
 
@@ -16,26 +17,30 @@ MODULE = "comfy.model_detection"
 class PatchOnImport(importlib.abc.MetaPathFinder):
     """Finds the module as everybody else would, and patches it once it has been executed."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: Any, path: Any = None, target: Any = None) -> Any:
         if name != MODULE:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
         execute = spec.loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module: Any) -> None:
             execute(module)
             patch(module)
 
-        spec.loader.exec_module = exec_module
+        vars(spec.loader)["exec_module"] = exec_module
         return spec
 
 
-def patch(detection):
+def patch(detection: Any) -> None:
     """Make `model_config_from_unet` read the metadata entry."""
     detect = detection.model_config_from_unet
 
-    def model_config_from_unet(state_dict, unet_key_prefix, use_base_if_no_match=False, metadata=None):
+    def model_config_from_unet(
+        state_dict: Any, unet_key_prefix: Any, use_base_if_no_match: Any = False, metadata: Any = None
+    ) -> Any:
         entry = (metadata or {}).get("test_model")
         if entry is None:
             return detect(state_dict, unet_key_prefix, use_base_if_no_match, metadata)

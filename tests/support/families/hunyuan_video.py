@@ -70,7 +70,8 @@ def control(batch: int, tokens: int) -> dict[str, Any]:
     return {"input": [None, normal(batch, tokens, 128, seed=7)], "middle": [], "output": [shared, shared]}
 
 
-BYT5, VISION = {"txt_byt5": normal(1, 5, 1472)}, {"clip_fea": normal(1, 4, 40)}
+BYT5: dict[str, Any] = {"txt_byt5": normal(1, 5, 1472)}
+VISION: dict[str, Any] = {"clip_fea": normal(1, 4, 40)}
 # The second of three steps; meanflow also looks at the next one.
 STEPS = {"sigmas": torch.tensor([0.6]), "sample_sigmas": torch.tensor([0.9, 0.6, 0.2])}
 CASES = [

@@ -55,9 +55,9 @@ def mirror(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 PATCHES = {"patches": {"noise_refiner": [mirror], "double_block": [mirror]}}
-OMNI = dict(ref_latents=[normal(1, 16, 8, 6)], ref_contexts=[normal(1, 5, 48)])
+OMNI: dict[str, Any] = dict(ref_latents=[normal(1, 16, 8, 6)], ref_contexts=[normal(1, 5, 48)])
 # A text of no reference comes behind the image's own.
-OMNI_BEHIND = dict(OMNI, ref_contexts=[normal(1, 5, 48), normal(1, 3, 48, seed=1)])
+OMNI_BEHIND: dict[str, Any] = dict(OMNI, ref_contexts=[normal(1, 5, 48), normal(1, 3, 48, seed=1)])
 CASES = [
     Case("lumina2", "lumina2", lumina),
     Case("lumina2 odd size batch 2", "lumina2", lambda: lumina(batch=2, height=11, width=9, text=5)),

@@ -25,7 +25,7 @@ def pixart(batch: int = 1, height: int = 64, width: int = 10, text: int = 9, **e
     return {**call, **extra}
 
 
-SIZE = {"c_size": torch.tensor([[512.0, 300.0]]), "c_ar": torch.tensor([[1.7]])}
+SIZE: dict[str, Any] = {"c_size": torch.tensor([[512.0, 300.0]]), "c_ar": torch.tensor([[1.7]])}
 CASES = [
     Case("sigma", "sigma", pixart),
     Case("sigma batch 2 uneven", "sigma", lambda: pixart(batch=2, height=70, text=6)),

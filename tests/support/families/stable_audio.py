@@ -58,7 +58,7 @@ def version_3(batch: int = 1, length: int = 24, text: int = 7, known: int | None
     return {**open_1(batch, length, text), "global_embed": normal(batch, 768), "local_add_cond": local, **extra}
 
 
-PREPENDED = {"prepend_cond": normal(1, 3, 32), "prepend_cond_mask": torch.ones(1, 3, dtype=torch.bool)}
+PREPENDED: dict[str, Any] = {"prepend_cond": normal(1, 3, 32), "prepend_cond_mask": torch.ones(1, 3, dtype=torch.bool)}
 CASES = [
     Case("stable audio open", "open", open_1),
     Case("stable audio open batch 2 odd length", "open", lambda: open_1(2, 29, 5)),

@@ -70,8 +70,8 @@ def dancer(batch: int = 1, height: int = 8, width: int = 8, **extra: Any) -> dic
     return wan(batch, channels=36, height=height, width=width, **{**call, **extra})
 
 
-REFERENCE = {"reference_latent": normal(1, 16, 1, 8, 10, seed=1)}
-EVERYTHING = {
+REFERENCE: dict[str, Any] = {"reference_latent": normal(1, 16, 1, 8, 10, seed=1)}
+EVERYTHING: dict[str, Any] = {
     **REFERENCE,
     "reference_motion": normal(1, 16, 19, 8, 10, seed=2),
     "control_video": normal(1, 16, 3, 8, 10, seed=3),

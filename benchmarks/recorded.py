@@ -1,0 +1,87 @@
+"""What every benchmark measured last, beside what it measures now: which ratios moved.
+
+    make bench, or python benchmarks/recorded.py [--quick] [--record]
+
+Runs the benchmarks one after the other and compares every ratio that they note with `recorded.json`. Both sides of a ratio are
+measured in one run, so ratios can be compared between runs and, with care, between machines. Seconds cannot, and are not kept.
+`--record` keeps the new ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RECORDED = HERE / "recorded.json"
+BENCHMARKS = ("call_overhead", "memory", "attention", "flux_step", "batch")
+TAKE_QUICK = ("attention", "flux_step", "batch")
+MOVED = 0.05  # share of a ratio; below it is the noise of these machines
+NOTES = "CP_BENCH_NOTES"  # file that a benchmark appends its ratios to, where it is set
+
+
+def note(name: str, ratio: float) -> None:
+    """Keep a ratio for the comparison with the last run. Does nothing in a benchmark that runs by itself."""
+    if NOTES in os.environ:
+        with open(os.environ[NOTES], "a") as notes:
+            notes.write(json.dumps([name, round(ratio, 4)]) + "\n")
+
+
+def compare(recorded: dict[str, float], now: dict[str, float]) -> list[str]:
+    """A line for each ratio that moved or was not there before, in the order of the benchmarks."""
+    lines = []
+    for name, ratio in now.items():
+        before = recorded.get(name)
+        if before is None:
+            lines.append(f"{name}: {ratio:.3f}, not recorded before")
+        elif abs(ratio / before - 1) > MOVED:
+            lines.append(f"{name}: {before:.3f} -> {ratio:.3f} ({ratio / before - 1:+.0%})")
+    return lines
+
+
+def run(quick: bool) -> dict[str, float]:
+    """The ratios of all benchmarks, by name."""
+    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as notes:
+        for name in BENCHMARKS:
+            print(f"\n=== {name}", flush=True)
+            options = ["--quick"] if quick and name in TAKE_QUICK else []
+            subprocess.run([sys.executable, str(HERE / f"{name}.py"), *options], env={**os.environ, NOTES: notes.name}, check=True)
+        return dict(json.loads(line) for line in notes)
+
+
+def machine() -> dict[str, Any]:
+    """Where and when the ratios were measured."""
+    import torch
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="short sequences and few repetitions: minutes")
+    parser.add_argument("--record", action="store_true", help="keep the new ratios")
+    options = parser.parse_args()
+    recorded = json.loads(RECORDED.read_text())
+    now = run(options.quick)
+    moved = compare(recorded["ratios"], now)
+    print(f"\n=== against {recorded['date']} ({recorded['machine']}, torch {recorded['torch']})")
+    print("\n".join(moved) or f"none of {len(now)} ratios moved by more than {MOVED:.0%}")
+    if options.record:
+        kept = {**machine(), "ratios": {**recorded["ratios"], **now}}
+        RECORDED.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Collecting the ranks' reports on one command, as a state machine without sockets, processes or a clock of its own.
+
+`WorkerPool` tells it what it noticed; `Collection.tick` says what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ProtocolError
+
+CANCEL_GRACE = 1.25  # seconds that ranks get to leave a cancelled call before they are killed
+REPORT_GRACE = 1.0  # seconds that the other ranks get to report after a first failure
+SUSPENDED = 2.0  # a longer gap between ticks means this process was suspended; the deadline is then extended once
+STOPPED_GRACE = 5.0  # seconds that a rank may be stopped (state T) before the command fails
+DEATH_LAG = 0.25  # a death is noticed this much later than the errors that it causes on other ranks
+
+Reply = dict[str, Any]
+"""What a rank reports: `ok`, and what its command returned or `at`, `kind`, `message` and `trace` of its failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """Go on polling until this time at the latest."""
+
+    until: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendCancel(Wait):
+    """Tell the ranks to leave the call, then go on polling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a command ended.
+
+    Args:
+        replies: reports by rank.
+        cause: rank that failed first, by its report or its death.
+        late: ranks that had not reported when the time was up. With `cause` or `cancelled`, those are the reason.
+        stopped: those of them that were stopped for too long, before the time was up.
+        cancelled: the ranks were told to leave the call.
+        aborted: another thread ended the command.
+        kill: the ranks are not in step with each other any more, or not all there.
+    """
+
+    replies: dict[int, Reply]
+    cause: int | None = None
+    late: tuple[int, ...] = ()
+    stopped: frozenset[int] = frozenset()
+    cancelled: bool = False
+    aborted: bool = False
+    kill: bool = False
+
+
+@dataclass(kw_only=True)
+class Collection:
+    """Reports on one command. Times are on one clock, whichever.
+
+    Args:
+        world_size: number of ranks, each of which reports once.
+        began: when the command was sent.
+        timeout: seconds until it is too late.
+    """
+
+    world_size: int
+    began: float
+    timeout: float
+    replies: dict[int, Reply] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._deadline = self.began + self.timeout
+        self._last_tick = self.began
+        self._extended = self._failing = self._cancelled = self._aborted = False
+        self._died: dict[int, float] = {}
+        self._stopped: dict[int, float] = {}  # seconds by rank
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not reported."""
+        return [rank for rank in range(self.world_size) if rank not in self.replies]
+
+    def reported(self, rank: int, reply: Reply) -> None:
+        """A rank's report has arrived.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        failure = reply.get("ok") is False
+        if not (failure or reply.get("ok") is True) or (failure and not _describes_failure(reply)):
+            raise ProtocolError(f"the report of rank {rank} is malformed: {str(reply)[:80]}")
+        self.replies[rank] = reply
+
+    def died(self, rank: int, now: float) -> None:
+        """A rank's channel is closed. Whatever it has reported, the pool is incomplete: that is a failure."""
+        self._died[rank] = now
+
+    def abort(self) -> None:
+        """Another thread wants the command to end."""
+        self._aborted = True
+
+    def cancel(self, now: float) -> Wait:
+        """The user wants to cancel. Only the first time matters, and only where nothing has failed yet."""
+        if self._cancelled or self._failing:
+            return Wait(until=self._deadline)
+        self._cancelled = True
+        self._deadline = now + CANCEL_GRACE
+        return SendCancel(until=self._deadline)
+
+    def tick(self, now: float, *, quiet: bool = True, stopped: Set[int] = frozenset()) -> Wait | Outcome:
+        """Time has passed, and what was noticed until `now` has been told. Says what to do next.
+
+        Args:
+            quiet: nothing arrived. Reports that arrived while this process was suspended count after the deadline, too.
+            stopped: ranks that were stopped (state T) when last looked at.
+        """
+        gap, self._last_tick = now - self._last_tick, now
+        suspended = gap > SUSPENDED
+        if suspended and not self._extended:
+            self._extended = True
+            self._deadline += gap
+        if self._aborted:
+            return self._finish(aborted=True)
+        if self._cause() is not None and not self._failing:
+            self._failing = True
+            self._deadline = now + REPORT_GRACE
+        if all(rank in self.replies or rank in self._died for rank in range(self.world_size)):
+            return self._finish()
+        if quiet and now >= self._deadline:
+            return self._finish()
+        if self._failing:
+            return Wait(until=self._deadline)
+        self._stopped = {
+            rank: self._stopped.get(rank, 0.0) + (0.0 if suspended else gap) for rank in self.missing if rank in stopped
+        }
+        if too_long := frozenset(rank for rank, seconds in self._stopped.items() if seconds >= STOPPED_GRACE):
+            return self._finish(stopped=too_long)
+        return Wait(until=self._deadline)
+
+    def _finish(self, *, aborted: bool = False, stopped: frozenset[int] = frozenset()) -> Outcome:
+        # Ranks that failed at the same collective are still in step with each other, unless they left one under way.
+        failures = [reply for reply in self.replies.values() if not reply["ok"]]
+        counts = {reply.get("collectives") for reply in failures}
+        pending = any(reply.get("pending") for reply in failures)
+        return Outcome(
+            replies=dict(self.replies),
+            cause=self._cause(),
+            late=tuple(self.missing),
+            stopped=stopped,
+            cancelled=self._cancelled,
+            aborted=aborted,
+            kill=aborted or pending or bool(self._died or self.missing) or len(counts) > 1,
+        )
+
+    def _cause(self) -> int | None:
+        """The rank with the earliest failure. One that reported an error and then died has failed by the error."""
+        failures = {rank: at - DEATH_LAG for rank, at in self._died.items()}
+        failures |= {rank: reply["at"] for rank, reply in self.replies.items() if not reply["ok"]}
+        return min(failures, key=lambda rank: (failures[rank], rank), default=None)
+
+
+def _describes_failure(reply: Reply) -> bool:
+    texts = all(isinstance(reply.get(key), str) for key in ("kind", "message", "trace"))
+    return texts and isinstance(reply.get("at"), (int, float))

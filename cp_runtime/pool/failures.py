@@ -1,0 +1,102 @@
+"""What went wrong in a pool, as text for users."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence, Set
+
+import torch
+
+from ..errors import PoolTimeout, RankError
+from .board import SILENT, Progress
+from .collection import Reply
+from .launcher import LogPump
+from .stacks import collect_stacks
+
+_OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
+_SLOW = {
+    "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
+    "mirror": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
+    "call": "If the step is only slow, raise step_timeout of CP Config.",
+}
+_STOPPED = "Find out what stopped it, such as a tool that saves memory or power, and let the workers run."
+
+
+def reported_failure(rank: int, pid: int, replies: Mapping[int, Reply]) -> RankError:
+    """The error for a rank that reported one."""
+    reply = replies[rank]
+    message = reply["message"] + (_describe_memory(replies) if reply["kind"] == _OUT_OF_MEMORY else "")
+    return RankError(rank=rank, pid=pid, kind=reply["kind"], message=message, trace=reply["trace"])
+
+
+def death(rank: int, process: subprocess.Popen[bytes], log: LogPump | None) -> RankError:
+    """The error for a rank that died. No other signal must have been sent to it."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1)  # its channel closes a moment before it ends
+    kind, message = _describe_exit(process.returncode)
+    message += " The workers are restarted on next use."
+    if lines := log.last_lines(rank) if log else []:
+        message += "\n\nWhat it wrote last:\n" + "\n".join(lines)
+    return RankError(rank=rank, pid=process.pid, kind=kind, message=message)
+
+
+def missed_deadline(
+    what: str,
+    timeout: float,
+    late: Mapping[int, Progress],
+    stopped: Set[int],
+    processes: Sequence[subprocess.Popen[bytes]],
+    stacks: Sequence[int],
+) -> PoolTimeout:
+    """The error for ranks that did not report: it names the one that the others wait for. The pool is to be killed.
+
+    Args:
+        what: the command.
+        late: where the ranks are that did not report.
+        stopped: those of them that were stopped for too long, before the deadline.
+        stacks: where the ranks write their stacks.
+    """
+    now = time.monotonic()
+    names = {rank: f"rank {rank} (pid {processes[rank].pid})" for rank in late}
+    silent = {rank: now - at.beat for rank, at in late.items() if at.beat and now - at.beat > SILENT}
+    last = min(late, key=lambda rank: (rank not in silent, late[rank].modules, late[rank].collectives))
+    details = ", ".join(
+        f"{names[rank]} at module {at.modules}, collective {at.collectives}"
+        + (f", without a sign of life for {silent[rank]:.0f} s" if rank in silent else "")
+        for rank, at in late.items()
+    )
+    if stopped:
+        who = " and ".join(names[rank] for rank in sorted(stopped))
+        text = f"the workers cannot finish {what}: stopped by a signal (state T, as after SIGSTOP): {who}."
+    else:
+        text = f"the workers did not finish {what} within {timeout:g} s; the one that got least far is {names[last]}."
+    text = f"{text} No report from {details}."
+    try:
+        found = f"Stacks of all ranks: {collect_stacks(stacks, processes, text)}."
+    except OSError as error:
+        found = f"No stacks of the ranks: {error}."
+    remedy = _STOPPED if stopped else _SLOW.get(what, _SLOW["mirror"])
+    return PoolTimeout(f"{text} {found} They are restarted on next use. {remedy}")
+
+
+def _describe_memory(replies: Mapping[int, Reply]) -> str:
+    """What each rank that reported says about its memory."""
+    lines = []
+    for rank, reply in sorted(replies.items()):
+        used = [f"{name} {nbytes / 2**30:.2f} GiB" for name, nbytes in reply.get("memory", {}).items()]
+        lines += [f"rank {rank}: {', '.join(used)}"] if used else []
+    return "\nMemory (host: resident; device: peak):\n" + "\n".join(lines) if lines else ""
+
+
+def _describe_exit(code: int | None) -> tuple[str, str]:
+    """Exit code of a process -> (kind, message)."""
+    if code is None:
+        return "ProcessGone", "the process closed its channel and did not end."
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)  # real-time signals have no name
+        hint = " The kernel may have killed it for lack of memory." if name == "SIGKILL" else ""
+        return name, f"the process was ended by signal {name}.{hint}"
+    return "ProcessExit", f"the process exited with code {code}."

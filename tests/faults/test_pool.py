@@ -1,0 +1,123 @@
+"""What the pool promises its caller, whatever happens to ranks and when: one kind of error, in time, and no half-dead pool."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from support.faults import Faults, Stopwatch
+from support.pools import echo, make_pool, small_pool
+
+from cp_runtime.errors import ContextParallelError, PoolError, PoolTimeout, RankError
+from cp_runtime.pool.collection import STOPPED_GRACE
+from cp_runtime.pool.stacks import LOOK_INTERVAL
+
+USUAL_LIMIT = 1024  # of open files
+
+
+def test_a_rank_dies_after_its_report_while_another_hangs():
+    with small_pool() as pool:
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        threading.Timer(1, os.kill, (pool.pids[0], signal.SIGKILL)).start()
+        watch = Stopwatch("2 SIGKILL of a rank that has reported, while another is stopped")
+        with pytest.raises(RankError, match=r"rank 0 .*SIGKILL") as caught:
+            echo(pool, torch.ones(3), timeout=60)
+        watch.within(3, "the command fails")
+        assert caught.value.rank == 0
+        assert not pool.alive
+
+
+def test_a_rank_dies_right_after_its_hello():
+    """Its hello and its death are noticed together, with the hellos of all others."""
+    pool, killed = make_pool(), []
+
+    def kill_rank_0_after_all_hellos() -> bool:
+        for channel in () if killed else pool.channels:
+            channel.sock.setblocking(True)
+            channel.sock.recv(1, socket.MSG_PEEK)
+            channel.sock.setblocking(False)
+        if not killed:
+            killed.append(pool.processes[0])
+            pool.processes[0].kill()
+            pool.processes[0].wait()
+        return False
+
+    with pytest.raises(RankError, match=r"rank 0 .*SIGKILL"):
+        pool.start(kill_rank_0_after_all_hellos)
+    assert killed
+    assert not pool.alive
+    with pytest.raises(PoolError, match="not running"):
+        echo(pool, torch.ones(1))
+
+
+STOPPED = r"stopped by a signal \(state T.*\): rank 1 \(pid \d+\)\. No report"
+NOTICED = STOPPED_GRACE + LOOK_INTERVAL + 1  # seconds
+
+
+def test_a_rank_that_is_stopped_at_start_is_named_long_before_the_deadline(tmp_path, monkeypatch):
+    faults, watches = Faults(tmp_path), []
+    monkeypatch.setenv("CP_TEST_FAULTS", str(tmp_path))
+    faults.arm(1, "stop", at="start")
+
+    def measure_from_the_stop() -> bool:
+        if not watches and not faults.waiting:
+            watches.append(Stopwatch("9 SIGSTOP, with a deadline of minutes"))
+        return False
+
+    pool = make_pool()
+    with pytest.raises(PoolTimeout, match=f"cannot finish start: {STOPPED}"):
+        pool.start(measure_from_the_stop)
+    watches[0].within(NOTICED, "start fails")
+    assert not pool.alive
+
+
+def test_a_rank_that_is_stopped_in_a_command_is_named_long_before_the_deadline():
+    with small_pool() as pool:
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        watch = Stopwatch("9 SIGSTOP, with a deadline of minutes")
+        with pytest.raises(PoolTimeout, match=f"cannot finish echo: {STOPPED}"):
+            echo(pool, torch.ones(3), timeout=600)
+        watch.within(NOTICED, "the command fails")
+        assert not pool.alive
+
+
+def test_a_value_that_cannot_be_sent_is_an_error_of_this_package():
+    """Callers, ComfyUI's memory manager among them, know one kind of error. The pool is gone, since nobody knows what was sent."""
+    with small_pool() as pool:
+        with pytest.raises(ContextParallelError, match=r"echo failed .*TypeError"):
+            pool.request("echo", {"value": object()}, timeout=30)
+        assert not pool.alive
+        with pytest.raises(PoolError, match="closed"):
+            pool.trim()
+        with pytest.raises(PoolError, match="closed"):
+            pool.result([{"nbytes": 4, "value": 1}], torch.device("cpu"))
+
+
+def test_connections_of_other_users_end_no_rank():
+    """gloo aborts a process that cannot accept a connection for want of descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4 * USUAL_LIMIT:
+        pytest.skip(f"the hard limit of open files is {hard} here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_LIMIT, hard))
+    opened: list[socket.socket] = []
+    try:
+        with small_pool() as pool:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            rank = psutil.Process(pool.pids[1])
+            assert rank.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
+            listening = [c.laddr for c in rank.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            assert listening
+            opened += [socket.create_connection(listening[0]) for _ in range(USUAL_LIMIT + 100)]
+            time.sleep(0.5)
+            assert torch.equal(echo(pool, torch.ones(3)), torch.ones(3))
+    finally:
+        for connection in opened:
+            connection.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,327 @@
+"""Every way in which a command can end, without a process: `Collection` is fed with what a pool would notice."""
+
+import pytest
+
+from cp_runtime.errors import ProtocolError
+from cp_runtime.pool.collection import (
+    CANCEL_GRACE,
+    REPORT_GRACE,
+    STOPPED_GRACE,
+    SUSPENDED,
+    Collection,
+    Outcome,
+    SendCancel,
+    Wait,
+)
+
+BEGAN = 100.0
+TIMEOUT = 600.0
+STEP = 0.5  # seconds between two ticks, well below SUSPENDED
+
+
+def good(**fields):
+    return {"ok": True, **fields}
+
+
+def bad(at, kind="RuntimeError", **fields):
+    return {"ok": False, "at": at, "kind": kind, "message": "went wrong", "trace": "", **fields}
+
+
+class Play:
+    """A collection and a clock that goes on in steps, as while a pool polls."""
+
+    def __init__(self, world_size=3, timeout=TIMEOUT):
+        self.now = BEGAN
+        self.collection = Collection(world_size=world_size, began=BEGAN, timeout=timeout)
+
+    def tick(self, **noticed):
+        return self.collection.tick(self.now, **noticed)
+
+    def pass_time(self, seconds, **noticed):
+        """Tick through that many seconds, or until the command has ended. Returns the last answer."""
+        end = self.now + seconds
+        step = None
+        while self.now < end and not isinstance(step, Outcome):
+            self.now = min(end, self.now + STEP)
+            step = self.tick(**noticed)
+        return step
+
+
+@pytest.fixture
+def play():
+    return Play()
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_report_well(play):
+    assert play.tick() == Wait(until=BEGAN + TIMEOUT)
+    for rank in (2, 0):
+        play.collection.reported(rank, good(number=rank))
+    assert play.pass_time(1, quiet=False) == Wait(until=BEGAN + TIMEOUT)
+    assert play.collection.missing == [1]
+    play.collection.reported(1, good(number=1))
+    outcome = play.tick(quiet=False)
+    assert outcome == Outcome(replies={rank: good(number=rank) for rank in range(3)})
+    assert not outcome.kill
+
+
+def test_one_fails_and_the_others_report(play):
+    play.collection.reported(1, bad(at=play.now, collectives=4))
+    assert play.tick() == Wait(until=play.now + REPORT_GRACE)
+    play.collection.reported(0, good())
+    play.collection.reported(2, good())
+    outcome = play.tick()
+    assert (outcome.cause, outcome.kill, outcome.late) == (1, False, ())
+
+
+def test_one_fails_and_the_others_hang(play):
+    play.collection.reported(1, bad(at=play.now))
+    play.collection.reported(0, good())
+    failed_at = play.now
+    outcome = play.pass_time(TIMEOUT)
+    assert play.now == failed_at + REPORT_GRACE + STEP  # the first tick at which the failure was seen came a step later
+    assert (outcome.cause, outcome.late, outcome.kill) == (1, (2,), True)
+
+
+def test_a_second_failure_gives_no_more_time(play):
+    play.collection.reported(1, bad(at=play.now))
+    until = play.tick().until
+    play.pass_time(STEP)
+    play.collection.reported(0, bad(at=play.now))
+    assert play.tick().until == until
+
+
+def test_the_earliest_failure_is_the_cause(play):
+    play.collection.reported(2, bad(at=play.now + 0.2))
+    play.collection.reported(0, bad(at=play.now + 0.1))
+    play.collection.reported(1, bad(at=play.now + 0.3))
+    assert play.tick().cause == 0
+
+
+@pytest.mark.parametrize(
+    ("positions", "kill"),
+    [
+        ([{"collectives": 7}] * 3, False),
+        ([{"collectives": 7}, {"collectives": 7}, {"collectives": 8}], True),
+        ([{"collectives": 7, "pending": 0}, {"collectives": 7, "pending": 1}, {"collectives": 7, "pending": 0}], True),
+    ],
+    ids=["in step", "apart", "one left a collective under way"],
+)
+def test_ranks_that_all_failed_live_on_in_step_only(play, positions, kill):
+    for rank, position in enumerate(positions):
+        play.collection.reported(rank, bad(at=play.now, **position))
+    outcome = play.tick()
+    assert (outcome.cause, outcome.kill) == (0, kill)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        {"ok": 1},
+        {"ok": "yes"},
+        {"ok": False},
+        bad(at="now"),
+        bad(at=1.0, kind=None),
+        {"ok": False, "at": 1.0, "kind": "E", "trace": ""},
+    ],
+    ids=str,
+)
+def test_a_malformed_report(play, reply):
+    with pytest.raises(ProtocolError, match="the report of rank 1 is malformed"):
+        play.collection.reported(1, reply)
+
+
+# --- deaths -----------------------------------------------------------------------------------------------------------
+
+
+def test_death_of_a_rank_that_works(play):
+    play.collection.died(1, play.now)
+    assert play.tick() == Wait(until=play.now + REPORT_GRACE)
+    for rank in (0, 2):
+        play.collection.reported(rank, good())
+    outcome = play.tick()
+    assert (outcome.cause, outcome.late, outcome.kill) == (1, (1,), True)
+
+
+def test_death_after_a_good_report_while_another_hangs():
+    """Rank 1 hangs. What rank 0 reported is no help."""
+    play = Play(world_size=2)
+    play.collection.reported(0, good())
+    play.pass_time(1)
+    play.collection.died(0, play.now)
+    assert play.tick() == Wait(until=play.now + REPORT_GRACE)
+    outcome = play.pass_time(TIMEOUT)
+    assert (outcome.cause, outcome.late, outcome.kill) == (0, (1,), True)
+
+
+def test_death_after_a_good_report_while_others_work(play):
+    play.collection.reported(0, good())
+    play.collection.died(0, play.now)
+    assert isinstance(play.tick(), Wait)
+    play.collection.reported(1, good())
+    assert isinstance(play.tick(), Wait)
+    play.collection.reported(2, good())
+    outcome = play.tick()
+    assert (outcome.cause, outcome.late, outcome.kill) == (0, (), True)
+
+
+def test_death_that_is_noticed_with_the_last_report(play):
+    """The pool is killed, so its memory with the result is gone: that is no success."""
+    for rank in range(3):
+        play.collection.reported(rank, good())
+    play.collection.died(2, play.now)
+    outcome = play.tick(quiet=False)
+    assert (outcome.cause, outcome.late, outcome.kill) == (2, (), True)
+
+
+def test_death_of_all(play):
+    for rank in range(3):
+        play.collection.died(rank, play.now + rank)
+    outcome = play.tick()
+    assert (outcome.cause, outcome.late, outcome.kill) == (0, (0, 1, 2), True)
+
+
+def test_a_rank_that_reports_an_error_and_ends_has_failed_by_the_error():
+    """As every rank does that cannot start."""
+    play = Play(world_size=2)
+    play.collection.reported(1, bad(at=play.now))
+    play.collection.died(1, play.now)
+    play.collection.reported(0, good())
+    outcome = play.tick()
+    assert (outcome.cause, outcome.replies[1]["ok"], outcome.kill) == (1, False, True)
+
+
+def test_death_causes_errors_that_are_noticed_before_it(play):
+    play.collection.reported(0, bad(at=play.now, kind="RuntimeError"))
+    play.collection.died(1, play.now + 0.1)
+    play.collection.reported(2, bad(at=play.now + 0.05))
+    assert play.tick().cause == 1
+
+
+# --- the deadline -----------------------------------------------------------------------------------------------------
+
+
+def test_the_late_rank_is_named(play):
+    for rank in (0, 2):
+        play.collection.reported(rank, good())
+    outcome = play.pass_time(TIMEOUT + 1)
+    assert play.now == BEGAN + TIMEOUT
+    assert (outcome.cause, outcome.late, outcome.stopped, outcome.kill) == (None, (1,), frozenset(), True)
+
+
+def test_a_deadline_in_the_past():
+    outcome = Play(timeout=-1.0).tick()
+    assert (outcome.late, outcome.kill) == ((0, 1, 2), True)
+
+
+def test_what_arrived_counts_after_the_deadline(play):
+    play.now = BEGAN + 10 * TIMEOUT
+    play.collection.tick(play.now)  # suspended once: the deadline was moved
+    play.now += 10 * TIMEOUT
+    assert isinstance(play.tick(quiet=False), Wait)
+    for rank in range(3):
+        play.collection.reported(rank, good())
+    assert not play.tick(quiet=False).kill
+
+
+def test_a_suspension_extends_the_deadline_once(play):
+    play.pass_time(10)
+    play.now += 1000
+    assert play.tick() == Wait(until=BEGAN + TIMEOUT + 1000)
+    play.now += SUSPENDED + 1
+    assert play.tick() == Wait(until=BEGAN + TIMEOUT + 1000)
+    assert isinstance(play.pass_time(TIMEOUT), Outcome)
+    assert play.now == BEGAN + TIMEOUT + 1000
+
+
+def test_a_short_gap_is_no_suspension(play):
+    play.now += SUSPENDED
+    assert play.tick() == Wait(until=BEGAN + TIMEOUT)
+
+
+# --- stopped ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_rank_is_not_waited_for(play):
+    play.collection.reported(0, good())
+    outcome = play.pass_time(TIMEOUT, stopped={1})
+    assert play.now == BEGAN + STOPPED_GRACE
+    assert (outcome.cause, outcome.late, outcome.stopped, outcome.kill) == (None, (1, 2), frozenset({1}), True)
+
+
+def test_a_rank_that_goes_on_starts_over(play):
+    play.pass_time(STOPPED_GRACE - STEP, stopped={1})
+    play.pass_time(STEP)
+    assert isinstance(play.pass_time(STOPPED_GRACE - STEP, stopped={1}), Wait)
+    assert play.pass_time(STEP, stopped={1}).stopped == {1}
+
+
+def test_a_stopped_rank_that_has_reported_is_not_waited_for_anyway(play):
+    play.collection.reported(1, good())
+    assert isinstance(play.pass_time(2 * STOPPED_GRACE, stopped={1}), Wait)
+
+
+def test_time_in_which_this_process_was_suspended_too_does_not_count(play):
+    """Somebody who stops all processes does not let them go on at the same moment."""
+    play.now += 1000
+    assert isinstance(play.tick(stopped={1}), Wait)
+    assert isinstance(play.pass_time(STOPPED_GRACE - STEP, stopped={1}), Wait)
+
+
+def test_the_deadline_comes_first_where_it_is_shorter():
+    play = Play(timeout=STOPPED_GRACE - 1)
+    outcome = play.pass_time(TIMEOUT, stopped={1})
+    assert (outcome.late, outcome.stopped) == ((0, 1, 2), frozenset())
+
+
+# --- cancel and abort -------------------------------------------------------------------------------------------------
+
+
+def test_cancel_in_time(play):
+    play.tick()
+    asked = play.now
+    assert play.collection.cancel(asked) == SendCancel(until=asked + CANCEL_GRACE)
+    assert play.pass_time(STEP) == play.collection.cancel(play.now) == Wait(until=asked + CANCEL_GRACE)  # sent once
+    for rank in range(3):
+        play.collection.reported(rank, good(cancelled=True))
+    outcome = play.tick()
+    assert (outcome.cancelled, outcome.cause, outcome.kill) == (True, None, False)
+
+
+def test_cancel_not_in_time(play):
+    play.collection.cancel(play.now)
+    play.collection.reported(0, good(cancelled=True))
+    outcome = play.pass_time(TIMEOUT)
+    assert CANCEL_GRACE <= play.now - BEGAN < CANCEL_GRACE + STEP
+    assert (outcome.cancelled, outcome.cause, outcome.late, outcome.kill) == (True, None, (1, 2), True)
+
+
+def test_cancel_of_what_has_failed(play):
+    play.collection.reported(0, bad(at=play.now))
+    assert play.tick() == play.collection.cancel(play.now) == Wait(until=play.now + REPORT_GRACE)
+    assert not play.pass_time(TIMEOUT).cancelled
+
+
+def test_failure_after_cancel(play):
+    play.collection.cancel(play.now)
+    play.collection.died(0, play.now)
+    assert play.tick().until == play.now + REPORT_GRACE
+    assert play.pass_time(TIMEOUT).cause == 0
+
+
+def test_abort(play):
+    play.collection.reported(0, good())
+    play.collection.abort()
+    outcome = play.tick()
+    assert (outcome.aborted, outcome.kill) == (True, True)
+
+
+def test_abort_of_what_is_done(play):
+    """The ranks are dead already: whoever aborts kills them first."""
+    for rank in range(3):
+        play.collection.reported(rank, good())
+    play.collection.abort()
+    assert play.tick().aborted

@@ -1,0 +1,69 @@
+"""What a rank's interpreter is started with, and what a user is told when it cannot be."""
+
+import errno
+import json
+import subprocess
+import sys
+
+import pytest
+from support.package import ROOT
+
+from cp_runtime.errors import PoolError
+from cp_runtime.pool.limits import name_limit, starting
+
+OPTIONS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from support.package import load_package
+load_package()
+from cp_runtime.pool.launcher import interpreter_options
+print(json.dumps(interpreter_options()))
+"""
+SEEN = "import json, sys; print(json.dumps([list(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions]))"
+
+
+def run(options, *command):
+    done = subprocess.run([sys.executable, *options, *command], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["-s"],
+        ["-E", "-B"],
+        ["-I"],
+        ["-OO", "-s"],
+        ["-X", "utf8=0", "-X", "faulthandler", "-W", "error::SyntaxWarning", "-W", "ignore::ImportWarning"],
+    ],
+    ids=" ".join,
+)
+def test_ranks_inherit_the_options_of_the_interpreter(options):
+    inherited = run(options, "-c", OPTIONS, str(ROOT / "tests"))
+    assert run(inherited, "-c", SEEN) == run(options, "-c", SEEN)
+
+
+LACKING = [
+    (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+    (OSError(errno.EAGAIN, "Resource temporarily unavailable"), "ulimit -u.*pids.max"),
+    (RuntimeError("can't start new thread"), "ulimit -u.*pids.max"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory"),
+]
+
+
+@pytest.mark.parametrize(("error", "limit"), LACKING, ids=lambda value: str(value))
+def test_a_start_without_room_names_the_limit(error, limit):
+    with pytest.raises(PoolError, match=f"the workers could not be started: .*The limit is that of .*{limit}"), starting():
+        raise error
+
+
+def test_other_errors_of_a_start_stay_what_they_are():
+    with pytest.raises(RuntimeError, match=r"^something else$"), starting():
+        raise RuntimeError("something else")
+
+
+def test_what_a_rank_says_of_a_missing_thread():
+    """gloo's threads: the text of the system's C++ library, without a number."""
+    assert "ulimit -u" in name_limit(RuntimeError("Resource temporarily unavailable"))
+    assert name_limit(RuntimeError("shapes cannot be multiplied")) == ""

@@ -1,0 +1,56 @@
+"""Environment variables of the pool: a bad one is named where a pool is to be started, and stops no import."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.package import ROOT
+from support.pools import make_pool
+
+from cp_runtime.errors import ConfigError
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.settings import load_timeout, startup_timeout
+
+SETTINGS = {"CP_STARTUP_TIMEOUT": (startup_timeout, 300.0), "CP_LOAD_TIMEOUT": (load_timeout, 1800.0)}
+IMPORT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from support.package import load_package
+load_package()
+import cp_runtime.pool.worker_pool
+"""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("45", 45.0), (" 0.5 ", 0.5), ("1e3", 1000.0), (None, None), ("", None), (" ", None)]
+)
+def test_seconds(monkeypatch, name, text, seconds):
+    read, default = SETTINGS[name]
+    monkeypatch.delenv(name, raising=False)
+    if text is not None:
+        monkeypatch.setenv(name, text)
+    assert read() == (default if seconds is None else seconds)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("text", ["5m", "inf", "-inf", "nan", "1e10", "-1", "0", "1,5", "x" * 10_000])
+def test_what_is_no_number_of_seconds_is_refused_by_name(monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=rf"environment variable {name}: got .*; allowed: seconds above 0 .*unset it") as caught:
+        make_pool()
+    assert len(str(caught.value)) < 500
+
+
+def test_a_bad_setting_stops_no_import():
+    env = {**os.environ, "CP_STARTUP_TIMEOUT": "5m", "CP_LOAD_TIMEOUT": "-1"}
+    done = subprocess.run([sys.executable, "-c", IMPORT, str(ROOT / "tests")], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("value", ["x" * 10_000, "cpu," * 5_000 + "x" * 5_000])
+def test_an_error_about_a_long_text_is_short(value):
+    with pytest.raises(ConfigError, match=r"devices: got '(c|x)") as caught:
+        RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), devices=value)
+    assert len(str(caught.value)) < 1200
