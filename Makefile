@@ -8,7 +8,7 @@ SETUP = assignments=$$("$(PYTHON)" .ci/setup.py --print) && eval "$$assignments"
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = "$$CP_PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())'
 
-.PHONY: help setup test demo play bench soak coverage registry plan definitions lint lint-ruff lint-format lint-mypy lint-codespell
+.PHONY: help setup test test-quick demo play bench soak coverage registry plan definitions lint lint-ruff lint-format lint-mypy lint-codespell
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
@@ -16,8 +16,11 @@ help: ## this list
 setup: ## make the development environment outside the checkout, or find it ready
 	@"$(PYTHON)" .ci/setup.py
 
-test: ## run the tests; options for pytest in PYTEST_ARGS, e.g. PYTEST_ARGS="tests/unit -k mask"
-	@$(SETUP) && $(PYTEST) $(PYTEST_ARGS)
+test: ## run the tests; a part of them with PYTEST_ARGS, options for pytest, e.g. PYTEST_ARGS="tests/unit -k mask"
+	@$(SETUP) && $(if $(strip $(PYTEST_ARGS)),$(PYTEST) $(PYTEST_ARGS),"$$CP_PYTHON" .ci/lanes.py)
+
+test-quick: ## lint, the tests that need no ComfyUI, and one prompt per mode on a server: a minute or so
+	@$(SETUP) && "$$CP_PYTHON" .ci/lanes.py --quick
 
 demo: ## run the main job: the same picture from one rank and from several
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/demo.py $(DEMO_ARGS)

@@ -24,7 +24,7 @@ CHECKOUT = TESTS.parent
 # `python -m pytest` puts the working directory first.
 sys.path[:] = [str(TESTS), *(entry for entry in sys.path if Path(entry).resolve() not in (CHECKOUT, TESTS))]
 
-from support import checkpoints, exercised  # noqa: E402
+from support import checkpoints, durations, exercised  # noqa: E402
 from support.package import load_package  # noqa: E402
 from support.server import ComfyServer  # noqa: E402
 
@@ -47,10 +47,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_CheckoutIsNoPackage(), "checkout-is-no-package")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on the shared server come last, in the order of their ranks: another number of them restarts them all."""
+
+    def ranks(item: pytest.Item) -> int:
+        mark = item.get_closest_marker("ranks")
+        return (mark.args[0] if mark else 2) if "server" in getattr(item, "fixturenames", ()) else 0
+
+    items.sort(key=ranks)
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Keep what a passed test has shown for `make coverage`; fixtures have their prompts counted with the test they ran for."""
     if report.when != "setup":
         exercised.settle(report.nodeid, passed=report.when == "call" and report.passed)
+    durations.note(report.nodeid, report.duration)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """End with the time per folder, file and test."""
+    for line in durations.finish():
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

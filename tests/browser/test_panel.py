@@ -192,7 +192,7 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     expect(panel.locator("[data-rank='1']")).to_contain_text(str(started[1]))
 
     error.get_by_role("button", name="Dismiss").click()
-    load(page, **LONG)
+    load(page, **{**LONG, "steps": 20})
     press_queue(page)
     headline(panel, "computing")
     headline(panel, "idle")

@@ -11,7 +11,7 @@ from support.graphs import flux_prompt
 from support.server import ComfyServer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def faults(tmp_path_factory):
     """Faults for the workers of `fault_server`, or of a process that gets their environment."""
     return Faults(tmp_path_factory.mktemp("faults"))
@@ -24,14 +24,14 @@ def no_fault_is_left(faults):
     faults.clear()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fault_server(comfyui_path, checkpoints_dir, faults):
     """A server whose workers look for faults."""
     with ComfyServer(comfyui_path, models=checkpoints_dir, env=faults.environment) as running:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def expected(fault_server):
     """The stock latent."""
     return fault_server.latent(fault_server.run(flux_prompt()).check())
@@ -44,7 +44,7 @@ def temp(tmp_path):
     return tmp_path / "temp"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shelf(checkpoints_dir, tmp_path_factory):
     """A folder of models, with the same readable model file inside of it and in several places outside."""
     base = tmp_path_factory.mktemp("shelf")
@@ -59,7 +59,7 @@ def shelf(checkpoints_dir, tmp_path_factory):
     return base
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def graph_server(comfyui_path, shelf):
     """A server for hostile workflows; the workers start with the first good one."""
     with ComfyServer(comfyui_path, models=shelf / "models") as running:

@@ -12,8 +12,8 @@ import torch
 from support.pools import echo, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout
+from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.stacks import KEEP, PREFIX, collect_stacks
-from cp_runtime.pool.worker_pool import WorkerSite
 from cp_runtime.version import VERSION
 
 
@@ -55,7 +55,7 @@ def test_files_with_stacks_are_private(tmp_path, monkeypatch, open_umask):
         assert victim.read_text() == "precious"
 
 
-@pytest.mark.parametrize("folder", [b"gone", b"caf\xe9"], ids=["not there", "not UTF-8"])
+@pytest.mark.parametrize("folder", [b"gone", b"\xe9t\xe9"], ids=["not there", "not UTF-8"])
 def test_a_pool_starts_whatever_the_folder_for_temporary_files(tmp_path, monkeypatch, folder):
     path = os.path.join(os.fsencode(tmp_path), folder)
     if folder != b"gone":

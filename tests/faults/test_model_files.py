@@ -143,7 +143,7 @@ def test_the_workers_run_nothing_in_a_checkpoint(model_ranks, shelf, tmp_path):
 
 
 def test_a_checkpoint_in_a_graph_runs_nothing(graph_server, shelf, tmp_path):
-    marker = tmp_path / "marker"
+    marker, ranks = tmp_path / "marker", graph_server.worker_pids()
     for folder in ("diffusion_models", "checkpoints"):
         write_evil(shelf / "models" / folder, marker)
     for name in ("evil.ckpt", "evil_old.ckpt", "evil.pt"):
@@ -157,4 +157,5 @@ def test_a_checkpoint_in_a_graph_runs_nothing(graph_server, shelf, tmp_path):
             assert result.error.node_id == "loader"
             assert "weights_only" in result.error.exception_message.lower()
             assert not marker.exists()
-    assert graph_server.worker_pids() == []
+    assert graph_server.worker_pids() == ranks
+    assert "loading evil" not in graph_server.log_text()

@@ -1,5 +1,6 @@
 """Rank script: every case of attention_cases.py against one process; rank 0 reports the worst rank."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -66,6 +67,29 @@ def make_mask(kind, batch, heads, layout, generator):
     return mask, mask
 
 
+@functools.cache
+def whole(lengths, heads, batch, kind):
+    """Inputs of a case, the masks, and what one process makes of it in float32: the same in every mode."""
+    generator = torch.Generator().manual_seed(7)
+    heads, kv_heads = heads
+    inputs = [torch.randn(batch, sum(lengths), n, HEAD_DIM, generator=generator).to(device) for n in (heads, kv_heads, kv_heads)]
+    mask, own_mask = make_mask(kind, batch, heads, JointLayout(lengths, world), generator)
+    mask, own_mask = (None if m is None else m.to(device) for m in (mask, own_mask))
+    exact = one_process(*inputs, mask)
+    # Only rank 0 reports.
+    matters = (one_process(*inputs, None) - exact).abs().max().item() if rank == 0 and mask is not None else None
+    return inputs, mask, own_mask, exact, matters
+
+
+@functools.cache
+def rounding(lengths, heads, batch, kind, dtype):
+    """Error of one process in another dtype, root mean square."""
+    inputs, mask, _, exact, _ = whole(lengths, heads, batch, kind)
+    here = one_process(*(t.to(dtype) for t in inputs), mask)
+    return ((here.float() - exact).double() ** 2).mean().sqrt().item()
+
+
+found, worst, squares = [], [], []
 for case in cases(world):
     ring, ulysses, rotate_method, packed = MODES[case.mode]
     config = ContextParallelConfig(
@@ -76,17 +100,12 @@ for case in cases(world):
         ring_anything=True,
     )
     attention.PACKED_LIMIT = PACKED_LIMIT if packed else 0
-    dtype, (heads, kv_heads), total = getattr(torch, case.dtype), case.heads, sum(case.lengths)
-    generator = torch.Generator().manual_seed(7)
-    layout = JointLayout(case.lengths, world)
-    q, k, v = (torch.randn(case.batch, total, n, HEAD_DIM, generator=generator).to(device) for n in (heads, kv_heads, kv_heads))
-    mask, own_mask = make_mask(case.mask, case.batch, heads, layout, generator)
-    mask, own_mask = (None if m is None else m.to(device) for m in (mask, own_mask))
-    exact = one_process(q, k, v, mask)
-    here = one_process(*(t.to(dtype) for t in (q, k, v)), mask)
+    dtype, layout = getattr(torch, case.dtype), JointLayout(case.lengths, world)
+    key = (case.lengths, case.heads, case.batch, case.mask)
+    inputs, _, own_mask, exact, matters = whole(*key)
     mesh.stats.reset()
     # Some models hand over tensors whose last dimension is not the innermost one.
-    local = [layout.take_local(t.to(dtype), rank, 1) for t in (q, k, v)]
+    local = [layout.take_local(t.to(dtype), rank, 1) for t in inputs]
     if case.batch == 2:
         local = [t.transpose(1, 3).contiguous().transpose(1, 3) for t in local]
     out = attention.context_parallel_attention(*local, mesh=mesh, config=config, q_layout=layout, mask=own_mask)
@@ -96,20 +115,14 @@ for case in cases(world):
     expected = expected if owned is None else expected[:, owned.to(device)]
     counts = dict(mesh.stats.counts)
     error = mine.float() - expected
-    worst = torch.tensor([error.abs().max().item() if mine.numel() else 0.0, float(not out.isfinite().all())])
-    squares = (error.double() ** 2).sum().cpu()
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    dist.all_reduce(squares)
-    report(
-        case=case.name,
-        mode=case.mode,
-        mask=case.mask,
-        dtype=case.dtype,
-        difference=worst[0].item(),
-        finite=worst[1].item() == 0,
-        rms=(squares / exact.numel()).sqrt().item(),
-        one_process_rms=((here.float() - exact).double() ** 2).mean().sqrt().item(),
-        mask_matters=None if mask is None else (one_process(q, k, v, None) - exact).abs().max().item(),
-        counts=counts,
-    )
+    worst.append([error.abs().max().item() if mine.numel() else 0.0, float(not out.isfinite().all())])
+    squares.append((error.double() ** 2).sum().item() / exact.numel())
+    if rank == 0:
+        names = {"case": case.name, "mode": case.mode, "mask": case.mask, "dtype": case.dtype}
+        found.append({**names, "one_process_rms": rounding(*key, dtype), "mask_matters": matters, "counts": counts})
+worst, squares = torch.tensor(worst), torch.tensor(squares, dtype=torch.float64)
+dist.all_reduce(worst, dist.ReduceOp.MAX)
+dist.all_reduce(squares)
+for i, values in enumerate(found):
+    report(**values, difference=worst[i, 0].item(), finite=worst[i, 1].item() == 0, rms=squares[i].sqrt().item())
 finish()

@@ -6,7 +6,6 @@ Arguments: ring degree, Ulysses degree, rotate method, names of families.
 import inspect
 import os
 import sys
-from functools import partial
 
 from support.ranks import finish, report, start
 
@@ -19,8 +18,8 @@ import comfy.cli_args  # noqa: E402
 comfy.cli_args.args.cpu = True
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from family_stock import clone, distance, models, stock  # noqa: E402
 from support import families  # noqa: E402
-from support.models import build  # noqa: E402
 
 from cp_runtime.comfy.ui.interception import innermost_method  # noqa: E402
 from cp_runtime.comfy.worker.batch import share_out  # noqa: E402
@@ -29,21 +28,6 @@ from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
-from cp_runtime.nested import map_tensors  # noqa: E402
-
-clone = partial(map_tensors, function=torch.Tensor.clone)
-
-
-def forward(model, inputs, options):
-    return getattr(model, innermost_method(model))(**clone(inputs), transformer_options=clone(dict(options)))
-
-
-def distance(out, expected):
-    """Largest difference of any output, and the least standard deviation."""
-    pairs = [(out, expected)] if isinstance(out, torch.Tensor) else list(zip(out, expected, strict=True))
-    assert all(a.shape == b.shape for a, b in pairs), [(a.shape, b.shape) for a, b in pairs]
-    return max(((a - b).abs().max() / b.std()).item() for a, b in pairs), min(b.std().item() for _, b in pairs)
-
 
 mesh = BatchMesh(dist.group.WORLD)
 config = ContextParallelConfig(
@@ -51,22 +35,16 @@ config = ContextParallelConfig(
 )
 with torch.inference_mode():
     for family in names:
-        module = families.load(family)
-        models = {name: build(model) for name, model in module.MODELS.items()}
-        installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models.items()}
-        for case in module.CASES:
-            model, plan, inputs = models[case.model], installed[case.model], case.make()
+        installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models(family).items()}
+        for case in families.load(family).CASES:
+            model, plan, inputs = models(family)[case.model], installed[case.model], case.make()
             method = getattr(model, innermost_method(model))
             leading = list(inspect.signature(method).parameters)[:2]
             degree = int(batch_degree) if plan.plan.batch_is_shared(inputs) else 1
             shares = share_out(inputs, leading, world, degree, plan.plan.shares_sequence)
             if shares.groups != int(batch_degree):
                 continue
-            expected = forward(model, inputs, case.options)
-            others = {
-                name: distance(forward(model, {k: v for k, v in inputs.items() if k != name}, case.options), expected)[0]
-                for name in case.matters
-            }
+            expected, others = stock(family, case.name)
             mesh.stats.reset()
             arguments = {**clone(inputs), "transformer_options": clone(dict(case.options))}
             sequence = mesh.sequence(shares.groups)
@@ -92,6 +70,8 @@ with torch.inference_mode():
         report(
             family=family,
             case="removed",
-            hooks=sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for model in models.values() for m in model.modules()),
+            hooks=sum(
+                len(m._forward_hooks) + len(m._forward_pre_hooks) for model in models(family).values() for m in model.modules()
+            ),
         )
 finish()

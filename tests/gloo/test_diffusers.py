@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.ranks import run_ranks
+from support.ranks import DIFFUSERS, run_ranks
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
@@ -21,7 +21,9 @@ RUNS = [(world, mode) for world in WORLDS for mode in (*MODES, *(TWO_AXES if wor
 def ran(world):
     """Reports of all cases and checks on `world` ranks; the error if a rank failed, which is not tried again either."""
     try:
-        return {r.get("check") or (r["case"], r["mode"]): r for r in run_ranks(HERE / "diffusers_ranks.py", world)}
+        return {
+            r.get("check") or (r["case"], r["mode"]): r for r in run_ranks(HERE / "diffusers_ranks.py", world, preload=DIFFUSERS)
+        }
     except AssertionError as error:
         return error
 

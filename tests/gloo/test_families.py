@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import families
-from support.ranks import run_ranks
+from support.ranks import COMFY, run_ranks
 
 from cp_runtime.families import PLANS
 
@@ -54,7 +54,15 @@ def reports_of(mode, request):
         wanted = {item.callspec.params["key"][1] for item in request.session.items if "key" in getattr(item, "fixturenames", ())}
         ring, ulysses, _, batches = MODES[mode]
         names = sorted(name for name in wanted | {"wan"} if any(key[:2] == (mode, name) for key in CASES))
-        found = run_ranks(HERE / "family_ranks.py", ring * ulysses * batches, *map(str, MODES[mode]), *names, timeout=600)
+        found = run_ranks(
+            HERE / "family_ranks.py",
+            ring * ulysses * batches,
+            *map(str, MODES[mode]),
+            *names,
+            timeout=600,
+            preload=(*COMFY, "family_stock"),
+            prepare=names,
+        )
         _runs[mode] = {(r["family"], r["case"]): r for r in found}
     return _runs[mode]
 

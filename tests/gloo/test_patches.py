@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-from support.ranks import run_ranks
+from support.ranks import COMFY, run_ranks
 
 
 @pytest.fixture(scope="module")
 def reports():
     assert os.environ.get("COMFYUI_PATH"), "COMFYUI_PATH is not set"
-    return {r.pop("name"): r for r in run_ranks(Path(__file__).with_name("patch_ranks.py"), 1)}
+    return {r.pop("name"): r for r in run_ranks(Path(__file__).with_name("patch_ranks.py"), 1, preload=COMFY)}
 
 
 @pytest.mark.parametrize("name", ["network", "patches", "residuals"])

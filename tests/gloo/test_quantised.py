@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from support.ranks import run_ranks
+from support.ranks import COMFY, run_ranks
 
 
 def test_a_scale_of_the_whole_input_is_shared():
-    (result,) = run_ranks(Path(__file__).with_name("scale_ranks.py"), 3)
+    (result,) = run_ranks(Path(__file__).with_name("scale_ranks.py"), 3, preload=COMFY)
     assert result["alone"] > 1e-3  # each rank by itself would round otherwise
     assert result["together"] == result["from_file"] == result["after"] == 0

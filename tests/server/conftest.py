@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import families
+from support.faults import Faults
+from support.server import ComfyServer
 
+PREVIEWS = ("--preview-method", "latent2rgb")
 INSIDE = "model.diffusion_model.conditioner."
+
+
+@pytest.fixture(scope="session")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    """Faults for the workers of `pool_server`."""
+    return Faults(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="session")
+def pool_server(comfyui_path: Path, checkpoints_dir: Path, faults: Faults) -> Iterator[ComfyServer]:
+    """A server whose workers are killed, stopped and restarted, and which sends previews."""
+    with ComfyServer(comfyui_path, models=checkpoints_dir, args=PREVIEWS, env=faults.environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def off_server(comfyui_path: Path, checkpoints_dir: Path) -> Iterator[ComfyServer]:
+    """A server whose workers never start."""
+    with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
+        yield running
+        assert running.worker_pids() == []
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import json
 import pytest
 from support import families
 from support.graphs import family_prompt
+from support.worlds import on_ranks
 
 TOLERANCE = 2e-4
 SERVED = families.served()
@@ -51,8 +52,10 @@ def run(served, graph, cp, server):
 
 
 @pytest.mark.parametrize("served", [*UNETS, *TRANSFORMERS])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_cfg_equals_one_process(setting, served, server, family_checkpoints):
+@pytest.mark.parametrize(
+    ("setting", "world"), [on_ranks(entry[0]["world_size"], name, id=name) for name, entry in SETTINGS.items()]
+)
+def test_cfg_equals_one_process(setting, world, served, server, family_checkpoints):
     cp, transformer, unet = SETTINGS[setting]
     report = run(served, "cfg 7", cp, server)
     degrees = {**report["degrees"], "sequence": report["degrees"]["ring"] * report["degrees"]["ulysses"]}
@@ -61,24 +64,24 @@ def test_cfg_equals_one_process(setting, served, server, family_checkpoints):
 
 
 @pytest.mark.parametrize(
-    ("served", "graph", "cp", "batch"),
+    ("served", "graph", "cp", "batch", "world"),
     [
         # Three items on two ranks: the sequence is shared instead, or a UNet's ranks compute two and one.
-        ("flux", "batch 3 without cfg", {"world_size": 2}, 1),
-        ("sdxl", "batch 3 without cfg", {"world_size": 2}, 2),
-        ("flux", "batch 3 without cfg", {"world_size": 3}, 3),
-        ("sd15", "one item", {"world_size": 2}, 2),
-        ("flux", "one item", {"world_size": 4, "batch_degree": 2, "ulysses_degree": 2}, 1),
-        ("wan_t2v", "cfg 7 batch 3", {"world_size": 4}, 2),
-        ("sd15", "cfg 7 batch 3", {"world_size": 4}, 4),
+        on_ranks(2, "flux", "batch 3 without cfg", {"world_size": 2}, 1),
+        on_ranks(2, "sdxl", "batch 3 without cfg", {"world_size": 2}, 2),
+        on_ranks(3, "flux", "batch 3 without cfg", {"world_size": 3}, 3),
+        on_ranks(2, "sd15", "one item", {"world_size": 2}, 2),
+        on_ranks(4, "flux", "one item", {"world_size": 4, "batch_degree": 2, "ulysses_degree": 2}, 1),
+        on_ranks(4, "wan_t2v", "cfg 7 batch 3", {"world_size": 4}, 2),
+        on_ranks(4, "sd15", "cfg 7 batch 3", {"world_size": 4}, 4),
     ],
 )
-def test_what_does_not_divide(served, graph, cp, batch, server, family_checkpoints):
+def test_what_does_not_divide(served, graph, cp, batch, world, server, family_checkpoints):
     assert run(served, graph, cp, server)["degrees"]["batch"] == batch
 
 
-@pytest.mark.parametrize("served", ["sdxl", "flux"])
-def test_areas_share_the_batch(served, server, family_checkpoints):
+@pytest.mark.parametrize(("served", "world"), [on_ranks(world, name) for world in (2, 3) for name in ("sdxl", "flux")])
+def test_areas_share_the_batch(served, world, server, family_checkpoints):
     """Two areas of the same size in one call, the negative condition of the whole picture in another."""
 
     def prompt(**common):
@@ -93,7 +96,6 @@ def test_areas_share_the_batch(served, server, family_checkpoints):
         return made
 
     expected = server.latent(server.run(prompt(), timeout=120).check())
-    for world in (2, 3):
-        out = server.latent(server.run(prompt(cp={"world_size": world}), timeout=120).check())
-        assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    out = server.latent(server.run(prompt(cp={"world_size": world}), timeout=120).check())
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
     assert (expected - stock(served, "cfg 7", server)).abs().max() > 1e-2 * expected.std()

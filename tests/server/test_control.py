@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 from support.graphs import flux_prompt
+from support.worlds import alternate
 
 TOLERANCE = 2e-4
 SIZE = {"width": 72, "height": 104}
@@ -76,12 +77,7 @@ def stock(server, case):
     return _stock[case]
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
-def world(request):
-    return request.param
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "world"), alternate(CASES))
 def test_latent_equals_the_stock_graph(case, world, server):
     expected = stock(server, case)
     out = server.latent(server.run(CASES[case](cp={"world_size": world}), timeout=120).check())

@@ -14,8 +14,9 @@ from cp_runtime.families import PLANS
 TOLERANCE = 2e-4
 SERVED = families.served()
 
-# Ranks, and the graph: as the entry says, and with both halves of CFG and a batch. (tests/gloo has every case at 2 and 3.)
-WAYS = {"3 ranks": (3, {}), "2 ranks, cfg batch": (2, {"cfg": 4.0, "batch": 2})}
+# An odd number of ranks, both halves of CFG and a batch; tests/gloo has every case of the forward, at 2 ranks and at 3.
+WORLD = 3
+GUIDED = {"cfg": 4.0, "batch": 2}
 
 
 def test_every_family_is_served():
@@ -28,21 +29,20 @@ def test_names_are_unique():
 
 
 @pytest.mark.parametrize("served", SERVED, ids=[f"{module}-{name}" for name, (module, *_) in SERVED.items()])
-@pytest.mark.parametrize("way", WAYS)
-def test_latent_equals_the_stock_graph(way, served, server, family_checkpoints):
+@pytest.mark.ranks(WORLD)
+def test_latent_equals_the_stock_graph(served, server, family_checkpoints):
     assert served not in family_checkpoints, family_checkpoints[served]
     _, entry, model = SERVED[served]
     plan = PLANS[model.cls]
-    world, settings = WAYS[way]
-    settings = {**settings, **({"batch": 1} if entry.single else {})}
+    settings = {**GUIDED, **({"batch": 1} if entry.single else {})}
     expected = stock_latents(entry, settings, server)
 
     # Without a batch axis, so that the sequence is what the ranks share.
-    cp = {"world_size": world, "batch_degree": 1 if plan.shares_sequence else 0}
+    cp = {"world_size": WORLD, "batch_degree": 1 if plan.shares_sequence else 0}
     result = server.run(family_prompt(entry, node="CPSampler", cp=cp, **settings), timeout=120).check()
     latents = latents_of(result, server)
     report = json.loads(result.outputs["report"]["text"][0])
-    assert (report["family"], report["world_size"]) == (plan.family, world)
+    assert (report["family"], report["world_size"]) == (plan.family, WORLD)
     assert [rank["pid"] for rank in report["ranks"]] == server.worker_pids()
     if plan.shares_sequence:
         for rank in report["ranks"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from functools import partial
@@ -10,7 +11,7 @@ from functools import partial
 import psutil
 import pytest
 from support import families
-from support.faults import SLACK, Faults, Stopwatch
+from support.faults import SLACK, Stopwatch
 from support.graphs import family_prompt, flux_prompt, wan_prompt
 from support.processes import fd_count, pss, thread_count, wait_gone
 from support.server import ComfyServer
@@ -19,19 +20,6 @@ TOLERANCE = 2e-4
 CP = {"world_size": 2}
 # About 1,000 tokens: steps of a few tenths of a second here, so that faults hit a running call.
 LONG = {"width": 512, "height": 512, "steps": 60}
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    return Faults(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="module")
-def pool_server(comfyui_path, checkpoints_dir, faults):
-    with ComfyServer(
-        comfyui_path, models=checkpoints_dir, args=["--preview-method", "latent2rgb"], env=faults.environment
-    ) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -238,17 +226,6 @@ def test_killed_worker_fails_the_prompt_and_the_next_one_is_right(pool_server, e
     assert not set(pids) & set(pool_server.worker_pids())
 
 
-def test_worker_killed_while_idle(pool_server, expected):
-    assert_right(pool_server, expected)
-    victim = pool_server.worker_pids()[1]
-    os.kill(victim, signal.SIGKILL)
-    time.sleep(0.5)
-    result = pool_server.run(flux_prompt(cp=CP), timeout=30)
-    if result.status == "error":  # noticed by the call: it names the rank, and the next call has a new pool
-        assert f"(pid {victim}) failed: SIGKILL" in result.error.exception_message
-    assert_right(pool_server, expected)
-
-
 @pytest.mark.parametrize(("rank", "module"), [(1, 1), (1, 3), (0, 4)])
 def test_out_of_memory_on_one_rank(pool_server, expected, faults, rank, module):
     assert_right(pool_server, expected)
@@ -281,72 +258,75 @@ def test_out_of_memory_in_one_batch_group(served, world, pool_server, faults, fa
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
 
 
-@pytest.mark.parametrize(("kind", "moment"), [(signal.SIGKILL, "computing"), (signal.SIGTERM, "idle")])
-def test_no_worker_outlives_the_server(comfyui_path, checkpoints_dir, moment, kind):
-    with ComfyServer(comfyui_path, models=checkpoints_dir) as server:
-        server.run(flux_prompt(cp=CP), timeout=120).check()
-        workers = server.workers("cp_runtime", "bootstrap")
-        assert len(workers) == 2
-        if moment == "computing":
-            wait_for_step(server, server.queue(flux_prompt(cp=CP, **LONG)))
-        os.kill(server.pid, kind)
-        assert wait_gone(workers, 2) == []
-
-
-def test_a_file_that_changes_after_loading(comfyui_path, checkpoints_dir, tmp_path):
-    """The workers never mix the UI's model with the file's new content."""
-    models = tmp_path / "models"
-    (models / "diffusion_models").mkdir(parents=True)
-    file = models / "diffusion_models" / "flux.safetensors"
-    file.write_bytes((checkpoints_dir / "diffusion_models" / "flux.safetensors").read_bytes())
-    with ComfyServer(comfyui_path, models=models) as server:
-        first = server.latent(server.run(flux_prompt(cp=CP), timeout=120).check())
-        os.utime(file, (1, 1))
-        again = server.latent(server.run(flux_prompt(cp=CP), timeout=60).check())  # it is on the workers
-        assert (again == first).all()
-        os.kill(server.worker_pids()[0], signal.SIGKILL)
-        time.sleep(0.5)
-        errors = [server.run(flux_prompt(cp=CP), timeout=60).error for _ in range(2)]
-        assert any("flux.safetensors changed on disk" in error.exception_message for error in errors if error)
-        server.free(unload_models=True, free_memory=True)
-        time.sleep(1)
-        last = server.latent(server.run(flux_prompt(cp=CP), timeout=60).check())
-        assert (last - first).abs().max() <= TOLERANCE * first.std()
-        # A weight that a node changes in place is not in the file: refused, and the stock graph keeps the change.
-        server.free(unload_models=True, free_memory=True)
-        time.sleep(1)
-        changed = {"model_nodes": [("TestPatch", {"kind": "changed_weight"})]}
-        stock = server.latent(server.run(flux_prompt(**changed), timeout=60).check())
-        error = server.run(flux_prompt(cp=CP, **changed), timeout=60).error
-        assert "changed the weight img_in.bias in place" in error.exception_message
-        assert (server.latent(server.run(flux_prompt(**changed), timeout=60).check()) == stock).all()
-        assert (stock - first).abs().max() > 1e-3
-
-
-def test_linked_model_files_and_folders(comfyui_path, checkpoints_dir, tmp_path):
-    """Models that lie on another disk, behind a link, are inside ComfyUI's model folders."""
-    models, elsewhere = tmp_path / "models", tmp_path / "elsewhere"
-    (models / "diffusion_models").mkdir(parents=True)
+@pytest.fixture(scope="module")
+def own_models(checkpoints_dir, tmp_path_factory):
+    """A folder of models that a test may change: one file, one behind a link, and a folder behind a link."""
+    base = tmp_path_factory.mktemp("own")
+    folder, elsewhere = base / "models" / "diffusion_models", base / "elsewhere"
+    folder.mkdir(parents=True)
     elsewhere.mkdir()
-    for name in ("flux.safetensors", "flux_h1.safetensors"):
-        (elsewhere / name).write_bytes((checkpoints_dir / "diffusion_models" / name).read_bytes())
-    (models / "diffusion_models" / "linked.safetensors").symlink_to(elsewhere / "flux.safetensors")
-    (models / "diffusion_models" / "folder").symlink_to(elsewhere, target_is_directory=True)
-    with ComfyServer(comfyui_path, models=models) as server:
-        for ckpt in ("linked", "folder/flux_h1"):
-            reference = server.latent(server.run(flux_prompt(ckpt=ckpt)).check())
-            out = server.latent(server.run(flux_prompt(ckpt=ckpt, cp=CP), timeout=120).check())
-            assert (out - reference).abs().max() <= TOLERANCE * reference.std()
+    for name, target in (("flux", folder / "flux"), ("flux", elsewhere / "flux"), ("flux_h1", elsewhere / "flux_h1")):
+        shutil.copyfile(checkpoints_dir / "diffusion_models" / f"{name}.safetensors", target.with_suffix(".safetensors"))
+    (folder / "linked.safetensors").symlink_to(elsewhere / "flux.safetensors")
+    (folder / "folder").symlink_to(elsewhere, target_is_directory=True)
+    return folder
 
 
-def test_free_with_a_stopped_worker_does_not_end_the_queue(comfyui_path, checkpoints_dir):
-    with ComfyServer(comfyui_path, models=checkpoints_dir) as server:
-        reference = server.latent(server.run(flux_prompt()).check())
-        server.run(flux_prompt(cp=CP), timeout=120).check()
-        os.kill(server.worker_pids()[1], signal.SIGSTOP)
-        server.free(unload_models=True, free_memory=True)
-        out = server.latent(server.run(flux_prompt(cp=CP), timeout=120).check())
-        assert (out - reference).abs().max() <= TOLERANCE * reference.std()
+@pytest.fixture(scope="module")
+def own_models_server(comfyui_path, own_models):
+    with ComfyServer(comfyui_path, models=own_models.parent) as running:
+        yield running
+
+
+def test_a_file_that_changes_after_loading(own_models_server, own_models):
+    """The workers never mix the UI's model with the file's new content."""
+    server = own_models_server
+    first = server.latent(server.run(flux_prompt(cp=CP), timeout=120).check())
+    os.utime(own_models / "flux.safetensors", (1, 1))
+    again = server.latent(server.run(flux_prompt(cp=CP), timeout=60).check())  # it is on the workers
+    assert (again == first).all()
+    os.kill(server.worker_pids()[0], signal.SIGKILL)
+    time.sleep(0.5)
+    errors = [server.run(flux_prompt(cp=CP), timeout=60).error for _ in range(2)]
+    assert any("flux.safetensors changed on disk" in error.exception_message for error in errors if error)
+    server.free(unload_models=True, free_memory=True)
+    time.sleep(1)
+    last = server.latent(server.run(flux_prompt(cp=CP), timeout=60).check())
+    assert (last - first).abs().max() <= TOLERANCE * first.std()
+    # A weight that a node changes in place is not in the file: refused, and the stock graph keeps the change.
+    server.free(unload_models=True, free_memory=True)
+    time.sleep(1)
+    changed = {"model_nodes": [("TestPatch", {"kind": "changed_weight"})]}
+    stock = server.latent(server.run(flux_prompt(**changed), timeout=60).check())
+    error = server.run(flux_prompt(cp=CP, **changed), timeout=60).error
+    assert "changed the weight img_in.bias in place" in error.exception_message
+    assert (server.latent(server.run(flux_prompt(**changed), timeout=60).check()) == stock).all()
+    assert (stock - first).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("ckpt", ["linked", "folder/flux_h1"])
+def test_linked_model_files_and_folders(own_models_server, ckpt):
+    """Models that lie on another disk, behind a link, are inside ComfyUI's model folders."""
+    server = own_models_server
+    reference = server.latent(server.run(flux_prompt(ckpt=ckpt)).check())
+    out = server.latent(server.run(flux_prompt(ckpt=ckpt, cp=CP), timeout=120).check())
+    assert (out - reference).abs().max() <= TOLERANCE * reference.std()
+
+
+def test_free_with_a_stopped_worker_does_not_end_the_queue(pool_server, expected):
+    assert_right(pool_server, expected)
+    os.kill(pool_server.worker_pids()[1], signal.SIGSTOP)
+    pool_server.free(unload_models=True, free_memory=True)
+    assert_right(pool_server, expected)
+
+
+def test_no_worker_outlives_a_server_that_is_asked_to_end(own_models_server):
+    """Ends the server: the last test on it. In the middle of a call: tests/faults/test_parent.py."""
+    own_models_server.run(flux_prompt(ckpt="linked", cp=CP), timeout=120).check()
+    workers = own_models_server.workers("cp_runtime", "bootstrap")
+    assert len(workers) == 2
+    os.kill(own_models_server.pid, signal.SIGTERM)
+    assert wait_gone(workers, 2) == []
 
 
 def test_interrupt_signal_while_computing_ends_everything(comfyui_path, checkpoints_dir):

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 from support.graphs import flux_prompt, wan_prompt
+from support.worlds import alternate, on_ranks
 
 TOLERANCE = 2e-4
 
@@ -66,18 +67,17 @@ CASES = {
 _stock: dict[str, object] = {}
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
-def world(request):
-    return request.param
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_latent_equals_the_stock_graph(case, world, server):
-    build = CASES[case]
+def stock(case, server):
+    """The latent of a case without context parallelism, computed once."""
     if case not in _stock:
-        _stock[case] = server.latent(server.run(build(), timeout=120).check())
-    expected = _stock[case]
-    result = server.run(build(cp={"world_size": world}), timeout=120).check()
+        _stock[case] = server.latent(server.run(CASES[case](), timeout=120).check())
+    return _stock[case]
+
+
+@pytest.mark.parametrize(("case", "world"), alternate(CASES))
+def test_latent_equals_the_stock_graph(case, world, server):
+    expected = stock(case, server)
+    result = server.run(CASES[case](cp={"world_size": world}), timeout=120).check()
     out = server.latent(result)
     assert len(server.worker_pids()) == world
     assert out.shape == expected.shape
@@ -91,28 +91,33 @@ MODES = {
     "ring alltoall": {"world_size": 3, "ring_degree": 3, "rotate_method": "alltoall"},
     "ring allgather": {"world_size": 3, "ring_degree": 3, "rotate_method": "allgather"},
     "unified": {"world_size": 4, "ring_degree": 2, "rotate_method": "alltoall", "convert_to_fp32": False},
+    "batch": {"world_size": 4, "batch_degree": 2, "ulysses_degree": 2},
 }
 
 
+QUICK = "cfg 4 batch 2"
+
+
 @pytest.mark.parametrize(
-    "case", ["cfg 4 batch 2", "odd size", "one text token", "1 head", "key mask", "block mask batch 2", "wan t2v cfg batch odd"]
+    "case",
+    [
+        *("odd size", "one text token", "1 head", "key mask", "block mask batch 2", "wan t2v cfg batch odd"),
+        pytest.param(QUICK, marks=pytest.mark.quick),
+    ],
 )
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_equals_the_stock_graph(mode, case, server):
-    expected = _stock.get(case)
-    if expected is None:
-        expected = _stock[case] = server.latent(server.run(CASES[case](), timeout=120).check())
+@pytest.mark.parametrize(("mode", "world"), [on_ranks(settings["world_size"], mode, id=mode) for mode, settings in MODES.items()])
+def test_every_mode_equals_the_stock_graph(mode, world, case, server):
+    expected = stock(case, server)
     out = server.latent(server.run(CASES[case](cp=MODES[mode]), timeout=120).check())
+    assert len(server.worker_pids()) == world
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
 
 
 def test_conditions_of_the_cases_matter(server):
     """A case that equals the plain graph would prove nothing."""
-    plain = _stock.get("KSampler euler")
-    if plain is None:
-        pytest.skip("needs the parity tests of this file")
+    plain = stock("KSampler euler", server)
     for case in ("key mask", "LoRA", "LoRA at half strength", "reference latents", "cfg 4", "fp8 scaled", "ancestral"):
-        other = _stock[case]
+        other = stock(case, server)
         assert other.shape != plain.shape or (other - plain).abs().max() > 1e-2 * plain.std(), case
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support import families
 from support.graphs import GUIDED_FLUX, NodeCase, NodeSpec, Prompt, family_prompt, flux_prompt, wan_prompt
+from support.worlds import on_ranks
 
 TOLERANCE = 2e-4
 VAE = ("TestVae", {"seed": 2, "channels": 16, "video": False})
@@ -124,18 +125,15 @@ def stock(server, key: str, prompt: Prompt) -> Any:
     return _stock[key]
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
-def world(request):
-    return request.param
-
-
-@pytest.mark.parametrize(("name", "served"), [(name, case.served) for name, case in MIRRORED.items()], ids=MIRRORED)
+@pytest.mark.parametrize(
+    ("name", "served", "world"),
+    [on_ranks(2 + i % 2, name, case.served, id=f"{name}-{2 + i % 2} ranks") for i, (name, case) in enumerate(MIRRORED.items())],
+)
 def test_mirrored_patch(name, served, world, server, family_checkpoints):
+    """Before Apply Context Parallel and behind it, with a batch axis and without one."""
     case = MIRRORED[name]
     expected = stock(server, name, case.build())
-    # Without a batch axis where there is a sequence to share, and with one.
-    place = "model_nodes" if world == 2 else "after_apply"
-    for batch_degree in (0, 1):
+    for place, batch_degree in (("model_nodes", 0), ("after_apply", 1)):
         out = latent(server, case.build(cp={"world_size": world, "batch_degree": batch_degree}, place=place))
         assert expected.std() > 1e-2
         assert (out - expected).abs().max() <= TOLERANCE * expected.std()

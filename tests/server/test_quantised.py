@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.graphs import flux_prompt, wan_prompt
 from support.server import ComfyServer
+from support.worlds import alternate
 
 TOLERANCE = 2e-4
 MATTERS = 1e-3
@@ -95,12 +96,7 @@ class Runs:
         return self.stock[key]
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
-def world(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs(server):
     return Runs(server)
 
@@ -111,14 +107,14 @@ def native_fp8_runs(comfyui_path, checkpoints_dir):
         yield Runs(server)
 
 
-@pytest.mark.parametrize("case", WEIGHTS_ONLY)
+@pytest.mark.parametrize(("case", "world"), alternate(WEIGHTS_ONLY))
 def test_latent_equals_the_stock_graph(case, world, runs):
     exact, stock, out = runs.latents(WEIGHTS_ONLY[case], world)
     assert (stock - exact).abs().max() > MATTERS * exact.std()
     assert (out - stock).abs().max() <= TOLERANCE * stock.std()
 
 
-@pytest.mark.parametrize("case", INT8)
+@pytest.mark.parametrize(("case", "world"), alternate(INT8))
 def test_int8_is_as_near_to_the_unquantised_latent_as_stock(case, world, runs):
     check_rounded_activations(*runs.latents(INT8[case], world))
 

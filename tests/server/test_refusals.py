@@ -6,15 +6,7 @@ from functools import partial
 
 import pytest
 from support.graphs import flux_prompt, wan_prompt
-from support.server import ComfyServer, PromptRejected
-
-
-@pytest.fixture(scope="module")
-def fresh(comfyui_path, checkpoints_dir):
-    """A server of this module's own, whose pool never starts."""
-    with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
-        yield running
-        assert running.worker_pids() == []
+from support.server import PromptRejected
 
 
 def refused(server, prompt):
@@ -35,9 +27,9 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_bad_settings(case, fresh):
+def test_bad_settings(case, off_server):
     settings, words = SETTINGS[case]
-    error = refused(fresh, flux_prompt(cp=settings))
+    error = refused(off_server, flux_prompt(cp=settings))
     assert error.node_type == "CPConfig"
     for word in words:
         assert word in error.exception_message
@@ -47,9 +39,9 @@ def test_bad_settings(case, fresh):
     "settings",
     [{"world_size": -1}, {"world_size": 10**9}, {"step_timeout": -5.0}, {"rotate_method": "none"}, {"world_size": "many"}],
 )
-def test_settings_that_the_queue_rejects(settings, fresh):
+def test_settings_that_the_queue_rejects(settings, off_server):
     with pytest.raises(PromptRejected):
-        fresh.queue(flux_prompt(cp=settings))
+        off_server.queue(flux_prompt(cp=settings))
 
 
 INSIDE = {
@@ -67,8 +59,8 @@ INSIDE = {
 
 @pytest.mark.parametrize("kind", INSIDE)
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_patches_inside_the_transformer_are_refused(kind, place, fresh):
-    error = refused(fresh, flux_prompt(cp={"world_size": 2}, **{place: [("TestPatch", {"kind": kind})]}))
+def test_patches_inside_the_transformer_are_refused(kind, place, off_server):
+    error = refused(off_server, flux_prompt(cp={"world_size": 2}, **{place: [("TestPatch", {"kind": kind})]}))
     assert error.exception_type.endswith("UnsupportedError")
     assert INSIDE[kind] in error.exception_message
     assert "on_unsupported" in error.exception_message
@@ -77,12 +69,12 @@ def test_patches_inside_the_transformer_are_refused(kind, place, fresh):
 
 @pytest.mark.parametrize("kind", INSIDE)
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_patches_inside_run_on_a_single_device_when_asked(kind, place, fresh):
+def test_patches_inside_run_on_a_single_device_when_asked(kind, place, off_server):
     nodes = {place: [("TestPatch", {"kind": kind})]}
-    expected = fresh.latent(fresh.run(flux_prompt(**nodes)).check())
-    out = fresh.latent(fresh.run(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}, **nodes)).check())
+    expected = off_server.latent(off_server.run(flux_prompt(**nodes)).check())
+    out = off_server.latent(off_server.run(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}, **nodes)).check())
     assert (out == expected).all()
-    assert "single device" in fresh.log_text()
+    assert "single device" in off_server.log_text()
 
 
 @pytest.mark.parametrize(
@@ -95,14 +87,14 @@ def test_patches_inside_run_on_a_single_device_when_asked(kind, place, fresh):
         ("on_load", "runs code whenever the model is loaded"),
     ],
 )
-def test_models_that_the_workers_cannot_have(kind, words, fresh):
-    error = refused(fresh, flux_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": kind})]))
+def test_models_that_the_workers_cannot_have(kind, words, off_server):
+    error = refused(off_server, flux_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": kind})]))
     assert words in error.exception_message
 
 
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_torch_compile(place, fresh):
-    error = refused(fresh, flux_prompt(cp={"world_size": 2}, **{place: [("TorchCompileModel", {"backend": "inductor"})]}))
+def test_torch_compile(place, off_server):
+    error = refused(off_server, flux_prompt(cp={"world_size": 2}, **{place: [("TorchCompileModel", {"backend": "inductor"})]}))
     assert "Torch Compile" in error.exception_message
 
 
@@ -115,22 +107,22 @@ def merged(prompt):
     return prompt
 
 
-def test_merged_models(fresh):
-    error = refused(fresh, merged(flux_prompt(cp={"world_size": 2})))
+def test_merged_models(off_server):
+    error = refused(off_server, merged(flux_prompt(cp={"world_size": 2})))
     assert "model merging" in error.exception_message
     assert "Save the merged model" in error.exception_message
-    expected = fresh.latent(fresh.run(merged(flux_prompt())).check())
-    out = fresh.latent(fresh.run(merged(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}))).check())
+    expected = off_server.latent(off_server.run(merged(flux_prompt())).check())
+    out = off_server.latent(off_server.run(merged(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}))).check())
     assert (out == expected).all()
 
 
-def test_unsupported_family(fresh):
+def test_unsupported_family(off_server):
     other = partial(flux_prompt, ckpt="flux_schnell", guidance=-1, model_nodes=[("TestPatch", {"kind": "other_class"})])
-    error = refused(fresh, other(cp={"world_size": 2}))
+    error = refused(off_server, other(cp={"world_size": 2}))
     assert "OtherTransformer has no context parallel plan" in error.exception_message
     assert "docs/families.md" in error.exception_message
-    expected = fresh.latent(fresh.run(other()).check())
-    out = fresh.latent(fresh.run(other(cp={"world_size": 2, "on_unsupported": "single device"})).check())
+    expected = off_server.latent(off_server.run(other()).check())
+    out = off_server.latent(off_server.run(other(cp={"world_size": 2, "on_unsupported": "single device"})).check())
     assert (out == expected).all()
 
 
@@ -148,12 +140,14 @@ def with_hooks(prompt):
     return prompt
 
 
-def test_weight_hooks(fresh):
-    error = refused(fresh, with_hooks(flux_prompt(cp={"world_size": 2})))
+def test_weight_hooks(off_server):
+    error = refused(off_server, with_hooks(flux_prompt(cp={"world_size": 2})))
     assert "weight hooks" in error.exception_message
-    expected = fresh.latent(fresh.run(with_hooks(flux_prompt())).check())
-    plain = fresh.latent(fresh.run(flux_prompt()).check())
-    out = fresh.latent(fresh.run(with_hooks(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}))).check())
+    expected = off_server.latent(off_server.run(with_hooks(flux_prompt())).check())
+    plain = off_server.latent(off_server.run(flux_prompt()).check())
+    out = off_server.latent(
+        off_server.run(with_hooks(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}))).check()
+    )
     assert (out == expected).all()
     assert (plain - expected).abs().max() > 1e-3
 
@@ -191,6 +185,6 @@ def test_uneven_shapes_are_refused_when_ulysses_anything_is_off(server):
     assert server.worker_pids() == pids  # an error on every rank costs no restart
 
 
-def test_model_patches_of_wan(fresh):
-    error = refused(fresh, wan_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": "attn2_patch"})]))
+def test_model_patches_of_wan(off_server):
+    error = refused(off_server, wan_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": "attn2_patch"})]))
     assert "patches: attn2_patch" in error.exception_message

@@ -60,26 +60,6 @@ def test_time_of_every_rank_adds_up(server):
     assert times[0]["communication"] - 1e-3 <= inside <= times[0]["communication"] + times[0]["wait"] + 1e-3
 
 
-def test_speedup_is_known_after_a_run_on_one_device(comfyui_path, checkpoints_dir):
-    with ComfyServer(comfyui_path, models=checkpoints_dir) as server:
-        _, report = sampled(server, **CP)
-        assert report["seconds_per_call_on_one_device"] is None
-        assert report["speedup"] is None
-        _, alone = sampled(server, world_size=1)
-        assert (alone["world_size"], alone["calls"]) == (1, 4)
-        assert 0 < alone["seconds_per_call"] <= alone["seconds"]
-        text, report = sampled(server, **CP)
-        assert report["seconds_per_call_on_one_device"] == alone["seconds_per_call"]
-        assert report["speedup"] == pytest.approx(alone["seconds_per_call"] / report["seconds_per_call"], abs=0.02)
-        summary, _, _ = picture(server, text)
-        assert f"{report['speedup']:.2f} times as fast" in summary
-        status = server.get("/context_parallel/status")["last_call"]
-        assert status["seconds_per_call_on_one_device"] == pytest.approx(alone["seconds_per_call"], abs=1e-4)
-        assert 0 < status["seconds_per_call"] < 10
-        assert status["degrees"] == {"ulysses": 2, "ring": 1, "batch": 1}
-        assert 0 < status["communication_share"] < 1
-
-
 @pytest.mark.parametrize("served", ["sd3"])
 def test_speedup_is_known_for_families_without_a_wrapper_of_the_transformer(served, server, family_checkpoints):
     """Half of them never ask ComfyUI for wrappers of DIFFUSION_MODEL. Other sizes are not compared."""
@@ -227,8 +207,9 @@ def test_long_names_are_cut(server):
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fresh_server(comfyui_path, checkpoints_dir):
+    """A server that the first of these tests finds as it started."""
     with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
         yield running
 
@@ -273,20 +254,32 @@ def test_events_follow_the_workers(fresh_server):
     assert len(statuses(server, quiet)) <= 1  # memory may still change
 
 
-def test_a_rank_that_dies_unused_is_an_event(fresh_server):
-    fresh_server.run(flux_prompt(cp=CP)).check()
-    pids = fresh_server.worker_pids()
-    since = time.monotonic()
-    os.kill(pids[1], signal.SIGKILL)
-    event = fresh_server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "failed", 3 * SLACK, since=since)
-    assert [rank["state"] for rank in event.data["ranks"]] == ["idle", "gone"]
+def test_speedup_is_known_after_a_run_on_one_device(fresh_server):
+    server = fresh_server
+    _, report = sampled(server, **CP)
+    assert report["seconds_per_call_on_one_device"] is None
+    assert report["speedup"] is None
+    _, alone = sampled(server, world_size=1)
+    assert (alone["world_size"], alone["calls"]) == (1, 4)
+    assert 0 < alone["seconds_per_call"] <= alone["seconds"]
+    text, report = sampled(server, **CP)
+    assert report["seconds_per_call_on_one_device"] == alone["seconds_per_call"]
+    assert report["speedup"] == pytest.approx(alone["seconds_per_call"] / report["seconds_per_call"], abs=0.02)
+    summary, _, _ = picture(server, text)
+    assert f"{report['speedup']:.2f} times as fast" in summary
+    status = server.get("/context_parallel/status")["last_call"]
+    assert status["seconds_per_call_on_one_device"] == pytest.approx(alone["seconds_per_call"], abs=1e-4)
+    assert 0 < status["seconds_per_call"] < 10
+    assert status["degrees"] == {"ulysses": 2, "ring": 1, "batch": 1}
+    assert 0 < status["communication_share"] < 1
 
 
 def test_text_goes_to_the_client_that_queued(fresh_server):
     other = create_connection(f"ws://127.0.0.1:{fresh_server.port}/ws?clientId=other", timeout=5, http_no_proxy=["127.0.0.1"])
+    since = time.monotonic()
     try:
-        fresh_server.run(flux_prompt(cp=CP)).check()
-        fresh_server.wait_event(lambda event: event.type == "text")
+        fresh_server.run(flux_prompt(width=512, height=512, steps=6, cp=CP), timeout=120).check()
+        fresh_server.wait_event(lambda event: event.type == "text", since=since)
         state = ""
         while state != "idle":
             code, frame = other.recv_data()
@@ -296,3 +289,12 @@ def test_text_goes_to_the_client_that_queued(fresh_server):
                 state = message["data"]["state"]
     finally:
         other.close()
+
+
+def test_a_rank_that_dies_unused_is_an_event(fresh_server):
+    fresh_server.run(flux_prompt(cp=CP)).check()
+    pids = fresh_server.worker_pids()
+    since = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    event = fresh_server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "failed", 3 * SLACK, since=since)
+    assert [rank["state"] for rank in event.data["ranks"]] == ["idle", "gone"]

@@ -12,7 +12,6 @@ import urllib.request
 import pytest
 from support.faults import SLACK, Stopwatch
 from support.graphs import flux_prompt
-from support.server import ComfyServer
 
 from cp_runtime.version import VERSION
 
@@ -23,19 +22,10 @@ LONG = {"width": 512, "height": 512, "steps": 60}
 
 
 @pytest.fixture(scope="module")
-def status_server(comfyui_path, checkpoints_dir):
-    with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def expected(status_server):
-    """The stock latent; before it, the answers of a server that has started no worker yet."""
-    off = status_server.get(STATUS)
-    nothing = {"activity": "", "world_size": 0, "backend": None, "models": [], "last_call": None, "ranks": [], "last_error": None}
-    assert off == {"state": "off", "version": VERSION, **nothing}
-    assert call(status_server, RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
-    return status_server.latent(status_server.run(flux_prompt()).check())
+def expected(pool_server):
+    """The stock latent. What other tests have left on the workers is gone."""
+    call(pool_server, RESTART, "POST")
+    return pool_server.latent(pool_server.run(flux_prompt()).check())
 
 
 def call(server, path, method, **headers):
@@ -64,9 +54,16 @@ def assert_right(server, expected):
     return server.worker_pids()
 
 
-def test_idle(status_server, expected):
-    pids = assert_right(status_server, expected)
-    status = wait_for(status_server, lambda status: status["state"] == "idle")
+def test_no_worker_yet(off_server):
+    off = off_server.get(STATUS)
+    nothing = {"activity": "", "world_size": 0, "backend": None, "models": [], "last_call": None, "ranks": [], "last_error": None}
+    assert off == {"state": "off", "version": VERSION, **nothing}
+    assert call(off_server, RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
+
+
+def test_idle(pool_server, expected):
+    pids = assert_right(pool_server, expected)
+    status = wait_for(pool_server, lambda status: status["state"] == "idle")
     assert (status["world_size"], status["backend"]) == (2, "gloo")
     assert status["models"] == ["flux.safetensors"]
     assert [rank["pid"] for rank in status["ranks"]] == pids
@@ -76,123 +73,123 @@ def test_idle(status_server, expected):
         assert rank["memory"]["host"] > 50e6
         assert rank["models"] == ["flux.safetensors"]
         assert rank["last_error"] is None
-    assert status_server.get(f"/api{STATUS}")["ranks"][0]["pid"] == pids[0]
+    assert pool_server.get(f"/api{STATUS}")["ranks"][0]["pid"] == pids[0]
 
 
-def test_answers_while_the_ranks_start_and_compute(status_server, expected):
-    assert_right(status_server, expected)
-    assert call(status_server, RESTART, "POST")[0] == 200
-    os.kill(status_server.worker_pids()[0], signal.SIGKILL)
-    status_server.run(flux_prompt(cp=CP))  # notices it
-    prompt_id = status_server.queue(flux_prompt(cp=CP, **LONG))
-    starting = wait_for(status_server, lambda status: status["state"] == "starting" and len(status["ranks"]) == 2)
+def test_answers_while_the_ranks_start_and_compute(pool_server, expected):
+    assert_right(pool_server, expected)
+    assert call(pool_server, RESTART, "POST")[0] == 200
+    os.kill(pool_server.worker_pids()[0], signal.SIGKILL)
+    pool_server.run(flux_prompt(cp=CP))  # notices it
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, **LONG))
+    starting = wait_for(pool_server, lambda status: status["state"] == "starting" and len(status["ranks"]) == 2)
     assert {rank["state"] for rank in starting["ranks"]} == {"starting"}
     assert starting["activity"].startswith("starting")
-    busy = wait_for(status_server, lambda status: status["state"] == "computing" and status["ranks"][1]["modules"] > 0)
+    busy = wait_for(pool_server, lambda status: status["state"] == "computing" and status["ranks"][1]["modules"] > 0)
     assert {rank["state"] for rank in busy["ranks"]} <= {"computing", "idle"}
-    status_server.interrupt()
-    assert status_server.wait(prompt_id, 60).status == "interrupted"
-    wait_for(status_server, lambda status: status["state"] == "idle")
+    pool_server.interrupt()
+    assert pool_server.wait(prompt_id, 60).status == "interrupted"
+    wait_for(pool_server, lambda status: status["state"] == "idle")
 
 
-def test_ranks_and_state_agree(status_server, expected):
+def test_ranks_and_state_agree(pool_server, expected):
     """Between two calls as well; and nothing lasts longer than the prompt."""
-    assert_right(status_server, expected)
-    prompt_id = status_server.queue(flux_prompt(cp=CP, **LONG))
-    while prompt_id not in (history := status_server.get(f"/history/{prompt_id}")):
-        status = status_server.get(STATUS)
+    assert_right(pool_server, expected)
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, **{**LONG, "steps": 20}))
+    while prompt_id not in (history := pool_server.get(f"/history/{prompt_id}")):
+        status = pool_server.get(STATUS)
         assert status["state"] in {rank["state"] for rank in status["ranks"]}, status
     assert history[prompt_id]["status"]["status_str"] == "success"
-    status = status_server.get(STATUS)
+    status = pool_server.get(STATUS)
     assert {status["state"], *(rank["state"] for rank in status["ranks"])} == {"idle"}
 
 
 @pytest.mark.parametrize(("way", "text"), [("cancel", "cancelled"), ("kill", "failed"), ("restart", "failed")])
-def test_the_text_in_a_node_that_did_not_end_says_so(status_server, expected, way, text):
+def test_the_text_in_a_node_that_did_not_end_says_so(pool_server, expected, way, text):
     """The browser would show what was said before for ever."""
-    pids, since = assert_right(status_server, expected), time.monotonic()
-    prompt_id = status_server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))  # seconds per step
-    status_server.wait_event(lambda event: event.type == "text" and event.data[1].startswith("2 ranks"), since=since)
-    wait_for(status_server, lambda status: status["ranks"][0]["modules"] > 0)
+    pids, since = assert_right(pool_server, expected), time.monotonic()
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))  # seconds per step
+    pool_server.wait_event(lambda event: event.type == "text" and event.data[1].startswith("2 ranks"), since=since)
+    wait_for(pool_server, lambda status: status["ranks"][0]["modules"] > 0)
     if way == "cancel":
-        status_server.interrupt()
+        pool_server.interrupt()
     elif way == "kill":
         os.kill(pids[1], signal.SIGKILL)
     else:
-        call(status_server, RESTART, "POST")
-    assert status_server.wait(prompt_id).status == ("interrupted" if way == "cancel" else "error")
-    status_server.wait_event(lambda event: event.type == "text" and event.data == ("sampler", text), since=since)
+        call(pool_server, RESTART, "POST")
+    assert pool_server.wait(prompt_id).status == ("interrupted" if way == "cancel" else "error")
+    pool_server.wait_event(lambda event: event.type == "text" and event.data == ("sampler", text), since=since)
 
 
-def test_a_stopped_rank_is_silent_and_a_dead_one_gone(status_server, expected):
-    pids = assert_right(status_server, expected)
+def test_a_stopped_rank_is_silent_and_a_dead_one_gone(pool_server, expected):
+    pids = assert_right(pool_server, expected)
     watch = Stopwatch("health: SIGSTOP of an idle rank")
     os.kill(pids[1], signal.SIGSTOP)
-    status = wait_for(status_server, lambda status: status["ranks"][1]["state"] == "silent")
+    status = wait_for(pool_server, lambda status: status["ranks"][1]["state"] == "silent")
     watch.within(3, "status says silent")
     assert status["state"] == "failed"
     assert status["ranks"][1]["process"] == "stopped"
     assert status["ranks"][0]["state"] == "idle"
     os.kill(pids[1], signal.SIGCONT)
-    wait_for(status_server, lambda status: status["state"] == "idle")
+    wait_for(pool_server, lambda status: status["state"] == "idle")
 
     watch = Stopwatch("health: SIGKILL of an idle rank")
     os.kill(pids[1], signal.SIGKILL)
-    status = wait_for(status_server, lambda status: status["ranks"][1]["state"] == "gone")
+    status = wait_for(pool_server, lambda status: status["ranks"][1]["state"] == "gone")
     watch.within(1, "status says gone")
     assert status["state"] == "failed"
-    error = status_server.run(flux_prompt(cp=CP)).error
+    error = pool_server.run(flux_prompt(cp=CP)).error
     assert f"rank 1 (pid {pids[1]}) failed: SIGKILL" in error.exception_message
-    status = status_server.get(STATUS)
+    status = pool_server.get(STATUS)
     assert status["state"] == "failed"
     assert status["last_error"]["rank"] == 1
     assert "SIGKILL" in status["ranks"][1]["last_error"]
     assert abs(status["last_error"]["time"] - time.time()) < 60
-    assert_right(status_server, expected)
-    wait_for(status_server, lambda status: status["state"] == "idle")
+    assert_right(pool_server, expected)
+    wait_for(pool_server, lambda status: status["state"] == "idle")
 
 
-def test_restart_while_idle(status_server, expected):
-    pids = assert_right(status_server, expected)
-    code, answer = call(status_server, RESTART, "POST")
+def test_restart_while_idle(pool_server, expected):
+    pids = assert_right(pool_server, expected)
+    code, answer = call(pool_server, RESTART, "POST")
     assert (code, answer["restarted"], answer["error"]) == (200, True, None)
     assert answer["status"]["state"] == "idle"
-    started = status_server.worker_pids()
+    started = pool_server.worker_pids()
     assert len(started) == 2
     assert not set(started) & set(pids)
     assert [rank["pid"] for rank in answer["status"]["ranks"]] == started
-    assert assert_right(status_server, expected) == started
+    assert assert_right(pool_server, expected) == started
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["computing", "hanging"])
-def test_restart_in_the_middle_of_a_step(status_server, expected, stopped):
+def test_restart_in_the_middle_of_a_step(pool_server, expected, stopped):
     """Between two steps the prompt would simply go on with the new workers."""
-    pids = assert_right(status_server, expected)
-    prompt_id = status_server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))  # seconds per step
-    wait_for(status_server, lambda status: status["ranks"][0]["modules"] > 0)
+    pids = assert_right(pool_server, expected)
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))  # seconds per step
+    wait_for(pool_server, lambda status: status["ranks"][0]["modules"] > 0)
     if stopped:
         os.kill(pids[1], signal.SIGSTOP)
-        wait_for(status_server, lambda status: [rank["state"] for rank in status["ranks"]] == ["computing", "silent"])
+        wait_for(pool_server, lambda status: [rank["state"] for rank in status["ranks"]] == ["computing", "silent"])
     watch = Stopwatch(f"health: restart while {'a rank hangs' if stopped else 'computing'}")
-    code, answer = call(status_server, RESTART, "POST")
+    code, answer = call(pool_server, RESTART, "POST")
     assert (code, answer["restarted"], answer["error"]) == (200, True, None)
-    event = status_server.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id)
+    event = pool_server.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id)
     watch.within(1, "the prompt fails", event.time - watch.began)
     assert "the workers were restarted on request" in event.data["exception_message"]
-    assert not set(pids) & set(status_server.worker_pids())
-    assert len(assert_right(status_server, expected)) == 2
+    assert not set(pids) & set(pool_server.worker_pids())
+    assert len(assert_right(pool_server, expected)) == 2
 
 
 @pytest.mark.parametrize("path", [STATUS, RESTART, f"/api{STATUS}", f"/api{RESTART}"])
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}], ids=["origin", "fetch"])
-def test_other_sites_are_refused(status_server, expected, path, headers):
-    pids = assert_right(status_server, expected)
-    assert call(status_server, path, "POST" if path.endswith(RESTART) else "GET", **headers) == (403, None)
-    assert status_server.worker_pids() == pids
+def test_other_sites_are_refused(pool_server, expected, path, headers):
+    pids = assert_right(pool_server, expected)
+    assert call(pool_server, path, "POST" if path.endswith(RESTART) else "GET", **headers) == (403, None)
+    assert pool_server.worker_pids() == pids
 
 
-def test_a_restart_is_no_get(status_server, expected):
+def test_a_restart_is_no_get(pool_server, expected):
     """A link or an image on a page must not restart anything."""
-    pids = assert_right(status_server, expected)
-    assert call(status_server, RESTART, "GET")[0] in (404, 405)
-    assert status_server.worker_pids() == pids
+    pids = assert_right(pool_server, expected)
+    assert call(pool_server, RESTART, "GET")[0] in (404, 405)
+    assert pool_server.worker_pids() == pids

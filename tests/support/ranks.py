@@ -1,13 +1,18 @@
 """Runs a script as N real ranks over gloo and collects the lines that rank 0 prints.
 
 A rank script is called as `script.py <rank> <world> <rendezvous file> [arguments]`. It calls `start()` first and `finish()` last,
-and prints one JSON object per line with `report()`.
+and prints one JSON object per line with `report()`. Ranks are forked from a process that has imported torch, and what else a test
+names, once for all runs (`rank_server.py`).
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,37 +21,71 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+COMFY = ("comfy.sd", "support.models")
+DIFFUSERS = ("diffusers_checks",)
+"""What scripts with ComfyUI or diffusers have imported for them."""
+
+_servers: dict[tuple[str, ...], subprocess.Popen[str]] = {}
 
 
-def run_ranks(script: Path, world: int, *arguments: str, timeout: float = 240) -> list[dict[str, Any]]:
-    """Run `script` on `world` ranks; return the reports. Raises AssertionError with the output of all ranks on failure."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def run_ranks(
+    script: Path, world: int, *arguments: str, timeout: float = 240, preload: tuple[str, ...] = (), prepare: Any = None
+) -> list[dict[str, Any]]:
+    """Run `script` on `world` ranks; return the reports. Raises AssertionError with the output of all ranks on failure.
+
+    Args:
+        preload: modules that the script imports and that are worth importing once.
+        prepare: given to the function `prepare` of the last of these modules before the ranks start.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [open(Path(folder) / f"rank{rank}", "w+") for rank in range(world)]  # noqa: SIM115  (closed below)
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(rank), str(world), str(Path(folder) / "store"), *arguments],
-                stdout=outputs[rank],
-                stderr=subprocess.STDOUT,
-                env={**env, "PYTHONPATH": str(ROOT / "tests")},
-            )
-            for rank in range(world)
-        ]
-        try:
-            codes: list[int | None] = [process.wait(timeout) for process in processes]
-        except subprocess.TimeoutExpired:
-            codes = [None]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        texts = []
+        outputs = [Path(folder) / f"rank{rank}" for rank in range(world)]
         for file in outputs:
-            file.seek(0)
-            texts.append(file.read())
-            file.close()
-        assert codes == [0] * world, "\n".join(f"--- rank {rank}\n{text[-4000:]}" for rank, text in enumerate(texts))
-        return [json.loads(line[1:]) for line in texts[0].splitlines() if line.startswith("@")]
+            file.touch()
+        request = {
+            "script": str(script),
+            "store": str(Path(folder) / "store"),
+            "arguments": arguments,
+            "prepare": prepare,
+            "outputs": list(map(str, outputs)),
+        }
+        codes = _ask(preload, request, timeout)
+        texts = [file.read_text(errors="replace") for file in outputs]
+    assert codes == [0] * world, "\n".join(f"--- rank {rank}\n{text[-4000:]}" for rank, text in enumerate(texts))
+    return [json.loads(line[1:]) for line in texts[0].splitlines() if line.startswith("@")]
+
+
+def _ask(preload: tuple[str, ...], request: dict[str, Any], timeout: float) -> list[int] | None:
+    """The exit codes of one run; None where it took too long or the server ended."""
+    server = _servers.get(preload)
+    if server is None or server.poll() is not None:
+        server = _servers[preload] = _start(preload)
+    if server.stdin is None or server.stdout is None:
+        raise RuntimeError("a server of ranks without pipes")
+    with contextlib.suppress(BrokenPipeError):
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        if select.select([server.stdout], [], [], timeout)[0] and (answer := server.stdout.readline()):
+            codes: list[int] = json.loads(answer)
+            return codes
+    _end(server)
+    return None
+
+
+def _start(preload: tuple[str, ...]) -> subprocess.Popen[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT / "tests")}
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("rank_server.py")), *preload],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True,
+    )  # fmt: skip
+    atexit.register(_end, server)
+    return server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    """End a server and its ranks."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 def start() -> tuple[int, int, list[str]]:

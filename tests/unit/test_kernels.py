@@ -46,7 +46,7 @@ def masks():
 @pytest.mark.parametrize("kernel", HERE)
 @pytest.mark.parametrize("name", masks())
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_kernels_equal_the_formula(kernel, name, scale):
+def test_kernels_equal_the_formula_with_every_mask(kernel, name, scale):
     mask = masks()[name]
     q, k, v = qkv()
     out, lse = attend_with_lse(q, k, v, mask, scale, kernel)
@@ -108,7 +108,7 @@ def test_choice_of_kernel():
 @pytest.mark.parametrize("convert_to_fp32", [True, False])
 @pytest.mark.parametrize("parts", [(7,), (3, 4), (1, 5, 1), (2, 2, 2, 1)])
 @pytest.mark.parametrize("name", masks())
-def test_merged_parts_are_the_whole(parts, name, convert_to_fp32):
+def test_merged_parts_are_the_whole_with_every_mask(parts, name, convert_to_fp32):
     mask = masks()[name]
     q, k, v = qkv()
     merged = PartialAttention(convert_to_fp32)

@@ -1,0 +1,186 @@
+"""Runs all tests, several jobs side by side: most tests wait for something, and one alone leaves a core idle.
+
+    make test, or python .ci/lanes.py [--quick] [--lanes 2]
+
+A job is one run of pytest, so its tests share what pytest shares in a session, such as the server and its workers. A lane takes the
+next job as soon as it is free. A job that is `alone` runs when all others are done. Ends with the failures, a line per job and the
+time per folder, file and test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from support import durations
+
+# `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
+PYTEST = [sys.executable, "-c", "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())"]
+NOTHING_SELECTED = 5
+"""pytest's status where no test was there to run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One command.
+
+    Args:
+        paths: what pytest runs, files or folders. A file belongs to the job that names it, else to the one that names its folder.
+        options: for pytest.
+        command: another command than pytest.
+        alone: run it when no other job runs.
+    """
+
+    name: str
+    paths: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    alone: bool = False
+
+    def arguments(self, others: Iterable[Job]) -> list[str]:
+        """The command line, without files that other jobs name."""
+        if self.command:
+            return list(self.command)
+        inside = [path for job in others for path in job.paths if any(path.startswith(f"{mine}/") for mine in self.paths)]
+        return [*PYTEST, *self.paths, *(f"--ignore={path}" for path in inside), *self.options]
+
+
+def server(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/server/test_{name}.py" for name in names)
+
+
+# The longest first.
+JOBS = (
+    Job(name="faults", paths=("tests/faults",)),
+    Job(name="parity", paths=server("parity", "batch", "control", "quantised", "patches")),
+    Job(name="nodes", paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files")),
+    Job(name="browser", paths=("tests/browser",)),
+    Job(name="gloo", paths=("tests/gloo", "tests/gpu")),
+    Job(name="families", paths=server("families", "workflows", "blueprint")),
+    Job(name="life", paths=server("lifecycle", "status", "refusals")),
+    Job(name="server", paths=("tests/server",)),
+    Job(name="unit", paths=("tests/unit",)),
+)
+# One prompt per mode, and what needs no ComfyUI.
+QUICK = (
+    Job(name="modes", paths=server("parity"), options=("-m", "quick")),
+    Job(name="unit", paths=("tests/unit",)),
+    Job(name="lint", command=("make", "-k", "lint")),
+)
+
+
+@dataclass
+class Outcome:
+    """How a job ended, and what it printed."""
+
+    job: Job
+    status: int
+    seconds: float
+    lines: list[str] = field(repr=False)
+
+    @property
+    def failed(self) -> bool:
+        return self.status not in (0, NOTHING_SELECTED)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a part that takes about a minute: lint, unit, one prompt per mode")
+    parser.add_argument("--lanes", type=int, default=min(4, os.cpu_count() or 1), help="jobs at a time; by default one per core")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    jobs = QUICK if options.quick else JOBS
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="context-parallel-tests-") as folder:
+        figures = Path(folder) / "durations"
+        figures.touch()
+        outcomes = run([job for job in jobs if not job.alone], jobs, options.lanes, figures)
+        outcomes += run([job for job in jobs if job.alone], jobs, 1, figures)
+        table = durations.table(durations.read(figures))
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    for outcome in failed:
+        say(f"\n===== {outcome.job.name}", *outcome.lines)
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    say("", *table, "Jobs:")
+    say(
+        *(f"{outcome.seconds:8.1f} s  {outcome.job.name}: {outcome.lines[-1].strip('= ')}" for outcome in outcomes if outcome.lines)
+    )
+    seconds = time.monotonic() - began
+    busy = (spent.ru_utime + spent.ru_stime) / seconds
+    say(f"{seconds:8.1f} s  in all, {options.lanes} lanes, {busy:.1f} of {os.cpu_count()} cores busy")
+    say(f"FAILED: {', '.join(outcome.job.name for outcome in failed)}" if failed else "all passed")
+    return 1 if failed else 0
+
+
+def run(jobs: list[Job], all_jobs: tuple[Job, ...], lanes: int, figures: Path) -> list[Outcome]:
+    """Run jobs, `lanes` of them at a time."""
+    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+    outcomes: list[Outcome] = []
+
+    def lane() -> None:
+        while True:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                return
+            outcomes.append(run_job(job, [other for other in all_jobs if other is not job], figures, running))
+
+    running: list[subprocess.Popen[str]] = []
+    threads = [threading.Thread(target=lane) for _ in range(min(lanes, len(jobs)))]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C, or the end that the system asks for
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting.get_nowait()
+        for process in running:
+            process.send_signal(signal.SIGINT)  # pytest ends what its fixtures have started
+        raise
+    return outcomes
+
+
+def run_job(job: Job, others: list[Job], figures: Path, running: list[subprocess.Popen[str]]) -> Outcome:
+    """Run one job, and show its progress: pytest's lines of dots, one per file."""
+    began = time.monotonic()
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "CP_TEST_DURATIONS": str(figures)}  # its threads spin where cores are taken
+    process = subprocess.Popen(
+        job.arguments(others), cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    running.append(process)
+    lines = []
+    for line in process.stdout or ():
+        lines.append(line.rstrip())
+        if job.command or re.match(r"\S+\.py [.FEsxX]", line):
+            say(f"{job.name:>8} | {lines[-1]}")
+    outcome = Outcome(job, process.wait(), time.monotonic() - began, lines)
+    say(f"{job.name:>8} | {'FAILED' if outcome.failed else 'done'} after {outcome.seconds:.0f} s")
+    return outcome
+
+
+def say(*lines: str) -> None:
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

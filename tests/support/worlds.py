@@ -1,0 +1,21 @@
+"""How many ranks a test on the shared server asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def on_ranks(world: int, *values: Any, id: str | None = None) -> Any:
+    """Parameters of a test that runs on `world` ranks, which is the last of them."""
+    return pytest.param(*values, world, marks=pytest.mark.ranks(world), id=id)
+
+
+def alternate(names: Iterable[str], worlds: tuple[int, ...] = (2, 3)) -> list[Any]:
+    """(name, number of ranks) for every name, the numbers by turns.
+
+    Enough where the cases differ in what crosses to the ranks, and not in how many there are: tests/gloo has every number.
+    """
+    return [on_ranks(worlds[i % len(worlds)], name, id=f"{name}-{worlds[i % len(worlds)]} ranks") for i, name in enumerate(names)]
