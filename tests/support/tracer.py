@@ -1,8 +1,11 @@
-"""Holds a family's table against the model's own forward, in one process. Imports ComfyUI.
+"""Checks a family's table against the model's own forward, in one process. Imports ComfyUI.
 
-The stock forward is recorded. Then one rank of two runs with the table, alone: its collectives are answered from the recording,
-after a check that what the rank sends is its part of what the stock forward had there. The first time that it is not, the table
-is wrong, and the tracer says where and which arguments may have been forgotten. The result must be that of the stock forward.
+The stock forward is recorded. Then one rank of two runs with the table, without the other. Its collectives are answered from the
+recording, and only if what the rank sends is its part of something that the stock forward had. Where it is not, the table is wrong:
+the tracer says where, and which arguments may have been forgotten. The result must be that of the stock forward.
+
+An argument that is as long as a stream and whole is no mistake in itself: an attention mask is, and a length may match by chance.
+So these are only listed when the forward went wrong.
 """
 
 from __future__ import annotations
@@ -75,7 +78,7 @@ class _Replay:
             with watched(self._model, self._enter, self._leave, self._attend):
                 mesh = _Mesh(self._rank, self._answer)
                 out, _ = run_sharded(self._installed, forward, copied(arguments), mesh, lambda shape: CONFIG)
-            if not all(_same(a, b) for a, b in zip(tensors(out), tensors(self._recording.output), strict=True)):
+            if not all(_same(a, b, b) for a, b in zip(tensors(out), tensors(self._recording.output), strict=True)):
                 wrong = "the result is not that of the stock forward"
         except NothingToCompareError:
             raise
@@ -104,7 +107,7 @@ class _Replay:
                         yield tensor.flatten(1, 3)
 
     def _answer(self, local: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
-        """What an all-gather of this rank's `local` returns, all tokens in the order of ranks."""
+        """What an all-gather of this rank's `local` returns: the tokens of all ranks, one rank after the other."""
         start, count = sum(lengths[: self._rank]), lengths[self._rank]
         if not count:
             if sum(lengths):
@@ -118,11 +121,11 @@ class _Replay:
                 if whole.ndim != local.ndim or whole.movedim(dim, 0).shape[1:] != local.movedim(dim, 0).shape[1:]:
                     continue
                 for offset in range(whole.shape[dim] - layout.total + 1):  # other streams may lie in front
-                    if not _same(local.select(dim, 0), whole.select(dim, offset + int(order[start])).to(local.dtype)):
-                        continue
-                    gathered = whole.narrow(dim, offset, layout.total).index_select(dim, order).to(local.dtype)
-                    if _same(local, gathered.narrow(dim, start, count)):
-                        return gathered
+                    first = whole.select(dim, offset + int(order[start]))  # compared alone, to pass most of them by
+                    if _same(local.select(dim, 0), first.to(local.dtype), whole):
+                        gathered = whole.narrow(dim, offset, layout.total).index_select(dim, order).to(local.dtype)
+                        if _same(local, gathered.narrow(dim, start, count), whole):
+                            return gathered
         raise MismatchError(
             f"what this rank has, {tuple(local.shape)}, is not its part of what the stock forward has: other tokens, streams in "
             "another order, or computed with something that is not split as they are"
@@ -155,7 +158,7 @@ class _Replay:
         if path not in self._planned:
             return
         pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
-        totals = {self._state.layout(streams).total: streams for streams in sorted(self._joint(), key=len, reverse=True)}
+        totals = {self._state.layout(streams).total: streams for streams in sorted(self._joint(), key=lambda s: (-len(s), s))}
         for name, value in arguments.items():
             if name.endswith("transformer_options"):
                 continue
@@ -197,10 +200,11 @@ class _Group(RankGroup):
         return [self._answer(local, lengths, dim % local.ndim) for local in locals_]
 
 
-def _same(local: Tensor, whole: Tensor) -> bool:
-    if local.shape != whole.shape:
+def _same(local: Tensor, other: Tensor, whole: Tensor) -> bool:
+    """Whether two parts of `whole` are equal but for rounding."""
+    if local.shape != other.shape:
         return False
-    if not local.is_floating_point():
-        return torch.equal(local, whole)
-    near = (local - whole).abs() <= CLOSE * max(float(whole[whole.isfinite()].std(correction=0)), 1e-6)
-    return bool((near | (local == whole)).all())
+    if not local.is_floating_point() or not whole.is_floating_point():
+        return torch.equal(local, other)
+    near = (local - other).abs() <= CLOSE * max(float(whole[whole.isfinite()].std(correction=0)), 1e-6)
+    return bool((near | (local == other)).all())
