@@ -4,6 +4,7 @@ from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from .cp_runtime.comfy.ui.events import start_events
+from .cp_runtime.comfy.ui.loaders import watch_loaders
 from .cp_runtime.comfy.ui.routes import add_routes
 from .nodes import NODES
 
@@ -14,6 +15,7 @@ class ContextParallelExtension(ComfyExtension):
     """The node pack."""
 
     async def on_load(self) -> None:
+        watch_loaders()
         server = getattr(PromptServer, "instance", None)
         if server is not None:  # none where ComfyUI's nodes run without its server
             add_routes(server)

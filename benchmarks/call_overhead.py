@@ -1,9 +1,14 @@
-"""What a denoise call costs besides the forward: controller -> ranks -> controller around an empty forward.
+"""What a denoise call costs besides the work of the model.
 
     make bench, or python benchmarks/call_overhead.py [--ranks 2] [--calls 200]
 
-Starts a real pool of CPU ranks over gloo, without ComfyUI. Every call sends the latent and the timestep, finds the conditioning
-on the workers by content, broadcasts to all ranks and brings back a result of the latent's size.
+First a call around an empty forward: controller -> ranks -> controller. A real pool of CPU ranks over gloo, without ComfyUI. Every
+call sends the latent and the timestep, finds the conditioning on the workers by content, broadcasts to all ranks and brings back a
+result of the latent's size.
+
+Then a forward around empty attention: 19 double and 38 single blocks under Flux' plan, whose tensors are so small that what is left
+is the time of the host. Hooks, board, override, planner and exchange are real; the process group is torch's fake one, which sends
+nothing, so that one process is enough. Seconds are of this thread's own processor time.
 """
 
 from __future__ import annotations
@@ -12,24 +17,41 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support.package import load_package
 
 load_package()
 
+from cp_runtime.comfy.worker.attention import attention_override
+from cp_runtime.engine.config import SequenceSettings
+from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates
+from cp_runtime.engine.hooks import InstalledPlan
+from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.families.flux import FLUX
+from cp_runtime.pool.board import Board
+from cp_runtime.pool.channel import SharedBlock
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.tensor_cache import CallEncoder
-from cp_runtime.pool.worker_pool import WorkerPool, WorkerSite
+from cp_runtime.pool.worker_pool import WorkerPool
 
 # shape and dtype of latent, text, and the target in milliseconds
 PAYLOADS = {
     "Flux 1024x1024": ((1, 16, 128, 128), (1, 512, 4096), 5.0),
     "Wan 14B 720p, 81 frames": ((1, 16, 21, 90, 160), (1, 512, 4096), 25.0),
 }
+DOUBLE, SINGLE = 19, 38  # blocks of Flux
+HEADS, HEAD_DIM = 4, 8
+RATES = Rates(latency=1e-9, bandwidth=1e9, flops=1e11, memory=1e3, overlap=0.0)  # merging is so slow that Ulysses is chosen
 
 
 def measure(pool: WorkerPool, latent: tuple[int, ...], text: tuple[int, ...], calls: int) -> list[float]:
@@ -48,6 +70,120 @@ def measure(pool: WorkerPool, latent: tuple[int, ...], text: tuple[int, ...], ca
         if not torch.equal(out, x):
             raise RuntimeError("the workers returned another latent")
     return times[1:]
+
+
+def empty_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, *_: Any, skip_output_reshape: bool = False, **__: Any) -> Tensor:
+    """As long as its queries, `[B, heads, L, D]`, or `[B, L, heads * D]`."""
+    return q if skip_output_reshape else q.transpose(1, 2).flatten(2)
+
+
+def attend(x: Tensor, options: dict[str, Any]) -> Tensor:
+    """As ComfyUI's `optimized_attention` does: through the override if there is one."""
+    q = x.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+    override = options.get("optimized_attention_override")
+    if override is None:
+        return empty_attention(q, q, q, HEADS)
+    out: Tensor = override(empty_attention, q, q, q, HEADS, skip_reshape=True)
+    return out
+
+
+class DoubleBlock(nn.Module):
+    """Takes what Flux' double block takes, and only attends."""
+
+    def forward(
+        self, img, txt, vec, pe, attn_mask=None, modulation_dims_img=None, modulation_dims_txt=None, transformer_options=None
+    ):
+        out = attend(torch.cat((txt, img), 1), transformer_options)
+        return out[:, txt.shape[1] :], out[:, : txt.shape[1]]
+
+
+class SingleBlock(nn.Module):
+    """Takes what Flux' single block takes, and only attends."""
+
+    def forward(self, x, vec, pe, attn_mask=None, modulation_dims=None, transformer_options=None):
+        return attend(x, transformer_options)
+
+
+class LastLayer(nn.Module):
+    """Returns its tokens."""
+
+    def forward(self, x, vec, modulation_dims=None):
+        return x
+
+
+class Flux(nn.Module):
+    """The modules that Flux' plan names, called as Flux calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double_blocks = nn.ModuleList(DoubleBlock() for _ in range(DOUBLE))
+        self.single_blocks = nn.ModuleList(SingleBlock() for _ in range(SINGLE))
+        self.final_layer = LastLayer()
+
+    def forward(self, img, txt, vec, pe, transformer_options):
+        options = {"vec": vec, "pe": pe, "attn_mask": None, "transformer_options": transformer_options}
+        for block in self.double_blocks:
+            img, txt = block(img=img, txt=txt, **options)
+        x = torch.cat((txt, img), 1)
+        for block in self.single_blocks:
+            x = block(x, **options)
+        return self.final_layer(x[:, txt.shape[1] :], vec)
+
+
+def host_seconds(run: Callable[[], Any], calls: int) -> float:
+    """Median processor time of this thread for one run."""
+    run()
+    times = []
+    for _ in range(calls):
+        began = time.thread_time()
+        run()
+        times.append(time.thread_time() - began)
+    return statistics.median(times)
+
+
+def measure_parts(calls: int) -> None:
+    """Print what the planner takes of an attention and the board of a module, in the calls of one forward."""
+    shape, board = AttentionShape(1, 4608, 4608, 24, 24, 128, 2), Board(SharedBlock(), 2)
+
+    def plan() -> None:
+        planner = DegreePlanner(SequenceSettings(), 2, RATES)
+        for _ in range(DOUBLE + SINGLE):
+            planner(shape)
+
+    def note() -> None:
+        for _ in range(DOUBLE + SINGLE):
+            board.enter_module(0)
+
+    seconds = [1e6 * host_seconds(run, calls) / (DOUBLE + SINGLE) for run in (plan, note)]
+    print("planner {:.2f} µs per attention, board {:.2f} µs per module".format(*seconds))
+
+
+@torch.inference_mode()
+def measure_forward(calls: int) -> None:
+    """Print what the forward costs without the plan, with it on one rank, where attention stays local, and on one of two."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    model, board = Flux(), Board(SharedBlock(), 2)
+    installed, settings = InstalledPlan(model, FLUX), SequenceSettings()
+    channels = HEADS * HEAD_DIM
+    arguments = {
+        "img": torch.randn(1, 64, channels),
+        "txt": torch.randn(1, 16, channels),
+        "vec": torch.randn(1, channels),
+        "pe": torch.randn(1, 1, 80, HEAD_DIM // 2, 2, 2),
+    }
+
+    def sharded(mesh: SequenceMesh) -> Tensor:
+        with installed.call(mesh, DegreePlanner(settings, mesh.size, RATES), lambda: board.enter_module(0)) as call:
+            options = {"optimized_attention_override": attention_override(call)}
+            out: Tensor = installed.forward(model.forward, **arguments, transformer_options=options)
+            return out
+
+    stock = host_seconds(lambda: model.forward(**arguments, transformer_options={}), calls)
+    print(f"{DOUBLE} double and {SINGLE} single blocks around empty attention: {1e3 * stock:.2f} ms without the plan")
+    for name, mesh in (("one rank, attention local", SequenceMesh(None)), ("two ranks, Ulysses", SequenceMesh(dist.group.WORLD))):
+        extra = host_seconds(lambda mesh=mesh: sharded(mesh), calls) - stock
+        print(f"{name}: {1e3 * extra:.2f} ms more per call, {1e6 * extra / (DOUBLE + SINGLE):.1f} µs per block")
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -72,6 +208,8 @@ def main() -> None:
             )
     finally:
         pool.close()
+    measure_parts(options.calls)
+    measure_forward(options.calls)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,11 @@ def fused_attention_functions() -> frozenset[Callable[..., Any]]:
     return frozenset({F.multi_head_attention_forward, *(getattr(torch, name) for name in names if hasattr(torch, name))})
 
 
+def profiler_is_on() -> bool:
+    """Whether one of torch's profilers runs in this thread."""
+    return bool(torch.autograd._profiler_enabled())
+
+
 def load_op(name: str) -> Callable[..., Any] | None:
     """An operator of ATen, or None where this torch lacks it."""
     return getattr(torch.ops.aten, name, None)

@@ -170,6 +170,7 @@ function makePanel() {
     const state = restarting ? "starting" : now?.state;
     headline.textContent = now ? (STATES[state] ?? state) : "Waiting for the server…";
     headline.className = `cp-headline cp-${state}`;
+    headline.title = now?.version ? `Context Parallel ${now.version}` : "";
     const quiet = now?.state === "off" ? NO_WORKERS : "";
     activity.textContent = ["starting", "loading", "computing"].includes(now?.state) ? now.activity : quiet;
     activity.hidden = !activity.textContent;

@@ -13,20 +13,36 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.config import ContextParallelConfig
-from ..engine.hooks import AppliedPlan
+from ..engine.hooks import InstalledPlan
 from ..engine.mesh import SequenceMesh
 from ..engine.plan import ShardingPlan
 from ..errors import ConfigError, PlanError
 from .table import plan_from_table
 from .torch_function import SharedAttention
 
-# What holds an applied plan is the module itself, by its forward.
-_applied: WeakKeyDictionary[nn.Module, ref[AppliedPlan[ShardingPlan]]] = WeakKeyDictionary()
+
+class AppliedPlan:
+    """What `apply_context_parallel` returns.
+
+    Attributes:
+        mesh: the ranks that share the sequence; `mesh.stats` counts what is sent.
+    """
+
+    def __init__(self, installed: InstalledPlan[ShardingPlan], mesh: SequenceMesh) -> None:
+        self._installed, self.mesh = installed, mesh
+
+    def remove(self) -> None:
+        """Undo `apply_context_parallel`."""
+        self._installed.remove()
+
+
+# What holds an installed plan is the module itself, by its forward.
+_installed: WeakKeyDictionary[nn.Module, ref[InstalledPlan[ShardingPlan]]] = WeakKeyDictionary()
 
 
 def apply_context_parallel(
     module: nn.Module, parallel_config: Any, plan: Mapping[str, Any] | ShardingPlan | None = None
-) -> AppliedPlan[ShardingPlan] | None:
+) -> AppliedPlan | None:
     """Split the module's sequence over the ranks, from its next call on.
 
     Every rank calls it, and then the module, alike: with the same arguments, under `torch.inference_mode()`. Attention is
@@ -48,11 +64,11 @@ def apply_context_parallel(
         PlanError: the plan does not fit the module, or one is applied already.
     """
     config = ContextParallelConfig.of(parallel_config)
-    if module in _applied:
+    if module in _installed:
         raise PlanError(
             f"context parallelism is applied to this {type(module).__name__} already. Call remove_context_parallel before."
         )
-    if any(inner in _applied for inner in module.modules()) or any(module in {*outer.modules()} for outer in _applied):
+    if any(inner in _installed for inner in module.modules()) or any(module in {*outer.modules()} for outer in _installed):
         raise PlanError(
             f"a part of this {type(module).__name__}, or what it is part of, is context parallel already. Remove it there."
         )
@@ -67,23 +83,20 @@ def apply_context_parallel(
             raise PlanError(f"{type(module).__name__} has no _cp_plan. Pass a plan.")
     if config.mesh_shape == (1, 1):
         return None
-    sequence = _sequence(module, config)
-    applied = AppliedPlan(
-        module, plan if isinstance(plan, ShardingPlan) else plan_from_table(module, plan), sequence, lambda shape: config
-    )
-    attention = SharedAttention(applied)
+    mesh = _mesh(module, config)
+    installed = InstalledPlan(module, plan if isinstance(plan, ShardingPlan) else plan_from_table(module, plan))
     had, stock = vars(module).get("forward"), module.forward
 
     @wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _check_call(self, module)
-        with applied.call(), attention:
-            return applied.forward(stock, *args, **kwargs)
+        with installed.call(mesh, lambda shape: config) as call, SharedAttention(call):
+            return installed.forward(stock, *args, **kwargs)
 
     ours = MethodType(forward, module)  # bound, so that a copy of the module is told from it
 
     def undo() -> None:
-        _applied.pop(module, None)
+        _installed.pop(module, None)
         if vars(module).get("forward") is not ours:  # somebody has wrapped it since: it stays, and passes on
             return
         if had is None:
@@ -92,9 +105,9 @@ def apply_context_parallel(
             module.forward = had
 
     module.forward = ours
-    _applied[module] = ref(applied)
-    applied.on_remove(undo)
-    return applied
+    _installed[module] = ref(installed)
+    installed.on_remove(undo)
+    return AppliedPlan(installed, mesh)
 
 
 def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None = None) -> None:
@@ -103,9 +116,9 @@ def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | Shardin
     Args:
         plan: taken for diffusers' signature; what was applied is known.
     """
-    applied = _applied[module]() if module in _applied else None
-    if applied is not None:
-        applied.remove()
+    installed = _installed[module]() if module in _installed else None
+    if installed is not None:
+        installed.remove()
 
 
 def _check_call(called: nn.Module, module: nn.Module) -> None:
@@ -118,7 +131,7 @@ def _check_call(called: nn.Module, module: nn.Module) -> None:
         raise PlanError(f"this {name} would record gradients. Call it under torch.inference_mode() or torch.no_grad().")
 
 
-def _sequence(module: nn.Module, config: ContextParallelConfig) -> SequenceMesh:
+def _mesh(module: nn.Module, config: ContextParallelConfig) -> SequenceMesh:
     if config.sequence is None:
         if not dist.is_initialized():
             raise ConfigError(

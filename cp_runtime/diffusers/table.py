@@ -1,9 +1,9 @@
 """Plans in diffusers' form: `{module path: {argument or output index: ContextParallelInput} | ContextParallelOutput}`.
 
-They name no streams. Here every split argument is a stream of its own, called like the argument. What attention is over follows
-from that: diffusers' attention modules say by their arguments whose keys they use; anywhere else attention with as many keys as
-queries is over one of the streams, or all of them in the order of the table. Where that is not so, the table may hold a
-`ModulePlan` that says it.
+They name no streams. Here every split argument is a stream of its own, named after the argument. What attention is over follows
+from that: diffusers' attention modules show by their arguments whose keys they use; anywhere else, attention with as many
+keys as queries is over one of the streams, or over all of them in the order of the table. Where that is not so, the table may hold
+a `ModulePlan` that says what is.
 """
 
 from __future__ import annotations

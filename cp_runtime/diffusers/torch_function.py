@@ -1,36 +1,32 @@
-"""Reaches the attention of any module that calls torch's `scaled_dot_product_attention`."""
+"""Takes over the attention of any module that calls torch's `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..compat import fused_attention_functions
+from ..engine.call import RunningCall
 from ..errors import PlanError
-
-if TYPE_CHECKING:
-    from ..engine.hooks import AppliedPlan
-    from ..engine.plan import ShardingPlan
-
 
 FUSED = fused_attention_functions()
 
 
 class SharedAttention(TorchFunctionMode):
-    """While active, attention that the applied plan calls shared goes over all ranks."""
+    """While active, attention that the call has to share goes over all ranks."""
 
-    def __init__(self, applied: AppliedPlan[ShardingPlan]) -> None:
+    def __init__(self, call: RunningCall) -> None:
         super().__init__()
-        self._applied = applied
+        self._call = call
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if (func is not F.scaled_dot_product_attention and func not in FUSED) or self._applied.attention_is_local:
+        if (func is not F.scaled_dot_product_attention and func not in FUSED) or self._call.attention_is_local:
             return func(*args, **(kwargs or {}))
         if func in FUSED:
             raise PlanError(
@@ -56,7 +52,7 @@ class SharedAttention(TorchFunctionMode):
                 "shared attention takes [batch, heads, tokens, channels], no dropout, and a mask or is_causal. Put the model in "
                 "eval mode."
             )
-        out_BLHD = self._applied.attend(
+        out_BLHD = self._call.attend(
             *(t.transpose(1, 2) for t in (query, key, value)), mask=attn_mask, scale=scale, causal=is_causal
         )
         return out_BLHD.transpose(1, 2)

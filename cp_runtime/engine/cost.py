@@ -107,7 +107,6 @@ def cost(shape: AttentionShape, ring: int, ulysses: int, rotate_method: str, rat
     return Cost(heads_sent + keys_sent, waiting, attention + merging)
 
 
-@lru_cache(maxsize=1024)
 def choose(shape: AttentionShape, ranks: int, settings: SequenceSettings, rates: Rates) -> tuple[int, int]:
     """(ring, ulysses) of least cost, of those that the settings allow if there are any."""
     even = shape.queries % ranks == 0 and shape.keys % ranks == 0
@@ -127,6 +126,15 @@ def factors(ranks: int) -> Iterator[tuple[int, int]]:
     return ((ring, ranks // ring) for ring in range(1, ranks + 1) if ranks % ring == 0)
 
 
+@lru_cache(maxsize=1024)
+def decide(shape: AttentionShape, ranks: int, settings: SequenceSettings, rates: Rates) -> tuple[ContextParallelConfig, Cost]:
+    """How an attention is shared, and what that should cost. The same arguments give the same answer on every rank."""
+    given = settings.ring_degree, settings.ulysses_degree
+    # Given degrees are for the ranks that a full batch axis leaves. With fewer groups the rest of it is folded in.
+    chosen = given if math.prod(given) == ranks else choose(shape, ranks, settings, rates)
+    return settings.with_degrees(*chosen), cost(shape, *chosen, settings.rotate_method, rates)
+
+
 class DegreePlanner:
     """Decides the degrees of every attention of one call, and adds up what they should cost.
 
@@ -140,15 +148,17 @@ class DegreePlanner:
         self.settings, self.ranks, self.rates = settings, ranks, rates
         self.chosen: tuple[int, int] | None = None
         self.bytes_sent = self.seconds = 0.0
+        self._decided: dict[AttentionShape, tuple[ContextParallelConfig, Cost]] = {}  # blocks mostly attend alike
 
     def __call__(self, shape: AttentionShape) -> ContextParallelConfig:
-        given = self.settings.ring_degree, self.settings.ulysses_degree
-        # Given degrees are for the ranks that a full batch axis leaves. With fewer groups the rest of it is folded in.
-        self.chosen = given if math.prod(given) == self.ranks else choose(shape, self.ranks, self.settings, self.rates)
-        predicted = cost(shape, *self.chosen, self.settings.rotate_method, self.rates)
+        decided = self._decided.get(shape)
+        if decided is None:
+            decided = self._decided[shape] = decide(shape, self.ranks, self.settings, self.rates)
+        config, predicted = decided
+        self.chosen = config.mesh_shape
         self.bytes_sent += predicted.bytes_sent
         self.seconds += predicted.communication
-        return self.settings.with_degrees(*self.chosen)
+        return config
 
 
 def measure(mesh: SequenceMesh, device: torch.device) -> Rates:

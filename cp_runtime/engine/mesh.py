@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..compat import flatten_mesh
 from ..errors import ConfigError, PlanError
+from .profiling import trace_range
 
 AXES = ("ring", "ulysses")
 KEPT_EVENTS = 1024  # pairs of device events; more are added up while the work goes on
@@ -84,15 +85,16 @@ class Pending:
     """Messages under way. What is sent must stay as it is, and what is received is not there, before `wait`."""
 
     def __init__(
-        self, group: RankGroup, works: Sequence[Any], device: torch.device, staged: Sequence[tuple[Tensor, Tensor]]
+        self, group: RankGroup, kind: str, works: Sequence[Any], device: torch.device, staged: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
-        self._group, self._works, self._device, self._staged = group, works, device, staged
+        self._group, self._kind, self._works, self._device, self._staged = group, kind, works, device, staged
 
     def wait(self) -> None:
         """Wait until everything was sent and received."""
-        self._group.stats.wait(self._works, self._device, self._group.via_host)
-        for target, host in self._staged:
-            target.copy_(host)
+        with trace_range("cp.wait", self._kind):
+            self._group.stats.wait(self._works, self._device, self._group.via_host)
+            for target, host in self._staged:
+                target.copy_(host)
 
 
 class RankGroup:
@@ -111,6 +113,7 @@ class RankGroup:
         self.group = group
         self.size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
+        self._global_ranks = dist.get_process_group_ranks(group) if group is not None else [0]
         self.stats = stats or CommStats()
         # gloo moves host memory only: accelerator tensors are staged through the host.
         self.via_host = group is not None and dist.get_backend(group) == "gloo"
@@ -121,24 +124,25 @@ class RankGroup:
         """Send the tensors `sends[r]` to each rank r, and receive into `receives[r]` from it.
 
         Args:
-            kind: what to count it as.
+            kind: what to count it as, and its name in traces.
             sends, receives: contiguous tensors. Both sides know their sizes. This rank's own entries are left alone.
             device: where all of them lie.
         """
         operations, staged = [], []
-        for step in range(1, self.size):
-            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            for tensor in filter(Tensor.numel, sends[to]):
-                operations.append(self._message(dist.isend, tensor.cpu() if self.via_host else tensor, to))
-            for tensor in filter(Tensor.numel, receives[source]):
-                target = tensor
-                if self.via_host and device.type != "cpu":
-                    target = torch.empty_like(tensor, device="cpu")
-                    staged.append((tensor, target))
-                operations.append(self._message(dist.irecv, target, source))
-        works = dist.batch_isend_irecv(operations) if operations else []
+        with trace_range("cp." + kind):
+            for step in range(1, self.size):
+                to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+                for tensor in filter(Tensor.numel, sends[to]):
+                    operations.append(self._message(dist.isend, tensor.cpu() if self.via_host else tensor, to))
+                for tensor in filter(Tensor.numel, receives[source]):
+                    target = tensor
+                    if self.via_host and device.type != "cpu":
+                        target = torch.empty_like(tensor, device="cpu")
+                        staged.append((tensor, target))
+                    operations.append(self._message(dist.irecv, target, source))
+            works = dist.batch_isend_irecv(operations) if operations else []
         self.stats.started(kind, sum(t.nbytes for r, tensors in enumerate(sends) if r != self.rank for t in tensors))
-        return Pending(self, works, device, staged)
+        return Pending(self, kind, works, device, staged)
 
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
         """Send a tensor to the next rank, and receive one from the rank before into `received`."""
@@ -165,7 +169,7 @@ class RankGroup:
 
     def global_rank(self, rank: int) -> int:
         """A rank of this group, counted around, as torch's point-to-point functions want it."""
-        return dist.get_process_group_ranks(self.group)[rank % self.size]
+        return self._global_ranks[rank % self.size]
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,11 @@ class ShardingPlan:
     attention_rule: Callable[[nn.Module], AttentionRule | None] | None = None
 
     @property
+    def shares_attention(self) -> bool:
+        """Whether any attention is shared. A call that splits tokens and then shares none has missed it."""
+        return bool(self.attention) or any(plan.attention for plan in self.modules.values())
+
+    @property
     def origin(self) -> str:
         """Whose plan this is, for messages."""
         return "the plan"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -37,9 +37,16 @@ def split_range(length: int, parts: int, index: int) -> tuple[int, int]:
     return start, start + base + (index < extra)
 
 
+@lru_cache(maxsize=256)
+def split_ranges(length: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Return every part of `split_range`."""
+    return tuple(split_range(length, parts, i) for i in range(parts))
+
+
+@lru_cache(maxsize=256)
 def split_sizes(length: int, parts: int) -> tuple[int, ...]:
     """Return the size of every part of `split_range`."""
-    return tuple(stop - start for start, stop in (split_range(length, parts, i) for i in range(parts)))
+    return tuple(stop - start for start, stop in split_ranges(length, parts))
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Split:
     replicated: bool = False
 
 
-WHOLE = Split()
+CONTIGUOUS = Split()
 Segment = tuple[int, int]
 
 
@@ -73,7 +80,7 @@ class JointLayout:
     world_size: int
     splits: tuple[Split, ...] = ()
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Tokens of all streams together."""
         return sum(self.lengths)
@@ -90,7 +97,7 @@ class JointLayout:
 
     def _segments(self, rank: int) -> Iterator[tuple[tuple[Segment, ...], tuple[Segment, ...]]]:
         offsets = accumulate(self.lengths, initial=0)
-        for offset, length, split in zip(offsets, self.lengths, self.splits or (WHOLE,) * len(self.lengths), strict=False):
+        for offset, length, split in zip(offsets, self.lengths, self.splits or (CONTIGUOUS,) * len(self.lengths), strict=False):
             if length % split.frames:
                 raise PlanError(f"{length} tokens are not {split.frames} frames of the same length. Correct the plan.")
             size = length // split.frames
@@ -121,9 +128,14 @@ class JointLayout:
     def owned_positions(self, rank: int) -> Tensor | None:
         """Local positions of the tokens that `rank` contributes; None when that is all it holds."""
         if rank not in self._owned_positions:
-            held, owned = _positions(self.held[rank]), _positions(self.owned[rank])
-            self._owned_positions[rank] = None if torch.equal(held, owned) else torch.isin(held, owned).nonzero().flatten()
+            self._owned_positions[rank] = self._find_owned(rank)
         return self._owned_positions[rank]
+
+    def _find_owned(self, rank: int) -> Tensor | None:
+        if self.held[rank] == self.owned[rank]:
+            return None
+        held, owned = _positions(self.held[rank]), _positions(self.owned[rank])
+        return None if torch.equal(held, owned) else torch.isin(held, owned).nonzero().flatten()
 
     @cached_property
     def _owned_positions(self) -> dict[int, Tensor | None]:
@@ -131,10 +143,12 @@ class JointLayout:
 
     def replicated(self, rank: int) -> Iterator[tuple[slice, slice, tuple[int, ...]]]:
         """Of every replicated stream: place of its share in what the rank contributes, its place in what it holds, all shares."""
+        if not self.splits:
+            return
         share_at = held_at = 0
         for index, (owned, held) in enumerate(zip(self.owned[rank], self.held[rank], strict=True)):
             share, whole = _count([owned]), _count([held])
-            if whole and self.splits and self.splits[index].replicated:
+            if whole and self.splits[index].replicated:
                 shares = tuple(_count([streams[index]]) for streams in self.owned)
                 yield slice(share_at, share_at + share), slice(held_at, held_at + whole), shares
             share_at, held_at = share_at + share, held_at + whole
@@ -161,6 +175,10 @@ class JointLayout:
         """Bring a tensor that has all tokens along `dim` from gathered into joint order."""
         order = self._joint_order
         return tensor if order is None else tensor.index_select(dim, order.to(tensor.device))
+
+
+# A layout depends on its arguments alone. The order of a long video's tokens takes milliseconds to compute, so calls share it.
+joint_layout = lru_cache(maxsize=32)(JointLayout)
 
 
 def _count(streams: Iterable[Iterable[Segment]]) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..compat import version
 from ..errors import PlanError, UnknownStreamError
-from .sharding import WHOLE, JointLayout, Split
+from .sharding import CONTIGUOUS, JointLayout, Split, joint_layout
 
 REMEMBERED = 64  # results of one call that are kept for the blocks to come
 
@@ -24,23 +24,31 @@ class CallState:
         rank: this rank's index on the sequence axes.
         world_size: ranks on the sequence axes.
         gather: (this rank's tokens, stream, dimension of tokens) -> the tokens of all ranks.
+        kept: what a transform keeps for the next calls of the same model, under the transform itself as key.
 
     Attributes:
         arguments: of the model's forward, by name, as far as the caller tells.
         lengths: tokens of every stream seen so far.
         grids: frames, rows and columns of streams that were grids.
         masked: id of a mask -> the mask, streams of the queries and keys it comes with, where a transform made them known.
-        gathered: streams that every rank has all tokens of again.
+        whole: streams that every rank has all tokens of again.
     """
 
-    def __init__(self, rank: int, world_size: int, gather: Callable[[Tensor, str, int], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        gather: Callable[[Tensor, str, int], Tensor] | None = None,
+        kept: dict[object, Any] | None = None,
+    ) -> None:
         self.rank, self.world_size = rank, world_size
+        self.kept = {} if kept is None else kept
         self._gather = gather
         self.arguments: Mapping[str, Any] = {}
         self.lengths: dict[str, int] = {}
         self.grids: dict[str, tuple[int, ...]] = {}
         self.masked: dict[int, tuple[Tensor, AttentionStreams]] = {}
-        self.gathered: set[str] = set()
+        self.whole: set[str] = set()
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
         self._around: list[tuple[Any, ...]] = []
@@ -55,16 +63,20 @@ class CallState:
             missing = [name for name in streams if name not in self.lengths]
             if missing:
                 raise UnknownStreamError(f"stream {missing[0]!r} is used before any planned argument defined its length")
-            splits = tuple(self._splits.get(name, WHOLE) for name in streams)
-            layout = JointLayout(
+            splits = tuple(self._splits.get(name, CONTIGUOUS) for name in streams)
+            layout = joint_layout(
                 tuple(self.lengths[name] for name in streams),
                 self.world_size,
-                () if set(splits) == {WHOLE} else splits,
+                () if set(splits) == {CONTIGUOUS} else splits,
             )
             self._layouts[streams] = layout
         return layout
 
-    def define(self, stream: str, length: int, split: Split = WHOLE) -> None:
+    def knows(self, streams: tuple[str, ...]) -> bool:
+        """Whether the lengths of all of them are known."""
+        return streams in self._layouts or all(name in self.lengths for name in streams)
+
+    def define(self, stream: str, length: int, split: Split = CONTIGUOUS) -> None:
         """Say how long a stream is and how it is split. The first to say so is right."""
         if stream not in self.lengths:
             self.lengths[stream], self._splits[stream] = length, split
@@ -92,3 +104,11 @@ class CallState:
             if len(self._memo) > REMEMBERED:
                 del self._memo[next(iter(self._memo))]
         return self._memo[slot][1]
+
+    def close(self) -> None:
+        """The call has ended: let go of every tensor, and of the call itself. Lengths and layouts stay, for reports."""
+        self.arguments = {}
+        self.masked.clear()
+        self._memo.clear()
+        self._around.clear()
+        self._gather = None

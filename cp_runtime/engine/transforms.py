@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..nested import rebuild
-from .sharding import JointLayout, Split, clip_range, normalize_dim
+from .sharding import Split, clip_range, joint_layout, normalize_dim
 from .state import CallState
 
 
@@ -66,19 +66,19 @@ class ContextParallelInput:
         dim = normalize_dim(self.split_dim, value.ndim)
         length = value.shape[dim]
         if self.streams is None:
-            return JointLayout((length,), state.world_size).take_local(value, state.rank, dim)
-        if not self.side:
+            return joint_layout((length,), state.world_size).take_local(value, state.rank, dim)
+        if not self.side and self.streams[0] not in state.lengths:
             frames = self.frames(state) if self.frames else 1
             known = sum(state.layout((name,)).total for name in self.streams[1:])
             state.define(self.streams[0], length - known, Split(frames, self.replicated))
         layout = state.layout(self.streams)
-        if length == layout.total == layout.local_lengths[state.rank]:  # one rank, or replicated
+        if length == layout.local_lengths[state.rank]:  # local already, or the rank holds all of it
             return value
         if length == layout.total:
             if not self.side:
                 return layout.take_local(value, state.rank, dim)
             return state.once(self, value, lambda: layout.take_local(value, state.rank, dim))
-        if length in (1, layout.local_lengths[state.rank]):  # broadcast over tokens, or local already
+        if length == 1:  # for all tokens
             return value
         raise PlanError(
             f"{where}: dimension {dim} of {tuple(value.shape)} is {length}; expected {layout.total} tokens "

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from ..engine.plan import ModulePlan
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours, WithoutNeighbours
+from ..engine.transforms import WithNeighbours, WithoutNeighbours
 from ..errors import PlanError
-from .family import FamilyPlan
+from .family import FamilyPlan, gathered, side, tokens
 
 AUDIO = ("audio",)
 WINDOW = 128
@@ -30,8 +30,8 @@ ACE_STEP_15 = FamilyPlan(
     modules={
         "decoder.layers.*": ModulePlan(
             inputs={
-                "hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=AUDIO),
-                "position_embeddings": ContextParallelInput(split_dim=0, expected_dims=2, streams=AUDIO, side=True),
+                "hidden_states": tokens(AUDIO),
+                "position_embeddings": side(AUDIO, dim=0, dims=2),
             },
             attention=AUDIO,
             local=("cross_attn",),
@@ -47,7 +47,7 @@ ACE_STEP_15 = FamilyPlan(
             when=slides,
         ),
     },
-    outputs={"decoder.layers.-1": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="audio")},
+    outputs={"decoder.layers.-1": gathered("audio")},
     attention_names=("comfy.ldm.ace.ace_step15.optimized_attention",),
     shares_batch=lambda arguments: False,  # the reference timbres of all items go to the first
 )

@@ -1,16 +1,13 @@
 """Chroma and Chroma Radiance."""
 
-from ..engine.transforms import ContextParallelOutput
-from .family import FamilyPlan
-from .flux import CONTROL, DOUBLE_BLOCK, JOINT, SINGLE_BLOCK
-
-BLOCKS = {"double_blocks.*": DOUBLE_BLOCK, "single_blocks.*": SINGLE_BLOCK}
+from .family import FamilyPlan, gathered
+from .flux import BLOCKS, CONTROL, JOINT
 
 CHROMA = FamilyPlan(
     family="Chroma",
     model_class="comfy.ldm.chroma.model.Chroma",
     modules=BLOCKS,
-    outputs={"final_layer": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")},
+    outputs={"final_layer": gathered("img")},
     control=CONTROL,
 )
 CHROMA_RADIANCE = FamilyPlan(
@@ -18,6 +15,6 @@ CHROMA_RADIANCE = FamilyPlan(
     model_class="comfy.ldm.chroma_radiance.model.ChromaRadiance",
     modules=BLOCKS,
     # The head that follows pairs every image token with the pixels of its patch, of the whole image.
-    outputs={"single_blocks.-1": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img", within=JOINT)},
+    outputs={"single_blocks.-1": gathered("img", within=JOINT)},
     control=CONTROL,
 )

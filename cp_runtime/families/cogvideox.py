@@ -1,8 +1,7 @@
 """CogVideoX 1.0 and 1.5: text to video, image to video, inpainting."""
 
 from ..engine.plan import ModulePlan
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput
-from .family import FamilyPlan
+from .family import FamilyPlan, gathered, side, tokens
 
 COGVIDEOX = FamilyPlan(
     family="CogVideoX",
@@ -10,12 +9,12 @@ COGVIDEOX = FamilyPlan(
     modules={
         "blocks.*": ModulePlan(
             inputs={
-                "encoder_hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=("txt",)),
-                "hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=("video",)),
-                "image_rotary_emb": ContextParallelInput(split_dim=0, expected_dims=2, streams=("video",), side=True),
+                "encoder_hidden_states": tokens("txt"),
+                "hidden_states": tokens("video"),
+                "image_rotary_emb": side("video", dim=0, dims=2),
             },
             attention=("txt", "video"),
         ),
     },
-    outputs={"proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="video")},
+    outputs={"proj_out": gathered("video")},
 )

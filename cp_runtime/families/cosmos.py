@@ -6,8 +6,8 @@ from typing import Any
 
 from ..engine.plan import ModulePlan
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput, GridInput
-from .family import FamilyPlan
+from ..engine.transforms import GridInput
+from .family import FamilyPlan, gathered, side
 
 VIDEO = ("video",)
 
@@ -37,10 +37,10 @@ COSMOS = FamilyPlan(
         "x_embedder": ModulePlan(outputs={0: Frames(stream="video")}),
         "pos_embedder": ModulePlan(
             inputs={"x_B_T_H_W_C": WholeGrid()},
-            outputs={0: ContextParallelInput(split_dim=0, expected_dims=4, streams=VIDEO, side=True)},
+            outputs={0: side(VIDEO, dim=0, dims=4)},
         ),
         "extra_pos_embedder": ModulePlan(inputs={"x_B_T_H_W_C": WholeGrid()}, outputs={0: GridInput(stream="video", side=True)}),
         "blocks.*.blocks.0": ModulePlan(attention=VIDEO),  # FA-CA-MLP: the second one attends to text
     },
-    outputs={"final_layer": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="frame")},
+    outputs={"final_layer": gathered("frame")},
 )

@@ -1,8 +1,8 @@
 """Cosmos Predict2: text to image, image to video."""
 
 from ..engine.plan import ModulePlan
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput, GridInput
-from .family import FamilyPlan
+from ..engine.transforms import GridInput
+from .family import FamilyPlan, gathered, side
 
 VIDEO = ("video",)
 
@@ -13,12 +13,12 @@ COSMOS_PREDICT2 = FamilyPlan(
         "blocks.*": ModulePlan(
             inputs={
                 "x_B_T_H_W_D": GridInput(stream="video"),
-                "rope_emb_L_1_1_D": ContextParallelInput(split_dim=1, expected_dims=6, streams=VIDEO, side=True),
+                "rope_emb_L_1_1_D": side(VIDEO, dim=1, dims=6),
                 "extra_per_block_pos_emb": GridInput(stream="video", side=True),
             },
             attention=VIDEO,
             local=("cross_attn",),
         ),
     },
-    outputs={"final_layer": ContextParallelOutput(gather_dim=1, expected_dims=5, stream="video")},
+    outputs={"final_layer": gathered("video", dims=5)},
 )

@@ -1,23 +1,16 @@
-"""ERNIE-Image."""
+"""ERNIE-Image: text and image in one stream."""
 
 from ..engine.plan import ModulePlan
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput
-from .family import FamilyPlan
-
-TOKENS = ("tokens",)
+from .family import FamilyPlan, gathered, side, tokens
 
 ERNIE_IMAGE = FamilyPlan(
     family="ERNIE-Image",
     model_class="comfy.ldm.ernie.model.ErnieImageModel",
     modules={
         "layers.*": ModulePlan(
-            inputs={
-                "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=TOKENS),
-                "rotary_pos_emb": ContextParallelInput(split_dim=1, expected_dims=6, streams=TOKENS, side=True),
-            },
-            attention=TOKENS,
+            inputs={"x": tokens("tokens"), "rotary_pos_emb": side("tokens", dim=1, dims=6)}, attention=("tokens",)
         ),
     },
-    outputs={"final_linear": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="tokens")},
+    outputs={"final_linear": gathered("tokens")},
     attention_names=("comfy.ldm.ernie.model.optimized_attention",),
 )

@@ -1,8 +1,7 @@
 """HiDream-O1: text and reference images to image, in pixels."""
 
 from collections import deque
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 from ..engine.plan import ModulePlan
 from ..engine.sharding import Split
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelOutput
-from .family import FamilyPlan
+from .family import FamilyPlan, gathered
 
 # The first tokens attend to each other causally, in an attention of their own, and their keys and values are kept for further
 # steps, whose tokens are without them: whole on every rank. "prefix" is what a block is called with of them: all or none.
@@ -59,25 +57,27 @@ class SameObject:
     """The same tensor object for the same values: the model tells its kept keys apart by the identity of the reference images.
 
     Args:
-        seen: the last ones; more than the model keeps keys of, so that none of those is another tensor by now.
+        number: of tensors that are remembered for as long as the plan is installed: more than the model keeps keys of, so that
+            none of those is another tensor by now.
     """
 
-    seen: deque[Tensor] = field(default_factory=partial(deque, maxlen=8), compare=False)
+    number: int = 8
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if value is None:
             return None
-        for tensor in self.seen:
+        seen = state.kept.setdefault(self, deque(maxlen=self.number))
+        for tensor in seen:
             if tensor.shape == value.shape and torch.equal(tensor, value):
                 return tensor
-        self.seen.append(value)
+        seen.append(value)
         return value
 
 
 HIDREAM_O1 = FamilyPlan(
     family="HiDream-O1",
     model_class="comfy.ldm.hidream_o1.model.HiDreamO1Transformer",
-    shares_batch=lambda arguments: False,  # the text and references of the first item are those of all, and keys are kept of it
+    shares_batch=lambda arguments: False,  # every item uses the text, the references and the kept keys of the first
     modules={
         "": ModulePlan(inputs={"kwargs.ref_pixel_values": SameObject()}),
         "language_model.layers.*": ModulePlan(
@@ -86,5 +86,5 @@ HIDREAM_O1 = FamilyPlan(
             keys=KEYS,
         ),
     },
-    outputs={"language_model.norm": ContextParallelOutput(gather_dim=1, expected_dims=3, stream=TOKENS)},
+    outputs={"language_model.norm": gathered(TOKENS)},
 )

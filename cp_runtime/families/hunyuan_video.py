@@ -5,12 +5,12 @@ from typing import Any
 
 from ..engine.plan import ModulePlan
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput, JointRanges
-from .family import FamilyPlan
+from ..engine.transforms import JointRanges
+from .family import FamilyPlan, gathered, side, tokens
 
 # A reference latent stands before the image tokens and is cut off by its whole length: every rank keeps all of it.
 IMAGE, JOINT = ("ref", "img"), ("txt", "ref", "img")
-PE = ContextParallelInput(split_dim=2, expected_dims=6, streams=JOINT, side=True)
+PE = side(JOINT, dim=2, dims=6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ HUNYUAN_VIDEO = FamilyPlan(
         "img_in": ModulePlan(outputs={0: Counted(stream="img")}),
         "double_blocks.*": ModulePlan(
             inputs={
-                "txt": ContextParallelInput(split_dim=1, expected_dims=3, streams=("txt",)),
-                "img": ContextParallelInput(split_dim=1, expected_dims=3, streams=IMAGE, replicated=True),
+                "txt": tokens("txt"),
+                "img": tokens(IMAGE, replicated=True),
                 "pe": PE,
                 "modulation_dims_img": JointRanges(streams=IMAGE),
             },
@@ -41,6 +41,6 @@ HUNYUAN_VIDEO = FamilyPlan(
         "single_blocks.*": ModulePlan(inputs={"pe": PE, "modulation_dims": JointRanges(streams=JOINT)}, attention=JOINT),
         "final_layer": ModulePlan(inputs={"modulation_dims": JointRanges(streams=("img",))}),
     },
-    outputs={"final_layer": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")},
+    outputs={"final_layer": gathered("img")},
     control={"input": IMAGE, "output": IMAGE},
 )

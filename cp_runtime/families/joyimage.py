@@ -1,10 +1,7 @@
 """JoyImage, also with reference images."""
 
 from ..engine.plan import ModulePlan
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput
-from .family import FamilyPlan
-
-JOINT = ("img", "txt")
+from .family import FamilyPlan, gathered, side, tokens
 
 JOYIMAGE = FamilyPlan(
     family="JoyImage",
@@ -12,13 +9,13 @@ JOYIMAGE = FamilyPlan(
     modules={
         "double_blocks.*": ModulePlan(
             inputs={
-                "hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=("img",)),
-                "encoder_hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=("txt",)),
-                "image_rotary_emb": ContextParallelInput(split_dim=1, expected_dims=6, streams=("img",), side=True),
+                "hidden_states": tokens("img"),
+                "encoder_hidden_states": tokens("txt"),
+                "image_rotary_emb": side("img", dim=1, dims=6),
             },
-            attention=JOINT,
+            attention=("img", "txt"),
         ),
     },
     # The image tokens before the references are taken by their absolute position.
-    outputs={"double_blocks.-1": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")},
+    outputs={"double_blocks.-1": gathered("img")},
 )

@@ -1,10 +1,8 @@
 """Krea 2: text and image in one stream, in-context references."""
 
 from ..engine.plan import ModulePlan
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput, TokenIndex
-from .family import FamilyPlan
-
-ALL = ("all",)
+from ..engine.transforms import TokenIndex
+from .family import FamilyPlan, gathered, side, tokens
 
 KREA2 = FamilyPlan(
     family="Krea 2",
@@ -12,12 +10,12 @@ KREA2 = FamilyPlan(
     modules={
         "blocks.*": ModulePlan(
             inputs={
-                "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=ALL),
-                "freqs": ContextParallelInput(split_dim=2, expected_dims=6, streams=ALL, side=True),
+                "x": tokens("all"),
+                "freqs": side("all", dim=2, dims=6),
                 "timestep_zero_index": TokenIndex(stream="all"),
             },
-            attention=ALL,
+            attention=("all",),
         ),
     },
-    outputs={"last": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="all")},
+    outputs={"last": gathered("all")},
 )

@@ -1,8 +1,7 @@
 """Lens."""
 
 from ..engine.plan import ModulePlan
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput
-from .family import FamilyPlan
+from .family import FamilyPlan, gathered, side, tokens
 
 JOINT = ("img", "txt")
 
@@ -12,15 +11,15 @@ LENS = FamilyPlan(
     modules={
         "transformer_blocks.*": ModulePlan(
             inputs={
-                "hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=("img",)),
-                "encoder_hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=("txt",)),
-                "freqs_cis": ContextParallelInput(split_dim=2, expected_dims=6, streams=JOINT, side=True),
+                "hidden_states": tokens("img"),
+                "encoder_hidden_states": tokens("txt"),
+                "freqs_cis": side(JOINT, dim=2, dims=6),
                 # The block insists on one column per token that it has.
-                "attention_mask": ContextParallelInput(split_dim=3, expected_dims=4, streams=JOINT, side=True),
+                "attention_mask": side(JOINT, dim=3, dims=4),
             },
             attention=JOINT,
         ),
     },
-    outputs={"proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")},
+    outputs={"proj_out": gathered("img")},
     control={"input": "img"},
 )

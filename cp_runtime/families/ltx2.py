@@ -9,15 +9,15 @@ import torch
 
 from ..engine.plan import ModulePlan
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput, Transform
+from ..engine.transforms import Transform
 from ..errors import PlanError
 from ..nested import tensors
-from .family import FamilyPlan
+from .family import FamilyPlan, gathered, side, tokens
 from .ltxv import VIDEO, GuidedVideo, GuideMask
 
 AUDIO = ("audio",)
 VIDEO_TOKENS = GuidedVideo(per_frame=True)
-AUDIO_TOKENS = ContextParallelInput(split_dim=1, expected_dims=3, streams=AUDIO)
+AUDIO_TOKENS = tokens(AUDIO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class FrameTimestep:
 
 
 def _side(streams: tuple[str, ...], dims: int, *names: str) -> Mapping[str, Transform]:
-    return dict.fromkeys(names, ContextParallelInput(split_dim=1, expected_dims=dims, streams=streams, side=True))
+    return dict.fromkeys(names, side(streams, dim=1, dims=dims))
 
 
 def timesteps_are_alike(arguments: Mapping[str, Any]) -> bool:
@@ -77,8 +77,8 @@ LTX2 = FamilyPlan(
         "transformer_blocks.*.video_to_audio_attn": ModulePlan(attention=AUDIO, keys=VIDEO),
     },
     outputs={
-        "transformer_blocks.-1": [None, ContextParallelOutput(gather_dim=1, expected_dims=3, stream="audio")],
-        "norm_out": ContextParallelOutput(gather_dim=1, expected_dims=3, stream=VIDEO),
+        "transformer_blocks.-1": [None, gathered("audio")],
+        "norm_out": gathered(VIDEO),
     },
     shares_batch=timesteps_are_alike,
 )

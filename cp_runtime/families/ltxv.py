@@ -7,10 +7,9 @@ from typing import Any
 from torch.nn import functional as F
 
 from ..engine.plan import ModulePlan
-from ..engine.sharding import WHOLE, Split
+from ..engine.sharding import CONTIGUOUS, Split
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput
-from .family import FamilyPlan
+from .family import FamilyPlan, gathered, side
 
 # Attenuated guides make the model attend with a part of its queries at a time, all tokens before the guides first. So that every
 # rank has some of both parts, each is a stream of its own. Without attenuation there are no guides: all tokens are "noisy".
@@ -40,10 +39,10 @@ class GuidedVideo:
 
     def _split(self, state: CallState, length: int) -> Split:
         if not self.per_frame:
-            return WHOLE
+            return CONTIGUOUS
         latent = state.arguments["x"][0]
         frames, rest = divmod(length, latent.shape[-2] * latent.shape[-1])
-        return Split(frames=frames) if frames and not rest else WHOLE
+        return Split(frames=frames) if frames and not rest else CONTIGUOUS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +80,12 @@ LTXV = FamilyPlan(
             inputs={
                 "self_attention_mask": GuideMask(video=GuidedVideo()),
                 "x": GuidedVideo(),
-                "pe": ContextParallelInput(split_dim=1, expected_dims=6, streams=VIDEO, side=True),
-                "timestep": ContextParallelInput(split_dim=1, expected_dims=3, streams=VIDEO, side=True),
+                "pe": side(VIDEO, dim=1, dims=6),
+                "timestep": side(VIDEO, dim=1, dims=3),
             },
             attention=VIDEO,
             local=("attn2",),
         ),
     },
-    outputs={"norm_out": ContextParallelOutput(gather_dim=1, expected_dims=3, stream=VIDEO)},
+    outputs={"norm_out": gathered(VIDEO)},
 )

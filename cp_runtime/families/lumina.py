@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from ..engine.plan import ModulePlan
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
-from .family import FamilyPlan
+from ..engine.transforms import TokenRanges
+from .family import FamilyPlan, gathered, side, tokens
 
 
 def is_patched(state: CallState) -> bool:
@@ -17,8 +17,8 @@ def is_patched(state: CallState) -> bool:
 def _blocks(stream: str) -> ModulePlan:
     return ModulePlan(
         inputs={
-            "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=(stream,)),
-            "freqs_cis": ContextParallelInput(split_dim=1, expected_dims=6, streams=(stream,), side=True),
+            "x": tokens(stream),
+            "freqs_cis": side(stream, dim=1, dims=6),
             "timestep_zero_index": TokenRanges(stream=stream),
         },
         attention=(stream,),
@@ -31,19 +31,14 @@ LUMINA = FamilyPlan(
     modules={
         "noise_refiner.*": _blocks("img"),
         "layers.*": _blocks("all"),
-        "final_layer": ModulePlan(
-            inputs={
-                "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=("all",)),
-                "timestep_zero_index": TokenRanges(stream="all"),
-            },
-        ),
+        "final_layer": ModulePlan(inputs={"x": tokens("all"), "timestep_zero_index": TokenRanges(stream="all")}),
     },
     outputs={
         # What a refiner returns is appended to the text, and to what patches see.
-        "noise_refiner.*": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img"),
+        "noise_refiner.*": gathered("img"),
         # Between the layers patches of other nodes cut the image tokens off by their absolute position.
-        "layers.*": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="all", when=is_patched),
-        "final_layer": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="all"),
+        "layers.*": gathered("all", when=is_patched),
+        "final_layer": gathered("all"),
     },
 )
 PIXEL = replace(
@@ -55,6 +50,6 @@ PIXEL = replace(
     outputs={
         "noise_refiner.*": LUMINA.outputs["noise_refiner.*"],
         "layers.*": LUMINA.outputs["layers.*"],
-        "layers.-1": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="all", when=lambda state: not is_patched(state)),
+        "layers.-1": gathered("all", when=lambda state: not is_patched(state)),
     },
 )

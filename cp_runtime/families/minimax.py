@@ -5,11 +5,11 @@ from typing import Any
 
 from ..engine.plan import ModulePlan
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput, JointRanges
-from .family import FamilyPlan
+from ..engine.transforms import JointRanges
+from .family import FamilyPlan, gathered, side, tokens
 
 JOINT = ("given", "audio", "video")
-TOKENS = ContextParallelInput(split_dim=0, expected_dims=2, streams=JOINT)
+TOKENS = tokens(JOINT, dim=0, dims=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,12 @@ MINIMAX = FamilyPlan(
             inputs={
                 "x": Packed(),
                 "mod_segments": JointRanges(streams=JOINT),
-                "rope_freqs": ContextParallelInput(split_dim=1, expected_dims=6, streams=JOINT, side=True),
+                "rope_freqs": side(JOINT, dim=1, dims=6),
             },
             attention=JOINT,
         ),
         "final_layer": ModulePlan(inputs={"video_seg": JointRanges(streams=JOINT), "audio_seg": JointRanges(streams=JOINT)}),
     },
     rebuilt=("minimax_payload.layout",),
-    outputs={"final_layer": [ContextParallelOutput(gather_dim=0, expected_dims=2, stream=name) for name in ("video", "audio")]},
+    outputs={"final_layer": [gathered(name, dim=0, dims=2) for name in ("video", "audio")]},
 )

@@ -6,8 +6,7 @@ from typing import Any
 from ..engine.plan import ModulePlan
 from ..engine.sharding import Split
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput
-from .family import FamilyPlan
+from .family import FamilyPlan, gathered, side, tokens
 
 JOINT = ("img", "txt")
 
@@ -21,22 +20,17 @@ class TextCrop:
         return value
 
 
-ROPE = ContextParallelInput(split_dim=0, expected_dims=3, streams=("img",), side=True)
+ROPE = side("img", dim=0, dims=3)
 
 MOCHI = FamilyPlan(
     family="Mochi",
     model_class="comfy.ldm.genmo.joint_model.asymm_models_joint.AsymmDiTJoint",
     modules={
-        "blocks.*": ModulePlan(
-            inputs={
-                "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=("img",)),
-                "y": ContextParallelInput(split_dim=1, expected_dims=3, streams=("all txt",), replicated=True),
-            },
-        ),
+        "blocks.*": ModulePlan(inputs={"x": tokens("img"), "y": tokens("all txt", replicated=True)}),
         "blocks.*.attn": ModulePlan(
             inputs={"crop_y": TextCrop(), "rope_rotation.rope_cos": ROPE, "rope_rotation.rope_sin": ROPE},
             attention=JOINT,
         ),
     },
-    outputs={"final_layer": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")},
+    outputs={"final_layer": gathered("img")},
 )

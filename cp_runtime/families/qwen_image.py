@@ -1,18 +1,17 @@
 """Qwen-Image, Edit and Layered."""
 
 from ..engine.plan import ModulePlan
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput, TokenIndex
-from .family import FamilyPlan
+from ..engine.transforms import TokenIndex
+from .family import FamilyPlan, gathered, side, tokens
 
 JOINT = ("txt", "img")
-
 BLOCK_INPUTS = {
-    "encoder_hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=("txt",)),
-    "hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, streams=("img",)),
-    "image_rotary_emb": ContextParallelInput(split_dim=2, expected_dims=6, streams=JOINT, side=True),
-    "encoder_hidden_states_mask": ContextParallelInput(split_dim=1, expected_dims=2, streams=("txt",), side=True),
+    "encoder_hidden_states": tokens("txt"),
+    "hidden_states": tokens("img"),
+    "image_rotary_emb": side(JOINT, dim=2, dims=6),
+    "encoder_hidden_states_mask": side("txt", dim=1, dims=2),
 }
-OUTPUTS = {"proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="img")}
+OUTPUTS = {"proj_out": gathered("img")}
 
 QWEN_IMAGE = FamilyPlan(
     family="Qwen-Image",

@@ -1,4 +1,4 @@
-"""SeedVR2: windows of different sizes attend to themselves on every rank, all that is done per token is shared."""
+"""SeedVR2: every rank computes the attention, which is within windows of different sizes; what is done per token is shared."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from ..engine.plan import ModulePlan
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours
-from .family import FamilyPlan
+from ..engine.transforms import WithNeighbours
+from .family import FamilyPlan, gathered, tokens
 
-TOKENS = ContextParallelInput(split_dim=0, expected_dims=2, streams=("video",))
+TOKENS = tokens("video", dim=0, dims=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,6 @@ SEEDVR2 = FamilyPlan(
         "blocks.*.attn.proj_out": ModulePlan(inputs={"vid": TOKENS}),
     },
     # In front of where patches are put together.
-    outputs={"vid_out.proj": ContextParallelOutput(gather_dim=0, expected_dims=2, stream="video")},
+    outputs={"vid_out.proj": gathered("video", dim=0, dims=2)},
     shares_batch=lambda arguments: False,  # ComfyUI takes queries and keys of every text from repetitions of the first
 )

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ..engine.plan import ModulePlan
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput, WithNeighbours
-from .family import FamilyPlan
+from ..engine.transforms import WithNeighbours
+from .family import FamilyPlan, gathered, side, tokens
 
 AUDIO = ("audio",)
-TOKENS = ContextParallelInput(split_dim=1, expected_dims=3, streams=AUDIO)
+TOKENS = tokens(AUDIO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ STABLE_AUDIO = FamilyPlan(
         "transformer.layers.*": ModulePlan(
             inputs={
                 "x": TOKENS,
-                "rotary_pos_emb": ContextParallelInput(split_dim=0, expected_dims=2, streams=AUDIO, side=True),
+                "rotary_pos_emb": side(AUDIO, dim=0, dims=2),
                 "local_add_cond": LastTokens(stream="audio"),
             },
             attention=AUDIO,
@@ -55,5 +55,5 @@ STABLE_AUDIO = FamilyPlan(
         "transformer.layers.*.cross_attn.to_out": SCALED,
     },
     # Before memory tokens and what was prepended are cut off.
-    outputs={"transformer.layers.-1": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="audio")},
+    outputs={"transformer.layers.-1": gathered("audio")},
 )

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..engine.plan import ModulePlan
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput
-from .family import FamilyPlan
+from .family import FamilyPlan, gathered, side, tokens
 
 VIDEO = ("video",)
 EXTRA_TOKENS = ("time_dim_concat", "reference_latent", "context_latents", "pose_latents")
@@ -51,10 +50,10 @@ def timed_frames(state: CallState) -> int:
     return x.shape[2] if plain and timestep.ndim == 2 and timestep.shape[1] == x.shape[2] else 1
 
 
-FREQS = ContextParallelInput(split_dim=1, expected_dims=6, streams=VIDEO, side=True)
+FREQS = side(VIDEO, dim=1, dims=6)
 BLOCK = ModulePlan(
     inputs={
-        "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=VIDEO, frames=timed_frames),
+        "x": tokens(VIDEO, frames=timed_frames),
         "freqs": FREQS,
         "e": Repeated(streams=VIDEO, ndim=4),
     },
@@ -67,7 +66,7 @@ WAN = FamilyPlan(
     family="Wan",
     model_class="comfy.ldm.wan.model.WanModel",
     modules={"blocks.*": BLOCK, "head": HEAD},
-    outputs={"head": ContextParallelOutput(gather_dim=1, expected_dims=3, stream="video")},
+    outputs={"head": gathered("video")},
 )
 CAMERA = replace(WAN, family="Wan Camera", model_class="comfy.ldm.wan.model.CameraWanModel")
 SCAIL = replace(WAN, family="SCAIL", model_class="comfy.ldm.wan.model.SCAILWanModel")
@@ -80,9 +79,9 @@ VACE = replace(
         "blocks.*": BLOCK,
         "vace_blocks.*": ModulePlan(
             inputs={
-                "c": ContextParallelInput(split_dim=1, expected_dims=3, streams=VIDEO),
+                "c": tokens(VIDEO),
                 # The hidden states in front of the first block, the same for all of these.
-                "x": ContextParallelInput(split_dim=1, expected_dims=3, streams=VIDEO, side=True),
+                "x": side(VIDEO, dim=1, dims=3),
                 "kwargs.freqs": FREQS,
                 "kwargs.e": Repeated(streams=VIDEO, ndim=4),
             },

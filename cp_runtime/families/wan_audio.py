@@ -8,8 +8,8 @@ from typing import Any
 from ..engine.plan import ModulePlan
 from ..engine.sharding import Split
 from ..engine.state import CallState
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput
-from .family import FamilyPlan
+from ..engine.transforms import ContextParallelInput
+from .family import FamilyPlan, gathered, tokens
 from .wan import FREQS, HEAD, VIDEO, WAN, Repeated
 
 # S2V: the video, then reference and shrunken motion frames: whole runs of tokens that have one modulation, and what is left.
@@ -83,12 +83,12 @@ S2V = FamilyPlan(
         "audio_injector": ModulePlan(inputs={"seq_len": LocalLength(stream="video")}),
         "head": ModulePlan(inputs={"e": Repeated(streams=TOKENS, ndim=3)}),
     },
-    outputs={"head": ContextParallelOutput(gather_dim=1, expected_dims=3, stream=TOKENS)},
+    outputs={"head": gathered(TOKENS)},
 )
 
 
 def _block(frames: Any, *local: str) -> ModulePlan:
-    x = ContextParallelInput(split_dim=1, expected_dims=3, streams=VIDEO, frames=frames)
+    x = tokens(VIDEO, frames=frames)
     return ModulePlan(
         inputs={"x": x, "freqs": FREQS, "e": Repeated(streams=VIDEO, ndim=4)}, attention=VIDEO, local=("cross_attn", *local)
     )

@@ -13,8 +13,8 @@ import torch
 
 from .channel import SharedBlock
 
-BEAT = 0.25  # seconds between two signs of life
-SILENT = 2.0  # without one for this long, a process is stopped, or holds Python's lock
+BEAT = 0.25  # seconds between two heartbeats
+SILENT = 2.0  # seconds without a heartbeat after which a process must be stopped, or something in it holds the GIL
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Progress:
     """Where a rank is.
 
     Args:
-        command: sequence number of the command that it works on, 0 = none.
+        command: sequence number of the command that it works on; 0 = none.
         modules: planned modules that it has entered in that command.
-        collectives: collectives that it has begun in that command, up to BEAT seconds old.
-        beat: time of its last sign of life, on the clock of `time.monotonic`; 0 = none yet.
+        collectives: collectives that it has begun in that command, as of the last heartbeat.
+        beat: time of the last heartbeat, on the clock of `time.monotonic`; 0 = none yet.
     """
 
     command: int
@@ -43,29 +43,33 @@ class Board:
 
     def __init__(self, block: SharedBlock, world_size: int) -> None:
         words = block.view((4 * world_size + 1) * 8).view(torch.int64)
-        self._rows, self.decision = words[:-1].view(world_size, 4), words[-1]
+        self.decision = words[-1]
+        # A buffer of plain numbers: indexing a tensor takes 50 times as long, and every planned module is counted here.
+        self._words = words[:-1].numpy().data
 
     def begin(self, rank: int, command: int) -> None:
-        """The rank starts to work on a command; 0 = it is idle."""
-        self._rows[rank, :3] = torch.tensor([command, 0, 0])
+        """The rank begins a command; 0 = it is idle."""
+        self._words[4 * rank], self._words[4 * rank + 1], self._words[4 * rank + 2] = command, 0, 0
 
     def enter_module(self, rank: int) -> int:
         """Count one more planned module and return how many there were."""
-        self._rows[rank, 1] += 1
-        return int(self._rows[rank, 1])
+        modules = self._words[4 * rank + 1] + 1
+        self._words[4 * rank + 1] = modules
+        return modules
 
     def beat(self, rank: int, collectives: int) -> None:
-        """The rank is alive and has begun that many collectives."""
-        self._rows[rank, 2] = collectives
-        self._rows[rank, 3] = time.monotonic_ns()
+        """A heartbeat: the rank is alive, and has begun that many collectives."""
+        self._words[4 * rank + 2] = collectives
+        self._words[4 * rank + 3] = time.monotonic_ns()
 
     def freeze(self) -> None:
         """Keep what was noted last, and let go of the shared memory."""
-        self._rows, self.decision = self._rows.clone(), self.decision.clone()
+        self._words = memoryview(bytes(self._words)).cast("q")
+        self.decision = self.decision.clone()
 
     def read(self, rank: int) -> Progress:
         """What the rank noted last."""
-        command, modules, collectives, beat = self._rows[rank].tolist()
+        command, modules, collectives, beat = self._words[4 * rank : 4 * rank + 4]
         return Progress(command, modules, collectives, beat / 1e9)
 
 
@@ -78,7 +82,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def start_heartbeat(board: Board, rank: int, collectives: Callable[[], int]) -> None:
-    """Beat from a thread for as long as the process lives. It stands still when nothing runs here: stopped, or no Python thread."""
+    """Beat from a thread for as long as the process lives. It pauses while the process is stopped, or something holds the GIL."""
 
     def run() -> None:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import time
@@ -19,7 +20,7 @@ from .stacks import collect_stacks
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 _SLOW = {
     "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
-    "mirror": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
+    "load": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
     "call": "If the step is only slow, raise step_timeout of CP Config.",
 }
 _STOPPED = "Find out what stopped it, such as a tool that saves memory or power, and let the workers run."
@@ -75,10 +76,11 @@ def missed_deadline(
         text = f"the workers did not finish {what} within {timeout:g} s; the one that got least far is {names[last]}."
     text = f"{text} No report from {details}."
     try:
-        found = f"Stacks of all ranks: {collect_stacks(stacks, processes, text)}."
+        path = os.fsencode(collect_stacks(stacks, processes, text))
+        found = f"Stacks of all ranks: {path.decode(errors='replace')}."  # texts with bytes that are not UTF-8 reach no browser
     except OSError as error:
         found = f"No stacks of the ranks: {error}."
-    remedy = _STOPPED if stopped else _SLOW.get(what, _SLOW["mirror"])
+    remedy = _STOPPED if stopped else _SLOW.get(what, _SLOW["load"])
     return PoolTimeout(f"{text} {found} They are restarted on next use. {remedy}")
 
 

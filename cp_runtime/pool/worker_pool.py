@@ -33,8 +33,6 @@ from .settings import load_timeout, startup_timeout
 from .site import WorkerSite
 from .stacks import StateWatch
 
-__all__ = ["CallCancelled", "WorkerPool", "WorkerSite"]
-
 log = logging.getLogger("context_parallel")
 
 TICK = 0.02  # seconds between two looks at the caller's Cancel

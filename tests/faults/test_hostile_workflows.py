@@ -94,6 +94,16 @@ def test_a_config_that_is_no_config_is_refused(node, config, graph_server):
     assert graph_server.worker_pids() == []
 
 
+@pytest.mark.parametrize("node", ["cp_apply", "sampler"])
+@pytest.mark.parametrize("model", ["flux.safetensors", 5, {"model": 1}])
+def test_a_model_that_is_no_model_is_refused(node, model, graph_server):
+    prompt = flux_prompt(cp={}, node="CPSampler")
+    prompt[node]["inputs"]["model"] = model
+    who, said = refusal(graph_server, prompt)
+    assert who in ("ApplyContextParallel", "CPSampler")
+    assert said.startswith(f"model: got {model!r}; allowed: a MODEL. ")
+
+
 def test_unknown_settings_have_no_effect(graph_server):
     """ComfyUI hands a node the inputs that it declares, and no others."""
     prompt = flux_prompt(cp={"world_size": 1})

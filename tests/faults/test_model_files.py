@@ -16,9 +16,11 @@ from support.evil import Evil
 from support.faults import note
 from support.graphs import flux_prompt
 
+from cp_runtime.comfy.wire.recipe import file_stamp
 from cp_runtime.errors import RankError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.worker_pool import WorkerPool, WorkerSite
+from cp_runtime.pool.site import WorkerSite
+from cp_runtime.pool.worker_pool import WorkerPool
 
 CP = {"world_size": 2}
 
@@ -50,11 +52,10 @@ def model_ranks(comfyui_path, shelf):
 
 def mirror(pool: WorkerPool, path: str, **changes: object) -> str:
     """Ask the ranks to load a model file; what their error says, or nothing."""
-    file = os.stat(path)
-    recipe = {"loader": "load_diffusion_model", "path": path, "options": {}, "stamp": [file.st_size, file.st_mtime_ns], **changes}
+    recipe = {"loader": "load_diffusion_model", "path": path, "options": {}, "stamp": list(file_stamp(path)), **changes}
     body = {"key": f"k{time.monotonic_ns()}", "recipe": recipe, "patches": [], "patches_uuid": "u", "forget": []}
     try:
-        pool.request("mirror", body, timeout=60)
+        pool.request("load", body, timeout=60)
     except RankError as error:
         return f"{error.kind}: {error.message}"
     return ""
@@ -98,8 +99,8 @@ import comfy.cli_args
 comfy.cli_args.args.cpu = True
 from support.package import load_package
 load_package()
-from cp_runtime.comfy.ui.controller import worker_site
-print(json.dumps(worker_site().model_folders))
+from cp_runtime.comfy.ui.site import worker_site
+print(json.dumps(worker_site().arguments["model_folders"]))
 """
 
 

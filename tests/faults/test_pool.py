@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import socket
-import threading
 import time
 
 import psutil
@@ -24,12 +23,20 @@ USUAL_LIMIT = 1024  # of open files
 
 def test_a_rank_dies_after_its_report_while_another_hangs():
     with small_pool() as pool:
+        assert torch.equal(echo(pool, torch.ones(3)), torch.ones(3))
+        time.sleep(1)  # rank 1 waits for the next command; what rank 0 sends arrives even while it is stopped
         os.kill(pool.pids[1], signal.SIGSTOP)
-        threading.Timer(1, os.kill, (pool.pids[0], signal.SIGKILL)).start()
-        watch = Stopwatch("2 SIGKILL of a rank that has reported, while another is stopped")
+        watches: list[Stopwatch] = []
+
+        def kill_rank_0_once_it_has_reported() -> bool:
+            if pool.waiting_for == [1] and not watches:
+                watches.append(Stopwatch("2 SIGKILL of a rank that has reported, while another is stopped"))
+                os.kill(pool.pids[0], signal.SIGKILL)
+            return False
+
         with pytest.raises(RankError, match=r"rank 0 .*SIGKILL") as caught:
-            echo(pool, torch.ones(3), timeout=60)
-        watch.within(3, "the command fails")
+            echo(pool, torch.ones(3), timeout=60, cancelled=kill_rank_0_once_it_has_reported)
+        watches[0].within(2, "the command fails")
         assert caught.value.rank == 0
         assert not pool.alive
 

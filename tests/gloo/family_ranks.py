@@ -25,7 +25,7 @@ from cp_runtime.comfy.ui.interception import innermost_method  # noqa: E402
 from cp_runtime.comfy.worker.batch import share_out  # noqa: E402
 from cp_runtime.comfy.worker.sharded import run_sharded  # noqa: E402
 from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
-from cp_runtime.engine.hooks import AppliedPlan  # noqa: E402
+from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 
@@ -35,12 +35,9 @@ config = ContextParallelConfig(
 )
 with torch.inference_mode():
     for family in names:
-        applied = {
-            name: AppliedPlan(model, plan_for(model), mesh.sequence(), lambda shape: config)
-            for name, model in models(family).items()
-        }
+        installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models(family).items()}
         for case in families.load(family).CASES:
-            model, plan, inputs = models(family)[case.model], applied[case.model], case.make()
+            model, plan, inputs = models(family)[case.model], installed[case.model], case.make()
             method = getattr(model, innermost_method(model))
             leading = list(inspect.signature(method).parameters)[:2]
             degree = int(batch_degree) if plan.plan.batch_is_shared(inputs) else 1
@@ -50,9 +47,9 @@ with torch.inference_mode():
             expected, others = stock(family, case.name)
             mesh.stats.reset()
             arguments = {**clone(inputs), "transformer_options": clone(dict(case.options))}
-            plan.mesh = mesh.sequence(shares.groups)
-            part = shares.take(arguments, rank // plan.mesh.size)
-            out, state = run_sharded(plan, method, part)
+            sequence = mesh.sequence(shares.groups)
+            part = shares.take(arguments, rank // sequence.size)
+            out, state = run_sharded(plan, method, part, sequence, lambda shape: config)
             out = shares.gather(out, mesh)
             difference, std = distance(out, expected)
             worst = torch.tensor([difference])
@@ -68,7 +65,7 @@ with torch.inference_mode():
                 lengths=state.lengths,
             )
         # Taken off, the model is the stock one again.
-        for plan in applied.values():
+        for plan in installed.values():
             plan.remove()
         report(
             family=family,

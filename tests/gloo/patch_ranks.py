@@ -19,7 +19,7 @@ from comfy_extras.nodes_model_downscale import PatchModelAddDownscale  # noqa: E
 from comfy_extras.nodes_model_patch import QwenImageBlockWiseControlNet, UsoStyleProjectorPatch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from cp_runtime.comfy.ui.node_patches import encode_patches  # noqa: E402
+from cp_runtime.comfy.ui.node_patches import PatchSet  # noqa: E402
 from cp_runtime.comfy.wire.modules import decode_module, encode_module  # noqa: E402
 from cp_runtime.comfy.wire.node_patches import OPTION  # noqa: E402
 from cp_runtime.comfy.worker import node_patches  # noqa: E402
@@ -95,19 +95,20 @@ recorder = Recorder()
 PatchModelAddDownscale.execute(recorder, 3, 2.0, 0.0, 1.0, True, "bilinear", "bilinear")
 uso = UsoStyleProjectorPatch(ModelPatcher(qwen, CPU, CPU), torch.ones(2, 3))
 options = {"patches": {**recorder.patches, "post_input": [uso, uso]}, "patches_replace": {"dit": {}}}
-entry, networks = encode_patches(options)
+patches = PatchSet.of(options, qwen)
+entry, networks = patches.encoded, patches.networks
 (key,) = networks
 node_patches.attach_network(key, send(encode_module(networks[key])), CPU)
 
 
-class Applied:
-    """A plan on one rank."""
+class Call:
+    """A call on one rank."""
 
     class mesh:
         size = 1
 
 
-rebuilt = node_patches.decode_patches(send(entry[OPTION]), Applied)
+rebuilt = node_patches.decode_node_patches(send(entry[OPTION]), Call)
 h, at = torch.randn(1, 2, 8, 8), {"block": ("input", 3), "sigmas": torch.tensor([0.5])}
 first, second = rebuilt["patches"]["post_input"]
 report(
@@ -119,9 +120,9 @@ report(
     object=torch.equal(first.encoded_image, uso.encoded_image) and repr(first.model_patch.model) == repr(qwen),
     refused=[
         refused(
-            node_patches.decode_patches,
+            node_patches.decode_node_patches,
             {"entries": [{"name": name, "data": {}}], "patches": [["x", None, 0]], "patches_replace": []},
-            Applied,
+            Call,
         )
         for name in ("os:system", "comfy_extras.nodes_sag:SelfAttentionGuidance.execute.<locals>.attn_and_record")
     ],

@@ -13,6 +13,8 @@ import pytest
 from support.faults import SLACK, Stopwatch
 from support.graphs import flux_prompt
 
+from cp_runtime.version import VERSION
+
 TOLERANCE = 2e-4
 CP = {"world_size": 2}
 STATUS, RESTART = "/context_parallel/status", "/context_parallel/restart"
@@ -55,7 +57,7 @@ def assert_right(server, expected):
 def test_no_worker_yet(off_server):
     off = off_server.get(STATUS)
     nothing = {"activity": "", "world_size": 0, "backend": None, "models": [], "last_call": None, "ranks": [], "last_error": None}
-    assert off == {"state": "off", **nothing}
+    assert off == {"state": "off", "version": VERSION, **nothing}
     assert call(off_server, RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.protocol import TensorPacker, flatten
-from cp_runtime.pool.worker_pool import WorkerPool, WorkerSite
+from cp_runtime.pool.site import WorkerSite
+from cp_runtime.pool.worker_pool import WorkerPool
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from support.package import load_package
 
 load_package()
-from cp_runtime.comfy.worker.batch import STACKED, WHOLE, share_out, take_items  # noqa: E402
+from cp_runtime.comfy.worker.batch import STACKED, UNSTACKED, share_out, take_items  # noqa: E402
 
 LEADING = ["x", "timesteps"]
 
@@ -100,7 +100,7 @@ def test_frames_of_one_video_stay_together():
 
 
 def test_the_tables_are_those_of_comfyui():
-    """Add a new argument of ComfyUI to STACKED (CONDRegular, CONDNoiseShape, CONDCrossAttn, CONDList) or WHOLE (CONDConstant)."""
+    """Add what is new in ComfyUI to STACKED (CONDRegular, CONDNoiseShape, CONDCrossAttn, CONDList) or UNSTACKED (CONDConstant)."""
     source = (Path(os.environ["COMFYUI_PATH"]) / "comfy" / "model_base.py").read_text()
     found: dict[str, set[str]] = {"stacked": set(), "whole": set()}
     for node in ast.walk(ast.parse(source)):
@@ -116,4 +116,4 @@ def test_the_tables_are_those_of_comfyui():
             found["whole" if kind == "CONDConstant" else "stacked"].add(name.value)
     renamed = {"c_concat", "c_crossattn"}  # become part of the latent, and `context` or `cross_attn_cond`
     assert found["stacked"] - renamed == STACKED - {"context", "control", "cross_attn_cond"}
-    assert found["whole"] == WHOLE - {"transformer_options", "return_info"}
+    assert found["whole"] == UNSTACKED - {"transformer_options", "return_info"}

@@ -73,6 +73,13 @@ def test_references_to_code(document):
     assert lost_references((CHECKOUT / document).read_text()) == []
 
 
+def test_the_life_of_a_call_names_code_at_every_step():
+    text = (CHECKOUT / "docs" / "architecture.md").read_text()
+    steps = re.split(r"^\d+\. ", text.partition("## The life of a call")[2].partition("## Words")[0], flags=re.MULTILINE)[1:]
+    assert len(steps) == 12
+    assert all(REFERENCE.search(step) for step in steps)
+
+
 def test_a_reference_to_code_that_is_not_there_is_noticed():
     there = "`engine/sharding.split_range` `pool/protocol.py` `engine/mesh.RankGroup.swap` `comfy/ui` `tests/unit` `engine`"
     assert lost_references(there) == []

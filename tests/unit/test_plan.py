@@ -113,9 +113,7 @@ class Block(nn.Module):
 
 
 def plan(**modules):
-    return FamilyPlan(
-        family="Test", model_class="m.M", comfyui="0.30.0", modules=modules, outputs={"1": ContextParallelOutput(gather_dim=1)}
-    )
+    return FamilyPlan(family="Test", model_class="m.M", modules=modules, outputs={"1": ContextParallelOutput(gather_dim=1)})
 
 
 def test_check_names_what_is_missing():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from cp_runtime.comfy.ui.file_pages import same_bits
+from cp_runtime.comfy.wire.weight_samples import same_weight
 
 QuantizedTensor = pytest.importorskip("comfy_kitchen.tensor").QuantizedTensor
 
@@ -13,16 +13,16 @@ def weight():
 def test_plain_weights_are_compared_bit_by_bit():
     changed = weight()
     changed[0, 0] = torch.nan
-    assert same_bits(weight(), weight())
-    assert not same_bits(weight(), changed)
-    assert same_bits(changed, changed.clone())
+    assert same_weight(weight(), weight())
+    assert not same_weight(weight(), changed)
+    assert same_weight(changed, changed.clone())
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (3,), (4, 4)])
 def test_weights_of_every_dtype_and_shape(dtype, shape):
-    assert same_bits(torch.ones(shape).to(dtype), torch.ones(shape).to(dtype))
-    assert not same_bits(torch.ones(shape).to(dtype), torch.zeros(shape).to(dtype))
+    assert same_weight(torch.ones(shape).to(dtype), torch.ones(shape).to(dtype))
+    assert not same_weight(torch.ones(shape).to(dtype), torch.zeros(shape).to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_quantised_weights_are_compared_by_data_and_scales(layout):
     changed_data, changed_scale = quantised(), quantised()
     changed_data._qdata.view(torch.uint8)[5, 5] ^= 1
     changed_scale._params.scale.view(-1).view(torch.uint8)[0] ^= 1
-    assert same_bits(quantised(), torch.nn.Parameter(quantised(), requires_grad=False))
-    assert not same_bits(quantised(), changed_data)
-    assert not same_bits(quantised(), changed_scale)
-    assert not same_bits(quantised(), quantised().dequantize())
+    assert same_weight(quantised(), torch.nn.Parameter(quantised(), requires_grad=False))
+    assert not same_weight(quantised(), changed_data)
+    assert not same_weight(quantised(), changed_scale)
+    assert not same_weight(quantised(), quantised().dequantize())

@@ -50,3 +50,9 @@ def test_the_document_is_current():
         [sys.executable, str(ROOT / ".ci" / "registry.py"), "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_example_of_the_guide_is_the_real_file():
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    example = guide.partition("```python\n")[2].partition("```")[0]
+    assert example == (ROOT / "cp_runtime" / "families" / "hydit.py").read_text()

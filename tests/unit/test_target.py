@@ -2,20 +2,34 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from cp_runtime.comfy.ui.target import Target, verify
 from cp_runtime.comfy.wire.recipe import Recipe
+from cp_runtime.comfy.wire.weight_samples import sample_weights
 from cp_runtime.errors import MirrorError
 
 
-def target():
-    model = SimpleNamespace(get_dtype=lambda: torch.bfloat16, manual_cast_dtype=None)
-    patcher = SimpleNamespace(model=model, patches={}, patches_uuid="u1")
+def target(seed=0, patches_in=None, backup=()):
+    """A model in the UI process. Weight patches are in it where `patches_in` is an id; `backup`: weights in an altered state."""
+    model = SimpleNamespace(
+        get_dtype=lambda: torch.bfloat16,
+        manual_cast_dtype=None,
+        current_weight_patches_uuid=patches_in,
+        diffusion_model=transformer(seed),
+    )
+    patcher = SimpleNamespace(model=model, patches={}, patches_uuid="u1", backup=dict.fromkeys(backup), hook_backup={})
     return Target.of(patcher, Recipe("load_diffusion_model", "/models/flux.safetensors"))
 
 
+def transformer(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+
+
 def replies(**second):
-    good = {"digest": "d", "patches_uuid": "u1", "dtype": "torch.bfloat16", "cast_dtype": "None"}
+    samples = sample_weights(transformer(0))
+    good = {"digest": "d", "patches_uuid": "u1", "dtype": "torch.bfloat16", "cast_dtype": "None", "samples": samples}
     return [good, {**good, **second}]
 
 
@@ -30,6 +44,28 @@ def test_equal_mirrors_pass():
 def test_a_rank_that_differs_is_named(field, value):
     with pytest.raises(MirrorError, match=rf"rank 1 \(pid 11\) has {field} {value} for flux.safetensors"):
         verify(target(), "d", replies(**{field: value}), [10, 11])
+
+
+def test_a_rank_with_other_weights_is_named():
+    with pytest.raises(MirrorError, match=r"rank 1 \(pid 11\) read another weight 0.weight from flux.safetensors"):
+        verify(target(), "d", replies(samples=sample_weights(transformer(1))), [10, 11])
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"patches_in": "u0"},
+        {"backup": ["diffusion_model.0.weight", "diffusion_model.0.bias"]},
+    ],
+    ids=["patched", "backed up"],
+)
+def test_weights_that_are_not_as_loaded_are_not_compared(state):
+    verify(target(seed=1, **state), "d", replies(), [10, 11])
+
+
+def test_weights_in_another_format_are_not_compared():
+    """A rank's device may hold them otherwise. That all compute in the same dtype is checked beside it."""
+    verify(target(), "d", replies(samples=sample_weights(transformer(1).to(torch.bfloat16))), [10, 11])
 
 
 def test_the_key_depends_on_everything_that_changes_the_weights():

@@ -7,7 +7,8 @@ import threading
 import time
 from typing import Any
 
-from .controller import CONTROLLER, Controller, Node
+from .controller import CONTROLLER, Controller
+from .journal import Node
 from .status import ending, status
 
 log = logging.getLogger("context_parallel")
@@ -26,7 +27,7 @@ def start_events(server: Any, controller: Controller = CONTROLLER) -> None:
     def run() -> None:
         events = Events(server, controller)
         while True:
-            controller.changed.wait(LOOK if controller.pool is not None else None)
+            controller.changed.wait(LOOK if controller.workers is not None else None)
             controller.changed.clear()
             try:
                 events.send()

@@ -1,26 +1,17 @@
-"""The UI process's own copy of the weights becomes the pages of the model's file, which it shares with the ranks."""
+"""Makes the UI process's own copy of the weights the pages of the model's file, which it then shares with the ranks."""
 
 from __future__ import annotations
 
+import os
+import weakref
 from typing import Any
 
-import torch
-from torch import Tensor
+import comfy.memory_management
 
-from ...errors import UnsupportedError
-from ..wire.recipe import DTYPE_OPTIONS, Recipe, adopt, load_recipe, parameters_of
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two weights are stored alike; of quantised ones, data and scales."""
-
-    def stored(weight: Tensor) -> list[Tensor]:
-        flatten = getattr(weight, "__tensor_flatten__", None)  # torch's protocol for tensors that wrap others
-        parts = [weight.detach()] if flatten is None else [getattr(weight, name) for name in flatten()[0]]
-        return [part.cpu().contiguous().flatten().view(torch.uint8) for part in parts]
-
-    ones, others = stored(one), stored(other)
-    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+from ...errors import MirrorError, UnsupportedError
+from ..wire.loading import adopt, load_recipe, parameters_of
+from ..wire.recipe import DTYPE_OPTIONS, Recipe
+from ..wire.weight_samples import same_weight
 
 
 def share_file_pages(patcher: Any, recipe: Recipe) -> int:
@@ -29,27 +20,50 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
     The UI process does not compute with them, but other branches of a graph may, so they must stay valid.
 
     Raises:
-        UnsupportedError: a weight is not the file's: another node changed it in place, and the workers do not have that.
+        UnsupportedError: a weight is not the file's, so the workers do not have it.
+        MirrorError: the file is not the one that was loaded.
     """
-    import comfy.memory_management
-
     model = patcher.model
     if comfy.memory_management.aimdo_enabled or patcher.backup or model.current_weight_patches_uuid is not None:
         return 0  # mapped already, or in use by a branch that runs without context parallelism
     if not recipe.options.keys().isdisjoint(DTYPE_OPTIONS) or not recipe.path.lower().endswith((".safetensors", ".sft")):
         return 0  # the file's pages are not the weights
-    fresh = load_recipe(recipe).model.diffusion_model
-    weights = dict(fresh.named_parameters())
+    fresh, missing = load_recipe(recipe)
+    weights = {name: weight for name, weight in fresh.model.diffusion_model.named_parameters() if name not in missing}
     released = 0
     own = parameters_of(model.diffusion_model)
     for name, module, parameter in own:
         current, file = getattr(module, parameter), weights.get(name)
-        if file is not None and (current.dtype, current.shape) == (file.dtype, file.shape) and not same_bits(current, file):
+        if file is not None and (current.dtype, current.shape) == (file.dtype, file.shape) and not same_weight(current, file):
             raise UnsupportedError(
-                f"a node changed the weight {name} in place after the model was loaded, which the workers do not have. "
-                "Remove that node and load the model again."
+                f"something changed the weight {name} in place after ComfyUI had loaded it, and the workers have it as it is in "
+                f"{os.path.basename(recipe.path)}. Remove the node that did so and load the model again."
             )
+    guard_size(model, recipe)
     for name, module, parameter in own:
         if adopt(module, parameter, weights.get(name)):
             released += weights[name].nbytes
     return released
+
+
+def guard_size(model: Any, recipe: Recipe) -> None:
+    """Check the size of the model's file whenever ComfyUI is about to use the model.
+
+    A process that reads a mapped page behind the end of a file gets SIGBUS and ends. ComfyUI asks a model for its dtype before it
+    loads it and in every call, whichever patcher it uses, so `get_dtype` is where an error can still be raised. A file that is cut
+    off in the middle of a call is not noticed.
+    """
+    descriptor = os.open(recipe.path, os.O_RDONLY)  # the mapped file, even if another gets its name
+    weakref.finalize(model, os.close, descriptor).atexit = False
+    owner, stock, size = weakref.ref(model), type(model).get_dtype, recipe.stamp[0]
+
+    def get_dtype() -> Any:
+        now = os.fstat(descriptor).st_size
+        if now < size:
+            raise MirrorError(
+                f"the model file {recipe.path} was cut off while ComfyUI used it: it has {now} bytes, and had {size}. Restore it, "
+                "free ComfyUI's model and node cache, and queue the prompt again."
+            )
+        return stock(owner())
+
+    model.get_dtype = get_dtype

@@ -8,16 +8,18 @@ hand on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import ref
 
 from torch import Tensor, dtype, nn
 from torch import device as torch_device
 
+from ...errors import UnsupportedError
 from ...families import PLANS, class_name
-from .node_patches import encode_patches, prepare_patches
-from .obstacles import control_obstacle, options_obstacle, patcher_obstacle
+from .node_patches import PatchSet
+from .obstacles import control_obstacle, options_obstacle, other_options_obstacle, patcher_obstacle, patches_of_call
+from .workers import DenoiseCall
 
 # Entries of transformer_options that only code of the UI process reads: functions, and ids of its bookkeeping.
 _UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "prefetch_dynamic_vbars")
@@ -27,9 +29,7 @@ _SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, torch_device, lis
 class Owner(Protocol):
     """What a patcher does for its interception."""
 
-    def call_workers(
-        self, method: str, arguments: dict[str, Any], volatile: set[str], device: Any, networks: Mapping[str, nn.Module]
-    ) -> Any: ...
+    def call_workers(self, call: DenoiseCall) -> Any: ...
     def refuse_call(self, obstacle: str) -> None: ...
 
 
@@ -48,7 +48,7 @@ class WorkerForward:
         self.method = innermost_method(model)
         self.stock: Callable[..., Any] = getattr(type(model), self.method).__get__(model)
         self.signature = inspect.signature(self.stock)
-        self.volatile = set(list(self.signature.parameters)[:2])  # the latent and the timestep
+        self.leading = tuple(self.signature.parameters)[:2]  # the latent and the timestep
         plan = PLANS.get(class_name(model))
         self.rebuilt = [path.split(".") for path in plan.rebuilt] if plan else []
 
@@ -58,20 +58,28 @@ class WorkerForward:
             return self.stock(*args, **kwargs)
         arguments = self._named(args, kwargs)
         options = arguments.get("transformer_options") or {}
+        latent = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]  # nested: video, audio
+        try:
+            patches = self._accepted_patches(owner, arguments, options, latent)
+        except UnsupportedError as error:
+            obstacle = str(error)
+        else:
+            plain = {k: v for k, v in options.items() if k not in _UI_ONLY and isinstance(v, _SENDABLE)}
+            arguments["transformer_options"] = {**plain, **patches.encoded}
+            return owner.call_workers(
+                DenoiseCall(method=self.method, arguments=arguments, leading=self.leading, device=latent.device, patches=patches)
+            )
+        owner.refuse_call(obstacle)
+        return self.stock(*args, **kwargs)
+
+    def _accepted_patches(self, owner: Owner, arguments: dict[str, Any], options: dict[str, Any], latent: Tensor) -> PatchSet:
+        """The patches of a call. Raises UnsupportedError where the workers cannot run it."""
         obstacle = (
-            options_obstacle(options, self.model)
-            or patcher_obstacle(owner)
-            or control_obstacle(self.model, arguments.get("control"))
+            other_options_obstacle(options) or patcher_obstacle(owner) or control_obstacle(self.model, arguments.get("control"))
         )
         if obstacle is not None:
-            owner.refuse_call(obstacle)
-            return self.stock(*args, **kwargs)
-        latent = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]  # nested: video, audio
-        prepare_patches(options, latent)
-        patches, networks = encode_patches(options)
-        plain = {k: v for k, v in options.items() if k not in _UI_ONLY and isinstance(v, _SENDABLE)}
-        arguments["transformer_options"] = {**plain, **patches}
-        return owner.call_workers(self.method, arguments, self.volatile, latent.device, networks)
+            raise UnsupportedError(obstacle)
+        return patches_of_call(options, self.model, latent)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of a call by name, extra keywords included."""

@@ -1,10 +1,11 @@
-"""Patches that other nodes put into the transformer, in the UI process: whether they can be mirrored, and their wire form."""
+"""Patches that other nodes put into the transformer, in the UI process: whether they can be mirrored, and what is sent for them."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ...errors import UnsupportedError
 from ...pool.protocol import flatten
 from ..wire.modules import encode_module, full_name
-from ..wire.node_patches import KINDS, MIRRORED, OPTION, name_of
+from ..wire.node_patches import KINDS, MIRRORED, OPTION, Patch, name_of
 
 # Nodes whose patches cannot be mirrored, and why. `code`: name of what they put there, where it is no function of the node's own.
 REFUSED: Mapping[str, str] = {
@@ -38,54 +39,69 @@ _checked: WeakSet[nn.Module] = WeakSet()
 _numbers = itertools.count()
 
 
-def patches_obstacle(options: Mapping[str, Any], model: nn.Module) -> str | None:
-    """Return what among the patches cannot be mirrored, or None."""
-    for kind, name, _, patch in _entries(options):
-        known = MIRRORED.get(name_of(patch))
-        where = f"{kind}: {name}"
-        if known is None:
-            node = node_of(patch)
-            return (
-                f"{_display(node)} patched the transformer ({where}) and {REFUSED.get(node, 'the workers do not have that code')}."
-            )
-        if type(model).__name__ in known.unless:
-            node = _display(known.node or node_of(patch))
-            return f"{node} ({where}) cannot be applied to a part of the tokens of {type(model).__name__}."
+@dataclass(frozen=True, kw_only=True)
+class PatchSet:
+    """The patches of one call.
+
+    Args:
+        encoded: what stands for them in `transformer_options`: plain data and tensors; empty where there are none.
+        networks: that they refer to, by key.
+        mixes_batch: one of them needs all items of the batch.
+    """
+
+    encoded: Mapping[str, Any] = field(default_factory=dict)
+    networks: Mapping[str, nn.Module] = field(default_factory=dict)
+    mixes_batch: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], model: nn.Module, latent: Tensor | None = None) -> PatchSet:
+        """Take the patches out of `transformer_options`.
+
+        Args:
+            model: the transformer that they patch.
+            latent: of the call, for whose size patches encode their images; None = to find out whether they can be mirrored.
+
+        Raises:
+            UnsupportedError: one of them cannot be mirrored.
+        """
+        entries = [(*entry, _check(entry, model)) for entry in _entries(options)]
+        if not entries:
+            return cls()
+        for _, _, _, patch, known in entries:
+            if known.prepare is not None and latent is not None:
+                known.prepare(patch, latent)
+        encoder, kinds = _Encoder(), {kind: list[Any]() for kind in KINDS}
+        for kind, name, place, patch, _ in entries:  # after all are prepared: one may refer to another
+            kinds[kind].append([name, place, encoder.index(patch)])
+        encoded = {OPTION: {"entries": encoder.entries, **kinds}}
+        _check_plain(encoded, encoder.modules)
+        mixes_batch = any(MIRRORED[entry["name"]].mixes_batch for entry in encoder.entries)
+        return cls(encoded=encoded, networks=encoder.modules, mixes_batch=mixes_batch)
+
+
+def _check(entry: tuple[str, str, Any, Any], model: nn.Module) -> Patch:
+    """How a patch is mirrored. Raises UnsupportedError where it cannot be."""
+    kind, name, _, patch = entry
+    known = MIRRORED.get(name_of(patch))
+    if known is None:
+        node = node_of(patch)
+        reason = REFUSED.get(node, "the workers do not have that code")
+        raise UnsupportedError(f"{_display(node)} patched the transformer ({kind}: {name}) and {reason}.")
+    if type(model).__name__ in known.unless:
+        node = _display(known.node or node_of(patch))
+        raise UnsupportedError(f"{node} ({kind}: {name}) cannot be applied to a part of the tokens of {type(model).__name__}.")
+    return known
+
+
+def _check_plain(encoded: dict[str, Any], networks: Mapping[str, nn.Module]) -> None:
     try:
-        encoded, networks = encode_patches(options)
         flatten(encoded, lambda tensor, path: None)
         for network in networks.values():
             if network not in _checked:
                 flatten(encode_module(network), lambda tensor, path: None)
                 _checked.add(network)
     except UnsupportedError as error:
-        return f"a patch of the transformer holds something else than plain data: {error}."
-    return None
-
-
-def encode_patches(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, nn.Module]]:
-    """Patches of `transformer_options` -> an entry in their place, plain data and tensors, and the networks in them, by key."""
-    encoder = _Encoder()
-    kinds: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-    for kind, name, place, patch in _entries(options):
-        kinds[kind].append([name, place, encoder.index(patch)])
-    if not encoder.entries:
-        return {}, {}
-    return {OPTION: {"entries": encoder.entries, **kinds}}, encoder.modules
-
-
-def mixes_batch(arguments: Mapping[str, Any]) -> bool:
-    """Whether a patch among the arguments of a call needs all items of the batch."""
-    encoded = (arguments.get("transformer_options") or {}).get(OPTION, {"entries": []})
-    return any(MIRRORED[entry["name"]].mixes_batch for entry in encoded["entries"])
-
-
-def prepare_patches(options: Mapping[str, Any], x: Tensor) -> None:
-    """Have patches encode their images for the size of the latent `x`."""
-    for _, _, _, patch in _entries(options):
-        prepare = MIRRORED[name_of(patch)].prepare
-        if prepare is not None:
-            prepare(patch, x)
+        raise UnsupportedError(f"a patch of the transformer holds something else than plain data: {error}.") from error
 
 
 def node_of(patch: Any) -> str:

@@ -11,13 +11,13 @@ from typing import Any
 
 import comfy.controlnet
 from comfy.patcher_extension import CallbacksMP
-from torch import nn
+from torch import Tensor, nn
 
 from ...compat import has_hooks
 from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, class_name, plan_for
-from ..wire.weight_patches import encode_patches
-from .node_patches import patches_obstacle
+from ..wire.weight_patches import encode_weight_patches
+from .node_patches import PatchSet
 from .recipes import recipe_of
 
 _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
@@ -34,7 +34,7 @@ def model_obstacle(patcher: Any) -> str | None:
     try:
         plan_for(model)
         recipe_of(patcher)
-        encode_patches(patcher.patches)
+        encode_weight_patches(patcher.patches)
     except (UnsupportedError, PlanError, MirrorError) as error:
         return str(error)
     return (
@@ -51,9 +51,23 @@ def patcher_obstacle(patcher: Any) -> str | None:
 
 def options_obstacle(options: dict[str, Any], model: nn.Module) -> str | None:
     """Return what in `transformer_options` cannot run on the workers, or None."""
-    obstacle = patches_obstacle(options, model)
-    if obstacle is not None:
-        return f"{obstacle} {_REMEDY}"
+    try:
+        patches_of_call(options, model)
+    except UnsupportedError as error:
+        return str(error)
+    return other_options_obstacle(options)
+
+
+def patches_of_call(options: Mapping[str, Any], model: nn.Module, latent: Tensor | None = None) -> PatchSet:
+    """`PatchSet.of`, with a remedy in its errors."""
+    try:
+        return PatchSet.of(options, model, latent)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error} {_REMEDY}") from error
+
+
+def other_options_obstacle(options: Mapping[str, Any]) -> str | None:
+    """Return what in `transformer_options`, besides patches, cannot run on the workers, or None."""
     if "optimized_attention_override" in options:
         return f"a node replaced the attention function, which the workers do not have. {_REMEDY}"
     if options.get("ar_state") is not None:

@@ -5,30 +5,30 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import comfy.sd
 import torch
 
 from ...errors import MirrorError
-from ..wire.recipe import DECIDED_BY_WORKER, LOADERS, OPTIONS, Recipe, file_stamp
+from ..wire.recipe import DECIDED_BY_WORKER, LOADERS, OPTIONS, FileStamp, Recipe, file_stamp
+from .model_notes import ModelNotes, notes_of
 
 
 def recipe_of(patcher: Any) -> Recipe:
-    """Return the recipe of a ModelPatcher. It is made once per model, when Apply Context Parallel first sees it.
+    """Return the recipe of a ModelPatcher. It is read once per model.
+
+    Where no stamp was taken when the file was loaded, its present state is taken; then only the comparison of weights
+    (`target.verify`) notices that the file was replaced in between.
 
     Raises:
-        MirrorError: its loader left none, or one that workers do not follow.
+        MirrorError: its loader left none, or one that workers do not follow; or the file changed while ComfyUI loaded it.
     """
-    init = patcher.cached_patcher_init
-    known = getattr(patcher.model, "_cp_recipe", None)
-    if known is None or known[0] is not init:
-        known = init, _read_recipe(patcher)
-        patcher.model._cp_recipe = known
-    recipe: Recipe = known[1]
-    return recipe
+    init, notes = patcher.cached_patcher_init, notes_of(patcher.model)
+    if notes.recipe is None or notes.recipe[0] is not init:
+        notes.recipe = init, _read_recipe(patcher, notes)
+    return notes.recipe[1]
 
 
-def _read_recipe(patcher: Any) -> Recipe:
-    import comfy.sd
-
+def _read_recipe(patcher: Any, notes: ModelNotes) -> Recipe:
     init = patcher.cached_patcher_init
     name = type(patcher.model).__name__
     if init is None:
@@ -52,4 +52,14 @@ def _read_recipe(patcher: Any) -> Recipe:
             raise MirrorError(f"the loader's model option {option!r} cannot be sent to the workers (allowed: {', '.join(OPTIONS)})")
         plain[option] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     path = os.path.abspath(args[0])
-    return Recipe(loader, path, plain, file_stamp(path))
+    return Recipe(loader, path, plain, _stamp(path, notes))
+
+
+def _stamp(path: str, notes: ModelNotes) -> FileStamp:
+    before, after = notes.stamps or (file_stamp(path),) * 2
+    if before != after:
+        raise MirrorError(
+            f"{path} changed while ComfyUI loaded it. Wait until it is complete, free ComfyUI's model and node cache, and queue "
+            "the prompt again."
+        )
+    return after

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from ...errors import ContextParallelError
 from .controller import CONTROLLER
+from .journal import public_message
 from .status import status
 
 STATUS, RESTART = "/context_parallel/status", "/context_parallel/restart"
@@ -24,9 +25,9 @@ async def post_restart(server: Any, _: web.Request) -> web.Response:
     """Kill the workers and start them again: `{"restarted": …, "error": …, "status": {…}}`; 500 where they did not start."""
     restarted, error = False, None
     try:
-        restarted = await asyncio.to_thread(CONTROLLER.restart)
+        restarted = await asyncio.wrap_future(CONTROLLER.restart())
     except ContextParallelError as failure:
-        error = str(failure)
+        error = public_message(failure)
     answer = {"restarted": restarted, "error": error, "status": await asyncio.to_thread(status, server)}
     return web.json_response(answer, status=200 if error is None else 500)
 

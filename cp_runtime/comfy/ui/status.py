@@ -8,14 +8,17 @@ from typing import Any
 from ...pool.board import SILENT, resident_bytes
 from ...pool.stacks import process_state
 from ...pool.worker_pool import WorkerPool
-from .controller import CONTROLLER, CallRecord, Controller, Node
-from .report import axes, communication_share
+from ...version import VERSION
+from .controller import CONTROLLER, Controller
+from .journal import CallRecord, Node
+from .report import axes
+from .workers import Workers
 
 LINGER = 1.0
 """Seconds. Between two commands of a prompt the ranks have nothing to do for a moment: a state lasts that much longer, within the
 prompt."""
 
-STATES = {"start": "starting", "mirror": "loading", "attach": "loading", "call": "computing"}
+STATES = {"start": "starting", "load": "loading", "attach_network": "loading", "call": "computing"}
 """State by command; others take no time."""
 
 UNFINISHED = {"execution_error": "failed", "execution_interrupted": "cancelled"}
@@ -29,40 +32,40 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     "failed" (started again on next use); `activity` says more in words. A rank is "starting", "loading", "computing", "idle",
     "silent" (no sign of life, see SILENT) or "gone". `backend` is the one in use, None until the ranks are ready. `last_call` is
     None before the first one. Times are seconds, memory is bytes: `host` is resident now; `device` is the peak of the last call.
+    `version` is the pack's. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
     """
-    pool, error = controller.pool, controller.last_error
+    workers, error = controller.workers, controller.journal.last_error
     failure = None if error is None else {"time": error.time, "rank": error.rank, "message": error.message}
-    if pool is None:
+    always = {"version": VERSION, "last_error": failure}
+    if workers is None:
         return {
-            "state": "off", "activity": "", "world_size": 0, "backend": None, "models": [],
-            "last_call": None, "ranks": [], "last_error": failure,
+            "state": "off", "activity": "", "world_size": 0, "backend": None, "models": [], "last_call": None, "ranks": [], **always
         }  # fmt: skip
+    pool = workers.pool
     work, waiting = _work(server, controller, pool), pool.waiting_for
     # One that has reported is done, while others are not.
-    ranks = [_rank(controller, pool, r, "idle" if waiting and r not in waiting else work) for r in range(len(pool.processes))]
+    ranks = [_rank(controller, workers, r, "idle" if waiting and r not in waiting else work) for r in range(len(pool.processes))]
     return {
         "state": _state(pool, ranks, work),
-        "activity": activity(controller),
+        "activity": _activity(controller, workers),
         "world_size": pool.world_size,
         "backend": pool.backend,
-        "models": controller.models,
-        "last_call": _last_call(controller),
+        "models": workers.models,
+        "last_call": _last_call(controller, workers.last_call),
         "ranks": ranks,
-        "last_error": failure,
+        **always,
     }
 
 
-def activity(controller: Controller = CONTROLLER) -> str:
-    """What the workers do at the moment, or did last, in words; empty where there are none."""
-    pool = controller.pool
-    if pool is None:
-        return ""
+def _activity(controller: Controller, workers: Workers) -> str:
+    """What the workers do at the moment, or did last, in words."""
+    pool = workers.pool
     doing, waiting = pool.doing, pool.waiting_for
     if doing == "start":
         return f"starting {_ranks(pool, waiting)}…"
-    if controller.loading:
-        return f"loading {controller.loading} on {_ranks(pool, waiting)}…"
-    record = controller.last_record
+    if workers.loading:
+        return f"loading {workers.loading} on {_ranks(pool, waiting)}…"
+    record = workers.last_call
     if record is None or record.node != controller.node or not pool.alive:
         return ""  # what another node did says nothing about this one
     seconds = _per_call(controller, record) or record.seconds
@@ -87,8 +90,7 @@ def _ranks(pool: WorkerPool, waiting: list[int]) -> str:
     return "rank " + ", ".join(map(str, waiting))
 
 
-def _last_call(controller: Controller) -> dict[str, Any] | None:
-    record = controller.last_record
+def _last_call(controller: Controller, record: CallRecord | None) -> dict[str, Any] | None:
     if record is None:
         return None
     return {
@@ -96,16 +98,17 @@ def _last_call(controller: Controller) -> dict[str, Any] | None:
         "seconds": record.seconds,
         # Alike for both, so that they can be compared: with what the sampler does between two calls.
         "seconds_per_call": _per_call(controller, record),
-        "seconds_per_call_on_one_device": controller.one_device.get(controller.run.kind),
-        "communication_share": communication_share([record]),
+        "seconds_per_call_on_one_device": controller.journal.on_one_device,
+        "communication_share": record.communication_share,
     }
 
 
 def _per_call(controller: Controller, record: CallRecord) -> float | None:
     """Seconds from one call of the ranks to the next; None where there were too few."""
     # A run on one device may have come since. It was measured after the last call of the ranks had ended.
-    ours = (controller.run.per_call(record.ended) or 0) > 0
-    return controller.run.per_call() if ours else None
+    run = controller.journal.run
+    ours = (run.per_call(record.ended) or 0) > 0
+    return run.per_call() if ours else None
 
 
 def _work(server: Any, controller: Controller, pool: WorkerPool) -> str:
@@ -124,7 +127,8 @@ def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
     return work
 
 
-def _rank(controller: Controller, pool: WorkerPool, rank: int, state: str) -> dict[str, Any]:
+def _rank(controller: Controller, workers: Workers, rank: int, state: str) -> dict[str, Any]:
+    pool = workers.pool
     at, pid = pool.progress(rank), pool.pids[rank]
     since = time.monotonic() - at.beat if at.beat else None
     kernel = process_state(pid)
@@ -132,7 +136,7 @@ def _rank(controller: Controller, pool: WorkerPool, rank: int, state: str) -> di
         state = "gone"
     elif since is not None and since > SILENT:
         state = "silent"
-    record, error = controller.last_record, controller.last_error
+    record, error = workers.last_call, controller.journal.last_error
     report = record.reports[rank] if record else None
     return {
         "rank": rank,
@@ -144,6 +148,6 @@ def _rank(controller: Controller, pool: WorkerPool, rank: int, state: str) -> di
         "seconds_since_heartbeat": since,
         "memory": {"host": resident_bytes(pid), "device": report["memory"]["device"] if report else 0},
         "tokens": report["tokens"] if report else {},
-        "models": controller.models if state in ("idle", "computing") else [],
+        "models": workers.models if state in ("idle", "computing") else [],
         "last_error": error.message if error is not None and error.rank == rank else None,
     }

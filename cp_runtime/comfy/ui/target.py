@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ...errors import MirrorError
 from ..wire.recipe import Recipe
+from ..wire.weight_samples import differing_weight, sample_weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A model as the UI process has it: what the workers' mirror must equal."""
+    """A model as the UI process has it: what the workers' mirror must equal.
+
+    Args:
+        patches: of weights, as ComfyUI keeps them.
+        samples: returns `comparable_weights`. It takes about 50 µs per weight, so it is called only when the workers have loaded
+            the model, and not for every call.
+    """
 
     recipe: Recipe
     key: str
@@ -20,6 +29,7 @@ class Target:
     patches_uuid: str
     dtype: str
     cast_dtype: str
+    samples: Callable[[], Mapping[str, str]] = field(repr=False)
 
     @classmethod
     def of(cls, patcher: Any, recipe: Recipe) -> Target:
@@ -31,7 +41,17 @@ class Target:
             patches_uuid=str(patcher.patches_uuid),
             dtype=str(patcher.model.get_dtype()),
             cast_dtype=str(patcher.model.manual_cast_dtype),
+            samples=partial(comparable_weights, patcher),
         )
+
+
+def comparable_weights(patcher: Any) -> Mapping[str, str]:
+    """Return `sample_weights` of the weights that are in this process as they were loaded; of none while weight patches are in."""
+    if patcher.model.current_weight_patches_uuid is not None:
+        return {}
+    prefix = "diffusion_model."
+    patched = {key.removeprefix(prefix) for backup in (patcher.backup, patcher.hook_backup) for key in backup}
+    return sample_weights(patcher.model.diffusion_model, without=patched)
 
 
 def verify(target: Target, digest: str, replies: list[dict[str, Any]], pids: list[int]) -> None:
@@ -46,10 +66,20 @@ def verify(target: Target, digest: str, replies: list[dict[str, Any]], pids: lis
         "dtype": target.dtype,
         "cast_dtype": target.cast_dtype,
     }
+    samples = target.samples()
+    file = os.path.basename(target.recipe.path)
     for rank, reply in enumerate(replies):
+        weight = differing_weight(samples, reply["samples"])
+        if weight is not None:
+            raise MirrorError(
+                f"rank {rank} (pid {pids[rank]}) read another weight {weight} from {file} than ComfyUI holds. Either the file was "
+                "replaced after ComfyUI had loaded it, or code in ComfyUI's process changed the weight since. Free ComfyUI's model "
+                "and node cache, or restart it, so that it loads the file again; if that does not help, remove the node that "
+                "changes the weight."
+            )
         for name, value in expected.items():
             if reply[name] != value:
                 raise MirrorError(
-                    f"rank {rank} (pid {pids[rank]}) has {name} {reply[name]} for {os.path.basename(target.recipe.path)}; the UI "
+                    f"rank {rank} (pid {pids[rank]}) has {name} {reply[name]} for {file}; the UI "
                     f"process has {value}. All ranks must hold the same model: choose a weight_dtype that every device supports."
                 )

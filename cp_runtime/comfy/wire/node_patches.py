@@ -19,15 +19,14 @@ from typing import Any
 import comfy.ldm.common_dit
 from torch import Tensor
 
-from ...engine.hooks import AppliedPlan
-from ...families.family import FamilyPlan
+from ...engine.call import RunningCall
 from .modules import full_name
 
 KINDS = ("patches", "patches_replace")
 OPTION = "cp_patches"  # entry of transformer_options that stands for both
 LOCALS = ".<locals>."
 Prepare = Callable[[Any, Tensor], None]
-Adapt = Callable[[Any, AppliedPlan[FamilyPlan]], Callable[..., Any]]
+Adapt = Callable[[Any, RunningCall], Callable[..., Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class Patch:
         node: id of the node that makes it, where its code does not tell.
         without: attributes that the workers do not need: None there.
         prepare: called in the UI process before every call, with the patch and the latent: encodes images, which takes a VAE.
-        adapt: (patch, the model's plan) -> what the forward calls in its place.
+        adapt: (patch, the running call) -> what the forward calls in its place.
         mixes_batch: it needs all items of a batch; no batch axis.
         unless: classes of transformers whose forward does not give it what it expects, once tokens are split.
     """
@@ -54,40 +53,40 @@ class Patch:
 def _on_whole_tokens(stream: str, *names: str) -> Adapt:
     """Run the patch on the tokens of all ranks, on every rank: `names` are gathered, and what it returns is split again."""
 
-    def adapt(patch: Any, applied: AppliedPlan[FamilyPlan]) -> Callable[..., Any]:
-        def call(arguments: dict[str, Any]) -> Any:
-            if stream not in applied.state.lengths:
+    def adapt(patch: Any, call: RunningCall) -> Callable[..., Any]:
+        def adapted(arguments: dict[str, Any]) -> Any:
+            if stream not in call.state.lengths:
                 return patch(arguments)
-            layout = applied.state.layout((stream,))
-            out = patch({**arguments, **{n: applied.gather(arguments[n], stream, 1) for n in names}})
+            layout = call.state.layout((stream,))
+            out = patch({**arguments, **{n: call.gather(arguments[n], stream, 1) for n in names}})
             if isinstance(out, Tensor):
-                return layout.take_local(out, applied.state.rank, 1)
-            return {k: layout.take_local(v, applied.state.rank, 1) if k in names else v for k, v in out.items()}
+                return layout.take_local(out, call.state.rank, 1)
+            return {k: layout.take_local(v, call.state.rank, 1) if k in names else v for k, v in out.items()}
 
-        return call
+        return adapted
 
     return adapt
 
 
-def _with_local_hint(patch: Any, applied: AppliedPlan[FamilyPlan]) -> Callable[..., Any]:
+def _with_local_hint(patch: Any, call: RunningCall) -> Callable[..., Any]:
     """Add the hint of this rank's tokens to this rank's tokens."""
 
-    def call(arguments: dict[str, Any]) -> Any:
+    def adapted(arguments: dict[str, Any]) -> Any:
         hint = patch.encoded_image
-        start, stop = applied.state.layout(("img",)).window(applied.state.rank)
+        start, stop = call.state.layout(("img",)).window(call.state.rank)
         local = copy.copy(patch)
         local.encoded_image = hint[:, start : min(stop, hint.shape[1])]
         return local(arguments)
 
-    return call
+    return adapted
 
 
-def _with_local_embedding(patch: Any, applied: AppliedPlan[FamilyPlan]) -> Callable[..., Any]:
+def _with_local_embedding(patch: Any, call: RunningCall) -> Callable[..., Any]:
     """Show the patch this rank's part of what it embedded before the first block."""
     data = "model_patch_data"
 
     def localised(options: dict[str, Any]) -> dict[str, Any]:
-        state = applied.state
+        state = call.state
         layout = state.layout(("video",))
         local = {k: state.once(data, v, lambda v=v: layout.take_local(v, state.rank, 1)) for k, v in options[data].items()}
         return {**options, data: local}

@@ -20,7 +20,7 @@ ADAPTERS = {adapter.__name__: adapter for adapter in comfy.weight_adapter.adapte
 FUNCTIONS = {"swap_scale_shift": comfy.utils.swap_scale_shift}
 
 
-def encode_patches(patches: dict[str, list[tuple[Any, ...]]]) -> list[Any]:
+def encode_weight_patches(patches: dict[str, list[tuple[Any, ...]]]) -> list[Any]:
     """Patches of a ModelPatcher -> nested lists and tuples of plain values and tensors.
 
     Raises:
@@ -29,12 +29,12 @@ def encode_patches(patches: dict[str, list[tuple[Any, ...]]]) -> list[Any]:
     return [[key, [_encode(key, *entry) for entry in entries]] for key, entries in patches.items()]
 
 
-def decode_patches(encoded: list[Any]) -> dict[str, list[tuple[Any, ...]]]:
-    """Inverse of `encode_patches`. Raises MirrorError for an unknown adapter or function."""
+def decode_weight_patches(encoded: list[Any]) -> dict[str, list[tuple[Any, ...]]]:
+    """Inverse of `encode_weight_patches`. Raises MirrorError for an unknown adapter or function."""
     return {key: [_decode(*entry) for entry in entries] for key, entries in encoded}
 
 
-def patches_digest(tree: Any, block: Tensor) -> str:
+def weight_patches_digest(tree: Any, block: Tensor) -> str:
     """SHA-256 over the patches as they travel: tree and tensor bytes."""
     digest = hashlib.sha256(json.dumps(tree, separators=(",", ":")).encode())
     digest.update(block.numpy().data)

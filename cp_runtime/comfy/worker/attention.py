@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.hooks import AppliedPlan
-from ...families.family import FamilyPlan
+from ...engine.call import RunningCall
 
 KERNEL_OF = {"attention_sage": "sage", "attention_flash": "flash_attn"}
 # These add a boolean mask to the scores as 0 and 1. Other kernels hide keys; a ring must do as the user's backend does.
 ADD_BOOLEAN_MASKS = ("attention_sub_quad", "attention_split")
 
 
-def attention_override(applied: AppliedPlan[FamilyPlan]) -> Callable[..., Tensor]:
+def attention_override(call: RunningCall) -> Callable[..., Tensor]:
     """Return a function for `transformer_options["optimized_attention_override"]`.
 
     It has the signature of ComfyUI's attention functions: q, k, v are `[B, L, heads * D]`, or `[B, heads, L, D]` with
@@ -40,7 +39,7 @@ def attention_override(applied: AppliedPlan[FamilyPlan]) -> Callable[..., Tensor
         skip_output_reshape: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        if applied.attention_is_local:
+        if call.attention_is_local:
             return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
 
         def attend(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
@@ -55,11 +54,11 @@ def attention_override(applied: AppliedPlan[FamilyPlan]) -> Callable[..., Tensor
             head_dim = q.shape[-1] // heads
             q, k, v = (t.reshape(*t.shape[:2], -1, head_dim) for t in (q, k, v))  # SD3 leaves v `[B, L, heads, D]`
         if mask is not None and mask.ndim == 3:  # ComfyUI: [batch, rows, keys]
-            mask = applied.state.once("heads", mask, partial(mask.unsqueeze, 1))
+            mask = call.state.once("heads", mask, partial(mask.unsqueeze, 1))
         backend = getattr(func, "__name__", "")
         if mask is not None and mask.dtype == torch.bool and backend in ADD_BOOLEAN_MASKS:
-            mask = applied.state.once("numbers", mask, partial(mask.to, q.dtype))
-        out_BLHD = applied.attend(q, k, v, mask=mask, scale=kwargs.get("scale"), attend=attend, kernel=KERNEL_OF.get(backend))
+            mask = call.state.once("numbers", mask, partial(mask.to, q.dtype))
+        out_BLHD = call.attend(q, k, v, mask=mask, scale=kwargs.get("scale"), attend=attend, kernel=KERNEL_OF.get(backend))
         return out_BLHD.transpose(1, 2) if skip_output_reshape else out_BLHD.flatten(2)
 
     return override

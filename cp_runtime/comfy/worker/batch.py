@@ -25,15 +25,15 @@ _STACKED = """
     sam_latents sca siglip_feats speaker_embeds t5xxl_ids t5xxl_weights text_embedding_mask text_embedding_mask_t5
     time_context time_dim_concat time_dim_replace txt_byt5 vace_context y
 """
-_WHOLE = """
+_UNSTACKED = """
     audio_inject_scale disable_time_r fps frame_rate guide_attention_entries is_covers latent_shapes lyrics_strength
     minimax_payload num_tokens num_video_frames ref_audio ref_latents_method ref_mask_flag replace_with_null_embeds
     return_info transformer_options vace_strength
 """
-STACKED, WHOLE = frozenset(_STACKED.split()), frozenset(_WHOLE.split())
+STACKED, UNSTACKED = frozenset(_STACKED.split()), frozenset(_UNSTACKED.split())
 # Those that model_base does not name: the conditioning of HiDream-O1, the second timestep of LTX-2.
 _ELSEWHERE = "a_timestep input_ids position_ids ref_image_grid_thw ref_patches ref_pixel_values token_types vinput_mask"
-STACKED_ELSEWHERE, WHOLE_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
+STACKED_ELSEWHERE, UNSTACKED_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
 COND_KINDS = "cond_or_uncond"  # of transformer_options: what each of the equal parts of the batch is
 
 
@@ -65,7 +65,7 @@ def share_out(arguments: Mapping[str, Any], leading: Collection[str], ranks: int
 
 def _unshareable(arguments: Mapping[str, Any], stacked: frozenset[str], items: int, unit: int) -> Iterator[str]:
     for name, value in arguments.items():
-        if name not in stacked | WHOLE | WHOLE_ELSEWHERE and value is not None:
+        if name not in stacked | UNSTACKED | UNSTACKED_ELSEWHERE and value is not None:
             yield f"no rule says whether {name} is stacked"
         if name in stacked and (sizes := {t.shape[0] if t.ndim else 0 for t in tensors(value)} - {items}):
             yield f"{name} has {sizes.pop()} items, the latent {items}"

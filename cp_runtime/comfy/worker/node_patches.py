@@ -10,9 +10,8 @@ from typing import Any
 import comfy.model_patcher
 import torch
 
-from ...engine.hooks import AppliedPlan
+from ...engine.call import RunningCall
 from ...errors import MirrorError
-from ...families.family import FamilyPlan
 from ..wire.modules import decode_module, find
 from ..wire.node_patches import KINDS, LOCALS, MIRRORED
 
@@ -21,18 +20,18 @@ ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 
 
 def attach_network(key: str, encoded: dict[str, Any], device: torch.device) -> None:
-    """Keep a network for the patches to come."""
+    """Keep a network for the patches that will refer to it."""
     module = decode_module(encoded)
     ATTACHED[key] = comfy.model_patcher.ModelPatcher(module, load_device=device, offload_device=torch.device("cpu"))
 
 
-def decode_patches(encoded: dict[str, Any], applied: AppliedPlan[FamilyPlan]) -> dict[str, Any]:
+def decode_node_patches(encoded: dict[str, Any], call: RunningCall) -> dict[str, Any]:
     """The entries `patches` and `patches_replace` of transformer_options on this rank."""
     decoder = _Decoder(encoded["entries"])
 
     def patch(index: int) -> Callable[..., Any]:
         made, adapt = decoder.get(index), MIRRORED[encoded["entries"][index]["name"]].adapt
-        return adapt(made, applied) if adapt and applied.mesh.size > 1 else made
+        return adapt(made, call) if adapt and call.mesh.size > 1 else made
 
     options: dict[str, Any] = {kind: {} for kind in KINDS}
     for name, _, index in encoded["patches"]:

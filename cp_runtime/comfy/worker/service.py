@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...engine.config import SequenceSettings
 from ...engine.cost import DegreePlanner
+from ...engine.profiling import CallTraces
 from ...pool.faults import inject
 from ...pool.worker import Handler, Worker, memory
 from .mirrors import Mirrors
@@ -30,28 +31,29 @@ class ModelService:
 
     def __init__(self, worker: Worker, mirrors: Mirrors) -> None:
         self._worker, self._mirrors = worker, mirrors
+        self._traces = CallTraces.from_environment(worker.rank)
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
         """By command."""
         return {
-            "mirror": self._mirror,
-            "attach": self._attach,
-            "detach": self._detach,
+            "load": self._load,
+            "attach_network": self._attach_network,
+            "detach_networks": self._detach_networks,
             "call": self._call,
             "unload": self._unload,
         }
 
-    def _mirror(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
+    def _load(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         inject(self._worker.rank, "load")
         return self._mirrors.load(header, block)
 
-    def _attach(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
-        self._mirrors.attach(header, block)
+    def _attach_network(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
+        self._mirrors.attach_network(header, block)
         return {}
 
-    def _detach(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
-        self._mirrors.detach(header["keys"])
+    def _detach_networks(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
+        self._mirrors.detach_networks(header["keys"])
         return {}
 
     def _unload(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
@@ -65,14 +67,15 @@ class ModelService:
         arguments = worker.cache.unpack(header, block)
         stats.reset()
         settings = SequenceSettings(**header["sequence"])
-        out, done = self._mirrors.call(
-            header,
-            arguments,
-            worker.mesh,
-            lambda ranks: DegreePlanner(settings, ranks, worker.rates),
-            worker.module_hook(header["cancel_every"]),
-        )
-        reply = worker.result(out)  # waits for the device
+        with self._traces.call():
+            out, done = self._mirrors.call(
+                header,
+                arguments,
+                worker.mesh,
+                lambda ranks: DegreePlanner(settings, ranks, worker.rates),
+                worker.module_hook(header["cancel_every"]),
+            )
+            reply = worker.result(out)  # waits for the device
         return {
             **reply,
             **done,

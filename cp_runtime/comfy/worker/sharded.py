@@ -12,38 +12,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.hooks import AppliedPlan
+from ...engine.call import Planner
+from ...engine.hooks import InstalledPlan
+from ...engine.mesh import SequenceMesh
 from ...engine.state import CallState
 from ...errors import PlanError
 from ...families.family import FamilyPlan
 from ..wire.node_patches import OPTION
 from .attention import attention_override
-from .node_patches import decode_patches
+from .node_patches import decode_node_patches
 
 
 def run_sharded(
-    applied: AppliedPlan[FamilyPlan],
+    installed: InstalledPlan[FamilyPlan],
     forward: Callable[..., Any],
     arguments: Mapping[str, Any],
+    mesh: SequenceMesh,
+    planner: Planner,
     on_module: Callable[[], None] | None = None,
 ) -> tuple[Any, CallState]:
-    """Call `forward`, a method of the applied model, with whole `arguments` (by name). Returns (whole output, state).
+    """Call `forward`, a method of the model, with whole `arguments` (by name). Returns (whole output, state after the call).
 
     Args:
-        on_module: called whenever a planned module is entered.
+        mesh, planner, on_module: see `InstalledPlan.call`.
     """
-    plan = applied.plan
-    override = attention_override(applied)
-    options = {**(arguments.get("transformer_options") or {}), "optimized_attention_override": override}
-    if OPTION in options:
-        options |= decode_patches(options.pop(OPTION), applied)
-        arguments = {**arguments, "transformer_options": options}
-    with applied.call(on_module) as state, _attention_by_name(plan.attention_names, override):
-        state.arguments = arguments
+    plan = installed.plan
+    with installed.call(mesh, planner, on_module) as call:
+        override = attention_override(call)
+        options = {**(arguments.get("transformer_options") or {}), "optimized_attention_override": override}
+        if OPTION in options:
+            options |= decode_node_patches(options.pop(OPTION), call)
         named = {**arguments, "transformer_options": options}
+        call.state.arguments = named
         if arguments.get("control") is not None:
-            named["control"] = _local_control(arguments, state, plan)
-        return applied.forward(forward, **named), state
+            named["control"] = _local_control(arguments, call.state, plan)
+        with _attention_by_name(plan.attention_names, override):
+            return installed.forward(forward, **named), call.state
 
 
 def _local_control(arguments: Mapping[str, Any], state: CallState, plan: FamilyPlan) -> dict[str, Any]:
@@ -92,7 +96,7 @@ class LocalResiduals(Sequence[Tensor | None]):
             return None
         # Whole once the tokens are gathered, and before any were split: a patch may skip the first blocks.
         known = self._state.lengths.keys() >= set(self._streams)
-        key, whole = residual.data_ptr(), not known or self._state.gathered.issuperset(self._streams)
+        key, whole = residual.data_ptr(), not known or self._state.whole.issuperset(self._streams)
         local = self._copies.pop((key, whole), None)
         if local is None:
             local = (residual if whole else self._take(residual)).to(self._device, copy=True)

@@ -32,7 +32,7 @@ from ..mesh import SequenceMesh
 from ..sharding import JointLayout
 from . import ring
 from .kernels import additive, attend_with_lse
-from .layout import ChunkLayout, order_full
+from .layout import ChunkLayout, chunk_layout, order_full
 from .ulysses import HeadExchange, repeats
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
@@ -105,7 +105,8 @@ def context_parallel_attention(
     _check(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
     axes = mesh.axes(*config.mesh_shape)
     U, R = axes.ulysses.size, axes.ring.size
-    q_chunks, k_chunks = ChunkLayout(q_layout, U), ChunkLayout(k_layout, U)
+    q_chunks = chunk_layout(q_layout, U)
+    k_chunks = q_chunks if k_layout is q_layout else chunk_layout(k_layout, U)
     chunk, H = mesh.rank // U, q_BLHD.shape[2]
     plain = attend or sdpa(scale)
     merging = R > 1 and config.rotate_method == "alltoall"
@@ -134,7 +135,7 @@ def context_parallel_attention(
     elif R == 1:
         out_BHCD = plain(q, k, v, mask) if q.shape[2] else q
     elif not merging:
-        k, v = ring.gather(k, v, group=axes.ring, lengths=k_chunks.lengths)
+        k, v = axes.ring.all_gather([k, v], k_chunks.lengths, 2)
         out_BHCD = plain(q, k, v, mask) if q.shape[2] else q
     else:
 
@@ -179,8 +180,10 @@ def _check(
     ring, ulysses = config.mesh_shape
     ring_off = ring > 1 and not config.ring_anything
     ulysses_off = ulysses > 1 and not config.ulysses_anything
+    if not (ring_off or ulysses_off):
+        return
     lengths = {*q_layout.lengths, *k_layout.lengths}
-    if (ring_off or ulysses_off) and any(length % mesh.size for length in lengths):
+    if any(length % mesh.size for length in lengths):
         name = "ulysses_anything" if ulysses_off else "ring_anything"
         raise PlanError(
             f"{name} is off and {mesh.size} ranks do not divide streams of {', '.join(map(str, sorted(lengths)))} tokens. "

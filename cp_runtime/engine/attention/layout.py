@@ -10,7 +10,7 @@ Tokens of a chunk are in gathered order (see `sharding`), so chunk after chunk i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 from torch import Tensor
@@ -43,6 +43,9 @@ class ChunkLayout:
     def spans(self) -> tuple[slice, ...]:
         """Place of every chunk in gathered order."""
         return tuple(slice(start, stop) for start, stop in pairwise(accumulate(self.lengths, initial=0)))
+
+
+chunk_layout = lru_cache(maxsize=64)(ChunkLayout)
 
 
 def order_full(mask: Tensor, layout: JointLayout, dim: int) -> Tensor:

@@ -4,9 +4,10 @@ Two ways to move them, both exact for uneven chunks and any mask:
 
 - `alltoall`: from neighbour to neighbour, R - 1 exchanges, each under way while the chunk before is computed on. Two packed chunk
   buffers are held beside the local keys and values: 2 / R of the whole.
-- `allgather`: all at once, then one attention without any merging. The whole is held.
+- `allgather`: all at once, then one attention without any merging. The whole is held. There is nothing to it but
+  `RankGroup.all_gather`.
 
-Shape suffixes: B batch, H query heads, K key/value heads, L own queries, C keys of a chunk, S all keys, D head dimension.
+Shape suffixes: B batch, H query heads, K key/value heads, L own queries, C keys of a chunk, D head dimension.
 """
 
 from __future__ import annotations
@@ -65,9 +66,3 @@ def rotate(
             coming.wait()
     out_BHLD = merged.result()
     return q_BHLD if out_BHLD is None else out_BHLD.to(q_BHLD.dtype)
-
-
-def gather(k_BKCD: Tensor, v_BKCD: Tensor, *, group: RankGroup, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Keys and values of all chunks, `[B, K, S, D]` each, in gathered order. One collective."""
-    k_BKSD, v_BKSD = group.all_gather([k_BKCD, v_BKCD], lengths, 2)
-    return k_BKSD, v_BKSD

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..mesh import Pending, RankGroup
-from ..sharding import split_range, split_sizes
+from ..sharding import split_ranges, split_sizes
 
 
 def repeats(heads: int, kv_heads: int, ranks: int) -> int:
@@ -41,7 +41,7 @@ class HeadExchange:
 
     def __init__(self, group: RankGroup, units: int) -> None:
         self._group = group
-        self._ranges = [split_range(units, group.size, p) for p in range(group.size)]
+        self._ranges = split_ranges(units, group.size)
         self._sizes = split_sizes(units, group.size)
         self._units = units
         self.own = self._sizes[group.rank]

@@ -136,6 +136,10 @@ def _other_class(model: ModelPatcher) -> None:
         transformer.__class__ = type("OtherTransformer", (type(transformer),), {})
 
 
+def _unstamped(model: ModelPatcher) -> None:
+    vars(model.model).pop("context_parallel_notes", None)
+
+
 def _multigpu(model: ModelPatcher) -> None:
     model.set_additional_models("multigpu", [model.clone()])
 
@@ -164,6 +168,7 @@ KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "subclass": _subclass,
     "no_recipe": _no_recipe,
     "foreign_recipe": _foreign_recipe,
+    "unstamped": _unstamped,
     "multigpu": _multigpu,
     "other_class": _other_class,
     "unknown_option": _unknown_option,
@@ -177,7 +182,8 @@ class TestPatch:
     `diffusion_model_wrapper`. Inside it: all others. `attn2_patch` and `double_block` are called by Wan,
     `attn1_output_patch` and `post_input` by Flux. `no_recipe`, `foreign_recipe`, `subclass` and `multigpu` make the
     model look as other loaders and MultiGPU CFG Split leave it; `changed_weight` changes a weight in place, for good,
-    and `other_class` the class of the transformer.
+    and `other_class` the class of the transformer. `unstamped` makes it a model that a pack loaded by a function which it had
+    imported before.
     `unknown_option` adds an object to the transformer options that no model reads, so the output does not change.
     """
 

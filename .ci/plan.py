@@ -1,0 +1,137 @@
+"""Drafts the table of a model family, from the calls that a file of tests/support/families makes of a tiny model.
+
+    make plan MODEL=comfy.ldm.hydit.models.HunYuanDiT [CASE=tests/support/families/new.py]
+
+Without CASE, the file with a model of that class is taken. Prints a file for cp_runtime/families, and what the tracer says to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+WIDTH = 132
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [os.environ["COMFYUI_PATH"], str(ROOT / "tests")]
+
+import comfy.cli_args
+
+comfy.cli_args.args.cpu = True
+import torch
+from support import families
+from support.models import build
+from support.package import load_package
+
+load_package()
+from support.draft import Call, Draft, draft
+from support.tracer import trace
+
+from cp_runtime.engine.plan import ModulePlan
+from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput
+
+
+def load(path: Path) -> Any:
+    """A file like those in tests/support/families."""
+    spec = importlib.util.spec_from_file_location(f"support.families.{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def streams_text(streams: tuple[str, ...], joint: tuple[str, ...]) -> str:
+    return "JOINT" if streams == joint and len(joint) > 1 else f'"{streams[0]}"' if len(streams) == 1 else quoted(streams)
+
+
+def quoted(names: tuple[str, ...]) -> str:
+    return f"({', '.join(f'{chr(34)}{name}{chr(34)}' for name in names)}{',' if len(names) == 1 else ''})"
+
+
+def input_text(value: ContextParallelInput, joint: tuple[str, ...]) -> str:
+    streams = streams_text(value.streams or (), joint)
+    return f"side({streams}, dim={value.split_dim}, dims={value.expected_dims})" if value.side else f"tokens({streams})"
+
+
+def output_text(value: Any, joint: tuple[str, ...]) -> str:
+    if isinstance(value, ContextParallelOutput):
+        stream = streams_text((value.stream,) if isinstance(value.stream, str) else value.stream or (), joint)
+        return f"gathered({stream}{f', within={streams_text(value.within, joint)}' if value.within else ''})"
+    return f"[{', '.join('None' if item is None else output_text(item, joint) for item in value)}]"
+
+
+def module_lines(pattern: str, plan: ModulePlan, joint: tuple[str, ...], remarks: list[str]) -> list[str]:
+    lines = [f'        "{pattern}": ModulePlan(', *(f"            # {remark}" for remark in remarks)]
+    inputs = [f'"{name}": {input_text(value, joint)}' for name, value in plan.inputs.items()]
+    one = f"            inputs={{{', '.join(inputs)}}},"
+    if inputs:
+        lines += (
+            [one]
+            if len(one) <= WIDTH
+            else ["            inputs={", *(f"                {item}," for item in inputs), "            },"]
+        )
+    if plan.attention is not None:
+        attention = "JOINT" if plan.attention == joint and len(joint) > 1 else quoted(plan.attention)
+        lines += [f"            attention={attention},"]
+    if plan.local:
+        lines += [f"            local={quoted(plan.local)},"]
+    return [*lines, "        ),"]
+
+
+def render(drafted: Draft) -> str:
+    """A file for cp_runtime/families."""
+    plan = drafted.plan
+    joint = max((module.attention or () for module in plan.modules.values()), key=len, default=())
+    body = [line for p, module in plan.modules.items() for line in module_lines(p, module, joint, drafted.remarks.get(p, []))]
+    body = [
+        f"{plan.family.upper()} = FamilyPlan(",
+        f'    family="{plan.family}",  # TODO the name that users know',
+        f'    model_class="{plan.model_class}",',
+        *(f"    # {remark}" for remark in drafted.remarks.get("", [])),
+        "    modules={",
+        *body,
+        "    },",
+        f"    outputs={{{', '.join(f'{chr(34)}{path}{chr(34)}: {output_text(o, joint)}' for path, o in plan.outputs.items())}}},",
+    ]
+    if plan.control:
+        body += [
+            f"    control={{{', '.join(f'{chr(34)}{kind}{chr(34)}: {chr(34)}{s}{chr(34)}' for kind, s in plan.control.items())}}},"
+        ]
+    if plan.attention_names:
+        body += [f"    attention_names={quoted(plan.attention_names)},"]
+    words = [word for word in ("gathered", "side", "tokens") if any(f"{word}(" in line for line in body)]
+    head = [f'"""TODO: what {plan.family} is."""', "", "from ..engine.plan import ModulePlan"]
+    head += [f"from .family import FamilyPlan, {', '.join(words)}", ""]
+    head += [f"JOINT = {quoted(joint)}", ""] if len(joint) > 1 else []
+    return "\n".join([*head, *body, ")", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", help="full name of the model's class")
+    parser.add_argument("--case", type=Path, help="file with MODELS and CASES, where it is not in tests/support/families")
+    options = parser.parse_args()
+    files = [load(options.case)] if options.case else [families.load(name) for name in families.NAMES]
+    found = [(file, case) for file in files for case in file.CASES if file.MODELS[case.model].cls == options.model]
+    if not found:
+        sys.exit(
+            f"no case for {options.model}. Write a tiny model and a call of it, as in tests/support/families/hydit.py, and name "
+            "the file: make plan MODEL=... CASE=path.py"
+        )
+    with torch.inference_mode():
+        models = {case.model: build(file.MODELS[case.model]) for file, case in found}
+        drafted = draft([Call(models[case.model], case.make(), case.options) for _, case in found])
+        sys.stdout.write(render(drafted))
+        wrong = {case.name: trace(models[case.model], drafted.plan, case.make(), case.options) for _, case in found}
+    failed = {name: findings for name, findings in wrong.items() if findings}
+    sys.stdout.write(f"\n# The tracer finds it right in {len(wrong) - len(failed)} of {len(wrong)} cases.\n")
+    for name, findings in failed.items():
+        sys.stdout.write(f"# {name}:\n" + "".join(f"#   {finding}\n" for finding in findings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What Apply Context Parallel does to a MODEL, and how it is undone."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import comfy.model_patcher
+from comfy.patcher_extension import WrappersMP
+
+from ...errors import UnsupportedError, bad_value
+from ...pool.config import RuntimeConfig
+from .controller import CONTROLLER
+from .obstacles import conditions_obstacle, model_obstacle
+from .patcher import ContextParallelPatcher
+from .timing import stop_timing, time_calls
+
+log = logging.getLogger("context_parallel")
+
+WRAPPER = "context_parallel"
+
+
+def check_model(model: Any) -> None:
+    """Raise ConfigError for anything but a MODEL: ComfyUI takes any JSON in the place of a link."""
+    if not isinstance(model, comfy.model_patcher.ModelPatcher):
+        raise bad_value("model", model, "a MODEL", "Connect the output of Load Diffusion Model or Load Checkpoint.")
+
+
+def apply_to_model(model: Any, config: RuntimeConfig) -> Any:
+    """Return a MODEL that computes on `config`'s ranks; the given one where there is nothing to do.
+
+    Raises:
+        ConfigError: one of them is something else.
+        UnsupportedError: the model cannot run sharded and on_unsupported is "error".
+    """
+    check_model(model)
+    if not isinstance(config, RuntimeConfig):  # ComfyUI takes any JSON in the place of a link
+        raise bad_value("cp_config", config, "the output of a CP Config node", "Connect one.")
+    if sys.platform != "linux":
+        log.warning("context parallelism needs Linux (or WSL2); the model passes through on one device")
+        return model
+    if config.world_size == 1:
+        log.info("context parallelism over one device: the model passes through")
+        return without_context_parallel(model)
+    obstacle = model_obstacle(model)
+    if obstacle is not None:
+        if config.on_unsupported == "error":
+            raise UnsupportedError(f"Apply Context Parallel: {obstacle}")
+        log.warning("the model passes through on a single device: %s", obstacle)
+        return model
+    # A plain patcher over the same BaseModel, whatever kind of memory management the given one does.
+    patcher = model.clone(disable_dynamic=True, model_override=model.get_clone_model_override())
+    patcher.__class__ = ContextParallelPatcher
+    patcher.cp_config = config
+    patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER)
+    patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER, prepare_sampling)
+    time_calls(patcher, CONTROLLER.journal.begin_run)
+    return patcher
+
+
+def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any, conds: dict[str, Any], **kwargs: Any) -> Any:
+    """Look at the conditions before the model is loaded, when it can still be loaded in this process instead."""
+    if isinstance(model, ContextParallelPatcher):
+        model.cp_conditions_obstacle = conditions_obstacle(conds)
+    return executor(model, noise_shape, conds, **kwargs)
+
+
+def without_context_parallel(model: Any) -> Any:
+    """Return the model as it was before `apply_to_model`."""
+    if not isinstance(model, ContextParallelPatcher):
+        return model
+    plain = model.clone()
+    plain.__class__ = comfy.model_patcher.ModelPatcher
+    plain.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER)
+    stop_timing(plain)
+    return plain

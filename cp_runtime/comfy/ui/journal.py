@@ -1,0 +1,168 @@
+"""What the status and the report of CP Sampler are made of: the last error, the calls of the last sampling run, and times on one
+device to compare them with.
+
+It does not grow with the number of calls: it keeps sums, and the last call.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...errors import ContextParallelError
+from .run_timer import RunTimer
+
+MAX_KINDS = 100  # of sampling runs on one device whose times are kept
+PARTS = ("compute", "communication", "wait")
+# Folders of a path, up to its last slash. Their names may hold spaces.
+_FOLDERS = re.compile(r"(?<![\w/.])/(?:[^\s/]+(?: [^\s/]+)*/)+")
+
+
+class Node(NamedTuple):
+    """A node of a prompt that is executed."""
+
+    prompt_id: str
+    node_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallRecord:
+    """One denoise call.
+
+    Args:
+        seconds: from call to result, as the sampler sees it.
+        ended: when it ended, on the clock of `time.monotonic`.
+        reports: what each rank reported.
+        pids: of the ranks.
+        node: that it ran for.
+    """
+
+    seconds: float
+    ended: float
+    reports: list[dict[str, Any]]
+    pids: list[int]
+    node: Node | None
+
+    @property
+    def communication_share(self) -> float:
+        """Which part of the call rank 0 spent waiting for communication."""
+        seconds: float = self.reports[0]["communication"]["seconds"]
+        return seconds / self.reports[0]["seconds"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of the workers: when it happened (seconds since the epoch), its message, and the rank that caused it, if one did."""
+
+    time: float
+    message: str
+    rank: int | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        return cls(time.time(), public_message(error), getattr(error, "rank", None))
+
+
+def public_message(error: BaseException) -> str:
+    """The message of an error as anyone who reaches ComfyUI's port may see it: no traceback, no output of ranks, no folders."""
+    text = str(error) if isinstance(error, ContextParallelError) else f"{type(error).__name__}: {error}"
+    return _FOLDERS.sub("", text.partition("\n\n")[0])
+
+
+class CallSums:
+    """Sums over the calls of a sampling run. The first one, which may load or warm something up, counts only while it is alone.
+
+    Attributes:
+        count: calls that are in the sums.
+        last: the last call.
+        rank_0: what rank 0 reported: its seconds, and seconds and bytes of communication, measured and predicted.
+        times: what `time_by_rank` returns.
+    """
+
+    def __init__(self) -> None:
+        self.last: CallRecord | None = None
+        self.count = 0
+        self.rank_0: dict[str, float] = {}
+        self.times: list[dict[str, float]] = []
+        self._first = True
+
+    def add(self, record: CallRecord) -> None:
+        """Count a call that has ended."""
+        ranks = len(record.reports)
+        new = ranks != len(self.times)
+        if new or self._first:
+            self._clear(ranks)
+        self._first = new
+        self.last, self.count = record, self.count + 1
+        report = record.reports[0]
+        self.rank_0["seconds"] += report["seconds"]
+        for kind in ("communication", "predicted"):
+            for what in ("seconds", "bytes"):
+                self.rank_0[f"{kind}_{what}"] += report[kind][what]
+        for total, parts in zip(self.times, time_by_rank(record.reports), strict=True):
+            for part, seconds in parts.items():
+                total[part] += seconds
+
+    @property
+    def communication_share(self) -> float:
+        """Which part of the calls rank 0 spent waiting for communication."""
+        return self.rank_0["communication_seconds"] / self.rank_0["seconds"]
+
+    def _clear(self, ranks: int) -> None:
+        names = ("seconds", "communication_seconds", "communication_bytes", "predicted_seconds", "predicted_bytes")
+        self.count, self.rank_0 = 0, dict.fromkeys(names, 0.0)
+        self.times = [dict.fromkeys(PARTS, 0.0) for _ in range(ranks)]
+
+
+def time_by_rank(reports: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """Where the time of a call went: seconds of compute, communication and wait of every rank; their sum is the same for all.
+
+    A rank in a collective cannot tell a slow link from a late peer. The rank that waits least is the one that all others wait for:
+    its time in collectives is counted as communication for every rank, and what others spend there beyond it as waiting, together
+    with the time from the end of a rank's own work to that of the last one.
+    """
+    inside = [report["communication"]["seconds"] for report in reports]
+    communication, total = min(inside), max(report["seconds"] for report in reports)
+    return [
+        {
+            "compute": report["seconds"] - seconds,
+            "communication": communication,
+            "wait": (seconds - communication) + (total - report["seconds"]),
+        }
+        for report, seconds in zip(reports, inside, strict=True)
+    ]
+
+
+class Journal:
+    """What this process remembers of its sampling runs.
+
+    Attributes:
+        run: the sampling run that goes on, or went on last, on one device or on the workers.
+        calls: of the workers in that run.
+        last_error: of the workers.
+    """
+
+    def __init__(self) -> None:
+        self.run = RunTimer(None)
+        self.calls = CallSums()
+        self.last_error: Failure | None = None
+        self._one_device: dict[Any, float] = {}
+
+    def begin_run(self, timer: RunTimer) -> None:
+        """Start over, for a new sampling run."""
+        self.run, self.calls = timer, CallSums()
+
+    def note_one_device(self, seconds: float) -> None:
+        """Keep how many seconds per call this run took on one device."""
+        self._one_device.pop(self.run.kind, None)
+        self._one_device[self.run.kind] = seconds
+        if len(self._one_device) > MAX_KINDS:
+            del self._one_device[next(iter(self._one_device))]
+
+    @property
+    def on_one_device(self) -> float | None:
+        """Seconds per call of a run like this one on one device; None where none was measured."""
+        return self._one_device.get(self.run.kind)

@@ -1,0 +1,36 @@
+"""What this pack notes on a model of ComfyUI: one attribute, which all patchers over the model share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..wire.recipe import FileStamp, Recipe
+
+ATTRIBUTE = "context_parallel_notes"
+
+
+@dataclass
+class ModelNotes:
+    """Notes on a `BaseModel`.
+
+    Args:
+        stamps: of its file, before and after ComfyUI loaded it; None = it was not loaded through `loaders`.
+        recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
+        key: of the recipe, once the controller counts this model as a user of it.
+        shares_file: whether its plain weights are the pages of its file.
+    """
+
+    stamps: tuple[FileStamp, FileStamp] | None = None
+    recipe: tuple[Any, Recipe] | None = None
+    key: str = ""
+    shares_file: bool = False
+
+
+def notes_of(model: Any) -> ModelNotes:
+    """Return the notes on a `BaseModel`; they are created at first use."""
+    notes = vars(model).get(ATTRIBUTE)
+    if not isinstance(notes, ModelNotes):
+        notes = ModelNotes()
+        setattr(model, ATTRIBUTE, notes)
+    return notes

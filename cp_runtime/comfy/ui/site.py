@@ -1,0 +1,27 @@
+"""Where the workers find this process's ComfyUI and its models."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import comfy.model_management
+import comfy.options
+import folder_paths
+
+from ...pool.site import WorkerSite
+
+NO_MODELS = ("custom_nodes", "datasets", "configs")  # folders that ComfyUI knows and keeps no weights in
+
+
+def worker_site() -> WorkerSite:
+    """What the ranks run, from which ComfyUI, and the folders that they may load models from."""
+    registered = {name: folders for name, (folders, _) in folder_paths.folder_names_and_paths.items() if name not in NO_MODELS}
+    folders = {os.path.abspath(folder) for folders in registered.values() for folder in folders}
+    return WorkerSite(
+        service="comfy.worker.service",
+        arguments={"model_folders": sorted(folders)},
+        path=(os.path.dirname(os.path.dirname(os.path.abspath(comfy.model_management.__file__))),),
+        # Where another program embeds ComfyUI, the command line is not ComfyUI's.
+        argv=("main.py", *(sys.argv[1:] if comfy.options.args_parsing else ())),
+    )

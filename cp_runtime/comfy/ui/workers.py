@@ -1,0 +1,215 @@
+"""A pool of ranks, and what this process knows about what the ranks hold. All of it is replaced together with the pool."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...pool.config import RuntimeConfig
+from ...pool.protocol import TensorPacker, flatten
+from ...pool.settings import load_timeout
+from ...pool.tensor_cache import CallEncoder
+from ...pool.worker_pool import WorkerPool
+from ..wire.modules import encode_module
+from ..wire.weight_patches import encode_weight_patches, weight_patches_digest
+from .journal import CallRecord, Node
+from .node_patches import PatchSet
+from .site import worker_site
+from .target import Target, verify
+
+log = logging.getLogger("context_parallel")
+
+UNLOAD_TIMEOUT = 15.0
+IN_PLACE = frozenset({"control"})  # arguments of which each rank copies only its part
+SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between blocks
+CHECK_INTERVAL = 0.125  # seconds between two polls for Cancel on the ranks; they leave at the second one
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoiseCall:
+    """One call of the transformer's innermost forward.
+
+    Args:
+        method: its name.
+        arguments: by name; plain data and tensors.
+        leading: names of the first arguments, the latent and the timestep, which change with every call.
+        device: where the result goes.
+        patches: of other nodes; the arguments hold their encoded form.
+    """
+
+    method: str
+    arguments: dict[str, Any]
+    leading: tuple[str, ...]
+    device: torch.device
+    patches: PatchSet
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A model that the ranks hold: its file's name, and which weight patches are in it."""
+
+    name: str
+    patches_uuid: str
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast the last call was. `kind`: its model and shapes; `modules`: the planned ones that a rank passed."""
+
+    kind: object
+    seconds: float
+    modules: int
+
+    def modules_per_check(self, kind: object) -> int:
+        """How many planned modules the ranks may pass between two polls for Cancel; 0 = they need not poll."""
+        if kind != self.kind:
+            return 1
+        return max(1, int(self.modules * CHECK_INTERVAL / self.seconds)) if self.seconds > SLOW_CALL else 0
+
+
+class Workers:
+    """The ranks of one pool and what they hold. One caller at a time; any thread may read the attributes.
+
+    Args:
+        config: of the pool.
+        on_change: called when the status has changed.
+
+    Attributes:
+        loading: name of the model that goes to the ranks now; empty = none.
+        last_call: None before the first one.
+    """
+
+    def __init__(self, config: RuntimeConfig, on_change: Callable[[], None]) -> None:
+        self.pool = WorkerPool(config, worker_site())
+        self.loading = ""
+        self.last_call: CallRecord | None = None
+        self._on_change = on_change
+        self._resident: dict[str, Resident] = {}  # by key
+        self._warm: set[str] = set()  # models whose weights are on the devices
+        self._networks: set[str] = set()
+        self._unused: deque[str] = deque()  # networks that are gone from this process
+        self._encoder = CallEncoder()
+        self._pace = Pace(None, 0.0, 0)
+
+    @property
+    def models(self) -> list[str]:
+        """File names of the models that the ranks hold."""
+        return sorted({resident.name for resident in list(self._resident.values())})
+
+    def serves(self, config: RuntimeConfig) -> bool:
+        """Whether calls with this config can run here."""
+        return self.pool.alive and _pool_key(self.pool.config) == _pool_key(config)
+
+    def holds(self, key: str, patches_uuid: str | None = None) -> bool:
+        """Whether the ranks hold a model, with these weight patches in it (None = any)."""
+        resident = self._resident.get(key) if self.pool.alive else None
+        return resident is not None and patches_uuid in (None, resident.patches_uuid)
+
+    def load(self, target: Target, forget: Collection[str], cancelled: Callable[[], bool]) -> None:
+        """Make the ranks' model equal to `target`.
+
+        Args:
+            forget: keys of models that this process no longer has; the ranks drop them.
+
+        Raises:
+            MirrorError: a rank's model is not the UI's.
+            PoolError: the pool failed.
+        """
+        packer = TensorPacker()
+        tree = flatten(encode_weight_patches(target.patches), packer.add)
+        self._resident.pop(target.key, None)
+        body = {
+            "key": target.key,
+            "recipe": target.recipe.as_json(),
+            "patches": tree,
+            "patches_uuid": target.patches_uuid,
+            "forget": [key for key in forget if self._resident.pop(key, None) is not None],
+        }
+        name = os.path.basename(target.recipe.path)
+        with self._loading(name):
+            replies = self.pool.request("load", body, packer, timeout=load_timeout(), cancelled=cancelled)
+        verify(target, weight_patches_digest(tree, self.pool.payload(packer.nbytes)), replies, self.pool.pids)
+        self.pool.trim()
+        self._resident[target.key] = Resident(name, target.patches_uuid)
+        self._warm.discard(target.key)  # the next call puts weights and patches on the devices
+        log.info(
+            "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s",
+            name,
+            replies[0]["bytes"] / 1e6,
+            len(target.patches),
+            self.pool.world_size,
+            max(reply["seconds"] for reply in replies),
+        )
+
+    def attach_networks(self, networks: Mapping[str, nn.Module], cancelled: Callable[[], bool]) -> None:
+        """Send the networks that patches of a call refer to, by key, each once; have the ranks drop those that are gone."""
+        gone = [self._unused.popleft() for _ in range(len(self._unused))]
+        if gone:
+            self.pool.request("detach_networks", {"keys": gone}, timeout=load_timeout(), cancelled=cancelled)
+            self._networks.difference_update(gone)
+        for key in networks.keys() - self._networks:
+            packer = TensorPacker()
+            body = {"key": key, "network": flatten(encode_module(networks[key]), packer.add)}
+            self.pool.request("attach_network", body, packer, timeout=load_timeout(), cancelled=cancelled)
+            self.pool.trim()
+            self._networks.add(key)
+            weakref.finalize(networks[key], self._unused.append, key).atexit = False
+
+    def call(
+        self, config: RuntimeConfig, key: str, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
+    ) -> tuple[Any, CallRecord]:
+        """Run a call of the model `key`, which must be loaded. Returns its output and its record."""
+        began = time.monotonic()
+        message, packer = self._encoder.encode(call.arguments, set(call.leading), IN_PLACE)
+        kind = (key, [value.shape for value in call.arguments.values() if isinstance(value, Tensor)])
+        body = {
+            "key": key,
+            "method": call.method,
+            "sequence": asdict(config.sequence),
+            "batch_degree": 1 if call.patches.mixes_batch else config.batch_degree,
+            "leading": list(call.leading),
+            "cancel_every": self._pace.modules_per_check(kind),
+            **message,
+        }
+        self._on_change()
+        timeout = config.step_timeout if key in self._warm else max(config.step_timeout, load_timeout())
+        replies = self.pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
+        self._encoder.delivered()
+        self._warm.add(key)
+        out = self.pool.result(replies, call.device)
+        ended = time.monotonic()
+        self._pace = Pace(kind, ended - began, replies[0]["modules"])
+        reports = [{name: value for name, value in reply.items() if name != "value"} for reply in replies]
+        self.last_call = CallRecord(seconds=ended - began, ended=ended, reports=reports, pids=self.pool.pids, node=node)
+        return out, self.last_call
+
+    def unload(self, key: str) -> None:
+        """Make the ranks drop a model, all networks, and the conditioning that they keep."""
+        del self._resident[key]
+        self._encoder.reset()
+        self._networks.clear()
+        self.pool.request("unload", {"key": key}, timeout=UNLOAD_TIMEOUT)
+        self.pool.trim()
+
+    @contextmanager
+    def _loading(self, name: str) -> Iterator[None]:
+        self.loading = name
+        self._on_change()
+        try:
+            yield
+        finally:
+            self.loading = ""
+
+
+def _pool_key(config: RuntimeConfig) -> tuple[Any, ...]:
+    return config.devices, config.backend, max(config.step_timeout, load_timeout())

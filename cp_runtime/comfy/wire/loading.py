@@ -1,0 +1,129 @@
+"""Loads a model from its recipe, with its weights in the pages of the file, which all processes of the machine share."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import state_dict_loader
+from ...errors import MirrorError
+from .recipe import DTYPE_OPTIONS, LOADERS, OPTIONS, Recipe, file_stamp
+
+
+class LoadedModel(NamedTuple):
+    """A plain (not dynamic) ModelPatcher, and the names of the transformer's weights that its file does not have."""
+
+    patcher: Any
+    missing: frozenset[str]
+
+
+def load_recipe(recipe: Recipe) -> LoadedModel:
+    """Load a model as its loader did; its weights stay in the file's pages where dtype and shape allow.
+
+    Raises:
+        MirrorError: the file is not the one that the UI process loaded, or the recipe is not one that it makes.
+    """
+    import comfy.sd  # picks the device, so only once that is known
+
+    if recipe.loader not in LOADERS:
+        raise MirrorError(f"unknown loader {recipe.loader!r}")
+    _check_stamp(recipe)
+    options = {name: _option(name, value) for name, value in recipe.options.items()}
+    with file_backed_weights() as missing:
+        if recipe.loader == LOADERS[0]:
+            patcher = comfy.sd.load_diffusion_model(recipe.path, options, disable_dynamic=True)
+        else:
+            patcher = comfy.sd.load_checkpoint_guess_config(
+                recipe.path, output_vae=False, output_clip=False, model_options=options, disable_dynamic=True
+            )[0]
+    _check_stamp(recipe)
+    return LoadedModel(patcher, frozenset(missing.get(patcher.model.diffusion_model, ())))
+
+
+def _check_stamp(recipe: Recipe) -> None:
+    if file_stamp(recipe.path) != tuple(recipe.stamp):
+        raise MirrorError(
+            f"{recipe.path} changed on disk after ComfyUI had loaded it. Free ComfyUI's model and node cache, or restart it, "
+            "so that it loads the new file."
+        )
+
+
+def _option(name: str, value: Any) -> Any:
+    if name not in OPTIONS:
+        raise MirrorError(f"unknown model option {name!r}")
+    if name not in DTYPE_OPTIONS:
+        return value
+    dtype = getattr(torch, value, None) if isinstance(value, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise MirrorError(f"unknown dtype {value!r} of model option {name!r}")
+    return dtype
+
+
+@contextlib.contextmanager
+def file_backed_weights() -> Iterator[dict[nn.Module, list[str]]]:
+    """While active, `load_state_dict` in this thread adopts tensors of the state dict instead of copying them.
+
+    safetensors hands out tensors whose memory is the mapped file, so N processes share one host copy of the weights. ComfyUI
+    copies them into memory of each process. Adopted are plain parameters of the same dtype and shape; everything else takes
+    ComfyUI's own way, which keeps the data of quantised weights in the file's pages by itself.
+
+    Returns:
+        names of the weights that a state dict did not have, by the module that loaded it; filled as models are loaded.
+    """
+    import comfy.ops
+
+    owner, original = threading.get_ident(), nn.Module.load_state_dict
+    ops = comfy.ops.disable_weight_init
+    missing_by_module: dict[nn.Module, list[str]] = {}
+    plain_loaders = {state_dict_loader(cls) for cls in (nn.Module, ops.Linear, ops.Embedding)}
+
+    def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if threading.get_ident() != owner or assign:
+            return original(self, state_dict, strict, assign)
+        adopted = {
+            name
+            for name, module, parameter in parameters_of(self)
+            if state_dict_loader(type(module)) in plain_loaders and adopt(module, parameter, state_dict.get(name))
+        }
+        result = original(self, {k: v for k, v in state_dict.items() if k not in adopted}, strict=False)
+        missing = [name for name in result.missing_keys if name not in adopted]
+        missing_by_module[self] = missing
+        if strict and (missing or result.unexpected_keys):
+            raise RuntimeError(f"missing weights {missing[:3]}, unexpected weights {result.unexpected_keys[:3]}")
+        return type(result)(missing, result.unexpected_keys)
+
+    nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+    try:
+        yield missing_by_module
+    finally:
+        nn.Module.load_state_dict = original  # type: ignore[method-assign]
+
+
+def adopt(module: nn.Module, name: str, tensor: Tensor | None) -> bool:
+    """Make `tensor` the module's parameter `name` if it is a plain tensor of the same dtype, shape and device."""
+    current = getattr(module, name)
+    if (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or type(current) is not nn.Parameter
+        or tensor is None
+        or tensor.dtype != current.dtype
+        or tensor.shape != current.shape
+        or tensor.device != current.device
+    ):
+        return False
+    module.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
+    return True
+
+
+def parameters_of(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """(full name, module, name in the module) of every parameter."""
+    return [
+        (f"{path}.{name}" if path else name, module, name)
+        for path, module in root.named_modules()
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]

@@ -1,0 +1,65 @@
+"""Compares weights: in one process bit by bit, between two processes by a few bytes of each.
+
+Samples are taken at fixed places of a weight as it is stored; of a quantised weight, from its data and its scales. That takes
+milliseconds, where reading all weights would take as long as loading them. It finds any other model, but a change of single numbers
+can escape it, so files are compared by their stamps as well (`recipe.file_stamp`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+WINDOWS, WINDOW = 8, 64  # pieces of a weight, and bytes of each
+
+
+def sample_weights(model: nn.Module, without: Collection[str] = ()) -> dict[str, str]:
+    """Return for each parameter its storage format and a hash of its samples, with a space between them.
+
+    Parameters that have no bytes in this process, or are not contiguous, are left out.
+
+    Args:
+        without: names of parameters to leave out as well.
+    """
+    parameters = model.named_parameters(remove_duplicate=False)
+    samples = {name: _sample(parameter) for name, parameter in parameters if name not in without}
+    return {name: sample for name, sample in samples.items() if sample}
+
+
+def differing_weight(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """Return the first weight that both sides store in the same format and with other content, or None."""
+    for name, sample in one.items():
+        kind, _, digest = sample.partition(" ")
+        other_kind, _, other_digest = other.get(name, "").partition(" ")
+        if kind == other_kind and digest != other_digest:
+            return name
+    return None
+
+
+def same_weight(one: Tensor, other: Tensor) -> bool:
+    """Whether two weights are stored alike; of quantised ones, data and scales."""
+    ones, others = ([part.cpu().contiguous().flatten().view(torch.uint8) for part in stored(weight)] for weight in (one, other))
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
+def stored(weight: Tensor) -> list[Tensor]:
+    """The plain tensors that a weight consists of."""
+    flatten = getattr(weight, "__tensor_flatten__", None)  # torch's protocol for tensors that wrap others
+    return [weight.detach()] if flatten is None else [getattr(weight, name) for name in flatten()[0]]
+
+
+def _sample(weight: Tensor) -> str:
+    parts = stored(weight)
+    if any(part.device.type == "meta" or not part.is_contiguous() for part in parts):
+        return ""
+    kind = "+".join(f"{part.dtype}{list(part.shape)}".replace(" ", "") for part in parts)
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        raw = part.view(-1).view(torch.uint8)
+        if raw.numel() > WINDOWS * WINDOW:
+            raw = raw.as_strided((WINDOWS, WINDOW), ((raw.numel() - WINDOW) // (WINDOWS - 1), 1))
+        digest.update(raw.cpu().contiguous().numpy().data)
+    return f"{kind} {digest.hexdigest()}"

@@ -1,0 +1,226 @@
+"""One sharded call of a model: its state, and the attention and gathers inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import PlanError, UnknownStreamError
+from .attention.context_parallel import Attend, context_parallel_attention
+from .config import ContextParallelConfig
+from .cost import AttentionShape
+from .mesh import SequenceMesh
+from .plan import ModulePlan, ShardingPlan
+from .profiling import trace_range
+from .sharding import JointLayout
+from .state import AttentionStreams, CallState
+from .transforms import ContextParallelOutput, Transform
+
+Planner = Callable[[AttentionShape], ContextParallelConfig]
+"""Degrees and method of an attention. Every rank must get the same answer."""
+
+
+class Scope(NamedTuple):
+    """What attention at a point of the forward may be over, and how many attentions had been shared when it began."""
+
+    streams: Sequence[AttentionStreams]
+    shared_before: int
+
+
+class RunningCall:
+    """A call from its beginning to its end. Nothing of it is kept afterwards, except what a transform puts into `kept`.
+
+    Args:
+        plan: what is split and gathered.
+        model_name: for messages.
+        mesh: the ranks that share the sequence.
+        planner: decides how each attention is shared.
+        on_module: called whenever a planned module is entered.
+        kept: what transforms keep from one call to the next, by transform; the installed plan owns it.
+
+    Attributes:
+        state: streams, lengths and layouts.
+    """
+
+    def __init__(
+        self,
+        plan: ShardingPlan,
+        model_name: str,
+        mesh: SequenceMesh,
+        planner: Planner,
+        on_module: Callable[[], None] | None = None,
+        kept: dict[object, Any] | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.state = CallState(mesh.rank, mesh.size, self.gather, kept)
+        self._plan, self._model_name, self._planner, self._on_module = plan, model_name, planner, on_module
+        self._shared = 0
+        self._scopes = [Scope(plan.attention, 0)]
+        self._ranges: list[AbstractContextManager[Any]] = []
+
+    @property
+    def attention_is_local(self) -> bool:
+        """Whether attention at this point of the forward needs no communication."""
+        return self.mesh.size == 1 or not any(map(self._known, self._scopes[-1].streams))
+
+    def enter_module(self, name: str, plan: ModulePlan) -> None:
+        """A planned module begins."""
+        if self._on_module is not None:
+            self._on_module()
+        entered = trace_range("cp.block", name or self._model_name)
+        entered.__enter__()
+        self._ranges.append(entered)
+        if plan.separate:
+            self.state.begin()
+        if plan.attention is None:
+            self.enter_scope(self._scopes[-1].streams)
+        else:
+            self.enter_scope([(plan.attention, plan.keys or plan.attention)] if plan.attention else ())
+
+    def leave_module(self, plan: ModulePlan) -> None:
+        """A planned module has returned."""
+        self.leave_scope()
+        if plan.separate:
+            self.state.end()
+        self._ranges.pop().__exit__(None, None, None)
+
+    def enter_scope(self, streams: Sequence[AttentionStreams]) -> None:
+        """From here on, attention may be over these streams; none = it needs no communication."""
+        self._scopes.append(Scope(streams, self._shared))
+
+    def leave_scope(self) -> None:
+        """Attention is over what it was before `enter_scope`."""
+        self._scopes.pop()
+
+    @property
+    def shares_attention(self) -> bool:
+        """Whether attention may be shared in this scope at all."""
+        return bool(self._scopes[-1].streams)
+
+    @property
+    def has_missed_attention(self) -> bool:
+        """Whether attention in this scope had to be shared, and none was: it took a way that is out of reach."""
+        return self._scopes[-1].shared_before == self._shared and not self.attention_is_local
+
+    def local(self, transform: Transform, value: Any, where: str) -> Any:
+        """This rank's value. As long as nothing is split, because a patch skipped the blocks that begin it, it is the whole one."""
+        try:
+            return transform(self.state, value, where)
+        except UnknownStreamError:
+            if self.state.lengths:
+                raise
+            return value
+
+    def attend(
+        self,
+        q_BLHD: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        attend: Attend | None = None,
+        kernel: str | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """Attention at this point of the forward, over the tokens of all ranks. See `context_parallel_attention`."""
+        with trace_range("cp.attention"):
+            self._shared += 1
+            q_layout, k_layout = self._layouts(q_BLHD.shape[1], k_BLKD.shape[1], mask)
+            B, _, H, D = q_BLHD.shape
+            shape = AttentionShape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
+            if causal:
+                mask = self.state.once("causal", q_layout, lambda: q_BLHD.new_ones(q_layout.total, k_layout.total).tril().bool())
+            return context_parallel_attention(
+                q_BLHD, k_BLKD, v_BLKD, mesh=self.mesh, config=self._planner(shape), q_layout=q_layout, k_layout=k_layout,
+                mask=mask, scale=scale, attend=attend, kernel=kernel, once=self.state.once,
+            )  # fmt: skip
+
+    def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
+        """The tokens of all ranks, given this rank's tokens of a stream along `dim`."""
+        return self._all_tokens(self._model_name, (stream,), dim, value)
+
+    def whole_output(self, name: str, output: ContextParallelOutput, value: Tensor) -> Tensor:
+        """What a module returns, with the tokens of all ranks.
+
+        Args:
+            name: of the module, for messages.
+        """
+        if output.expected_dims is not None and value.ndim != output.expected_dims:
+            raise PlanError(f"{name}: expected an output of {output.expected_dims} dimensions, got {tuple(value.shape)}")
+        if output.stream is None:
+            raise PlanError(f"{name}: the plan does not say which stream is gathered. Set ContextParallelOutput(stream=...).")
+        streams = (output.stream,) if isinstance(output.stream, str) else output.stream
+        state, dim = self.state, output.gather_dim
+        state.whole.update(streams)
+        if not state.lengths:  # nothing was split
+            return value
+        if not output.within:
+            return self._all_tokens(name, streams, dim, value)
+        parts = list(value.split([state.layout((s,)).local_lengths[state.rank] for s in output.within], dim))
+        place = output.within.index(str(output.stream))
+        parts[place] = self._all_tokens(name, streams, dim, parts[place])
+        return torch.cat(parts, dim)
+
+    def check_attention(self) -> None:
+        """Raise PlanError where tokens were split, but no attention was shared."""
+        if self._plan.shares_attention and self.mesh.size > 1 and self.state.lengths and not self._shared:
+            raise PlanError(
+                f"{self._model_name}: tokens were split, but no attention was shared. Attention must go through torch's "
+                "scaled_dot_product_attention, or ComfyUI's optimized_attention: matrix products and other libraries are out of "
+                "reach."
+            )
+
+    def close(self) -> None:
+        """The call has ended, perhaps with an error. Its tensors are freed now, not when Python next looks for cycles."""
+        while self._ranges:  # of modules that raised
+            self._ranges.pop().__exit__(None, None, None)
+        self._scopes.clear()
+        self.state.close()
+
+    def _known(self, streams: AttentionStreams) -> bool:
+        queries, keys = streams
+        return self.state.knows(queries) and (keys is queries or self.state.knows(keys))
+
+    def _layouts(self, queries: int, keys: int, mask: Tensor | None) -> tuple[JointLayout, JointLayout]:
+        """Layouts of queries and keys, given how many of each this rank has."""
+        state = self.state
+        if id(mask) in state.masked:
+            _, (q, k) = state.masked[id(mask)]
+            return state.layout(q), state.layout(k)
+        candidates = [(state.layout(q), state.layout(k)) for q, k in filter(self._known, self._scopes[-1].streams)]
+        if len(candidates) == 1:
+            return candidates[0]
+        held = (queries, keys)
+        fitting = {pair for pair in candidates if tuple(layout.local_lengths[state.rank] for layout in pair) == held}
+        if len(fitting) == 1:
+            return fitting.pop()
+        streams = ", ".join(f"{name} {length}" for name, length in state.lengths.items())
+        raise PlanError(
+            f"attention with {queries} queries and {keys} keys on rank {state.rank} fits {len(fitting)} combinations of the "
+            f"streams ({streams}). Say in the plan what the module attends to: ModulePlan(attention=(...)), or attention=() where "
+            "keys and values are replicated."
+        )
+
+    def _all_tokens(self, name: str, streams: tuple[str, ...], dim: int, value: Tensor) -> Tensor:
+        if not self.state.lengths:  # nothing was split
+            return value
+        layout, rank = self.state.layout(streams), self.state.rank
+        grid = self.state.grids.get(streams[0])
+        if grid is not None:
+            value = value.flatten(dim, dim + 2)
+        if value.shape[dim] != layout.local_lengths[rank]:
+            raise PlanError(
+                f"{name}: dimension {dim} of the output {tuple(value.shape)} is not this rank's "
+                f"{layout.local_lengths[rank]} tokens of {' and '.join(streams)}"
+            )
+        owned = layout.owned_positions(rank)
+        if owned is not None:
+            value = value.index_select(dim, owned.to(value.device))
+        (whole,) = self.mesh.whole.all_gather([value], layout.owned_lengths, dim)
+        whole = layout.to_joint(whole, dim).contiguous()  # models may go on with a view
+        return whole if grid is None else whole.unflatten(dim, grid)

@@ -1,0 +1,141 @@
+"""Case 42: a model file that changes while ComfyUI runs never gives another picture, and never ends ComfyUI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from support.graphs import flux_prompt
+from support.server import ComfyServer
+
+TOLERANCE = 2e-4
+CP = {"world_size": 2}
+FP8 = {"weight_dtype": "fp8_e4m3fn"}
+
+
+@pytest.fixture(scope="module")
+def models(checkpoints_dir, tmp_path_factory):
+    """A folder with a model file, and others beside it to replace it with."""
+    base = tmp_path_factory.mktemp("changing")
+    (base / "diffusion_models").mkdir()
+    source = checkpoints_dir / "diffusion_models" / "flux.safetensors"
+    shutil.copy(source, base / "original")
+    with safe_open(source, "pt") as opened:
+        tensors = {key: opened.get_tensor(key).flip(0).contiguous() for key in opened.keys()}  # noqa: SIM118
+        save_file(tensors, base / "other", metadata=opened.metadata())
+    assert (base / "other").stat().st_size == (base / "original").stat().st_size
+    shutil.copy(base / "original", model_file(base))
+    return base
+
+
+@pytest.fixture(scope="module")
+def file_server(comfyui_path, models):
+    with ComfyServer(comfyui_path, models=models) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def fresh(models, file_server):
+    """The original file, and nothing loaded."""
+    replace(models, "original")
+    forget(file_server)
+
+
+def model_file(base: Path) -> Path:
+    return base / "diffusion_models" / "flux.safetensors"
+
+
+def replace(base: Path, source: str) -> None:
+    """Put another file in the place of the model file, as programs do that write it completely before."""
+    shutil.copy(base / source, base / "new")
+    os.replace(base / "new", model_file(base))
+
+
+def forget(server: ComfyServer) -> None:
+    """Free models and node cache."""
+    server.free()
+    time.sleep(1)
+
+
+def latent(server: ComfyServer, **settings: object) -> torch.Tensor:
+    return server.latent(server.run(flux_prompt(**settings), timeout=120).check())
+
+
+def error(server: ComfyServer, **settings: object) -> str:
+    result = server.run(flux_prompt(**settings), timeout=120)
+    assert result.status == "error", result
+    return result.error.exception_message
+
+
+def by_rename(base: Path) -> None:
+    replace(base, "other")
+
+
+def by_rename_with_the_same_time(base: Path) -> None:
+    before = model_file(base).stat()
+    replace(base, "other")
+    os.utime(model_file(base), ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def in_place_with_the_same_time(base: Path) -> None:
+    before = model_file(base).stat()
+    model_file(base).write_bytes((base / "other").read_bytes())
+    os.utime(model_file(base), ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert model_file(base).stat().st_ino == before.st_ino
+
+
+@pytest.mark.parametrize("change", [by_rename, by_rename_with_the_same_time, in_place_with_the_same_time])
+@pytest.mark.parametrize("weights", [{}, FP8], ids=["default", "fp8"])
+def test_a_file_that_is_replaced_before_the_ranks_load_it(file_server, models, change, weights):
+    """ComfyUI holds the old model, from a prompt without context parallelism. The ranks must not take the new one for it."""
+    old = latent(file_server, **weights)
+    change(models)
+    said = error(file_server, cp=CP, **weights)
+    assert "flux.safetensors changed on disk after ComfyUI had loaded it" in said
+    assert "node changed" not in said
+    assert (latent(file_server, **weights) == old).all()  # of its own copy
+    forget(file_server)
+    new = latent(file_server, **weights)
+    assert (new - old).abs().max() > 0.5 * old.std()  # or nothing would be proved
+    out = latent(file_server, cp=CP, **weights)
+    assert (out - new).abs().max() <= TOLERANCE * new.std()
+
+
+def test_weights_are_compared_where_nobody_saw_the_file_being_loaded(file_server, models):
+    """A pack may have imported ComfyUI's loader before this one came."""
+    latent(file_server, **FP8)
+    replace(models, "other")
+    said = error(file_server, cp=CP, model_nodes=[("TestPatch", {"kind": "unstamped"})], **FP8)
+    assert "read another weight" in said
+    assert "the file was replaced" in said
+
+
+def test_a_weight_that_a_node_changed_in_place_with_a_weight_dtype(file_server):
+    """The file's pages are not the weights there, so the UI's copy is compared with the ranks' by samples."""
+    changed = {"model_nodes": [("TestPatch", {"kind": "changed_weight"})], "weight_dtype": "fp8_e5m2"}
+    latent(file_server, **changed)
+    assert "read another weight img_in.bias" in error(file_server, cp=CP, **changed)
+
+
+def test_a_file_that_is_cut_off_does_not_end_comfyui(file_server, models):
+    """ComfyUI's own weights are the file's pages once the ranks have them."""
+    stock = latent(file_server)
+    latent(file_server, cp=CP)
+    size = model_file(models).stat().st_size
+    os.truncate(model_file(models), size // 2)
+    for settings in ({}, {"cp": CP}):
+        said = error(file_server, **settings)
+        assert "flux.safetensors was cut off while ComfyUI used it" in said
+        assert f"it has {size // 2} bytes, and had {size}" in said
+    replace(models, "original")
+    assert "was cut off" in error(file_server)  # it is another file, and the pages are of the old one
+    forget(file_server)
+    assert (latent(file_server) == stock).all()
+    out = latent(file_server, cp=CP)
+    assert (out - stock).abs().max() <= TOLERANCE * stock.std()

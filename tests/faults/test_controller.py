@@ -1,0 +1,46 @@
+"""The controller of the workers, with real pools and without ComfyUI's models."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+CODE = """
+import logging, sys
+sys.path.insert(0, sys.argv.pop(1))
+import comfy.cli_args
+comfy.cli_args.args.cpu = True
+from support.package import load_package
+load_package()
+from cp_runtime.comfy.ui.controller import Controller
+from cp_runtime.comfy.ui.workers import Resident, Workers
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.protocol import MAX_HEADER
+
+config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2)
+controller = Controller()
+workers = controller.workers = Workers(config, controller.changed.set)
+workers.pool.start()
+key = "x" * (MAX_HEADER + 1)  # no message can carry it: an error that is no PoolError
+workers._resident[key] = Resident("x", "u")
+controller.unload(key)
+assert not workers.pool.alive
+print(controller.journal.last_error.message)
+"""
+
+
+def test_unload_raises_nothing_and_ends_the_workers():
+    """ComfyUI's queue ends by whatever it raises."""
+    path = os.pathsep.join([os.environ["COMFYUI_PATH"], str(TESTS)])
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(TESTS)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "is above the limit" in done.stdout

@@ -1,0 +1,115 @@
+"""Case 43: Cancel, Ctrl-C, the status and other restarts while the restart route starts ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from support.faults import SLACK, Faults, Stopwatch
+from support.graphs import flux_prompt
+from support.processes import wait_gone
+from support.server import ComfyServer
+
+TOLERANCE = 2e-4
+CP = {"world_size": 2}
+STATUS, RESTART = "/context_parallel/status", "/context_parallel/restart"
+
+
+def restart(server):
+    """HTTP status and JSON answer; None where the server ended before it answered."""
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{RESTART}", method="POST")
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=120) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+    except OSError:
+        return None
+
+
+def wait_until_taken(faults):
+    deadline = time.monotonic() + 60
+    while faults.waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def hanging_restart(comfyui_path, checkpoints_dir, tmp_path):
+    """A server whose restart route waits for a rank that hangs at its start."""
+    faults = Faults(tmp_path)
+    with ComfyServer(comfyui_path, models=checkpoints_dir, env=faults.environment) as server:
+        server.run(flux_prompt(cp=CP), timeout=120).check()
+        faults.arm(1, "sleep", at="start")
+        threading.Thread(target=restart, args=(server,), daemon=True).start()
+        wait_until_taken(faults)
+        yield server
+
+
+def test_cancel_and_ctrl_c_while_a_restart_hangs(hanging_restart):
+    server = hanging_restart
+    prompt_id = server.queue(flux_prompt(cp=CP))
+    server.wait_event(lambda e: e.type == "executing" and e.data.get("node") == "sampler" and e.data["prompt_id"] == prompt_id)
+    time.sleep(0.5)
+    watch = Stopwatch("43 Cancel while the restart route starts ranks, one of which hangs")
+    server.interrupt()
+    result = server.wait(prompt_id, 30)
+    watch.within(2, "the prompt ends")
+    assert result.status == "interrupted"
+    process, ranks = psutil.Process(server.pid), server.workers()
+    assert len(ranks) == 2
+    watch = Stopwatch("43 Ctrl-C while the restart route starts ranks, one of which hangs")
+    os.killpg(server.pid, signal.SIGINT)
+    left = wait_gone([process, *ranks], 10 * SLACK)
+    watch.within(10, "ComfyUI and its ranks are gone")
+    assert left == []
+
+
+def test_ten_restarts_at_once_are_one(fault_server, expected):
+    fault_server.run(flux_prompt(cp=CP), timeout=120).check()
+    before, starts = fault_server.worker_pids(), fault_server.log_text().count("starting 2 ranks")
+    with ThreadPoolExecutor(10) as threads:
+        answers = [threads.submit(restart, fault_server) for _ in range(10)]
+        slowest = 0.0
+        while not all(answer.done() for answer in answers):
+            asked = time.monotonic()
+            fault_server.get(STATUS)
+            slowest = max(slowest, time.monotonic() - asked)
+            time.sleep(0.05)
+    assert {answer.result()[0] for answer in answers} == {200}
+    assert all(answer.result()[1]["restarted"] for answer in answers)
+    assert fault_server.log_text().count("starting 2 ranks") == starts + 1
+    assert not set(before) & set(fault_server.worker_pids())
+    Stopwatch("43 ten restarts at once").within(1, "the status answers meanwhile", slowest)
+    out = fault_server.latent(fault_server.run(flux_prompt(cp=CP), timeout=120).check())
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+
+
+def test_a_rank_that_dies_while_another_unloads_does_not_end_the_queue(fault_server, expected):
+    """It has reported well by then, and the other one never does."""
+    fault_server.run(flux_prompt(cp=CP), timeout=120).check()
+    pids = fault_server.worker_pids()
+    os.kill(pids[1], signal.SIGSTOP)
+    fault_server.free()
+    time.sleep(2)
+    os.kill(pids[0], signal.SIGKILL)
+    out = fault_server.latent(fault_server.run(flux_prompt(cp=CP), timeout=120).check())
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+
+
+def test_the_status_holds_no_paths_and_no_tracebacks(fault_server, expected, faults):
+    fault_server.run(flux_prompt(cp=CP), timeout=120).check()
+    faults.arm(1, "error", module=1)
+    error = fault_server.run(flux_prompt(cp=CP), timeout=120).error
+    assert "Traceback of rank 1" in error.exception_message
+    status = fault_server.get(STATUS)
+    for shown in (status["last_error"]["message"], status["ranks"][1]["last_error"]):
+        assert shown.endswith("failed: RuntimeError: injected: error")

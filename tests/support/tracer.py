@@ -1,0 +1,197 @@
+"""Holds a family's table against the model's own forward, in one process. Imports ComfyUI.
+
+The stock forward is recorded. Then one rank of two runs with the table, alone: its collectives are answered from the recording,
+after a check that what the rank sends is its part of what the stock forward had there. The first time that it is not, the table
+is wrong, and the tracer says where and which arguments may have been forgotten. The result must be that of the stock forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cp_runtime.comfy.ui.interception import innermost_method
+from cp_runtime.comfy.worker.sharded import run_sharded
+from cp_runtime.engine.config import ContextParallelConfig
+from cp_runtime.engine.hooks import AppliedPlan
+from cp_runtime.engine.mesh import RankGroup, SequenceMesh
+from cp_runtime.engine.plan import find_modules
+from cp_runtime.engine.state import CallState
+from cp_runtime.families.family import FamilyPlan
+from cp_runtime.nested import tensors
+
+from .recording import Recording, copied, numbers, record, watched
+
+WORLD = 2
+# Attention needs one kind of collective only: keys and values of all ranks.
+CONFIG = ContextParallelConfig(ring_degree=WORLD, rotate_method="allgather", ring_anything=True)
+CLOSE = 1e-3
+"""Largest difference, relative to the standard deviation, of what is the same but for rounding."""
+
+
+class MismatchError(Exception):
+    """What this rank sends is not its part of anything that the stock forward had."""
+
+
+class NothingToCompareError(Exception):
+    """This rank has no tokens here."""
+
+
+def trace(model: nn.Module, plan: FamilyPlan, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a plan, in one call; empty where the rank computes what the stock forward computes.
+
+    Args:
+        arguments: of the innermost forward, by name.
+        options: entries of transformer_options.
+    """
+    forward = getattr(model, innermost_method(model))
+    call = {**arguments, "transformer_options": dict(options)}
+    recording = record(model, forward, copied(call))
+    try:
+        return _Replay(model, plan, recording, rank=1).run(forward, call)
+    except NothingToCompareError:
+        return _Replay(model, plan, recording, rank=0).run(forward, call)
+
+
+class _Replay:
+    def __init__(self, model: nn.Module, plan: FamilyPlan, recording: Recording, rank: int) -> None:
+        self._model, self._plan, self._recording, self._rank = model, plan, recording, rank
+        self._applied = AppliedPlan(model, plan, _Mesh(rank, self._answer), lambda shape: CONFIG)
+        self._planned: dict[str, set[str]] = {}  # path -> arguments in the table
+        for pattern in (*plan.modules, *plan.outputs):
+            for path, _ in find_modules(model, pattern):
+                self._planned.setdefault(path, set()).update(plan.modules[pattern].inputs if pattern in plan.modules else ())
+        self._wholes = list(self._recorded())
+        self._running: list[str] = []
+        self._suspects: dict[str, None] = {}
+
+    def run(self, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
+        wrong = None
+        try:
+            with watched(self._model, self._enter, self._leave, self._attend):
+                out, _ = run_sharded(self._applied, forward, copied(arguments))
+            if not all(_same(a, b) for a, b in zip(tensors(out), tensors(self._recording.output), strict=True)):
+                wrong = "the result is not that of the stock forward"
+        except NothingToCompareError:
+            raise
+        except Exception as error:  # noqa: BLE001  (a model may raise anything when a table gives it the wrong shapes)
+            where = f"{self._running[-1]}: " if self._running else ""
+            wrong = f"{where}{str(error) or type(error).__name__}"
+        finally:
+            self._applied.remove()
+        residuals = [kind for kind, each in (arguments.get("control") or {}).items() if each and not self._plan.control.get(kind)]
+        for kind in residuals:
+            self._suspect(f"control has residuals of kind {kind!r}; the table does not say to which tokens they are added")
+        return [] if wrong is None else [wrong, *self._suspects]
+
+    def _recorded(self) -> Iterator[Tensor]:
+        """Every tensor of the stock forward that a rank may send its part of."""
+        for call in self._recording.attention:
+            for tensor in (call.q, call.k, call.v, call.out):
+                yield from (tensor, tensor.transpose(1, 2))
+            if call.mask is not None:
+                yield from (call.mask, call.mask.unsqueeze(1), call.mask[:, None, None])
+        for module in self._recording.modules:
+            if module.path in self._planned:
+                for tensor in tensors([dict(module.arguments), module.output]):
+                    yield tensor
+                    if tensor.ndim == 5:  # tokens in frames, rows and columns
+                        yield tensor.flatten(1, 3)
+
+    def _answer(self, local: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+        """What an all-gather of this rank's `local` returns, all tokens in the order of ranks."""
+        start, count = sum(lengths[: self._rank]), lengths[self._rank]
+        if not count:
+            if sum(lengths):
+                raise NothingToCompareError
+            return local
+        for layout in map(self._state.layout, self._joint()):
+            if layout.owned_lengths != tuple(lengths):
+                continue
+            order = layout.gathered_order
+            for whole in self._wholes:
+                if whole.ndim != local.ndim or whole.movedim(dim, 0).shape[1:] != local.movedim(dim, 0).shape[1:]:
+                    continue
+                for offset in range(whole.shape[dim] - layout.total + 1):  # other streams may lie in front
+                    if not _same(local.select(dim, 0), whole.select(dim, offset + int(order[start])).to(local.dtype)):
+                        continue
+                    gathered = whole.narrow(dim, offset, layout.total).index_select(dim, order).to(local.dtype)
+                    if _same(local, gathered.narrow(dim, start, count)):
+                        return gathered
+        raise MismatchError(
+            f"what this rank has, {tuple(local.shape)}, is not its part of what the stock forward has: other tokens, streams in "
+            "another order, or computed with something that is not split as they are"
+        )
+
+    @property
+    def _state(self) -> CallState:
+        return self._applied.state
+
+    def _joint(self) -> set[tuple[str, ...]]:
+        """Streams that lie behind each other somewhere, as far as they are known by now."""
+        found: set[tuple[str, ...]] = {(name,) for name in self._state.lengths}
+        outputs = [o for each in self._plan.outputs.values() for o in (each if isinstance(each, Sequence) else [each]) if o]
+        found |= {tuple([o.stream] if isinstance(o.stream, str) else o.stream or ()) for o in outputs}
+        found |= {side for pair in self._plan.attention for side in pair}
+        for module in self._plan.modules.values():
+            transforms = [*module.inputs.values(), *module.outputs.values()]
+            found |= {module.attention or (), module.keys or (), *(getattr(t, "streams", None) or () for t in transforms)}
+        return {names for names in found if names and self._state.lengths.keys() >= set(names)}
+
+    def _enter(self, path: str, _: nn.Module, arguments: Mapping[str, Any]) -> None:
+        self._running.append(path)
+        if path not in self._planned:
+            return
+        pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
+        totals = {self._state.layout(streams).total: streams for streams in sorted(self._joint(), key=len, reverse=True)}
+        for name, value in arguments.items():
+            if name.endswith("transformer_options"):
+                continue
+            for tensor in tensors(value):
+                for dim, size in enumerate(tensor.shape):
+                    if size > 1 and size in totals:
+                        length = f"dimension {dim} is as long as {' + '.join(totals[size])}"
+                        self._suspect(f"{pattern}({name}) {tuple(tensor.shape)}: {length}, and is not split")
+            if name not in self._planned[path] and any(True for _ in numbers(value)):
+                self._suspect(f"{pattern}({name}) is {value!r}: if that counts tokens, the table must say so")
+
+    def _suspect(self, text: str) -> None:
+        self._suspects[text] = None
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
+
+    def _attend(self, name: str, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        reached = kwargs.get("transformer_options") is not None or name in self._plan.attention_names
+        if not reached and not self._applied.attention_is_local:
+            self._suspect(f"{name} is called without transformer_options: name it in attention_names")
+        return function(*args, **kwargs)
+
+
+class _Mesh(SequenceMesh):
+    def __init__(self, rank: int, answer: Callable[[Tensor, Sequence[int], int], Tensor]) -> None:
+        super().__init__(None)
+        self.whole = _Group(rank, answer)
+
+
+class _Group(RankGroup):
+    """One of two ranks, whose collectives `answer` answers."""
+
+    def __init__(self, rank: int, answer: Callable[[Tensor, Sequence[int], int], Tensor]) -> None:
+        super().__init__(None)
+        self.rank, self.size, self._answer = rank, WORLD, answer
+
+    def all_gather(self, locals_: Sequence[Tensor], lengths: Sequence[int], dim: int) -> list[Tensor]:
+        return [self._answer(local, lengths, dim % local.ndim) for local in locals_]
+
+
+def _same(local: Tensor, whole: Tensor) -> bool:
+    if local.shape != whole.shape:
+        return False
+    if not local.is_floating_point():
+        return torch.equal(local, whole)
+    near = (local - whole).abs() <= CLOSE * max(float(whole[whole.isfinite()].std(correction=0)), 1e-6)
+    return bool((near | (local == whole)).all())

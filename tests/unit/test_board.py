@@ -1,0 +1,31 @@
+"""What one process notes on the board, another reads."""
+
+import os
+
+from cp_runtime.pool.board import Board, Progress
+from cp_runtime.pool.channel import SharedBlock
+
+
+def test_words_of_every_rank_are_seen_through_another_mapping():
+    block = SharedBlock()
+    rank, controller = Board(block, 3), Board(SharedBlock(os.dup(block.fd)), 3)
+    rank.begin(1, 7)
+    assert [rank.enter_module(1) for _ in range(3)] == [1, 2, 3]
+    assert controller.read(1) == Progress(command=7, modules=3, collectives=0, beat=0.0)
+    rank.beat(1, 12)
+    rank.decision.fill_(-5)
+    noted = controller.read(1)
+    assert (noted.collectives, int(controller.decision)) == (12, -5)
+    assert noted.beat > 0
+    assert controller.read(0) == controller.read(2) == Progress(command=0, modules=0, collectives=0, beat=0.0)
+    rank.begin(1, 8)
+    assert controller.read(1) == Progress(command=8, modules=0, collectives=0, beat=noted.beat)
+
+
+def test_a_frozen_board_keeps_what_was_noted_last():
+    block = SharedBlock()
+    rank, controller = Board(block, 2), Board(SharedBlock(os.dup(block.fd)), 2)
+    rank.begin(0, 4)
+    controller.freeze()
+    rank.begin(0, 5)
+    assert controller.read(0).command == 4
