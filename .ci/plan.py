@@ -31,7 +31,7 @@ from support.draft import Call, Draft, draft
 from support.tracer import trace
 
 from cp_runtime.engine.plan import ModulePlan
-from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput
+from cp_runtime.engine.transforms import ContextParallelOutput
 
 
 def load(path: Path) -> Any:
@@ -52,7 +52,7 @@ def quoted(names: tuple[str, ...]) -> str:
     return f"({', '.join(f'{chr(34)}{name}{chr(34)}' for name in names)}{',' if len(names) == 1 else ''})"
 
 
-def input_text(value: ContextParallelInput, joint: tuple[str, ...]) -> str:
+def input_text(value: Any, joint: tuple[str, ...]) -> str:
     streams = streams_text(value.streams or (), joint)
     return f"side({streams}, dim={value.split_dim}, dims={value.expected_dims})" if value.side else f"tokens({streams})"
 

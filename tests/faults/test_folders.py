@@ -12,8 +12,8 @@ import torch
 from support.pools import echo, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout
+from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.stacks import KEEP, PREFIX, collect_stacks
-from cp_runtime.pool.worker_pool import WorkerSite
 from cp_runtime.version import VERSION
 
 

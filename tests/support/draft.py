@@ -85,9 +85,9 @@ class _Drafting:
     def run(self) -> Draft:
         modules: dict[str, ModulePlan] = {}
         for name in self._lists:
-            plan = self._blocks(name)
-            if plan is not None:
-                modules[f"{name}.*"] = plan
+            blocks = self._blocks(name)
+            if blocks is not None:
+                modules[f"{name}.*"] = blocks
         source = inspect.getsource(type(self._model))
         kinds = list(dict.fromkeys(CONTROL.findall(source)))
         if kinds:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from cp_runtime.comfy.ui.interception import innermost_method
 from cp_runtime.comfy.worker.sharded import run_sharded
+from cp_runtime.engine.call import RunningCall
 from cp_runtime.engine.config import ContextParallelConfig
-from cp_runtime.engine.hooks import AppliedPlan
+from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.mesh import RankGroup, SequenceMesh
 from cp_runtime.engine.plan import find_modules
 from cp_runtime.engine.state import CallState
@@ -59,7 +60,7 @@ def trace(model: nn.Module, plan: FamilyPlan, arguments: Mapping[str, Any], opti
 class _Replay:
     def __init__(self, model: nn.Module, plan: FamilyPlan, recording: Recording, rank: int) -> None:
         self._model, self._plan, self._recording, self._rank = model, plan, recording, rank
-        self._applied = AppliedPlan(model, plan, _Mesh(rank, self._answer), lambda shape: CONFIG)
+        self._installed = InstalledPlan(model, plan)
         self._planned: dict[str, set[str]] = {}  # path -> arguments in the table
         for pattern in (*plan.modules, *plan.outputs):
             for path, _ in find_modules(model, pattern):
@@ -72,7 +73,8 @@ class _Replay:
         wrong = None
         try:
             with watched(self._model, self._enter, self._leave, self._attend):
-                out, _ = run_sharded(self._applied, forward, copied(arguments))
+                mesh = _Mesh(self._rank, self._answer)
+                out, _ = run_sharded(self._installed, forward, copied(arguments), mesh, lambda shape: CONFIG)
             if not all(_same(a, b) for a, b in zip(tensors(out), tensors(self._recording.output), strict=True)):
                 wrong = "the result is not that of the stock forward"
         except NothingToCompareError:
@@ -81,7 +83,7 @@ class _Replay:
             where = f"{self._running[-1]}: " if self._running else ""
             wrong = f"{where}{str(error) or type(error).__name__}"
         finally:
-            self._applied.remove()
+            self._installed.remove()
         residuals = [kind for kind, each in (arguments.get("control") or {}).items() if each and not self._plan.control.get(kind)]
         for kind in residuals:
             self._suspect(f"control has residuals of kind {kind!r}; the table does not say to which tokens they are added")
@@ -127,8 +129,15 @@ class _Replay:
         )
 
     @property
+    def _call(self) -> RunningCall:
+        call = self._installed.current
+        if call is None:
+            raise MismatchError("no call is running")
+        return call
+
+    @property
     def _state(self) -> CallState:
-        return self._applied.state
+        return self._call.state
 
     def _joint(self) -> set[tuple[str, ...]]:
         """Streams that lie behind each other somewhere, as far as they are known by now."""
@@ -166,7 +175,7 @@ class _Replay:
 
     def _attend(self, name: str, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         reached = kwargs.get("transformer_options") is not None or name in self._plan.attention_names
-        if not reached and not self._applied.attention_is_local:
+        if not reached and not self._call.attention_is_local:
             self._suspect(f"{name} is called without transformer_options: name it in attention_names")
         return function(*args, **kwargs)
 
