@@ -97,6 +97,12 @@ class Outcome:
     def failed(self) -> bool:
         return self.status not in (0, NOTHING_SELECTED)
 
+    @property
+    def verdict(self) -> str:
+        """The last line that says something: of pytest, how many tests passed and failed."""
+        said = [line for line in self.lines if line.strip("= ")]
+        return said[-1].strip("= ") if said else f"status {self.status}"
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -117,9 +123,7 @@ def main() -> int:
         say(f"\n===== {outcome.job.name}", *outcome.lines)
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     say("", *table, "Jobs:")
-    say(
-        *(f"{outcome.seconds:8.1f} s  {outcome.job.name}: {outcome.lines[-1].strip('= ')}" for outcome in outcomes if outcome.lines)
-    )
+    say(*(f"{outcome.seconds:8.1f} s  {outcome.job.name}: {outcome.verdict}" for outcome in outcomes))
     seconds = time.monotonic() - began
     busy = (spent.ru_utime + spent.ru_stime) / seconds
     say(f"{seconds:8.1f} s  in all, {options.lanes} lanes, {busy:.1f} of {os.cpu_count()} cores busy")

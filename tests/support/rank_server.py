@@ -5,7 +5,8 @@ computes on one thread, because torch's own threads do not survive a fork. Its r
 pool do not.
 
 Arguments: names of modules to import; `comfy…` makes ComfyUI's folder importable first. Each line of its input asks for one run,
-`{"script": …, "store": …, "arguments": […], "outputs": [a file per rank], "prepare": …}`; the answer is a line with the exit codes.
+`{"script": …, "store": …, "arguments": […], "outputs": [a file per rank], "environment": {…}, "prepare": …}`; the answer is a line
+with the exit codes.
 What is in "prepare" is given to the function of that name of the last module, in this process: all ranks find what it made.
 """
 
@@ -51,6 +52,7 @@ def rank(number: int, request: dict[str, Any]) -> None:
         for fd in (1, 2):
             os.dup2(out, fd)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update(request["environment"])
         script, world = request["script"], len(request["outputs"])
         sys.argv = [script, str(number), str(world), request["store"], *request["arguments"]]
         sys.path.insert(0, str(Path(script).parent))

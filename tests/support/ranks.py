@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 COMFY = ("comfy.sd", "support.models")
 DIFFUSERS = ("diffusers_checks",)
 """What scripts with ComfyUI or diffusers have imported for them."""
@@ -46,6 +47,7 @@ def run_ranks(
             "store": str(Path(folder) / "store"),
             "arguments": arguments,
             "prepare": prepare,
+            "environment": {**os.environ, **ENVIRONMENT},
             "outputs": list(map(str, outputs)),
         }
         codes = _ask(preload, request, timeout)
@@ -72,7 +74,7 @@ def _ask(preload: tuple[str, ...], request: dict[str, Any], timeout: float) -> l
 
 
 def _start(preload: tuple[str, ...]) -> subprocess.Popen[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT / "tests")}
+    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT / "tests")}
     server = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("rank_server.py")), *preload],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True,
