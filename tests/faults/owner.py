@@ -204,7 +204,7 @@ class Commands:
         return {"pid": pid}
 
     def hold_lock(self):
-        """Answer, and then stay in C with Python's lock."""
+        """Answer, and then stay in C, holding the GIL."""
         self._afterwards = lambda: ctypes.PyDLL(None).sleep(3600)
         return {}
 

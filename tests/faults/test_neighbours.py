@@ -200,8 +200,9 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 from support.package import load_package
 load_package()
-from cp_runtime.engine.config import ContextParallelConfig, DeviceInventory, RuntimeConfig
+from cp_runtime.engine.config import ContextParallelConfig
 from cp_runtime.errors import ConfigError, ProtocolError
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.protocol import decode_header, tensor_view
 import torch
 

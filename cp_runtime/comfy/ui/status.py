@@ -120,7 +120,7 @@ def _work(server: Any, controller: Controller, pool: WorkerPool) -> str:
 def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
     if not pool.alive:
         return "starting" if pool.doing == "start" else "failed"
-    # A rank that imports or loads may hold Python's lock for longer than SILENT.
+    # A rank that imports or loads may hold the GIL for longer than SILENT.
     lost = ("gone",) if pool.doing and pool.doing != "call" else ("gone", "silent")
     if any(rank["state"] in lost for rank in ranks):
         return "failed"
