@@ -1,6 +1,6 @@
 """The models on a worker rank: loaded from the recipe of the UI's model, patched with its weight patches.
 
-Imported in worker processes only; the import brings up ComfyUI.
+Importing this brings up ComfyUI: see `service`.
 """
 
 from __future__ import annotations
@@ -15,31 +15,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import comfy.options
+import comfy.sd  # noqa: F401  (slow: now, and not at the first load)
+import torch
+from comfy import model_management
+from torch import Tensor, nn
 
-comfy.options.enable_args_parsing()
-import torch  # noqa: E402
-from comfy import cli_args  # noqa: E402  (parses the UI process's arguments)
-from torch import Tensor, nn  # noqa: E402
-
-from ...engine.batch import BatchShares  # noqa: E402
-from ...engine.cost import DegreePlanner  # noqa: E402
-from ...engine.hooks import InstalledPlan  # noqa: E402
-from ...engine.mesh import BatchMesh  # noqa: E402
-from ...engine.state import CallState  # noqa: E402
-from ...errors import MirrorError  # noqa: E402
-from ...families import plan_for  # noqa: E402
-from ...families.family import FamilyPlan  # noqa: E402
-from ...nested import tensors  # noqa: E402
-from ...pool.protocol import read_tensor, unflatten  # noqa: E402
-from ..wire.loading import LoadedModel, load_recipe  # noqa: E402
-from ..wire.recipe import Recipe  # noqa: E402
-from ..wire.weight_patches import decode_weight_patches, weight_patches_digest  # noqa: E402
-from ..wire.weight_samples import sample_weights  # noqa: E402
-from .batch import share_out, take_items  # noqa: E402
-from .node_patches import ATTACHED, attach_network  # noqa: E402
-from .quantised import shared_scales  # noqa: E402
-from .sharded import run_sharded  # noqa: E402
+from ...engine.batch import BatchShares
+from ...engine.cost import DegreePlanner
+from ...engine.hooks import InstalledPlan
+from ...engine.mesh import BatchMesh
+from ...engine.state import CallState
+from ...errors import MirrorError
+from ...families import plan_for
+from ...families.family import FamilyPlan
+from ...nested import tensors
+from ...pool.protocol import read_tensor, unflatten
+from ..wire.loading import LoadedModel, load_recipe
+from ..wire.recipe import Recipe
+from ..wire.weight_patches import decode_weight_patches, weight_patches_digest
+from ..wire.weight_samples import sample_weights
+from .batch import share_out, take_items
+from .node_patches import ATTACHED, attach_network
+from .quantised import shared_scales
+from .sharded import run_sharded
 
 log = logging.getLogger("context_parallel.worker")
 
@@ -74,12 +72,6 @@ class Mirrors:
     """All models on this rank, by the key of their recipe."""
 
     def __init__(self, device: torch.device, folders: list[str]) -> None:
-        if device.type == "cpu":
-            cli_args.args.cpu = True
-        import comfy.sd  # noqa: F401  (slow: now, and not at the first load)
-        from comfy import model_management  # picks the device when imported
-
-        self.management = model_management
         self.device = device
         self.folders = [Path(folder) for folder in folders]
         self.entries: dict[str, Mirror] = {}
@@ -152,7 +144,7 @@ class Mirrors:
         for network in list(ATTACHED):
             self._drop_network(network)
         gc.collect()
-        self.management.soft_empty_cache()
+        model_management.soft_empty_cache()
 
     def _forward_of(self, header: dict[str, Any]) -> tuple[Mirror, Callable[..., Any]]:
         """The model of a call, and the method that is called."""
@@ -167,12 +159,12 @@ class Mirrors:
         mirror = self.entries.pop(key, None)
         if mirror is not None:
             mirror.drop()
-            self.management.unload_model_and_clones(mirror.patcher)
+            model_management.unload_model_and_clones(mirror.patcher)
 
     def _drop_network(self, key: str) -> None:
         patcher = ATTACHED.pop(key, None)
         if patcher is not None:
-            self.management.unload_model_and_clones(patcher)
+            model_management.unload_model_and_clones(patcher)
 
     def _load_file(self, recipe: Recipe) -> LoadedModel:
         # Links inside the model folders may lead anywhere: the user made them.
@@ -195,9 +187,9 @@ class Mirrors:
     def _to_device(self, patcher: Any, latent: Sequence[int], ranks: int) -> None:
         """Load weights and patches, leaving device memory for the call: this rank's share of what `latent`'s shape needs."""
         wanted = [patcher, *ATTACHED.values()]
-        loaded = {id(loaded.model) for loaded in self.management.current_loaded_models}
+        loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
         if patcher.model.current_weight_patches_uuid != patcher.patches_uuid or any(id(each) not in loaded for each in wanted):
-            self.management.load_models_gpu(wanted, memory_required=patcher.memory_required(list(latent)) / ranks)
+            model_management.load_models_gpu(wanted, memory_required=patcher.memory_required(list(latent)) / ranks)
 
 
 def _report(shares: BatchShares, planner: DegreePlanner, state: CallState) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import comfy.options
 from torch import Tensor
 
 from ...engine.config import SequenceSettings
@@ -13,11 +14,19 @@ from ...engine.cost import DegreePlanner
 from ...engine.profiling import CallTraces
 from ...pool.faults import inject
 from ...pool.worker import Handler, Worker, memory
-from .mirrors import Mirrors
+
+if TYPE_CHECKING:
+    from .mirrors import Mirrors
 
 
 def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
     """The service of a rank. `arguments`: `model_folders`, from which alone models are loaded."""
+    comfy.options.enable_args_parsing()  # of the UI process's arguments
+    from comfy import cli_args
+
+    cli_args.args.cpu |= worker.device.type == "cpu"  # ComfyUI picks its device when it is imported, which is now
+    from .mirrors import Mirrors
+
     return ModelService(worker, Mirrors(worker.device, arguments["model_folders"]))
 
 
