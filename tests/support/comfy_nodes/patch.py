@@ -110,7 +110,8 @@ def _on_load(model: ModelPatcher) -> None:
 
 
 def _changed_weight(model: ModelPatcher) -> None:
-    model.model.diffusion_model.img_in.bias.data.mul_(FACTOR)
+    bias = model.model.diffusion_model.img_in.bias.data
+    bias.copy_(bias.float() * FACTOR)  # torch multiplies no float8
 
 
 class OtherPatcher(ModelPatcher):
