@@ -71,6 +71,7 @@ JOBS = (
     Job(name="nodes", paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files")),
     Job(name="browser", paths=("tests/browser",)),
     Job(name="gloo", paths=("tests/gloo", "tests/gpu")),
+    Job(name="tables", paths=("tests/families",)),
     Job(name="families", paths=server("families", "workflows", "blueprint")),
     Job(name="life", paths=server("lifecycle", "status", "refusals")),
     Job(name="server", paths=("tests/server",)),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.pools import echo, make_pool, small_pool
+from support.pools import echo, hold, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool.site import WorkerSite
@@ -65,6 +65,7 @@ def test_a_pool_starts_whatever_the_folder_for_temporary_files(tmp_path, monkeyp
     monkeypatch.setattr(tempfile, "tempdir", os.fsdecode(path))
     with small_pool() as pool:
         assert torch.equal(echo(pool, torch.ones(3)), torch.ones(3))
+        hold(pool, 1)
         with pytest.raises(PoolTimeout, match="tacks of") as caught:
             echo(pool, torch.ones(3), timeout=-1.0)
         str(caught.value).encode()  # it goes to browsers

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.faults import Faults, Stopwatch
 from support.graphs import flux_prompt
-from support.pools import echo, make_pool, small_pool
+from support.pools import echo, hold, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool.stacks import collect_stacks, process_state
@@ -60,6 +60,7 @@ def test_a_rank_that_hangs_is_named(fault_server, expected, faults, kind, rank):
 
 def test_a_deadline_in_the_past_returns_at_once():
     with small_pool() as pool:
+        hold(pool, 1)
         watch = Stopwatch("12 a deadline already past")
         with pytest.raises(PoolTimeout):
             echo(pool, torch.ones(3), timeout=-1.0)
@@ -70,7 +71,7 @@ def test_a_deadline_in_the_past_returns_at_once():
 def test_no_room_for_stacks_keeps_the_error(tmp_path, monkeypatch):
     with small_pool() as pool:
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-        os.kill(pool.pids[1], signal.SIGSTOP)  # a report that is there in time counts, even after the deadline
+        hold(pool, 1)
         with pytest.raises(PoolTimeout, match=r"did not finish echo within -1 s; .*No stacks of the ranks: .*No such file"):
             echo(pool, torch.ones(3), timeout=-1.0)
         assert not pool.alive
