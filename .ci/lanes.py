@@ -3,8 +3,8 @@
     make test, or python .ci/lanes.py [--quick] [--lanes 2]
 
 A job is one run of pytest, so its tests share what pytest shares in a session, such as the server and its workers. A lane takes the
-next job as soon as it is free. A job that is `alone` runs when all others are done. Ends with the failures, a line per job and the
-time per folder, file and test.
+next job as soon as it is free. Ends with the failures, a line per job and the time per folder, file and
+test.
 """
 
 from __future__ import annotations
@@ -43,14 +43,12 @@ class Job:
         paths: what pytest runs, files or folders. A file belongs to the job that names it, else to the one that names its folder.
         options: for pytest.
         command: another command than pytest.
-        alone: run it when no other job runs.
     """
 
     name: str
     paths: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
-    alone: bool = False
 
     def arguments(self, others: Iterable[Job]) -> list[str]:
         """The command line, without files that other jobs name."""
@@ -116,8 +114,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="context-parallel-tests-") as folder:
         figures = Path(folder) / "durations"
         figures.touch()
-        outcomes = run([job for job in jobs if not job.alone], jobs, options.lanes, figures)
-        outcomes += run([job for job in jobs if job.alone], jobs, 1, figures)
+        outcomes = run(jobs, options.lanes, figures)
         table = durations.table(durations.read(figures))
     failed = [outcome for outcome in outcomes if outcome.failed]
     for outcome in failed:
@@ -132,7 +129,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def run(jobs: list[Job], all_jobs: tuple[Job, ...], lanes: int, figures: Path) -> list[Outcome]:
+def run(jobs: tuple[Job, ...], lanes: int, figures: Path) -> list[Outcome]:
     """Run jobs, `lanes` of them at a time."""
     waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in jobs:
@@ -145,7 +142,7 @@ def run(jobs: list[Job], all_jobs: tuple[Job, ...], lanes: int, figures: Path) -
                 job = waiting.get_nowait()
             except queue.Empty:
                 return
-            outcomes.append(run_job(job, [other for other in all_jobs if other is not job], figures, running))
+            outcomes.append(run_job(job, [other for other in jobs if other is not job], figures, running))
 
     running: list[subprocess.Popen[str]] = []
     threads = [threading.Thread(target=lane) for _ in range(min(lanes, len(jobs)))]
