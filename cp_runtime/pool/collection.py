@@ -40,6 +40,7 @@ class Outcome:
     Args:
         replies: reports by rank.
         cause: rank that failed first, by its report or its death.
+        died: ranks that died.
         late: ranks that had not reported when the time was up. With `cause` or `cancelled`, those are the reason.
         stopped: those of them that were stopped for too long, before the time was up.
         cancelled: the ranks were told to leave the call.
@@ -49,6 +50,7 @@ class Outcome:
 
     replies: dict[int, Reply]
     cause: int | None = None
+    died: frozenset[int] = frozenset()
     late: tuple[int, ...] = ()
     stopped: frozenset[int] = frozenset()
     cancelled: bool = False
@@ -148,6 +150,7 @@ class Collection:
         return Outcome(
             replies=dict(self.replies),
             cause=self._cause(),
+            died=frozenset(self._died),
             late=tuple(self.missing),
             stopped=stopped,
             cancelled=self._cancelled,

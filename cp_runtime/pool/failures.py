@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
 from ..errors import PoolTimeout, RankError
 from .board import SILENT, Progress
 from .collection import Reply
-from .launcher import LogPump
+from .forking import RankProcess
+from .log_pump import LogPump
 from .stacks import collect_stacks
 
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
@@ -33,10 +32,24 @@ def reported_failure(rank: int, pid: int, replies: Mapping[int, Reply]) -> RankE
     return RankError(rank=rank, pid=pid, kind=reply["kind"], message=message, trace=reply["trace"])
 
 
-def death(rank: int, process: subprocess.Popen[bytes], log: LogPump | None) -> RankError:
+def first_death(ranks: Iterable[int], noticed: int, processes: Sequence[RankProcess]) -> int:
+    """Which of the ranks that died is the reason for the others' death; by default the one whose death was noticed first.
+
+    The kernel closes the sockets of a killed process one by one, and a busy machine takes its time in between: another rank may
+    miss its peer, and exit, before the killed one's own channel closes. Nobody is killed by a signal because a peer ended.
+    """
+    for rank in (noticed, *ranks):
+        processes[rank].wait(1)
+        if (processes[rank].returncode or 0) < 0:
+            return rank
+    return noticed
+
+
+def death(rank: int, process: RankProcess, log: LogPump | None) -> RankError:
     """The error for a rank that died. No other signal must have been sent to it."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(1)  # its channel closes a moment before it ends
+    process.wait(1)  # its channel closes a moment before it ends
+    if process.error is not None:
+        return RankError(rank=rank, pid=process.pid, kind=type(process.error).__name__, message=str(process.error))
     kind, message = _describe_exit(process.returncode)
     message += " The workers are restarted on next use."
     if lines := log.last_lines(rank) if log else []:
@@ -44,12 +57,20 @@ def death(rank: int, process: subprocess.Popen[bytes], log: LogPump | None) -> R
     return RankError(rank=rank, pid=process.pid, kind=kind, message=message)
 
 
+def unforked(rank: int, server: int, timeout: float) -> PoolTimeout:
+    """The error for a rank whose fork server, with this pid, did not come to fork it."""
+    return PoolTimeout(
+        f"the workers did not finish start within {timeout:g} s; the process that they are forked from (pid {server}) still "
+        f"imports what they need and has not started rank {rank}. They are restarted on next use. {_SLOW['start']}"
+    )
+
+
 def missed_deadline(
     what: str,
     timeout: float,
     late: Mapping[int, Progress],
     stopped: Set[int],
-    processes: Sequence[subprocess.Popen[bytes]],
+    processes: Sequence[RankProcess],
     stacks: Sequence[int],
 ) -> PoolTimeout:
     """The error for ranks that did not report: it names the one that the others wait for. The pool is to be killed.

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-FOLDER = os.environ.get("CP_TEST_FAULTS", "")
+FOLDER = "CP_TEST_FAULTS"  # environment variable
 
 
 def _raise(error: BaseException) -> NoReturn:
@@ -53,9 +53,10 @@ def armed_fault(rank: int, place: str) -> Callable[[int], None] | None:
 
     Kind `slow` sleeps for `seconds` at the module that it names and every later one.
     """
-    if not FOLDER:
+    folder = os.environ.get(FOLDER, "")
+    if not folder:
         return None
-    path = Path(FOLDER) / f"{rank}.json"
+    path = Path(folder) / f"{rank}.json"
     if not path.exists():
         return None
     fault = json.loads(path.read_text())

@@ -1,30 +1,21 @@
-"""Starts worker processes and carries their log lines into the UI process's log."""
+"""Starts processes that end with this one, and what they are started with."""
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import queue
-import selectors
 import subprocess
 import sys
 import threading
-from collections import deque
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
-log = logging.getLogger("context_parallel")
-
-BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
-_LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 # What a launcher around ComfyUI may have left behind.
 _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 
 class Launcher:
-    """One thread that starts every worker of this process.
+    """One thread that starts every process that is to end with this one.
 
     A child that asked for a signal at its parent's death gets it when the *thread* that started it ends. This one lives as
     long as the process.
@@ -69,24 +60,6 @@ def memory_file(content: bytes = b"") -> int:
     return fd
 
 
-def start_rank(spec: dict[str, Any], env: dict[str, str], fds: list[int]) -> subprocess.Popen[bytes]:
-    """Start one rank in a session of its own (Ctrl-C in the terminal reaches the UI process only)."""
-    spec_fd = memory_file(json.dumps(spec).encode())
-    try:
-        with open(os.devnull, "rb") as nothing:  # subprocess.DEVNULL stays open where a later descriptor cannot be had
-            return LAUNCHER.start(
-                [sys.executable, *interpreter_options(), "-u", str(BOOTSTRAP), str(spec_fd)],
-                env=env,
-                pass_fds=[*fds, spec_fd],
-                stdin=nothing,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-    finally:
-        os.close(spec_fd)
-
-
 # What a flag of the interpreter is called on its command line. `isolated` comes first: it implies three of the others.
 _FLAGS = {
     "isolated": "I",
@@ -121,44 +94,3 @@ def child_environment(device_type: str, world_size: int) -> dict[str, str]:
         env.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
         env.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 << 20))
     return env
-
-
-class LogPump:
-    """A thread that copies lines of all ranks to the log, each with its rank in front, until every rank has ended."""
-
-    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._last: list[deque[str]] = [deque(maxlen=12) for _ in processes]
-        for rank, process in enumerate(processes):
-            if process.stdout is not None:
-                self._selector.register(process.stdout, selectors.EVENT_READ, (rank, bytearray()))
-        self.thread = threading.Thread(target=self._run, name="context-parallel-log", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        while self._selector.get_map():
-            for key, _ in self._selector.select():
-                rank, pending = key.data
-                data = os.read(key.fd, 1 << 16)
-                pending += data
-                *lines, rest = bytes(pending).split(b"\n")
-                pending[:] = rest
-                for line in lines if data else [*lines, rest]:
-                    self._emit(rank, line.decode(errors="replace").rstrip())
-                if not data:
-                    self._selector.unregister(key.fileobj)
-                    key.fileobj.close()  # type: ignore[union-attr]
-        self._selector.close()
-
-    def last_lines(self, rank: int) -> list[str]:
-        """What a rank said last."""
-        self.thread.join(0.2)  # the last lines of a process that just ended are on their way
-        return list(self._last[rank])
-
-    def _emit(self, rank: int, line: str) -> None:
-        if not line:
-            return
-        self._last[rank].append(line)
-        name, separator, text = line.partition("|")
-        level = _LEVELS.get(name) if separator else None
-        log.log(level or logging.INFO, "[rank %d] %s", rank, text if level else line)

@@ -9,13 +9,13 @@ import contextlib
 import ctypes
 import os
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..version import VERSION
+from .forking import RankProcess
 
 SIGNAL = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is only imported
 PREFIX = "context-parallel-stacks-"
@@ -24,7 +24,7 @@ PATIENCE = 0.4  # seconds that ranks get to write
 LOOK_INTERVAL = 0.5  # seconds between two looks at the states of all ranks
 
 
-def collect_stacks(files: Sequence[int], processes: Sequence[subprocess.Popen[bytes]], title: str) -> Path:
+def collect_stacks(files: Sequence[int], processes: Sequence[RankProcess], title: str) -> Path:
     """Make every rank that lives write its stacks and put them together. The ranks are to be killed afterwards.
 
     Args:
@@ -86,7 +86,7 @@ class StateWatch:
         now: when the watch begins, on the clock of its other method.
     """
 
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], now: float) -> None:
+    def __init__(self, processes: Sequence[RankProcess], now: float) -> None:
         self._processes, self._looked = processes, now
         self._stopped: frozenset[int] = frozenset()
 

@@ -11,10 +11,8 @@ import math
 import os
 import select
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,9 +23,11 @@ from .board import Board, Progress
 from .channel import Channel, Closed, SharedBlock
 from .collection import Collection, Outcome, Reply, SendCancel
 from .config import RuntimeConfig
-from .failures import death, missed_deadline, reported_failure
-from .launcher import LogPump, child_environment, memory_file, start_rank
+from .failures import death, first_death, missed_deadline, reported_failure, unforked
+from .forking import FORK_SERVERS, RankProcess
+from .launcher import child_environment, memory_file
 from .limits import starting
+from .log_pump import LogPump
 from .protocol import TensorPacker, read_tensor, unflatten
 from .settings import load_timeout, startup_timeout
 from .site import WorkerSite
@@ -70,7 +70,7 @@ class WorkerPool:
         self._startup_timeout, self._load_timeout = startup_timeout(), load_timeout()
         self._seq = 0
         self._aborted = ""
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[RankProcess] = []
         self.channels: list[Channel] = []
         self._log: LogPump | None = None
         self._cleanup = contextlib.ExitStack()
@@ -103,7 +103,7 @@ class WorkerPool:
         self._begin("start")
         try:
             with starting():
-                self._spawn()
+                self._spawn(began + self._startup_timeout, cancelled)
             hellos = self._collect(0, "start", began, self._startup_timeout, cancelled)
             self.backend = hellos[0]["backend"]
             self.alive = True
@@ -212,64 +212,83 @@ class WorkerPool:
                 self.channels[0].send({"command": "shutdown", "seq": self._seq + 1}, time.monotonic() + 1)
             deadline = time.monotonic() + SHUTDOWN_GRACE
             for process in self.processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
+                process.wait(max(0.0, deadline - time.monotonic()))
         self.kill()
 
     def kill_processes(self) -> None:
         """End the ranks now. Safe from any thread."""
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
 
     def kill(self) -> None:
         """End the ranks now and release everything."""
         self.alive = False
         self.kill_processes()
         for rank, process in enumerate(self.processes):
-            try:
-                process.wait(SHUTDOWN_GRACE)
-            except subprocess.TimeoutExpired:
+            if not process.wait(SHUTDOWN_GRACE):
                 log.error("rank %d (pid %d) is stuck in the kernel and did not end", rank, process.pid)
-            if self._log is None and process.stdout is not None:
-                process.stdout.close()
+        if self._log is not None:
+            self._log.finish()
         for channel in self.channels:
             channel.close()
         self._progress.freeze()  # an error may keep this object for a while, and it may be asked for its progress
         self._cleanup.close()
 
-    def _spawn(self) -> None:
-        for rank, device in enumerate(self.config.devices):
-            if self._aborted:
-                raise PoolError(self._aborted)
-            ours, theirs = socket.socketpair()
-            self.channels.append(Channel(ours))
-            fds = {
-                "channel_fd": theirs.fileno(),
-                "request_fd": self._request.fd,
-                "response_fd": self._response.fd,
-                "board_fd": self._board.fd,
-                "death_fd": self._death_read,
-                "store_fd": self._store,
-                "stacks_fd": self._stacks[rank],
-            }
-            spec = {
-                **fds,
-                "rank": rank,
-                "world_size": self.world_size,
-                "device": device,
-                "backend": self.config.backend,
-                "parent": os.getpid(),
-                **asdict(self.site),
-                # Longer than any step, so that the controller, which can name the late rank, acts first.
-                "collective_timeout": max(self.config.step_timeout, self._load_timeout) + 60,
-                "log_level": logging.getLevelName(log.getEffectiveLevel()),
-            }
-            with theirs:
-                self.processes.append(
-                    start_rank(spec, child_environment(self.config.device_type, self.world_size), list(fds.values()))
-                )
-        self._log = LogPump(self.processes)
+    def _spawn(self, deadline: float, cancelled: Callable[[], bool] | None) -> None:
+        """Have the ranks forked."""
+        environment = child_environment(self.config.device_type, self.world_size)
+        server = FORK_SERVERS.get(self.site, environment)
+        with contextlib.ExitStack() as outputs:
+            read = []
+            for rank, device in enumerate(self.config.devices):
+                ours, theirs = socket.socketpair()
+                self.channels.append(Channel(ours))
+                with theirs:
+                    output, written = os.pipe()
+                    outputs.callback(os.close, output)
+                    read.append(output)
+                    try:
+                        self.processes.append(
+                            server.start(self._spec(rank, device), environment, self._shared(rank, theirs), written)
+                        )
+                    finally:
+                        os.close(written)
+            self._log = LogPump(read)
+            outputs.pop_all()  # the pump closes them
+        for rank, process in enumerate(self.processes):
+            while not process.wait_started(TICK):
+                if self._aborted:
+                    raise PoolError(self._aborted)
+                if cancelled is not None and cancelled():
+                    raise CallCancelled
+                if time.monotonic() > deadline:
+                    raise unforked(rank, server.pid, self._startup_timeout)
+
+    def _shared(self, rank: int, channel: socket.socket) -> dict[str, int]:
+        """Descriptors that a rank inherits."""
+        return {
+            "channel_fd": channel.fileno(),
+            "request_fd": self._request.fd,
+            "response_fd": self._response.fd,
+            "board_fd": self._board.fd,
+            "death_fd": self._death_read,
+            "store_fd": self._store,
+            "stacks_fd": self._stacks[rank],
+        }
+
+    def _spec(self, rank: int, device: str) -> dict[str, Any]:
+        return {
+            "rank": rank,
+            "world_size": self.world_size,
+            "device": device,
+            "backend": self.config.backend,
+            "service": self.site.service,
+            "arguments": self.site.arguments,
+            "argv": self.site.argv,
+            # Longer than any step, so that the controller, which can name the late rank, acts first.
+            "collective_timeout": max(self.config.step_timeout, self._load_timeout) + 60,
+            "log_level": logging.getLevelName(log.getEffectiveLevel()),
+        }
 
     def _collect(
         self, seq: int, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None = None
@@ -313,11 +332,12 @@ class WorkerPool:
         if outcome.aborted:
             error = PoolError(self._aborted)
         elif outcome.cause is not None:
-            process, reply = self.processes[outcome.cause], outcome.replies.get(outcome.cause)
+            rank, reply = outcome.cause, outcome.replies.get(outcome.cause)
             if reply is not None and not reply["ok"]:
-                error = reported_failure(outcome.cause, process.pid, outcome.replies)
+                error = reported_failure(rank, self.processes[rank].pid, outcome.replies)
             else:
-                error = death(outcome.cause, process, self._log)
+                rank = first_death(outcome.died, rank, self.processes)
+                error = death(rank, self.processes[rank], self._log)
         elif outcome.cancelled:
             error = CallCancelled()
             if outcome.kill:

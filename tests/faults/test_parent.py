@@ -17,10 +17,10 @@ from support.processes import alive, descendants, wait_gone
 from support.server import ComfyServer
 
 CP = {"world_size": 2}
-# A rank's interpreter that stands still before the first line of bootstrap.py, until it is let go.
+# The fork server's interpreter, when it stands still before the first line of its program, until it is let go.
 SLOW_INTERPRETER = """
 import os, pathlib, sys, time
-if any(argument.endswith("bootstrap.py") for argument in sys.orig_argv):
+if any(argument.endswith("fork_server.py") for argument in sys.orig_argv):
     here = pathlib.Path(__file__).parent
     (here / f"waiting-{os.getpid()}").touch()
     while not (here / "go").exists():
@@ -71,26 +71,26 @@ def test_sigkill(temp, faults, moment):
         if moment == "holding Python's lock":
             start_hung(owner, faults, "lock")
             owner.ask("hold_lock")
-        assert len(owner.family()) == 3
+        assert len(owner.family()) == 4  # it, its fork server, two ranks
         watch = Stopwatch(f"15 SIGKILL of the UI process, {moment}")
         os.kill(owner.pid, signal.SIGKILL)
         assert_alone(owner, watch, 2)
         assert list(temp.iterdir()) == []
 
 
-def test_sigkill_before_a_rank_has_run_a_line(temp, tmp_path, faults):
-    """The ranks ask for the signal at their parent's death when it is dead already. Left alone, they would sleep."""
+def test_sigkill_before_the_fork_server_has_run_a_line(temp, tmp_path, faults):
+    """It asks for the signal at its parent's death when that is dead already. Left alone, its ranks would sleep."""
     for rank in range(2):
         faults.arm(rank, "sleep", at="start")
     (tmp_path / "sitecustomize.py").write_text(SLOW_INTERPRETER)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     with Owner(temp, {**faults.environment, "PYTHONPATH": path}) as owner:
         owner.send("start", pool="a", thread=True)
-        wait_for(lambda: len(list(tmp_path.glob("waiting-*"))) == 2)
+        wait_for(lambda: len(list(tmp_path.glob("waiting-*"))) == 1)
         os.kill(owner.pid, signal.SIGKILL)
         owner.process.wait()
-        assert len(owner.family()) == 2
-        watch = Stopwatch("15 SIGKILL of the UI process, a rank's interpreter starts")
+        assert len(owner.family()) == 1
+        watch = Stopwatch("15 SIGKILL of the UI process, the fork server's interpreter starts")
         (tmp_path / "go").touch()
         assert_alone(owner, watch, 2)
 
@@ -147,7 +147,7 @@ def test_signals_that_ask(temp, faults, kind, moment):
             owner.ask("start", pool="a")
         else:
             start_hung(owner, faults, "sleep")
-        assert len(owner.family()) == 3
+        assert len(owner.family()) == 4  # it, its fork server, two ranks
         watch = Stopwatch(f"16 {kind.name} to the UI process, {moment}")
         os.kill(owner.pid, kind)
         code = owner.process.wait(10 * SLACK)
@@ -215,7 +215,7 @@ def test_ctrl_c_in_a_terminal(temp):
 def test_started_from_a_thread_that_ends(temp):
     """The kernel's signal at a parent's death comes when the *thread* that started a child ends."""
     with Owner(temp) as owner:
-        for pool in ("a", "b"):  # the second one finds the launcher's thread there
+        for pool in ("a", "b"):  # the second one finds the fork server there
             started = owner.ask("start", pool=pool, thread=True)
             wait_for(lambda: not Path(f"/proc/{owner.pid}/task/{started['thread']}").exists())  # noqa: B023
             for _ in range(3):

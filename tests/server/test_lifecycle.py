@@ -323,7 +323,7 @@ def test_free_with_a_stopped_worker_does_not_end_the_queue(pool_server, expected
 def test_no_worker_outlives_a_server_that_is_asked_to_end(own_models_server):
     """Ends the server: the last test on it. In the middle of a call: tests/faults/test_parent.py."""
     own_models_server.run(flux_prompt(ckpt="linked", cp=CP), timeout=120).check()
-    workers = own_models_server.workers("cp_runtime", "bootstrap")
+    workers = own_models_server.workers()
     assert len(workers) == 2
     os.kill(own_models_server.pid, signal.SIGTERM)
     assert wait_gone(workers, 2) == []
@@ -333,7 +333,7 @@ def test_interrupt_signal_while_computing_ends_everything(comfyui_path, checkpoi
     """Ctrl-C: the server does not wait for the step, and starts nothing on its way out."""
     with ComfyServer(comfyui_path, models=checkpoints_dir) as server:
         server.run(flux_prompt(cp=CP), timeout=120).check()
-        workers = server.workers("cp_runtime", "bootstrap")
+        workers = server.workers()
         prompt_id = server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))
         wait_for_sampler(server, prompt_id, 1)
         process = psutil.Process(server.pid)

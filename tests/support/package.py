@@ -13,10 +13,10 @@ def load_package() -> None:
     """Load the package the way worker ranks do."""
     if "cp_runtime" in sys.modules:
         return
-    path = ROOT / "cp_runtime" / "pool" / "bootstrap.py"
-    spec = importlib.util.spec_from_file_location("cp_bootstrap", path)
+    path = ROOT / "cp_runtime" / "pool" / "fork_server.py"
+    spec = importlib.util.spec_from_file_location("cp_fork_server", path)
     assert spec is not None
     assert spec.loader is not None
-    bootstrap = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bootstrap)
-    bootstrap.load_package(str(ROOT / "cp_runtime"))
+    fork_server = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fork_server)
+    fork_server.load_package(str(ROOT / "cp_runtime"))

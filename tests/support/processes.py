@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import psutil
 
+RANK_NAME = "cp-rank-"  # as in cp_runtime/pool/fork_server.py
 GONE = (psutil.NoSuchProcess, psutil.ZombieProcess)
 
 
@@ -25,12 +26,22 @@ def command_line(process: psutil.Process) -> str:
     return ""
 
 
-def descendants(pid: int, *markers: str) -> list[psutil.Process]:
-    """Living children of `pid`, and theirs, whose command line holds every one of `markers`."""
+def descendants(pid: int) -> list[psutil.Process]:
+    """Living children of `pid`, and theirs."""
     with contextlib.suppress(*GONE):
-        children = psutil.Process(pid).children(recursive=True)
-        return [child for child in children if alive(child) and all(marker in command_line(child) for marker in markers)]
+        return [child for child in psutil.Process(pid).children(recursive=True) if alive(child)]
     return []
+
+
+def ranks(pid: int) -> list[psutil.Process]:
+    """Living ranks of the process `pid`."""
+    return [child for child in descendants(pid) if _name(child).startswith(RANK_NAME)]
+
+
+def _name(process: psutil.Process) -> str:
+    with contextlib.suppress(*GONE):
+        return str(process.name())
+    return ""
 
 
 def with_environment(name: str, value: str) -> list[psutil.Process]:

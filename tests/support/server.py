@@ -51,8 +51,6 @@ DETECTION = Path(__file__).parent / "detection"
 MARKER = "CONTEXT_PARALLEL_TEST_SERVER"
 """Environment variable that every process of one server inherits, by which leftovers are found."""
 
-WORKER_MARKERS = ("cp_runtime", "bootstrap")
-
 # Linux ends the server when the thread that started it ends, however that happened; elsewhere stop() has to do.
 _LAUNCHER = """
 import ctypes, os, signal, sys
@@ -361,9 +359,9 @@ class ComfyServer:
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
-    def workers(self, *markers: str) -> list[psutil.Process]:
-        """Living descendants of the server whose command line holds all `markers`; by default the workers."""
-        return processes.descendants(self.pid, *(markers or WORKER_MARKERS))
+    def workers(self) -> list[psutil.Process]:
+        """The ranks that live, and not the process that they are forked from."""
+        return processes.ranks(self.pid)
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers, in ascending order."""

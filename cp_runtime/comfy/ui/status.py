@@ -131,7 +131,7 @@ def _rank(controller: Controller, workers: Workers, rank: int, state: str) -> di
     pool = workers.pool
     at, pid = pool.progress(rank), pool.pids[rank]
     since = time.monotonic() - at.beat if at.beat else None
-    kernel = process_state(pid)
+    kernel = process_state(pid) if pid else "not forked yet"
     if kernel in ("gone", "zombie", "dead"):
         state = "gone"
     elif since is not None and since > SILENT:

@@ -1,0 +1,258 @@
+"""Starts ranks: this process's side of the process that they are forked from.
+
+Importing what a rank needs takes seconds; a fork takes none. So one process imports it once, for all ranks of all pools that start
+from the same place and environment, and stays for those that are restarted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from ..errors import PoolError
+from .launcher import LAUNCHER, interpreter_options, memory_file
+from .log_pump import Lines
+from .site import WorkerSite
+
+PROGRAM = Path(__file__).with_name("fork_server.py")
+_OWN = "CP_"  # names of variables that only our code reads, after the fork
+# One thread, and no device: a process with either cannot be forked. Ranks get the environment as it is.
+_FIT_TO_FORK = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_MESSAGE = 1 << 12
+_ANSWERS_WITHIN = 0.5  # seconds in which a fork server that does nothing else forks a rank
+_ENDS_WITHIN = 5.0  # seconds in which the kernel ends the ranks of a fork server that is gone
+
+
+class RankProcess:
+    """One rank's process, which is no child of this one.
+
+    Attributes:
+        pid: 0 until it is forked.
+        returncode: None while it runs; then as that of `subprocess.Popen`.
+        error: why it was not forked, or that its fork server ended and it with that.
+    """
+
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
+        self.pid = 0
+        self.returncode: int | None = None
+        self.error: Exception | None = None
+        self._answered, self._ended, self._lock = threading.Event(), threading.Event(), threading.Lock()
+
+    def wait_started(self, timeout: float) -> bool:
+        """Wait until it is forked; False if it is not yet.
+
+        Raises:
+            OSError: the system has no room for it.
+            PoolError: the fork server ended.
+        """
+        answered = self._answered.wait(timeout)
+        if self.error is not None and not self.pid:
+            raise self.error
+        return answered
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for its end; False if it runs on."""
+        return self._ended.wait(timeout)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended: its number may be another process's by then."""
+        with self._lock:
+            if self.returncode is None and self.pid:
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it now; where it is not forked soon, its fork server."""
+        if not self._answered.wait(_ANSWERS_WITHIN):
+            self._server.kill()
+        self.send_signal(signal.SIGKILL)
+
+    def started(self, pid: int) -> None:
+        """The fork server forked it."""
+        self.pid = pid
+        self._answered.set()
+
+    def ended(self, status: int, error: Exception | None = None) -> None:
+        """It ended. With an error: it was not forked, or lost its fork server."""
+        with self._lock:
+            self.returncode, self.error = status, error
+        self._ended.set()
+        self._answered.set()
+
+
+class ForkServer:
+    """The process that imports what ranks need, and forks them.
+
+    Args:
+        site: what ranks run.
+        environment: theirs.
+
+    Start of the process returns at once; it imports meanwhile.
+    """
+
+    def __init__(self, site: WorkerSite, environment: dict[str, str]) -> None:
+        self._numbers = itertools.count()
+        self._ranks: dict[int, RankProcess] = {}  # those that have not ended
+        self._lines = Lines("fork server")
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            spec = {"parent": os.getpid(), "path": site.path, "argv": site.argv, "preload": site.preload}
+            spec_fd = memory_file(json.dumps(spec).encode())
+            try:
+                with open(os.devnull, "rb") as nothing:  # subprocess.DEVNULL stays open where a later descriptor cannot be had
+                    self._process = LAUNCHER.start(
+                        [sys.executable, *interpreter_options(), "-u", str(PROGRAM), str(theirs.fileno()), str(spec_fd)],
+                        env={**_FIT_TO_FORK, **environment},
+                        pass_fds=[theirs.fileno(), spec_fd],
+                        stdin=nothing,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+            except BaseException:
+                self._socket.close()
+                raise
+            finally:
+                os.close(spec_fd)
+        threading.Thread(target=self._run, name="context-parallel-fork-server", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can start ranks, or will."""
+        return self._process.returncode is None
+
+    def start(self, spec: dict[str, Any], environment: dict[str, str], fds: dict[str, int], output: int) -> RankProcess:
+        """Ask for a rank and return at once.
+
+        Args:
+            spec: see `worker.Worker`.
+            fds: descriptors that it inherits, by their names in its spec.
+            output: descriptor that it writes its standard output and errors to.
+        """
+        number, rank = next(self._numbers), RankProcess(self)
+        content = {**spec, "environment": environment, "descriptors": list(fds)}
+        spec_fd = memory_file(json.dumps(content).encode())
+        self._ranks[number] = rank
+        try:
+            socket.send_fds(self._socket, [json.dumps({"start": number}).encode()], [spec_fd, output, *fds.values()])
+        except OSError as error:
+            self._ranks.pop(number, None)
+            gone = isinstance(error, BrokenPipeError) or not self.alive
+            rank.ended(-signal.SIGKILL, self._gone() if gone else error)
+        finally:
+            os.close(spec_fd)
+        return rank
+
+    def leave(self) -> None:
+        """Let it end with its last rank."""
+        self._send(leave=True)
+
+    def kill(self) -> None:
+        """End it and all its ranks now."""
+        self._process.kill()
+
+    def _send(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.send(json.dumps(message).encode())
+
+    def _run(self) -> None:
+        """Take its answers, and what it prints, until it ends."""
+        output = self._process.stdout
+        with contextlib.closing(self._socket), contextlib.closing(output) if output else contextlib.nullcontext():
+            poller = select.poll()
+            ours, printed = self._socket.fileno(), output.fileno() if output else -1
+            for fd in (ours, printed):
+                poller.register(fd, select.POLLIN)
+            while True:
+                ready = [fd for fd, _ in poller.poll()]
+                if printed in ready:
+                    data = os.read(printed, 1 << 16)
+                    self._lines.add(data)
+                    if not data:
+                        poller.unregister(printed)
+                elif ours in ready:
+                    try:
+                        data = self._socket.recv(_MESSAGE)
+                    except OSError:
+                        data = b""
+                    if not data:
+                        break
+                    self._take(json.loads(data))
+            self._process.wait()
+            for rank in list(self._ranks.values()):
+                _wait_gone(rank.pid)
+                rank.ended(-signal.SIGKILL, self._gone())
+            self._ranks.clear()
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        number = answer["id"]
+        if "pid" in answer:
+            self._ranks[number].started(answer["pid"])
+            return
+        rank = self._ranks.pop(number)
+        if "errno" in answer:
+            rank.ended(-signal.SIGKILL, OSError(answer["errno"], os.strerror(answer["errno"])))
+            return
+        rank.ended(answer["status"])
+        self._send(reap=rank.pid)
+
+    def _gone(self) -> PoolError:
+        lines = "\n".join(self._lines.last)
+        return PoolError(
+            f"the process that ranks are forked from (pid {self.pid}) ended, exit code {self._process.poll()}. It is started again "
+            "on next use." + (f"\n\nWhat it wrote last:\n{lines}" if lines else "")
+        )
+
+
+def _wait_gone(pid: int) -> None:
+    """Wait for the end of a process that is about to be killed by the kernel."""
+    with contextlib.suppress(OSError):
+        fd = os.pidfd_open(pid)
+        try:
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            poller.poll(_ENDS_WITHIN * 1000)
+        finally:
+            os.close(fd)
+
+
+class ForkServers:
+    """The fork server of this process, replaced where ranks need another environment. Another one ends with its last rank."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: ForkServer | None = None
+        self._key: Any = None
+
+    def get(self, site: WorkerSite, environment: dict[str, str]) -> ForkServer:
+        """The one for these ranks; started if there is none."""
+        seen = {name: value for name, value in environment.items() if not name.startswith(_OWN)}
+        key = (site.path, site.preload, seen)
+        with self._lock:
+            if self._server is None or not self._server.alive or self._key != key:
+                if self._server is not None:
+                    self._server.leave()
+                self._server, self._key = ForkServer(site, environment), key
+            return self._server
+
+
+FORK_SERVERS = ForkServers()

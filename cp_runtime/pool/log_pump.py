@@ -1,0 +1,78 @@
+"""Carries what ranks print into the UI process's log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+log = logging.getLogger("context_parallel")
+
+_LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
+
+
+class Lines:
+    """Output of one process, cut into lines for the log, each with the process's name in front.
+
+    Args:
+        name: of the process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pending = bytearray()
+        self.last: deque[str] = deque(maxlen=12)
+
+    def add(self, data: bytes) -> None:
+        """Log what came; empty = the output has ended."""
+        self._pending += data
+        *lines, rest = bytes(self._pending).split(b"\n")
+        self._pending[:] = rest
+        for line in lines if data else [*lines, rest]:
+            self._emit(line.decode(errors="replace").rstrip())
+
+    def _emit(self, line: str) -> None:
+        if not line:
+            return
+        self.last.append(line)
+        name, separator, text = line.partition("|")
+        level = _LEVELS.get(name) if separator else None
+        log.log(level or logging.INFO, "[%s] %s", self._name, text if level else line)
+
+
+class LogPump:
+    """A thread that copies lines of all ranks to the log until every rank has ended.
+
+    Args:
+        outputs: descriptors to read, by rank. The thread closes them.
+    """
+
+    def __init__(self, outputs: Sequence[int]) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._lines = [Lines(f"rank {rank}") for rank in range(len(outputs))]
+        for fd, lines in zip(outputs, self._lines, strict=True):
+            self._selector.register(fd, selectors.EVENT_READ, lines)
+        self.thread = threading.Thread(target=self._run, name="context-parallel-log", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                data = os.read(key.fd, 1 << 16)
+                key.data.add(data)
+                if not data:
+                    self._selector.unregister(key.fd)
+                    os.close(key.fd)
+        self._selector.close()
+
+    def finish(self) -> None:
+        """Let the last lines of processes that have ended arrive. A child of a rank may hold its output open."""
+        self.thread.join(0.2)
+
+    def last_lines(self, rank: int) -> list[str]:
+        """What a rank said last."""
+        self.finish()
+        return list(self._lines[rank].last)

@@ -1,0 +1,183 @@
+"""Case 44: the process that ranks are forked from, and what may go wrong with it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from support.faults import Stopwatch
+from support.pools import echo, make_pool, small_pool
+from support.processes import alive, wait_gone
+
+from cp_runtime.errors import PoolError, PoolTimeout, RankError
+from cp_runtime.pool import fork_server
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.forking import FORK_SERVERS
+from cp_runtime.pool.site import WorkerSite
+from cp_runtime.pool.worker_pool import CallCancelled, WorkerPool
+
+VALUE = torch.arange(5)
+
+
+def parent(pid: int) -> psutil.Process:
+    """What a rank was forked from."""
+    found = psutil.Process(pid).parent()
+    assert found is not None
+    return found
+
+
+def pool_with(folder: Path, **modules: str) -> WorkerPool:
+    """A pool whose fork server is to import modules of this source."""
+    for name, source in modules.items():
+        (folder / f"{name}.py").write_text(source)
+    config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2)
+    return WorkerPool(config, WorkerSite(path=(str(folder),), preload=tuple(modules)))
+
+
+def test_restarted_ranks_come_from_the_same_process():
+    with small_pool() as pool:
+        first = parent(pool.pids[0])
+        assert first.pid == parent(pool.pids[1]).pid != os.getpid()
+        assert torch.equal(echo(pool, VALUE), VALUE)
+    with small_pool(3) as pool:
+        assert {parent(pid).pid for pid in pool.pids} == {first.pid}
+        assert torch.equal(echo(pool, VALUE), VALUE)
+
+
+@pytest.mark.parametrize("moment", ["idle", "busy"])
+def test_its_death_ends_the_ranks_and_says_so(moment):
+    with small_pool() as pool:
+        server, ranks = parent(pool.pids[0]), [psutil.Process(pid) for pid in pool.pids]
+        watch = Stopwatch(f"44 SIGKILL of the process that ranks are forked from, {moment}")
+
+        def kill() -> bool:
+            if alive(server):
+                server.kill()
+            return False
+
+        if moment == "idle":
+            kill()
+            assert wait_gone(ranks, 2) == []
+        else:
+            ranks[1].suspend()
+        with pytest.raises(RankError, match=rf"the process that ranks are forked from \(pid {server.pid}\) ended, exit code -9"):
+            echo(pool, VALUE, cancelled=None if moment == "idle" else kill)
+        watch.within(2, "the command fails")
+        assert not any(map(alive, ranks))
+    with small_pool() as pool:
+        assert parent(pool.pids[0]).pid != server.pid
+        assert torch.equal(echo(pool, VALUE), VALUE)
+
+
+def test_another_environment_gets_another_one(monkeypatch):
+    """Libraries read variables when they are loaded. Ranks that run keep theirs; their fork server ends with the last of them."""
+    with small_pool() as first:
+        old = parent(first.pids[0])
+        monkeypatch.setenv("SOME_LIBRARY_THREADS", "3")
+        with small_pool() as second:
+            assert parent(second.pids[0]).pid != old.pid
+            assert torch.equal(echo(first, VALUE), VALUE)
+            assert torch.equal(echo(second, VALUE), VALUE)
+            assert alive(old)
+    assert wait_gone([old], 5) == []
+
+
+def test_our_own_variables_reach_ranks_without_another_one(monkeypatch):
+    with small_pool() as pool:
+        first = parent(pool.pids[0])
+    monkeypatch.setenv("CP_PROFILE", "")
+    with small_pool() as pool:
+        assert parent(pool.pids[0]).pid == first.pid
+
+
+UNFIT = {
+    "a thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+    "a device": "import os\nKEPT = os.open('/dev/ptmx', os.O_RDWR | os.O_NOCTTY)",
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_a_module_that_makes_it_unfit_is_left_out(tmp_path, what):
+    """The others are imported; ranks run."""
+    mark = "import os, pathlib\npathlib.Path(__file__).with_suffix(f'.{os.getpid()}').touch()\n"
+    pool = pool_with(tmp_path, unfit=mark + UNFIT[what], missing="import no_such_module", fine=mark)
+    try:
+        pool.start()
+        server = parent(pool.pids[0])
+        assert torch.equal(echo(pool, VALUE), VALUE)
+        assert server.num_threads() == 1
+        assert server.cmdline()[-1] == "unfit"
+        assert [path.name for path in sorted(tmp_path.glob("*.[0-9]*"))] == [f"fine.{server.pid}", f"unfit.{server.pid}"]
+    finally:
+        pool.kill()
+
+
+SLOW = "import time\ntime.sleep(600)"
+
+
+def test_cancel_while_it_imports(tmp_path):
+    pool = pool_with(tmp_path, slow=SLOW)
+    asked = []
+    watch = Stopwatch("44 Cancel while the process that ranks are forked from imports")
+
+    def cancelled() -> bool:
+        asked.append(time.monotonic())
+        if asked[-1] - asked[0] < 1:
+            return False
+        watch.began = asked[-1] if watch.began < asked[0] else watch.began
+        return True
+
+    with pytest.raises(CallCancelled):
+        pool.start(cancelled)
+    watch.within(2, "the start ends")
+    with small_pool() as pool:
+        assert torch.equal(echo(pool, VALUE), VALUE)
+
+
+def test_an_import_that_never_ends_costs_the_deadline_of_a_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("CP_STARTUP_TIMEOUT", "2")
+    pool = pool_with(tmp_path, slow=SLOW)
+    began = time.monotonic()
+    with pytest.raises(PoolTimeout, match=r"within 2 s; the process .* still imports .* CP_STARTUP_TIMEOUT"):
+        pool.start()
+    assert time.monotonic() - began >= 1.9
+    assert [process.pid for process in pool.processes] == [0, 0]
+
+
+def test_one_that_fails_says_what_it_wrote_last(tmp_path):
+    pool = pool_with(tmp_path, broken="import os\nprint('the disk is gone', flush=True)\nos._exit(3)")
+    with pytest.raises(PoolError, match=r"(?s)forked from \(pid \d+\) ended, exit code 3\..*wrote last:\nthe disk is gone"):
+        pool.start()
+
+
+def test_no_room_for_a_process_is_reported_by_number(monkeypatch):
+    """The limit of a user does not hold for root, so that the system's answer has to be made up."""
+
+    def fork() -> int:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", fork)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        fork_server.Server(theirs)._start(7, [])
+        assert json.loads(ours.recv(1000)) == {"id": 7, "errno": errno.EAGAIN}
+
+
+def test_a_rank_that_could_not_be_forked_names_the_limit(monkeypatch):
+    server = FORK_SERVERS.get(WorkerSite(), dict(os.environ))
+    monkeypatch.setattr(FORK_SERVERS, "get", lambda *_: server)
+    take = server._take
+
+    def refuse(answer: dict[str, int]) -> None:
+        take({"id": answer["id"], "errno": errno.EAGAIN} if "pid" in answer else answer)
+
+    monkeypatch.setattr(server, "_take", refuse)
+    with pytest.raises(PoolError, match=r"could not be started: .*ulimit -u.*pids\.max"):
+        make_pool().start()
