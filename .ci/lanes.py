@@ -62,14 +62,20 @@ def server(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/server/test_{name}.py" for name in names)
 
 
+def faults(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/faults/test_{name}.py" for name in names)
+
+
 # The longest first.
 JOBS = (
-    Job(name="faults", paths=("tests/faults",)),
+    Job(name="faults", paths=faults("controller", "crash", "hang", "restart", "soak")),
+    Job(name="owners", paths=faults("beyond", "leaks", "neighbours", "parent", "pool")),
     Job(name="parity", paths=server("parity", "batch", "control", "quantised", "patches")),
     Job(name="nodes", paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files")),
     Job(name="browser", paths=("tests/browser",)),
     Job(name="gloo", paths=("tests/gloo", "tests/gpu")),
     Job(name="tables", paths=("tests/families",)),
+    Job(name="hostile", paths=("tests/faults",)),
     Job(name="families", paths=server("families", "workflows", "blueprint")),
     Job(name="life", paths=server("lifecycle", "status", "refusals")),
     Job(name="server", paths=("tests/server",)),
@@ -106,7 +112,9 @@ class Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a part that takes about a minute: lint, unit, one prompt per mode")
-    parser.add_argument("--lanes", type=int, default=min(4, os.cpu_count() or 1), help="jobs at a time; by default one per core")
+    parser.add_argument(
+        "--lanes", type=int, default=min(4, 1 + (os.cpu_count() or 1)), help="jobs at a time; by default one more than cores"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     jobs = QUICK if options.quick else JOBS

@@ -6,6 +6,7 @@ take the pictures anew that documentation and templates show.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 from support.server import CHECKOUT, ComfyServer
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -29,7 +30,9 @@ SETTINGS = {
     "Comfy.Minimap.Visible": False,
     "Comfy.ColorPalette": "dark",
     "LiteGraph.Canvas.MinFontSizeForLOD": 0,  # text also where the graph is small
+    "LiteGraph.Canvas.MaximumFps": 10,  # every picture is painted by a core
 }
+FORGET = "localStorage.clear(); sessionStorage.clear();"
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +44,14 @@ def browser() -> Iterator[Browser]:
         running = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield running
         running.close()
+
+
+@pytest.fixture(scope="session")
+def profile(browser: Browser) -> Iterator[BrowserContext]:
+    """What tabs share: the cache with the frontend's code. They start without what it has stored."""
+    with browser.new_context(viewport=SIZE) as context:
+        context.add_init_script(FORGET)
+        yield context
 
 
 @pytest.fixture(scope="session")
@@ -68,14 +79,13 @@ def browser_server(comfyui_path: Path, browser_models: Path) -> Iterator[ComfySe
 
 
 @pytest.fixture
-def page(browser: Browser, browser_server: ComfyServer, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """ComfyUI in a fresh tab, with more SETTINGS as parameter. An error of ours that the page did not catch fails the test."""
+def page(profile: BrowserContext, browser_server: ComfyServer, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """ComfyUI in a new tab, with more SETTINGS as parameter. An error of ours that the page did not catch fails the test."""
     errors: list[str] = []
     settings = json.dumps(SETTINGS | getattr(request, "param", {})).encode()
     (browser_server.base / "user" / "default").mkdir(exist_ok=True)
     (browser_server.base / "user" / "default" / "comfy.settings.json").write_bytes(settings)
-    with browser.new_context(viewport=SIZE) as context:
-        page = context.new_page()
+    with contextlib.closing(profile.new_page()) as page:
         page.set_default_timeout(30_000)
         page.on("pageerror", lambda error: errors.append(f"{error}\n{error.stack}"))
         page.goto(f"http://127.0.0.1:{browser_server.port}/")
@@ -85,9 +95,12 @@ def page(browser: Browser, browser_server: ComfyServer, request: pytest.FixtureR
     assert [error for error in errors if "comfyui-context-parallel" in error] == []
 
 
-@pytest.fixture(params=["dark", "light"])
+THEMES = ("dark", "light")
+
+
+@pytest.fixture(params=THEMES if KEEP else THEMES[:1])
 def theme(page: Page, request: pytest.FixtureRequest) -> str:
-    """The page's colours: the test runs once with each."""
+    """The page's colours: the test takes its pictures with each."""
     page.evaluate("theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)", request.param)
     return request.param
 

@@ -7,13 +7,14 @@ import re
 import signal
 
 import pytest
+from browser.conftest import THEMES
 from playwright.sync_api import expect
 from support.faults import SLACK
 from support.graphs import flux_prompt
 
 PATIENCE = 20_000 * SLACK  # milliseconds
 CP = {"world_size": 2, "ulysses_degree": 2}
-LONG = {"width": 512, "height": 512, "steps": 60}
+LONG = {"width": 512, "height": 512, "steps": 30}
 WATCH = """() => {
     const panel = document.querySelector('.cp-panel');
     const states = () => [...panel.querySelectorAll('.cp-headline, .cp-state')].map(element => element.textContent);
@@ -200,6 +201,7 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     expect(error).to_be_hidden()
 
 
+@pytest.mark.parametrize("theme", THEMES, indirect=True)
 def test_a_long_error_in_a_small_window(page, panel, theme, tell):
     """It can be read, and dismissed until there is another; Restart is within reach, with many ranks as well."""
     page.set_viewport_size({"width": 1280, "height": 720})

@@ -1,5 +1,6 @@
 """Traces cases of the families named, and tables with a mistake in them; prints a JSON object: what -> findings."""
 
+import functools
 import json
 import os
 import sys
@@ -76,8 +77,14 @@ MISTAKES = {
 }
 
 
+@functools.cache
+def model_of(family, name):
+    """A model. The tracer takes its plan off again."""
+    return build(families.load(family).MODELS[name])
+
+
 def traced(family, case, change=lambda plan: plan):
-    model = build(families.load(family).MODELS[case.model])
+    model = model_of(family, case.model)
     return trace(model, change(plan_for(model)), case.make(), case.options)
 
 

@@ -1,15 +1,17 @@
 """Rank script: the cases of some families, sharded against the stock forward in one process; rank 0 reports.
 
-Arguments: ring degree, Ulysses degree, rotate method, names of families.
+Arguments: ring degree, Ulysses degree, rotate method, batch degree, and the cases as JSON, (family, name) each.
 """
 
 import inspect
+import json
 import os
 import sys
 
 from support.ranks import finish, report, start
 
-rank, world, (ring, ulysses, rotate_method, batch_degree, *names) = start()
+rank, world, (ring, ulysses, rotate_method, batch_degree, wanted) = start()
+wanted = {tuple(case) for case in json.loads(wanted)}
 sys.path[0] = os.environ["COMFYUI_PATH"]
 sys.argv = ["main.py", "--cpu"]
 
@@ -34,16 +36,16 @@ config = ContextParallelConfig(
     ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
 )
 with torch.inference_mode():
-    for family in names:
+    for family in sorted({family for family, _ in wanted}):
         installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models(family).items()}
         for case in families.load(family).CASES:
+            if (family, case.name) not in wanted:
+                continue
             model, plan, inputs = models(family)[case.model], installed[case.model], case.make()
             method = getattr(model, innermost_method(model))
             leading = list(inspect.signature(method).parameters)[:2]
             degree = int(batch_degree) if plan.plan.batch_is_shared(inputs) else 1
             shares = share_out(inputs, leading, world, degree, plan.plan.shares_sequence)
-            if shares.groups != int(batch_degree):
-                continue
             expected, others = stock(family, case.name)
             mesh.stats.reset()
             arguments = {**clone(inputs), "transformer_options": clone(dict(case.options))}

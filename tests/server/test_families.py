@@ -14,7 +14,7 @@ from cp_runtime.families import PLANS
 TOLERANCE = 2e-4
 SERVED = families.served()
 
-# An odd number of ranks, both halves of CFG and a batch; tests/gloo has every case of the forward, at 2 ranks and at 3.
+# An odd number of ranks, both halves of CFG and a batch; tests/gloo has every case of the forward, at 2 ranks or at 3.
 WORLD = 3
 GUIDED = {"cfg": 4.0, "batch": 2}
 

@@ -228,7 +228,7 @@ def test_events_follow_the_workers(fresh_server):
     server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "idle", 10 * SLACK)
     order = [status["state"] for status in statuses(server)]
     changes = [state for i, state in enumerate(order) if i == 0 or order[i - 1] != state]
-    assert changes == ["starting", "loading", "computing", "idle"]
+    assert changes in (["starting", "loading", "computing", "idle"], ["starting", "computing", "idle"])  # loading may take no time
     last = statuses(server)[-1]
     assert [rank["pid"] for rank in last["ranks"]] == server.worker_pids()
     assert all(rank["tokens"] for rank in last["ranks"])

@@ -69,6 +69,7 @@ class _Replay:
             for path, _ in find_modules(model, pattern):
                 self._planned.setdefault(path, set()).update(plan.modules[pattern].inputs if pattern in plan.modules else ())
         self._wholes = list(self._recorded())
+        self._close: dict[int, float] = {}  # by id
         self._running: list[str] = []
         self._suspects: dict[str, None] = {}
 
@@ -78,7 +79,7 @@ class _Replay:
             with watched(self._model, self._enter, self._leave, self._attend):
                 mesh = _Mesh(self._rank, self._answer)
                 out, _ = run_sharded(self._installed, forward, copied(arguments), mesh, lambda shape: CONFIG)
-            if not all(_same(a, b, b) for a, b in zip(tensors(out), tensors(self._recording.output), strict=True)):
+            if not all(self._same(a, b, b) for a, b in zip(tensors(out), tensors(self._recording.output), strict=True)):
                 wrong = "the result is not that of the stock forward"
         except NothingToCompareError:
             raise
@@ -122,14 +123,29 @@ class _Replay:
                     continue
                 for offset in range(whole.shape[dim] - layout.total + 1):  # other streams may lie in front
                     first = whole.select(dim, offset + int(order[start]))  # compared alone, to pass most of them by
-                    if _same(local.select(dim, 0), first.to(local.dtype), whole):
+                    if self._same(local.select(dim, 0), first.to(local.dtype), whole):
                         gathered = whole.narrow(dim, offset, layout.total).index_select(dim, order).to(local.dtype)
-                        if _same(local, gathered.narrow(dim, start, count), whole):
+                        if self._same(local, gathered.narrow(dim, start, count), whole):
                             return gathered
         raise MismatchError(
             f"what this rank has, {tuple(local.shape)}, is not its part of what the stock forward has: other tokens, streams in "
             "another order, or computed with something that is not split as they are"
         )
+
+    def _same(self, local: Tensor, other: Tensor, whole: Tensor) -> bool:
+        """Whether two parts of `whole` are equal but for rounding."""
+        if local.shape != other.shape:
+            return False
+        if not local.is_floating_point() or not whole.is_floating_point():
+            return torch.equal(local, other)
+        near = (local - other).abs() <= self._closeness(whole)
+        return bool((near | (local == other)).all())
+
+    def _closeness(self, whole: Tensor) -> float:
+        key = id(whole)  # the recording and its output live as long as this
+        if key not in self._close:
+            self._close[key] = CLOSE * max(float(whole[whole.isfinite()].std(correction=0)), 1e-6)
+        return self._close[key]
 
     @property
     def _call(self) -> RunningCall:
@@ -198,13 +214,3 @@ class _Group(RankGroup):
 
     def all_gather(self, locals_: Sequence[Tensor], lengths: Sequence[int], dim: int) -> list[Tensor]:
         return [self._answer(local, lengths, dim % local.ndim) for local in locals_]
-
-
-def _same(local: Tensor, other: Tensor, whole: Tensor) -> bool:
-    """Whether two parts of `whole` are equal but for rounding."""
-    if local.shape != other.shape:
-        return False
-    if not local.is_floating_point() or not whole.is_floating_point():
-        return torch.equal(local, other)
-    near = (local - other).abs() <= CLOSE * max(float(whole[whole.isfinite()].std(correction=0)), 1e-6)
-    return bool((near | (local == other)).all())
