@@ -22,6 +22,12 @@ AXES = ("ring", "ulysses")
 KEPT_EVENTS = 1024  # pairs of device events; more are added up while the work goes on
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all it was given. A CPU has."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
 class CommStats:
     """What one rank sent, in how many collectives of each kind, how long it waited for them, and how many are under way.
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.cost import measure
-from ..engine.mesh import BatchMesh, CommStats
+from ..engine.mesh import BatchMesh, CommStats, wait_for
 from ..errors import ProtocolError
 from .board import Board, resident_bytes, start_heartbeat
 from .cancel import CancelPoints
@@ -179,6 +179,22 @@ class Worker:
         packer.write(self.response.view(packer.nbytes))
         return {"value": tree, "nbytes": packer.nbytes}
 
+    def figures(self, began: float) -> dict[str, Any]:
+        """What a call took on this rank, for its report.
+
+        Args:
+            began: when it did, on the clock of `time.perf_counter`; the counts of `stats` began then too.
+        """
+        # Communication is timed by the device. A clock read before the device is done would give the call less time than that.
+        wait_for(self.device)
+        seconds, stats = time.perf_counter() - began, self.stats
+        return {
+            "seconds": seconds,
+            "modules": self.board.read(self.rank).modules,
+            "communication": {"seconds": stats.seconds, "collectives": stats.collectives, "bytes": stats.bytes_sent},
+            "memory": memory(self.device),
+        }
+
     def _echo(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         return self.result(self.cache.unpack(header, block)["x"])
 
@@ -197,8 +213,7 @@ class Worker:
         return on_module
 
     def _check_cancel(self) -> None:
-        if self.device.type != "cpu":  # the host must not run ahead of the device, or there is nothing left to cancel
-            torch.get_device_module(self.device).synchronize()
+        wait_for(self.device)  # a host that runs ahead leaves nothing to cancel
         if self.cancel_points.leave(self._cancel_asked):
             raise Cancelled
 

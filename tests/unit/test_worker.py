@@ -1,8 +1,14 @@
-"""How a rank takes a message: from memory that it shares with the controller, rank 0's broadcast being the header only."""
+"""How a rank takes a message, from memory that it shares with the controller, rank 0's broadcast being the header only; and what it
+reports of a call."""
+
+import time
 
 import pytest
 import torch
 
+from cp_runtime.comfy.ui.journal import time_by_rank
+from cp_runtime.engine.mesh import CommStats
+from cp_runtime.pool.board import Board
 from cp_runtime.pool.cancel import CancelPoints
 from cp_runtime.pool.channel import SharedBlock
 from cp_runtime.pool.protocol import encode_header
@@ -56,3 +62,63 @@ def test_residuals_are_neither_broadcast_nor_copied(block):
     assert not first.any()  # it lies in the memory of the message
     assert value["x"].any()  # what is no residual was copied
     assert len(worker.cache) == 0
+
+
+class SlowDevice:
+    """An accelerator whose work takes its time while the host goes on: what `torch.get_device_module` returns."""
+
+    def __init__(self):
+        self.done = time.perf_counter()
+
+    def work(self, seconds):
+        self.done = max(self.done, time.perf_counter()) + seconds
+
+    def synchronize(self, *_):
+        time.sleep(max(0.0, self.done - time.perf_counter()))
+
+    def max_memory_allocated(self, _):
+        return 0
+
+    def Event(self, enable_timing):  # noqa: N802  (as torch calls it)
+        return SlowEvent(self)
+
+
+class SlowEvent:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self):
+        self.at = max(self.device.done, time.perf_counter())
+
+    def synchronize(self):
+        self.device.synchronize()
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at - self.at)
+
+
+class SlowMessage:
+    """A collective that keeps the device waiting, and not the host."""
+
+    def __init__(self, device, seconds):
+        self.device, self.seconds = device, seconds
+
+    def wait(self):
+        self.device.work(self.seconds)
+
+
+def test_a_call_takes_no_less_time_than_its_communication(monkeypatch):
+    """Also where the device is still at work when the forward has returned, as on every rank that returns no result."""
+    device, worker = SlowDevice(), Worker.__new__(Worker)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    worker.rank, worker.device, worker.stats, worker.board = 0, torch.device("cuda"), CommStats(), Board(SharedBlock(), 1)
+    began = time.perf_counter()
+    for _ in range(3):
+        worker.stats.started("all_to_all", 8)
+        worker.stats.wait([SlowMessage(device, 0.01)], worker.device, on_host=False)
+        device.work(0.005)
+    figures = worker.figures(began)
+    assert figures["communication"]["seconds"] == pytest.approx(0.03, abs=1e-3)
+    (times,) = time_by_rank([figures])
+    assert times["compute"] >= 0.015
+    assert times["communication"] + times["compute"] == pytest.approx(figures["seconds"])

@@ -13,7 +13,7 @@ from ...engine.config import SequenceSettings
 from ...engine.cost import DegreePlanner
 from ...engine.profiling import CallTraces
 from ...pool.faults import inject
-from ...pool.worker import Handler, Worker, memory
+from ...pool.worker import Handler, Worker
 
 if TYPE_CHECKING:
     from .mirrors import Mirrors
@@ -71,10 +71,10 @@ class ModelService:
         return {}
 
     def _call(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
-        worker, stats = self._worker, self._worker.stats
+        worker = self._worker
         began = time.perf_counter()
         arguments = worker.cache.unpack(header, block)
-        stats.reset()
+        worker.stats.reset()
         settings = SequenceSettings(**header["sequence"])
         with self._traces.call():
             out, done = self._mirrors.call(
@@ -84,12 +84,5 @@ class ModelService:
                 lambda ranks: DegreePlanner(settings, ranks, worker.rates),
                 worker.module_hook(header["cancel_every"]),
             )
-            reply = worker.result(out)  # waits for the device
-        return {
-            **reply,
-            **done,
-            "seconds": time.perf_counter() - began,
-            "modules": worker.board.read(worker.rank).modules,
-            "communication": {"seconds": stats.seconds, "collectives": stats.collectives, "bytes": stats.bytes_sent},
-            "memory": memory(worker.device),
-        }
+            reply = worker.result(out)
+        return {**reply, **done, **worker.figures(began)}
