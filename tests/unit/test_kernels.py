@@ -1,8 +1,13 @@
 """Kernels that return (out, lse): all that run here agree with the formula, and with each other about empty rows."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cp_runtime.engine.attention import kernels
 from cp_runtime.engine.attention.kernels import KERNELS, attend_with_lse, select
 from cp_runtime.engine.attention.merge import PartialAttention
 from cp_runtime.errors import ConfigError
@@ -103,6 +108,40 @@ def test_choice_of_kernel():
     assert select(q, k, None, "sage").name == "cpu"  # needs CUDA: the next one that can
     with pytest.raises(ConfigError, match=r"kernel: got 'fast'; allowed: flash_attn, sage"):
         select(q, k, None, "fast")
+
+
+def sage_1(q, k, v, is_causal=False, sm_scale=None, smooth_k=True, **kwargs):
+    return q
+
+
+def sage_2(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
+    return (q, q[..., 0].float()) if return_lse else q
+
+
+@pytest.mark.parametrize(
+    ("sageattn", "dim", "chosen"),
+    [(sage_1, 64, False), (sage_2, 64, True), (sage_2, 128, True), (sage_2, 192, False), (None, 64, False)],
+    ids=["version 1", "version 2", "largest heads", "larger heads", "missing"],
+)
+def test_sage_where_it_returns_the_log_sum_exp(monkeypatch, sageattn, dim, chosen):
+    module = None
+    if sageattn is not None:
+        module = ModuleType("sageattention")
+        module.__spec__, module.sageattn = object(), sageattn
+    monkeypatch.setitem(sys.modules, "sageattention", module)
+    monkeypatch.setattr(kernels, "_torch_can", lambda check, *_: check == "can_use_flash_attention")
+    for remembered in (kernels._installed, kernels._sage_returns_lse):
+        remembered.cache_clear()
+    try:
+        with FakeTensorMode():  # tensors of a device that this machine need not have
+            q, k = (torch.empty(1, 2, n, dim, device="cuda", dtype=torch.bfloat16) for n in (5, 7))
+            assert select(q, k, None, "sage").name == ("sage" if chosen else "flash")
+            if chosen:
+                out, lse = attend_with_lse(q, k, k, kernel="sage")
+                assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    finally:
+        for remembered in (kernels._installed, kernels._sage_returns_lse):
+            remembered.cache_clear()
 
 
 @pytest.mark.parametrize("convert_to_fp32", [True, False])

@@ -6,7 +6,7 @@ its result into one form, and falls back to float32 matrix products.
 | kernel | where | log-sum-exp it returns |
 |---|---|---|
 | flash_attn | flash-attn installed, CUDA, half precision | `[B, H, L]` |
-| sage | SageAttention installed, CUDA, only on request: it quantises | `[B, H, L]` |
+| sage | SageAttention 2 installed, CUDA, D up to 128, only on request: it quantises | `[B, H, L]` |
 | flash, cudnn | CUDA, half precision | `[B, H, L]`, cuDNN `[B, H, L, 1]` |
 | efficient | CUDA, masks, float32 | `[B, H, L rounded up to 32]` |
 | cpu | CPU | `[B, H, L]` |
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -134,6 +135,13 @@ def _installed(module: str) -> Any:
         return None
 
 
+@cache
+def _sage_returns_lse() -> bool:
+    """Whether an installed SageAttention gives the log-sum-exp. Version 1 takes any keyword, and returns the output alone."""
+    sage = _installed("sageattention")
+    return sage is not None and "return_lse" in inspect.signature(sage.sageattn).parameters
+
+
 def _cuda(q: Tensor) -> bool:
     return q.device.type == "cuda"
 
@@ -213,7 +221,7 @@ def _cpu_can(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel("flash_attn", _flash_attn, lambda q, k, m: _plain_half(q, k, m) and _installed("flash_attn") is not None),
-    Kernel("sage", _sage, lambda q, k, m: _plain_half(q, k, m) and _installed("sageattention") is not None, on_request=True),
+    Kernel("sage", _sage, lambda q, k, m: _plain_half(q, k, m) and q.shape[-1] <= 128 and _sage_returns_lse(), on_request=True),
     Kernel("flash", _flash, lambda q, k, m: _plain_half(q, k, m) and _torch_can("can_use_flash_attention", q, k, m)),
     Kernel("cudnn", _cudnn, lambda q, k, m: _cuda(q) and _torch_can("can_use_cudnn_attention", q, k, m)),
     Kernel("efficient", _efficient, lambda q, k, m: _cuda(q) and _torch_can("can_use_efficient_attention", q, k, m)),
