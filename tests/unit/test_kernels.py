@@ -1,6 +1,7 @@
 """Kernels that return (out, lse): all that run here agree with the formula, and with each other about empty rows."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -142,6 +143,22 @@ def test_sage_where_it_returns_the_log_sum_exp(monkeypatch, sageattn, dim, chose
     finally:
         for remembered in (kernels._installed, kernels._sage_returns_lse):
             remembered.cache_clear()
+
+
+@pytest.mark.parametrize(("kernel", "heads"), [("cudnn", 1), ("efficient", 6), ("cpu", 6)])
+def test_only_kernels_that_need_it_get_a_mask_for_every_head(monkeypatch, kernel, heads):
+    """What torch does itself before it calls them."""
+    got = []
+
+    def op(q, k, v, bias=None, *_, attn_mask=None, **__):
+        got.append(bias if attn_mask is None else attn_mask)
+        return q, q[..., 0]
+
+    monkeypatch.setattr(kernels, "load_op", lambda _: op)
+    monkeypatch.setattr(kernels, "KERNELS", [replace(each, supports=lambda *_: True) for each in KERNELS])
+    q, k, v = qkv()
+    attend_with_lse(q, k, v, masks()["keys"], None, kernel)
+    assert [mask.shape[:2] for mask in got] == [(2, heads)]
 
 
 @pytest.mark.parametrize("convert_to_fp32", [True, False])

@@ -44,7 +44,8 @@ class Kernel:
 
     Args:
         name: what users and reports call it.
-        run: `(q_BHLD, k_BHSD, v_BHSD, mask, scale) -> (out_BHLD, lse)`. The mask is additive, in q's dtype, `[B, H, L, S]`.
+        run: `(q_BHLD, k_BHSD, v_BHSD, mask, scale) -> (out_BHLD, lse)`. The mask is additive, in q's dtype, with four
+            dimensions that broadcast to `[B, H, L, S]`.
         supports: whether it can do what is asked; the mask may be None.
         on_request: never chosen unless asked for by name, because its result is not exact.
     """
@@ -82,10 +83,7 @@ def attend_with_lse(
         k_BKSD, v_BKSD = (t.repeat_interleave(H // K, 1) for t in (k_BKSD, v_BKSD))
     bias = None if mask is None else additive(mask, q_BHLD.dtype)
     chosen = select(q_BHLD, k_BKSD, bias, kernel)
-    full = None
-    if bias is not None:
-        full = _aligned(bias).expand(*q_BHLD.shape[:3], k_BKSD.shape[2])
-    out_BHLD, lse = chosen.run(q_BHLD, k_BKSD, v_BKSD, full, scale)
+    out_BHLD, lse = chosen.run(q_BHLD, k_BKSD, v_BKSD, None if bias is None else _aligned(bias), scale)
     lse_BHL = lse.to(torch.promote_types(lse.dtype, torch.float32)).reshape(*q_BHLD.shape[:2], -1)[:, :, : q_BHLD.shape[2]]
     if bias is not None:
         # What kernels return for a row without visible keys differs: nan, 0, inf.
@@ -124,6 +122,11 @@ def _aligned(bias: Tensor) -> Tensor:
         return bias
     padded = bias.new_empty((*bias.shape[:-1], -(-keys // BIAS_ALIGNMENT) * BIAS_ALIGNMENT))[..., :keys]
     return padded.copy_(bias)
+
+
+def _expanded(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask as a view `[B, H, L, S]`."""
+    return None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
 
 
 @cache
@@ -174,17 +177,18 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | 
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    # torch expands what it may; cuDNN takes one mask for all heads as it is, and no heads that lie in the same place.
     out, lse, *_ = _op("_scaled_dot_product_cudnn_attention")(q, k, v, mask, True, scale=scale)
     return out, lse
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _op("_scaled_dot_product_efficient_attention")(q, k, v, mask, True, scale=scale)
+    out, lse, *_ = _op("_scaled_dot_product_efficient_attention")(q, k, v, _expanded(mask, q, k), True, scale=scale)
     return out, lse
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    out, lse = _op("_scaled_dot_product_flash_attention_for_cpu")(q, k, v, attn_mask=mask, scale=scale)
+    out, lse = _op("_scaled_dot_product_flash_attention_for_cpu")(q, k, v, attn_mask=_expanded(mask, q, k), scale=scale)
     return out, lse
 
 
@@ -198,7 +202,7 @@ def _op(name: str) -> Callable[..., Any]:
 def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)
-    keys, values = k.to(dtype).mT, v.to(dtype)
+    keys, values, mask = k.to(dtype).mT, v.to(dtype), _expanded(mask, q, k)
     rows = max(1, MATH_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     outs, lses = [], []
     for start in range(0, q.shape[2], rows):
