@@ -169,8 +169,8 @@ def measure(mesh: SequenceMesh, device: torch.device) -> Rates:
     dtype = torch.float32 if cpu else torch.bfloat16
 
     def send(count: int) -> Callable[[], object]:
-        sends, receives = ([[torch.zeros(count, dtype=dtype, device=device)] for _ in range(ranks)] for _ in range(2))
-        return lambda: whole.swap("all_to_all", sends, receives, device).wait()
+        send, received = (torch.zeros(ranks * count, dtype=dtype, device=device) for _ in range(2))
+        return lambda: whole.all_to_all(send, [count] * ranks, received, [count] * ranks).wait()
 
     qkv = torch.randn(3, 1, 4, tokens, 64, device=device).to(dtype)
     block = torch.zeros(elements * 4, dtype=dtype, device=device)

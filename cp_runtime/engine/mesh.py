@@ -1,4 +1,4 @@
-"""Process groups of the ranks, and the one way in which they exchange data."""
+"""Process groups of the ranks, and how they exchange data."""
 
 from __future__ import annotations
 
@@ -87,6 +87,11 @@ class CommStats:
         del self._events[:count]
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a flat view of its bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 class Pending:
     """Messages under way. What is sent must stay as it is, and what is received is not there, before `wait`."""
 
@@ -99,6 +104,7 @@ class Pending:
         """Wait until everything was sent and received."""
         with trace_range("cp.wait", self._kind):
             self._group.stats.wait(self._works, self._device, self._group.via_host)
+            self._works = ()  # they hold what was sent
             for target, host in self._staged:
                 target.copy_(host)
 
@@ -106,9 +112,8 @@ class Pending:
 class RankGroup:
     """Ranks that share something along one axis of the mesh.
 
-    Every collective is one batch of messages between pairs of ranks, into buffers whose sizes every rank derives on its own: none
-    carries a size, uneven ones need no padding, and what a rank keeps does not travel. On NCCL a batch is one kernel, as its own
-    all-to-all is. Data crosses as bytes, because not every backend knows every dtype.
+    Every collective moves exact sizes, which every rank derives on its own: none carries a size, and uneven ones need no padding.
+    On NCCL each is one kernel. Data crosses as bytes, because not every backend knows every dtype.
 
     Args:
         group: process group, or None for a single process.
@@ -124,42 +129,44 @@ class RankGroup:
         # gloo moves host memory only: accelerator tensors are staged through the host.
         self.via_host = group is not None and dist.get_backend(group) == "gloo"
 
-    def swap(
-        self, kind: str, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], device: torch.device
+    def all_to_all(
+        self, send: Tensor, sent: Sequence[int], received: Tensor, arriving: Sequence[int], kind: str = "all_to_all"
     ) -> Pending:
-        """Send the tensors `sends[r]` to each rank r, and receive into `receives[r]` from it.
+        """Send a part of `send` to every rank, and receive a part of `received` from every rank, this one included.
 
         Args:
+            send, received: contiguous, of one dtype and on one device.
+            sent, arriving: elements for and from every rank, in the order of the ranks. Both sides know them.
             kind: what to count it as, and its name in traces.
-            sends, receives: contiguous tensors. Both sides know their sizes. This rank's own entries are left alone.
-            device: where all of them lie.
         """
-        operations, staged = [], []
+        size, device, staged = send.element_size(), send.device, []
         with trace_range("cp." + kind):
-            for step in range(1, self.size):
-                to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-                for tensor in filter(Tensor.numel, sends[to]):
-                    operations.append(self._message(dist.isend, tensor.cpu() if self.via_host else tensor, to))
-                for tensor in filter(Tensor.numel, receives[source]):
-                    target = tensor
-                    if self.via_host and device.type != "cpu":
-                        target = torch.empty_like(tensor, device="cpu")
-                        staged.append((tensor, target))
-                    operations.append(self._message(dist.irecv, target, source))
-            works = dist.batch_isend_irecv(operations) if operations else []
-        self.stats.started(kind, sum(t.nbytes for r, tensors in enumerate(sends) if r != self.rank for t in tensors))
-        return Pending(self, kind, works, device, staged)
+            source, target = send, received
+            if self.via_host and device.type != "cpu":
+                source, target = send.cpu(), torch.empty_like(received, device="cpu")
+                staged.append((received, target))
+            work = dist.all_to_all_single(
+                as_bytes(target),
+                as_bytes(source),
+                [count * size for count in arriving],
+                [count * size for count in sent],
+                group=self.group,
+                async_op=True,
+            )
+        self.stats.started(kind, send.nbytes - sent[self.rank] * size)
+        return Pending(self, kind, [work], device, staged)
 
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
         """Send a tensor to the next rank, and receive one from the rank before into `received`."""
-        sends: list[list[Tensor]] = [[] for _ in range(self.size)]
-        receives: list[list[Tensor]] = [[] for _ in range(self.size)]
-        sends[(self.rank + 1) % self.size] = [send]
-        receives[(self.rank - 1) % self.size] = [received]
-        return self.swap("exchange", sends, receives, send.device)
+        sent, arriving = [0] * self.size, [0] * self.size
+        sent[(self.rank + 1) % self.size], arriving[self.rank - 1] = send.numel(), received.numel()
+        return self.all_to_all(send, sent, received, arriving, "exchange")
 
     def all_gather(self, locals_: Sequence[Tensor], lengths: Sequence[int], dim: int) -> list[Tensor]:
-        """Concatenate the shards of all ranks along `dim`, for each of some tensors; `lengths[r]` is rank r's size there."""
+        """Concatenate the shards of all ranks along `dim`, for each of some tensors; `lengths[r]` is rank r's size there.
+
+        One batch of messages between pairs of ranks: torch's own gathers want shards of one size, or copy the whole.
+        """
         if self.size == 1:
             return list(locals_)
         moved = [tensor.movedim(dim, 0) for tensor in locals_]
@@ -167,11 +174,22 @@ class RankGroup:
         shards = list(zip(*(tensor.split(list(lengths)) for tensor in whole), strict=True))
         for own, tensor in zip(shards[self.rank], moved, strict=True):
             own.copy_(tensor)
-        self.swap("all_gather", [shards[self.rank]] * self.size, shards, whole[0].device).wait()
+        device, operations, staged = whole[0].device, [], []
+        with trace_range("cp.all_gather"):
+            sends = [own.cpu() if self.via_host else own for own in shards[self.rank] if own.numel()]
+            for step in range(1, self.size):
+                to, source = self.global_rank(self.rank + step), self.global_rank(self.rank - step)
+                operations += [dist.P2POp(dist.isend, as_bytes(own), to, self.group) for own in sends]
+                for shard in filter(Tensor.numel, shards[(self.rank - step) % self.size]):
+                    target = shard
+                    if self.via_host and device.type != "cpu":
+                        target = torch.empty_like(shard, device="cpu")
+                        staged.append((shard, target))
+                    operations.append(dist.P2POp(dist.irecv, as_bytes(target), source, self.group))
+            works = dist.batch_isend_irecv(operations) if operations else []
+        self.stats.started("all_gather", sum(own.nbytes for own in shards[self.rank]) * (self.size - 1))
+        Pending(self, "all_gather", works, device, staged).wait()
         return [tensor.movedim(0, dim) for tensor in whole]
-
-    def _message(self, operation: Any, tensor: Tensor, rank: int) -> dist.P2POp:
-        return dist.P2POp(operation, tensor.reshape(-1).view(torch.uint8), self.global_rank(rank), group=self.group)
 
     def global_rank(self, rank: int) -> int:
         """A rank of this group, counted around, as torch's point-to-point functions want it."""

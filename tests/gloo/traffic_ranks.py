@@ -18,7 +18,10 @@ mesh = SequenceMesh(dist.group.WORLD)
 
 
 class Recorder(TorchDispatchMode):
-    """Every operation of torch.distributed, and the dtypes of its tensors."""
+    """Every operation of torch.distributed, the dtypes of its tensors, and the elements that it sends to each other rank.
+
+    Only rank 0 reports, which is the first of every group.
+    """
 
     def __init__(self):
         super().__init__()
@@ -27,7 +30,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            self.operations.append([func._opname, sorted({str(t.dtype) for t in tensors}), max(t.numel() for t in tensors)])
+            sent = {"alltoall_base_": lambda: args[4][1:], "send": lambda: [tensors[0].numel()]}.get(func._opname, list)()
+            self.operations.append([func._opname, sorted({str(t.dtype) for t in tensors}), sent])
         return func(*args, **(kwargs or {}))
 
 

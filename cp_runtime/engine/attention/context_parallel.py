@@ -37,7 +37,7 @@ from .ulysses import HeadExchange, repeats
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
-# Above this, q, k and v travel one after the other: the send buffer is a third, and packing overlaps with sending.
+# Bytes above which q, k and v travel one after the other: packing the next one overlaps with sending.
 PACKED_LIMIT = 256 << 20
 
 
@@ -218,7 +218,7 @@ def _to_heads(
     B, _, H, D = q.shape
     # Of the rank with the most tokens, so that all ranks decide alike.
     size = B * D * (H * max(q_lengths) + 2 * k.shape[2] * max(k_lengths)) * q.element_size()
-    if size > PACKED_LIMIT:
+    if size > PACKED_LIMIT or not q.dtype == k.dtype == v.dtype:
         pending = [exchange.to_heads([t], n) for t, n in ((v, k_lengths), (q, q_lengths), (k, k_lengths))]
         (v,), (q,), (k,) = (p.wait() for p in pending)
         return [q, k, v]

@@ -10,9 +10,12 @@ some ranks get none: they take part in the collectives and skip the attention.
 | step | shape on rank r |
 |---|---|
 | in: several tensors, each with `width` heads per unit | `[B, L_r, N, D]` |
-| sent to rank p | `[L_r, B, units_p * width, D]` of each |
-| received, from all ranks into one buffer of each | `[C, B, units_r * width, D]` |
-| out: a view of it, with tokens as far apart as attention kernels like them | `[B, units_r * width, C, D]` |
+| sent to rank p: all tensors side by side | `[L_r, B, units_p * sum of widths, D]` |
+| received, from all ranks into one buffer | `[C, B, units_r * sum of widths, D]` |
+| out: a view of it for each tensor | `[B, units_r * width, C, D]` |
+
+For any number of ranks the host launches one collective and one copy per tensor, or two where ranks get different numbers of units:
+a denoise step on a fast GPU is so short that what each launch takes would show.
 """
 
 from __future__ import annotations
@@ -40,65 +43,66 @@ class HeadExchange:
     """
 
     def __init__(self, group: RankGroup, units: int) -> None:
-        self._group = group
-        self._ranges = split_ranges(units, group.size)
+        self._group, self._units = group, units
         self._sizes = split_sizes(units, group.size)
-        self._units = units
+        # (first unit, number of ranks, units of each) of ranks side by side that get as many as each other, at least one
+        each, more = divmod(units, group.size)
+        self._runs = [run for run in ((0, more, each + 1), (more * (each + 1), group.size - more, each)) if run[1] and run[2]]
         self.own = self._sizes[group.rank]
 
     @property
     def own_range(self) -> tuple[int, int]:
         """Units that this rank attends with."""
-        return self._ranges[self._group.rank]
+        return split_ranges(self._units, self._group.size)[self._group.rank]
 
     def to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> PendingHeads:
         """Begin to send this rank's tokens, all heads, and to receive the chunk's tokens, own heads. One collective.
 
         Args:
-            tensors: `[B, L, N_i, D]`, the same tokens; N_i is a multiple of the number of units.
+            tensors: `[B, L, N_i, D]`, the same tokens, of one dtype; N_i is a multiple of the number of units.
             lengths: tokens of every rank of the chunk.
         """
-        B, _, _, D = tensors[0].shape
+        B, L, _, D = tensors[0].shape
         widths = [tensor.shape[2] // self._units for tensor in tensors]
-        whole = [t.new_empty((sum(lengths), B, self.own * width, D)) for t, width in zip(tensors, widths, strict=True)]
-        receives = list(zip(*(t.split(list(lengths)) for t in whole), strict=True))
-        shares = [
-            [t[:, :, first * width : last * width].transpose(0, 1) for t, width in zip(tensors, widths, strict=True)]
-            for first, last in self._ranges
-        ]
-        own = self._group.rank
-        sends = [[] if r == own else [t.contiguous() for t in share] for r, share in enumerate(shares)]
-        pending = self._group.swap("all_to_all", sends, receives, tensors[0].device)
-        for kept, share in zip(receives[own], shares[own], strict=True):  # while the rest is under way
-            kept.copy_(share)
-        return PendingHeads(pending, whole, sends)
+        unit = B * D * sum(widths)  # elements of a unit of one token
+        send = tensors[0].new_empty(L * unit * self._units)
+        for first, ranks, units in self._runs:
+            block = send[L * unit * first : L * unit * (first + ranks * units)].view(ranks, L, B, units * sum(widths), D)
+            for part, tensor, width in zip(block.split([units * w for w in widths], 3), tensors, widths, strict=True):
+                part.copy_(_by_rank(tensor, first, ranks, units, width).permute(2, 1, 0, 3, 4))
+        heads = [self.own * width for width in widths]
+        whole = send.new_empty((sum(lengths), B, sum(heads), D))
+        sent, arriving = [L * unit * n for n in self._sizes], [length * unit * self.own for length in lengths]
+        return PendingHeads(self._group.all_to_all(send, sent, whole, arriving), whole, heads)
 
     def to_tokens(self, out_BHCD: Tensor, lengths: Sequence[int], heads_per_unit: int) -> Tensor:
         """Send back attention outputs: `[B, own heads, C, D]` -> `[B, L, all heads, D]`. One collective."""
         B, _, _, D = out_BHCD.shape
-        own, heads = self._group.rank, [n * heads_per_unit for n in self._sizes]
-        L = lengths[own]
-        sends = [[part.contiguous()] for part in out_BHCD.permute(2, 0, 1, 3).split(list(lengths))]
-        receives = [[] if r == own else [out_BHCD.new_empty((L, B, n, D))] for r, n in enumerate(heads)]
-        pending = self._group.swap("all_to_all", sends, receives, out_BHCD.device)
-        out_LBHD = out_BHCD.new_empty((L, B, sum(heads), D))
-        parts = out_LBHD.split(heads, 2)
-        parts[own].copy_(sends[own][0])
-        pending.wait()
-        for r, part in enumerate(parts):
-            if r != own:
-                part.copy_(receives[r][0])
-        return out_LBHD.transpose(0, 1)
+        L, unit = lengths[self._group.rank], B * D * heads_per_unit
+        send = out_BHCD.permute(2, 0, 1, 3).contiguous()
+        received = send.new_empty(L * unit * self._units)
+        sent, arriving = [length * unit * self.own for length in lengths], [L * unit * n for n in self._sizes]
+        self._group.all_to_all(send, sent, received, arriving).wait()
+        out_BLHD = send.new_empty((L, B, self._units * heads_per_unit, D)).transpose(0, 1)
+        for first, ranks, units in self._runs:
+            block = received[L * unit * first : L * unit * (first + ranks * units)].view(ranks, L, B, units * heads_per_unit, D)
+            _by_rank(out_BLHD, first, ranks, units, heads_per_unit).copy_(block.permute(2, 1, 0, 3, 4))
+        return out_BLHD
+
+
+def _by_rank(tensor: Tensor, first: int, ranks: int, units: int, width: int) -> Tensor:
+    """A view `[B, L, ranks, heads of each, D]` of the units from `first` on of `[B, L, N, D]`."""
+    B, L, _, D = tensor.shape
+    return tensor[:, :, first * width : (first + ranks * units) * width].view(B, L, ranks, units * width, D)
 
 
 class PendingHeads:
     """Tensors on their way to `to_heads`' result."""
 
-    def __init__(self, pending: Pending, whole: list[Tensor], sends: list[list[Tensor]]) -> None:
-        self._pending, self._whole, self._sends = pending, whole, sends
+    def __init__(self, pending: Pending, whole: Tensor, heads: list[int]) -> None:
+        self._pending, self._whole, self._heads = pending, whole, heads
 
     def wait(self) -> list[Tensor]:
         """`[B, own heads, C, D]` of each tensor."""
         self._pending.wait()
-        self._sends.clear()
-        return [t.permute(1, 2, 0, 3) for t in self._whole]
+        return [t.permute(1, 2, 0, 3) for t in self._whole.split(self._heads, 2)]
