@@ -218,9 +218,9 @@ class RunningCall:
                 f"{name}: dimension {dim} of the output {tuple(value.shape)} is not this rank's "
                 f"{layout.local_lengths[rank]} tokens of {' and '.join(streams)}"
             )
-        owned = layout.owned_positions(rank)
+        owned = layout.owned_positions(rank, value.device)
         if owned is not None:
-            value = value.index_select(dim, owned.to(value.device))
+            value = value.index_select(dim, owned)
         (whole,) = self.mesh.whole.all_gather([value], layout.owned_lengths, dim)
         whole = layout.to_joint(whole, dim).contiguous()  # models may go on with a view
         return whole if grid is None else whole.unflatten(dim, grid)

@@ -19,10 +19,10 @@ its attention is shared out as that of any other stream, and the results are gat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -125,21 +125,19 @@ class JointLayout:
         """Tokens that each rank contributes. Their sum is the total."""
         return tuple(_count(streams) for streams in self.owned)
 
-    def owned_positions(self, rank: int) -> Tensor | None:
+    def owned_positions(self, rank: int, device: torch.device) -> Tensor | None:
         """Local positions of the tokens that `rank` contributes; None when that is all it holds."""
-        if rank not in self._owned_positions:
-            self._owned_positions[rank] = self._find_owned(rank)
-        return self._owned_positions[rank]
-
-    def _find_owned(self, rank: int) -> Tensor | None:
-        if self.held[rank] == self.owned[rank]:
+        if self.owned_lengths[rank] == self.local_lengths[rank]:
             return None
-        held, owned = _positions(self.held[rank]), _positions(self.owned[rank])
-        return None if torch.equal(held, owned) else torch.isin(held, owned).nonzero().flatten()
+        return self._index(("owned", rank), device, lambda: self._owned_segments(rank))
 
-    @cached_property
-    def _owned_positions(self) -> dict[int, Tensor | None]:
-        return {}
+    def _owned_segments(self, rank: int) -> Iterator[Segment]:
+        """What `rank` contributes, as places in what it holds."""
+        at = 0
+        for held, owned in zip(self.held[rank], self.owned[rank], strict=True):
+            for start, stop in held:
+                yield from ((at + a - start, at + b - start) for a, b in owned if start <= a and b <= stop)
+                at += stop - start
 
     def replicated(self, rank: int) -> Iterator[tuple[slice, slice, tuple[int, ...]]]:
         """Of every replicated stream: place of its share in what the rank contributes, its place in what it holds, all shares."""
@@ -153,16 +151,28 @@ class JointLayout:
                 yield slice(share_at, share_at + share), slice(held_at, held_at + whole), shares
             share_at, held_at = share_at + share, held_at + whole
 
-    @cached_property
-    def gathered_order(self) -> Tensor:
+    def gathered_order(self, device: torch.device) -> Tensor:
         """Index tensor: position in gathered order -> position in joint order."""
-        return torch.cat([_positions(streams) for streams in self.owned])
+        return self._index("gathered", device, self._gathered_segments)
+
+    def _gathered_segments(self) -> Iterator[Segment]:
+        return (segment for rank in self.owned for segments in rank for segment in segments)
 
     @cached_property
-    def _joint_order(self) -> Tensor | None:
-        """Index tensor: position in joint order -> position in gathered order; None where the two are the same."""
-        order = self.gathered_order
-        return None if torch.equal(order, torch.arange(self.total)) else order.argsort()
+    def in_order(self) -> bool:
+        """Whether gathered order is joint order."""
+        return all(a[1] == b[0] for a, b in pairwise((start, stop) for start, stop in self._gathered_segments() if stop > start))
+
+    def _index(self, name: object, device: torch.device, segments: Callable[[], Iterable[Segment]]) -> Tensor:
+        """The positions in some segments. Made on the device, where the host need not wait for them, and kept."""
+        if (name, device) not in self._indices:
+            parts = [torch.arange(start, stop, device=device) for start, stop in segments()]
+            self._indices[name, device] = torch.cat([torch.arange(0, device=device), *parts])
+        return self._indices[name, device]
+
+    @cached_property
+    def _indices(self) -> dict[tuple[object, torch.device], Tensor]:
+        return {}
 
     def take_local(self, tensor: Tensor, rank: int, dim: int) -> Tensor:
         """Return a copy of the tokens that `rank` holds from a tensor that has all tokens, in joint order, along `dim`.
@@ -173,8 +183,12 @@ class JointLayout:
 
     def to_joint(self, tensor: Tensor, dim: int) -> Tensor:
         """Bring a tensor that has all tokens along `dim` from gathered into joint order."""
-        order = self._joint_order
-        return tensor if order is None else tensor.index_select(dim, order.to(tensor.device))
+        if self.in_order:
+            return tensor
+        key = ("joint", tensor.device)
+        if key not in self._indices:
+            self._indices[key] = self.gathered_order(tensor.device).argsort()
+        return tensor.index_select(dim, self._indices[key])
 
 
 # A layout depends on its arguments alone. The order of a long video's tokens takes milliseconds to compute, so calls share it.
@@ -183,10 +197,6 @@ joint_layout = lru_cache(maxsize=32)(JointLayout)
 
 def _count(streams: Iterable[Iterable[Segment]]) -> int:
     return sum(stop - start for segments in streams for start, stop in segments)
-
-
-def _positions(streams: Iterable[Iterable[Segment]]) -> Tensor:
-    return torch.cat([torch.arange(0), *(torch.arange(start, stop) for segments in streams for start, stop in segments)])
 
 
 def normalize_dim(dim: int, ndim: int) -> int:

@@ -109,10 +109,10 @@ for case in cases(world):
     if case.batch == 2:
         local = [t.transpose(1, 3).contiguous().transpose(1, 3) for t in local]
     out = attention.context_parallel_attention(*local, mesh=mesh, config=config, q_layout=layout, mask=own_mask)
-    owned = layout.owned_positions(rank)
-    mine = out if owned is None else out[:, owned.to(device)]
+    owned = layout.owned_positions(rank, device)
+    mine = out if owned is None else out[:, owned]
     expected = layout.take_local(exact, rank, 1)
-    expected = expected if owned is None else expected[:, owned.to(device)]
+    expected = expected if owned is None else expected[:, owned]
     counts = dict(mesh.stats.counts)
     error = mine.float() - expected
     worst.append([error.abs().max().item() if mine.numel() else 0.0, float(not out.isfinite().all())])

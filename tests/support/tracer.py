@@ -117,7 +117,7 @@ class _Replay:
         for layout in map(self._state.layout, self._joint()):
             if layout.owned_lengths != tuple(lengths):
                 continue
-            order = layout.gathered_order
+            order = layout.gathered_order(local.device)
             for whole in self._wholes:
                 if whole.ndim != local.ndim or whole.movedim(dim, 0).shape[1:] != local.movedim(dim, 0).shape[1:]:
                     continue

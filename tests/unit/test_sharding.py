@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from cp_runtime.engine.sharding import JointLayout, clip_range, split_range, split_sizes
+from cp_runtime.engine.sharding import JointLayout, Split, clip_range, split_range, split_sizes
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 17, 64])
@@ -13,17 +13,37 @@ def test_split_range_is_tensor_split(length, parts):
     assert split_sizes(length, parts) == tuple(map(len, expected))
 
 
-@pytest.mark.parametrize("lengths", [(7,), (5, 13), (1, 4), (3, 0, 8)])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_gathered_order_is_the_concatenation_of_the_locals(lengths, world):
-    layout = JointLayout(lengths, world)
+CPU = torch.device("cpu")
+SPLITS = [(), (Split(replicated=True), Split()), (Split(frames=2), Split()), (Split(), Split(frames=2, replicated=True))]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "splits"),
+    [((7,), ()), ((3, 0, 8), ()), *(((4, 6), splits) for splits in SPLITS), *(((1, 4), splits) for splits in SPLITS[:2])],
+)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_gathered_order_is_the_concatenation_of_the_locals(lengths, splits, world):
+    layout = JointLayout(lengths, world, splits)
     joint = torch.arange(sum(lengths))
     locals_ = [layout.take_local(joint, rank, 0) for rank in range(world)]
     assert [len(t) for t in locals_] == list(layout.local_lengths)
-    owned = [t if (i := layout.owned_positions(rank)) is None else t[i] for rank, t in enumerate(locals_)]
+    owned = [t if (i := layout.owned_positions(rank, CPU)) is None else t[i] for rank, t in enumerate(locals_)]
     assert [len(t) for t in owned] == list(layout.owned_lengths)
-    assert torch.equal(torch.cat(owned), layout.gathered_order)
-    assert sorted(layout.gathered_order.tolist()) == joint.tolist()
+    order = layout.gathered_order(CPU)
+    assert torch.equal(torch.cat(owned), order)
+    assert sorted(order.tolist()) == joint.tolist()
+    assert layout.in_order == torch.equal(order, joint)
+    assert torch.equal(layout.to_joint(order, 0), joint)
+
+
+def test_positions_are_made_on_their_device_once():
+    """Else they are copied in every attention, and the host waits for all that the device was given before."""
+    layout = JointLayout((1, 5), 3, (Split(replicated=True), Split()))
+    meta = torch.device("meta")
+    for make in (lambda: layout.gathered_order(meta), lambda: layout.owned_positions(1, meta)):
+        assert make().device == meta
+        assert make() is make()
+    assert layout.gathered_order(CPU).device == CPU
 
 
 def test_a_rank_without_tokens_holds_a_stand_in():
@@ -31,8 +51,8 @@ def test_a_rank_without_tokens_holds_a_stand_in():
     assert layout.local_lengths == (3, 3, 2)
     assert layout.owned_lengths == (3, 2, 1)
     assert layout.take_local(torch.arange(6), 2, 0).tolist() == [0, 5]
-    assert layout.owned_positions(2).tolist() == [1]
-    assert layout.owned_positions(0) is None
+    assert layout.owned_positions(2, CPU).tolist() == [1]
+    assert layout.owned_positions(0, CPU) is None
 
 
 def test_take_local_copies():

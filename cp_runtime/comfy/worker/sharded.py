@@ -59,8 +59,15 @@ def _local_control(arguments: Mapping[str, Any], state: CallState, plan: FamilyP
         if streams:
             local[kind] = LocalResiduals(residuals, state, (streams,) if isinstance(streams, str) else streams, device)
         else:
-            local[kind] = [r.to(device, copy=True) if isinstance(r, Tensor) else r for r in residuals]
+            local[kind] = [_copied(r, device) if isinstance(r, Tensor) else r for r in residuals]
     return local
+
+
+def _copied(residual: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device. CUDA copies pinned memory when it gets there, and keeps the host waiting with any other."""
+    if device.type == "cuda":
+        return residual.pin_memory().to(device, non_blocking=True)
+    return residual.to(device, copy=True)
 
 
 class LocalResiduals(Sequence[Tensor | None]):
@@ -99,7 +106,7 @@ class LocalResiduals(Sequence[Tensor | None]):
         key, whole = residual.data_ptr(), not known or self._state.whole.issuperset(self._streams)
         local = self._copies.pop((key, whole), None)
         if local is None:
-            local = (residual if whole else self._take(residual)).to(self._device, copy=True)
+            local = _copied(residual if whole else self._take(residual), self._device)
         self._due[key] -= 1
         if self._due[key] > 0:
             self._copies[key, whole] = local

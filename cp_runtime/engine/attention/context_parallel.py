@@ -116,8 +116,8 @@ def context_parallel_attention(
         dtype = q_BLHD.dtype if merging else None
         mask = once(("mask", rows, k_layout, dtype), mask, lambda: _place(given, mesh, *rows, k_layout, dtype))
 
-    q_owned = q_layout.owned_positions(mesh.rank)
-    q_BLHD, k_BLKD, v_BLKD = _without_stand_ins(q_BLHD, k_BLKD, v_BLKD, q_owned, k_layout.owned_positions(mesh.rank))
+    q_owned, k_owned = (layout.owned_positions(mesh.rank, q_BLHD.device) for layout in (q_layout, k_layout))
+    q_BLHD, k_BLKD, v_BLKD = _without_stand_ins(q_BLHD, k_BLKD, v_BLKD, q_owned, k_owned)
     if U > 1:
         k_BLKD, v_BLKD = (_enough_heads(t, H, U) for t in (k_BLKD, v_BLKD))
     K = k_BLKD.shape[2]
@@ -153,7 +153,7 @@ def context_parallel_attention(
     held = out_BLHD
     if q_owned is not None:
         held = out_BLHD.new_zeros((out_BLHD.shape[0], q_layout.local_lengths[mesh.rank], *out_BLHD.shape[2:]))
-        held.index_copy_(1, q_owned.to(held.device), out_BLHD)
+        held.index_copy_(1, q_owned, out_BLHD)
     for share, place, shares in q_layout.replicated(mesh.rank):
         held[:, place] = mesh.whole.all_gather([out_BLHD[:, share]], shares, 1)[0]
     return held
@@ -200,9 +200,9 @@ def _without_stand_ins(
     q: Tensor, k: Tensor, v: Tensor, q_owned: Tensor | None, k_owned: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q_owned is not None:
-        q = q.index_select(1, q_owned.to(q.device))
+        q = q.index_select(1, q_owned)
     if k_owned is not None:
-        k, v = (t.index_select(1, k_owned.to(t.device)) for t in (k, v))
+        k, v = (t.index_select(1, k_owned) for t in (k, v))
     return q, k, v
 
 
@@ -242,8 +242,8 @@ def _place(
     if keys == k_layout.total:
         mask = order_full(mask, k_layout, -1)
     else:
-        owned = k_layout.owned_positions(rank)
-        mask = mask if owned is None else mask.index_select(-1, owned.to(mask.device))
+        owned = k_layout.owned_positions(rank, mask.device)
+        mask = mask if owned is None else mask.index_select(-1, owned)
         (mask,) = mesh.whole.all_gather([mask], k_layout.owned_lengths, -1)
     if rows != 1:
         mask = order_full(mask, q_layout, -2)[..., q_chunks.spans[chunk], :]

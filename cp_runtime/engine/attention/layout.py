@@ -50,4 +50,4 @@ chunk_layout = lru_cache(maxsize=64)(ChunkLayout)
 
 def order_full(mask: Tensor, layout: JointLayout, dim: int) -> Tensor:
     """Bring dimension `dim` of a mask from joint order, all tokens, into gathered order."""
-    return mask.index_select(dim, layout.gathered_order.to(mask.device))
+    return mask if layout.in_order else mask.index_select(dim, layout.gathered_order(mask.device))
