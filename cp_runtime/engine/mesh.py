@@ -329,7 +329,13 @@ class BatchMesh:
 
 
 def make_groups(lists: Sequence[Sequence[int]], like: dist.ProcessGroup | None, timeout: timedelta | None) -> Any:
-    """Make the groups of the given ranks, every rank being in one of them, and return this rank's. Connected at once."""
+    """Make the groups of the given ranks, every rank being in one of them, and return this rank's. Connected at once.
+
+    That happens in the middle of a forward, when degrees are chosen for the first time: each NCCL group takes device memory, and
+    most that might be chosen never are.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # NCCL splits a communicator while nothing is under way on it
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists], timeout=timeout, backend=dist.get_backend(like))
     dist.barrier(group)  # later a rank may have nothing to send at first
     return group
