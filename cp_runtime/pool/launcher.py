@@ -88,6 +88,8 @@ def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     """Environment of a rank, built for it: the UI process's own is never written."""
     env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith("TORCHELASTIC_")}
     env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = "lo"
+    if device_type == "cuda":
+        env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # what a ring sends beside attention gets processors of the device in time
     if device_type == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
         # glibc hands freed activations back to the kernel and faults them in again, in every block. Large ones it still may.

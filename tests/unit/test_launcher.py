@@ -9,6 +9,7 @@ import pytest
 from support.package import ROOT
 
 from cp_runtime.errors import PoolError
+from cp_runtime.pool.launcher import child_environment
 from cp_runtime.pool.limits import name_limit, starting
 
 OPTIONS = """
@@ -66,3 +67,11 @@ def test_what_a_rank_says_of_a_missing_thread():
     """gloo's threads: the text of the system's C++ library, without a number."""
     assert "ulimit -u" in name_limit(RuntimeError("Resource temporarily unavailable"))
     assert name_limit(RuntimeError("shapes cannot be multiplied")) == ""
+
+
+def test_communication_goes_before_computation_unless_the_user_says_otherwise(monkeypatch):
+    name = "TORCH_NCCL_HIGH_PRIORITY"
+    monkeypatch.delenv(name, raising=False)
+    assert (child_environment("cuda", 2)[name], name in child_environment("cpu", 2)) == ("1", False)
+    monkeypatch.setenv(name, "0")
+    assert child_environment("cuda", 2)[name] == "0"
