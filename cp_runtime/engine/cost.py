@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from .attention.kernels import attend_with_lse
 from .attention.ulysses import repeats
 from .config import ContextParallelConfig, SequenceSettings
-from .mesh import SequenceMesh
+from .mesh import SequenceMesh, wait_for
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Rates:
         bandwidth: bytes per second that one rank sends while all do.
         flops: operations per second of attention.
         memory: bytes per second of reading and writing.
-        overlap: share of a computation that communication can hide behind: 0 where ranks compute on the cores that also copy.
+        overlap: share of a computation that communication can hide behind: 0 where ranks compute on the cores that also copy, or
+            data goes through host memory.
     """
 
     latency: float
@@ -174,14 +176,19 @@ def measure(mesh: SequenceMesh, device: torch.device) -> Rates:
 
     qkv = torch.randn(3, 1, 4, tokens, 64, device=device).to(dtype)
     block = torch.zeros(elements * 4, dtype=dtype, device=device)
-    latency = _seconds(send(1), device)
-    sending = max(_seconds(send(elements), device) - latency, 1e-9)
+
+    def delay() -> None:
+        for _ in range(16):
+            block.clone()
+
+    latency = _seconds(send(1), device, delay)
+    sending = max(_seconds(send(elements), device, delay) - latency, 1e-9)
     rates = Rates(
         latency=latency,
         bandwidth=elements * (ranks - 1) * dtype.itemsize / sending,
-        flops=4 * 4 * tokens**2 * 64 / _seconds(lambda: attend_with_lse(*qkv), device),
-        memory=2 * block.nbytes / _seconds(block.clone, device),
-        overlap=0.0 if cpu else 1.0,
+        flops=4 * 4 * tokens**2 * 64 / _seconds(lambda: attend_with_lse(*qkv), device, delay),
+        memory=2 * block.nbytes / _seconds(block.clone, device, delay),
+        overlap=0.0 if cpu or whole.via_host else 1.0,  # staging waits for the device
     )
     shared = torch.tensor(astuple(rates), dtype=torch.float64, device="cpu" if whole.via_host else device)
     dist.broadcast(shared, whole.global_rank(0), group=whole.group)
@@ -189,13 +196,26 @@ def measure(mesh: SequenceMesh, device: torch.device) -> Rates:
     return Rates(*shared.tolist())
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The best of a few runs, after one to warm up."""
-    times = []
-    for _ in range(4):
-        began = time.perf_counter()
+def _seconds(run: Callable[[], object], device: torch.device, delay: Callable[[], object]) -> float:
+    """The best of a few runs, after one to warm up; on the clock of the device where it has one, without what the host launches.
+
+    Args:
+        delay: keeps the device at work until the host has launched the runs.
+    """
+    run()
+    if device.type == "cpu":
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+        return min(times)
+    wait_for(device)
+    marks = [torch.get_device_module(device).Event(enable_timing=True) for _ in range(4)]
+    delay()
+    marks[0].record()
+    for mark in marks[1:]:
         run()
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
+        mark.record()
+    marks[-1].synchronize()
+    return min(float(start.elapsed_time(end)) for start, end in pairwise(marks)) / 1e3

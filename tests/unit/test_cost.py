@@ -1,9 +1,15 @@
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+from support.devices import SlowDevice
 
 from cp_runtime.engine.config import SequenceSettings
-from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates, choose, cost, factors
+from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates, choose, cost, factors, measure
+from cp_runtime.engine.mesh import CommStats
 
 FAST = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0)  # NVLink and a big GPU
 SLOW = replace(FAST, bandwidth=1e10)  # PCIe
@@ -79,3 +85,23 @@ def test_the_planner_adds_up_and_obeys():
     assert (planner.bytes_sent, planner.seconds) == (2 * expected.bytes_sent, 2 * expected.communication)
     free = DegreePlanner(SETTINGS, 4, FAST)
     assert free(SHAPE).mesh_shape == choose(SHAPE, 4, SETTINGS, FAST)
+
+
+def test_rates_of_a_device_are_timed_by_it_and_nothing_hides_behind_staging(monkeypatch):
+    """What the host takes to launch a collective is no part of it; gloo keeps the host waiting for what it stages."""
+    device = SlowDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: device.work(0.005))
+    monkeypatch.setattr("cp_runtime.engine.cost.attend_with_lse", lambda *_: device.work(0.002))
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
+
+    def all_to_all(*_):
+        time.sleep(0.005)
+        device.work(0.001)
+        return SimpleNamespace(wait=lambda: None)
+
+    whole = SimpleNamespace(all_to_all=all_to_all, via_host=True, group=None, global_rank=lambda rank: rank)
+    rates = measure(SimpleNamespace(whole=whole, size=2, stats=CommStats()), torch.device("meta"))
+    assert rates.latency == pytest.approx(0.001)
+    assert rates.flops == pytest.approx(4 * 4 * 4096**2 * 64 / 0.002)
+    assert rates.overlap == 0.0

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from support.devices import SlowDevice
 
 from cp_runtime.comfy.ui.journal import time_by_rank
 from cp_runtime.engine.mesh import CommStats
@@ -62,39 +63,6 @@ def test_residuals_are_neither_broadcast_nor_copied(block):
     assert not first.any()  # it lies in the memory of the message
     assert value["x"].any()  # what is no residual was copied
     assert len(worker.cache) == 0
-
-
-class SlowDevice:
-    """An accelerator whose work takes its time while the host goes on: what `torch.get_device_module` returns."""
-
-    def __init__(self):
-        self.done = time.perf_counter()
-
-    def work(self, seconds):
-        self.done = max(self.done, time.perf_counter()) + seconds
-
-    def synchronize(self, *_):
-        time.sleep(max(0.0, self.done - time.perf_counter()))
-
-    def max_memory_allocated(self, _):
-        return 0
-
-    def Event(self, enable_timing):  # noqa: N802  (as torch calls it)
-        return SlowEvent(self)
-
-
-class SlowEvent:
-    def __init__(self, device):
-        self.device = device
-
-    def record(self):
-        self.at = max(self.device.done, time.perf_counter())
-
-    def synchronize(self):
-        self.device.synchronize()
-
-    def elapsed_time(self, end):
-        return 1e3 * (end.at - self.at)
 
 
 class SlowMessage:
