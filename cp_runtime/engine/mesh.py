@@ -191,6 +191,17 @@ class RankGroup:
         Pending(self, "all_gather", works, device, staged).wait()
         return [tensor.movedim(0, dim) for tensor in whole]
 
+    def largest(self, value: Tensor) -> Tensor:
+        """The largest of the values of all ranks, element by element. `value` is contiguous, and may be overwritten."""
+        if self.size == 1:
+            return value
+        with trace_range("cp.all_reduce"):
+            shared = value.cpu() if self.via_host else value
+            work = dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.stats.started("all_reduce", value.nbytes)
+        Pending(self, "all_reduce", [work], value.device, ()).wait()
+        return shared.to(value.device)
+
     def global_rank(self, rank: int) -> int:
         """A rank of this group, counted around, as torch's point-to-point functions want it."""
         return self._global_ranks[rank % self.size]

@@ -36,8 +36,10 @@ def difference(out, expected):
 whole = quantised(tokens)
 given = torch.tensor(0.5)
 alone = difference(quantised(tokens[own]), whole[own])
-with shared_scales(RankGroup(dist.group.WORLD)):
+ranks = RankGroup(dist.group.WORLD)
+with shared_scales(ranks):
     together = difference(quantised(tokens[own]), whole[own])
     from_file = difference(quantised(tokens[own], given), quantised(tokens, given)[own])
-report(alone=alone, together=together, from_file=from_file, after=difference(quantised(tokens), whole))
+after = difference(quantised(tokens), whole)
+report(alone=alone, together=together, from_file=from_file, after=after, counts=dict(ranks.stats.counts))
 finish()

@@ -28,8 +28,7 @@ def shared_scales(ranks: RankGroup) -> Iterator[None]:
 
     def quantize_shared(cls: Any, /, tensor: Tensor, scale: Any = None, **kwargs: Any) -> Any:
         if scale is None:
-            (largest,) = ranks.all_gather([tensor.abs().amax().float().reshape(1)], [1] * ranks.size, 0)
-            scale = largest.max() / LARGEST
+            scale = ranks.largest(tensor.abs().amax().float()) / LARGEST
         return quantize(tensor, scale, **kwargs)
 
     layout.quantize = classmethod(quantize_shared)
