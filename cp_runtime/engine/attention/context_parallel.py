@@ -32,7 +32,7 @@ from ..mesh import SequenceMesh
 from ..sharding import JointLayout
 from . import ring
 from .kernels import additive, attend_with_lse
-from .layout import ChunkLayout, chunk_layout, order_full
+from .layout import ChunkLayout, chunk_layout, in_gathered_order
 from .ulysses import HeadExchange, repeats
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
@@ -239,12 +239,12 @@ def _place(
             f"attention mask of shape {tuple(mask.shape)} does not fit: keys must be all {k_layout.total}, or this rank's "
             f"{k_layout.local_lengths[rank]} in one row for all queries; rows 1 or all {q_layout.total}. A mask is never dropped."
         )
+    if rows != 1:  # first, so that only a chunk's rows are copied
+        mask = in_gathered_order(mask, q_layout, -2, q_chunks.spans[chunk])
     if keys == k_layout.total:
-        mask = order_full(mask, k_layout, -1)
+        mask = in_gathered_order(mask, k_layout, -1)
     else:
         owned = k_layout.owned_positions(rank, mask.device)
         mask = mask if owned is None else mask.index_select(-1, owned)
         (mask,) = mesh.whole.all_gather([mask], k_layout.owned_lengths, -1)
-    if rows != 1:
-        mask = order_full(mask, q_layout, -2)[..., q_chunks.spans[chunk], :]
     return mask if dtype is None else additive(mask, dtype)

@@ -48,6 +48,8 @@ class ChunkLayout:
 chunk_layout = lru_cache(maxsize=64)(ChunkLayout)
 
 
-def order_full(mask: Tensor, layout: JointLayout, dim: int) -> Tensor:
-    """Bring dimension `dim` of a mask from joint order, all tokens, into gathered order."""
-    return mask if layout.in_order else mask.index_select(dim, layout.gathered_order(mask.device))
+def in_gathered_order(mask: Tensor, layout: JointLayout, dim: int, span: slice = slice(None)) -> Tensor:
+    """The tokens at `span` in gathered order, of a mask that has all in joint order along `dim`. A view where that will do."""
+    if layout.in_order:
+        return mask.movedim(dim, 0)[span].movedim(0, dim)
+    return mask.index_select(dim, layout.gathered_order(mask.device)[span])
