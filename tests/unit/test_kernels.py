@@ -161,6 +161,18 @@ def test_only_kernels_that_need_it_get_a_mask_for_every_head(monkeypatch, kernel
     assert [mask.shape[:2] for mask in got] == [(2, heads)]
 
 
+@pytest.mark.parametrize(
+    ("total", "part", "copied"), [(4096, slice(0, 2048), False), (4096, slice(8, 2056), True), (4097, slice(0, 2048), True)]
+)
+def test_rows_of_a_part_of_a_mask_start_at_aligned_addresses(total, part, copied):
+    """The memory-efficient kernel refuses others."""
+    mask = torch.empty(1, 1, 5, total, device="meta")[..., part]
+    aligned = kernels._aligned(mask)
+    assert (aligned is not mask) == copied
+    assert aligned.shape == mask.shape
+    assert {aligned.storage_offset() % 16, aligned.stride(-2) % 16} == {0}
+
+
 @pytest.mark.parametrize("convert_to_fp32", [True, False])
 @pytest.mark.parametrize("parts", [(7,), (3, 4), (1, 5, 1), (2, 2, 2, 1)])
 @pytest.mark.parametrize("name", masks())

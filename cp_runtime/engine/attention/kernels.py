@@ -116,10 +116,11 @@ def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -
 
 
 def _aligned(bias: Tensor) -> Tensor:
-    """The mask in rows that start at aligned addresses, as CUDA kernels want them."""
-    keys = bias.shape[-1]
-    if bias.device.type == "cpu" or (keys % BIAS_ALIGNMENT == 0 and bias.stride(-1) == 1):
+    """The mask in rows that start at aligned addresses, as CUDA kernels want them. A ring gives a part of all keys, from any on."""
+    *steps, step = bias.stride()
+    if bias.device.type == "cpu" or (step == 1 and all(n % BIAS_ALIGNMENT == 0 for n in (bias.storage_offset(), *steps))):
         return bias
+    keys = bias.shape[-1]
     padded = bias.new_empty((*bias.shape[:-1], -(-keys // BIAS_ALIGNMENT) * BIAS_ALIGNMENT))[..., :keys]
     return padded.copy_(bias)
 
