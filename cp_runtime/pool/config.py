@@ -17,6 +17,7 @@ MAX_STEP_TIMEOUT = 7 * 24 * 3600.0
 MAX_RANKS = 1024  # that can be asked for
 DEFAULT_STEP_TIMEOUT = 600.0
 CPU_RANKS_PER_CORE = 4  # more than that is a typing error, not a plan
+RANKS_PER_ACCELERATOR = 8  # the same, where ranks share one over gloo
 _DEVICE = re.compile(r"([a-z]+)(?::(\d{1,3}))?")
 
 
@@ -29,7 +30,7 @@ class DeviceInventory:
 
     @property
     def max_ranks(self) -> int:
-        """One rank per accelerator; on a machine without any, a few CPU ranks per core."""
+        """One rank per accelerator; on a machine without any, a few CPU ranks per core. Only `devices` can ask for more."""
         return CPU_RANKS_PER_CORE * (os.cpu_count() or 1) if self.type == "cpu" else self.count
 
     @property
@@ -63,6 +64,11 @@ class RuntimeConfig:
         """Torch device type of all ranks."""
         return self.devices[0].partition(":")[0]
 
+    @property
+    def shares_accelerators(self) -> bool:
+        """Whether ranks share an accelerator: that checks results, and takes longer than one rank alone."""
+        return self.device_type != "cpu" and len(set(self.devices)) < len(self.devices)
+
     @classmethod
     def resolve(
         cls,
@@ -86,10 +92,10 @@ class RuntimeConfig:
         Raises:
             ConfigError: naming the input, its value, what is allowed and what to do. No process has started by then.
         """
-        names = _resolve_devices(world_size, devices, inventory)
-        ring, ulysses, batch = _resolve_degrees(len(names), ulysses_degree, ring_degree, batch_degree)
         if backend not in BACKENDS:
             raise bad_value("backend", backend, ", ".join(BACKENDS), "Leave it at auto unless you know better.")
+        names = _resolve_devices(world_size, devices, backend, inventory)
+        ring, ulysses, batch = _resolve_degrees(len(names), ulysses_degree, ring_degree, batch_degree)
         if backend == "nccl" and inventory.type != "cuda":
             raise bad_value("backend", backend, f"auto or gloo on {inventory.type} devices", "nccl needs CUDA devices.")
         if on_unsupported not in ON_UNSUPPORTED:
@@ -121,22 +127,29 @@ class RuntimeConfig:
         )
 
 
-def _resolve_devices(world_size: int, devices: str, inventory: DeviceInventory) -> tuple[str, ...]:
-    limit = inventory.max_ranks
-    if not is_int(world_size) or not 0 <= world_size <= limit:
-        raise bad_value("world_size", world_size, f"0 (choose) to {limit}", _remedy("Lower it", inventory))
+def _resolve_devices(world_size: int, devices: str, backend: str, inventory: DeviceInventory) -> tuple[str, ...]:
     if not isinstance(devices, str):
         raise bad_value("devices", devices, "a text such as 'cuda:0,cuda:2'", "Leave it empty for the first devices.")
+    # Ranks share an accelerator only where `devices` says so: a number alone is more likely a mistake.
+    sharing = bool(devices.strip()) and backend == "gloo" and inventory.type != "cpu"
+    limit = inventory.max_ranks * (RANKS_PER_ACCELERATOR if sharing else 1)
+    if not is_int(world_size) or not 0 <= world_size <= limit:
+        raise bad_value("world_size", world_size, f"0 (choose) to {limit}", _remedy("Lower it", inventory))
     names = tuple(_parse_device(part.strip(), devices, inventory) for part in devices.split(",")) if devices.strip() else ()
     if not names:
         count = world_size or inventory.default_ranks
         return tuple("cpu" if inventory.type == "cpu" else f"{inventory.type}:{i}" for i in range(count))
     if world_size not in (0, len(names)):
         raise bad_value("world_size", world_size, f"0 or {len(names)}, the number of entries in devices", "Make them agree.")
+    if inventory.type != "cpu" and not sharing and len(set(names)) != len(names):
+        raise bad_value(
+            "devices",
+            devices,
+            "each device once",
+            "Ranks can share an accelerator with backend=gloo, to check results: it is slow.",
+        )
     if len(names) > limit:
         raise bad_value("devices", devices, f"at most {limit} entries on this machine", "Name fewer devices.")
-    if inventory.type != "cpu" and len(set(names)) != len(names):
-        raise bad_value("devices", devices, "each device once", "Two ranks cannot share an accelerator.")
     return names
 
 

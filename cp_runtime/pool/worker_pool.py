@@ -99,6 +99,8 @@ class WorkerPool:
             PoolError: the ranks did not start.
             CallCancelled: `cancelled` returned True.
         """
+        if self.config.shares_accelerators:
+            log.warning("ranks share an accelerator, over gloo: that is for checking results; one rank alone is faster")
         began = time.monotonic()
         self._begin("start")
         try:

@@ -29,6 +29,17 @@ def test_devices_decide_the_world():
     assert resolve(CPU, devices="cpu,cpu,cpu").world_size == 3
 
 
+def test_ranks_share_an_accelerator_where_devices_says_so():
+    one = DeviceInventory(type="cuda", count=1)
+    config = resolve(one, devices="cuda:0,cuda:0,cuda", backend="gloo")
+    assert (config.devices, config.world_size) == (("cuda:0",) * 3, 3)
+    assert config.shares_accelerators
+    assert resolve(one, devices="cuda:0,cuda:0", world_size=2, backend="gloo").world_size == 2
+    assert resolve(one, backend="gloo").world_size == 1
+    assert not resolve(backend="gloo").shares_accelerators
+    assert not resolve(CPU).shares_accelerators
+
+
 def test_equal_inputs_give_equal_configs():
     assert resolve(world_size=2, ulysses_degree=2) == resolve(devices="cuda:0,cuda:1", ring_degree=1)
 
@@ -58,7 +69,11 @@ def test_a_degree_that_is_left_open_takes_the_rest(inputs, degrees):
         ({"world_size": 3, "devices": "cuda:0,cuda:1"}, ["world_size", "3", "2"]),
         ({"devices": "cuda:9"}, ["devices", "cuda:9", "cuda:3", "sees 4 cuda device(s)"]),
         ({"devices": "cuda:1,cuda:7"}, ["'cuda:1,cuda:7'", "'cuda:7' is none of them"]),
-        ({"devices": "cuda:0,cuda:0"}, ["each device once"]),
+        ({"devices": "cuda:0,cuda:0"}, ["each device once", "backend=gloo"]),
+        ({"devices": "cuda:0,cuda:0", "backend": "nccl"}, ["each device once", "backend=gloo"]),
+        ({"devices": ",".join(["cuda:0"] * 33), "backend": "gloo"}, ["at most 32 entries"]),
+        ({"world_size": 5, "backend": "gloo"}, ["world_size", "0 (choose) to 4"]),
+        ({"world_size": 3, "devices": "cuda:0,cuda:0", "backend": "gloo"}, ["world_size", "3", "2"]),
         ({"devices": "cpu"}, ["devices", "cpu", "cuda"]),
         ({"devices": "cuda:0;rm -rf /"}, ["devices"]),
         ({"devices": "cuda:0,,cuda:1"}, ["devices"]),
