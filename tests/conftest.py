@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -26,7 +27,9 @@ sys.path[:] = [str(TESTS), *(entry for entry in sys.path if Path(entry).resolve(
 
 from support import checkpoints, durations, exercised  # noqa: E402
 from support.package import load_package  # noqa: E402
-from support.server import ComfyServer  # noqa: E402
+
+if TYPE_CHECKING:  # machines that only run tests/gpu may lack what a server's client needs
+    from support.server import ComfyServer
 
 load_package()
 
@@ -111,5 +114,7 @@ def family_checkpoints(comfyui_path: Path, checkpoints_dir: Path, request: pytes
 @pytest.fixture(scope="session")
 def server(comfyui_path: Path, checkpoints_dir: Path) -> Iterator[ComfyServer]:
     """A real server, shared by all tests that neither end it nor need options of their own."""
+    from support.server import ComfyServer
+
     with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
         yield running
