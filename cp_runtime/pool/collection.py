@@ -11,7 +11,9 @@ from typing import Any
 
 from ..errors import ProtocolError
 
-CANCEL_GRACE = 1.25  # seconds that ranks get to leave a cancelled call before they are killed
+CANCEL_GRACE = 1.25  # seconds that ranks get to leave a cancelled call before they are killed, or
+CANCEL_MODULES = 3  # as long as this many planned modules take: they poll at one and leave at the next
+CANCEL_LIMIT = 60.0  # seconds that they get at most
 REPORT_GRACE = 1.0  # seconds that the other ranks get to report after a first failure
 SUSPENDED = 2.0  # a longer gap between ticks means this process was suspended; the deadline is then extended once
 STOPPED_GRACE = 5.0  # seconds that a rank may be stopped (state T) before the command fails
@@ -104,12 +106,16 @@ class Collection:
         """Another thread wants the command to end."""
         self._aborted = True
 
-    def cancel(self, now: float) -> Wait:
-        """The user wants to cancel. Only the first time matters, and only where nothing has failed yet."""
+    def cancel(self, now: float, module_seconds: float = 0.0) -> Wait:
+        """The user wants to cancel. Only the first time matters, and only where nothing has failed yet.
+
+        Args:
+            module_seconds: what a planned module of this call takes, at most; 0 = not known.
+        """
         if self._cancelled or self._failing:
             return Wait(until=self._deadline)
         self._cancelled = True
-        self._deadline = now + CANCEL_GRACE
+        self._deadline = now + min(CANCEL_LIMIT, max(CANCEL_GRACE, CANCEL_MODULES * module_seconds))
         return SendCancel(until=self._deadline)
 
     def tick(self, now: float, *, quiet: bool = True, stopped: Set[int] = frozenset()) -> Wait | Outcome:
@@ -146,7 +152,7 @@ class Collection:
         # Ranks that failed at the same collective are still in step with each other, unless they left one under way.
         failures = [reply for reply in self.replies.values() if not reply["ok"]]
         counts = {reply.get("collectives") for reply in failures}
-        pending = any(reply.get("pending") for reply in failures)
+        unusable = any(reply.get("pending") or reply.get("device_lost") for reply in failures)
         return Outcome(
             replies=dict(self.replies),
             cause=self._cause(),
@@ -155,7 +161,7 @@ class Collection:
             stopped=stopped,
             cancelled=self._cancelled,
             aborted=aborted,
-            kill=aborted or pending or bool(self._died or self.missing) or len(counts) > 1,
+            kill=aborted or unusable or bool(self._died or self.missing) or len(counts) > 1,
         )
 
     def _cause(self) -> int | None:

@@ -12,23 +12,37 @@ import torch
 from ..errors import PoolTimeout, RankError
 from .board import SILENT, Progress
 from .collection import Reply
+from .config import RuntimeConfig
 from .forking import RankProcess
 from .log_pump import LogPump
 from .stacks import collect_stacks
 
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
+_COMMUNICATION = ("DistBackendError", "DistNetworkError", "DistStoreError")  # of torch.distributed
 _SLOW = {
     "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
     "load": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
     "call": "If the step is only slow, raise step_timeout of CP Config.",
 }
+_NCCL = (
+    "If the GPUs cannot reach each other over NCCL, as with an IOMMU that breaks peer-to-peer transfers, start ComfyUI with the "
+    "environment variable NCCL_P2P_DISABLE=1, or set backend=gloo in CP Config."
+)
 _STOPPED = "Find out what stopped it, such as a tool that saves memory or power, and let the workers run."
 
 
-def reported_failure(rank: int, pid: int, replies: Mapping[int, Reply]) -> RankError:
-    """The error for a rank that reported one."""
+def start_advice(config: RuntimeConfig) -> str:
+    """What may help where ranks do not start, besides what the error itself says."""
+    nccl = config.backend == "nccl" or (config.backend == "auto" and config.device_type == "cuda")
+    return _NCCL if nccl and config.world_size > 1 else ""
+
+
+def reported_failure(rank: int, pid: int, replies: Mapping[int, Reply], advice: str = "") -> RankError:
+    """The error for a rank that reported one; with the advice where the ranks' communication failed."""
     reply = replies[rank]
     message = reply["message"] + (_describe_memory(replies) if reply["kind"] == _OUT_OF_MEMORY else "")
+    if advice and reply["kind"] in _COMMUNICATION:
+        message += f" {advice}"
     return RankError(rank=rank, pid=pid, kind=reply["kind"], message=message, trace=reply["trace"])
 
 
@@ -45,13 +59,13 @@ def first_death(ranks: Iterable[int], noticed: int, processes: Sequence[RankProc
     return noticed
 
 
-def death(rank: int, process: RankProcess, log: LogPump | None) -> RankError:
+def death(rank: int, process: RankProcess, log: LogPump | None, advice: str = "") -> RankError:
     """The error for a rank that died. No other signal must have been sent to it."""
     process.wait(1)  # its channel closes a moment before it ends
     if process.error is not None:
         return RankError(rank=rank, pid=process.pid, kind=type(process.error).__name__, message=str(process.error))
     kind, message = _describe_exit(process.returncode)
-    message += " The workers are restarted on next use."
+    message += f" The workers are restarted on next use. {advice}".rstrip()
     if lines := log.last_lines(rank) if log else []:
         message += "\n\nWhat it wrote last:\n" + "\n".join(lines)
     return RankError(rank=rank, pid=process.pid, kind=kind, message=message)
@@ -72,6 +86,7 @@ def missed_deadline(
     stopped: Set[int],
     processes: Sequence[RankProcess],
     stacks: Sequence[int],
+    advice: str = "",
 ) -> PoolTimeout:
     """The error for ranks that did not report: it names the one that the others wait for. The pool is to be killed.
 
@@ -80,6 +95,7 @@ def missed_deadline(
         late: where the ranks are that did not report.
         stopped: those of them that were stopped for too long, before the deadline.
         stacks: where the ranks write their stacks.
+        advice: what may help besides more time.
     """
     now = time.monotonic()
     names = {rank: f"rank {rank} (pid {processes[rank].pid})" for rank in late}
@@ -101,7 +117,7 @@ def missed_deadline(
         found = f"Stacks of all ranks: {path.decode(errors='replace')}."  # texts with bytes that are not UTF-8 reach no browser
     except OSError as error:
         found = f"No stacks of the ranks: {error}."
-    remedy = _STOPPED if stopped else _SLOW.get(what, _SLOW["load"])
+    remedy = _STOPPED if stopped else f"{_SLOW.get(what, _SLOW['load'])} {advice}".rstrip()
     return PoolTimeout(f"{text} {found} They are restarted on next use. {remedy}")
 
 

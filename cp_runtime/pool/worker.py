@@ -129,8 +129,7 @@ class Worker:
             except Cancelled:
                 reply = {"ok": True, "cancelled": True}
             except Exception as error:  # noqa: BLE001  (the controller raises it in the node)
-                used = memory(self.device, details=True)
-                reply = {"ok": False, "at": time.monotonic(), **self._position(), **describe(error), "memory": used}
+                reply = {"ok": False, "at": time.monotonic(), **self._position(), **describe(error), **left_memory(self.device)}
             finally:
                 self.cancel_points.end()
             self.board.begin(self.rank, 0)
@@ -238,6 +237,19 @@ def memory(device: torch.device, details: bool = False) -> dict[str, int]:
             used["allocated"], used["reserved"] = int(module.memory_allocated(device)), int(module.memory_reserved(device))
             used["free"] = int(module.mem_get_info(device)[0])
     return used
+
+
+def left_memory(device: torch.device) -> dict[str, Any]:
+    """What a report on a failure says about memory.
+
+    A CUDA device fails at every later call, too, once a kernel has failed: the report must go out all the same, and says that this
+    process is of no more use.
+    """
+    try:
+        return {"memory": memory(device, details=True)}
+    except Exception as error:  # noqa: BLE001  (torch has several kinds of it)
+        log.warning("%s does not answer any more: %s", device, error)
+        return {"device_lost": True}
 
 
 def run(spec: dict[str, Any]) -> None:

@@ -23,11 +23,12 @@ from .board import Board, Progress
 from .channel import Channel, Closed, SharedBlock
 from .collection import Collection, Outcome, Reply, SendCancel
 from .config import RuntimeConfig
-from .failures import death, first_death, missed_deadline, reported_failure, unforked
+from .failures import death, first_death, missed_deadline, reported_failure, start_advice, unforked
 from .forking import FORK_SERVERS, RankProcess
 from .launcher import child_environment, memory_file
 from .limits import starting
 from .log_pump import LogPump
+from .module_times import ModuleTimes
 from .protocol import TensorPacker, read_tensor, unflatten
 from .settings import load_timeout, startup_timeout
 from .site import WorkerSite
@@ -297,7 +298,7 @@ class WorkerPool:
     ) -> list[Reply]:
         """Wait for the reports of all ranks on a command."""
         collection = Collection(world_size=self.world_size, began=began, timeout=timeout)
-        states = StateWatch(self.processes, began)
+        states, times = StateWatch(self.processes, began), ModuleTimes()
         ranks = {channel.fileno(): rank for rank, channel in enumerate(self.channels)}
         poller = select.poll()
         for fd in ranks:
@@ -316,13 +317,14 @@ class WorkerPool:
                     poller.unregister(fd)
                     collection.died(rank, time.monotonic())
             self.waiting_for = collection.missing
+            times.note({rank: self.progress(rank).modules for rank in self.waiting_for}, now)
             if self._aborted:
                 collection.abort()
             step = collection.tick(now, quiet=not ready, stopped=states.stopped(self.waiting_for, now))
             if isinstance(step, Outcome):
                 return self._conclude(step, what, timeout)
             if cancelled is not None and cancelled():
-                step = collection.cancel(now)
+                step = collection.cancel(now, times.longest)
             if isinstance(step, SendCancel):
                 with contextlib.suppress(Closed):
                     self.channels[0].send({"command": "cancel"}, step.until)
@@ -331,22 +333,23 @@ class WorkerPool:
     def _conclude(self, outcome: Outcome, what: str, timeout: float) -> list[Reply]:
         """Return the reports, or kill the pool where it has to be and raise what `request` promises."""
         error: Exception | None = None
+        advice = start_advice(self.config) if what == "start" else ""
         if outcome.aborted:
             error = PoolError(self._aborted)
         elif outcome.cause is not None:
             rank, reply = outcome.cause, outcome.replies.get(outcome.cause)
             if reply is not None and not reply["ok"]:
-                error = reported_failure(rank, self.processes[rank].pid, outcome.replies)
+                error = reported_failure(rank, self.processes[rank].pid, outcome.replies, advice)
             else:
                 rank = first_death(outcome.died, rank, self.processes)
-                error = death(rank, self.processes[rank], self._log)
+                error = death(rank, self.processes[rank], self._log, advice)
         elif outcome.cancelled:
             error = CallCancelled()
             if outcome.kill:
                 log.warning("cancelled inside a step: the ranks did not leave it in time and are restarted on next use")
         elif outcome.late:
             progress = {rank: self.progress(rank) for rank in outcome.late}
-            error = missed_deadline(what, timeout, progress, outcome.stopped, self.processes, self._stacks)
+            error = missed_deadline(what, timeout, progress, outcome.stopped, self.processes, self._stacks, advice)
         if outcome.kill:
             self.kill()
         if error is not None:

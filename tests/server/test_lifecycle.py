@@ -199,11 +199,24 @@ def test_cancel_inside_a_slow_step_keeps_the_workers(pool_server, expected, faul
     assert pool_server.worker_pids() == pids
 
 
-def test_cancel_inside_a_step_of_many_seconds(pool_server, expected):
-    """Where even one block outlasts the grace period, the workers are restarted: the prompt ends in time all the same."""
+def test_cancel_inside_slow_blocks_keeps_the_workers(pool_server, expected, faults):
+    """Ranks leave at the second block that they enter: they get the time of three."""
     assert_right(pool_server, expected)
-    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=1536, height=1536, steps=2, batch=2))
-    wait_for_sampler(pool_server, prompt_id, 3)
+    pids = pool_server.worker_pids()
+    faults.arm(1, "slow", module=1, seconds=0.9)
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=80))
+    wait_for_sampler(pool_server, prompt_id, 1.3)
+    cancel(pool_server, prompt_id, "inside blocks of a second")
+    assert_right(pool_server, expected)
+    assert pool_server.worker_pids() == pids
+
+
+def test_cancel_inside_a_step_of_many_seconds(pool_server, expected, faults):
+    """Where one block takes far longer than those before it, the workers are restarted: the prompt ends in time all the same."""
+    assert_right(pool_server, expected)
+    faults.arm(1, "slow", module=3, seconds=8)
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=88))
+    wait_for_sampler(pool_server, prompt_id, 1)
     cancel(pool_server, prompt_id, "inside a step of many seconds")
     assert_right(pool_server, expected)
     assert len(pool_server.worker_pids()) == 2

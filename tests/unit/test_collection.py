@@ -5,6 +5,7 @@ import pytest
 from cp_runtime.errors import ProtocolError
 from cp_runtime.pool.collection import (
     CANCEL_GRACE,
+    CANCEL_LIMIT,
     REPORT_GRACE,
     STOPPED_GRACE,
     SUSPENDED,
@@ -106,8 +107,9 @@ def test_the_earliest_failure_is_the_cause(play):
         ([{"collectives": 7}] * 3, False),
         ([{"collectives": 7}, {"collectives": 7}, {"collectives": 8}], True),
         ([{"collectives": 7, "pending": 0}, {"collectives": 7, "pending": 1}, {"collectives": 7, "pending": 0}], True),
+        ([{"collectives": 7}, {"collectives": 7, "device_lost": True}, {"collectives": 7}], True),
     ],
-    ids=["in step", "apart", "one left a collective under way"],
+    ids=["in step", "apart", "one left a collective under way", "one has no device any more"],
 )
 def test_ranks_that_all_failed_live_on_in_step_only(play, positions, kill):
     for rank, position in enumerate(positions):
@@ -297,6 +299,15 @@ def test_cancel_not_in_time(play):
     outcome = play.pass_time(TIMEOUT)
     assert CANCEL_GRACE <= play.now - BEGAN < CANCEL_GRACE + STEP
     assert (outcome.cancelled, outcome.cause, outcome.late, outcome.kill) == (True, None, (1, 2), True)
+
+
+def test_cancel_waits_for_three_slow_modules(play):
+    assert play.collection.cancel(play.now, 2.0) == SendCancel(until=play.now + 6.0)
+
+
+@pytest.mark.parametrize(("module_seconds", "grace"), [(0.1, CANCEL_GRACE), (1000.0, CANCEL_LIMIT)])
+def test_cancel_waits_no_shorter_and_no_longer_than_that(play, module_seconds, grace):
+    assert play.collection.cancel(play.now, module_seconds) == SendCancel(until=play.now + grace)
 
 
 def test_cancel_of_what_has_failed(play):

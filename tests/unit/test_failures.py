@@ -1,10 +1,12 @@
-"""Which rank is named where several died."""
+"""Which rank is named where several died, and what users are told to do."""
 
 import signal
 
 import pytest
 
-from cp_runtime.pool.failures import death, first_death
+from cp_runtime.pool.board import Progress
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.failures import death, first_death, missed_deadline, reported_failure, start_advice
 from cp_runtime.pool.forking import RankProcess
 
 KILLED, LOST_ITS_PEER = -signal.SIGKILL, 1
@@ -33,3 +35,41 @@ def test_a_rank_that_was_killed_comes_before_one_that_lost_it(codes, noticed, na
     processes = ended(*codes)
     assert first_death(frozenset(range(len(codes))), noticed, processes) == named
     assert death(named, processes[named], None).rank == named
+
+
+CUDA = DeviceInventory(type="cuda", count=2)
+
+
+def advice(inventory=CUDA, **inputs):
+    return start_advice(RuntimeConfig.resolve(inventory=inventory, **inputs))
+
+
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+def test_ranks_that_meet_over_nccl_get_its_remedies(backend):
+    assert "NCCL_P2P_DISABLE=1" in advice(backend=backend)
+    assert "backend=gloo" in advice(backend=backend)
+
+
+def test_others_do_not():
+    assert advice(backend="gloo") == advice(world_size=1) == advice(DeviceInventory(type="cpu", count=0)) == ""
+    assert advice(DeviceInventory(type="xpu", count=2)) == ""
+
+
+def test_a_failed_start_names_the_remedies_where_communication_failed():
+    def message(kind):
+        replies = {0: {"ok": False, "at": 0.0, "kind": kind, "message": "went wrong", "trace": ""}}
+        return str(reported_failure(0, 1, replies, advice()))
+
+    assert "NCCL_P2P_DISABLE=1" in message("DistBackendError")
+    assert "NCCL_P2P_DISABLE=1" not in message("ImportError")
+
+
+def test_a_rank_that_died_in_the_start_names_the_remedies():
+    assert "backend=gloo" in str(death(0, ended(-signal.SIGSEGV)[0], None, advice()))
+
+
+def test_a_start_that_hangs_names_the_remedies(monkeypatch):
+    monkeypatch.setattr("cp_runtime.pool.failures.collect_stacks", lambda *_: "stacks.txt")
+    error = missed_deadline("start", 300, {0: Progress(0, 0, 0, 0.0)}, frozenset(), ended(0), [], advice())
+    for words in ("CP_STARTUP_TIMEOUT", "NCCL_P2P_DISABLE=1", "backend=gloo"):
+        assert words in str(error)

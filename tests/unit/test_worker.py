@@ -3,18 +3,19 @@ reports of a call."""
 
 import time
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.devices import SlowDevice
 
-from cp_runtime.comfy.ui.journal import time_by_rank
-from cp_runtime.engine.mesh import CommStats
+from cp_runtime.comfy.ui.journal import time_by_rankfrom cp_runtime.engine.mesh import CommStats
 from cp_runtime.pool.board import Board
 from cp_runtime.pool.cancel import CancelPoints
 from cp_runtime.pool.channel import SharedBlock
 from cp_runtime.pool.protocol import encode_header
 from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache
-from cp_runtime.pool.worker import INLINE, Worker
+from cp_runtime.pool.worker import INLINE, SHUTDOWN, Worker, left_memory
 
 
 @pytest.fixture
@@ -90,3 +91,30 @@ def test_a_call_takes_no_less_time_than_its_communication(monkeypatch):
     (times,) = time_by_rank([figures])
     assert times["compute"] >= 0.015
     assert times["communication"] + times["compute"] == pytest.approx(figures["seconds"])
+
+
+def test_a_device_that_does_not_answer_is_no_second_error(monkeypatch):
+    def raises(device, details):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    assert "host" in left_memory(torch.device("cpu"))["memory"]
+    monkeypatch.setattr("cp_runtime.pool.worker.memory", raises)
+    assert left_memory(torch.device("cpu")) == {"device_lost": True}
+
+
+def test_the_report_on_a_failed_kernel_goes_out_although_the_device_is_lost(block, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    worker, _ = follower(block, {"command": "break", "nbytes": 0})
+    sent = []
+    worker.device, worker.stats, worker.board = torch.device("cpu"), CommStats(), Board(SharedBlock(), 2)
+    worker.channel = SimpleNamespace(send=sent.append)
+    worker._handlers = {"break": fails}
+    monkeypatch.setattr("cp_runtime.pool.worker.memory", fails)
+    headers = iter([({"command": "break", "seq": 1}, None), ({"command": SHUTDOWN, "seq": 2}, None)])
+    worker._next = lambda: next(headers)
+    worker.serve()
+    (reply,) = sent
+    assert (reply["seq"], reply["ok"], reply["kind"], reply["device_lost"]) == (1, False, "RuntimeError", True)
+    assert "device-side assert" in reply["message"]
