@@ -8,7 +8,7 @@ SETUP = assignments=$$("$(PYTHON)" .ci/setup.py --print) && eval "$$assignments"
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = "$$CP_PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())'
 
-.PHONY: help setup test test-quick demo play bench soak coverage registry plan definitions lint lint-ruff lint-format lint-mypy lint-codespell
+.PHONY: help setup test test-quick demo play bench gpu-check soak coverage registry plan definitions lint lint-ruff lint-format lint-mypy lint-codespell
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
@@ -30,6 +30,9 @@ play: ## start ComfyUI with this pack and a tiny model, to click around in
 
 bench: ## run every benchmark and say which ratios moved since they were recorded (half an hour; BENCH_ARGS=--quick for minutes, --record to keep them)
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/recorded.py $(BENCH_ARGS)
+
+gpu-check: ## check this machine's GPU in nine minutes, docs/gpu.md; GPU_CHECK_ARGS="--out results", or --rehearse on CPU ranks
+	@$(SETUP) && "$$CP_PYTHON" benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
 
 soak: ## faults at full length and several times, into docs/reliability.md (an hour or two; SOAK_ARGS="--runs 1")
 	@$(SETUP) && "$$CP_PYTHON" .ci/soak.py $(SOAK_ARGS)

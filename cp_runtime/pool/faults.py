@@ -30,6 +30,23 @@ def _spin() -> NoReturn:
         pass
 
 
+def _device_memory() -> None:
+    torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+
+def _device_assert() -> None:
+    """An index out of range, which a kernel notices: no call on this device works any more."""
+    torch.zeros(1, device="cuda")[torch.full((1,), 5, device="cuda")].cpu()
+
+
+def _device_hang() -> None:
+    """Kernels for minutes. The host waits as soon as the device's queue is full."""
+    x = torch.ones(8192, 8192, dtype=torch.float64, device="cuda")
+    for _ in range(100_000):
+        torch.mm(x, x)
+    torch.cuda.synchronize()
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     # caught, and reported by the rank
     "oom": lambda: _raise(torch.OutOfMemoryError("injected: CUDA out of memory. Tried to allocate 20.00 GiB.")),
@@ -45,6 +62,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "spin": _spin,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "lock": lambda: ctypes.PyDLL(None).sleep(3600),  # in C, holding the GIL
+    # on a GPU
+    "device memory": _device_memory,
+    "device assert": _device_assert,
+    "device hang": _device_hang,
 }
 
 

@@ -1,4 +1,7 @@
-"""Rank script: every case of attention_cases.py against one process; rank 0 reports the worst rank."""
+"""Rank script: every case of attention_cases.py against one process; rank 0 reports the worst rank.
+
+Arguments: device, the CPU by default; head dimension, 8 by default.
+"""
 
 import functools
 import sys
@@ -19,7 +22,7 @@ from cp_runtime.engine.sharding import JointLayout  # noqa: E402
 sys.path.append(str(Path(__file__).parent))
 from attention_cases import MODES, cases  # noqa: E402
 
-HEAD_DIM = 8
+HEAD_DIM = int(arguments[1]) if len(arguments) > 1 else 8
 PACKED_LIMIT = attention.PACKED_LIMIT
 mesh = SequenceMesh(dist.group.WORLD)
 

@@ -2,14 +2,14 @@
 reports of a call."""
 
 import time
-
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.devices import SlowDevice
 
-from cp_runtime.comfy.ui.journal import time_by_rankfrom cp_runtime.engine.mesh import CommStats
+from cp_runtime.comfy.ui.journal import time_by_rank
+from cp_runtime.engine.mesh import CommStats
 from cp_runtime.pool.board import Board
 from cp_runtime.pool.cancel import CancelPoints
 from cp_runtime.pool.channel import SharedBlock

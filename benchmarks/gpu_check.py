@@ -1,0 +1,59 @@
+"""What only a GPU can show: kernels, modes, NCCL, ComfyUI, memory, faults and time, in nine minutes at most on one card.
+
+    make gpu-check, or COMFYUI_PATH=... python benchmarks/gpu_check.py --out DIR [--rehearse] [--few] [--sections kernels modes]
+
+Writes a line of JSON per result to DIR/results.jsonl as soon as it is there, and DIR/gpu.md from them. Every section is a process
+of its own with a time limit: one that fails or hangs does not stop the next. Nothing is installed or downloaded. docs/gpu.md says
+more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from gpu_sections import SECTIONS, runner
+from gpu_sections.options import Options
+
+REHEARSAL = 3.0  # times its limit that a section may take there: a CPU has less to give
+WITHOUT_CUDA = "torch sees no CUDA device. With --rehearse the sections run on CPU ranks, as far as they can."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="where results.jsonl, gpu.md and the sections' logs go; a new folder by default")
+    parser.add_argument("--rehearse", action="store_true", help="on CPU ranks with small sizes; what needs CUDA says so")
+    parser.add_argument("--few", action="store_true", help="few cases of each section: to see whether the command works")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="NAME", help=", ".join(SECTIONS))
+    parser.add_argument("--inside", choices=SECTIONS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    out: Path = arguments.out or Path(tempfile.mkdtemp(prefix="context-parallel-gpu-"))
+    if arguments.inside:
+        return runner.run_inside(arguments.inside, out / runner.RESULTS, Options(rehearse=arguments.rehearse, few=arguments.few))
+    if not os.environ.get("COMFYUI_PATH"):
+        sys.exit("COMFYUI_PATH is not set: run `make gpu-check`, or set it to ComfyUI's folder.")
+    if not arguments.rehearse and not Options.has_cuda():
+        sys.exit(WITHOUT_CUDA)
+    if arguments.rehearse:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of torch spin where cores are taken
+    flags = [f"--{name}" for name in ("rehearse", "few") if getattr(arguments, name)]
+    sections = [
+        runner.Section(
+            name=name,
+            seconds=SECTIONS[name] * (REHEARSAL if arguments.rehearse else 1),
+            command=(sys.executable, __file__, "--inside", name, "--out", str(out), *flags),
+        )
+        for name in arguments.sections
+    ]
+    good = runner.run(sections, out, budget=runner.BUDGET * (REHEARSAL if arguments.rehearse else 1))
+    print(f"\n{(out / runner.TABLE).read_text()}\n{out}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

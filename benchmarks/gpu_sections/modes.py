@@ -1,0 +1,39 @@
+"""The matrix of attention cases of tests/gloo, on real ranks that share the device over gloo, with heads of 128.
+
+`largest` is that of float32, against one process; `half rms` is the error of half precision over all cases, relative to that of one
+process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+from support.package import ROOT
+from support.ranks import run_ranks
+
+from .options import Options
+from .results import Results
+
+GLOO = ROOT / "tests" / "gloo"
+
+HEAD_DIM = 128
+WORLDS = (2, 3)
+LARGEST, HALF = 2e-5, 1.2
+
+
+def run(options: Options, results: Results) -> None:
+    """A result per number of ranks and mode."""
+    for world in WORLDS[:1] if options.few else WORLDS:
+        with results.part(f"{world} ranks"):
+            reports = run_ranks(GLOO / "attention_ranks.py", world, options.device, str(HEAD_DIM), timeout=240)
+            modes: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+            for report in reports:
+                modes[report["mode"]].append(report)
+            for mode, cases in modes.items():
+                largest = max(case["difference"] for case in cases if case["dtype"] == "float32")
+                halves = [case for case in cases if case["dtype"] != "float32"]
+                half = math.sqrt(sum(case["rms"] ** 2 for case in halves) / sum(case["one_process_rms"] ** 2 for case in halves))
+                good = largest <= LARGEST and half <= HALF and all(case["finite"] for case in cases)
+                results.check(f"{world} ranks, {mode}", good, cases=len(cases), largest=largest, half_rms=half)

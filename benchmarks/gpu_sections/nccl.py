@@ -1,0 +1,101 @@
+"""NCCL with one rank, as far as one card can show it, and whether the memory of a killed process comes back.
+
+The collectives are those of `engine/mesh.py`: messages to itself, uneven and empty ones too, also in groups that were split off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .options import Options
+from .results import NEEDS_CUDA, Results
+
+KILLS = 10
+BACK_IN = 5.0  # seconds
+HELD = 4 << 30  # bytes of the process that is killed
+LOAD = f"""
+import torch
+held = torch.zeros({HELD}, dtype=torch.uint8, device="cuda")
+x = torch.randn(8192, 8192, device="cuda")
+torch.cuda.synchronize()
+print("ready", flush=True)
+while True:
+    x = torch.nn.functional.normalize(x @ x)
+"""
+
+
+def run(options: Options, results: Results) -> None:
+    """Collectives, then kills."""
+    if options.rehearse:
+        results.add("collectives of one rank", NEEDS_CUDA)
+        results.add("memory of killed processes", NEEDS_CUDA)
+        return
+    with results.part("collectives of one rank"), _joined(results) as device:
+        _collectives(device, results)
+    with results.part("memory of killed processes"):
+        _kills(2 if options.few else KILLS, results)
+
+
+@contextlib.contextmanager
+def _joined(results: Results) -> Iterator[torch.device]:
+    """A process group of this process alone, connected at once."""
+    device = torch.device("cuda:0")
+    torch.cuda.set_device(device)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(str(Path(folder) / "store"), 1)
+        timeout = datetime.timedelta(seconds=30)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=timeout, device_id=device)
+        try:
+            results.add("start with a device", seconds=time.monotonic() - began)
+            yield device
+        finally:
+            dist.destroy_process_group()
+
+
+def _collectives(device: torch.device, results: Results) -> None:
+    began = time.monotonic()
+    split, _ = dist.new_subgroups_by_enumeration([[0]], backend="nccl")
+    dist.barrier(split)
+    results.add("a group that is split off", seconds=time.monotonic() - began)
+    for name, group in (("all", dist.group.WORLD), ("split group", split)):
+        for count in (0, 1, 777, 1 << 22):
+            send = torch.arange(count, dtype=torch.float32, device=device).view(torch.uint8)
+            received = torch.zeros_like(send)
+            operations = [dist.P2POp(dist.isend, send, 0, group=group), dist.P2POp(dist.irecv, received, 0, group=group)]
+            for work in dist.batch_isend_irecv(operations) if count else ():
+                work.wait()
+            whole = torch.zeros_like(send)
+            dist.all_to_all_single(whole, send, [len(send)], [len(send)], group=group)
+            good = torch.equal(whole, send) and (torch.equal(received, send) or not count)
+            results.check(f"messages to itself, {name}, {count} numbers", good)
+
+
+def _kills(count: int, results: Results) -> None:
+    """Kill a process in the middle of its kernels, again and again, and wait for its memory."""
+    torch.cuda.synchronize()
+    slowest, missing = 0.0, 0
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(count):
+        process = subprocess.Popen([sys.executable, "-c", LOAD], stdout=subprocess.PIPE, text=True)
+        if process.stdout is None or process.stdout.readline().strip() != "ready":
+            raise RuntimeError("the process that was to be killed did not start")
+        time.sleep(0.2)
+        began = time.monotonic()
+        process.kill()
+        process.wait()
+        while torch.cuda.mem_get_info()[0] < before - (64 << 20) and time.monotonic() - began < 2 * BACK_IN:
+            time.sleep(0.05)
+        slowest = max(slowest, time.monotonic() - began)
+        missing = max(missing, before - torch.cuda.mem_get_info()[0])
+    results.check("memory of killed processes", slowest <= BACK_IN, kills=count, slowest_seconds=slowest, missing_MB=missing / 1e6)

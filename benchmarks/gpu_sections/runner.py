@@ -1,0 +1,106 @@
+"""Runs sections one after the other, each in a process of its own, and writes the table."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from support import processes
+
+from .options import Options
+from .results import BAD, FAILED, OK, TIMED_OUT, WHOLE, Results, read
+from .table import markdown
+
+RESULTS, TABLE = "results.jsonl", "gpu.md"
+BUDGET = 540.0  # seconds of all sections on one card
+MARKER = "CP_GPU_CHECK"
+"""Environment variable that every process of a section inherits, by which those that it leaves behind are found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section to run.
+
+    Args:
+        seconds: that it may take.
+        command: that runs it.
+    """
+
+    name: str
+    seconds: float
+    command: tuple[str, ...]
+
+
+def run(sections: Sequence[Section], out: Path, budget: float = BUDGET) -> bool:
+    """Run all sections and write the results of this run to `out`. Returns whether nothing failed.
+
+    Args:
+        budget: seconds of all sections together; those that come too late are reported as not run.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / RESULTS
+    path.write_text("")
+    deadline = time.monotonic() + budget
+    for section in sections:
+        print(f"{section.name} …", end="", flush=True)
+        began = time.monotonic()
+        result, reason = _run(section, out, deadline - began)
+        seconds = time.monotonic() - began
+        Results(path, section.name).add(WHOLE, result, seconds=round(seconds, 1), **({"reason": reason} if reason else {}))
+        (out / TABLE).write_text(markdown(read(path)))
+    return not any(line["result"] in BAD for line in read(path))
+
+
+def run_inside(name: str, results: Path, options: Options) -> int:
+    """Run a section in this process."""
+    importlib.import_module(f"{__package__}.{name}").run(options, Results(results, name))
+    return 0
+
+
+def _run(section: Section, out: Path, left: float) -> tuple[str, str]:
+    """How a section ended, and why if not well."""
+    if left <= 0:
+        return TIMED_OUT, "the sections before it took all the time there is"
+    log, marker = out / f"{section.name}.log", uuid.uuid4().hex
+    limit = min(section.seconds, left)
+    with log.open("wb") as output, tempfile.TemporaryDirectory(prefix="context-parallel-gpu-") as temporary:
+        process = subprocess.Popen(
+            section.command,
+            env={**os.environ, MARKER: marker, "TMPDIR": temporary, "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return TIMED_OUT, f"ended after {limit:.0f} s; the last lines: {_last_lines(log)}"
+        finally:
+            _end(process, marker)
+    if code == 0:
+        return OK, ""
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return FAILED, f"{how}; the last lines: {_last_lines(log)}"
+
+
+def _end(process: subprocess.Popen[bytes], marker: str) -> None:
+    """Kill a section that still runs, and whatever it left behind."""
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    left = processes.with_environment(MARKER, marker)
+    processes.kill_all(left)
+    processes.wait_gone(left, 5.0)
+
+
+def _last_lines(log: Path, count: int = 3) -> str:
+    return " | ".join([line for line in log.read_text(errors="replace").splitlines() if line.strip()][-count:])

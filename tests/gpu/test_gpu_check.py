@@ -1,0 +1,145 @@
+"""`make gpu-check`: its runner with sections of a few lines, and a rehearsal of a part of the real ones on CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from support.package import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+from gpu_sections import SECTIONS, runner  # noqa: E402
+from gpu_sections.results import NEEDS_CUDA, WHOLE, Results, anonymous, read  # noqa: E402
+from gpu_sections.table import markdown  # noqa: E402
+
+SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
+CODES = {
+    "raises": "raise RuntimeError('it went wrong')",
+    "hangs": f"{SLEEPER}; import time; time.sleep(600)",
+    "dies": "import os; os.abort()",
+    "is fine": "print('fine')",
+}
+
+
+def sections(seconds=5.0, **codes):
+    return [runner.Section(name=name, seconds=seconds, command=(sys.executable, "-c", code)) for name, code in codes.items()]
+
+
+def test_a_section_that_fails_or_hangs_does_not_stop_the_next(tmp_path):
+    began = time.monotonic()
+    assert not runner.run(sections(2.0, **CODES), tmp_path)
+    assert time.monotonic() - began < 20
+    lines = {line["section"]: line for line in read(tmp_path / runner.RESULTS)}
+    assert {name: line["result"] for name, line in lines.items()} == {
+        "raises": "failed", "hangs": "timed out", "dies": "failed", "is fine": "ok"
+    }  # fmt: skip
+    assert "it went wrong" in lines["raises"]["reason"]
+    assert "ended after 2 s" in lines["hangs"]["reason"]
+    assert "SIGABRT" in lines["dies"]["reason"]
+    left = [process for process in psutil.process_iter(["cmdline"]) if "time.sleep(600)" in " ".join(process.info["cmdline"] or ())]
+    assert left == []
+    table = (tmp_path / runner.TABLE).read_text()
+    assert "| raises | failed |" in table
+    assert "| is fine | ok |" in table
+
+
+def test_sections_that_come_too_late_say_so(tmp_path):
+    assert not runner.run(sections(**{"is fine": CODES["is fine"]}), tmp_path, budget=0.0)
+    (line,) = read(tmp_path / runner.RESULTS)
+    assert (line["result"], line["check"]) == ("timed out", WHOLE)
+    assert "all the time" in line["reason"]
+
+
+def test_what_fails_inside_of_a_section_is_a_result(tmp_path):
+    results = Results(tmp_path / "results", "kernels")
+    with results.part("first"):
+        raise ValueError("no such kernel")
+    results.check("second", False, error=0.123456)
+    assert read(results.path) == [
+        {"section": "kernels", "check": "first", "result": "failed", "reason": "ValueError: no such kernel"},
+        {"section": "kernels", "check": "second", "result": "failed", "error": 0.1235},
+    ]
+
+
+def test_texts_tell_neither_paths_nor_names(monkeypatch):
+    monkeypatch.setattr("getpass.getuser", lambda: "marvin")
+    text = anonymous({"reason": ["/home/marvin/ComfyUI/main.py: no ~/models for marvin", "and/or 3/4 cuda:0, left after /free"]})
+    assert text == {"reason": ["<path>: no <path> for <name>", "and/or 3/4 cuda:0, left after /free"]}
+
+
+def test_a_last_line_that_is_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "results"
+    path.write_text('{"section": "a", "check": "b", "result": "ok"}\n{"section": "a", "ch')
+    assert len(read(path)) == 1
+
+
+def test_markdown():
+    lines = [
+        {"section": "kernels", "check": "flash, a|b", "result": "ok", "ms": 1.23456, "parts": {"x": 1}, "names": ["a", "b"]},
+        {"section": "kernels", "check": "one of many", "result": "ok", "detail": True},
+        {"section": "kernels", "check": WHOLE, "result": "ok", "seconds": 3.0},
+        {"section": "nccl", "check": "groups", "result": NEEDS_CUDA},
+        {"section": "nccl", "check": WHOLE, "result": "failed", "seconds": 1.0, "reason": "exit code 1"},
+    ]
+    assert markdown(lines).splitlines() == [
+        "# GPU check",
+        "",
+        "| Section | Result | Seconds | Checks | Why |",
+        "|---|---|---|---|---|",
+        "| kernels | ok | 3.0 | 2 ok |  |",
+        "| nccl | failed | 1.0 | 1 needs CUDA | exit code 1 |",
+        "",
+        "## kernels",
+        "",
+        "| Check | Result | Figures |",
+        "|---|---|---|",
+        "| flash, a\\|b | ok | ms 1.23, parts x 1, names a b |",
+        "",
+        "## nccl",
+        "",
+        "| Check | Result | Figures |",
+        "|---|---|---|",
+        "| groups | needs CUDA |  |",
+    ]
+
+
+# Those with servers and those with many cases take minutes.
+REHEARSED = ("environment", "kernels", "nccl", "streams", "comfy", "timing", "several")
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory, comfyui_path):
+    out = tmp_path_factory.mktemp("rehearsal")
+    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--rehearse", "--few", "--out", str(out), "--sections", *REHEARSED]
+    done = subprocess.run(
+        command, env={**os.environ, "COMFYUI_PATH": str(comfyui_path)}, capture_output=True, text=True, timeout=300, check=False
+    )
+    return out, done
+
+
+def test_every_section_that_was_asked_for_reports(rehearsal):
+    out, done = rehearsal
+    assert done.returncode == 0, done.stdout
+    lines = read(out / runner.RESULTS)
+    whole = {line["section"]: line["result"] for line in lines if line["check"] == WHOLE}
+    assert whole == dict.fromkeys(REHEARSED, "ok")
+    for name in REHEARSED:
+        assert [line for line in lines if line["section"] == name and line["check"] != WHOLE]
+    assert {line["section"] for line in lines if line["result"] == NEEDS_CUDA} >= {"environment", "nccl", "streams"}
+    assert (out / runner.TABLE).read_text().startswith("# GPU check")
+
+
+def test_the_report_of_a_rehearsal_holds_no_paths(rehearsal, tmp_path):
+    text = json.dumps(read(rehearsal[0] / runner.RESULTS))
+    for path in (ROOT, rehearsal[0], os.environ["COMFYUI_PATH"], os.path.expanduser("~/")):
+        assert str(path) not in text
+
+
+def test_limits_of_the_sections_add_up_to_nine_minutes_on_one_card():
+    assert sum(seconds for name, seconds in SECTIONS.items() if name != "several") + 10 <= runner.BUDGET
