@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,3 @@ def used_device_memory(options: Options) -> float:
         return 0.0
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 1e9
-
-
-def said(server: ComfyServer, words: Iterable[str]) -> list[str]:
-    """Lines of the server's log that hold one of the words."""
-    return [line.strip() for line in server.log_text().splitlines() if any(word in line for word in words)]

@@ -4,10 +4,14 @@ import signal
 
 import pytest
 
+from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool.board import Progress
+from cp_runtime.pool.collection import Outcome
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.failures import death, first_death, missed_deadline, reported_failure, start_advice
 from cp_runtime.pool.forking import RankProcess
+from cp_runtime.pool.site import WorkerSite
+from cp_runtime.pool.worker_pool import WorkerPool
 
 KILLED, LOST_ITS_PEER = -signal.SIGKILL, 1
 
@@ -73,3 +77,13 @@ def test_a_start_that_hangs_names_the_remedies(monkeypatch):
     error = missed_deadline("start", 300, {0: Progress(0, 0, 0, 0.0)}, frozenset(), ended(0), [], advice())
     for words in ("CP_STARTUP_TIMEOUT", "NCCL_P2P_DISABLE=1", "backend=gloo"):
         assert words in str(error)
+
+
+@pytest.mark.parametrize(("command", "named"), [("start", True), ("call", False)])
+def test_a_pool_names_the_remedies_for_its_start_only(monkeypatch, command, named):
+    monkeypatch.setattr("cp_runtime.pool.failures.collect_stacks", lambda *_: "stacks.txt")
+    pool = WorkerPool(RuntimeConfig.resolve(inventory=CUDA), WorkerSite())
+    pool.processes = ended(0, 0)
+    with pytest.raises(PoolTimeout) as caught:
+        pool._conclude(Outcome(replies={}, late=(0, 1), kill=True), command, 300.0)
+    assert ("NCCL_P2P_DISABLE=1" in str(caught.value)) == named
