@@ -34,7 +34,7 @@ def load_recipe(recipe: Recipe) -> LoadedModel:
         raise MirrorError(f"unknown loader {recipe.loader!r}")
     _check_stamp(recipe)
     options = {name: _option(name, value) for name, value in recipe.options.items()}
-    with file_backed_weights() as missing:
+    with weights_on_host(), file_backed_weights() as missing:
         if recipe.loader == LOADERS[0]:
             patcher = comfy.sd.load_diffusion_model(recipe.path, options, disable_dynamic=True)
         else:
@@ -62,6 +62,24 @@ def _option(name: str, value: Any) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise MirrorError(f"unknown dtype {value!r} of model option {name!r}")
     return dtype
+
+
+@contextlib.contextmanager
+def weights_on_host() -> Iterator[None]:
+    """While active, ComfyUI makes models in host memory, and gives them back to it.
+
+    It would make them on the device with --highvram, or where that has more room than the host: no weight there is the file's page.
+    """
+    from comfy import model_management
+
+    own = {name: getattr(model_management, name) for name in ("unet_inital_load_device", "unet_offload_device")}
+    for name in own:
+        setattr(model_management, name, lambda *_args, **_kwargs: torch.device("cpu"))
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(model_management, name, function)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from ..wire.recipe import Recipe
 from ..wire.weight_patches import decode_weight_patches, weight_patches_digest
 from ..wire.weight_samples import sample_weights
 from .batch import share_out, take_items
+from .file_weights import FileWeightsPatcher, forget
 from .node_patches import ATTACHED, attach_network
 from .quantised import shared_scales
 from .sharded import run_sharded
@@ -82,9 +83,12 @@ class Mirrors:
         key = header["key"]
         for gone in header["forget"]:
             self._drop(gone)
+        if header["forget"]:
+            _free_dropped()
         mirror = self.entries.get(key)
         if mirror is None:
             patcher, missing = self._load_file(Recipe(**header["recipe"]))
+            FileWeightsPatcher.adopt(patcher, header["recipe"]["path"])
             # What the file does not have is not initialised, and differs from process to process.
             mirror = Mirror(patcher, sample_weights(patcher.model.diffusion_model, without=missing))
         self._patch(mirror.patcher, header, block)
@@ -137,14 +141,14 @@ class Mirrors:
         """Drop networks of patches that are gone."""
         for key in keys:
             self._drop_network(key)
+        _free_dropped()
 
     def unload(self, key: str) -> None:
         """Drop a model and all networks of patches. Host and device memory is freed; the file stays in the page cache."""
         self._drop(key)
         for network in list(ATTACHED):
             self._drop_network(network)
-        gc.collect()
-        model_management.soft_empty_cache()
+        _free_dropped()
 
     def _forward_of(self, header: dict[str, Any]) -> tuple[Mirror, Callable[..., Any]]:
         """The model of a call, and the method that is called."""
@@ -159,12 +163,12 @@ class Mirrors:
         mirror = self.entries.pop(key, None)
         if mirror is not None:
             mirror.drop()
-            model_management.unload_model_and_clones(mirror.patcher)
+            forget(mirror.patcher)
 
     def _drop_network(self, key: str) -> None:
         patcher = ATTACHED.pop(key, None)
         if patcher is not None:
-            model_management.unload_model_and_clones(patcher)
+            forget(patcher)
 
     def _load_file(self, recipe: Recipe) -> LoadedModel:
         # Links inside the model folders may lead anywhere: the user made them.
@@ -190,6 +194,12 @@ class Mirrors:
         loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
         if patcher.model.current_weight_patches_uuid != patcher.patches_uuid or any(id(each) not in loaded for each in wanted):
             model_management.load_models_gpu(wanted, memory_required=patcher.memory_required(list(latent)) / ranks)
+
+
+def _free_dropped() -> None:
+    """Free the memory of dropped models, on the device and on the host."""
+    gc.collect()  # modules and hooks refer to each other
+    model_management.soft_empty_cache()
 
 
 def _report(shares: BatchShares, planner: DegreePlanner, state: CallState) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""A rank's model whose weights are the pages of its file: they leave the device without being copied.
+
+ComfyUI moves a model off its device by copying all of it into memory of this process, N times on N ranks, although the file holds
+the same bytes. It does so to unload a model, to make room for another one, and whenever the LoRA changes. What it noted in
+`ModelPatcher.backup`, as it does for weights that a LoRA changes, it takes from there instead.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from comfy import model_management
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ..wire.loading import parameters_of
+from ..wire.weight_samples import stored
+
+
+class Backup(NamedTuple):
+    """An entry of `ModelPatcher.backup`."""
+
+    weight: Tensor
+    inplace_update: bool = False
+
+
+class FileWeightsPatcher(ModelPatcher):
+    """A ModelPatcher that goes back to the file's pages.
+
+    Attributes:
+        cp_file_weights: those weights whose memory is the file, by name.
+    """
+
+    cp_file_weights: dict[str, Tensor]
+
+    @classmethod
+    def adopt(cls, patcher: Any, path: str) -> None:
+        """Make `patcher`, whose model was loaded from `path` a moment ago, one of these."""
+        patcher.__class__ = cls
+        ranges = _mapped(path)
+        patcher.cp_file_weights = {
+            # Not the parameter itself: a module that moves to a device puts another tensor into it.
+            name: getattr(module, parameter).detach()
+            for name, module, parameter in parameters_of(patcher.model)
+            if _inside(max(stored(getattr(module, parameter)), key=_bytes), ranges)  # scales may be converted, and are small
+        }
+
+    def load(self, *args: Any, **kwargs: Any) -> None:
+        for name, weight in self.cp_file_weights.items():
+            self.backup.setdefault(name, Backup(weight))
+        super().load(*args, **kwargs)
+
+
+def forget(patcher: ModelPatcher) -> None:
+    """Take a model from ComfyUI's memory manager as it is: its memory is free once nothing refers to it.
+
+    ComfyUI's own way to unload a model copies what is on the device to the host first.
+    """
+    loaded = model_management.current_loaded_models
+    loaded[:] = [each for each in loaded if each.model is not patcher]
+
+
+def _mapped(path: str) -> list[tuple[int, int]]:
+    """Ranges of addresses at which this process has mapped a file."""
+    inode = str(os.stat(path).st_ino)
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        fields = [line.split(maxsplit=5) for line in lines]
+    spans = [entry[0].split("-") for entry in fields if entry[4] == inode]
+    return [(int(start, 16), int(stop, 16)) for start, stop in spans]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.nbytes
+
+
+def _inside(tensor: Tensor, ranges: list[tuple[int, int]]) -> bool:
+    if tensor.device.type != "cpu":
+        return False
+    begin = tensor.data_ptr()
+    return any(start <= begin and begin + tensor.nbytes <= stop for start, stop in ranges)

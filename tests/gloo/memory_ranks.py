@@ -1,0 +1,105 @@
+"""Rank script: where a mirror's weights are while it is loaded, patched and dropped.
+
+The device is torch's `meta`, with a made-up amount of memory: it takes weights like an accelerator, and whatever ComfyUI would copy
+back from it raises an error.
+"""
+
+import gc
+import os
+import sys
+import weakref
+
+from support.ranks import finish, report, start
+
+_, _, (checkpoint,) = start()
+sys.path[0] = os.environ["COMFYUI_PATH"]
+sys.argv = ["main.py", "--cpu"]
+
+import comfy.cli_args  # noqa: E402
+
+comfy.cli_args.args.cpu = True
+import torch  # noqa: E402
+from comfy import model_management as mm  # noqa: E402
+from comfy.weight_adapter import LoRAAdapter  # noqa: E402
+
+from cp_runtime.comfy.wire.recipe import Recipe, file_stamp  # noqa: E402
+from cp_runtime.comfy.wire.weight_patches import encode_weight_patches  # noqa: E402
+from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
+from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
+
+torch.set_grad_enabled(False)
+META, LATENT = torch.device("meta"), (1, 16, 8, 8)
+KEY = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
+inode = str(os.stat(checkpoint).st_ino)
+mirrors = Mirrors(META, [])
+budget = 1 << 60
+mm.EXTRA_RESERVED_VRAM = 0
+mm.minimum_inference_memory = lambda: 0
+mm.vram_state = mm.VRAMState.NORMAL_VRAM
+mm.lowvram_available, mm.MIN_WEIGHT_MEMORY_RATIO = True, 0.0  # as with a GPU of NVIDIA
+
+
+def free(device=None, torch_free_too=False):
+    used = sum(mirror.patcher.loaded_size() for mirror in mirrors.entries.values())
+    return (budget - used, 0) if torch_free_too else budget - used
+
+
+mm.get_free_memory = free
+
+
+def load(uuid, patches):
+    packer = TensorPacker()
+    tree = flatten(encode_weight_patches(patches), packer.add)
+    block = torch.empty(packer.nbytes, dtype=torch.uint8)
+    packer.write(block)
+    recipe = Recipe("load_diffusion_model", checkpoint, {}, file_stamp(checkpoint)).as_json()
+    mirrors.load({"key": "k", "forget": [], "recipe": recipe, "patches": tree, "patches_uuid": uuid}, block)
+    patcher = mirrors.entries["k"].patcher
+    patcher.load_device = META
+    for module in patcher.model.modules():  # small, and not in the file: they stay
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            delattr(module, name)
+            setattr(module, name, buffer)
+    return patcher
+
+
+def where(patcher):
+    """Bytes of the transformer's weights by place: on the device, in the file's pages, in memory of this process."""
+    with open("/proc/self/maps") as lines:
+        spans = [line.split()[0].split("-") for line in lines if line.split()[4] == inode]
+    ranges = [(int(a, 16), int(b, 16)) for a, b in spans]
+    places = {"device": 0, "file": 0, "private": 0}
+    for weight in patcher.model.diffusion_model.parameters():
+        in_file = weight.device.type == "cpu" and any(a <= weight.data_ptr() < b for a, b in ranges)
+        places["device" if weight.device == META else "file" if in_file else "private"] += weight.nbytes
+    return places
+
+
+def lora(strength):
+    return {KEY: [(strength, LoRAAdapter(set(), (torch.ones(768, 4), torch.ones(4, 256), 4.0, None, None, None)), 1.0, None, None)]}
+
+
+patcher = load("u0", {})
+model = weakref.ref(patcher.model)
+report(step="read", **where(patcher))
+mirrors._to_device(patcher, LATENT, 1)
+report(step="on the device", **where(patcher))
+patcher = load("u1", lora(1.0))
+mirrors._to_device(patcher, LATENT, 1)
+report(step="with a LoRA", **where(patcher))
+patcher = load("u2", lora(0.5))
+mirrors._to_device(patcher, LATENT, 1)
+report(step="with another LoRA", **where(patcher))
+budget = patcher.loaded_size()
+mm.free_memory(patcher.model_size() // 2, META)
+report(step="half of it makes room", **where(patcher))
+mm.free_memory(1e30, META)
+report(step="all of it makes room", **where(patcher), listed=len(mm.current_loaded_models))
+budget = 1 << 60
+mirrors._to_device(patcher, LATENT, 1)
+report(step="back on the device", **where(patcher))
+del patcher
+gc.disable()
+mirrors.unload("k")
+report(step="dropped", alive=model() is not None, listed=len(mm.current_loaded_models))
+finish()

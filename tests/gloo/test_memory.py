@@ -1,0 +1,33 @@
+"""What a rank's models take of its memory."""
+
+from pathlib import Path
+
+import pytest
+from support.ranks import COMFY, run_ranks
+
+
+@pytest.fixture(scope="module")
+def reports(checkpoints_dir):
+    checkpoint = checkpoints_dir / "diffusion_models" / "flux.safetensors"
+    return run_ranks(Path(__file__).with_name("memory_ranks.py"), 1, str(checkpoint), preload=COMFY)
+
+
+def steps(reports):
+    return {report.pop("step"): report for report in map(dict, reports) if "step" in report}
+
+
+def test_weights_leave_the_device_for_the_pages_of_the_file(reports):
+    """N ranks with a copy each would take N times the model's size of the computer's memory."""
+    at = steps(reports)
+    total = at["read"]["file"]
+    assert total > 1e6
+    whole = {"device": total, "file": 0, "private": 0}
+    assert at["read"] == {"device": 0, "file": total, "private": 0}
+    assert at["on the device"] == at["with a LoRA"] == at["with another LoRA"] == at["back on the device"] == whole
+    assert at["half of it makes room"]["device"] > 0
+    assert at["half of it makes room"]["private"] == 0
+    assert at["all of it makes room"] == {"device": 0, "file": total, "private": 0, "listed": 0}
+
+
+def test_a_dropped_model_is_gone(reports):
+    assert steps(reports)["dropped"] == {"alive": False, "listed": 0}
