@@ -5,6 +5,8 @@ All of them derive from `ContextParallelError`. A message says what is wrong, wh
 
 from __future__ import annotations
 
+import torch
+
 MAX_SHOWN = 200  # characters of a value in an error
 
 
@@ -59,6 +61,10 @@ class RankError(PoolError):
         self.rank, self.pid, self.kind, self.message, self.trace = rank, pid, kind, message, trace
         text = f"rank {rank} (pid {pid}) failed: {kind}: {message}"
         super().__init__(f"{text}\n\nTraceback of rank {rank}:\n{trace}" if trace else text)
+
+
+class RankOutOfMemory(RankError, torch.OutOfMemoryError):
+    """A rank's device has no memory left. ComfyUI, too, sees an error of its device in it, and unloads its models."""
 
 
 def bad_value(field: str, got: object, allowed: str, remedy: str) -> ConfigError:

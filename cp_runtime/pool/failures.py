@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
-from ..errors import PoolTimeout, RankError
+from ..errors import PoolTimeout, RankError, RankOutOfMemory
 from .board import SILENT, Progress
 from .collection import Reply
 from .config import RuntimeConfig
@@ -19,6 +19,7 @@ from .stacks import collect_stacks
 
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 _COMMUNICATION = ("DistBackendError", "DistNetworkError", "DistStoreError")  # of torch.distributed
+_ACCELERATOR = "AcceleratorError"  # of torch 2.8 and later, for anything that a device reports
 _SLOW = {
     "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
     "load": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
@@ -40,10 +41,13 @@ def start_advice(config: RuntimeConfig) -> str:
 def reported_failure(rank: int, pid: int, replies: Mapping[int, Reply], advice: str = "") -> RankError:
     """The error for a rank that reported one; with the advice where the ranks' communication failed."""
     reply = replies[rank]
-    message = reply["message"] + (_describe_memory(replies) if reply["kind"] == _OUT_OF_MEMORY else "")
-    if advice and reply["kind"] in _COMMUNICATION:
+    kind, message, trace = reply["kind"], reply["message"], reply["trace"]
+    if kind == _OUT_OF_MEMORY or (kind == _ACCELERATOR and "out of memory" in message.lower()):
+        message += _describe_memory(replies)
+        return RankOutOfMemory(rank=rank, pid=pid, kind=kind, message=message, trace=trace)
+    if advice and kind in _COMMUNICATION:
         message += f" {advice}"
-    return RankError(rank=rank, pid=pid, kind=reply["kind"], message=message, trace=reply["trace"])
+    return RankError(rank=rank, pid=pid, kind=kind, message=message, trace=trace)
 
 
 def first_death(ranks: Iterable[int], noticed: int, processes: Sequence[RankProcess]) -> int:

@@ -2,6 +2,7 @@
 
 A file `<rank>.json` there, `{"kind": "oom", "at": "module", "module": 3}`, is removed by that rank and takes effect at that place:
 `start`, before it joins the others; `load`, before it loads a model; `module`, when it enters that planned module of a call.
+With `"times": 2` it stays for a second time.
 """
 
 from __future__ import annotations
@@ -83,7 +84,11 @@ def armed_fault(rank: int, place: str) -> Callable[[int], None] | None:
     fault = json.loads(path.read_text())
     if fault.get("at", "module") != place:
         return None
-    path.unlink()
+    left = fault.get("times", 1) - 1
+    if left > 0:
+        path.write_text(json.dumps({**fault, "times": left}))
+    else:
+        path.unlink()
 
     def strike(module: int) -> None:
         if fault["kind"] == "slow":

@@ -1,4 +1,4 @@
-"""Rank script: where a mirror's weights are while it is loaded, patched and dropped.
+"""Rank script: where a mirror's weights are while it is loaded, patched and dropped; and what is planned for a call.
 
 The device is torch's `meta`, with a made-up amount of memory: it takes weights like an accelerator, and whatever ComfyUI would copy
 back from it raises an error.
@@ -28,7 +28,7 @@ from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 
 torch.set_grad_enabled(False)
-META, LATENT = torch.device("meta"), (1, 16, 8, 8)
+META = torch.device("meta")
 KEY = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
 inode = str(os.stat(checkpoint).st_ino)
 mirrors = Mirrors(META, [])
@@ -82,22 +82,26 @@ def lora(strength):
 patcher = load("u0", {})
 model = weakref.ref(patcher.model)
 report(step="read", **where(patcher))
-mirrors._to_device(patcher, LATENT, 1)
+mirrors.to_device(mirrors.entries["k"], 0)
 report(step="on the device", **where(patcher))
 patcher = load("u1", lora(1.0))
-mirrors._to_device(patcher, LATENT, 1)
+mirrors.to_device(mirrors.entries["k"], 0)
 report(step="with a LoRA", **where(patcher))
 patcher = load("u2", lora(0.5))
-mirrors._to_device(patcher, LATENT, 1)
+mirrors.to_device(mirrors.entries["k"], 0)
 report(step="with another LoRA", **where(patcher))
 budget = patcher.loaded_size()
 mm.free_memory(patcher.model_size() // 2, META)
 report(step="half of it makes room", **where(patcher))
 mm.free_memory(1e30, META)
 report(step="all of it makes room", **where(patcher), listed=len(mm.current_loaded_models))
-budget = 1 << 60
-mirrors._to_device(patcher, LATENT, 1)
+size = patcher.model_size()
+budget = 2 * size
+mirrors.to_device(mirrors.entries["k"], 0)
 report(step="back on the device", **where(patcher))
+for call, needed in (("small", 0.2), ("large", 1.6), ("smaller again", 0.8), ("small again", 0.2)):
+    mirrors.to_device(mirrors.entries["k"], needed * size)
+    report(step=call, **where(patcher), free=free() / size)  # in sizes of the model
 del patcher
 gc.disable()
 mirrors.unload("k")

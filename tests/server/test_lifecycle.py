@@ -241,15 +241,29 @@ def test_killed_worker_fails_the_prompt_and_the_next_one_is_right(pool_server, e
 
 @pytest.mark.parametrize(("rank", "module"), [(1, 1), (1, 3), (0, 4)])
 def test_out_of_memory_on_one_rank(pool_server, expected, faults, rank, module):
+    """Room is made, and the call is tried again."""
     assert_right(pool_server, expected)
     faults.arm(rank, "oom", module=module)
     watch = Stopwatch(f"29 out of memory on rank {rank} of 2, module {module}")
-    result = pool_server.run(flux_prompt(cp=CP), timeout=30)
+    assert_right(pool_server, expected)
     watch.within(5, "the prompt has ended, from its start")
+    assert not faults.waiting
+    assert f"rank {rank} ran out of memory; making room" in pool_server.log_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_out_of_memory_twice(pool_server, expected, faults, rank):
+    """ComfyUI sees that it was memory, and unloads its models."""
+    assert_right(pool_server, expected)
+    faults.arm(rank, "oom", module=2, times=2)
+    watch = Stopwatch(f"29 out of memory on rank {rank} of 2, twice")
+    result = pool_server.run(flux_prompt(cp=CP), timeout=60)
+    watch.within(10, "the prompt has ended, from its start")
     assert result.status == "error"
     assert f"rank {rank} (pid " in result.error.exception_message
     assert "OutOfMemoryError: injected" in result.error.exception_message
     assert f"rank {rank}: host " in result.error.exception_message
+    assert "you ran out of memory on your GPU" in result.error.exception_message  # ComfyUI's words
     assert "Connection closed" not in result.error.exception_message
     assert not faults.waiting
     assert_right(pool_server, expected)
@@ -262,7 +276,7 @@ def test_out_of_memory_in_one_batch_group(served, world, pool_server, faults, fa
     entry = families.served()[served][1]
     expected = pool_server.latent(pool_server.run(family_prompt(entry, cfg=4.0)).check())
     prompt = partial(family_prompt, entry, cfg=4.0, cp={"world_size": world})
-    faults.arm(1, "oom", module=3)
+    faults.arm(1, "oom", module=3, times=2)
     result = pool_server.run(prompt(), timeout=60)
     assert result.status == "error"
     assert "OutOfMemoryError: injected" in result.error.exception_message

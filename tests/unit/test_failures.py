@@ -1,10 +1,11 @@
-"""Which rank is named where several died, and what users are told to do."""
+"""Which rank is named where several died, which kind of error a rank's error becomes, and what users are told to do."""
 
 import signal
 
 import pytest
+import torch
 
-from cp_runtime.errors import PoolTimeout
+from cp_runtime.errors import PoolTimeout, RankError, RankOutOfMemory
 from cp_runtime.pool.board import Progress
 from cp_runtime.pool.collection import Outcome
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
@@ -87,3 +88,20 @@ def test_a_pool_names_the_remedies_for_its_start_only(monkeypatch, command, name
     with pytest.raises(PoolTimeout) as caught:
         pool._conclude(Outcome(replies={}, late=(0, 1), kill=True), command, 300.0)
     assert ("NCCL_P2P_DISABLE=1" in str(caught.value)) == named
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "memory"),
+    [
+        ("OutOfMemoryError", "CUDA out of memory.", True),
+        ("AcceleratorError", "CUDA error: out of memory", True),
+        ("AcceleratorError", "CUDA error: device-side assert triggered", False),
+        ("RuntimeError", "out of memory, says someone else", False),
+    ],
+)
+def test_comfyui_sees_an_error_of_its_device_where_a_rank_has_no_memory_left(kind, message, memory):
+    reply = {"kind": kind, "message": message, "trace": "", "memory": {"host": 2**30, "device": 2**31}}
+    error = reported_failure(1, 7, {1: reply})
+    assert isinstance(error, torch.OutOfMemoryError) is isinstance(error, RankOutOfMemory) is memory
+    assert isinstance(error, RankError)
+    assert ("rank 1: host 1.00 GiB, device 2.00 GiB" in str(error)) is memory

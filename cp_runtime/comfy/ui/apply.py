@@ -9,6 +9,7 @@ from typing import Any
 
 import comfy.model_patcher
 from comfy.patcher_extension import WrappersMP
+from comfy.sampler_helpers import estimate_memory
 
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
@@ -64,7 +65,15 @@ def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any,
     """Look at the conditions before the model is loaded, when it can still be loaded in this process instead."""
     if isinstance(model, ContextParallelPatcher):
         model.cp_conditions_obstacle = conditions_obstacle(conds)
+        model.cp_memory_scale = memory_scale(model, noise_shape, conds)
     return executor(model, noise_shape, conds, **kwargs)
+
+
+def memory_scale(model: Any, noise_shape: Any, conds: dict[str, Any]) -> float:
+    """How many times the memory for the latent alone ComfyUI expects latent and conditions together to need."""
+    alone = model.memory_required(list(noise_shape))
+    _, together = estimate_memory(model, noise_shape, conds)
+    return max(1.0, together / alone) if alone > 0 else 1.0
 
 
 def without_context_parallel(model: Any) -> Any:

@@ -9,12 +9,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from ...errors import MirrorError, PoolError, ProtocolError
+from ...errors import MirrorError, PoolError, ProtocolError, RankOutOfMemory
 from ...pool.config import RuntimeConfig
 from ...pool.worker_pool import CallCancelled
-from .journal import Failure, Journal, Node
+from .journal import CallRecord, Failure, Journal, Node
+from .residency import free_for_ranks
 from .target import Target
 from .workers import DenoiseCall, Workers
 
@@ -22,6 +24,7 @@ log = logging.getLogger("context_parallel")
 
 RESTART_TIMEOUT = 15.0  # seconds that a prompt has to end once its workers are killed
 CLOSE_TIMEOUT = 3.0  # the same, at exit
+MORE_ROOM = 2.0  # times the memory that was expected, once a rank had too little of it
 POLL = 0.1  # seconds between two polls for Cancel while another thread holds the lock
 
 
@@ -71,13 +74,18 @@ class Controller:
         """Run a call of the model `target` and return its output.
 
         The model is loaded first if the workers hold another state of it: two guiders may use the same file with different LoRA,
-        and the pool may have been lost since the last call. Raises what `load` raises.
+        and the pool may have been lost since the last call. Where a rank runs out of memory, room is made and the call is tried
+        once more. Raises what `load` raises, and RankOutOfMemory the second time.
         """
         self.node = node
         with self._exclusive(cancelled), self._noted():
-            workers = self._loaded(config, target, cancelled)
-            workers.attach_networks(call.patches.networks, cancelled)
-            out, record = workers.call(config, target.key, call, node, cancelled)
+            try:
+                out, record = self._called(config, target, call, node, cancelled)
+            except RankOutOfMemory as error:
+                log.warning("rank %d ran out of memory; making room for the call and trying it again", error.rank)
+                self._make_room(config)
+                larger = replace(call, memory_scale=call.memory_scale * MORE_ROOM)
+                out, record = self._called(config, target, larger, node, cancelled)
             self.journal.calls.add(record)
             return out
 
@@ -87,15 +95,8 @@ class Controller:
             return
         with self._lock:
             workers = self.workers
-            if workers is None or not workers.holds(key):
-                return
-            try:
-                workers.unload(key)
-            except Exception as error:  # noqa: BLE001  (any error would end the thread of ComfyUI's queue)
-                self.journal.last_error = Failure.of(error)
-                log.error("the workers did not unload and are restarted on next use: %s: %s", type(error).__name__, error)
-                workers.pool.kill()
-            self.changed.set()
+            if workers is not None and workers.holds(key):
+                self._unload(workers, key)
 
     def restart(self) -> Future[bool]:
         """Kill the workers, whatever they do, and start them again; a running prompt fails. Returns at once, in any thread.
@@ -135,6 +136,30 @@ class Controller:
             self._end()
         finally:
             self._lock.release()
+
+    def _called(
+        self, config: RuntimeConfig, target: Target, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
+    ) -> tuple[Any, CallRecord]:
+        """Run a call on workers that hold the model; returns its output and its record."""
+        workers = self._loaded(config, target, cancelled)
+        workers.attach_networks(call.patches.networks, cancelled)
+        return workers.call(config, target.key, call, node, cancelled)
+
+    def _make_room(self, config: RuntimeConfig) -> None:
+        """Free the devices of the ranks: of the ranks' models, and of those of this process that do not sample."""
+        workers = self.workers
+        while workers is not None and workers.keys:  # none, where the pool failed
+            self._unload(workers, workers.keys[0])
+        free_for_ranks(config.devices)
+
+    def _unload(self, workers: Workers, key: str) -> None:
+        try:
+            workers.unload(key)
+        except Exception as error:  # noqa: BLE001  (any error would end the thread of ComfyUI's queue)
+            self.journal.last_error = Failure.of(error)
+            log.error("the workers did not unload and are restarted on next use: %s: %s", type(error).__name__, error)
+            workers.pool.kill()
+        self.changed.set()
 
     def _loaded(self, config: RuntimeConfig, target: Target, cancelled: Callable[[], bool]) -> Workers:
         """Return workers that fit `config` and hold the model `target`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import comfy.model_management
@@ -43,11 +44,13 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         cp_config: pool and sharding.
         cp_local: the model runs in the UI process on one device, because on_unsupported says so.
         cp_conditions_obstacle: what in the conditions of the sampling run keeps it from the workers.
+        cp_memory_scale: see `DenoiseCall.memory_scale`; of the sampling run.
     """
 
     cp_config: RuntimeConfig
     cp_local: bool = False
     cp_conditions_obstacle: str | None = None
+    cp_memory_scale: float = 1.0
 
     def clone(self, *args: Any, **kwargs: Any) -> ContextParallelPatcher:
         clone = super().clone(*args, **kwargs)
@@ -131,6 +134,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def call_workers(self, call: DenoiseCall) -> Any:
         """Run a call of the transformer on all ranks."""
         comfy.model_management.throw_exception_if_processing_interrupted()
+        call = replace(call, memory_scale=self.cp_memory_scale)
         return with_cancel(lambda cancelled: CONTROLLER.call(self.cp_config, self._target(), call, executing_node(), cancelled))
 
     def _target(self) -> Target:

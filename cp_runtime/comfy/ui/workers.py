@@ -45,6 +45,7 @@ class DenoiseCall:
         leading: names of the first arguments, the latent and the timestep, which change with every call.
         device: where the result goes.
         patches: of other nodes; the arguments hold their encoded form.
+        memory_scale: how many times the memory that ComfyUI expects for its latent alone the call may need.
     """
 
     method: str
@@ -52,6 +53,7 @@ class DenoiseCall:
     leading: tuple[str, ...]
     device: torch.device
     patches: PatchSet
+    memory_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,11 @@ class Workers:
     def models(self) -> list[str]:
         """File names of the models that the ranks hold."""
         return sorted({resident.name for resident in list(self._resident.values())})
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the models that the ranks hold."""
+        return [key for key in list(self._resident) if self.holds(key)]
 
     def serves(self, config: RuntimeConfig) -> bool:
         """Whether calls with this config can run here."""
@@ -178,6 +185,7 @@ class Workers:
             "sequence": asdict(config.sequence),
             "batch_degree": 1 if call.patches.mixes_batch else config.batch_degree,
             "leading": list(call.leading),
+            "memory_scale": call.memory_scale,
             "cancel_every": self._pace.modules_per_check(kind),
             **message,
         }

@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,15 +42,22 @@ from .sharded import run_sharded
 
 log = logging.getLogger("context_parallel.worker")
 
+SPARE = 4  # times what a call needs: so much is given back to the weights. Calls of one run differ by less
 METHODS = ("forward", "_forward")
 
 
 @dataclass
 class Mirror:
-    """One model on this rank. `samples`: of its weights as they were loaded, without patches."""
+    """One model on this rank.
+
+    Args:
+        samples: of its weights as they were loaded, without patches.
+        reserved: bytes of device memory that were left free for calls when its weights were last put there.
+    """
 
     patcher: Any
     samples: dict[str, str]
+    reserved: float = 0.0
 
     @property
     def model(self) -> nn.Module:
@@ -127,10 +134,22 @@ class Mirrors:
         sequence = mesh.sequence(shares.groups)
         part = take_items(shares, arguments, mesh.whole.rank // sequence.size)
         planner = planner_for(sequence.size)
-        self._to_device(mirror.patcher, next(tensor.shape for name in leading for tensor in tensors(part[name])), sequence.size)
+        latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
+        needed = mirror.patcher.memory_required(list(latent)) * header["memory_scale"] / sequence.size
+        self.to_device(mirror, needed)
         with torch.inference_mode(), shared_scales(mesh.whole):
             out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module)
             return shares.gather(out, mesh), _report(shares, planner, state)
+
+    def to_device(self, mirror: Mirror, needed: float) -> None:
+        """Put weights, patches and networks on the device where they are not, and leave `needed` bytes free for a call."""
+        patcher = mirror.patcher
+        wanted = [patcher, *ATTACHED.values()]
+        loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
+        there = patcher.model.current_weight_patches_uuid == patcher.patches_uuid and all(id(each) in loaded for each in wanted)
+        if not there or room_changes(mirror.reserved, needed, patcher.model.model_lowvram):
+            model_management.load_models_gpu(wanted, memory_required=needed)
+            mirror.reserved = needed
 
     def attach_network(self, header: dict[str, Any], block: Tensor) -> None:
         """Take a network that patches of other nodes refer to. The next call moves it to the device."""
@@ -188,12 +207,15 @@ class Mirrors:
             raise MirrorError(f"{len(unknown)} patched weights do not exist on the workers, the first is {min(unknown)}")
         patcher.patches, patcher.patches_uuid = patches, header["patches_uuid"]
 
-    def _to_device(self, patcher: Any, latent: Sequence[int], ranks: int) -> None:
-        """Load weights and patches, leaving device memory for the call: this rank's share of what `latent`'s shape needs."""
-        wanted = [patcher, *ATTACHED.values()]
-        loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
-        if patcher.model.current_weight_patches_uuid != patcher.patches_uuid or any(id(each) not in loaded for each in wanted):
-            model_management.load_models_gpu(wanted, memory_required=patcher.memory_required(list(latent)) / ranks)
+
+def room_changes(reserved: float, needed: float, offloaded: bool) -> bool:
+    """Whether the weights have to be shared out anew between device and host.
+
+    Args:
+        reserved, needed: bytes for calls, then and now.
+        offloaded: some weights are on the host, from where every call fetches them.
+    """
+    return needed > reserved or (offloaded and needed * SPARE < reserved)
 
 
 def _free_dropped() -> None:
