@@ -6,6 +6,7 @@ from server import PromptServer
 from .cp_runtime.comfy.ui.events import start_events
 from .cp_runtime.comfy.ui.loaders import watch_loaders
 from .cp_runtime.comfy.ui.routes import add_routes
+from .cp_runtime.comfy.ui.stock_loads import watch_stock_loads
 from .nodes import NODES
 
 WEB_DIRECTORY = "./web"
@@ -16,6 +17,7 @@ class ContextParallelExtension(ComfyExtension):
 
     async def on_load(self) -> None:
         watch_loaders()
+        watch_stock_loads()
         server = getattr(PromptServer, "instance", None)
         if server is not None:  # none where ComfyUI's nodes run without its server
             add_routes(server)

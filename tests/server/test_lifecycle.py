@@ -139,6 +139,17 @@ def test_the_same_model_with_and_without_context_parallelism_in_one_graph(pool_s
     assert (pool_server.latent(result, "save") - expected).abs().max() <= TOLERANCE * expected.std()
 
 
+def test_the_workers_drop_a_model_that_is_loaded_without_them(pool_server, expected):
+    """They share devices with ComfyUI's process, which would not get that memory back."""
+    assert_right(pool_server, expected)
+    pids = pool_server.worker_pids()
+    assert "flux.safetensors" in pool_server.get("/context_parallel/status")["models"]
+    pool_server.run(flux_prompt(seed=77)).check()
+    assert "flux.safetensors" not in pool_server.get("/context_parallel/status")["models"]
+    assert_right(pool_server, expected)
+    assert pool_server.worker_pids() == pids
+
+
 def test_free_unloads_the_workers_and_the_next_prompt_reloads(pool_server, expected):
     assert_right(pool_server, expected)
     loads = pool_server.log_text().count("[rank 0] loading")

@@ -34,6 +34,7 @@ for name in {modules!r}:
     sys.modules[name] = None
 load_package()
 import cp_runtime.comfy.ui.events, cp_runtime.comfy.ui.report, cp_runtime.comfy.ui.chart, cp_runtime.comfy.ui.routes
+import cp_runtime.comfy.ui.stock_loads
 """
 
 

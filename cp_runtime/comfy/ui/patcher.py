@@ -31,6 +31,7 @@ from .journal import Node
 from .model_notes import notes_of
 from .obstacles import model_obstacle
 from .recipes import recipe_of
+from .residency import make_way
 from .target import Target
 from .workers import DenoiseCall
 
@@ -92,6 +93,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         except UnsupportedError as error:
             self.refuse(str(error))
             return super().partially_load(device_to, extra_memory, force_patch_weights)
+        make_way(self.model)
         with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
         intercept(self, self.model.diffusion_model)
         return self.loaded_size() - before
@@ -124,6 +126,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             raise UnsupportedError(f"Apply Context Parallel: {obstacle}")
         log.warning("running on a single device: %s", obstacle)
         self.cp_local = True
+        CONTROLLER.unload(notes_of(self.model).key)
 
     def refuse_call(self, obstacle: str) -> None:
         """`refuse`, once sampling has begun: the weights come to this process now."""

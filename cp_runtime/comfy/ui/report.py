@@ -14,7 +14,7 @@ from .controller import CONTROLLER
 from .journal import CallRecord, CallSums
 from .patcher import ContextParallelPatcher
 from .run_timer import RunTimer
-from .timing import recipe_key, time_calls
+from .timing import time_calls
 
 
 def run_with_report(
@@ -28,7 +28,6 @@ def run_with_report(
     if not isinstance(model, ContextParallelPatcher):
         model = model.clone()
         time_calls(model, journal.begin_run)
-        CONTROLLER.unload(recipe_key(model) or "")  # else the weights of a run before may fill the device that is measured
     journal.begin_run(RunTimer(None))  # there may be nothing to sample
     began = time.monotonic()
     result = sample(model)

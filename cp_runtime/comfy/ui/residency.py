@@ -1,11 +1,37 @@
-"""Devices that ranks share with this process: who holds memory there, and how it is given back."""
+"""Devices that ranks share with this process: what one side holds there the other one cannot use, and neither sees whose it is.
+
+| This process holds | given back |
+|---|---|
+| pages of DynamicVRAM, which a run without context parallelism leaves | `make_way`, before the ranks load the model |
+| the model itself, with --highvram and --gpu-only | `make_way` |
+| what torch keeps of freed memory | `make_way` |
+| models that do not sample now | ComfyUI's own memory manager, or `free_for_ranks` once a rank has run out of memory |
+
+| The ranks hold | given back |
+|---|---|
+| a model that is loaded without them | `stock_loads`, before ComfyUI loads it |
+| a model while ComfyUI loads another one | ComfyUI's memory manager, which sees an ordinary model (`patcher`) |
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import comfy.model_management
 import torch
+
+
+def make_way(model: Any) -> None:
+    """Give back what this process holds of a `BaseModel` on any device, and what torch keeps there of freed memory.
+
+    Its weights stay valid, in host memory: where they are not the pages of the file, with --highvram, they are copied there.
+    """
+    for pages in vars(model).get("dynamic_vbars", {}).values():
+        pages.free_memory(pages.loaded_size())
+    model.diffusion_model.to("cpu")
+    model.device = torch.device("cpu")
+    comfy.model_management.soft_empty_cache()
 
 
 def free_for_ranks(devices: Iterable[str]) -> None:

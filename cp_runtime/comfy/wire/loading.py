@@ -123,7 +123,7 @@ def file_backed_weights() -> Iterator[dict[nn.Module, list[str]]]:
 
 
 def adopt(module: nn.Module, name: str, tensor: Tensor | None) -> bool:
-    """Make `tensor` the module's parameter `name` if it is a plain tensor of the same dtype, shape and device."""
+    """Make `tensor` the module's parameter `name`, wherever that was, if it is a plain tensor of the same dtype and shape."""
     current = getattr(module, name)
     if (
         type(tensor) not in (Tensor, nn.Parameter)
@@ -131,7 +131,6 @@ def adopt(module: nn.Module, name: str, tensor: Tensor | None) -> bool:
         or tensor is None
         or tensor.dtype != current.dtype
         or tensor.shape != current.shape
-        or tensor.device != current.device
     ):
         return False
     module.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))

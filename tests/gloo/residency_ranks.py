@@ -1,0 +1,113 @@
+"""Rank script: what ComfyUI's process gives back before ranks load its model, and what ranks give back to it.
+
+There is no accelerator: `meta` stands for its device, the controller notes what it is told, and DynamicVRAM is an object with its
+two methods. Model, patchers and memory manager are ComfyUI's.
+"""
+
+import os
+import sys
+from types import SimpleNamespace
+
+from support.ranks import finish, report, start
+
+_, _, (checkpoint,) = start()
+sys.path[0] = os.environ["COMFYUI_PATH"]
+sys.argv = ["main.py", "--cpu"]
+
+import comfy.cli_args  # noqa: E402
+
+comfy.cli_args.args.cpu = True
+import comfy.sd  # noqa: E402
+import torch  # noqa: E402
+from comfy import model_management as mm  # noqa: E402
+
+from cp_runtime.comfy.ui import file_pages  # noqa: E402
+from cp_runtime.comfy.ui.apply import apply_to_model, without_context_parallel  # noqa: E402
+from cp_runtime.comfy.ui.controller import CONTROLLER  # noqa: E402
+from cp_runtime.comfy.ui.residency import free_for_ranks  # noqa: E402
+from cp_runtime.comfy.ui.stock_loads import _drop_from_ranks, watch_stock_loads  # noqa: E402
+from cp_runtime.comfy.ui.timing import recipe_key  # noqa: E402
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig  # noqa: E402
+
+torch.set_grad_enabled(False)
+META = torch.device("meta")
+config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2)
+held, told = set(), []
+
+
+class Pages:
+    """What DynamicVRAM keeps of a model on a device."""
+
+    size = 100
+
+    def loaded_size(self):
+        return self.size
+
+    def free_memory(self, nbytes):
+        self.size -= nbytes
+
+
+def load(config, target, node, cancelled):
+    told.append("load")
+    held.add(target.key)
+
+
+def unload(key):
+    if key in held:
+        told.append("unload")
+        held.discard(key)
+
+
+CONTROLLER.load, CONTROLLER.unload, CONTROLLER.holds = load, unload, lambda key: key in held
+CONTROLLER.workers = SimpleNamespace(pool=SimpleNamespace(config=config))
+mm.soft_empty_cache = lambda force=False: told.append("empty cache")
+watch_stock_loads()
+
+
+def step(name, run):
+    told.clear()
+    run()
+    report(
+        step=name,
+        told=list(told),
+        weights=sorted({weight.device.type for weight in model.diffusion_model.parameters()}),
+        pages=sum(pages.size for pages in getattr(model, "dynamic_vbars", {}).values()),
+        listed=[type(loaded.model).__name__ for loaded in mm.current_loaded_models],
+    )
+
+
+stock = comfy.sd.load_diffusion_model(checkpoint, disable_dynamic=True)
+model = stock.model
+parallel = apply_to_model(stock, config)
+step("ranks load", lambda: mm.load_models_gpu([parallel]))
+step("ranks load again", lambda: mm.load_models_gpu([parallel]))
+step("loaded without ranks", lambda: mm.load_models_gpu([stock]))
+model.dynamic_vbars = {META: Pages()}
+step("ranks load behind DynamicVRAM", lambda: mm.load_models_gpu([parallel]))
+removed = without_context_parallel(parallel)
+step("Apply is removed", lambda: mm.load_models_gpu([removed]))
+elsewhere = stock.clone()
+elsewhere.load_device = torch.device("cuda:7")
+held.add(recipe_key(stock))
+step("loaded on a device without a rank", lambda: _drop_from_ranks(elsewhere))
+held.clear()
+
+# --highvram: the loader puts the model on the device, and it is to stay there.
+file_pages.same_weight = lambda one, other: True  # nothing can be read from this device
+fresh = comfy.sd.load_diffusion_model(checkpoint, disable_dynamic=True)
+model = fresh.model
+model.to(META)
+fresh.offload_device = META
+parallel = apply_to_model(fresh, config)
+step("ranks load behind --highvram", lambda: mm.load_models_gpu([parallel]))
+
+# A rank has no memory left.
+freed = []
+for loaded in mm.current_loaded_models:
+    loaded.currently_used = loaded.model is parallel  # as ComfyUI notes for devices that are no CPU
+mm.free_memory = lambda nbytes, device, keep_loaded: freed.append(
+    (str(device), [loaded.model is parallel for loaded in keep_loaded])
+)
+step("a rank has no memory left", lambda: free_for_ranks(config.devices))
+report(step="freed", freed=freed)
+finish()

@@ -1,0 +1,46 @@
+"""Who holds memory of a device that ranks share with ComfyUI's process: the table of `comfy/ui/residency`, a test per row."""
+
+from pathlib import Path
+
+import pytest
+from support.ranks import COMFY, run_ranks
+
+RANKS, STOCK = "ContextParallelPatcher", "ModelPatcher"
+
+
+@pytest.fixture(scope="module")
+def steps(checkpoints_dir):
+    checkpoint = checkpoints_dir / "diffusion_models" / "flux.safetensors"
+    reports = run_ranks(Path(__file__).with_name("residency_ranks.py"), 1, str(checkpoint), preload=COMFY)
+    return {report.pop("step"): report for report in map(dict, reports)}
+
+
+def test_what_torch_keeps_is_given_back_before_ranks_load(steps):
+    assert steps["ranks load"]["told"] == ["empty cache", "load"]
+    assert steps["ranks load again"]["told"] == ["empty cache", "load"]
+    assert steps["ranks load"]["listed"] == steps["ranks load again"]["listed"] == [RANKS]
+
+
+def test_pages_of_dynamic_vram_are_given_back_before_ranks_load(steps):
+    assert steps["ranks load behind DynamicVRAM"]["pages"] == 0
+    assert steps["ranks load behind DynamicVRAM"]["told"] == ["empty cache", "load"]
+
+
+def test_a_model_that_lives_on_the_device_leaves_it_before_ranks_load(steps):
+    assert steps["ranks load behind --highvram"]["weights"] == ["cpu"]
+    assert steps["ranks load behind --highvram"]["told"][-2:] == ["empty cache", "load"]
+
+
+@pytest.mark.parametrize("step", ["loaded without ranks", "Apply is removed"])
+def test_ranks_drop_a_model_before_comfyui_loads_it_without_them(steps, step):
+    assert steps[step]["told"] == ["unload"]
+    assert steps[step]["listed"] == [STOCK]
+
+
+def test_ranks_keep_a_model_that_is_loaded_onto_another_device(steps):
+    assert steps["loaded on a device without a rank"]["told"] == []
+
+
+def test_comfyui_frees_what_does_not_sample_where_a_rank_has_no_memory_left(steps):
+    assert steps["a rank has no memory left"]["told"] == ["empty cache"]
+    assert steps["freed"]["freed"] == [["cpu", [True]]]
