@@ -42,3 +42,8 @@ def test_a_larger_call_gets_its_room(reports):
     assert at["large"]["private"] == 0
     assert at["smaller again"] == at["large"]  # calls of one run alternate between sizes
     assert at["small again"] == at["small"]
+
+
+def test_conditions_count(reports):
+    """A reference of three times the latent's size makes a call need four times the memory."""
+    assert steps(reports)["conditions"]["scales"] == pytest.approx([1.0, 4.0])
