@@ -91,6 +91,9 @@ elsewhere.load_device = torch.device("cuda:7")
 held.add(recipe_key(stock))
 step("loaded on a device without a rank", lambda: _drop_from_ranks(elsewhere))
 held.clear()
+short = stock.clone()
+short.cached_patcher_init = (comfy.sd.load_diffusion_model, (checkpoint,))
+step("loaded by a pack that names no options", lambda: _drop_from_ranks(short))
 
 # --highvram: the loader puts the model on the device, and it is to stay there.
 file_pages.same_weight = lambda one, other: True  # nothing can be read from this device

@@ -41,6 +41,10 @@ def test_ranks_keep_a_model_that_is_loaded_onto_another_device(steps):
     assert steps["loaded on a device without a rank"]["told"] == []
 
 
+def test_a_recipe_without_options_is_read(steps):
+    assert steps["loaded by a pack that names no options"]["told"] == []
+
+
 def test_comfyui_frees_what_does_not_sample_where_a_rank_has_no_memory_left(steps):
     assert steps["a rank has no memory left"]["told"] == ["empty cache"]
     assert steps["freed"]["freed"] == [["cpu", [True]]]

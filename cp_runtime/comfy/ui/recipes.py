@@ -43,7 +43,8 @@ def _read_recipe(patcher: Any, notes: ModelNotes) -> Recipe:
             f"the loader function {function.__module__}.{function.__qualname__} is not one that the workers may call "
             f"({', '.join(LOADERS)}). Use Load Diffusion Model or Load Checkpoint."
         )
-    options = args[1] if loader == LOADERS[0] else (args[6] if len(args) > 6 else {})
+    place = 1 if loader == LOADERS[0] else 6
+    options = args[place] if len(args) > place else {}
     plain: dict[str, Any] = {}
     for option, value in options.items():
         if option in DECIDED_BY_WORKER or value is None:
