@@ -68,17 +68,18 @@ def faults(*names: str) -> tuple[str, ...]:
 
 # The longest first.
 JOBS = (
-    Job(name="faults", paths=faults("controller", "crash", "hang", "restart", "soak")),
     Job(name="owners", paths=faults("beyond", "leaks", "neighbours", "parent", "pool")),
-    Job(name="parity", paths=server("parity", "batch", "control", "quantised", "patches")),
-    Job(name="nodes", paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files")),
+    Job(name="gloo", paths=("tests/gloo",)),
     Job(name="browser", paths=("tests/browser",)),
-    Job(name="gloo", paths=("tests/gloo", "tests/gpu")),
-    Job(name="tables", paths=("tests/families",)),
-    Job(name="hostile", paths=("tests/faults",)),
-    Job(name="families", paths=server("families", "workflows", "blueprint")),
     Job(name="life", paths=server("lifecycle", "status", "refusals")),
+    Job(name="hostile", paths=("tests/faults",)),
+    Job(name="nodes", paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files")),
+    Job(name="faults", paths=faults("controller", "crash", "hang", "restart", "soak")),
+    Job(name="tables", paths=("tests/families",)),
+    Job(name="parity", paths=server("parity", "batch", "control", "quantised", "patches")),
     Job(name="server", paths=("tests/server",)),
+    Job(name="families", paths=server("families", "workflows", "blueprint")),
+    Job(name="check", paths=("tests/gpu",)),
     Job(name="unit", paths=("tests/unit",)),
 )
 # One prompt per mode, and what needs no ComfyUI.
