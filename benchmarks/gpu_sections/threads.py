@@ -116,21 +116,33 @@ class ThreadGroup(RankGroup):
         self._global_ranks = list(ranks)
         self._room, self._carrier, self._name = room, carrier, tuple(ranks)
 
-    def swap(
-        self, kind: str, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], device: torch.device
+    def all_to_all(
+        self, send: Tensor, sent: Sequence[int], received: Tensor, arriving: Sequence[int], kind: str = "all_to_all"
     ) -> Pending:
-        """See `RankGroup.swap`."""
+        """See `RankGroup.all_to_all`."""
+        sends, receives = send.view(-1).split(list(sent)), received.view(-1).split(list(arriving))
+        return self._swap(kind, [[part] for part in sends], [[part] for part in receives])
+
+    def all_gather(self, locals_: Sequence[Tensor], lengths: Sequence[int], dim: int) -> list[Tensor]:
+        """See `RankGroup.all_gather`."""
+        own = [tensor.movedim(dim, 0).contiguous() for tensor in locals_]
+        whole = [tensor.new_empty((sum(lengths), *tensor.shape[1:])) for tensor in own]
+        shards = zip(*(tensor.split(list(lengths)) for tensor in whole), strict=True)
+        self._swap("all_gather", [own] * self.size, list(shards)).wait()
+        return [tensor.movedim(0, dim) for tensor in whole]
+
+    def _swap(self, kind: str, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]]) -> Pending:
+        """Send tensors to every rank, this one included, and receive some from every rank."""
         futures: list[Future[Any]] = []
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        for to in others:
-            for tensor in filter(Tensor.numel, sends[to]):
+        for to, tensors in enumerate(sends):
+            for tensor in filter(Tensor.numel, tensors):
                 parcel = Parcel(tensor)
                 self._room.queue(self._name, self.rank, to).put(parcel)
                 futures.append(parcel.copied)
-        for source in others:
-            for tensor in filter(Tensor.numel, receives[source]):
+        for source, tensors in enumerate(receives):
+            for tensor in filter(Tensor.numel, tensors):
                 futures.append(self._carrier.fetch(self._room.queue(self._name, source, self.rank), tensor))
-        self.stats.started(kind, sum(tensor.nbytes for to in others for tensor in sends[to]))
+        self.stats.started(kind, sum(tensor.nbytes for to, tensors in enumerate(sends) if to != self.rank for tensor in tensors))
         return ThreadPending(self.stats, futures)
 
 
