@@ -6,7 +6,6 @@ library only, has one thread and touches no device: what a rank would inherit of
 thread held at the fork is never released. The folder of this file leaves `sys.path` at once: its modules would shadow others.
 """
 
-import array
 import contextlib
 import ctypes
 import faulthandler
@@ -158,11 +157,9 @@ class Server:
         os._exit(0)
 
     def _take_message(self) -> None:
-        size = array.array("i").itemsize
-        data, received, _, _ = self._socket.recvmsg(_MESSAGE, socket.CMSG_SPACE(_DESCRIPTORS * size), socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(self._socket, _MESSAGE, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if not data:
             os._exit(0)
-        fds = [fd for _, _, content in received for fd in array.array("i", content[: len(content) // size * size])]
         message = json.loads(data)
         if "start" in message:
             self._start(message["start"], fds)
