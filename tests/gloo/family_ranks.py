@@ -5,19 +5,13 @@ Arguments: ring degree, Ulysses degree, rotate method, batch degree, and the cas
 
 import inspect
 import json
-import os
-import sys
 
-from support.ranks import finish, report, start
+from support.ranks import finish, report, start, use_comfyui
 
 rank, world, (ring, ulysses, rotate_method, batch_degree, wanted) = start()
 wanted = {tuple(case) for case in json.loads(wanted)}
-sys.path[0] = os.environ["COMFYUI_PATH"]
-sys.argv = ["main.py", "--cpu"]
+use_comfyui()
 
-import comfy.cli_args  # noqa: E402
-
-comfy.cli_args.args.cpu = True
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from family_stock import clone, distance, models, stock  # noqa: E402

@@ -6,18 +6,13 @@ back from it raises an error.
 
 import gc
 import os
-import sys
 import weakref
 
-from support.ranks import finish, report, start
+from support.ranks import finish, report, start, use_comfyui
 
 _, _, (checkpoint,) = start()
-sys.path[0] = os.environ["COMFYUI_PATH"]
-sys.argv = ["main.py", "--cpu"]
+use_comfyui()
 
-import comfy.cli_args  # noqa: E402
-
-comfy.cli_args.args.cpu = True
 import torch  # noqa: E402
 from comfy import model_management as mm  # noqa: E402
 from comfy.weight_adapter import LoRAAdapter  # noqa: E402

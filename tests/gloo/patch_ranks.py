@@ -1,17 +1,10 @@
 """Rank script, one process: what is rebuilt of patches and networks equals what was sent, and nothing else can be named."""
 
-import os
-import sys
-
-from support.ranks import finish, report, start
+from support.ranks import finish, report, start, use_comfyui
 
 start()
-sys.path[0] = os.environ["COMFYUI_PATH"]
-sys.argv = ["main.py", "--cpu"]
+use_comfyui()
 
-import comfy.cli_args  # noqa: E402
-
-comfy.cli_args.args.cpu = True
 import comfy.ops  # noqa: E402
 import torch  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402

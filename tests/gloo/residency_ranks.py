@@ -4,19 +4,13 @@ There is no accelerator: `meta` stands for its device, the controller notes what
 two methods. Model, patchers and memory manager are ComfyUI's.
 """
 
-import os
-import sys
 from types import SimpleNamespace
 
-from support.ranks import finish, report, start
+from support.ranks import finish, report, start, use_comfyui
 
 _, _, (checkpoint,) = start()
-sys.path[0] = os.environ["COMFYUI_PATH"]
-sys.argv = ["main.py", "--cpu"]
+use_comfyui()
 
-import comfy.cli_args  # noqa: E402
-
-comfy.cli_args.args.cpu = True
 import comfy.sd  # noqa: E402
 import torch  # noqa: E402
 from comfy import model_management as mm  # noqa: E402

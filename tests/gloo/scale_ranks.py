@@ -1,17 +1,10 @@
 """Rank script: tokens of one input, quantised on several ranks, against the same rows of the whole input quantised at once."""
 
-import os
-import sys
-
-from support.ranks import finish, report, start
+from support.ranks import finish, report, start, use_comfyui
 
 rank, world, _ = start()
-sys.path[0] = os.environ["COMFYUI_PATH"]
-sys.argv = ["main.py", "--cpu"]
+use_comfyui()
 
-import comfy.cli_args  # noqa: E402
-
-comfy.cli_args.args.cpu = True
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from comfy.quant_ops import QuantizedTensor  # noqa: E402

@@ -28,6 +28,7 @@ TESTS = Path(__file__).resolve().parents[1]
 def preload(modules: list[str]) -> None:
     """Import what the ranks will import."""
     from support.package import load_package
+    from support.ranks import use_comfyui
 
     load_package()
     import torch
@@ -35,11 +36,7 @@ def preload(modules: list[str]) -> None:
 
     torch.set_num_threads(1)
     if any(name.startswith("comfy") for name in modules):
-        sys.path[0] = os.environ["COMFYUI_PATH"]
-        sys.argv = ["main.py", "--cpu"]
-        import comfy.cli_args
-
-        comfy.cli_args.args.cpu = True
+        use_comfyui()
     for name in modules:
         importlib.import_module(name)
 

@@ -105,6 +105,15 @@ def start() -> tuple[int, int, list[str]]:
     return rank, world, sys.argv[4:]
 
 
+def use_comfyui() -> None:
+    """In a rank script: make ComfyUI importable, for the CPU, before anything of it is imported."""
+    sys.path[0] = os.environ["COMFYUI_PATH"]
+    sys.argv = ["main.py", "--cpu"]
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+
+
 def finish() -> None:
     """In a rank script: end, all ranks together.
 
