@@ -1,4 +1,4 @@
-"""Tensors inside nested lists, tuples and dicts."""
+"""Tensors inside nested lists, tuples and dicts, and inside of tensors."""
 
 from __future__ import annotations
 
@@ -33,3 +33,11 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 def rebuild(value: Any, items: list[Any]) -> Any:
     """A tuple, named tuple or list of the same type with other items."""
     return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+
+def stored(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor consists of: itself, or, of a quantised weight, its data and scales."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's protocol for tensors that wrap others
+    if flatten is None:
+        return [tensor.detach()]
+    return [part for name in flatten()[0] for part in stored(getattr(tensor, name))]

@@ -41,6 +41,7 @@ class RunningCall:
         planner: decides how each attention is shared.
         on_module: called whenever a planned module is entered.
         kept: what transforms keep from one call to the next, by transform; the installed plan owns it.
+        after_attention: called when an attention, with its exchanges, has been given to the device.
 
     Attributes:
         state: streams, lengths and layouts.
@@ -54,10 +55,12 @@ class RunningCall:
         planner: Planner,
         on_module: Callable[[], None] | None = None,
         kept: dict[object, Any] | None = None,
+        after_attention: Callable[[], None] | None = None,
     ) -> None:
         self.mesh = mesh
         self.state = CallState(mesh.rank, mesh.size, self.gather, kept)
         self._plan, self._model_name, self._planner, self._on_module = plan, model_name, planner, on_module
+        self._after_attention = after_attention
         self._shared = 0
         self._scopes = [Scope(plan.attention, 0)]
         self._ranges: list[AbstractContextManager[Any]] = []
@@ -135,10 +138,13 @@ class RunningCall:
             shape = AttentionShape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
             if causal:
                 mask = self.state.once("causal", q_layout, lambda: q_BLHD.new_ones(q_layout.total, k_layout.total).tril().bool())
-            return context_parallel_attention(
+            out = context_parallel_attention(
                 q_BLHD, k_BLKD, v_BLKD, mesh=self.mesh, config=self._planner(shape), q_layout=q_layout, k_layout=k_layout,
                 mask=mask, scale=scale, attend=attend, kernel=kernel, once=self.state.once,
             )  # fmt: skip
+        if self._after_attention is not None:
+            self._after_attention()
+        return out
 
     def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
         """The tokens of all ranks, given this rank's tokens of a stream along `dim`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +16,7 @@ from .mesh import SequenceMesh
 from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules
 from .profiling import trace_range
 from .transforms import ContextParallelOutput
+from .weights.sharded import ShardedWeights
 
 PlanT = TypeVar("PlanT", bound=ShardingPlan)
 
@@ -64,18 +65,28 @@ class InstalledPlan(Generic[PlanT]):
                 self._hook(module, None, self._complete_output(name, outputs))
 
     @contextmanager
-    def call(self, mesh: SequenceMesh, planner: Planner, on_module: Callable[[], None] | None = None) -> Iterator[RunningCall]:
+    def call(
+        self,
+        mesh: SequenceMesh,
+        planner: Planner,
+        on_module: Callable[[], None] | None = None,
+        weights: ShardedWeights | None = None,
+    ) -> Iterator[RunningCall]:
         """Shard what runs inside.
 
         Args:
             mesh: the ranks that share the sequence.
             planner: decides how each attention is shared.
             on_module: called whenever a planned module is entered.
+            weights: of the model, where every rank keeps a part of them.
         """
         if self.current is not None:
             raise PlanError("a sharded call is running already")
-        call = self.current = RunningCall(self.plan, type(self.model).__name__, mesh, planner, on_module, self.kept)
-        with trace_range("cp.call"):
+        after_attention = weights.after_attention if weights is not None else None
+        call = self.current = RunningCall(
+            self.plan, type(self.model).__name__, mesh, planner, on_module, self.kept, after_attention
+        )
+        with trace_range("cp.call"), weights.call() if weights is not None else nullcontext():
             try:
                 yield call
                 call.check_attention()

@@ -191,6 +191,31 @@ class RankGroup:
         Pending(self, "all_gather", works, device, staged).wait()
         return [tensor.movedim(0, dim) for tensor in whole]
 
+    def gather_parts(self, part: Tensor, whole: Tensor) -> Pending:
+        """Put the parts of all ranks one behind the other into `whole`, `[size * part.numel()]`. All parts are of one size."""
+        source, target, staged = part, whole, []
+        if self.via_host and whole.device.type != "cpu":
+            source, target = part.cpu(), torch.empty_like(whole, device="cpu")
+            staged.append((whole, target))
+        with trace_range("cp.weights"):
+            if self.size == 1:
+                whole.copy_(part)
+                works = []
+            else:
+                works = [dist.all_gather_into_tensor(target, source, group=self.group, async_op=True)]
+        self.stats.started("weights", part.nbytes * (self.size - 1))
+        return Pending(self, "weights", works, whole.device, staged)
+
+    def twin(self, timeout: timedelta | None = None) -> RankGroup:
+        """The same ranks with a process group of their own: what is sent on it waits for nothing that is sent on this one."""
+        if self.group is None:
+            return RankGroup(None, self.stats)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # as in make_groups
+        made = dist.new_group(self._global_ranks, timeout, dist.get_backend(self.group), use_local_synchronization=True)
+        dist.barrier(made)
+        return RankGroup(made, self.stats)
+
     def largest(self, value: Tensor) -> Tensor:
         """The largest of the values of all ranks, element by element. `value` is contiguous, and may be overwritten."""
         if self.size == 1:

@@ -23,15 +23,31 @@ from cp_runtime.comfy.worker.sharded import run_sharded  # noqa: E402
 from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
+from cp_runtime.engine.weights.sharded import ShardedWeights  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
+from cp_runtime.nested import tensors  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def kept_whole(model):
+    return [dict(module._parameters) for module in model.modules()]
+
+
+def put_back(parameters):
+    for module, own in zip(model.modules(), parameters, strict=True):
+        module._parameters.update(own)
+
 
 mesh = BatchMesh(dist.group.WORLD)
+own = mesh.whole.twin()
 config = ContextParallelConfig(
     ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
 )
 with torch.inference_mode():
     for family in sorted({family for family, _ in wanted}):
         installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models(family).items()}
+        tried = set()  # models, with weights of which every rank keeps a part
         for case in families.load(family).CASES:
             if (family, case.name) not in wanted:
                 continue
@@ -45,7 +61,7 @@ with torch.inference_mode():
             arguments = {**clone(inputs), "transformer_options": clone(dict(case.options))}
             sequence = mesh.sequence(shares.groups)
             part = shares.take(arguments, rank // sequence.size)
-            out, state = run_sharded(plan, method, part, sequence, lambda shape: config)
+            out, state = run_sharded(plan, method, clone(part), sequence, lambda shape: config)
             out = shares.gather(out, mesh)
             difference, std = distance(out, expected)
             worst = torch.tensor([difference])
@@ -60,6 +76,28 @@ with torch.inference_mode():
                 counts=dict(mesh.stats.counts),
                 lengths=state.lengths,
             )
+            if case.model in tried:
+                continue
+            tried.add(case.model)
+            kept, weights = kept_whole(model), ShardedWeights(model, own, CPU)
+            for name in weights.blocks:
+                weights.keep(name)
+            differing = []
+            for _ in range(2):  # without knowing the order of blocks, and ahead of them
+                mesh.stats.reset()
+                again, _ = run_sharded(plan, method, clone(part), sequence, lambda shape: config, weights=weights)
+                again = shares.gather(again, mesh)
+                differing += [distance(a, b)[0] for a, b in zip(tensors(again), tensors(out), strict=True)]
+            report(
+                family=family,
+                case=f"weights of {case.model}",
+                blocks=len(weights.blocks),
+                differing=max(differing),
+                pending=mesh.stats.pending,
+            )
+            weights.remove()
+            put_back(kept)
+
         # Taken off, the model is the stock one again.
         for plan in installed.values():
             plan.remove()

@@ -53,7 +53,10 @@ def reports_of(mode, request):
     """One run of ranks per mode, over the families that were selected."""
     if mode not in _runs:
         assert os.environ.get("COMFYUI_PATH"), "COMFYUI_PATH is not set"
-        wanted = {item.callspec.params["key"][1] for item in request.session.items if "key" in getattr(item, "fixturenames", ())}
+        params = [
+            item.callspec.params for item in request.session.items if hasattr(item, "callspec") and item.fspath == request.fspath
+        ]
+        wanted = {p["key"][1] if "key" in p else p["family"] for p in params if p.keys() & {"key", "family"}}
         ring, ulysses, _, batches = MODES[mode]
         names = sorted(name for name in wanted | {"wan"} if any(key[:2] == (mode, name) for key in CASES))
         found = run_ranks(
@@ -78,6 +81,16 @@ def test_sharded_forward_equals_stock_forward(key, request):
     assert result["collectives"] > bool(result["lengths"])  # attention and the output; or the output alone
     for name, difference in result["matters"].items():
         assert difference > 1e-2, f"{name} does not matter"
+
+
+@pytest.mark.parametrize(("mode", "family"), sorted({key[:2] for key in CASES}), ids=str)
+def test_weights_of_which_every_rank_keeps_a_part(mode, family, request):
+    """The bytes are the bytes: no difference at all, in a call that fetches block after block and in one that fetches ahead."""
+    results = {case: r for (name, case), r in reports_of(mode, request).items() if name == family and case.startswith("weights of")}
+    assert results
+    for case, result in results.items():
+        assert result["blocks"] > 0, case
+        assert (result["differing"], result["pending"]) == (0, 0), case
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if MODES[mode][3] == 1])

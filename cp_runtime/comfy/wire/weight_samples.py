@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from ...nested import stored
+
 WINDOWS, WINDOW = 8, 64  # pieces of a weight, and bytes of each
 
 
@@ -43,12 +45,6 @@ def same_weight(one: Tensor, other: Tensor) -> bool:
     """Whether two weights are stored alike; of quantised ones, data and scales."""
     ones, others = ([part.cpu().contiguous().flatten().view(torch.uint8) for part in stored(weight)] for weight in (one, other))
     return len(ones) == len(others) and all(map(torch.equal, ones, others))
-
-
-def stored(weight: Tensor) -> list[Tensor]:
-    """The plain tensors that a weight consists of."""
-    flatten = getattr(weight, "__tensor_flatten__", None)  # torch's protocol for tensors that wrap others
-    return [weight.detach()] if flatten is None else [getattr(weight, name) for name in flatten()[0]]
 
 
 def _sample(weight: Tensor) -> str:

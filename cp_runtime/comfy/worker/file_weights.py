@@ -14,8 +14,8 @@ from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ...nested import stored
 from ..wire.loading import parameters_of
-from ..wire.weight_samples import stored
 
 
 class Backup(NamedTuple):

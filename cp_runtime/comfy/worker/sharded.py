@@ -16,6 +16,7 @@ from ...engine.call import Planner
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import SequenceMesh
 from ...engine.state import CallState
+from ...engine.weights.sharded import ShardedWeights
 from ...errors import PlanError
 from ...families.family import FamilyPlan
 from ..wire.node_patches import OPTION
@@ -30,14 +31,15 @@ def run_sharded(
     mesh: SequenceMesh,
     planner: Planner,
     on_module: Callable[[], None] | None = None,
+    weights: ShardedWeights | None = None,
 ) -> tuple[Any, CallState]:
     """Call `forward`, a method of the model, with whole `arguments` (by name). Returns (whole output, state after the call).
 
     Args:
-        mesh, planner, on_module: see `InstalledPlan.call`.
+        mesh, planner, on_module, weights: see `InstalledPlan.call`.
     """
     plan = installed.plan
-    with installed.call(mesh, planner, on_module) as call:
+    with installed.call(mesh, planner, on_module, weights) as call:
         override = attention_override(call)
         options = {**(arguments.get("transformer_options") or {}), "optimized_attention_override": override}
         if OPTION in options:

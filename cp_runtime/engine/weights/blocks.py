@@ -1,0 +1,109 @@
+"""Which parts of a model are shared out: its blocks, wherever a model keeps them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ...compat import parameter_slots
+from ...nested import stored
+
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+SMALLEST = 1 << 14  # bytes of a block that is worth a message of its own
+
+
+class Slot(NamedTuple):
+    """A place where a parameter is: an entry of `compat.parameter_slots`."""
+
+    module: nn.Module
+    key: str
+
+
+class Block:
+    """A module whose weights come and go together.
+
+    Args:
+        name: its path in the model.
+        slots: of each of its weights, by the weight's path in the model; a weight that several modules share has several.
+    """
+
+    def __init__(self, name: str, module: nn.Module, slots: dict[str, list[Slot]]) -> None:
+        self.name, self.module, self.slots = name, module, slots
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """What is in its slots now."""
+        return [parameter_slots(slot.module)[slot.key] for (slot, *_) in self.slots.values()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(part.nbytes for weight in self.weights for part in stored(weight))
+
+    def put(self, weights: list[Tensor]) -> None:
+        """Fill its slots."""
+        for slots, weight in zip(self.slots.values(), weights, strict=True):
+            parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+            for slot in slots:
+                parameter_slots(slot.module)[slot.key] = parameter
+
+
+class Sizes(NamedTuple):
+    """Bytes of a model's weights: of its blocks together, of the largest one, and of what is outside of blocks."""
+
+    blocks: int
+    largest: int
+    rest: int
+
+    @property
+    def whole(self) -> int:
+        """Of all of them."""
+        return self.blocks + self.rest
+
+    def per_rank(self, ranks: int, *, on_host: bool = False) -> int:
+        """Bytes on the device of one of some ranks that share the model: two blocks are there at a time."""
+        return self.rest + 2 * self.largest + (0 if on_host else -(-self.blocks // ranks))
+
+
+def blocks_of(model: nn.Module) -> list[Block]:
+    """The elements of a model's lists of modules; of lists in lists those of the inner ones, of lists in an element none.
+
+    An element runs on all ranks or on none. What is inside of it need not: experts run on ranks that have tokens for them. Weights
+    that are used outside of their element too, and elements with hardly any, are not part of a block.
+    """
+    elements: dict[nn.Module, str] = {}
+
+    def visit(path: str, module: nn.Module, is_list: bool) -> None:
+        for name, child in module.named_children():
+            where = f"{path}.{name}" if path else name
+            if isinstance(child, LISTS) or not is_list:
+                visit(where, child, isinstance(child, LISTS))
+            else:
+                elements.setdefault(child, where)
+
+    visit("", model, False)
+    everywhere = Counter(id(weight) for module in model.modules() for weight in parameter_slots(module).values())
+    found = []
+    for element, path in elements.items():
+        slots: dict[int, list[Slot]] = {}
+        names: dict[int, str] = {}
+        for name, module in element.named_modules(prefix=path):
+            for key, weight in parameter_slots(module).items():
+                if weight is not None:
+                    slots.setdefault(id(weight), []).append(Slot(module, key))
+                    names.setdefault(id(weight), f"{name}.{key}")
+        block = Block(
+            path, element, {names[weight]: places for weight, places in slots.items() if len(places) == everywhere[weight]}
+        )
+        if block.nbytes >= SMALLEST:
+            found.append(block)
+    return found
+
+
+def sizes_of(model: nn.Module) -> Sizes:
+    """What the weights of a model take."""
+    blocks = [block.nbytes for block in blocks_of(model)]
+    whole = sum(part.nbytes for weight in model.parameters() for part in stored(weight))
+    return Sizes(sum(blocks), max(blocks, default=0), whole - sum(blocks))

@@ -1,0 +1,142 @@
+"""Weights as one run of bytes, of which every rank keeps a part, and back.
+
+Bytes and not numbers: what comes back is what went in, in every format. A tensor that wraps others, as quantised weights do, says
+by torch's `__tensor_flatten__` what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...compat import tensor_without_storage
+from ...errors import PlanError
+from ...nested import stored, tensors
+
+ALIGNMENT = 256  # bytes; kernels want 16, CPU libraries 64, and CUDA allocates in steps of this
+
+Build = Callable[[Iterator[Tensor]], Tensor]
+"""Takes the plain tensors of a weight from the front, and puts the weight together."""
+
+
+class Part(NamedTuple):
+    """Where a plain tensor lies in the run, and what it looks like. `offset`: bytes."""
+
+    offset: int
+    nbytes: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, run: Tensor) -> Tensor:
+        """This tensor in a run `[bytes]`."""
+        flat = run[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+
+class Packing:
+    """How some weights lie in a run of bytes. Equal on all ranks, because their weights are.
+
+    Args:
+        weights: any tensors.
+
+    Attributes:
+        nbytes: of the run.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._parts: list[Part] = []
+        self.nbytes = 0
+        for part in (part for weight in weights for part in stored(weight)):
+            stride = part.stride() if _dense(part) else part.contiguous().stride()
+            self._parts.append(Part(self.nbytes, part.nbytes, part.shape, stride, part.dtype))
+            self.nbytes = round_up(self.nbytes + part.nbytes, ALIGNMENT)
+        self._builds = [_build(weight) for weight in weights]
+
+    def views(self, run: Tensor) -> list[Tensor]:
+        """The weights in a run `[bytes]` that holds them."""
+        parts = iter([part.view(run) for part in self._parts])
+        return [build(parts) for build in self._builds]
+
+    def absent(self, device: torch.device, names: Sequence[str], remedy: str) -> list[Tensor]:
+        """Stand-ins for the weights while they are not there: see `AbsentWeight`."""
+        parts, weights = iter(self._parts), []
+        for name, build in zip(names, self._builds, strict=True):
+            weights.append(build(AbsentWeight(part, device, name, remedy) for part in parts))
+        return weights
+
+    def copy_range(self, weights: Sequence[Tensor], begin: int, target: Tensor) -> None:
+        """Fill `target` `[bytes]` with the run from `begin` on, given the weights. Other bytes of them are not read."""
+        parts = [part for weight in weights for part in stored(weight)]
+        end = begin + target.numel()
+        for at, part in zip(self._parts, parts, strict=True):
+            low, high = max(begin, at.offset), min(end, at.offset + at.nbytes)
+            if low < high:
+                target[low - begin : high - begin].copy_(_raw(part)[low - at.offset : high - at.offset])
+
+
+class AbsentWeight(Tensor):
+    """A weight that is not in this process now. It knows shape, dtype and device, and no number."""
+
+    _message: str
+
+    @staticmethod
+    def __new__(cls, part: Part, device: torch.device, name: str, remedy: str) -> AbsentWeight:
+        made: AbsentWeight = tensor_without_storage(cls, part.shape, part.stride, part.dtype, device)
+        made._message = f"{name} was read while it is not on this rank: every rank keeps a part of its bytes. {remedy}"
+        return made
+
+    def __init__(self, part: Part, device: torch.device, name: str, remedy: str) -> None:
+        super().__init__()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"AbsentWeight(shape={list(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        absent = next(value for value in tensors((args, kwargs or {})) if isinstance(value, AbsentWeight))
+        if function is torch.ops.aten.detach.default:  # of a state dict, which is asked for its names
+            return absent
+        raise PlanError(absent._message)
+
+
+def round_up(number: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-number // step) * step
+
+
+def _build(weight: Tensor) -> Build:
+    flatten = getattr(weight, "__tensor_flatten__", None)
+    if flatten is None:
+        return next
+    names, context = flatten()
+    inner, cls, size, stride = [_build(getattr(weight, name)) for name in names], type(weight), weight.size(), weight.stride()
+
+    def build(parts: Iterator[Tensor]) -> Tensor:
+        made: Tensor = cls.__tensor_unflatten__(  # type: ignore[attr-defined]
+            {name: build(parts) for name, build in zip(names, inner, strict=True)}, context, size, stride
+        )
+        return made
+
+    return build
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether its numbers fill a piece of memory, in whatever order."""
+    order = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+    expected = 1
+    for stride, size in order:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """Its bytes, in the order in which they lie in memory."""
+    tensor = tensor.detach()
+    dense = tensor if _dense(tensor) else tensor.contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

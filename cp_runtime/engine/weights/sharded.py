@@ -1,0 +1,278 @@
+"""Blocks of a model that every rank keeps 1/N of, and that are put together while they run.
+
+The bytes of a block's weights are one run (`packing`), cut into pieces, and each piece into as many parts as there are ranks. An
+all-gather puts a piece together in a buffer; the block's parameters are views of that. There are two buffers: while one block runs,
+the next one is fetched, in the order of the last call, and in as many portions as the block has attentions and one more, because
+its exchanges use the same link: a portion starts behind an attention, and runs beside what comes after.
+
+Every rank enters the same blocks in the same order, so that all of them send the same pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import PlanError
+from ..mesh import Pending, RankGroup
+from .blocks import Block, blocks_of
+from .packing import ALIGNMENT, Packing, round_up
+
+PIECES = 8  # of a block
+SMALLEST_PIECE = 4 << 20  # bytes
+
+
+class SharedBlock:
+    """A block of which this rank keeps its part.
+
+    Args:
+        block: whose weights lie in its slots.
+        weights: instead of those, such as with a LoRA in them; they may lie anywhere.
+        on_host: keep the part in the host's memory.
+    """
+
+    def __init__(
+        self, block: Block, weights: list[Tensor], ranks: RankGroup, device: torch.device, on_host: bool, remedy: str
+    ) -> None:
+        self.block = block
+        self.packing = Packing(weights)
+        pieces = min(PIECES, max(1, self.packing.nbytes // SMALLEST_PIECE))
+        self.part = round_up(-(-self.packing.nbytes // (pieces * ranks.size)), ALIGNMENT)  # bytes of a piece per rank
+        self.piece = self.part * ranks.size
+        self.nbytes = self.piece * pieces
+        place = torch.device("cpu") if on_host else device
+        pinned = on_host and device.type != "cpu"
+        self.shard = torch.zeros(pieces, self.part, dtype=torch.uint8, device=place, pin_memory=pinned)
+        for number, own in enumerate(self.shard):
+            self.packing.copy_range(weights, number * self.piece + ranks.rank * self.part, own)
+        self.attentions = 0  # that its last run had
+        self.running = 0
+        self._absent = self.packing.absent(device, list(block.slots), remedy)
+
+    def drop(self) -> None:
+        """Its weights are gone, until a buffer holds them."""
+        self.block.put(self._absent)
+
+    def use(self, buffer: Tensor) -> None:
+        """Its weights are in a buffer."""
+        self.block.put(self.packing.views(buffer))
+
+
+class Buffer:
+    """Room for one block.
+
+    Attributes:
+        holder: the block that is in it, or comes.
+        fetched: how many pieces of it have been asked for.
+        pending: those that are on their way.
+    """
+
+    def __init__(self, storage: Tensor) -> None:
+        self.storage = storage
+        self.holder: SharedBlock | None = None
+        self.fetched = 0
+        self.pending: list[Pending] = []
+
+
+class ShardedWeights:
+    """The weights of a model's blocks, shared out over ranks.
+
+    Nothing is shared out until `keep` says so. From then on every rank must run the model alike.
+
+    Args:
+        model: any module, in eval mode.
+        ranks: that share the weights. Nobody else sends on their process group.
+        device: where the model computes.
+        on_host: keep the shards in the host's memory. A call then takes them from there.
+        remedy: what a user does whose model cannot run like this; part of messages.
+    """
+
+    def __init__(
+        self, model: nn.Module, ranks: RankGroup, device: torch.device, *, on_host: bool = False, remedy: str = ""
+    ) -> None:
+        self.blocks = {block.name: block for block in blocks_of(model)}
+        self._ranks, self._device, self._on_host, self._remedy = ranks, device, on_host, remedy
+        self._shared: dict[str, SharedBlock] = {}
+        self._buffers: list[Buffer] = []
+        self._order: list[SharedBlock] = []  # of the last call
+        self._entered: list[SharedBlock] = []  # in this one
+        self._place = 0  # in the order
+        self._current: Buffer | None = None
+        self._next: Buffer | None = None
+        self._attentions = 0
+        self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+        self._hooks = [hook for block in self.blocks.values() for hook in self._hook(block)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept on the device."""
+        shards = 0 if self._on_host else sum(shared.shard.nbytes for shared in self._shared.values())
+        return shards + sum(buffer.storage.nbytes for buffer in self._buffers)
+
+    def keep(self, name: str, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Keep this rank's part of a block, and let go of its weights.
+
+        Args:
+            weights: to take instead of some of those that are in its slots, by their paths in the model.
+        """
+        block, others = self.blocks[name], weights or {}
+        taken = [others.get(path, own) for path, own in zip(block.slots, block.weights, strict=True)]
+        self._shared[name] = SharedBlock(block, taken, self._ranks, self._device, self._on_host, self._remedy)
+        self._shared[name].drop()
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Fetch ahead inside. All ranks enter it alike."""
+        largest = max((shared.nbytes for shared in self._shared.values()), default=0)
+        if self._buffers and self._buffers[0].storage.nbytes != largest:
+            self.free_buffers()
+        while len(self._buffers) < 2:
+            self._buffers.append(Buffer(torch.empty(largest, dtype=torch.uint8, device=self._device)))
+        self._entered, self._place = [], 0
+        self._fetch_next()
+        try:
+            yield
+            self._order = self._entered
+            self._settle()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # a peer is gone; what went wrong first is the error
+                self._settle()
+            raise
+
+    def after_attention(self) -> None:
+        """An attention, with its exchanges, has been given to the device."""
+        self._attentions += 1
+        self._portion()
+
+    def free_buffers(self) -> None:
+        """Let go of the room for blocks until the next call."""
+        for buffer in self._buffers:
+            if buffer.holder is not None:
+                buffer.holder.drop()
+        self._buffers = []
+
+    def restore(self) -> None:
+        """Give the model its weights back, put together. All ranks do it."""
+        for shared in self._shared.values():
+            buffer = Buffer(torch.empty(shared.nbytes, dtype=torch.uint8, device=self._device))
+            buffer.holder = shared
+            self._ask(buffer, len(shared.shard))
+            self._wait(buffer)
+            shared.use(buffer.storage)
+        self.remove()
+
+    def remove(self) -> None:
+        """Let go of everything. The model has no weights for its blocks, until somebody fills the slots."""
+        while self._hooks:
+            self._hooks.pop()()
+        self._shared.clear()
+        self._order, self._entered = [], []
+        self._buffers, self._current, self._next = [], None, None
+
+    def _hook(self, block: Block) -> Iterator[Callable[[], None]]:
+        def enter(*_: object) -> None:
+            if (shared := self._shared.get(block.name)) is not None:
+                self._enter(shared)
+
+        def leave(*_: object) -> None:
+            if (shared := self._shared.get(block.name)) is not None:
+                self._leave(shared)
+
+        # In front of the plan's, whichever came first: a rank may load its model again at any time.
+        yield block.module.register_forward_pre_hook(enter, prepend=True).remove
+        yield block.module.register_forward_hook(leave).remove
+
+    def _enter(self, shared: SharedBlock) -> None:
+        buffer = self._holding(shared) or self._start(shared)
+        if buffer is None:
+            raise PlanError(f"{shared.block.name} runs inside of two other blocks, and two are there at a time. {self._remedy}")
+        shared.running += 1
+        self._ask(buffer, len(shared.shard))
+        if buffer.pending or self._current is not buffer:
+            self._wait(buffer)
+            shared.use(buffer.storage)
+        if not self._entered or self._entered[-1] is not shared:
+            self._entered.append(shared)
+            with contextlib.suppress(ValueError):  # not in the order: it may come back to it
+                self._place = self._order.index(shared, self._place) + 1
+        self._current, self._attentions = buffer, 0
+        self._fetch_next()
+        self._portion()
+
+    def _leave(self, shared: SharedBlock) -> None:
+        shared.running -= 1
+        shared.attentions = self._attentions
+
+    def _fetch_next(self) -> None:
+        """Choose a buffer for the block that is expected next, if one is free."""
+        self._next = None
+        if self._place < len(self._order):
+            expected = self._order[self._place]
+            self._next = self._holding(expected) or self._start(expected)
+
+    def _portion(self) -> None:
+        """Ask for a part of the next block, so that all of it is asked for when the attentions of this one are over."""
+        if self._next is None or self._next.holder is None:
+            return
+        running = self._current.holder.attentions if self._current and self._current.holder else 0
+        left = len(self._next.holder.shard) - self._next.fetched
+        self._ask(self._next, -(-left // max(1, running + 1 - self._attentions)))
+
+    def _holding(self, shared: SharedBlock) -> Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.holder is shared), None)
+
+    def _start(self, shared: SharedBlock) -> Buffer | None:
+        """Give a buffer to a block; None where those of the others run."""
+        free = [buffer for buffer in self._buffers if buffer.holder is None or not buffer.holder.running]
+        if not free:
+            return None
+        buffer = next((each for each in free if each is not self._next), free[0])
+        self._wait(buffer)
+        if buffer.holder is not None:
+            buffer.holder.drop()
+        buffer.holder, buffer.fetched = shared, 0
+        return buffer
+
+    def _ask(self, buffer: Buffer, pieces: int) -> None:
+        """Ask for the next pieces of the block that a buffer is for, behind all that the device has been given so far."""
+        shared = buffer.holder
+        if shared is None:
+            return
+        first, last = buffer.fetched, min(buffer.fetched + pieces, len(shared.shard))
+        if first == last:
+            return
+        with self._beside():
+            for number in range(first, last):
+                whole = buffer.storage[number * shared.piece : (number + 1) * shared.piece]
+                own = shared.shard[number].to(self._device, non_blocking=True)
+                buffer.pending.append(self._ranks.gather_parts(own, whole))
+        buffer.fetched = last
+
+    def _wait(self, buffer: Buffer) -> None:
+        pending, buffer.pending = buffer.pending, []
+        for each in pending:
+            each.wait()
+
+    def _settle(self) -> None:
+        """The call is over: nothing is on its way, and no block runs."""
+        for shared in self._shared.values():
+            shared.running = 0
+        for buffer in self._buffers:
+            complete = buffer.holder is not None and buffer.fetched == len(buffer.holder.shard) and not buffer.pending
+            self._wait(buffer)
+            if not complete and buffer.holder is not None:
+                buffer.holder.drop()
+                buffer.holder = None
+        self._current = self._next = None
+
+    def _beside(self) -> contextlib.AbstractContextManager[object]:
+        """On a stream of its own, behind what the device has been given."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        module = torch.get_device_module(self._device)
+        self._stream.wait_stream(module.current_stream(self._device))
+        stream: contextlib.AbstractContextManager[object] = module.stream(self._stream)
+        return stream

@@ -1,0 +1,229 @@
+"""Weights as bytes: every format comes back as it went in, and a weight that is away says whose it is."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from cp_runtime.engine.mesh import RankGroup
+from cp_runtime.engine.weights.blocks import blocks_of, sizes_of
+from cp_runtime.engine.weights.packing import Packing
+from cp_runtime.engine.weights.sharded import ShardedWeights
+from cp_runtime.errors import PlanError
+
+CPU = torch.device("cpu")
+
+
+class TwoTensors(torch.Tensor):
+    """A weight that wraps others, as quantised ones do."""
+
+    @staticmethod
+    def __new__(cls, data, scale):
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+        made.data_, made.scale = data, scale
+        return made
+
+    def __init__(self, data, scale):
+        super().__init__()
+
+    def __tensor_flatten__(self):
+        return ["data_", "scale"], "context"
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        assert context == "context"
+        return cls(inner["data_"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].data_, args[0].scale)
+        unwrapped = [a.data_.float() * a.scale if isinstance(a, cls) else a for a in args]
+        return function(*unwrapped, **(kwargs or {}))
+
+
+def weights():
+    torch.manual_seed(0)
+    return [
+        torch.randn(3, 5),
+        torch.randn(()),  # no dimension
+        torch.randn(0, 4),
+        torch.randn(7, 6).to(torch.float8_e4m3fn),
+        torch.randn(4, 6).t(),  # dense, in another order
+        torch.randn(4, 6)[:, ::2],  # not dense
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randint(-100, 100, (11,), dtype=torch.int8),
+        TwoTensors(torch.randint(-100, 100, (6, 4), dtype=torch.int8), torch.rand(())),
+    ]
+
+
+def same(one, other):
+    if isinstance(one, TwoTensors):
+        return isinstance(other, TwoTensors) and torch.equal(one.data_, other.data_) and torch.equal(one.scale, other.scale)
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.float(), other.float())
+
+
+@pytest.mark.parametrize("size", [13, 100, 4096])
+def test_bytes_come_back(size):
+    """In parts of any size, taken one by one."""
+    packing = Packing(weights())
+    run = torch.empty(packing.nbytes, dtype=torch.uint8)
+    for begin in range(0, packing.nbytes, size):
+        packing.copy_range(weights(), begin, run[begin : begin + size])
+    views = packing.views(run)
+    assert all(map(same, weights(), views))
+    assert views[6].is_contiguous(memory_format=torch.channels_last)
+
+
+class Block(nn.Module):
+    def __init__(self, width, experts=0):
+        super().__init__()
+        self.lin = nn.Linear(width, width)
+        self.own = nn.Parameter(torch.randn(width))
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+
+    def forward(self, x):
+        return x + torch.tanh(self.lin(x)) * self.own + sum(expert(x) for expert in self.experts)
+
+
+class Model(nn.Module):
+    def __init__(self, width=96):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([Block(width), Block(width, experts=2), Block(width)])
+        self.nested = nn.ModuleList([nn.ModuleList([Block(width), Block(width)]), nn.Sequential(Block(width), nn.SiLU())])
+        self.small = nn.ModuleList([nn.LayerNorm(width)])
+        self.blocks[2].lin.weight = self.blocks[0].lin.weight  # of two blocks: of none
+        self.nested[0][1].experts.append(self.nested[0][1].lin)  # of two places in a block
+        self.nested[1][0].experts.append(nn.Linear(width, width))
+        self.nested[1][0].experts[0].bias = self.nested[1][0].own  # of two modules in a block
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        for block in self.nested:
+            for inner in block:
+                x = inner(x)
+        return self.small[0](self.embed(x))
+
+
+def sharded(model, **options):
+    made = ShardedWeights(model, RankGroup(None), CPU, remedy="Do this.", **options)
+    for name in made.blocks:
+        made.keep(name)
+    return made
+
+
+def test_blocks_are_the_elements_of_lists():
+    blocks = {block.name: block for block in blocks_of(Model())}
+    assert list(blocks) == ["blocks.1", "nested.0.0", "nested.0.1", "nested.1.0"]  # what is left of 0 and 2 is not worth a message
+    assert "blocks.1.experts.1.weight" in blocks["blocks.1"].slots
+    assert len(blocks["nested.0.1"].slots["nested.0.1.lin.weight"]) == 1  # the same module in two places
+    assert len(blocks["nested.1.0"].slots["nested.1.0.own"]) == 2
+
+
+def test_sizes_add_up():
+    model = Model()
+    sizes = sizes_of(model)
+    assert sizes.whole == sum(parameter.nbytes for parameter in model.parameters())
+    assert sizes.largest == blocks_of(model)[0].nbytes
+    assert sizes.per_rank(4) == sizes.rest + 2 * sizes.largest + -(-sizes.blocks // 4)
+    assert sizes.per_rank(4, on_host=True) == sizes.rest + 2 * sizes.largest
+
+
+@torch.no_grad()
+def test_a_model_computes_the_same_and_gets_its_weights_back():
+    model, x = Model().eval(), torch.randn(2, 96)
+    expected = copy.deepcopy(model)(x)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    weights = sharded(model)
+    for _ in range(3):
+        with weights.call():
+            assert torch.equal(model(x), expected)
+    weights.free_buffers()
+    with weights.call():
+        assert torch.equal(model(x), expected)
+    weights.restore()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert model.nested[0][1].experts[0].weight is model.nested[0][1].lin.weight
+    assert torch.equal(model(x), expected)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+@torch.no_grad()
+def test_a_call_that_takes_another_way_than_the_last_one():
+    """The order of the last call is a guess."""
+    model, x = Model().eval(), torch.randn(2, 96)
+    plain, weights = copy.deepcopy(model), sharded(model)
+    for order in ([0, 1, 2], [2, 1, 0], [1], [1, 1, 2], [0, 1, 2]):
+        with weights.call():
+            for i in order:
+                assert torch.equal(model.blocks[i](x), plain.blocks[i](x))
+
+
+@torch.no_grad()
+def test_after_an_error_the_next_call_is_right():
+    model, x = Model().eval(), torch.randn(2, 96)
+    expected, weights = copy.deepcopy(model)(x), sharded(model)
+    hook = model.nested[0][0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), weights.call():
+        model(x)
+    hook.remove()
+    with weights.call():
+        assert torch.equal(model(x), expected)
+
+
+class Nested(nn.Module):
+    """Blocks that run inside of another one."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(96) for _ in range(4))
+        self.depth = depth
+
+    def forward(self, x, at=0):
+        weight = self.blocks[at].lin.weight if at else None
+        del weight
+        hook = None
+        if at + 1 < self.depth:
+            hook = self.blocks[at].lin.register_forward_hook(lambda _, __, out: out + self.forward(x, at + 1))
+        x = self.blocks[at](x)
+        if hook is not None:
+            hook.remove()
+        return x
+
+
+@torch.no_grad()
+def test_a_block_inside_of_another_one():
+    """The outer one's weights stay while it runs; of three at a time there are none."""
+    x = torch.randn(2, 96)
+    model = Nested(2).eval()
+    expected, weights = copy.deepcopy(model)(x), sharded(model)
+    for _ in range(2):
+        with weights.call():
+            assert torch.equal(model(x), expected)
+    model = Nested(3).eval()
+    weights = sharded(model)
+    with pytest.raises(PlanError, match=r"blocks\.2 runs inside of two other blocks.*Do this\."), weights.call():
+        model(x)
+
+
+@torch.no_grad()
+def test_a_weight_that_is_read_outside_of_its_block_is_refused_by_name():
+    model = Model().eval()
+    model.blocks[1].lin.weight = nn.Parameter(TwoTensors(torch.ones(96, 96, dtype=torch.int8), torch.tensor(0.5)), False)
+    weights = sharded(model)
+    for name in ("blocks.1.lin.weight", "blocks.1.own"):
+        weight = model.get_parameter(name)
+        assert (weight.device, weight.dtype) == (CPU, torch.float32)
+        with pytest.raises(PlanError, match=f"{name} was read while it is not on this rank.*Do this"):
+            weight + 1
+    assert set(model.state_dict()) == set(Model().state_dict())
+    x = torch.randn(2, 96)
+    with weights.call():
+        model(x)
+    weights.remove()
+    with pytest.raises(PlanError, match="was read"):
+        model(x)
