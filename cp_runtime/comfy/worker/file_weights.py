@@ -3,6 +3,9 @@
 ComfyUI moves a model off its device by copying all of it into memory of this process, N times on N ranks, although the file holds
 the same bytes. It does so to unload a model, to make room for another one, and whenever the LoRA changes. What it noted in
 `ModelPatcher.backup`, as it does for weights that a LoRA changes, it takes from there instead.
+
+For weights that stay on the host because the device has no room, it registers their memory with CUDA: the kernel then gives this
+process pages of its own, because safetensors maps files privately. Those weights cross to the device unregistered.
 """
 
 from __future__ import annotations
@@ -50,6 +53,11 @@ class FileWeightsPatcher(ModelPatcher):
         for name, weight in self.cp_file_weights.items():
             self.backup.setdefault(name, Backup(weight))
         super().load(*args, **kwargs)
+
+    def pin_weight_to_device(self, key: str) -> None:
+        # A read-only mapping of the file is no way out: few drivers register one (docs/gpu.md).
+        if key not in self.cp_file_weights:
+            super().pin_weight_to_device(key)
 
 
 def forget(patcher: ModelPatcher) -> None:
