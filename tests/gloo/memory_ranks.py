@@ -21,6 +21,7 @@ from cp_runtime.comfy.ui.apply import memory_scale  # noqa: E402
 from cp_runtime.comfy.wire.recipe import Recipe, file_stamp  # noqa: E402
 from cp_runtime.comfy.wire.weight_patches import encode_weight_patches  # noqa: E402
 from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
+from cp_runtime.comfy.worker.room import room  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 
 torch.set_grad_enabled(False)
@@ -97,7 +98,7 @@ mirrors.to_device(mirrors.entries["k"], 0)
 report(step="back on the device", **where(patcher))
 for call, needed in (("small", 0.2), ("large", 1.6), ("smaller again", 0.8), ("small again", 0.2)):
     mirrors.to_device(mirrors.entries["k"], needed * size)
-    report(step=call, **where(patcher), free=free() / size)  # in sizes of the model
+    report(step=call, **where(patcher), free=free() / size, room=room(META) / size)  # in sizes of the model
 conditions = {"positive": [{"reference_latents": [torch.zeros(1, 16, 8, 24)]}, {}], "negative": [{}]}
 scales = [memory_scale(patcher, (1, 16, 8, 8), conds) for conds in ({"positive": [{}]}, conditions)]
 report(step="conditions", scales=scales)

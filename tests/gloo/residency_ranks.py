@@ -1,9 +1,11 @@
-"""Rank script: what ComfyUI's process gives back before ranks load its model, and what ranks give back to it.
+"""Rank script: what ComfyUI's process gives back before ranks load its model, what ranks give back to it, and how many conditions
+a sampler computes at once.
 
 There is no accelerator: `meta` stands for its device, the controller notes what it is told, and DynamicVRAM is an object with its
 two methods. Model, patchers and memory manager are ComfyUI's.
 """
 
+import uuid
 from types import SimpleNamespace
 
 from support.ranks import finish, report, start, use_comfyui
@@ -11,20 +13,26 @@ from support.ranks import finish, report, start, use_comfyui
 _, _, (checkpoint,) = start()
 use_comfyui()
 
+import comfy.samplers  # noqa: E402
 import comfy.sd  # noqa: E402
 import torch  # noqa: E402
 from comfy import model_management as mm  # noqa: E402
+from support import families  # noqa: E402
+from support.models import build  # noqa: E402
 
 from cp_runtime.comfy.ui import file_pages  # noqa: E402
 from cp_runtime.comfy.ui.apply import apply_to_model, without_context_parallel  # noqa: E402
 from cp_runtime.comfy.ui.controller import CONTROLLER  # noqa: E402
+from cp_runtime.comfy.ui.journal import CallRecord  # noqa: E402
 from cp_runtime.comfy.ui.residency import free_for_ranks  # noqa: E402
 from cp_runtime.comfy.ui.stock_loads import _drop_from_ranks, watch_stock_loads  # noqa: E402
 from cp_runtime.comfy.ui.timing import recipe_key  # noqa: E402
+from cp_runtime.comfy.ui.workers import Workers  # noqa: E402
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig  # noqa: E402
 
 torch.set_grad_enabled(False)
 META = torch.device("meta")
+CUDA = DeviceInventory(type="cuda", count=4)
 config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2)
 held, told = set(), []
 
@@ -107,4 +115,43 @@ mm.free_memory = lambda nbytes, device, keep_loaded: freed.append(
 )
 step("a rank has no memory left", lambda: free_for_ranks(config.devices))
 report(step="freed", freed=freed)
+
+
+# Two CFG halves on ranks with a made-up memory, in units of what a call with one half needs on one device.
+def batches(rooms, inventory=CUDA, **inputs):
+    inputs = inputs or {"world_size": len(rooms) or 2}
+    parallel.cp_config = RuntimeConfig.resolve(inventory=inventory, **inputs)
+    CONTROLLER.workers = workers = Workers(parallel.cp_config, lambda: None)
+    workers.pool.alive = True
+    if rooms:
+        reports = [{"room": room and int(room * one)} for room in rooms]
+        workers.last_call = CallRecord(seconds=1.0, ended=0.0, reports=reports, pids=[], node=None)
+    sizes = []
+
+    def apply_model(x, timestep, **conditions):
+        sizes.append(len(x))
+        return x
+
+    model.apply_model, model.current_patcher = apply_model, parallel
+    conditions = [[{"model_conds": {}, "uuid": uuid.uuid4()}] for _ in range(2)]
+    comfy.samplers.calc_cond_batch(model, conditions, latent, torch.ones(1), {})
+    return sizes
+
+
+latent = torch.zeros(1, 16, 8, 8)
+one = model.memory_required(latent.shape)
+mm.get_free_memory = lambda device=None, torch_free_too=False: int(3.1 * one)
+first, cpu = batches([]), batches([None, None], DeviceInventory(type="cpu", count=0), world_size=2)
+mm.get_free_memory = lambda device=None, torch_free_too=False: one  # what rank 0's cache leaves of its device to this process
+report(
+    step="halves at once",
+    before_a_call=first,
+    cpu_ranks=cpu,
+    enough=batches([1.6, 1.6]),
+    one_rank_has_less=batches([1.6, 1.4]),
+    ranks_share_a_device=batches([1.6, 1.6], devices="cuda:0,cuda:0", backend="gloo"),
+    more_ranks=batches([0.8] * 4),
+)
+model.diffusion_model = build(families.load("unet").MODELS["sd15"])
+report(step="halves at once, UNet", enough=batches([1.6] * 4), less=batches([1.4] * 4))
 finish()

@@ -44,6 +44,12 @@ def test_a_larger_call_gets_its_room(reports):
     assert at["small again"] == at["small"]
 
 
+def test_weights_that_can_give_way_are_room_for_a_call(reports):
+    """Else a sampler would compute CFG halves one after the other as soon as the first call has brought the weights."""
+    at = steps(reports)
+    assert {at[call]["room"] for call in ("small", "large", "small again")} == {2.0}
+
+
 def test_conditions_count(reports):
     """A reference of three times the latent's size makes a call need four times the memory."""
     assert steps(reports)["conditions"]["scales"] == pytest.approx([1.0, 4.0])

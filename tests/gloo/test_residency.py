@@ -1,4 +1,5 @@
-"""Who holds memory of a device that ranks share with ComfyUI's process: the table of `comfy/ui/residency`, a test per row."""
+"""Who holds memory of a device that ranks share with ComfyUI's process: the table of `comfy/ui/residency`, a test per row; and what
+a sampler takes for free memory."""
 
 from pathlib import Path
 
@@ -48,3 +49,22 @@ def test_a_recipe_without_options_is_read(steps):
 def test_comfyui_frees_what_does_not_sample_where_a_rank_has_no_memory_left(steps):
     assert steps["a rank has no memory left"]["told"] == ["empty cache"]
     assert steps["freed"]["freed"] == [["cpu", [True]]]
+
+
+TOGETHER, ONE_BY_ONE = [2], [1, 1]
+
+
+def test_a_sampler_batches_cfg_halves_as_the_memory_of_the_ranks_allows(steps):
+    """What ComfyUI's process sees of rank 0's device is what rank 0's cache leaves."""
+    assert steps["halves at once"] == {
+        "before_a_call": TOGETHER,
+        "cpu_ranks": TOGETHER,
+        "enough": TOGETHER,
+        "one_rank_has_less": ONE_BY_ONE,
+        "ranks_share_a_device": ONE_BY_ONE,
+        "more_ranks": TOGETHER,
+    }
+
+
+def test_ranks_of_a_unet_share_the_halves_and_nothing_else(steps):
+    assert steps["halves at once, UNet"] == {"enough": TOGETHER, "less": ONE_BY_ONE}

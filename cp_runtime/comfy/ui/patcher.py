@@ -21,6 +21,7 @@ from comfy_execution.utils import get_executing_context
 from torch import nn
 
 from ...errors import UnsupportedError
+from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
 from ...pool.worker_pool import CallCancelled
 from ..wire.recipe import Recipe
@@ -73,6 +74,19 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def lowvram_patch_counter(self) -> int:
         return super().lowvram_patch_counter() if self.cp_local else 0
+
+    def get_free_memory(self, device: torch.device) -> int:
+        """Bytes for a call: how many CFG halves, items and areas a sampler computes at once follows from it.
+
+        This process sees the device of rank 0 only, and what rank 0 keeps of freed memory there counts as taken.
+        """
+        workers = CONTROLLER.workers
+        room = workers.room if not self.cp_local and workers is not None and workers.serves(self.cp_config) else None
+        if room is None:
+            return super().get_free_memory(device)
+        if PLANS[class_name(self.model.diffusion_model)].shares_sequence:
+            return room * self.cp_config.world_size
+        return room * min(2, self.cp_config.batch_degree or self.cp_config.world_size)  # a rank takes half of two items
 
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
         self.cp_local = False

@@ -113,6 +113,15 @@ class Workers:
         """Of the models that the ranks hold."""
         return [key for key in list(self._resident) if self.holds(key)]
 
+    @property
+    def room(self) -> int | None:
+        """Bytes that a call can take on the device of every rank, after the last call; None before it and where ranks are CPUs."""
+        if self.last_call is None or any(report["room"] is None for report in self.last_call.reports):
+            return None
+        rooms: list[int] = [report["room"] for report in self.last_call.reports]
+        devices = self.pool.config.devices
+        return min(rooms) * len(set(devices)) // len(devices)  # ranks that share a device count its memory each
+
     def serves(self, config: RuntimeConfig) -> bool:
         """Whether calls with this config can run here."""
         return self.pool.alive and _pool_key(self.pool.config) == _pool_key(config)

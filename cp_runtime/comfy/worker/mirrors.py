@@ -38,6 +38,7 @@ from .batch import share_out, take_items
 from .file_weights import FileWeightsPatcher, forget
 from .node_patches import ATTACHED, attach_network
 from .quantised import shared_scales
+from .room import room
 from .sharded import run_sharded
 
 log = logging.getLogger("context_parallel.worker")
@@ -139,7 +140,7 @@ class Mirrors:
         self.to_device(mirror, needed)
         with torch.inference_mode(), shared_scales(mesh.whole):
             out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module)
-            return shares.gather(out, mesh), _report(shares, planner, state)
+            return shares.gather(out, mesh), {**_report(shares, planner, state), "room": room(self.device)}
 
     def to_device(self, mirror: Mirror, needed: float) -> None:
         """Put weights, patches and networks on the device where they are not, and leave `needed` bytes free for a call."""
