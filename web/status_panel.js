@@ -62,6 +62,7 @@ function fact(name, value, hint) {
 function facts(now) {
   const workers = [`${now.world_size} ranks`];
   if (now.backend) workers.push(now.backend);
+  if (now.peer_to_peer === false) workers.push("no peer-to-peer");
   const list = make("div", "cp-facts", null, fact("Workers", workers.join(", "), PROCESSES));
   if (now.models.length) list.append(fact("Models", now.models.join(", ")));
   const call = now.last_call;

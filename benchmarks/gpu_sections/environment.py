@@ -11,10 +11,15 @@ from importlib import metadata
 
 import psutil
 import torch
+from support.package import load_package
 from torch.cuda import nccl
 
 from .options import Options
 from .results import NEEDS_CUDA, NEEDS_SEVERAL, Results
+
+load_package()
+
+from cp_runtime.pool.peers import without_peer_access
 
 PACKAGES = ("flash-attn", "sageattention", "triton", "xformers", "comfy-kitchen", "safetensors", "transformers", "diffusers")
 
@@ -45,12 +50,10 @@ def run(options: Options, results: Results) -> None:
             free_GB=free / 1e9,
             capability=f"{card.major}.{card.minor}",
         )
-    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
-    if not pairs:
+    if count == 1:
         results.add("peer-to-peer", NEEDS_SEVERAL)
         return
-    broken = [f"{one} to {other}" for one, other in pairs if not torch.cuda.can_device_access_peer(one, other)]
-    results.add("peer-to-peer", pairs=len(pairs), without=broken)
+    results.add("peer-to-peer", pairs=count * (count - 1), without=without_peer_access([f"cuda:{i}" for i in range(count)]))
 
 
 def _version(package: str) -> str:

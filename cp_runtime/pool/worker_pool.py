@@ -29,6 +29,7 @@ from .launcher import child_environment, memory_file
 from .limits import starting
 from .log_pump import LogPump
 from .module_times import ModuleTimes
+from .peers import without_peer_access
 from .protocol import TensorPacker, read_tensor, unflatten
 from .settings import load_timeout, startup_timeout
 from .site import WorkerSite
@@ -57,6 +58,7 @@ class WorkerPool:
         waiting_for: the ranks that have not reported on it.
         did, did_until: the command before, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
+        peer_to_peer: whether the driver lets their GPUs reach each other's memory; None until they are ready and without NCCL.
     """
 
     def __init__(self, config: RuntimeConfig, site: WorkerSite) -> None:
@@ -66,6 +68,7 @@ class WorkerPool:
         self.doing, self.did = "start", ""
         self.did_until = -math.inf
         self.backend: str | None = None
+        self.peer_to_peer: bool | None = None
         self.waiting_for: list[int] = []
         self.seconds: dict[str, float] = {}
         self._startup_timeout, self._load_timeout = startup_timeout(), load_timeout()
@@ -109,6 +112,8 @@ class WorkerPool:
                 self._spawn(began + self._startup_timeout, cancelled)
             hellos = self._collect(0, "start", began, self._startup_timeout, cancelled)
             self.backend = hellos[0]["backend"]
+            if self.backend == "nccl":
+                self._look_at_peers()
             self.alive = True
         except BaseException:
             self.kill()
@@ -125,6 +130,12 @@ class WorkerPool:
                 f"rank {r} pid {p.pid} on {h['device']}" for r, (p, h) in enumerate(zip(self.processes, hellos, strict=True))
             ),
         )
+
+    def _look_at_peers(self) -> None:
+        pairs = without_peer_access(self.config.devices)
+        self.peer_to_peer = not pairs
+        if pairs:
+            log.warning("no peer-to-peer transfers from %s: what ranks send goes through host memory, slowly", ", ".join(pairs))
 
     def progress(self, rank: int) -> Progress:
         """Where a rank is. From any thread."""

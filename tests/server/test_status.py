@@ -56,7 +56,8 @@ def assert_right(server, expected):
 
 def test_no_worker_yet(off_server):
     off = off_server.get(STATUS)
-    nothing = {"activity": "", "world_size": 0, "backend": None, "models": [], "last_call": None, "ranks": [], "last_error": None}
+    nothing = {"activity": "", "world_size": 0, "models": [], "ranks": []}
+    nothing |= dict.fromkeys(("backend", "peer_to_peer", "last_call", "last_error"))
     assert off == {"state": "off", "version": VERSION, **nothing}
     assert call(off_server, RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
 

@@ -30,16 +30,18 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
 
     `state` is "off" (no workers: they start with the next prompt that needs them), "starting", "loading", "computing", "idle" or
     "failed" (started again on next use); `activity` says more in words. A rank is "starting", "loading", "computing", "idle",
-    "silent" (no sign of life, see SILENT) or "gone". `backend` is the one in use, None until the ranks are ready. `last_call` is
-    None before the first one. Times are seconds, memory is bytes: `host` is resident now; `device` is the peak of the last call.
-    `version` is the pack's. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
+    "silent" (no sign of life, see SILENT) or "gone". `backend` is the one in use, None until the ranks are ready; `peer_to_peer`,
+    of NCCL only, whether the driver lets all GPUs reach each other's memory. `last_call` is None before the first one. Times are
+    seconds, memory is bytes: `host` is resident now; `device` is the peak of the last call. `version` is the pack's. Anyone who
+    reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
     """
     workers, error = controller.workers, controller.journal.last_error
     failure = None if error is None else {"time": error.time, "rank": error.rank, "message": error.message}
     always = {"version": VERSION, "last_error": failure}
     if workers is None:
         return {
-            "state": "off", "activity": "", "world_size": 0, "backend": None, "models": [], "last_call": None, "ranks": [], **always
+            "state": "off", "activity": "", "world_size": 0, "backend": None, "peer_to_peer": None, "models": [], "last_call": None,
+            "ranks": [], **always
         }  # fmt: skip
     pool = workers.pool
     work, waiting = _work(server, controller, pool), pool.waiting_for
@@ -50,6 +52,7 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
         "activity": _activity(controller, workers),
         "world_size": pool.world_size,
         "backend": pool.backend,
+        "peer_to_peer": pool.peer_to_peer,
         "models": workers.models,
         "last_call": _last_call(controller, workers.last_call),
         "ranks": ranks,
