@@ -139,22 +139,19 @@ class RankGroup:
             sent, arriving: elements for and from every rank, in the order of the ranks. Both sides know them.
             kind: what to count it as, and its name in traces.
         """
-        size, device, staged = send.element_size(), send.device, []
+        size = send.element_size()
+        staged: list[tuple[Tensor, Tensor]] = []
         with trace_range("cp." + kind):
-            source, target = send, received
-            if self.via_host and device.type != "cpu":
-                source, target = send.cpu(), torch.empty_like(received, device="cpu")
-                staged.append((received, target))
             work = dist.all_to_all_single(
-                as_bytes(target),
-                as_bytes(source),
+                as_bytes(self._landing(received, staged)),
+                as_bytes(self._leaving(send)),
                 [count * size for count in arriving],
                 [count * size for count in sent],
                 group=self.group,
                 async_op=True,
             )
         self.stats.started(kind, send.nbytes - sent[self.rank] * size)
-        return Pending(self, kind, [work], device, staged)
+        return Pending(self, kind, [work], send.device, staged)
 
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
         """Send a tensor to the next rank, and receive one from the rank before into `received`."""
@@ -174,21 +171,18 @@ class RankGroup:
         shards = list(zip(*(tensor.split(list(lengths)) for tensor in whole), strict=True))
         for own, tensor in zip(shards[self.rank], moved, strict=True):
             own.copy_(tensor)
-        device, operations, staged = whole[0].device, [], []
+        operations: list[dist.P2POp] = []
+        staged: list[tuple[Tensor, Tensor]] = []
         with trace_range("cp.all_gather"):
-            sends = [own.cpu() if self.via_host else own for own in shards[self.rank] if own.numel()]
+            sends = [self._leaving(own) for own in shards[self.rank] if own.numel()]
             for step in range(1, self.size):
                 to, source = self.global_rank(self.rank + step), self.global_rank(self.rank - step)
                 operations += [dist.P2POp(dist.isend, as_bytes(own), to, self.group) for own in sends]
-                for shard in filter(Tensor.numel, shards[(self.rank - step) % self.size]):
-                    target = shard
-                    if self.via_host and device.type != "cpu":
-                        target = torch.empty_like(shard, device="cpu")
-                        staged.append((shard, target))
-                    operations.append(dist.P2POp(dist.irecv, as_bytes(target), source, self.group))
+                arriving = [self._landing(shard, staged) for shard in shards[(self.rank - step) % self.size] if shard.numel()]
+                operations += [dist.P2POp(dist.irecv, as_bytes(shard), source, self.group) for shard in arriving]
             works = dist.batch_isend_irecv(operations) if operations else []
         self.stats.started("all_gather", sum(own.nbytes for own in shards[self.rank]) * (self.size - 1))
-        Pending(self, "all_gather", works, device, staged).wait()
+        Pending(self, "all_gather", works, whole[0].device, staged).wait()
         return [tensor.movedim(0, dim) for tensor in whole]
 
     def gather_parts(self, part: Tensor, whole: Tensor) -> Pending:
@@ -221,11 +215,23 @@ class RankGroup:
         if self.size == 1:
             return value
         with trace_range("cp.all_reduce"):
-            shared = value.cpu() if self.via_host else value
+            shared = self._leaving(value)
             work = dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group, async_op=True)
         self.stats.started("all_reduce", value.nbytes)
         Pending(self, "all_reduce", [work], value.device, ()).wait()
         return shared.to(value.device)
+
+    def _leaving(self, tensor: Tensor) -> Tensor:
+        """What the backend sends in place of a tensor."""
+        return tensor.cpu() if self.via_host else tensor
+
+    def _landing(self, tensor: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Where the backend receives what is for a tensor; noted in `staged` where it has to be copied from there."""
+        if not self.via_host or tensor.device.type == "cpu":
+            return tensor
+        host = torch.empty_like(tensor, device="cpu")
+        staged.append((tensor, host))
+        return host
 
     def global_rank(self, rank: int) -> int:
         """A rank of this group, counted around, as torch's point-to-point functions want it."""
