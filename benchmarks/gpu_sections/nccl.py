@@ -68,6 +68,9 @@ def _collectives(device: torch.device, results: Results) -> None:
     split, _ = dist.new_subgroups_by_enumeration([[0]], backend="nccl")
     dist.barrier(split)
     results.add("a group that is split off", seconds=time.monotonic() - began)
+    control, sent = dist.new_group(backend="gloo"), torch.arange(3)
+    dist.broadcast(sent, 0, group=control)
+    results.check("a group of gloo beside it", sent.tolist() == [0, 1, 2])
     for name, group in (("all", dist.group.WORLD), ("split group", split)):
         for count in (0, 1, 777, 1 << 22):
             send = torch.arange(count, dtype=torch.float32, device=device).view(torch.uint8)
