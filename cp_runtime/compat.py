@@ -52,6 +52,12 @@ def load_op(name: str) -> Callable[..., Any] | None:
     return getattr(torch.ops.aten, name, None)
 
 
+def as_parameter(tensor: Tensor) -> nn.Parameter:
+    """The tensor itself, as a parameter. `nn.Parameter` would detach it, for which some quantised tensors copy their scales."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor  # type: ignore[return-value]
+
+
 def parameter_slots(module: nn.Module) -> dict[str, Any]:
     """A module's own parameters by name; what is written there is not checked, and takes a tenth of the time of `setattr`."""
     return module._parameters

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -187,16 +188,14 @@ class RankGroup:
 
     def gather_parts(self, part: Tensor, whole: Tensor) -> Pending:
         """Put the parts of all ranks one behind the other into `whole`, `[size * part.numel()]`. All parts are of one size."""
-        source, target, staged = part, whole, []
-        if self.via_host and whole.device.type != "cpu":
-            source, target = part.cpu(), torch.empty_like(whole, device="cpu")
-            staged.append((whole, target))
+        works: list[Any] = []
+        staged: list[tuple[Tensor, Tensor]] = []
         with trace_range("cp.weights"):
             if self.size == 1:
                 whole.copy_(part)
-                works = []
             else:
-                works = [dist.all_gather_into_tensor(target, source, group=self.group, async_op=True)]
+                target, source = self._landing(whole, staged), self._leaving(part)
+                works.append(dist.all_gather_into_tensor(target, source, group=self.group, async_op=True))
         self.stats.started("weights", part.nbytes * (self.size - 1))
         return Pending(self, "weights", works, whole.device, staged)
 
@@ -347,6 +346,11 @@ class BatchMesh:
         self.whole = RankGroup(group, self.stats)
         self._timeout = timeout
         self._meshes = {1: SequenceMesh(group, timeout, self.stats)}
+
+    @cached_property
+    def weights(self) -> RankGroup:
+        """All ranks, on a process group for weights. All ranks ask alike."""
+        return self.whole.twin(self._timeout)
 
     @property
     def size(self) -> int:

@@ -32,21 +32,23 @@ class FileWeightsPatcher(ModelPatcher):
     """A ModelPatcher that goes back to the file's pages.
 
     Attributes:
+        cp_path: of the file.
         cp_file_weights: those weights whose memory is the file, by name.
     """
 
+    cp_path: str
     cp_file_weights: dict[str, Tensor]
 
     @classmethod
     def adopt(cls, patcher: Any, path: str) -> None:
         """Make `patcher`, whose model was loaded from `path` a moment ago, one of these."""
-        patcher.__class__ = cls
-        ranges = _mapped(path)
+        patcher.__class__, patcher.cp_path = cls, path
+        ranges = mapped(path)
         patcher.cp_file_weights = {
             # Not the parameter itself: a module that moves to a device puts another tensor into it.
             name: getattr(module, parameter).detach()
             for name, module, parameter in parameters_of(patcher.model)
-            if _inside(max(stored(getattr(module, parameter)), key=_bytes), ranges)  # scales may be converted, and are small
+            if inside(max(stored(getattr(module, parameter)), key=_bytes), ranges)  # scales may be converted, and are small
         }
 
     def load(self, *args: Any, **kwargs: Any) -> None:
@@ -69,7 +71,7 @@ def forget(patcher: ModelPatcher) -> None:
     loaded[:] = [each for each in loaded if each.model is not patcher]
 
 
-def _mapped(path: str) -> list[tuple[int, int]]:
+def mapped(path: str) -> list[tuple[int, int]]:
     """Ranges of addresses at which this process has mapped a file."""
     inode = str(os.stat(path).st_ino)
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
@@ -82,7 +84,8 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
-def _inside(tensor: Tensor, ranges: list[tuple[int, int]]) -> bool:
+def inside(tensor: Tensor, ranges: list[tuple[int, int]]) -> bool:
+    """Whether all of a tensor lies in one of these ranges."""
     if tensor.device.type != "cpu":
         return False
     begin = tensor.data_ptr()

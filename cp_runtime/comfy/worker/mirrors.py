@@ -25,12 +25,14 @@ from ...engine.cost import DegreePlanner
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import BatchMesh
 from ...engine.state import CallState
+from ...engine.weights.sharded import ShardedWeights
 from ...errors import MirrorError
 from ...families import plan_for
 from ...families.family import FamilyPlan
 from ...nested import tensors
 from ...pool.protocol import read_tensor, unflatten
 from ..wire.loading import LoadedModel, load_recipe
+from ..wire.placement import OFFLOADED, WHOLE
 from ..wire.recipe import Recipe
 from ..wire.weight_patches import decode_weight_patches, weight_patches_digest
 from ..wire.weight_samples import sample_weights
@@ -40,6 +42,7 @@ from .node_patches import ATTACHED, attach_network
 from .quantised import shared_scales
 from .room import room
 from .sharded import run_sharded
+from .shared_weights import SharedWeightsPatcher
 
 log = logging.getLogger("context_parallel.worker")
 
@@ -53,11 +56,15 @@ class Mirror:
 
     Args:
         samples: of its weights as they were loaded, without patches.
+        names: of all its weights.
+        placement: of its weights, one of `wire.placement.PLACEMENTS`.
         reserved: bytes of device memory that were left free for calls when its weights were last put there.
     """
 
     patcher: Any
     samples: dict[str, str]
+    names: frozenset[str]
+    placement: str
     reserved: float = 0.0
 
     @property
@@ -70,6 +77,12 @@ class Mirror:
     def installed(self) -> InstalledPlan[FamilyPlan]:
         """Its plan, from the first call on."""
         return InstalledPlan(self.model, plan_for(self.model))
+
+    @property
+    def weights(self) -> ShardedWeights | None:
+        """Those of which this rank keeps a part, once they are on the device."""
+        weights: ShardedWeights | None = getattr(self.patcher, "cp_weights", None)
+        return weights
 
     def drop(self) -> None:
         """Take the plan off, and with it what its transforms keep."""
@@ -85,21 +98,31 @@ class Mirrors:
         self.folders = [Path(folder) for folder in folders]
         self.entries: dict[str, Mirror] = {}
 
-    def load(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
-        """Load the model of `header` if it is new, and take its weight patches. The next call moves both to the device."""
+    def load(self, header: dict[str, Any], block: Tensor, mesh: BatchMesh | None = None) -> dict[str, Any]:
+        """Load the model of `header` if it is new, and take its weight patches. The next call moves both to the device.
+
+        Args:
+            mesh: the ranks, where they share the weights out.
+        """
         began = time.perf_counter()
-        key = header["key"]
-        for gone in header["forget"]:
-            self._drop(gone)
-        if header["forget"]:
+        key, placement = header["key"], header.get("placement", WHOLE)
+        gone = list(header["forget"])
+        if key in self.entries and self.entries[key].placement != placement:
+            gone.append(key)
+        for name in gone:
+            self._drop(name)
+        if gone:
             _free_dropped()
         mirror = self.entries.get(key)
         if mirror is None:
             patcher, missing = self._load_file(Recipe(**header["recipe"]))
             FileWeightsPatcher.adopt(patcher, header["recipe"]["path"])
+            if placement != WHOLE and mesh is not None:
+                SharedWeightsPatcher.share(patcher, mesh.weights, on_host=placement == OFFLOADED)
             # What the file does not have is not initialised, and differs from process to process.
-            mirror = Mirror(patcher, sample_weights(patcher.model.diffusion_model, without=missing))
-        self._patch(mirror.patcher, header, block)
+            samples = sample_weights(patcher.model.diffusion_model, without=missing)
+            mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement)
+        self._patch(mirror, header, block)
         self.entries[key] = mirror
         model = mirror.patcher.model
         return {
@@ -108,7 +131,8 @@ class Mirrors:
             "dtype": str(model.get_dtype()),
             "cast_dtype": str(model.manual_cast_dtype),
             "samples": mirror.samples,
-            "bytes": mirror.patcher.model_size(),
+            "bytes": model_management.module_size(model),
+            "device_bytes": mirror.patcher.model_size(),
             "seconds": time.perf_counter() - began,
         }
 
@@ -137,9 +161,12 @@ class Mirrors:
         planner = planner_for(sequence.size)
         latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
         needed = mirror.patcher.memory_required(list(latent)) * header["memory_scale"] / sequence.size
+        for other in self.entries.values():
+            if other is not mirror and other.weights is not None:
+                other.weights.free_buffers()
         self.to_device(mirror, needed)
         with torch.inference_mode(), shared_scales(mesh.whole):
-            out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module)
+            out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
             return shares.gather(out, mesh), {**_report(shares, planner, state), "room": room(self.device)}
 
     def to_device(self, mirror: Mirror, needed: float) -> None:
@@ -201,12 +228,12 @@ class Mirrors:
         log.info("loading %s", path.name)
         return load_recipe(replace(recipe, path=str(path)))  # what was checked: behind a link, `..` leads elsewhere
 
-    def _patch(self, patcher: Any, header: dict[str, Any], block: Tensor) -> None:
+    def _patch(self, mirror: Mirror, header: dict[str, Any], block: Tensor) -> None:
         patches = decode_weight_patches(unflatten(header["patches"], lambda leaf: read_tensor(block, leaf).clone()))
-        unknown = patches.keys() - patcher.model.state_dict().keys()
+        unknown = patches.keys() - mirror.names
         if unknown:
             raise MirrorError(f"{len(unknown)} patched weights do not exist on the workers, the first is {min(unknown)}")
-        patcher.patches, patcher.patches_uuid = patches, header["patches_uuid"]
+        mirror.patcher.patches, mirror.patcher.patches_uuid = patches, header["patches_uuid"]
 
 
 def room_changes(reserved: float, needed: float, offloaded: bool) -> bool:

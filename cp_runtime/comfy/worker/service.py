@@ -55,7 +55,7 @@ class ModelService:
 
     def _load(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         inject(self._worker.rank, "load")
-        return self._mirrors.load(header, block)
+        return self._mirrors.load(header, block, self._worker.mesh)
 
     def _attach_network(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         self._mirrors.attach_network(header, block)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ...compat import parameter_slots
+from ...compat import as_parameter, parameter_slots
 from ...nested import stored
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -42,12 +42,16 @@ class Block:
         """Bytes of its weights."""
         return sum(part.nbytes for weight in self.weights for part in stored(weight))
 
+    def clear(self) -> None:
+        """Leave its slots without a weight."""
+        for slot in (slot for slots in self.slots.values() for slot in slots):
+            parameter_slots(slot.module)[slot.key] = None
+
     def put(self, weights: list[Tensor]) -> None:
         """Fill its slots."""
         for slots, weight in zip(self.slots.values(), weights, strict=True):
-            parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
             for slot in slots:
-                parameter_slots(slot.module)[slot.key] = parameter
+                parameter_slots(slot.module)[slot.key] = as_parameter(weight)
 
 
 class Sizes(NamedTuple):

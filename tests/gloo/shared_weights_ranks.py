@@ -1,0 +1,111 @@
+"""Rank script: mirrors of one model with whole and with shared weights, through LoRA changes and unloading. Rank 0 reports.
+
+Arguments: JSON list of [checkpoint, LoRA, loader options].
+"""
+
+import json
+import os
+
+from support.ranks import finish, report, start, use_comfyui
+
+rank, world, (wanted,) = start()
+use_comfyui()
+
+import comfy.lora  # noqa: E402
+import comfy.utils  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from comfy import model_management as mm  # noqa: E402
+
+from cp_runtime.comfy.wire.recipe import Recipe, file_stamp  # noqa: E402
+from cp_runtime.comfy.wire.weight_patches import encode_weight_patches  # noqa: E402
+from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
+from cp_runtime.engine.config import SequenceSettings  # noqa: E402
+from cp_runtime.engine.cost import DegreePlanner, Rates  # noqa: E402
+from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
+from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
+
+CPU = torch.device("cpu")
+RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e11, memory=1e9, overlap=0.0)
+mesh = BatchMesh(dist.group.WORLD)
+
+
+def lora_of(mirrors, path, strength):
+    patcher = next(iter(mirrors.entries.values())).patcher
+    keys = comfy.lora.model_lora_keys_unet(patcher.model, {})
+    loaded = comfy.lora.load_lora(comfy.utils.load_torch_file(path), keys, log_missing=False)
+    return {name: [(strength, patch, 1.0, None, None)] for name, patch in loaded.items()}
+
+
+def load(mirrors, path, options, placement, uuid="none", patches=None):
+    packer = TensorPacker()
+    tree = flatten(encode_weight_patches(patches or {}), packer.add)
+    block = torch.empty(packer.nbytes, dtype=torch.uint8)
+    packer.write(block)
+    recipe = Recipe("load_diffusion_model", path, options, file_stamp(path)).as_json()
+    header = {"key": "k", "forget": [], "recipe": recipe, "patches": tree, "patches_uuid": uuid, "placement": placement}
+    return mirrors.load(header, block, mesh)
+
+
+def arguments(dtype):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (2, 16, 10, 14), "context": (2, 11, 64), "y": (2, 64)}
+    made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return {**made, "timestep": torch.tensor([0.5, 0.5], dtype=dtype), "guidance": torch.tensor([3.5, 3.5], dtype=dtype)}
+
+
+def call(mirrors):
+    header = {"key": "k", "method": "_forward", "leading": ["x", "timestep"], "batch_degree": 1, "memory_scale": 1.0}
+    model = mirrors.entries["k"].patcher.model
+    dtype = model.manual_cast_dtype or model.get_dtype()
+    mesh.stats.reset()
+    settings = SequenceSettings(ulysses_degree=world, ring_degree=1)
+    out, _ = mirrors.call(header, arguments(dtype), mesh, lambda ranks: DegreePlanner(settings, ranks, RATES), lambda: None)
+    return out
+
+
+def outputs(path, lora, options, placement):
+    """The output of a call after every change of the model, and what was seen on the way."""
+    mirrors, outs, seen = Mirrors(CPU, []), {}, {}
+    mirrors.load_file = None
+    load(mirrors, path, options, placement)
+    outs["as loaded"] = call(mirrors)
+    outs["again"] = call(mirrors)
+    seen["sent"] = mesh.stats.bytes_sent if placement != "whole" else 0
+    patcher, weights = mirrors.entries["k"].patcher, mirrors.entries["k"].weights
+    seen["kept"] = weights.nbytes if weights is not None else 0
+    seen["size"], seen["loaded"] = patcher.model_size(), patcher.loaded_size()
+    seen["quantised"] = {type(p).__name__ for m in patcher.model.modules() for p in m._parameters.values() if p is not None} - {
+        "Parameter", "Tensor", "AbsentWeight",
+    }  # fmt: skip
+    if lora:
+        load(mirrors, path, options, placement, "one", lora_of(mirrors, lora, 1.0))
+        outs["with a LoRA"] = call(mirrors)
+        load(mirrors, path, options, placement, "two", lora_of(mirrors, lora, 0.25))
+        outs["with another one"] = call(mirrors)
+        load(mirrors, path, options, placement)
+        outs["without it"] = call(mirrors)
+    for patcher in [loaded.model for loaded in mm.current_loaded_models]:
+        patcher.detach()  # as ComfyUI's memory manager does to make room
+    mm.current_loaded_models.clear()
+    seen["unloaded"] = mirrors.entries["k"].weights is None and patcher.loaded_size() == 0
+    outs["loaded again"] = call(mirrors)
+    mirrors.unload("k")
+    return outs, seen
+
+
+torch.set_grad_enabled(False)
+for path, lora, options in json.loads(wanted):
+    expected, _ = outputs(path, lora, options, "whole")
+    for placement in ("sharded", "offloaded"):
+        found, seen = outputs(path, lora, options, placement)
+        report(
+            model=os.path.basename(path),
+            placement=placement,
+            std=min(out.float().std().item() for out in expected.values()),
+            lora=(expected["with a LoRA"] - expected["as loaded"]).abs().max().item() if lora else None,
+            differing=[name for name in expected if not torch.equal(expected[name], found[name])],
+            kinds=sorted(seen.pop("quantised")),
+            **seen,
+        )
+finish()
