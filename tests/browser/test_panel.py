@@ -244,6 +244,13 @@ def test_the_factor_is_the_quotient_of_what_is_shown(panel, tell):
     expect(panel).to_contain_text(re.compile(r"Denoise call\s*1\.37 s\s*On one device\s*3\.07 s \(2\.24 ×\)"))
 
 
+def test_gpus_that_do_not_reach_each_other_are_mentioned(panel, tell):
+    tell(backend="nccl", peer_to_peer=False)
+    expect(panel).to_contain_text("2 ranks, nccl, no peer-to-peer")
+    tell(backend="nccl", peer_to_peer=True)
+    expect(panel).not_to_contain_text("peer-to-peer")
+
+
 def test_restart_asks_while_a_prompt_runs(browser_server, page, panel):
     load(page, width=512, height=512, steps=2000)
     press_queue(page)
