@@ -27,10 +27,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from support import durations
+from support import durations, preloaded
 
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = [sys.executable, "-c", "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())"]
+THREADS = {"OMP_NUM_THREADS": "1"}
+"""What OpenMP's threads wait for they wait for by spinning, on cores that other jobs need."""
 NOTHING_SELECTED = 5
 """pytest's status where no test was there to run."""
 
@@ -123,7 +125,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="context-parallel-tests-") as folder:
         figures = Path(folder) / "durations"
         figures.touch()
-        outcomes = run(jobs, options.lanes, figures)
+        with contextlib.ExitStack() as stack:
+            # One server starts no sooner by a process that has to import first what it would import.
+            environment = {} if options.quick else stack.enter_context(preloaded.running(Path(folder), THREADS))
+            outcomes = run(jobs, options.lanes, {**environment, "CP_TEST_DURATIONS": str(figures)})
         table = durations.table(durations.read(figures))
     failed = [outcome for outcome in outcomes if outcome.failed]
     for outcome in failed:
@@ -138,8 +143,8 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def run(jobs: tuple[Job, ...], lanes: int, figures: Path) -> list[Outcome]:
-    """Run jobs, `lanes` of them at a time."""
+def run(jobs: tuple[Job, ...], lanes: int, environment: dict[str, str]) -> list[Outcome]:
+    """Run jobs, `lanes` of them at a time, with more variables in their environment."""
     waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in jobs:
         waiting.put(job)
@@ -151,7 +156,7 @@ def run(jobs: tuple[Job, ...], lanes: int, figures: Path) -> list[Outcome]:
                 job = waiting.get_nowait()
             except queue.Empty:
                 return
-            outcomes.append(run_job(job, [other for other in jobs if other is not job], figures, running))
+            outcomes.append(run_job(job, [other for other in jobs if other is not job], environment, running))
 
     running: list[subprocess.Popen[str]] = []
     threads = [threading.Thread(target=lane) for _ in range(min(lanes, len(jobs)))]
@@ -170,10 +175,10 @@ def run(jobs: tuple[Job, ...], lanes: int, figures: Path) -> list[Outcome]:
     return outcomes
 
 
-def run_job(job: Job, others: list[Job], figures: Path, running: list[subprocess.Popen[str]]) -> Outcome:
+def run_job(job: Job, others: list[Job], environment: dict[str, str], running: list[subprocess.Popen[str]]) -> Outcome:
     """Run one job, and show its progress: pytest's lines of dots, one per file."""
     began = time.monotonic()
-    env = {"OMP_NUM_THREADS": "1", **os.environ, "CP_TEST_DURATIONS": str(figures)}  # its threads spin where cores are taken
+    env = {**THREADS, **os.environ, **environment}
     process = subprocess.Popen(
         job.arguments(others), cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )

@@ -166,7 +166,7 @@ def test_signals_that_ask(temp, faults, kind, moment):
 def test_signals_that_ask_comfyui(comfyui_path, checkpoints_dir, kind, usual):
     """ComfyUI ends as it does without ranks. SIGINT goes to the whole process group: that is Ctrl-C."""
     group = kind == signal.SIGINT
-    with ComfyServer(comfyui_path, models=checkpoints_dir) as server:
+    with ComfyServer(comfyui_path, models=checkpoints_dir, fresh=True) as server:  # a child, whose exit code can be seen
         server.run(flux_prompt(cp=CP), timeout=120).check()
         ranks = server.workers()
         assert len(ranks) == 2
@@ -239,4 +239,6 @@ def test_a_forked_child_holds_the_pipe_open(temp):
         watch = Stopwatch("19 SIGKILL of the UI process, a forked child lives on")
         os.kill(owner.pid, signal.SIGKILL)
         assert_alone(owner, watch, 2, "no rank is alive", ignore=[child])
-        assert alive(psutil.Process(child))
+        left = psutil.Process(child)
+        assert alive(left)
+        left.kill()

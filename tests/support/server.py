@@ -36,7 +36,7 @@ import safetensors.torch
 import websocket
 from torch import Tensor
 
-from . import exercised, processes
+from . import exercised, preloaded, processes
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACK = "comfyui-context-parallel"
@@ -141,6 +141,8 @@ class ComfyServer:
         args: more command line arguments, e.g. `("--preview-method", "latent2rgb")`.
         env: environment variables to set; None removes one. Thread counts are left to torch unless set here.
         cpu: run with `--cpu`.
+        fresh: start an interpreter, also where `support.preloaded` could fork the server: for what an interpreter's start, its
+            environment and the parent's view of its end are part of.
         startup_timeout: seconds until the server must answer.
 
     Start it from a thread that lives as long as the server is needed.
@@ -155,17 +157,19 @@ class ComfyServer:
         args: Sequence[str] = (),
         env: Mapping[str, str | None] | None = None,
         cpu: bool = True,
+        fresh: bool = False,
         startup_timeout: float = 120.0,
     ) -> None:
         self.comfyui_path, self.startup_timeout = Path(comfyui_path), startup_timeout
         self.args = ["--cpu", *args] if cpu else list(args)
+        self.fresh = fresh
         self.env = dict(env or {})
         self.port = 0
         self.leftovers: list[str] = []
         """Command lines of the processes that outlived the server and had to be killed by the last stop()."""
         self._marker = uuid.uuid4().hex
         self._prompts: dict[str, Mapping[str, Any]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | preloaded.Program | None = None
         self._listener: _Listener | None = None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self.base = Path(tempfile.mkdtemp(prefix="comfy-server-"))
@@ -212,7 +216,7 @@ class ComfyServer:
 
     def _start(self) -> None:
         self.port = _free_port()
-        command = [sys.executable, "-c", _LAUNCHER, "-u", str(self.comfyui_path / "main.py")]
+        command = [str(self.comfyui_path / "main.py")]
         command += ["--base-directory", str(self.base), "--database-url", f"sqlite:///{self.base}/user/comfyui.db"]
         command += ["--listen", "127.0.0.1", "--port", str(self.port), "--disable-auto-launch", "--disable-api-nodes"]
         # Neither the caller's import path nor its working directory may reach the server: both could hold this
@@ -220,16 +224,15 @@ class ComfyServer:
         changes = {"PYTHONPATH": str(DETECTION), "HF_HUB_OFFLINE": "1", **self.env, MARKER: self._marker}
         env = {name: value for name, value in os.environ.items() if name not in changes}
         env |= {name: value for name, value in changes.items() if value is not None}
-        with self.log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                command + self.args,
-                cwd=self.base,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        command += self.args
+        with self.log_file.open("ab") as log, open(os.devnull, "rb") as nothing:
+            files = (nothing.fileno(), log.fileno(), log.fileno())
+            self._process = None if self.fresh else preloaded.fork(command, cwd=self.base, env=env, files=files)
+            if self._process is None:
+                launched = [sys.executable, "-c", _LAUNCHER, "-u", *command]
+                self._process = subprocess.Popen(
+                    launched, cwd=self.base, env=env, stdin=nothing, stdout=log, stderr=log, start_new_session=True
+                )
         deadline = time.monotonic() + self.startup_timeout
         while True:
             try:

@@ -51,7 +51,7 @@ def test_a_job_that_fails_is_told_from_one_that_passes(lanes, tmp_path, capsys):
         lanes.Job(name="bad", command=(sys.executable, "-c", "print('broken'); raise SystemExit(3)")),
         lanes.Job(name="none", command=(sys.executable, "-c", f"raise SystemExit({lanes.NOTHING_SELECTED})")),
     ]
-    outcomes = lanes.run(tuple(jobs), 2, tmp_path / "durations")
+    outcomes = lanes.run(tuple(jobs), 2, {"CP_TEST_DURATIONS": str(tmp_path / "durations")})
     assert {outcome.job.name: outcome.failed for outcome in outcomes} == {"good": False, "bad": True, "none": False}
     assert "     bad | FAILED after" in capsys.readouterr().out
 

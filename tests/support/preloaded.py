@@ -1,0 +1,232 @@
+"""A process that has imported what programs of the tests need, and forks a program whenever one is asked for.
+
+ComfyUI's server imports for eight seconds of a core, six of them code of other packages. `make test` starts some thirty, so it
+imports that once: `.ci/lanes.py` starts this file and leaves the path of its socket in `VARIABLE`; without it, programs start as
+any other. A program that is forked runs from the first line of its file, with its own arguments, import path, environment, folder
+and session. What stays from here is what has been imported, and what the system says about the interpreter: its command line, its
+parent, and the environment that it was started with.
+
+The first half of this file asks for programs, the second half is the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "CP_TEST_PRELOADED"
+MODULES = (
+    "comfy_kitchen", "torchaudio", "torchsde", "spandrel", "kornia",
+    "scipy.integrate", "scipy.ndimage", "scipy.signal", "scipy.stats",
+    "transformers", "transformers.models.clip.tokenization_clip", "transformers.models.t5.tokenization_t5",
+    "transformers.models.qwen2.tokenization_qwen2", "aiohttp.web", "alembic.command", "av", "OpenGL.EGL", "OpenGL.GL",
+    "OpenGL.GLES3", "psutil", "pydantic_settings", "requests", "sqlalchemy.orm", "sqlalchemy.dialects.sqlite",
+)  # fmt: skip
+"""What ComfyUI's server imports of other packages. Its own code looks at the command line while it is imported."""
+# Read when a library is loaded: a program that sets them otherwise is not forked.
+_READ_ONCE = ("OMP_", "MKL_", "OPENBLAS_", "GOMP_", "MALLOC_", "LD_")
+_MESSAGE = 1 << 17
+_TAKES = 120.0  # seconds for all imports, and for a fork
+PR_SET_PDEATHSIG = 1
+
+
+class Program:
+    """A forked program: as much of `subprocess.Popen` as tests use. It gets SIGTERM when the caller is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.returncode: int | None = None
+        connection.settimeout(_TAKES)
+        self.pid: int = json.loads(connection.recv(_MESSAGE))["pid"]
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; return the exit code."""
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0)
+            data = self._connection.recv(_MESSAGE)
+            # Without an answer the process that it was forked from is gone, and the kernel ends it as well.
+            self.returncode = json.loads(data)["status"] if data else -signal.SIGKILL
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it now."""
+        self.send_signal(signal.SIGKILL)
+
+
+def fork(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int]) -> Program | None:
+    """Run the Python file `argv[0]` with these arguments, in a session of its own; None where it has to be started as any other.
+
+    Args:
+        files: descriptors of its standard input, output and errors.
+    """
+    path = os.environ.get(VARIABLE)
+    if path is None or any(os.environ.get(name) != env.get(name) for name in {*os.environ, *env} if name.startswith(_READ_ONCE)):
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(path)
+    request = json.dumps({"argv": list(argv), "cwd": str(cwd), "env": dict(env)}).encode()
+    socket.send_fds(connection, [request], list(files))
+    return Program(connection)
+
+
+@contextlib.contextmanager
+def running(folder: Path, env: Mapping[str, str] | None = None, modules: Sequence[str] = MODULES) -> Iterator[dict[str, str]]:
+    """The process that programs are forked from. Yields the environment variable by which `fork` finds it.
+
+    Args:
+        folder: for its socket.
+        env: what libraries are to read when they are loaded, where the caller's environment says nothing else.
+    """
+    path = folder / "preloaded"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, "-u", str(Path(__file__).resolve()), str(listener.fileno()), *modules],
+            # As a test's server has it, of which a package asks while it is imported.
+            env={**(env or {}), **os.environ, "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE, stdout=2, pass_fds=[listener.fileno()], start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield {VARIABLE: str(path)}
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=10)  # the end of its input
+        process.kill()
+        process.wait()
+
+
+class _Preloaded:
+    """Forks programs and says how they end. A connection is a program."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._wakeup = os.pipe()  # gets a byte at SIGCHLD
+        self._programs: dict[int, socket.socket] = {}  # by pid, until it is reaped
+
+    def run(self) -> dict[str, Any]:
+        """Serve until the input ends. Returns in a program that was just forked, with what was asked for."""
+        for fd in self._wakeup:
+            os.set_blocking(fd, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
+        while True:
+            asked = {connection.fileno(): pid for pid, connection in self._programs.items()}  # -1: closed
+            ready = select.select([0, self._wakeup[0], self._listener.fileno(), *(asked.keys() - {-1})], [], [])[0]
+            if 0 in ready:
+                for pid in self._programs:
+                    os.kill(pid, signal.SIGTERM)
+                os._exit(0)
+            if self._wakeup[0] in ready:
+                os.read(self._wakeup[0], _MESSAGE)
+                self._reap()
+            for fd in asked.keys() & set(ready):  # nobody says more: it was closed
+                if asked[fd] in self._programs:
+                    self._programs[asked[fd]].close()
+                    os.kill(asked[fd], signal.SIGTERM)
+            if self._listener.fileno() in ready and (request := self._fork()) is not None:
+                return request
+
+    def _reap(self) -> None:
+        for pid, connection in list(self._programs.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self._programs[pid]
+                with contextlib.suppress(OSError):  # closed by the other side
+                    connection.send(json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode())
+                connection.close()
+
+    def _fork(self) -> dict[str, Any] | None:
+        """Fork a program: what was asked for in it, None in this process."""
+        connection, _ = self._listener.accept()
+        data, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 3, socket.MSG_CMSG_CLOEXEC)
+        if len(fds) != 3:
+            connection.close()
+            return None
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_child(server, connection, fds)
+            return json.loads(data)
+        self._programs[pid] = connection
+        connection.send(json.dumps({"pid": pid}).encode())
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _become_child(self, server: int, connection: socket.socket, fds: list[int]) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != server:
+            os._exit(1)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for standard, fd in enumerate(fds):
+            os.dup2(fd, standard)
+        for fd in (*fds, *self._wakeup):
+            os.close(fd)
+        for held in (self._listener, connection, *self._programs.values()):
+            held.close()
+
+
+def _run(request: dict[str, Any]) -> None:
+    """Be the program, as if the interpreter had just started with it."""
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    tempfile.tempdir = None  # somebody may have asked for it while it was imported
+    program = request["argv"][0]
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:0] = path
+    if path:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("sitecustomize")
+    sys.path.insert(0, os.path.dirname(os.path.realpath(program)))
+    sys.argv = request["argv"]
+    runpy.run_path(program, run_name="__main__")
+
+
+def main() -> None:
+    del sys.path[0]  # this file's folder
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener.set_inheritable(False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the caller did to them
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    gc.disable()  # a fifth of the time
+    for name in sys.argv[2:]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.enable()
+    gc.freeze()  # else the collector copies what the programs share
+    _run(_Preloaded(listener).run())
+
+
+if __name__ == "__main__":
+    main()

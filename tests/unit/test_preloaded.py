@@ -1,0 +1,109 @@
+"""A program that `support.preloaded` forks starts and ends as any other does."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from support import preloaded
+
+MODULE = "this"  # which no program imports by chance
+PROGRAM = """
+import json, os, sys
+print(json.dumps({
+    "argv": sys.argv, "cwd": os.getcwd(), "path": sys.path[:2], "environment": dict(os.environ),
+    "own session": os.getsid(0) == os.getpid(),
+    "read": sys.stdin.read(), "imported": sys.modules.keys() >= {"this", "sitecustomize"}, "open": len(os.listdir("/proc/self/fd")),
+    "name": __name__, "file": __file__,
+}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """The process that programs are forked from."""
+    with pytest.MonkeyPatch.context() as patch, preloaded.running(tmp_path_factory.mktemp("preloaded"), modules=[MODULE]) as found:
+        for name, value in found.items():
+            patch.setenv(name, value)
+        yield
+
+
+class Start:
+    """Starts programs from their text."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.output = folder, folder / "output"
+        (folder / "sitecustomize.py").write_text("import os; os.environ['CUSTOMIZED'] = 'yes'")
+
+    def __call__(self, text: str, *arguments: str, **variables: str) -> preloaded.Program | None:
+        program = self.folder / "program.py"
+        program.write_text(text)
+        with open(os.devnull, "rb") as nothing, self.output.open("wb") as out:
+            env = {**os.environ, "PYTHONPATH": str(self.folder), **variables}
+            files = (nothing.fileno(), out.fileno(), out.fileno())
+            return preloaded.fork([str(program), *arguments], cwd=self.folder, env=env, files=files)
+
+
+@pytest.fixture
+def start(shared, tmp_path):
+    return Start(tmp_path)
+
+
+def test_what_a_program_finds(start):
+    program = start(PROGRAM, "one", "two", WORD="here")
+    assert program.wait(30) == 0
+    found = json.loads(start.output.read_text())
+    file = str(start.folder / "program.py")
+    environment = found.pop("environment")
+    assert environment["WORD"] == "here"
+    assert environment["CUSTOMIZED"] == "yes"
+    assert environment.keys() - os.environ.keys() == {"WORD", "CUSTOMIZED", "PYTHONPATH"}
+    assert found == {
+        "argv": [file, "one", "two"], "cwd": str(start.folder), "path": [str(start.folder)] * 2, "own session": True, "read": "",
+        "imported": True, "open": 4, "name": "__main__", "file": file,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "code"), [("pass", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1), ("import os; os.abort()", -6)])
+def test_how_it_ends(start, text, code):
+    program = start(f"import atexit; atexit.register(print, 'at its exit')\n{text}")
+    assert program.wait(30) == code == program.poll()
+    assert ("at its exit" in start.output.read_text()) == (code >= 0)
+    assert ("ZeroDivisionError" in start.output.read_text()) == (code == 1)
+
+
+def test_signals(start):
+    sleeper = start("import time; time.sleep(60)")
+    assert sleeper.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeper.wait(0.1)
+    sleeper.send_signal(signal.SIGINT)
+    assert sleeper.wait(30) == -signal.SIGINT
+    assert "KeyboardInterrupt" in start.output.read_text()
+    sleeper = start("import time; time.sleep(60)")
+    sleeper.kill()
+    assert sleeper.wait(30) == -signal.SIGKILL
+    sleeper.send_signal(signal.SIGTERM)  # to nobody
+
+
+def test_it_ends_with_who_asked_for_it(start):
+    program = start("import time; time.sleep(60)")
+    pid = os.pidfd_open(program.pid)
+    del program
+    assert select.select([pid], [], [], 30)[0]
+    os.close(pid)
+
+
+def test_what_libraries_read_once_needs_an_interpreter(start):
+    assert start("pass", OMP_NUM_THREADS="17") is None
+    assert start("pass", LD_PRELOAD="nothing.so") is None
+
+
+def test_without_the_process_nothing_is_forked(start, monkeypatch):
+    monkeypatch.delenv(preloaded.VARIABLE)
+    assert start("pass") is None
