@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from support.server import CHECKOUT, ComfyServer
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -32,6 +33,14 @@ SETTINGS = {
     "LiteGraph.Canvas.MinFontSizeForLOD": 0,  # text also where the graph is small
     "LiteGraph.Canvas.MaximumFps": 10,  # every picture is painted by a core
 }
+TIDY = """() => {
+    app.graph.clear();
+    if (app.extensionManager.focusMode) app.extensionManager.toggleFocusMode();
+    app.extensionManager.sidebarTab.activeSidebarTabId = null;
+}"""
+IS_TIDY = """() => !document.querySelector(
+    "[role='dialog'], [data-testid^='error-overlay'], .node-help-content, .cp-panel, .node-tooltip, .p-toast-message"
+)"""
 FORGET = "localStorage.clear(); sessionStorage.clear();"
 
 
@@ -48,7 +57,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def profile(browser: Browser) -> Iterator[BrowserContext]:
-    """What tabs share: the cache with the frontend's code. They start without what it has stored."""
+    """A page starts without what another has stored."""
     with browser.new_context(viewport=SIZE) as context:
         context.add_init_script(FORGET)
         yield context
@@ -78,21 +87,60 @@ def browser_server(comfyui_path: Path, browser_models: Path) -> Iterator[ComfySe
         yield running
 
 
+class Tab:
+    """The one tab, which tests share as long as it is as they found it: a load of the frontend takes five seconds of a core."""
+
+    def __init__(self, profile: BrowserContext, server: ComfyServer) -> None:
+        self.page, self._server = profile.new_page(), server
+        self.page.set_default_timeout(30_000)
+        self.errors: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(f"{error}\n{error.stack}"))
+        self._settings: bytes | None = None
+        """What the page was loaded with; None where it has to be loaded again."""
+
+    def show(self, settings: dict[str, Any]) -> None:
+        """Show ComfyUI as it is after a start with these settings, but for the graph."""
+        content = json.dumps(settings).encode()
+        if content == self._settings and self._is_tidy():
+            return
+        (self._server.base / "user" / "default").mkdir(exist_ok=True)
+        (self._server.base / "user" / "default" / "comfy.settings.json").write_bytes(content)
+        self.page.set_viewport_size(SIZE)
+        self.page.goto(f"http://127.0.0.1:{self._server.port}/")
+        self.page.wait_for_function("window.app?.extensionManager && window.app.canvas && window.app.graph", timeout=60_000)
+        self.page.locator(".context-parallel-tab-button").wait_for()
+        self._settings = content
+
+    def spoil(self) -> None:
+        """Have the page loaded again for the next test."""
+        self._settings = None
+
+    def _is_tidy(self) -> bool:
+        self.page.evaluate(TIDY)
+        self.page.mouse.move(0, 0)
+        self.page.set_viewport_size(SIZE)
+        with contextlib.suppress(PlaywrightTimeout):
+            self.page.wait_for_function(IS_TIDY, timeout=1000)
+            return True
+        return False
+
+
+@pytest.fixture(scope="session")
+def tab(profile: BrowserContext, browser_server: ComfyServer) -> Iterator[Tab]:
+    opened = Tab(profile, browser_server)
+    yield opened
+    opened.page.close()
+
+
 @pytest.fixture
-def page(profile: BrowserContext, browser_server: ComfyServer, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """ComfyUI in a new tab, with more SETTINGS as parameter. An error of ours that the page did not catch fails the test."""
-    errors: list[str] = []
-    settings = json.dumps(SETTINGS | getattr(request, "param", {})).encode()
-    (browser_server.base / "user" / "default").mkdir(exist_ok=True)
-    (browser_server.base / "user" / "default" / "comfy.settings.json").write_bytes(settings)
-    with contextlib.closing(profile.new_page()) as page:
-        page.set_default_timeout(30_000)
-        page.on("pageerror", lambda error: errors.append(f"{error}\n{error.stack}"))
-        page.goto(f"http://127.0.0.1:{browser_server.port}/")
-        page.wait_for_function("window.app?.extensionManager && window.app.canvas && window.app.graph", timeout=60_000)
-        page.locator(".context-parallel-tab-button").wait_for()
-        yield page
-    assert [error for error in errors if "comfyui-context-parallel" in error] == []
+def page(tab: Tab, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """ComfyUI, with more SETTINGS as parameter. An error of ours that the page did not catch fails the test."""
+    if "tell" in request.fixturenames:
+        tab.spoil()
+    tab.show(SETTINGS | getattr(request, "param", {}))
+    tab.errors.clear()
+    yield tab.page
+    assert [error for error in tab.errors if "comfyui-context-parallel" in error] == []
 
 
 THEMES = ("dark", "light")
@@ -106,20 +154,24 @@ def theme(page: Page, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def picture(page: Page) -> Callable[..., Image.Image]:
-    """Takes a screenshot, and keeps it where CP_SCREENSHOTS asks for that.
+def picture(page: Page) -> Callable[..., None]:
+    """Takes a screenshot where CP_SCREENSHOTS asks for that.
 
-    `picture(target, clip=None, width=None)`: path in the checkout; a part of the page; pixels that it is scaled down to.
+    `picture(target, settle=0, prepare=None, clip=None, width=None)`: path in the checkout; milliseconds in which images come and
+    nothing moves any more; what makes the page fit to be seen; the part of it to take; pixels that it is scaled down to.
     """
 
-    def take(target: str, clip: Any = None, width: int | None = None) -> Image.Image:
-        image = Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB")
+    def take(target: str, *, settle: int = 0, prepare: Any = None, clip: Any = None, width: int | None = None) -> None:
+        if not KEEP:
+            return
+        if prepare is not None:
+            prepare()
+        page.wait_for_timeout(settle)
+        image = Image.open(io.BytesIO(page.screenshot(clip=clip() if clip is not None else None))).convert("RGB")
         if width is not None and width < image.width:
             image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
-        if KEEP:
-            path = CHECKOUT / target
-            path.parent.mkdir(parents=True, exist_ok=True)
-            image.save(path, **({"quality": 85} if path.suffix == ".jpg" else {"optimize": True}))
-        return image
+        path = CHECKOUT / target
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(path, **({"quality": 85} if path.suffix == ".jpg" else {"optimize": True}))
 
     return take

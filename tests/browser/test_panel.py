@@ -78,8 +78,11 @@ def expect_text_in_node(page, text):
 
 
 @pytest.fixture
-def tell(browser_server, page, panel):
-    """Gives the panel the server's status with changes, as an event of the server does; those do not reach it any more."""
+def tell(browser_server, tab, page, panel):
+    """Gives the panel the server's status with changes, as an event of the server does; those do not reach it any more.
+
+    A panel knows what it was told, and what was dismissed: the page is loaded before (by `page`) and after.
+    """
     browser_server.run(flux_prompt(cp=CP)).check()
     page.evaluate(
         """() => {
@@ -95,7 +98,8 @@ def tell(browser_server, page, panel):
         page.evaluate("status => app.api.dispatchCustomEvent('context_parallel.status', status)", {**status, **changes})
 
     send.rank = status["ranks"][0]
-    return send
+    yield send
+    tab.spoil()
 
 
 def a_call(**changes):

@@ -14,6 +14,11 @@ from support.server import CHECKOUT, PACK
 NAMES = sorted(path.stem for path in (CHECKOUT / "workflows").glob("*.json"))
 
 
+def large_window(page):
+    page.set_viewport_size({"width": 2400, "height": 1300})
+    page.evaluate("app.extensionManager.toggleFocusMode()")
+
+
 def open_template(page, name):
     page.locator(".templates-tab-button").click()
     dialog = page.get_by_role("dialog")
@@ -29,8 +34,7 @@ def test_the_template_browser_has_them(page, picture):
     dialog.get_by_text(PACK).first.click()
     for name in NAMES:
         expect(dialog.get_by_text(name.replace("_", " "), exact=True).first).to_be_visible()
-    page.wait_for_timeout(1000)  # pictures
-    picture("docs/images/templates.png")
+    picture("docs/images/templates.png", settle=1000)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,25 +47,23 @@ def test_a_template_opens_without_a_warning(page, name, picture):
     registered = page.evaluate("app.graph.nodes.map(node => [node.type, node.type in LiteGraph.registered_node_types])")
     assert [kind for kind, known in registered if not known and kind not in ("MarkdownNote", "Note")] == []
 
-    page.set_viewport_size({"width": 2400, "height": 1300})
-    page.evaluate("app.extensionManager.toggleFocusMode()")
-    page.evaluate("app.extensionManager.command.execute('Comfy.Canvas.FitView')")
-    page.wait_for_timeout(1500)
+    def fit():
+        large_window(page)
+        page.evaluate("app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+
     # A square about the nodes that make the difference: cards in the template browser are small.
     kinds = ["UNETLoader", "CheckpointLoaderSimple", "CPConfig", "ApplyContextParallel", "CLIPTextEncode"]
-    picture(f"workflows/{name}.jpg", clip=box_of(page, kinds, margin=20), width=700)
+    picture(f"workflows/{name}.jpg", settle=1500, prepare=fit, clip=lambda: box_of(page, kinds, margin=20), width=700)
 
 
 def test_the_picture_of_the_graph(page, picture):
     """The part of the Flux template that help pages and README show."""
     load_workflow(page, "flux_context_parallel")
-    page.set_viewport_size({"width": 2400, "height": 1300})
-    page.evaluate("app.extensionManager.toggleFocusMode()")
-    kinds = ["UNETLoader", "CPConfig", "ApplyContextParallel", "KSampler"]
+    large_window(page)
     show_node(page, "ApplyContextParallel")
-    page.wait_for_timeout(1500)
-    image = picture("web/docs/images/graph.jpg", clip=box_of(page, kinds, margin=30), width=1000)
-    assert image.width > 800
+    box = box_of(page, ["UNETLoader", "CPConfig", "ApplyContextParallel", "KSampler"], margin=30)
+    assert box["width"] > 800
+    picture("web/docs/images/graph.jpg", settle=1500, clip=lambda: box, width=1000)
 
 
 def test_the_report(page, picture):
@@ -87,9 +89,8 @@ def test_the_report(page, picture):
     page.evaluate("app.queuePrompt(0)")
     page.wait_for_function("() => app.graph.nodes.find(node => node.type === 'CPReport').imgs?.length", timeout=120_000)
     expect(page.get_by_text(re.compile(r"Flux on 2 ranks .*rank 1 on cpu", re.DOTALL))).to_be_visible()
-    page.wait_for_timeout(1000)
     kinds = ["ApplyContextParallel", "CPConfig", "CPSampler", "CPReport"]
-    picture("web/docs/images/report.jpg", clip=box_of(page, kinds, margin=20), width=1000)
+    picture("web/docs/images/report.jpg", settle=1000, clip=lambda: box_of(page, kinds, margin=20), width=1000)
 
 
 def test_tooltips(page, picture):
