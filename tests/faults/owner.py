@@ -51,17 +51,26 @@ class Owner:
         self.temp, self.marker = Path(temp), uuid.uuid4().hex
         self.log = []
         self._ids, self._answers, self._changed = itertools.count(1), {}, threading.Condition()
-        env = {**os.environ, **(env or {}), MARKER: self.marker, "TMPDIR": str(temp), "XDG_RUNTIME_DIR": str(temp)}
-        self.process = subprocess.Popen(
-            [*wrapper, sys.executable, "-u", str(Path(__file__).resolve())],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        env = {**inherited, **(env or {}), MARKER: self.marker, "TMPDIR": str(temp), "XDG_RUNTIME_DIR": str(temp)}
+        (theirs, commands), (printed, output) = os.pipe(), os.pipe()
+        self._commands, self._printed = os.fdopen(commands, "wb"), os.fdopen(printed, "rb")
+        self.process = self._start([str(Path(__file__).resolve())], wrapper, env, (theirs, output, output))
+        for fd in (theirs, output):
+            os.close(fd)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    @staticmethod
+    def _start(program, wrapper, env, files):
+        from support import preloaded
+
+        forked = None if wrapper else preloaded.fork(program, cwd=Path.cwd(), env=env, files=files)
+        if forked is not None:
+            return forked
+        stdin, stdout, stderr = files
+        command = [*wrapper, sys.executable, "-u", *program]
+        return subprocess.Popen(command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
 
     def __enter__(self):
         try:
@@ -81,8 +90,8 @@ class Owner:
     def send(self, do, **arguments):
         """Give a command and return its number."""
         number = next(self._ids)
-        self.process.stdin.write(json.dumps({"id": number, "do": do, **arguments}).encode() + b"\n")
-        self.process.stdin.flush()
+        self._commands.write(json.dumps({"id": number, "do": do, **arguments}).encode() + b"\n")
+        self._commands.flush()
         return number
 
     def answer(self, number, timeout=120.0):
@@ -109,9 +118,13 @@ class Owner:
 
     def family(self, ignore=()):
         """Living processes that the owner or its children started, and the owner."""
+        import psutil
         from support.processes import with_environment
 
-        return [process for process in with_environment(MARKER, self.marker) if process.pid not in ignore]
+        found = with_environment(MARKER, self.marker)
+        if self.process.poll() is None and self.pid not in [process.pid for process in found]:
+            found.append(psutil.Process(self.pid))  # forked, it has been started with another environment
+        return [process for process in found if process.pid not in ignore]
 
     def wait_alone(self, timeout, ignore=()):
         """Wait until nothing of the family lives. Returns what does."""
@@ -123,7 +136,7 @@ class Owner:
     def end(self):
         """End the process, whatever it does, and everything that carries its mark."""
         with contextlib.suppress(OSError):
-            self.process.stdin.close()
+            self._commands.close()
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -133,10 +146,10 @@ class Owner:
             with contextlib.suppress(Exception):
                 process.kill()
         self._reader.join(5)
-        self.process.stdout.close()
+        self._printed.close()
 
     def _read(self):
-        for line in self.process.stdout:
+        for line in self._printed:
             if line.startswith(b'{"id"'):
                 with self._changed:
                     answer = json.loads(line)

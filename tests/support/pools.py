@@ -28,7 +28,9 @@ def small_pool(ranks: int = 2) -> Iterator[WorkerPool]:
 
 
 def make_pool(ranks: int = 2) -> WorkerPool:
-    """A pool that is to be started."""
+    """A pool that is to be started. Pools of a process have one fork server, unless their environments differ."""
+    if "PYTEST_CURRENT_TEST" in os.environ:  # it differs in every test
+        os.environ["PYTEST_CURRENT_TEST"] = "a test with a pool"
     config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=ranks)
     return WorkerPool(config, WorkerSite())
 
