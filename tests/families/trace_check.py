@@ -91,7 +91,7 @@ def traced(family, case, change=lambda plan: plan):
 def cases(family):
     """Cases whose model has tokens to share."""
     loaded = families.load(family)
-    return [case for case in loaded.CASES if plan_for(build(loaded.MODELS[case.model])).shares_sequence]
+    return [case for case in loaded.CASES if plan_for(model_of(family, case.model)).shares_sequence]
 
 
 torch.set_num_threads(1)

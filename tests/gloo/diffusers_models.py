@@ -26,9 +26,13 @@ def fill(module: nn.Module, seed: int = 1) -> nn.Module:
     return module.eval()
 
 
+# diffusers imports the file of a class when it is asked for it, which takes seconds: once, before the ranks are forked.
+CLASSES = {cls: getattr(diffusers, cls) for cls, _ in MODELS.values()}
+
+
 def build(name: str) -> nn.Module:
     cls, arguments = MODELS[name]
-    return fill(getattr(diffusers, cls)(**arguments))
+    return fill(CLASSES[cls](**arguments))
 
 
 # Plans of diffusers split the video of LTX 2 only: its audio, and the text for it, are whole on every rank.
