@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import comfy.ops
 import comfy.sd
 import comfy.sd1_clip
 import comfy.taesd.taehv
@@ -15,6 +16,8 @@ from .conditioning import CLIP_VISION_TOKENS, CLIP_VISION_WIDTH, Random
 
 TEXT_CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2, "projection_dim": 64}
 """64 wide, as the tiny checkpoints have their text."""
+PIXELS = 8
+"""Width and height that become one item of the latent."""
 
 
 class TestClip:
@@ -35,7 +38,10 @@ class TestClip:
 
 
 class TestVae:
-    """A tiny autoencoder: of images with `video` off, else of videos, as Wan 2.1 (16 channels) and 2.2 (48) have them."""
+    """A tiny autoencoder: of images with `video` off, else of videos, as Wan 2.1 (16 channels) and 2.2 (48) have them.
+
+    That of images encodes by one convolution: some nodes want a megapixel of whatever they get.
+    """
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -54,6 +60,8 @@ class TestVae:
     def make(self, seed: int, channels: int, video: bool) -> tuple[Any, ...]:
         kind = comfy.taesd.taehv.TAEHV if video else comfy.taesd.taesd.TAESD
         vae = comfy.sd.VAE(sd=kind(latent_channels=channels).state_dict())
+        if not video:
+            vae.first_stage_model.taesd_encoder = comfy.ops.disable_weight_init.Conv2d(3, channels, PIXELS, stride=PIXELS)
         return (randomised(vae, vae.first_stage_model, seed),)
 
 
