@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ CHECKOUT = TESTS.parent
 # `python -m pytest` puts the working directory first.
 sys.path[:] = [str(TESTS), *(entry for entry in sys.path if Path(entry).resolve() not in (CHECKOUT, TESTS))]
 
-from support import checkpoints, durations, exercised  # noqa: E402
+from support import checkpoints, durations, exercised, preloaded  # noqa: E402
 from support.package import load_package  # noqa: E402
 
 if TYPE_CHECKING:  # machines that only run tests/gpu may lack what a server's client needs
@@ -103,10 +102,7 @@ def family_checkpoints(comfyui_path: Path, checkpoints_dir: Path, request: pytes
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     names = sorted({value["served"] for value in params if "served" in value})
     out = checkpoints_dir / "diffusion_models"
-    command = [sys.executable, "-m", "support.models", str(out), *names]
-    done = subprocess.run(
-        command, cwd=TESTS, env={**os.environ, "PYTHONPATH": str(comfyui_path)}, capture_output=True, text=True, check=False
-    )
+    done = preloaded.run(["-m", "support.models", str(out), *names], cwd=TESTS, env={**os.environ, "PYTHONPATH": str(comfyui_path)})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -2,9 +2,8 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 
+from support import preloaded
 from support.package import ROOT, load_package
 
 load_package()
@@ -18,7 +17,7 @@ COMMAND = ROOT / ".ci" / "plan.py"
 def drafted(model, tmp_path, *options):
     """(plan, text) of a draft: the text is a module of cp_runtime/families."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(COMMAND), model, *options], env=env, capture_output=True, text=True, check=False)
+    done = preloaded.run([str(COMMAND), model, *options], env=env)
     assert done.returncode == 0, done.stderr
     file = tmp_path / "drafted.py"
     file.write_text(done.stdout)
@@ -55,7 +54,7 @@ def test_qwen_image_lacks_what_is_no_tensor(tmp_path):
 
 
 def test_a_class_without_a_case_is_refused():
-    done = subprocess.run([sys.executable, str(COMMAND), "comfy.ldm.new.Model"], capture_output=True, text=True, check=False)
+    done = preloaded.run([str(COMMAND), "comfy.ldm.new.Model"])
     assert done.returncode == 1
     assert "no case for comfy.ldm.new.Model" in done.stderr
     assert "CASE=path.py" in done.stderr

@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import families
+from support import families, preloaded
 from support.package import load_package
 
 load_package()
@@ -39,7 +37,7 @@ MISTAKES = {
 
 def traced(*arguments):
     env = {**os.environ, "PYTHONPATH": os.environ["COMFYUI_PATH"]}
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], env=env, capture_output=True, text=True, check=False)
+    done = preloaded.run([str(SCRIPT), *arguments], env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -81,9 +81,10 @@ class Program:
 
 
 def fork(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int]) -> Program | None:
-    """Run the Python file `argv[0]` with these arguments, in a session of its own; None where it has to be started as any other.
+    """Run a program, in a session of its own; None where it has to be started as any other.
 
     Args:
+        argv: what the interpreter gets: a file, or `-m` and a module, and arguments.
         files: descriptors of its standard input, output and errors.
     """
     path = os.environ.get(VARIABLE)
@@ -94,6 +95,20 @@ def fork(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple
     request = json.dumps({"argv": list(argv), "cwd": str(cwd), "env": dict(env)}).encode()
     socket.send_fds(connection, [request], list(files))
     return Program(connection)
+
+
+def run(argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, forked where that can be, and return what it printed."""
+    env, cwd = env if env is not None else os.environ, cwd if cwd is not None else Path.cwd()
+    with open(os.devnull, "rb") as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        files = (nothing.fileno(), out.fileno(), err.fileno())
+        program: Program | subprocess.Popen[bytes] | None = fork(argv, cwd=cwd, env=env, files=files)
+        if program is None:
+            program = subprocess.Popen([sys.executable, *argv], cwd=cwd, env=env, stdin=nothing, stdout=out, stderr=err)
+        code = program.wait()
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(list(argv), code, out.read(), err.read())
 
 
 @contextlib.contextmanager
@@ -202,15 +217,20 @@ def _run(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     tempfile.tempdir = None  # somebody may have asked for it while it was imported
-    program = request["argv"][0]
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:0] = path
     if path:
         with contextlib.suppress(ImportError):
             importlib.import_module("sitecustomize")
-    sys.path.insert(0, os.path.dirname(os.path.realpath(program)))
-    sys.argv = request["argv"]
-    runpy.run_path(program, run_name="__main__")
+    program, *arguments = request["argv"]
+    if program == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(program)))
+        sys.argv = [program, *arguments]
+        runpy.run_path(program, run_name="__main__")
 
 
 def main() -> None:

@@ -99,6 +99,18 @@ def test_it_ends_with_who_asked_for_it(start):
     os.close(pid)
 
 
+def test_a_module_that_is_run_to_its_end(start):
+    """As `python -m`: the folder comes first, and the arguments follow the file's name."""
+    (start.folder / "one.py").write_text("import sys; print(sys.argv, file=sys.stderr); print(sys.path[0]); raise SystemExit(4)")
+    forked = preloaded.run(["-m", "one", "two"], cwd=start.folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(preloaded.VARIABLE)
+        started = preloaded.run(["-m", "one", "two"], cwd=start.folder)
+    assert (forked.returncode, forked.stdout, forked.stderr) == (started.returncode, started.stdout, started.stderr)
+    assert forked.returncode == 4
+    assert forked.stdout.strip() == str(start.folder)
+
+
 def test_what_libraries_read_once_needs_an_interpreter(start):
     assert start("pass", OMP_NUM_THREADS="17") is None
     assert start("pass", LD_PRELOAD="nothing.so") is None

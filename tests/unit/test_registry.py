@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import families
+from support import families, preloaded
 from support.package import load_package
 
 load_package()
@@ -21,7 +19,8 @@ SCRIPT = Path(__file__).with_name("plan_check.py")
 def checked():
     """Errors of every plan against a tiny model of its class, by family module and model."""
     env = {**os.environ, "PYTHONPATH": os.environ["COMFYUI_PATH"]}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, check=True)
+    done = preloaded.run([str(SCRIPT)], env=env)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -46,9 +45,7 @@ def test_every_plan_has_cases():
 
 
 def test_the_document_is_current():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / ".ci" / "registry.py"), "--check"], capture_output=True, text=True, check=False
-    )
+    done = preloaded.run([str(ROOT / ".ci" / "registry.py"), "--check"])
     assert done.returncode == 0, done.stderr
 
 
