@@ -54,7 +54,7 @@ def load_op(name: str) -> Callable[..., Any] | None:
 
 def as_parameter(tensor: Tensor) -> nn.Parameter:
     """The tensor itself, as a parameter. `nn.Parameter` would detach it, for which some quantised tensors copy their scales."""
-    tensor._is_param = True  # type: ignore[attr-defined]
+    tensor._is_param = True
     return tensor  # type: ignore[return-value]
 
 

@@ -23,7 +23,7 @@ class ApplyContextParallel(io.ComfyNode):
             search_aliases=ALIASES,
             description="Computes every denoise call of this model on several devices together. Put it between the model (and its "
             "LoRAs) and any sampler or guider. The workers start with the first sampling, which takes about ten seconds, and stay. "
-            "Every device holds the whole model.",
+            "A model that is too large for one device is shared out over all of them.",
             inputs=[
                 io.Model.Input(
                     "model", tooltip="A model from Load Diffusion Model or Load Checkpoint; LoRA loaders may stand before or after."

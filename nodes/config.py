@@ -8,7 +8,16 @@ from comfy_api.latest import io
 
 from ..cp_runtime.comfy.ui.devices import device_inventory
 from ..cp_runtime.engine.config import ROTATE_METHODS
-from ..cp_runtime.pool.config import BACKENDS, DEFAULT_STEP_TIMEOUT, MAX_RANKS, MAX_STEP_TIMEOUT, ON_UNSUPPORTED, RuntimeConfig
+from ..cp_runtime.pool.config import (
+    BACKENDS,
+    DEFAULT_STEP_TIMEOUT,
+    MAX_MEMORY,
+    MAX_RANKS,
+    MAX_STEP_TIMEOUT,
+    ON_UNSUPPORTED,
+    WEIGHTS,
+    RuntimeConfig,
+)  # fmt: skip
 
 CPConfigType = io.Custom("CP_CONFIG")
 CATEGORY = "context parallel"
@@ -37,8 +46,8 @@ class CPConfig(io.ComfyNode):
                     min=0,
                     max=MAX_RANKS,
                     tooltip="Number of worker processes (ranks), one per device. 0 = every visible accelerator; on a machine "
-                    "without any, 2 CPU ranks. 1 passes the model through unchanged. Every rank holds the whole model: more ranks "
-                    "save time, not memory for weights.",
+                    "without any, 2 CPU ranks. 1 passes the model through unchanged. More ranks save time, and where weights "
+                    "is sharded also memory.",
                 ),
                 io.String.Input(
                     "devices",
@@ -129,6 +138,26 @@ class CPConfig(io.ComfyNode):
                     "the prompt fails with the name of the rank that hangs. Raise it if a step really takes that long. Higher = a "
                     "hanging rank is noticed later.",
                     advanced=True,
+                ),
+                io.Combo.Input(
+                    "weights",
+                    options=list(WEIGHTS),
+                    default="auto",
+                    tooltip="Where the ranks keep the model. whole = all of it on every device: fastest. sharded = 1/N of it on "
+                    "each, put together block by block while it computes: for models larger than one device. offloaded = as "
+                    "sharded, in the computer's memory. auto = the first of these that fits. The result is the same.",
+                    optional=True,
+                ),
+                io.Float.Input(
+                    "memory_per_rank",
+                    default=0.0,
+                    min=0.0,
+                    max=float(MAX_MEMORY),
+                    step=0.1,
+                    tooltip="GB of its device that a rank may use, for the choice that weights = auto makes. 0 = what is free. Set "
+                    "it to leave room for other programs.",
+                    advanced=True,
+                    optional=True,
                 ),
             ],
             outputs=[CPConfigType.Output(display_name="cp_config", tooltip="Connect it to Apply Context Parallel or CP Sampler.")],

@@ -65,6 +65,7 @@ function facts(now) {
   if (now.peer_to_peer === false) workers.push("no peer-to-peer");
   const list = make("div", "cp-facts", null, fact("Workers", workers.join(", "), PROCESSES));
   if (now.models.length) list.append(fact("Models", now.models.join(", ")));
+  for (const [model, reason] of Object.entries(now.weights)) list.append(fact("Weights", reason, model));
   const call = now.last_call;
   if (!call) return list;
   list.append(fact("Mesh", mesh(call), "Axes of the last denoise call: batch × ring × Ulysses"));

@@ -13,6 +13,8 @@ from ..errors import bad_value, shown
 
 BACKENDS = ("auto", "nccl", "gloo", "xccl", "hccl")
 ON_UNSUPPORTED = ("error", "single device")
+WEIGHTS = ("auto", "whole", "sharded", "offloaded")
+MAX_MEMORY = 1 << 20  # GB; more is a typing error
 MAX_STEP_TIMEOUT = 7 * 24 * 3600.0
 MAX_RANKS = 1024  # that can be asked for
 DEFAULT_STEP_TIMEOUT = 600.0
@@ -45,6 +47,9 @@ class RuntimeConfig:
 
     Args:
         batch_degree: groups of ranks that share out CFG halves and batch items; 0 = chosen for every call (see `batch`).
+        weights: where the ranks keep a model: whole on every device, 1/N of it on each (sharded), or 1/N in the host's memory
+            for each (offloaded); auto = the first of these that fits.
+        memory_per_rank: GB of a device that a rank may use; 0 = what is free.
     """
 
     devices: tuple[str, ...]
@@ -53,6 +58,8 @@ class RuntimeConfig:
     backend: str = "auto"
     on_unsupported: str = "error"
     step_timeout: float = DEFAULT_STEP_TIMEOUT
+    weights: str = "auto"
+    memory_per_rank: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -86,6 +93,8 @@ class RuntimeConfig:
         backend: str = "auto",
         on_unsupported: str = "error",
         step_timeout: float = DEFAULT_STEP_TIMEOUT,
+        weights: str = "auto",
+        memory_per_rank: float = 0.0,
     ) -> RuntimeConfig:
         """Check every input against the machine and the other inputs, and fill in what was left open (0 or empty).
 
@@ -100,7 +109,17 @@ class RuntimeConfig:
             raise bad_value("backend", backend, f"auto or gloo on {inventory.type} devices", "nccl needs CUDA devices.")
         if on_unsupported not in ON_UNSUPPORTED:
             raise bad_value("on_unsupported", on_unsupported, " or ".join(ON_UNSUPPORTED), "Choose one of them.")
-        timeout = step_timeout if isinstance(step_timeout, (int, float)) and not isinstance(step_timeout, bool) else math.nan
+        if weights not in WEIGHTS:
+            raise bad_value("weights", weights, ", ".join(WEIGHTS), "Leave it at auto unless you know better.")
+        memory = _number(memory_per_rank)
+        if not 0 <= memory <= MAX_MEMORY:
+            raise bad_value(
+                "memory_per_rank",
+                memory_per_rank,
+                f"GB from 0 (what is free) to {MAX_MEMORY}",
+                "Set it to what a rank may use of its device.",
+            )
+        timeout = _number(step_timeout)
         if not 0 < timeout <= MAX_STEP_TIMEOUT:
             raise bad_value(
                 "step_timeout",
@@ -124,7 +143,13 @@ class RuntimeConfig:
             backend=backend,
             on_unsupported=on_unsupported,
             step_timeout=float(timeout),
+            weights=weights,
+            memory_per_rank=float(memory),
         )
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 
 def _resolve_devices(world_size: int, devices: str, backend: str, inventory: DeviceInventory) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import torch  # noqa: E402
 from comfy import model_management as mm  # noqa: E402
 from comfy.weight_adapter import LoRAAdapter  # noqa: E402
 
-from cp_runtime.comfy.ui.apply import memory_scale  # noqa: E402
+from cp_runtime.comfy.ui.apply import call_memory  # noqa: E402
 from cp_runtime.comfy.wire.recipe import Recipe, file_stamp  # noqa: E402
 from cp_runtime.comfy.wire.weight_patches import encode_weight_patches  # noqa: E402
 from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
@@ -100,7 +100,7 @@ for call, needed in (("small", 0.2), ("large", 1.6), ("smaller again", 0.8), ("s
     mirrors.to_device(mirrors.entries["k"], needed * size)
     report(step=call, **where(patcher), free=free() / size, room=room(META) / size)  # in sizes of the model
 conditions = {"positive": [{"reference_latents": [torch.zeros(1, 16, 8, 24)]}, {}], "negative": [{}]}
-scales = [memory_scale(patcher, (1, 16, 8, 8), conds) for conds in ({"positive": [{}]}, conditions)]
+scales = [call_memory(patcher, (1, 16, 8, 8), conds)[1] for conds in ({"positive": [{}]}, conditions)]
 report(step="conditions", scales=scales)
 del patcher
 gc.disable()

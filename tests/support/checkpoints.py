@@ -358,6 +358,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "flux": Checkpoint(architecture=Flux(hidden=256)),
     "flux_h1": Checkpoint(architecture=Flux(hidden=128)),
     "flux_h3": Checkpoint(architecture=Flux(hidden=384, double_blocks=1, single_blocks=1)),
+    "flux_deep": Checkpoint(architecture=Flux(hidden=128, double_blocks=1, single_blocks=24)),
     "flux_schnell": Checkpoint(architecture=Flux(hidden=256, double_blocks=1, single_blocks=1, guidance=False)),
     **{
         f"flux_{kind}": Checkpoint(architecture=Flux(hidden=256), quantization=kind)

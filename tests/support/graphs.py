@@ -43,6 +43,8 @@ CP_CONFIG_DEFAULTS: dict[str, Any] = {
     "backend": "auto",
     "on_unsupported": "error",
     "step_timeout": 600.0,
+    "weights": "auto",
+    "memory_per_rank": 0.0,
 }
 
 PIXELS = 8

@@ -19,7 +19,7 @@ def target(seed=0, patches_in=None, backup=()):
         diffusion_model=transformer(seed),
     )
     patcher = SimpleNamespace(model=model, patches={}, patches_uuid="u1", backup=dict.fromkeys(backup), hook_backup={})
-    return Target.of(patcher, Recipe("load_diffusion_model", "/models/flux.safetensors"))
+    return Target.of(patcher, Recipe("load_diffusion_model", "/models/flux.safetensors"), 0.0)
 
 
 def transformer(seed):

@@ -65,15 +65,15 @@ def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any,
     """Look at the conditions before the model is loaded, when it can still be loaded in this process instead."""
     if isinstance(model, ContextParallelPatcher):
         model.cp_conditions_obstacle = conditions_obstacle(conds)
-        model.cp_memory_scale = memory_scale(model, noise_shape, conds)
+        model.cp_call_memory, model.cp_memory_scale = call_memory(model, noise_shape, conds)
     return executor(model, noise_shape, conds, **kwargs)
 
 
-def memory_scale(model: Any, noise_shape: Any, conds: dict[str, Any]) -> float:
-    """How many times the memory for the latent alone ComfyUI expects latent and conditions together to need."""
+def call_memory(model: Any, noise_shape: Any, conds: dict[str, Any]) -> tuple[float, float]:
+    """Bytes that ComfyUI expects a call to take, and how many times what it expects for the latent alone."""
     alone = model.memory_required(list(noise_shape))
     _, together = estimate_memory(model, noise_shape, conds)
-    return max(1.0, together / alone) if alone > 0 else 1.0
+    return together, max(1.0, together / alone) if alone > 0 else 1.0
 
 
 def without_context_parallel(model: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...engine.weights.blocks import Sizes
 from ..wire.recipe import FileStamp, Recipe
 
 ATTRIBUTE = "context_parallel_notes"
@@ -19,12 +20,14 @@ class ModelNotes:
         recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
         key: of the recipe, once the controller counts this model as a user of it.
         shares_file: whether its plain weights are the pages of its file.
+        sizes: of the transformer's weights.
     """
 
     stamps: tuple[FileStamp, FileStamp] | None = None
     recipe: tuple[Any, Recipe] | None = None
     key: str = ""
     shares_file: bool = False
+    sizes: Sizes | None = None
 
 
 def notes_of(model: Any) -> ModelNotes:

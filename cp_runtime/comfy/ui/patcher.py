@@ -47,12 +47,14 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         cp_local: the model runs in the UI process on one device, because on_unsupported says so.
         cp_conditions_obstacle: what in the conditions of the sampling run keeps it from the workers.
         cp_memory_scale: see `DenoiseCall.memory_scale`; of the sampling run.
+        cp_call_memory: bytes that ComfyUI expects a call of it to take on one device.
     """
 
     cp_config: RuntimeConfig
     cp_local: bool = False
     cp_conditions_obstacle: str | None = None
     cp_memory_scale: float = 1.0
+    cp_call_memory: float = 0.0
 
     def clone(self, *args: Any, **kwargs: Any) -> ContextParallelPatcher:
         clone = super().clone(*args, **kwargs)
@@ -61,6 +63,12 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return clone
 
     # --- what the memory manager asks and tells -------------------------------------------------------------------------
+
+    def model_size(self) -> int:
+        """Bytes that the model takes of a device: less than all of it, where the ranks share it out."""
+        workers = None if self.cp_local else CONTROLLER.workers
+        resident = workers.resident(notes_of(self.model).key) if workers is not None else None
+        return super().model_size() if resident is None else resident.device_bytes
 
     def loaded_size(self) -> int:
         if self.cp_local:
@@ -155,7 +163,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return with_cancel(lambda cancelled: CONTROLLER.call(self.cp_config, self._target(), call, executing_node(), cancelled))
 
     def _target(self) -> Target:
-        target, notes = Target.of(self, recipe_of(self)), notes_of(self.model)
+        target, notes = Target.of(self, recipe_of(self), self.cp_call_memory), notes_of(self.model)
         if notes.key != target.key:
             notes.key = target.key
             CONTROLLER.own(target.key)

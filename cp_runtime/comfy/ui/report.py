@@ -12,6 +12,7 @@ from ...version import VERSION
 from .apply import apply_to_model, check_model
 from .controller import CONTROLLER
 from .journal import CallRecord, CallSums
+from .model_notes import notes_of
 from .patcher import ContextParallelPatcher
 from .run_timer import RunTimer
 from .timing import time_calls
@@ -71,6 +72,7 @@ def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) 
         "degrees": degrees,
         "rotate_method": config.sequence.rotate_method if degrees["ring"] > 1 else None,
         "family": plan_for(model.model.diffusion_model).family,
+        "weights": _weights(model),
         "communication_share": round(calls.communication_share, 4),
         # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
         "communication": {
@@ -92,6 +94,15 @@ def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) 
             for rank, (pid, report) in enumerate(zip(last.pids, last.reports, strict=True))
         ],
     }
+
+
+def _weights(model: ContextParallelPatcher) -> dict[str, Any] | None:
+    """Where the ranks keep them: None where the ranks have been lost since."""
+    workers = CONTROLLER.workers
+    resident = workers.resident(notes_of(model.model).key) if workers is not None else None
+    if resident is None:
+        return None
+    return {"placement": resident.choice.placement, "reason": resident.choice.reason, "device_bytes": resident.device_bytes}
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -40,8 +40,8 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     always = {"version": VERSION, "last_error": failure}
     if workers is None:
         return {
-            "state": "off", "activity": "", "world_size": 0, "backend": None, "peer_to_peer": None, "models": [], "last_call": None,
-            "ranks": [], **always
+            "state": "off", "activity": "", "world_size": 0, "backend": None, "peer_to_peer": None, "models": [], "weights": {},
+            "last_call": None, "ranks": [], **always
         }  # fmt: skip
     pool = workers.pool
     work, waiting = _work(server, controller, pool), pool.waiting_for
@@ -54,6 +54,7 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
         "backend": pool.backend,
         "peer_to_peer": pool.peer_to_peer,
         "models": workers.models,
+        "weights": workers.placements,
         "last_call": _last_call(controller, workers.last_call),
         "ranks": ranks,
         **always,

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ...engine.weights.blocks import sizes_of
 from ...errors import MirrorError
 from ..wire.recipe import Recipe
 from ..wire.weight_samples import differing_weight, sample_weights
+from .model_notes import notes_of
+from .placement import Demand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,7 @@ class Target:
 
     Args:
         patches: of weights, as ComfyUI keeps them.
+        demand: what it takes of the devices.
         samples: returns `comparable_weights`. It takes about 50 µs per weight, so it is called only when the workers have loaded
             the model, and not for every call.
     """
@@ -30,10 +34,11 @@ class Target:
     dtype: str
     cast_dtype: str
     samples: Callable[[], Mapping[str, str]] = field(repr=False)
+    demand: Demand = field(repr=False)
 
     @classmethod
-    def of(cls, patcher: Any, recipe: Recipe) -> Target:
-        """Describe a ModelPatcher."""
+    def of(cls, patcher: Any, recipe: Recipe, call_memory: float) -> Target:
+        """Describe a ModelPatcher. `call_memory`: bytes that ComfyUI expects a call to take on one device."""
         return cls(
             recipe=recipe,
             key=recipe.key,
@@ -42,7 +47,16 @@ class Target:
             dtype=str(patcher.model.get_dtype()),
             cast_dtype=str(patcher.model.manual_cast_dtype),
             samples=partial(comparable_weights, patcher),
+            demand=demand_of(patcher.model, call_memory),
         )
+
+
+def demand_of(model: Any, call_memory: float) -> Demand:
+    """What a `BaseModel` takes. Its weights are counted once."""
+    notes = notes_of(model)
+    if notes.sizes is None:
+        notes.sizes = sizes_of(model.diffusion_model)
+    return Demand(notes.sizes, call_memory)
 
 
 def comparable_weights(patcher: Any) -> Mapping[str, str]:

@@ -21,9 +21,11 @@ from ...pool.settings import load_timeout
 from ...pool.tensor_cache import CallEncoder
 from ...pool.worker_pool import WorkerPool
 from ..wire.modules import encode_module
+from ..wire.placement import OFFLOADED, PLACEMENTS, WHOLE
 from ..wire.weight_patches import encode_weight_patches, weight_patches_digest
 from .journal import CallRecord, Node
 from .node_patches import PatchSet
+from .placement import GB, Choice, choose, next_smaller
 from .site import worker_site
 from .target import Target, verify
 
@@ -58,10 +60,20 @@ class DenoiseCall:
 
 @dataclass(frozen=True)
 class Resident:
-    """A model that the ranks hold: its file's name, and which weight patches are in it."""
+    """A model that the ranks hold: its file's name, which weight patches are in it, and where its weights are.
+
+    Args:
+        limit: of memory per rank, by which that was chosen.
+        call: bytes that a call was expected to take then.
+        device_bytes: of weights, on the device of one rank.
+    """
 
     name: str
     patches_uuid: str
+    choice: Choice
+    limit: float
+    call: float
+    device_bytes: int
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,7 @@ class Workers:
         self._on_change = on_change
         self._resident: dict[str, Resident] = {}  # by key
         self._warm: set[str] = set()  # models whose weights are on the devices
+        self._at_least: dict[str, str] = {}  # placements of models with which a rank ran out of memory otherwise
         self._networks: set[str] = set()
         self._unused: deque[str] = deque()  # networks that are gone from this process
         self._encoder = CallEncoder()
@@ -107,6 +120,11 @@ class Workers:
     def models(self) -> list[str]:
         """File names of the models that the ranks hold."""
         return sorted({resident.name for resident in list(self._resident.values())})
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """Where the ranks keep each of these models, and why, in words."""
+        return {resident.name: resident.choice.reason for resident in list(self._resident.values())}
 
     @property
     def keys(self) -> list[str]:
@@ -126,15 +144,57 @@ class Workers:
         """Whether calls with this config can run here."""
         return self.pool.alive and _pool_key(self.pool.config) == _pool_key(config)
 
+    def resident(self, key: str) -> Resident | None:
+        """What the ranks hold under a key."""
+        return self._resident.get(key) if self.pool.alive else None
+
     def holds(self, key: str, patches_uuid: str | None = None) -> bool:
         """Whether the ranks hold a model, with these weight patches in it (None = any)."""
-        resident = self._resident.get(key) if self.pool.alive else None
+        resident = self.resident(key)
         return resident is not None and patches_uuid in (None, resident.patches_uuid)
 
-    def load(self, target: Target, forget: Collection[str], cancelled: Callable[[], bool]) -> None:
+    def has(self, config: RuntimeConfig, target: Target) -> bool:
+        """Whether the ranks hold this state of a model, and in a way that is good for the calls to come."""
+        resident = self.resident(target.key)
+        if resident is None or resident.patches_uuid != target.patches_uuid:
+            return False
+        if config.weights != "auto":
+            return resident.choice.placement == config.weights
+        if resident.limit != config.memory_per_rank:
+            return False
+        return target.demand.call <= resident.call or resident.choice.placement == OFFLOADED
+
+    def place(self, config: RuntimeConfig, target: Target, cancelled: Callable[[], bool]) -> Choice:
+        """Choose where the ranks keep a model. Models that they hold already can make way, and count as free memory."""
+        if config.weights != "auto":
+            return choose(config, target.demand, None)
+        room = config.memory_per_rank * GB or self._available(cancelled)
+        resident = self.resident(target.key)
+        known = [self._at_least.get(target.key, WHOLE)]
+        if resident is not None and resident.limit == config.memory_per_rank:
+            known.append(resident.choice.placement)  # for a larger call
+        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index))
+
+    def use_less_memory(self, config: RuntimeConfig, key: str) -> None:
+        """A rank ran out of memory: a model that may be kept in a smaller way is, from its next load on."""
+        resident = self._resident.get(key)
+        smaller = next_smaller(resident.choice.placement) if resident is not None and config.weights == "auto" else None
+        if smaller is not None and config.device_type != "cpu":
+            self._at_least[key] = smaller
+
+    def _available(self, cancelled: Callable[[], bool]) -> float | None:
+        replies = self.pool.request("available", {}, timeout=load_timeout(), cancelled=cancelled)
+        free = [reply["available"] for reply in replies]
+        devices = self.pool.config.devices
+        return None if None in free else min(free) * len(set(devices)) / len(devices)  # ranks on one device count it each
+
+    def load(
+        self, config: RuntimeConfig, target: Target, choice: Choice, forget: Collection[str], cancelled: Callable[[], bool]
+    ) -> None:
         """Make the ranks' model equal to `target`.
 
         Args:
+            choice: where they keep its weights.
             forget: keys of models that this process no longer has; the ranks drop them.
 
         Raises:
@@ -149,6 +209,7 @@ class Workers:
             "recipe": target.recipe.as_json(),
             "patches": tree,
             "patches_uuid": target.patches_uuid,
+            "placement": choice.placement,
             "forget": [key for key in forget if self._resident.pop(key, None) is not None],
         }
         name = os.path.basename(target.recipe.path)
@@ -156,15 +217,17 @@ class Workers:
             replies = self.pool.request("load", body, packer, timeout=load_timeout(), cancelled=cancelled)
         verify(target, weight_patches_digest(tree, self.pool.payload(packer.nbytes)), replies, self.pool.pids)
         self.pool.trim()
-        self._resident[target.key] = Resident(name, target.patches_uuid)
+        held = max(reply["device_bytes"] for reply in replies)
+        self._resident[target.key] = Resident(name, target.patches_uuid, choice, config.memory_per_rank, target.demand.call, held)
         self._warm.discard(target.key)  # the next call puts weights and patches on the devices
         log.info(
-            "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s",
+            "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
             name,
             replies[0]["bytes"] / 1e6,
             len(target.patches),
             self.pool.world_size,
             max(reply["seconds"] for reply in replies),
+            choice.reason,
         )
 
     def attach_networks(self, networks: Mapping[str, nn.Module], cancelled: Callable[[], bool]) -> None:

@@ -51,6 +51,7 @@ class ModelService:
             "detach_networks": self._detach_networks,
             "call": self._call,
             "unload": self._unload,
+            "available": self._available,
         }
 
     def _load(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
@@ -69,6 +70,11 @@ class ModelService:
         self._worker.cache.clear()
         self._mirrors.unload(header["key"])
         return {}
+
+    def _available(self, _: dict[str, Any], __: Tensor) -> dict[str, Any]:
+        from .room import available
+
+        return {"available": available(self._worker.device)}
 
     def _call(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         worker = self._worker

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from comfy import model_management
 from torch import Tensor
 
 from ...engine.mesh import RankGroup
@@ -47,9 +46,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         """Make a FileWeightsPatcher one of these."""
         patcher.__class__ = cls
         patcher.cp_ranks, patcher.cp_on_host, patcher.cp_weights = ranks, on_host, None
-        sizes = sizes_of(patcher.model.diffusion_model)
-        outside = model_management.module_size(patcher.model) - sizes.whole
-        patcher.cp_size = outside + sizes.per_rank(ranks.size, on_host=on_host)
+        patcher.cp_size = sizes_of(patcher.model).per_rank(ranks.size, on_host=on_host)
 
     def model_size(self) -> int:
         return self.cp_size
@@ -83,7 +80,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
 
     def _load_rest(self, device_to: torch.device, elsewhere: set[str]) -> None:
         """Have ComfyUI load what is outside of the blocks, whose slots are empty now."""
-        patches: dict[str, Any] = self.patches
+        patches = self.patches  # type: ignore[has-type]
         self.patches = {name: entries for name, entries in patches.items() if name not in elsewhere}
         try:
             super().load(device_to, full_load=True)

@@ -1,0 +1,129 @@
+"""Ranks that keep a part of a model each, on a real server: the same latents, by choice and by memory; faults as with whole ones.
+
+Weights lie at other addresses than in the file, so CPU libraries that compute with several threads may add up in another order;
+tests/gloo/test_shared_weights.py compares bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from support.graphs import flux_prompt, wan_prompt
+from support.processes import wait_gone
+
+CP = {"world_size": 2, "ulysses_degree": 2, "ring_degree": 1, "batch_degree": 1}
+LORA = {"loras": ["flux_lora"]}
+# Of 27 MB of weights in 25 blocks, with two of the largest at a time, every rank keeps 19 MB, or 6 with its part on the host.
+DEEP, SHARED_FITS, NEITHER_FITS = {"ckpt": "flux_deep"}, 0.024, 0.012  # GB, with 4 MB for a call
+
+
+TOLERANCE = 1e-5
+
+
+def same(out, expected):
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+
+
+@pytest.fixture(scope="module")
+def whole(pool_server):
+    return {
+        "plain": pool_server.latent(pool_server.run(flux_prompt(cp={**CP, "weights": "whole"})).check()),
+        "deep": pool_server.latent(pool_server.run(flux_prompt(cp={**CP, "weights": "whole"}, **DEEP)).check()),
+        "lora": pool_server.latent(pool_server.run(flux_prompt(cp={**CP, "weights": "whole"}, **LORA)).check()),
+    }
+
+
+def run(server, weights, *, memory=0.0, **settings):
+    """The latent, and what the report says about weights."""
+    cp = {**CP, "weights": weights, "memory_per_rank": memory}
+    result = server.run(flux_prompt(cp=cp, node="CPSampler", **settings)).check()
+    return server.latent(result), json.loads(result.outputs["report"]["text"][0])["weights"]
+
+
+def placement(server, ckpt="flux"):
+    return server.get("/context_parallel/status")["weights"][f"{ckpt}.safetensors"]
+
+
+@pytest.mark.parametrize("weights", ["sharded", "offloaded"])
+def test_latents_are_the_same(pool_server, whole, weights):
+    """Bit by bit; with a LoRA, and without it again. Workers stay the same processes."""
+    before = pool_server.worker_pids()
+    for expected, settings in (("plain", {}), ("lora", LORA), ("plain", {})):
+        out, _ = run(pool_server, weights, **settings)
+        same(out, whole[expected])
+    assert placement(pool_server).startswith(f"{weights}, as set")
+    assert pool_server.worker_pids() == before
+
+
+def test_two_models_take_turns(pool_server):
+    """High and low noise, each of them shared out."""
+    settings = {"low_ckpt": "wan_t2v_low", "node": "KSamplerAdvanced", "steps": 4}
+    outs = [
+        pool_server.latent(pool_server.run(wan_prompt(cp={**CP, "weights": weights}, **settings)).check())
+        for weights in ("whole", "sharded")
+    ]
+    same(*outs)
+
+
+@pytest.mark.parametrize(("memory", "expected"), [(1.0, "whole"), (SHARED_FITS, "sharded"), (NEITHER_FITS, "offloaded")])
+def test_memory_decides(pool_server, whole, memory, expected):
+    out, report = run(pool_server, "auto", memory=memory, **DEEP)
+    same(out, whole["deep"])
+    assert report["placement"] == expected
+    assert placement(pool_server, "flux_deep") == report["reason"]
+    assert report["reason"].startswith(f"{expected}: ")
+    assert report["device_bytes"] <= memory * 1e9 or expected == "offloaded"
+
+
+def test_what_does_not_fit_is_refused_by_name(pool_server):
+    result = pool_server.run(flux_prompt(cp={**CP, "weights": "whole", "memory_per_rank": SHARED_FITS}, **DEEP))
+    assert result.status == "error"
+    assert "weights: got whole, with which each of 2 ranks needs" in result.error.exception_message
+    assert "Set weights to auto" in result.error.exception_message
+
+
+def test_without_a_limit_cpu_ranks_keep_it_whole(pool_server, whole):
+    out, _ = run(pool_server, "auto")
+    same(out, whole["plain"])
+    assert placement(pool_server).startswith("whole: ")
+    assert "share through the file" in placement(pool_server)
+
+
+def test_a_killed_rank(pool_server, whole):
+    run(pool_server, "sharded")
+    prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": "sharded"}, width=512, height=512, steps=60))
+    pool_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt and e.data["value"] >= 2, 60)
+    dead = pool_server.workers()
+    os.kill(dead[1].pid, signal.SIGKILL)
+    assert pool_server.wait(prompt).status == "error"
+    wait_gone(dead, 10)
+    out, _ = run(pool_server, "sharded")
+    same(out, whole["plain"])
+
+
+def test_cancel_in_the_middle(pool_server, whole):
+    """Pieces of blocks are on their way when the ranks leave the call."""
+    run(pool_server, "sharded")
+    pids = pool_server.worker_pids()
+    prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": "sharded"}, width=768, height=768, steps=60))
+    pool_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt and e.data["value"] >= 2, 60)
+    pool_server.interrupt(prompt)
+    assert pool_server.wait(prompt).status == "interrupted"
+    out, _ = run(pool_server, "sharded")
+    same(out, whole["plain"])
+    assert pool_server.worker_pids() == pids
+
+
+def test_free_lets_go_of_everything(pool_server, whole):
+    run(pool_server, "sharded")
+    pool_server.free()
+    deadline = time.monotonic() + 10
+    while pool_server.get("/context_parallel/status")["weights"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    out, _ = run(pool_server, "sharded")
+    same(out, whole["plain"])
