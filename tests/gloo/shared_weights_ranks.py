@@ -27,6 +27,7 @@ from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 
 CPU = torch.device("cpu")
 RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e11, memory=1e9, overlap=0.0)
+DEVICE_BYTES = 1 << 20  # what ComfyUI's memory manager is told
 mesh = BatchMesh(dist.group.WORLD)
 
 
@@ -44,7 +45,7 @@ def load(mirrors, path, options, placement, uuid="none", patches=None):
     packer.write(block)
     recipe = Recipe("load_diffusion_model", path, options, file_stamp(path)).as_json()
     header = {"key": "k", "forget": [], "recipe": recipe, "patches": tree, "patches_uuid": uuid, "placement": placement}
-    return mirrors.load(header, block, mesh)
+    return mirrors.load({**header, "device_bytes": DEVICE_BYTES}, block, mesh)
 
 
 def arguments(dtype):

@@ -18,7 +18,7 @@ from support.processes import wait_gone
 CP = {"world_size": 2, "ulysses_degree": 2, "ring_degree": 1, "batch_degree": 1}
 LORA = {"loras": ["flux_lora"]}
 # Of 27 MB of weights in 25 blocks, with two of the largest at a time, every rank keeps 19 MB, or 6 with its part on the host.
-DEEP, SHARED_FITS, NEITHER_FITS = {"ckpt": "flux_deep"}, 0.024, 0.012  # GB, with 4 MB for a call
+DEEP, SHARED_FITS, NEITHER_FITS = {"ckpt": "flux_deep"}, 0.030, 0.016  # GB, with that for a call
 
 
 TOLERANCE = 1e-5
@@ -73,7 +73,7 @@ def test_two_models_take_turns(pool_server):
 def test_memory_decides(pool_server, whole, memory, expected):
     out, report = run(pool_server, "auto", memory=memory, **DEEP)
     same(out, whole["deep"])
-    assert report["placement"] == expected
+    assert report["placement"] == expected, report
     assert placement(pool_server, "flux_deep") == report["reason"]
     assert report["reason"].startswith(f"{expected}: ")
     assert report["device_bytes"] <= memory * 1e9 or expected == "offloaded"

@@ -28,7 +28,7 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
         return 0  # mapped already, or in use by a branch that runs without context parallelism
     if not recipe.options.keys().isdisjoint(DTYPE_OPTIONS) or not recipe.path.lower().endswith((".safetensors", ".sft")):
         return 0  # the file's pages are not the weights
-    fresh, missing = load_recipe(recipe)
+    fresh, missing, _ = load_recipe(recipe)
     weights = {name: weight for name, weight in fresh.model.diffusion_model.named_parameters() if name not in missing}
     released = 0
     own = parameters_of(model.diffusion_model)

@@ -210,6 +210,7 @@ class Workers:
             "patches": tree,
             "patches_uuid": target.patches_uuid,
             "placement": choice.placement,
+            "device_bytes": target.demand.on_device(choice.placement, self.pool.world_size),
             "forget": [key for key in forget if self._resident.pop(key, None) is not None],
         }
         name = os.path.basename(target.recipe.path)
@@ -217,7 +218,7 @@ class Workers:
             replies = self.pool.request("load", body, packer, timeout=load_timeout(), cancelled=cancelled)
         verify(target, weight_patches_digest(tree, self.pool.payload(packer.nbytes)), replies, self.pool.pids)
         self.pool.trim()
-        held = max(reply["device_bytes"] for reply in replies)
+        held = body["device_bytes"]
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, config.memory_per_rank, target.demand.call, held)
         self._warm.discard(target.key)  # the next call puts weights and patches on the devices
         log.info(

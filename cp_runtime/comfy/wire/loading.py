@@ -16,14 +16,31 @@ from .recipe import DTYPE_OPTIONS, LOADERS, OPTIONS, Recipe, file_stamp
 
 
 class LoadedModel(NamedTuple):
-    """A plain (not dynamic) ModelPatcher, and the names of the transformer's weights that its file does not have."""
+    """A plain (not dynamic) ModelPatcher.
+
+    Args:
+        missing: names of the transformer's weights that its file does not have.
+        casts: the dtype that weights of the transformer should have, by name, where they are the file's pages all the same.
+    """
 
     patcher: Any
     missing: frozenset[str]
+    casts: Mapping[str, torch.dtype]
 
 
-def load_recipe(recipe: Recipe) -> LoadedModel:
+class FileWeights:
+    """What `file_backed_weights` found, by the module that loaded a state dict."""
+
+    def __init__(self) -> None:
+        self.missing: dict[nn.Module, list[str]] = {}
+        self.casts: dict[nn.Module, dict[str, torch.dtype]] = {}
+
+
+def load_recipe(recipe: Recipe, *, cast_later: bool = False) -> LoadedModel:
     """Load a model as its loader did; its weights stay in the file's pages where dtype and shape allow.
+
+    Args:
+        cast_later: leave weights that the loader would convert in the file's pages, too; see `LoadedModel.casts`.
 
     Raises:
         MirrorError: the file is not the one that the UI process loaded, or the recipe is not one that it makes.
@@ -34,7 +51,7 @@ def load_recipe(recipe: Recipe) -> LoadedModel:
         raise MirrorError(f"unknown loader {recipe.loader!r}")
     _check_stamp(recipe)
     options = {name: _option(name, value) for name, value in recipe.options.items()}
-    with weights_on_host(), file_backed_weights() as missing:
+    with weights_on_host(), file_backed_weights(cast_later) as found:
         if recipe.loader == LOADERS[0]:
             patcher = comfy.sd.load_diffusion_model(recipe.path, options, disable_dynamic=True)
         else:
@@ -42,7 +59,8 @@ def load_recipe(recipe: Recipe) -> LoadedModel:
                 recipe.path, output_vae=False, output_clip=False, model_options=options, disable_dynamic=True
             )[0]
     _check_stamp(recipe)
-    return LoadedModel(patcher, frozenset(missing.get(patcher.model.diffusion_model, ())))
+    model = patcher.model.diffusion_model
+    return LoadedModel(patcher, frozenset(found.missing.get(model, ())), found.casts.get(model, {}))
 
 
 def _check_stamp(recipe: Recipe) -> None:
@@ -83,53 +101,64 @@ def weights_on_host() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def file_backed_weights() -> Iterator[dict[nn.Module, list[str]]]:
+def file_backed_weights(cast_later: bool = False) -> Iterator[FileWeights]:
     """While active, `load_state_dict` in this thread adopts tensors of the state dict instead of copying them.
 
     safetensors hands out tensors whose memory is the mapped file, so N processes share one host copy of the weights. ComfyUI
     copies them into memory of each process. Adopted are plain parameters of the same dtype and shape; everything else takes
     ComfyUI's own way, which keeps the data of quantised weights in the file's pages by itself.
 
+    Args:
+        cast_later: adopt floating-point weights of another dtype as well, and note the dtype.
+
     Returns:
-        names of the weights that a state dict did not have, by the module that loaded it; filled as models are loaded.
+        which weights a state dict did not have, and which have another dtype; filled as models are loaded.
     """
     import comfy.ops
 
     owner, original = threading.get_ident(), nn.Module.load_state_dict
     ops = comfy.ops.disable_weight_init
-    missing_by_module: dict[nn.Module, list[str]] = {}
+    found = FileWeights()
     plain_loaders = {state_dict_loader(cls) for cls in (nn.Module, ops.Linear, ops.Embedding)}
 
     def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         if threading.get_ident() != owner or assign:
             return original(self, state_dict, strict, assign)
-        adopted = {
-            name
-            for name, module, parameter in parameters_of(self)
-            if state_dict_loader(type(module)) in plain_loaders and adopt(module, parameter, state_dict.get(name))
-        }
+        adopted = set()
+        casts = found.casts[self] = {}
+        for name, module, parameter in parameters_of(self):
+            if state_dict_loader(type(module)) in plain_loaders:
+                dtype = getattr(module, parameter).dtype
+                if adopt(module, parameter, state_dict.get(name), any_float=cast_later):
+                    adopted.add(name)
+                    if getattr(module, parameter).dtype != dtype:
+                        casts[name] = dtype
         result = original(self, {k: v for k, v in state_dict.items() if k not in adopted}, strict=False)
         missing = [name for name in result.missing_keys if name not in adopted]
-        missing_by_module[self] = missing
+        found.missing[self] = missing
         if strict and (missing or result.unexpected_keys):
             raise RuntimeError(f"missing weights {missing[:3]}, unexpected weights {result.unexpected_keys[:3]}")
         return type(result)(missing, result.unexpected_keys)
 
     nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
     try:
-        yield missing_by_module
+        yield found
     finally:
         nn.Module.load_state_dict = original  # type: ignore[method-assign]
 
 
-def adopt(module: nn.Module, name: str, tensor: Tensor | None) -> bool:
-    """Make `tensor` the module's parameter `name`, wherever that was, if it is a plain tensor of the same dtype and shape."""
+def adopt(module: nn.Module, name: str, tensor: Tensor | None, *, any_float: bool = False) -> bool:
+    """Make `tensor` the module's parameter `name`, wherever that was, if it is a plain tensor of the same dtype and shape.
+
+    Args:
+        any_float: one floating-point dtype is as good as another.
+    """
     current = getattr(module, name)
     if (
         type(tensor) not in (Tensor, nn.Parameter)
         or type(current) is not nn.Parameter
         or tensor is None
-        or tensor.dtype != current.dtype
+        or not (tensor.dtype == current.dtype or (any_float and tensor.is_floating_point() and current.is_floating_point()))
         or tensor.shape != current.shape
     ):
         return False

@@ -115,12 +115,15 @@ class Mirrors:
             _free_dropped()
         mirror = self.entries.get(key)
         if mirror is None:
-            patcher, missing = self._load_file(Recipe(**header["recipe"]))
-            FileWeightsPatcher.adopt(patcher, header["recipe"]["path"])
-            if placement != WHOLE and mesh is not None:
-                SharedWeightsPatcher.share(patcher, mesh.weights, on_host=placement == OFFLOADED)
+            path, ranks = header["recipe"]["path"], None if placement == WHOLE or mesh is None else mesh.weights
+            loaded = self._load_file(Recipe(**header["recipe"]), cast_later=ranks is not None)
+            patcher = loaded.patcher
+            if ranks is None:
+                FileWeightsPatcher.adopt(patcher, path)
+            else:
+                SharedWeightsPatcher.share(loaded, path, ranks, header["device_bytes"], on_host=placement == OFFLOADED)
             # What the file does not have is not initialised, and differs from process to process.
-            samples = sample_weights(patcher.model.diffusion_model, without=missing)
+            samples = sample_weights(patcher.model.diffusion_model, without=loaded.missing)
             mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement)
         self._patch(mirror, header, block)
         self.entries[key] = mirror
@@ -132,7 +135,6 @@ class Mirrors:
             "cast_dtype": str(model.manual_cast_dtype),
             "samples": mirror.samples,
             "bytes": model_management.module_size(model),
-            "device_bytes": mirror.patcher.model_size(),
             "seconds": time.perf_counter() - began,
         }
 
@@ -217,7 +219,7 @@ class Mirrors:
         if patcher is not None:
             forget(patcher)
 
-    def _load_file(self, recipe: Recipe) -> LoadedModel:
+    def _load_file(self, recipe: Recipe, *, cast_later: bool) -> LoadedModel:
         # Links inside the model folders may lead anywhere: the user made them.
         path = Path(os.path.abspath(recipe.path))
         inside = any(path.is_relative_to(f) or path.resolve().is_relative_to(f.resolve()) for f in self.folders)
@@ -226,7 +228,8 @@ class Mirrors:
                 f"{path} is outside of ComfyUI's model folders. Move the file into one, or add its folder to ComfyUI's."
             )
         log.info("loading %s", path.name)
-        return load_recipe(replace(recipe, path=str(path)))  # what was checked: behind a link, `..` leads elsewhere
+        recipe = replace(recipe, path=str(path))  # what was checked: behind a link, `..` leads elsewhere
+        return load_recipe(recipe, cast_later=cast_later)
 
     def _patch(self, mirror: Mirror, header: dict[str, Any], block: Tensor) -> None:
         patches = decode_weight_patches(unflatten(header["patches"], lambda leaf: read_tensor(block, leaf).clone()))

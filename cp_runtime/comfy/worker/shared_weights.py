@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...engine.mesh import RankGroup
-from ...engine.weights.blocks import Block, sizes_of
+from ...engine.weights.blocks import Block, blocks_of
 from ...engine.weights.packing import round_up
 from ...engine.weights.sharded import ShardedWeights
 from ...nested import stored
-from ..wire.loading import parameters_of
+from ..wire.loading import LoadedModel, parameters_of
 from .file_weights import Backup, FileWeightsPatcher, inside, mapped
 
 PREFIX = "diffusion_model."
@@ -34,19 +34,28 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         cp_ranks, cp_on_host: see `ShardedWeights`.
         cp_weights: the parts, while they are on the device.
         cp_size: bytes of device memory that the model takes.
+        cp_casts: dtypes of weights that are the file's pages in another one, by name. A block at a time is converted.
     """
 
     cp_ranks: RankGroup
     cp_on_host: bool
     cp_weights: ShardedWeights | None
     cp_size: int
+    cp_casts: Mapping[str, torch.dtype]
 
     @classmethod
-    def share(cls, patcher: Any, ranks: RankGroup, *, on_host: bool) -> None:
-        """Make a FileWeightsPatcher one of these."""
-        patcher.__class__ = cls
+    def share(cls, loaded: LoadedModel, path: str, ranks: RankGroup, size: int, *, on_host: bool) -> None:
+        """Make the patcher of a model that was loaded from `path` a moment ago one of these."""
+        model = loaded.patcher.model.diffusion_model
+        inside = {name for block in blocks_of(model) for name in block.slots}
+        for name, module, parameter in parameters_of(model):
+            if name in loaded.casts and name not in inside:
+                converted = getattr(module, parameter).to(loaded.casts[name])
+                module.register_parameter(parameter, nn.Parameter(converted, requires_grad=False))
+        cls.adopt(loaded.patcher, path)
+        patcher = loaded.patcher
         patcher.cp_ranks, patcher.cp_on_host, patcher.cp_weights = ranks, on_host, None
-        patcher.cp_size = sizes_of(patcher.model).per_rank(ranks.size, on_host=on_host)
+        patcher.cp_size, patcher.cp_casts = size, loaded.casts
 
     def model_size(self) -> int:
         return self.cp_size
@@ -64,7 +73,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         self._load_rest(device_to, {PREFIX + path for block in own for path in block.slots})
         pages = mapped(self.cp_path)
         for block, parameters in own.items():
-            block.put(parameters)
+            block.put([self._cast(path, weight) for path, weight in zip(block.slots, parameters, strict=True)])
             weights.keep(block.name, self._patched(block, device_to))
             give_back(parameters, pages)
         self.model.model_loaded_weight_memory = self.cp_size
@@ -86,6 +95,9 @@ class SharedWeightsPatcher(FileWeightsPatcher):
             super().load(device_to, full_load=True)
         finally:
             self.patches = patches
+
+    def _cast(self, path: str, weight: Tensor) -> Tensor:
+        return weight.to(self.cp_casts[path]) if path in self.cp_casts else weight
 
     def _patched(self, block: Block, device_to: torch.device) -> dict[str, Tensor]:
         """The weights of a block that patches change, patched."""

@@ -1,0 +1,64 @@
+"""Where weights are kept: the first way that fits."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from cp_runtime.comfy.ui.placement import Demand, choose, next_smaller
+from cp_runtime.engine.weights.blocks import Sizes
+from cp_runtime.errors import UnsupportedError
+
+GB = 10**9
+# Flux 2 in bf16: 56 blocks.
+DEMAND = Demand(Sizes(blocks=62 * GB, largest=GB, rest=2 * GB), call=4 * GB)
+
+
+def config(weights="auto", ranks=2, memory_per_rank=0.0):
+    return SimpleNamespace(weights=weights, world_size=ranks, memory_per_rank=memory_per_rank)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "room", "placement", "reason"),
+    [
+        (2, 80, "whole", "whole: 64 GB of weights on each of 2 devices of 80 GB"),
+        (2, 66, "whole", "whole: 64 GB of weights on each of 2 devices of 66 GB"),
+        (2, 65.9, "sharded", "sharded: 64 GB of weights as 2 × 35 GB of 65.9 GB"),
+        (4, 24, "sharded", "sharded: 64 GB of weights as 4 × 19.5 GB of 24 GB"),
+        (2, 24, "offloaded", "offloaded: 64 GB of weights as 2 × 4 GB of 24 GB"),
+        (2, 2, "offloaded", "offloaded: 64 GB of weights as 2 × 4 GB, more than the 2 GB that are free"),
+        (2, None, "whole", "whole: 64 GB of weights, which CPU ranks share through the file"),
+    ],
+)
+def test_auto_takes_the_first_that_fits(ranks, room, placement, reason):
+    assert choose(config(ranks=ranks), DEMAND, room and room * GB) == (placement, reason)
+
+
+def test_a_call_needs_room_too():
+    larger = DEMAND._replace(call=40 * GB)
+    assert choose(config(), DEMAND, 66 * GB).placement == "whole"
+    assert choose(config(), larger, 66 * GB).placement == "sharded"
+
+
+def test_what_has_run_out_of_memory_is_not_tried_again():
+    assert choose(config(), DEMAND, 80 * GB, next_smaller("whole")).placement == "sharded"
+    assert choose(config(), DEMAND, 80 * GB, next_smaller("sharded")).placement == "offloaded"
+    assert next_smaller("offloaded") is None
+
+
+def test_a_model_without_blocks_stays_whole():
+    demand = Demand(Sizes(blocks=0, largest=0, rest=64 * GB), call=0)
+    assert choose(config(), demand, 24 * GB).reason == "whole: 64 GB of weights, none of which can be shared out"
+
+
+@pytest.mark.parametrize("weights", ["whole", "sharded", "offloaded"])
+def test_what_is_set_is_obeyed(weights):
+    assert choose(config(weights), DEMAND, None).placement == weights
+    assert choose(config(weights), DEMAND, None).reason.startswith(f"{weights}, as set: 64 GB of weights")
+
+
+def test_what_is_set_must_fit_into_a_limit_that_is_set():
+    with pytest.raises(
+        UnsupportedError, match="weights: got whole, with which each of 2 ranks needs 66 GB; memory_per_rank allows 24"
+    ):
+        choose(config("whole", memory_per_rank=24.0), DEMAND, None)
+    assert choose(config("offloaded", memory_per_rank=24.0), DEMAND, None).placement == "offloaded"
