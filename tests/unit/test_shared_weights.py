@@ -1,10 +1,13 @@
 """Weights as bytes: every format comes back as it went in, and a weight that is away says whose it is."""
 
 import copy
+import io
+import pickle
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cp_runtime.engine.mesh import RankGroup
 from cp_runtime.engine.weights.blocks import blocks_of, sizes_of
@@ -220,10 +223,78 @@ def test_a_weight_that_is_read_outside_of_its_block_is_refused_by_name():
         assert (weight.device, weight.dtype) == (CPU, torch.float32)
         with pytest.raises(PlanError, match=f"{name} was read while it is not on this rank.*Do this"):
             weight + 1
-    assert set(model.state_dict()) == set(Model().state_dict())
     x = torch.randn(2, 96)
     with weights.call():
         model(x)
     weights.remove()
     with pytest.raises(PlanError, match="was read"):
         model(x)
+
+
+@torch.no_grad()
+def test_what_users_do_to_a_model_without_its_weights():
+    """It is right or refused by name, before and after calls: no number is lost without a word."""
+    model, x = Model().eval(), torch.randn(2, 96)
+    weights = sharded(model)
+    for _ in range(2):
+        for name, weight in model.named_parameters():
+            if not any(name.startswith(block) for block in weights.blocks):
+                continue
+            for use in (copy.deepcopy, pickle.dumps, Tensor.share_memory_, Tensor.numpy, nn.init.zeros_, Tensor.half):
+                with pytest.raises(PlanError, match=f"{name} was read"):
+                    use(weight)
+            with pytest.raises(PlanError, match=f"{name} was read"):
+                weight.data = torch.ones(weight.shape)
+        block = model.blocks[1]
+        for refused in (block.half, partial(block.to, "meta"), lambda: torch.save(model.state_dict(), io.BytesIO())):
+            with pytest.raises(PlanError, match="was read"):
+                refused()
+        with pytest.raises(RuntimeError, match="was read"):
+            model.load_state_dict(Model().state_dict())
+        expected = Model().eval()(x)
+        assert set(model.state_dict()) == set(Model().state_dict())
+        model.to(CPU).float().requires_grad_(False)
+        with weights.call():
+            assert torch.equal(model(x), expected)
+
+
+@torch.no_grad()
+def test_a_weight_that_somebody_puts_in_is_refused_and_stays():
+    model, x = Model().eval(), torch.randn(2, 96)
+    weights = sharded(model)
+    with weights.call():
+        model(x)
+    model.blocks[1].own = own = nn.Parameter(torch.zeros(96))
+    weights.free_buffers()
+    for _ in range(2):
+        with pytest.raises(PlanError, match=r"blocks\.1\.own was replaced.*Do this"), weights.call():
+            model(x)
+    weights.restore()
+    assert model.blocks[1].own is own
+    assert torch.equal(model.blocks[1].lin.weight, Model().blocks[1].lin.weight)
+
+
+@torch.no_grad()
+def test_a_block_that_is_kept_again_has_its_new_weights():
+    model, x = Model().eval(), torch.randn(2, 96)
+    plain, weights = copy.deepcopy(model), sharded(model)
+    with weights.call():
+        model(x)
+    for name in ("blocks.1", "nested.1.0"):  # the last one is in a buffer
+        plain.get_submodule(name).lin.weight = nn.Parameter(torch.full((96, 96), 0.1))
+        weights.keep(name, {path: plain.get_parameter(path) for path in weights.blocks[name].slots})
+        for _ in range(2):
+            with weights.call():
+                assert torch.equal(model(x), plain(x))
+
+
+def test_calls_inside_and_outside_of_inference_mode():
+    model, x = Model().eval(), torch.randn(2, 96)
+    with torch.inference_mode():
+        expected, weights = copy.deepcopy(model)(x), sharded(model)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode(), weights.call():
+            assert torch.equal(model(x), expected)
+    with torch.inference_mode():
+        weights.restore()
+    assert not any(parameter.is_inference() for parameter in model.parameters())

@@ -78,8 +78,24 @@ class Packing:
                 target[low - begin : high - begin].copy_(_raw(part)[low - at.offset : high - at.offset])
 
 
+# What reads or replaces numbers without an operator that `__torch_dispatch__` sees. A pickle would hold a weight without numbers.
+AROUND_OPERATORS = {
+    Tensor.__reduce_ex__,
+    Tensor.numpy,
+    Tensor.share_memory_,
+    Tensor.storage,
+    Tensor.tolist,
+    Tensor.untyped_storage,
+}
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class AbsentWeight(Tensor):
-    """A weight that is not in this process now. It knows shape, dtype and device, and no number."""
+    """A weight that is not in this process now. It knows shape, dtype and device, and no number.
+
+    What asks for its numbers, or would give it some, is refused: PlanError. What needs none, as `to` the device that it is for,
+    passes.
+    """
 
     _message: str
 
@@ -94,6 +110,13 @@ class AbsentWeight(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"AbsentWeight(shape={list(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        changes = function == SET_DATA and args[0] is not args[1]  # `module.to` sets what stayed as it was
+        if changes or function in AROUND_OPERATORS:
+            raise PlanError(next(value for value in tensors(args) if isinstance(value, AbsentWeight))._message)
+        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -50,15 +50,33 @@ class SharedBlock:
             self.packing.copy_range(weights, number * self.piece + ranks.rank * self.part, own)
         self.attentions = 0  # that its last run had
         self.running = 0
+        self._remedy = remedy
         self._absent = self.packing.absent(device, list(block.slots), remedy)
+        self._put = block.weights  # what is in the slots, unless somebody else has put another weight there
 
     def drop(self) -> None:
         """Its weights are gone, until a buffer holds them."""
-        self.block.put(self._absent)
+        self._fill(self._absent)
 
     def use(self, buffer: Tensor) -> None:
-        """Its weights are in a buffer."""
-        self.block.put(self.packing.views(buffer))
+        """Its weights are in a buffer.
+
+        Raises:
+            PlanError: somebody has put a weight of his own into the block, which would be lost.
+        """
+        for path, weight, put in zip(self.block.slots, self.block.weights, self._put, strict=True):
+            if weight is not put:
+                raise PlanError(f"{path} was replaced while every rank keeps a part of what it was. {self._remedy}")
+        self._fill(self.packing.views(buffer))
+
+    def give_back(self, run: Tensor) -> None:
+        """Its weights are in a run of bytes from now on. What somebody has put in their place stays."""
+        self._fill(self.packing.views(run))
+
+    def _fill(self, weights: list[Tensor]) -> None:
+        ours = [weight is put for weight, put in zip(self.block.weights, self._put, strict=True)]
+        self.block.put([new if own else weight for new, own, weight in zip(weights, ours, self.block.weights, strict=True)])
+        self._put = [new if own else put for new, own, put in zip(self.block.weights, ours, self._put, strict=True)]
 
 
 class Buffer:
@@ -120,8 +138,13 @@ class ShardedWeights:
         """
         block, others = self.blocks[name], weights or {}
         taken = [others.get(path, own) for path, own in zip(block.slots, block.weights, strict=True)]
-        self._shared[name] = SharedBlock(block, taken, self._ranks, self._device, self._on_host, self._remedy)
-        self._shared[name].drop()
+        old = self._shared.get(name)
+        new = self._shared[name] = SharedBlock(block, taken, self._ranks, self._device, self._on_host, self._remedy)
+        new.drop()
+        self._order = [new if each is old else each for each in self._order]
+        for buffer in self._buffers:
+            if buffer.holder is old:
+                buffer.holder = None
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -130,7 +153,7 @@ class ShardedWeights:
         if self._buffers and self._buffers[0].storage.nbytes != largest:
             self.free_buffers()
         while len(self._buffers) < 2:
-            self._buffers.append(Buffer(torch.empty(largest, dtype=torch.uint8, device=self._device)))
+            self._buffers.append(Buffer(self._room(largest)))
         self._entered, self._place = [], 0
         self._fetch_next()
         try:
@@ -149,19 +172,22 @@ class ShardedWeights:
 
     def free_buffers(self) -> None:
         """Let go of the room for blocks until the next call."""
-        for buffer in self._buffers:
-            if buffer.holder is not None:
-                buffer.holder.drop()
         self._buffers = []
 
-    def restore(self) -> None:
-        """Give the model its weights back, put together. All ranks do it."""
-        for shared in self._shared.values():
-            buffer = Buffer(torch.empty(shared.nbytes, dtype=torch.uint8, device=self._device))
-            buffer.holder = shared
-            self._ask(buffer, len(shared.shard))
-            self._wait(buffer)
-            shared.use(buffer.storage)
+    def restore(self, device: torch.device | None = None) -> None:
+        """Give the model its weights back, put together. All ranks do it.
+
+        Args:
+            device: where they go; None = where the model computes.
+        """
+        self.free_buffers()
+        with torch.inference_mode(False), torch.no_grad():  # else the model could not record gradients later
+            for shared in self._shared.values():
+                buffer = Buffer(self._room(shared.nbytes))
+                buffer.holder = shared
+                self._ask(buffer, len(shared.shard))
+                self._wait(buffer)
+                shared.give_back(buffer.storage.to(device or self._device))
         self.remove()
 
     def remove(self) -> None:
@@ -257,16 +283,25 @@ class ShardedWeights:
             each.wait()
 
     def _settle(self) -> None:
-        """The call is over: nothing is on its way, and no block runs."""
+        """The call is over: nothing is on its way, no block runs, and none has weights that somebody could change.
+
+        What is in a buffer stays there.
+        """
         for shared in self._shared.values():
             shared.running = 0
         for buffer in self._buffers:
-            complete = buffer.holder is not None and buffer.fetched == len(buffer.holder.shard) and not buffer.pending
-            self._wait(buffer)
-            if not complete and buffer.holder is not None:
+            if buffer.holder is not None:
                 buffer.holder.drop()
-                buffer.holder = None
+                if buffer.fetched < len(buffer.holder.shard) or buffer.pending:
+                    buffer.holder = None
         self._current = self._next = None
+        for buffer in self._buffers:
+            self._wait(buffer)
+
+    def _room(self, nbytes: int) -> Tensor:
+        """Memory that calls may fill inside and outside of `torch.inference_mode()`, whichever made it."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
         """On a stream of its own, behind what the device has been given."""
