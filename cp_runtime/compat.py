@@ -52,9 +52,11 @@ def load_op(name: str) -> Callable[..., Any] | None:
     return getattr(torch.ops.aten, name, None)
 
 
-def as_parameter(tensor: Tensor) -> nn.Parameter:
+def as_parameter(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
     """The tensor itself, as a parameter. `nn.Parameter` would detach it, for which some quantised tensors copy their scales."""
     tensor._is_param = True
+    if requires_grad != tensor.requires_grad:
+        tensor.requires_grad_(requires_grad)
     return tensor  # type: ignore[return-value]
 
 

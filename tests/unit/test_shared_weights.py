@@ -288,6 +288,21 @@ def test_a_block_that_is_kept_again_has_its_new_weights():
                 assert torch.equal(model(x), plain(x))
 
 
+def test_weights_say_whether_they_require_gradients():
+    """Else linear layers take another way through torch, and their last bits differ."""
+    x = torch.randn(3, 2, 64).transpose(0, 1)
+    for requires_grad in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))).eval().requires_grad_(requires_grad)
+        model[0][1].bias.requires_grad = False
+        with torch.inference_mode():
+            expected, weights = model(x), sharded(model)
+            with weights.call():
+                assert torch.equal(model(x), expected)
+        weights.restore()
+        assert [parameter.requires_grad for parameter in model.parameters()] == [requires_grad] * 3 + [False]
+
+
 def test_calls_inside_and_outside_of_inference_mode():
     model, x = Model().eval(), torch.randn(2, 96)
     with torch.inference_mode():

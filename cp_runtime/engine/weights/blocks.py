@@ -31,6 +31,8 @@ class Block:
 
     def __init__(self, name: str, module: nn.Module, slots: dict[str, list[Slot]]) -> None:
         self.name, self.module, self.slots = name, module, slots
+        # Even where nothing is recorded, torch adds up in another order if a weight says so (`at::matmul`), unless it cannot.
+        self._requires_grad = [weight.requires_grad and not weight.is_inference() for weight in self.weights]
 
     @property
     def weights(self) -> list[Tensor]:
@@ -49,9 +51,9 @@ class Block:
 
     def put(self, weights: list[Tensor]) -> None:
         """Fill its slots."""
-        for slots, weight in zip(self.slots.values(), weights, strict=True):
+        for slots, weight, requires_grad in zip(self.slots.values(), weights, self._requires_grad, strict=True):
             for slot in slots:
-                parameter_slots(slot.module)[slot.key] = as_parameter(weight)
+                parameter_slots(slot.module)[slot.key] = as_parameter(weight, requires_grad)
 
 
 class Sizes(NamedTuple):

@@ -67,7 +67,8 @@ class SharedBlock:
         for path, weight, put in zip(self.block.slots, self.block.weights, self._put, strict=True):
             if weight is not put:
                 raise PlanError(f"{path} was replaced while every rank keeps a part of what it was. {self._remedy}")
-        self._fill(self.packing.views(buffer))
+        with torch.inference_mode(False), torch.no_grad():  # of the kind that the weights were: see Block
+            self._fill(self.packing.views(buffer))
 
     def give_back(self, run: Tensor) -> None:
         """Its weights are in a run of bytes from now on. What somebody has put in their place stays."""
@@ -181,7 +182,7 @@ class ShardedWeights:
             device: where they go; None = where the model computes.
         """
         self.free_buffers()
-        with torch.inference_mode(False), torch.no_grad():  # else the model could not record gradients later
+        with torch.inference_mode(False), torch.no_grad():  # as in `use`; and the model may record gradients later
             for shared in self._shared.values():
                 buffer = Buffer(self._room(shared.nbytes))
                 buffer.holder = shared
