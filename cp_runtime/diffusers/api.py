@@ -16,7 +16,9 @@ from ..engine.config import ContextParallelConfig
 from ..engine.hooks import InstalledPlan
 from ..engine.mesh import SequenceMesh
 from ..engine.plan import ShardingPlan
-from ..errors import ConfigError, PlanError
+from ..engine.weights.sharded import ShardedWeights
+from ..errors import ConfigError, PlanError, bad_value
+from .shared import SharedModel
 from .table import plan_from_table
 from .torch_function import SharedAttention
 
@@ -26,13 +28,14 @@ class AppliedPlan:
 
     Attributes:
         mesh: the ranks that share the sequence; `mesh.stats` counts what is sent.
+        weights: of the blocks, where every rank keeps a part of them: `weights.nbytes` are on this rank's device.
     """
 
-    def __init__(self, installed: InstalledPlan[ShardingPlan], mesh: SequenceMesh) -> None:
-        self._installed, self.mesh = installed, mesh
+    def __init__(self, installed: InstalledPlan[ShardingPlan], mesh: SequenceMesh, weights: ShardedWeights | None) -> None:
+        self._installed, self.mesh, self.weights = installed, mesh, weights
 
     def remove(self) -> None:
-        """Undo `apply_context_parallel`."""
+        """Undo `apply_context_parallel`. With `shard_weights` all ranks do it: see `remove_context_parallel`."""
         self._installed.remove()
 
 
@@ -41,7 +44,12 @@ _installed: WeakKeyDictionary[nn.Module, ref[InstalledPlan[ShardingPlan]]] = Wea
 
 
 def apply_context_parallel(
-    module: nn.Module, parallel_config: Any, plan: Mapping[str, Any] | ShardingPlan | None = None
+    module: nn.Module,
+    parallel_config: Any,
+    plan: Mapping[str, Any] | ShardingPlan | None = None,
+    *,
+    shard_weights: bool = False,
+    device: torch.device | str | None = None,
 ) -> AppliedPlan | None:
     """Split the module's sequence over the ranks, from its next call on.
 
@@ -50,20 +58,29 @@ def apply_context_parallel(
     the split sequence (windows, frames), unless the plan says so with a `ModulePlan`.
 
     Args:
-        module: any module, on this rank's device, in eval mode.
+        module: any module, in eval mode; on this rank's device, unless `device` says where that is.
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, of this package or of diffusers.
         plan: which arguments are split and which outputs are gathered, as a table in diffusers' form (see `table`) or a
             `ShardingPlan`; None = the module's own `_cp_plan`.
+        shard_weights: leave every rank 1/N of the bytes of the module's blocks, the elements of its lists of modules. All ranks
+            put a block together while it runs, and the next one meanwhile: two are there at a time. Results are the same, bit
+            for bit. Every rank has the same weights before; they may be mapped from a file (`map_weights`), and quantised by
+            tensors that say what they consist of, as torchao's. Until `remove_context_parallel`, whatever reads, saves, moves
+            or changes weights of blocks is refused; a LoRA is fused before.
+        device: with `shard_weights`, where this rank computes: its shards, and what is outside of the blocks, go there. None =
+            where the weights are.
 
     Returns:
         The applied plan: its `mesh.stats` count what is sent, its `remove` undoes it. None where the degrees are 1 x 1: nothing
-        changes then.
+        changes then, neither weights nor device.
 
     Raises:
-        ConfigError: the config is none, or does not fit the ranks.
-        PlanError: the plan does not fit the module, or one is applied already.
+        ConfigError: the config is none, or does not fit the ranks; a device without `shard_weights`.
+        PlanError: the plan does not fit the module, or one is applied already; weights that cannot be shared out.
     """
     config = ContextParallelConfig.of(parallel_config)
+    if device is not None and not shard_weights:
+        raise bad_value("device", device, "None without shard_weights", "Move the module there before: module.to(device).")
     if module in _installed:
         raise PlanError(
             f"context parallelism is applied to this {type(module).__name__} already. Call remove_context_parallel before."
@@ -85,12 +102,21 @@ def apply_context_parallel(
         return None
     mesh = _mesh(module, config)
     installed = InstalledPlan(module, plan if isinstance(plan, ShardingPlan) else plan_from_table(module, plan))
+    try:
+        shared = SharedModel(module, mesh, device) if shard_weights else None
+    except BaseException:
+        installed.remove()
+        raise
+    weights = None
+    if shared is not None:
+        weights = shared.weights
+        installed.on_remove(shared.give_back)
     had, stock = vars(module).get("forward"), module.forward
 
     @wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _check_call(self, module)
-        with installed.call(mesh, lambda shape: config) as call, SharedAttention(call):
+        with installed.call(mesh, lambda shape: config, weights=weights) as call, SharedAttention(call):
             return installed.forward(stock, *args, **kwargs)
 
     ours = MethodType(forward, module)  # bound, so that a copy of the module is told from it
@@ -107,11 +133,14 @@ def apply_context_parallel(
     module.forward = ours
     _installed[module] = ref(installed)
     installed.on_remove(undo)
-    return AppliedPlan(installed, mesh)
+    return AppliedPlan(installed, mesh, weights)
 
 
 def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None = None) -> None:
     """Undo `apply_context_parallel`. Does nothing to a module that it was not applied to.
+
+    With `shard_weights` it puts the weights together again, bit for bit, as new parameters on the device where they were before:
+    all ranks call it alike, and each has room for the whole model there. A weight that was replaced meanwhile stays as it is.
 
     Args:
         plan: taken for diffusers' signature; what was applied is known.

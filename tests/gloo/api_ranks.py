@@ -2,15 +2,20 @@
 
 import copy
 import gc
+import inspect
+import io
 import weakref
 from collections import namedtuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from support.ranks import finish, report, start
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+from torch.nn.parameter import UninitializedParameter
 
 rank, world, _ = start()
 
@@ -53,6 +58,51 @@ def new():
     return Model().eval()
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp = Attention(), nn.Sequential(nn.Linear(16, 256), nn.SiLU(), nn.Linear(256, 16))
+
+    def forward(self, x):
+        x = self.attention(x)
+        return x + self.mlp(x)
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(Block() for _ in range(4)), nn.Linear(16, 16)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x) * self.scale
+
+
+class Adapted(nn.Module):
+    """A layer with a LoRA beside it, as peft adds one."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(16, 2, bias=False), nn.Linear(2, 48, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapt(model):
+    torch.manual_seed(2)
+    for block in model.blocks:
+        block.attention.qkv = Adapted(block.attention.qkv)
+
+
+def new_blocks():
+    torch.manual_seed(0)
+    return Blocks().eval()
+
+
+BLOCKS_PLAN = {"blocks.0": {"x": ContextParallelInput(1, 3)}, "out": ContextParallelOutput(1, 3)}
 PLAN = {"first": {"x": ContextParallelInput(1, 3)}, "out": ContextParallelOutput(1, 3)}
 RING = ContextParallelConfig(ring_degree=world, rotate_method="alltoall", ring_anything=True)
 x, mask = torch.randn(2, 13, 16, generator=torch.Generator().manual_seed(1)), torch.randn(13, 13)
@@ -107,6 +157,65 @@ with torch.no_grad():
     wrong = {**PLAN, "first": {"x": ContextParallelInput(-4, 3)}}
     apply_context_parallel(model := new(), RING, wrong)
     check("no such dimension", refused(model.forward, PlanError, "-4", given=x))
+
+    # Every rank keeps a part of the weights.
+    model, plain = new_blocks(), new_blocks()
+    apply_context_parallel(plain, RING, BLOCKS_PLAN)
+    expected = plain(x)
+    shared = apply_context_parallel(model, RING, BLOCKS_PLAN, shard_weights=True)
+    block, other = model.blocks[0], {name: weight + 1 for name, weight in new_blocks().state_dict().items()}
+    name = "blocks.0.attention.qkv.weight"
+    for moment in ("before a call", "after it"):
+        check(f"names {moment}", model.state_dict().keys() == other.keys())
+        for assign in (False, True):
+            load = partial(model.load_state_dict, other, assign=assign)
+            check(f"load_state_dict {assign} {moment}", refused(load, PlanError, "load_state_dict", "remove_context_parallel"))
+        for use in (
+            lambda: torch.save(model.state_dict(), io.BytesIO()),
+            lambda: save_file(model.state_dict(), "/dev/null"),
+            lambda: copy.deepcopy(model),
+            lambda: block.half(),
+            lambda: block.to("meta"),
+            lambda: block.attention.qkv.weight.data.add_(1),  # a LoRA that is fused
+        ):
+            check(f"{inspect.getsource(use)} {moment}", refused(use, PlanError, name, "remove_context_parallel"))
+        check(f"moved to where it is {moment}", model.to("cpu") is model)
+        check(f"the same output {moment}", torch.equal(model(x), expected))
+    adapt(model), adapt(plain)
+    check("a LoRA beside it", torch.equal(model(x), plain(x)) and not torch.equal(model(x), expected))
+    shared.remove()
+    remove_context_parallel(plain)
+    check("weights are whole again", all(map(torch.equal, model.state_dict().values(), plain.state_dict().values())))
+    check("they train", all(weight.requires_grad and not weight.is_inference() for weight in model.parameters()))
+    check("they load", model.load_state_dict(plain.state_dict()) and torch.equal(model(x), plain(x)))
+
+    model = new_blocks()
+    apply_context_parallel(model, RING, BLOCKS_PLAN, shard_weights=True)
+    model.blocks[3].mlp[0].bias = own = nn.Parameter(torch.zeros(256))
+    check("a weight that was replaced", refused(model, PlanError, "blocks.3.mlp.0.bias was replaced", given=x))
+    remove_context_parallel(model)
+    last, as_it_was = model.blocks[3].mlp, new_blocks().blocks[3].mlp
+    check("it stays", last[0].bias is own and torch.equal(last[2].weight, as_it_was[2].weight))
+    apply_context_parallel(model, RING, BLOCKS_PLAN, shard_weights=True)
+    model(x)
+    gone = weakref.ref(model)
+    model = own = last = None
+    gc.collect()
+    check("shared weights freed without being removed", gone() is None)
+
+    share = partial(apply_context_parallel, shard_weights=True)
+    model = new_blocks()
+    one = share(model, ContextParallelConfig(), BLOCKS_PLAN, device="meta")
+    check("one rank", one is None and all(weight.numel() and not weight.is_meta for weight in model.parameters()))
+    check("no blocks", refused(lambda: share(new(), RING, PLAN), PlanError, "has no blocks", "shard_weights=False"))
+    check("no numbers", refused(lambda: share(new_blocks().to("meta"), RING, BLOCKS_PLAN), PlanError, "blocks.0", "map_weights"))
+    check(
+        "a device alone",
+        refused(lambda: apply_context_parallel(model, RING, BLOCKS_PLAN, device="cpu"), ConfigError, "module.to(device)"),
+    )
+    model.blocks[2].mlp[0].weight = UninitializedParameter()
+    check("an unknown kind", refused(lambda: share(model, RING, BLOCKS_PLAN), PlanError, "blocks.2.mlp.0.weight is a Uninit"))
+    check("nothing left behind", not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules()))
     if world == 4:
         turned = DeviceMesh("cpu", torch.arange(4).reshape(2, 2).T, mesh_dim_names=("ring", "ulysses"))
         config = ContextParallelConfig(ring_degree=2, ulysses_degree=2, mesh=turned)

@@ -1,0 +1,91 @@
+"""Models of which every rank keeps 1/N: what `apply_context_parallel(shard_weights=True)` does to the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.mesh import RankGroup, SequenceMesh
+from ..engine.weights.sharded import ShardedWeights
+from ..errors import PlanError
+
+REMEDY = "Call remove_context_parallel on all ranks, do this with whole weights, and call apply_context_parallel again."
+
+# One for all models of a mesh, as for a pipeline with two transformers: they run one after the other.
+_groups: WeakKeyDictionary[SequenceMesh, RankGroup] = WeakKeyDictionary()
+
+
+class SharedModel:
+    """A model whose blocks are shared out over the ranks of a mesh.
+
+    Made by all ranks alike. What is outside of the blocks is whole on every rank.
+
+    Args:
+        model: with weights, the same on every rank.
+        device: where this rank computes; None = where the weights are.
+
+    Raises:
+        PlanError: the model has no blocks, or weights that cannot be shared out. Nothing is changed then.
+    """
+
+    def __init__(self, model: nn.Module, mesh: SequenceMesh, device: torch.device | str | None) -> None:
+        _check(model)
+        self._model, self._home = model, next(model.parameters()).device
+        place = self._home if device is None else torch.empty(0, device=device).device  # with its index
+        if mesh not in _groups:
+            _groups[mesh] = mesh.whole.twin()
+        self.weights = ShardedWeights(model, _groups[mesh], place, remedy=REMEDY)
+        if not self.weights.blocks:
+            self.weights.remove()
+            raise PlanError(
+                f"shard_weights: {type(model).__name__} has no blocks: no list of modules with weights of their own. "
+                "Apply with shard_weights=False."
+            )
+        self._refusal = model.register_load_state_dict_pre_hook(_refuse_to_load)
+        for name in self.weights.blocks:  # one after the other: no more than one is here beside the shards
+            self.weights.keep(name)
+        self._move(place)
+
+    def give_back(self) -> None:
+        """All weights are whole again, where they were. All ranks do it."""
+        self._refusal.remove()
+        self.weights.restore(self._home)
+        self._move(self._home)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _move(self, device: torch.device) -> None:
+        """Bring what is outside of the blocks to a device. Weights that are shared by modules stay shared."""
+        moved: dict[Tensor, Tensor] = {}
+        for module in self._model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.device != device:
+                    if parameter not in moved:
+                        moved[parameter] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+                    setattr(module, name, moved[parameter])
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.device != device:
+                    if buffer not in moved:
+                        moved[buffer] = buffer.to(device)
+                    setattr(module, name, moved[buffer])
+
+
+def _check(model: nn.Module) -> None:
+    for name, weight in model.named_parameters():
+        if weight.is_meta:
+            raise PlanError(
+                f"shard_weights: {name} is on the meta device, without numbers. Give the model its weights before: "
+                "map_weights(model, path)."
+            )
+        if type(weight) is not nn.Parameter and not hasattr(weight, "__tensor_flatten__"):
+            raise PlanError(
+                f"shard_weights: {name} is a {type(weight).__name__}; allowed: torch.nn.Parameter, and tensors that say what they "
+                "consist of by __tensor_flatten__, as those of torchao. Apply with shard_weights=False."
+            )
+
+
+def _refuse_to_load(module: nn.Module, *_: Any) -> None:
+    raise PlanError(f"load_state_dict of a {type(module).__name__} of which every rank keeps a part. {REMEDY}")

@@ -1,0 +1,126 @@
+"""Rank script: a model whose weights never fill a rank's memory, from a file to calls; rank 0 reports.
+
+Memory is what the kernel says is no page of a file (`Anonymous`). `Private_Dirty` counts pages of a file that was just written, and
+that one process has mapped, too.
+"""
+
+import threading
+
+from support.ranks import finish, report, start
+
+rank, world, (file,) = start()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from cp_runtime import (  # noqa: E402
+    ContextParallelConfig,
+    ContextParallelInput,
+    ContextParallelOutput,
+    apply_context_parallel,
+    map_weights,
+)
+from cp_runtime.engine.weights.blocks import sizes_of  # noqa: E402
+
+WIDTH = 1024
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.SiLU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.mlp(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks, self.out = nn.ModuleList(Block() for _ in range(9)), nn.Linear(WIDTH, 64)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+PLAN = {"blocks.0": {"x": ContextParallelInput(1, 3)}, "out": ContextParallelOutput(1, 3)}
+
+
+def private():
+    """Bytes of this process that are no pages of a file, as they were read."""
+    with open("/proc/self/smaps_rollup") as lines:
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+
+class Peak:
+    """The most memory that this process had inside, over what it had at the beginning. Read all the time, in a thread."""
+
+    def __enter__(self):
+        self.base, self.bytes, self._over = private(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self):
+        while not self._over.wait(0.002):
+            self.bytes = max(self.bytes, private() - self.base)
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+        self.bytes = max(self.bytes, private() - self.base)
+
+
+def largest(value):
+    """Of all ranks."""
+    shared = torch.tensor([value])
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return shared.item()
+
+
+def empty():
+    with torch.device("meta"):
+        return Model().eval()
+
+
+if rank == 0:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {name: weight.shape for name, weight in empty().state_dict().items()}
+    save_file({name: torch.rand(shape, generator=generator).sub_(0.5).mul_(0.05) for name, shape in shapes.items()}, file)
+dist.barrier()
+config = ContextParallelConfig(ulysses_degree=world, ulysses_anything=True)
+x = torch.randn(1, 9, WIDTH, generator=torch.Generator().manual_seed(1))
+with torch.inference_mode():
+    small = nn.ModuleList([Block()]).eval()  # what the first use of torch and of the ranks takes
+    with Peak() as nothing:
+        small[0](x)
+        dist.barrier(dist.new_group())
+    model = empty()
+    sizes = sizes_of(model)
+    with Peak() as loading:
+        map_weights(model, file)
+        applied = apply_context_parallel(model, config, PLAN, shard_weights=True)
+    with Peak() as calling:
+        out = [model(x) for _ in range(2)]
+    dist.barrier()
+    model = applied = None  # its memory goes
+    whole = empty()
+    with Peak() as read:
+        whole.load_state_dict({name: weight.clone() for name, weight in load_file(file).items()}, assign=True)
+    apply_context_parallel(whole, config, PLAN)
+    expected = whole(x)
+report(
+    blocks=sizes.blocks, largest=sizes.largest, rest=sizes.rest, nothing=largest(nothing.bytes), loading=largest(loading.bytes),
+    calling=largest(calling.bytes), read=largest(read.bytes), equal=[torch.equal(each, expected) for each in out],
+)  # fmt: skip
+finish()

@@ -1,0 +1,111 @@
+"""Rank script: diffusers models of which every rank keeps a part, against the same models whole on every rank; rank 0 reports."""
+
+import sys
+from pathlib import Path
+
+from support.ranks import finish, report, start
+
+rank, world, _ = start()
+sys.path.append(str(Path(__file__).parent))
+
+import diffusers  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from diffusers_cases import degrees, flux, normal, wan  # noqa: E402
+from diffusers_models import build, fill, forward, plan_of  # noqa: E402
+
+from cp_runtime import (  # noqa: E402
+    ContextParallelConfig,
+    ContextParallelInput,
+    ContextParallelOutput,
+    ModulePlan,
+    apply_context_parallel,
+    remove_context_parallel,
+)
+from cp_runtime.engine.weights.blocks import sizes_of  # noqa: E402
+from cp_runtime.engine.weights.packing import ALIGNMENT, AbsentWeight  # noqa: E402
+
+TOKENS = ContextParallelInput(split_dim=1, expected_dims=3)
+SD3_PLAN = {
+    "transformer_blocks.0": {"hidden_states": TOKENS, "encoder_hidden_states": TOKENS},
+    "transformer_blocks.*.attn": ModulePlan(attention=("hidden_states", "encoder_hidden_states")),  # the image comes first
+    "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+}
+
+
+def sd3():
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=16, in_channels=4, out_channels=4, num_layers=3, attention_head_dim=16, num_attention_heads=4,
+        joint_attention_dim=24, caption_projection_dim=64, pooled_projection_dim=12, pos_embed_max_size=16,
+    )  # fmt: skip
+    inputs = dict(
+        hidden_states=normal(2, 4, 10, 6), encoder_hidden_states=normal(2, 7, 24), pooled_projections=normal(2, 12),
+        timestep=torch.tensor([300.0, 900.0]),
+    )  # fmt: skip
+    return fill(model), inputs, SD3_PLAN
+
+
+def of_diffusers(name, inputs):
+    model = build(name)
+    return model, inputs, plan_of(model)
+
+
+MODELS = {
+    "flux": lambda: of_diffusers("flux", flux(batch=2)),
+    "wan": lambda: of_diffusers("wan t2v", wan()),
+    "sd3": sd3,
+}
+
+
+def on_all(held):
+    worst = torch.tensor([0.0 if held else 1.0])
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item() == 0
+
+
+def equal(one, other):
+    return on_all(all(torch.equal(a, b) for a, b in zip(one, other, strict=True)))
+
+
+# By turns: every model meets every mode.
+MODES = {
+    2: {"flux": "ulysses", "wan": "ring alltoall", "sd3": "ulysses"},
+    3: {"flux": "ring alltoall", "wan": "ulysses", "sd3": "ring alltoall"},
+    4: {"flux": "unified alltoall", "wan": "unified alltoall", "sd3": "unified alltoall"},
+}[world]
+configs = {
+    mode: ContextParallelConfig(**degrees(mode, world), ulysses_anything=True, ring_anything=True) for mode in MODES.values()
+}
+for name, make in MODELS.items():
+    model, inputs, plan = make()
+    config = configs[MODES[name]]
+    before = {path: (parameter.clone(), parameter.requires_grad) for path, parameter in model.named_parameters()}
+    sizes = sizes_of(model)
+    with torch.inference_mode():
+        stock = forward(model, inputs)
+        apply_context_parallel(model, config, plan)
+        whole = forward(model, inputs)
+        remove_context_parallel(model)
+    applied = apply_context_parallel(model, config, plan, shard_weights=True)
+    with torch.inference_mode():
+        first, second = forward(model, inputs), forward(model, inputs)
+        rest = sum(parameter.nbytes for parameter in model.parameters() if not isinstance(parameter, AbsentWeight))
+        held = applied.weights.nbytes + rest
+        remove_context_parallel(model)
+        restored = forward(model, inputs)
+    after = dict(model.named_parameters())
+    came_back = [
+        torch.equal(after[path], weight) and after[path].requires_grad is requires_grad
+        for path, (weight, requires_grad) in before.items()
+    ]
+    report(
+        model=name,
+        mode=MODES[name],
+        gathers=applied.mesh.stats.counts["weights"],
+        equal={"first": equal(first, whole), "second": equal(second, whole), "restored": equal(restored, stock)},
+        weights=on_all(all(came_back) and before.keys() == after.keys()),
+        held=held,
+        # Every weight, and every rank's part of a block, starts at a multiple of the alignment.
+        bound=sizes.per_rank(world) + 3 * ALIGNMENT * (len(before) + world * len(applied.weights.blocks)),
+    )
+finish()
