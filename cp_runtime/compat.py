@@ -53,11 +53,13 @@ def load_op(name: str) -> Callable[..., Any] | None:
 
 
 def as_parameter(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
-    """The tensor itself, as a parameter. `nn.Parameter` would detach it, for which some quantised tensors copy their scales."""
+    """The same numbers as a parameter. `nn.Parameter` would detach a tensor that wraps others, for which some copy their scales."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return nn.Parameter(tensor, requires_grad)
     tensor._is_param = True
-    if requires_grad != tensor.requires_grad:
-        tensor.requires_grad_(requires_grad)
-    return tensor  # type: ignore[return-value]
+    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 def parameter_slots(module: nn.Module) -> dict[str, Any]:

@@ -52,8 +52,9 @@ class Block:
     def put(self, weights: list[Tensor]) -> None:
         """Fill its slots."""
         for slots, weight, requires_grad in zip(self.slots.values(), weights, self._requires_grad, strict=True):
+            parameter = as_parameter(weight, requires_grad)
             for slot in slots:
-                parameter_slots(slot.module)[slot.key] = as_parameter(weight, requires_grad)
+                parameter_slots(slot.module)[slot.key] = parameter
 
 
 class Sizes(NamedTuple):
