@@ -51,12 +51,14 @@ class SharedBlock:
         self.attentions = 0  # that its last run had
         self.running = 0
         self._remedy = remedy
-        self._absent = self.packing.absent(device, list(block.slots), remedy)
+        with _plain():
+            self._absent = self.packing.absent(device, list(block.slots), remedy)
         self._put = block.weights  # what is in the slots, unless somebody else has put another weight there
 
     def drop(self) -> None:
         """Its weights are gone, until a buffer holds them."""
-        self._fill(self._absent)
+        with _plain():
+            self._fill(self._absent)
 
     def use(self, buffer: Tensor) -> None:
         """Its weights are in a buffer.
@@ -67,17 +69,25 @@ class SharedBlock:
         for path, weight, put in zip(self.block.slots, self.block.weights, self._put, strict=True):
             if weight is not put:
                 raise PlanError(f"{path} was replaced while every rank keeps a part of what it was. {self._remedy}")
-        with torch.inference_mode(False), torch.no_grad():  # of the kind that the weights were: see Block
+        with _plain():
             self._fill(self.packing.views(buffer))
 
     def give_back(self, run: Tensor) -> None:
         """Its weights are in a run of bytes from now on. What somebody has put in their place stays."""
-        self._fill(self.packing.views(run))
+        with _plain():
+            self._fill(self.packing.views(run))
 
     def _fill(self, weights: list[Tensor]) -> None:
         ours = [weight is put for weight, put in zip(self.block.weights, self._put, strict=True)]
         self.block.put([new if own else weight for new, own, weight in zip(weights, ours, self.block.weights, strict=True)])
         self._put = [new if own else put for new, own, put in zip(self.block.weights, ours, self._put, strict=True)]
+
+
+@contextlib.contextmanager
+def _plain() -> Iterator[None]:
+    """Tensors made inside are of the kind that weights are (see Block), and good for every mode, whichever the caller is in."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Buffer:
@@ -182,7 +192,7 @@ class ShardedWeights:
             device: where they go; None = where the model computes.
         """
         self.free_buffers()
-        with torch.inference_mode(False), torch.no_grad():  # as in `use`; and the model may record gradients later
+        with _plain():
             for shared in self._shared.values():
                 buffer = Buffer(self._room(shared.nbytes))
                 buffer.holder = shared
@@ -300,8 +310,8 @@ class ShardedWeights:
             self._wait(buffer)
 
     def _room(self, nbytes: int) -> Tensor:
-        """Memory that calls may fill inside and outside of `torch.inference_mode()`, whichever made it."""
-        with torch.inference_mode(False):
+        """Memory for a block."""
+        with _plain():
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
