@@ -31,8 +31,6 @@ from support import durations, preloaded
 
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = [sys.executable, "-c", "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())"]
-THREADS = {"OMP_NUM_THREADS": "1"}
-"""What OpenMP's threads wait for they wait for by spinning, on cores that other jobs need."""
 NOTHING_SELECTED = 5
 """pytest's status where no test was there to run."""
 
@@ -127,7 +125,7 @@ def main() -> int:
         figures.touch()
         with contextlib.ExitStack() as stack:
             # One server starts no sooner by a process that has to import first what it would import.
-            environment = {} if options.quick else stack.enter_context(preloaded.running(Path(folder), THREADS))
+            environment = {} if options.quick else stack.enter_context(preloaded.running(Path(folder)))
             outcomes = run(jobs, options.lanes, {**environment, "CP_TEST_DURATIONS": str(figures)})
         table = durations.table(durations.read(figures))
     failed = [outcome for outcome in outcomes if outcome.failed]
@@ -178,7 +176,7 @@ def run(jobs: tuple[Job, ...], lanes: int, environment: dict[str, str]) -> list[
 def run_job(job: Job, others: list[Job], environment: dict[str, str], running: list[subprocess.Popen[str]]) -> Outcome:
     """Run one job, and show its progress: pytest's lines of dots, one per file."""
     began = time.monotonic()
-    env = {**THREADS, **os.environ, **environment}
+    env = {**os.environ, **environment}
     process = subprocess.Popen(
         job.arguments(others), cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )

@@ -30,6 +30,8 @@ from support.package import load_package  # noqa: E402
 if TYPE_CHECKING:  # machines that only run tests/gpu may lack what a server's client needs
     from support.server import ComfyServer
 
+for name, value in preloaded.THREADS.items():
+    os.environ.setdefault(name, value)
 load_package()
 
 

@@ -29,6 +29,9 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "CP_TEST_PRELOADED"
+THREADS = {"OMP_NUM_THREADS": "1"}
+"""Of everything that tests start, unless they or the caller say something else. OpenMP's threads wait for each other by spinning:
+with as many as cores, on cores that are taken, a server needs four times the seconds."""
 MODULES = (
     "comfy_kitchen", "torchaudio", "torchsde", "spandrel", "kornia",
     "scipy.integrate", "scipy.ndimage", "scipy.signal", "scipy.stats",
@@ -112,12 +115,11 @@ def run(argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path 
 
 
 @contextlib.contextmanager
-def running(folder: Path, env: Mapping[str, str] | None = None, modules: Sequence[str] = MODULES) -> Iterator[dict[str, str]]:
+def running(folder: Path, modules: Sequence[str] = MODULES) -> Iterator[dict[str, str]]:
     """The process that programs are forked from. Yields the environment variable by which `fork` finds it.
 
     Args:
         folder: for its socket.
-        env: what libraries are to read when they are loaded, where the caller's environment says nothing else.
     """
     path = folder / "preloaded"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -126,7 +128,7 @@ def running(folder: Path, env: Mapping[str, str] | None = None, modules: Sequenc
         process = subprocess.Popen(
             [sys.executable, "-u", str(Path(__file__).resolve()), str(listener.fileno()), *modules],
             # As a test's server has it, of which a package asks while it is imported.
-            env={**(env or {}), **os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**THREADS, **os.environ, "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE, stdout=2, pass_fds=[listener.fileno()], start_new_session=True,
         )  # fmt: skip
     try:

@@ -63,6 +63,10 @@ _PREVIEW_EVENTS = {1: 8, 4: None}
 """Binary events that hold an image, and where the image starts. None: after a JSON text whose length comes first."""
 _TEXT_EVENT = 3
 """Binary event with the id of a node and a text to show in it."""
+_ENDS = ("execution_success", "execution_error", "execution_interrupted")
+"""Events with which a prompt ends."""
+_LOOK_AGAIN = 0.25
+"""Seconds after which the history is asked for a prompt whose end was not heard of, as of one from before a restart."""
 
 
 class ServerError(RuntimeError):
@@ -139,7 +143,7 @@ class ComfyServer:
         models: folder in the layout of ComfyUI's `models`; linked, not copied.
         custom_nodes: link name to folder; by default this checkout and the test nodes.
         args: more command line arguments, e.g. `("--preview-method", "latent2rgb")`.
-        env: environment variables to set; None removes one. Thread counts are left to torch unless set here.
+        env: environment variables to set; None removes one. Thread counts are the caller's unless set here.
         cpu: run with `--cpu`.
         fresh: start an interpreter, also where `support.preloaded` could fork the server: for what an interpreter's start, its
             environment and the parent's view of its end are part of.
@@ -301,6 +305,7 @@ class ComfyServer:
     def wait(self, prompt_id: str, timeout: float = 60.0) -> Result:
         """Wait until a prompt has ended. Raises TimeoutError, with the end of the log, when it has not by then."""
         deadline = time.monotonic() + timeout
+        listener = self._require_listener()
         while True:
             try:
                 history = self._call(f"/history/{prompt_id}")
@@ -314,7 +319,9 @@ class ComfyServer:
             self._check_running(f"while prompt {prompt_id} ran")
             if time.monotonic() > deadline:
                 raise TimeoutError(self._with_log(f"prompt {prompt_id} did not end within {timeout} s"))
-            time.sleep(0.02)
+            # Asking costs both sides; the history has it a moment after the event.
+            if listener.wait_end(prompt_id, _LOOK_AGAIN):
+                time.sleep(0.005)
 
     def run(self, prompt: Mapping[str, Any], timeout: float = 60.0) -> Result:
         """Queue a prompt and wait for its end, whatever that is. `.check()` of the result insists on success."""
@@ -410,6 +417,7 @@ class _Listener:
         self._socket = websocket.create_connection(url, timeout=10.0, http_no_proxy=["127.0.0.1"])
         self._socket.settimeout(None)
         self._events: list[Event] = []
+        self._ended: set[str] = set()  # ids of prompts
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._listen, name="comfy-events", daemon=True)
         self._thread.start()
@@ -431,6 +439,11 @@ class _Listener:
                     recent = [event.type for event in self._events[-20:]]
                     raise TimeoutError(f"no such event within {timeout} s; the last ones were {recent}")
 
+    def wait_end(self, prompt_id: str, timeout: float) -> bool:
+        """Wait for the event with which a prompt ends; False if there was none."""
+        with self._changed:
+            return self._changed.wait_for(lambda: prompt_id in self._ended, timeout)
+
     def close(self) -> None:
         self._socket.shutdown()
         self._thread.join(5.0)
@@ -447,6 +460,8 @@ class _Listener:
             if event is not None:
                 with self._changed:
                     self._events.append(event)
+                    if event.type in _ENDS:
+                        self._ended.add(event.data["prompt_id"])
                     self._changed.notify_all()
 
 
