@@ -38,9 +38,9 @@ TIDY = """() => {
     if (app.extensionManager.focusMode) app.extensionManager.toggleFocusMode();
     app.extensionManager.sidebarTab.activeSidebarTabId = null;
 }"""
-IS_TIDY = """() => !document.querySelector(
+IS_TIDY = """() => [...document.querySelectorAll(
     "[role='dialog'], [data-testid^='error-overlay'], .node-help-content, .cp-panel, .node-tooltip, .p-toast-message"
-)"""
+)].every(element => !element.checkVisibility())"""
 FORGET = "localStorage.clear(); sessionStorage.clear();"
 
 
