@@ -205,6 +205,8 @@ class ForkServer:
 
     def _take(self, answer: dict[str, Any]) -> None:
         number = answer["id"]
+        if number not in self._ranks:
+            return  # `start` has given it up: its channel is closed, at which a rank ends
         if "pid" in answer:
             self._ranks[number].started(answer["pid"])
             return
