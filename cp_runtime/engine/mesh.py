@@ -40,7 +40,8 @@ class CommStats:
 
     def reset(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.bytes_sent = self.pending = 0
+        self.bytes: Counter[str] = Counter()
+        self.pending = 0
         self._seconds = 0.0
         self._events: list[tuple[Any, Any]] = []
 
@@ -48,6 +49,11 @@ class CommStats:
     def collectives(self) -> int:
         """Collectives of every kind; an exchange with two neighbours is one."""
         return self.counts.total()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent in collectives of every kind."""
+        return self.bytes.total()
 
     @property
     def seconds(self) -> float:
@@ -60,7 +66,7 @@ class CommStats:
     def started(self, kind: str, sent: int) -> None:
         """Count one collective that sends `sent` bytes from this rank to others."""
         self.counts[kind] += 1
-        self.bytes_sent += sent
+        self.bytes[kind] += sent
         self.pending += 1
 
     def wait(self, works: Sequence[Any], device: torch.device, on_host: bool) -> None:

@@ -191,6 +191,7 @@ class Worker:
             "seconds": seconds,
             "modules": self.board.read(self.rank).modules,
             "communication": {"seconds": stats.seconds, "collectives": stats.collectives, "bytes": stats.bytes_sent},
+            "bytes": dict(stats.bytes),
             "memory": memory(self.device),
         }
 

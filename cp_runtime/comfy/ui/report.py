@@ -72,7 +72,7 @@ def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) 
         "degrees": degrees,
         "rotate_method": config.sequence.rotate_method if degrees["ring"] > 1 else None,
         "family": plan_for(model.model.diffusion_model).family,
-        "weights": _weights(model),
+        "weights": _weights(model, last),
         "communication_share": round(calls.communication_share, 4),
         # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
         "communication": {
@@ -96,13 +96,18 @@ def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) 
     }
 
 
-def _weights(model: ContextParallelPatcher) -> dict[str, Any] | None:
+def _weights(model: ContextParallelPatcher, last: CallRecord) -> dict[str, Any] | None:
     """Where the ranks keep them: None where the ranks have been lost since."""
     workers = CONTROLLER.workers
     resident = workers.resident(notes_of(model.model).key) if workers is not None else None
     if resident is None:
         return None
-    return {"placement": resident.choice.placement, "reason": resident.choice.reason, "device_bytes": resident.device_bytes}
+    return {
+        "placement": resident.choice.placement,
+        "reason": resident.choice.reason,
+        "device_bytes": resident.device_bytes,
+        "bytes_sent": last.reports[0]["bytes"].get("weights", 0),  # in a call; part of the bytes of communication
+    }
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -1,0 +1,219 @@
+"""Weights of which every rank keeps a part: seconds per call against whole weights, and the memory of every rank.
+
+    make bench, or COMFYUI_PATH=... python benchmarks/sharded.py [--quick] [--ranks 2 4] [--gigabytes 4]
+
+Time: diffusers' transformers, smaller in width and depth, with random weights, on two CPU ranks over gloo, one thread each; whole and
+shared weights in alternation, with the same bits as result. On CPU ranks fetching a block and computing share the cores, so that
+nothing of it is hidden: see *link* for what is sent.
+Memory: a ComfyUI server and its ranks, with a Flux checkpoint of some GB. PSS of the rank that needs most, looked at every 50 ms;
+a page of the file that N processes read counts 1/N in each. *bound*: 1/N of the blocks, two blocks and what is outside of blocks,
+10 % more, and what the same rank holds without a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import diffusers_cp
+import torch
+from recorded import note
+from support import checkpoints
+from support.checkpoints import Checkpoint, Flux
+from support.graphs import flux_prompt
+from support.package import load_package
+from support.processes import pss
+from support.ranks import finish, report, run_ranks, start
+from support.server import ComfyServer
+
+load_package()
+
+from cp_runtime import ContextParallelConfig, apply_context_parallel
+from cp_runtime.engine.weights.blocks import Sizes, sizes_of
+
+RANKS = 2
+TARGET = 1.15  # times the seconds with whole weights
+PLACEMENTS = ("whole", "sharded", "offloaded")
+LOOK = 0.05  # seconds between two looks at a rank's memory
+
+
+def flux() -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A transformer and the arguments of one call, of 4,352 tokens."""
+    from flux_step import build_model, make_inputs
+
+    return build_model(), make_inputs(4096)
+
+
+def wan() -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The same for video: 4,680 tokens."""
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(
+        num_attention_heads=8, attention_head_dim=128, text_dim=64, ffn_dim=4096, num_layers=6, in_channels=16, out_channels=16
+    ).eval()
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 13, 36, 40),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 64, 64),
+        "return_dict": False,
+    }
+    return model, inputs
+
+
+MODELS = {"flux": flux, "wan": wan}
+
+
+def rank_main() -> None:
+    _, world, (name, repetitions) = start()
+    diffusers_cp.keep_freed_memory()
+    models, inputs = {}, {}
+    applied = {}
+    for weights in ("whole", "sharded"):
+        models[weights], inputs = MODELS[name]()  # seeded: the same twice
+        config = ContextParallelConfig(ulysses_degree=world)
+        applied[weights] = apply_context_parallel(models[weights], config, shard_weights=weights == "sharded")
+    plan = applied["sharded"]
+    assert plan is not None
+    sizes = sizes_of(MODELS[name]()[0])
+    with torch.inference_mode():
+        outs = {weights: model(**inputs)[0] for weights, model in models.items()}
+        if not torch.equal(outs["whole"], outs["sharded"]):
+            raise RuntimeError(f"{name}: shared weights give other bits than whole ones")
+        plan.mesh.stats.reset()
+        models["sharded"](**inputs)
+        sent = plan.mesh.stats.bytes["weights"]
+        times = diffusers_cp.alternate({name: partial(model, **inputs) for name, model in models.items()}, int(repetitions))
+    report(
+        seconds={weights: time_.median for weights, time_ in times.items()},
+        ratio=times["sharded"].over(times["whole"]),
+        others=times["whole"].others,
+        sent=sent,
+        formula=sizes.blocks * (world - 1) / world,
+    )
+    finish()
+
+
+def time_main(repetitions: int) -> None:
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {RANKS} ranks, float32"
+    )
+    print("model    s whole  sharded   ratio (quartiles)          | link MB  formula | others")
+    for name in MODELS:
+        (row,) = run_ranks(Path(__file__), RANKS, name, str(repetitions), timeout=1200)
+        low, middle, high = row["ratio"][1], row["ratio"][0], row["ratio"][2]
+        note(f"sharded weights, {name}, seconds against whole", middle)
+        print(
+            f"{name:8} {row['seconds']['whole']:7.3f}  {row['seconds']['sharded']:7.3f}   {middle:.3f} ({low:.3f} to {high:.3f}), "
+            f"target {TARGET} | {row['sent'] / 1e6:7.2f}  {row['formula'] / 1e6:7.2f} | {row['others']:.2f}",
+            flush=True,
+        )
+
+
+class Watch:
+    """The most that any rank of a server held since `begin`."""
+
+    def __init__(self, server: ComfyServer) -> None:
+        self._server, self.peak = server, 0
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def begin(self) -> None:
+        self.peak = 0
+
+    def now(self) -> int:
+        return max((pss(pid) for pid in self._server.worker_pids()), default=0)
+
+    def _look(self) -> None:
+        while True:
+            try:
+                self.peak = max(self.peak, self.now())
+            except Exception:  # noqa: BLE001  (a rank or the server has ended)
+                time.sleep(LOOK)
+            time.sleep(LOOK)
+
+
+def memory_main(ranks: int, gigabytes: float) -> None:
+    """Whole, sharded and offloaded, each in a server of its own, through loading, a LoRA and `/free`."""
+    architecture = of_size(gigabytes)
+    checkpoints.CHECKPOINTS["flux_huge"] = Checkpoint(architecture=architecture)
+    checkpoints.LORAS["flux_huge_lora"] = replace(checkpoints.LORAS["flux_lora"], base="flux_huge")
+    sizes = sizes_in_file(architecture)
+    with tempfile.TemporaryDirectory() as folder:
+        models = Path(folder)
+        for name in ("flux", "flux_huge", "flux_huge_lora"):
+            checkpoints.write(name, models)
+        print(f"\n{sizes.whole / 1e9:.2f} GB of weights, largest block {sizes.largest / 1e9:.3f} GB, on {ranks} ranks; PSS in GB")
+        print("           without a model | loading  resident  loading LoRA  with LoRA  after /free | bound")
+        for placement in PLACEMENTS:
+            with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models) as server:
+                watch = Watch(server)
+                cp = {"world_size": ranks, "weights": placement}
+                run(server, "flux", cp)
+                server.free()
+                run(server, "flux", cp)
+                base, seen = watch.now(), []
+                for loras in ((), ("flux_huge_lora",)):
+                    watch.begin()
+                    run(server, "flux_huge", cp, loras=loras)
+                    seen += [watch.peak, watch.now()]
+                server.free()
+                time.sleep(3)
+                seen.append(watch.now())
+                held = sizes.whole if placement == "whole" else sizes.per_rank(ranks)  # on CPU ranks the host is the device
+                figures = "".join(f"{value / 1e9:10.2f}" for value in seen)
+                print(f"{placement:10} {base / 1e9:15.2f} |{figures} | {base / 1e9 + 1.1 * held / 1e9:.2f}", flush=True)
+
+
+def of_size(gigabytes: float) -> Flux:
+    """Flux of a width and depth with about so many GB of float32."""
+    hidden = 1536
+    blocks = gigabytes * 1e9 / 4 / hidden**2 / (36 + 15 * 3)  # a double block has 36 squares of weights, a single one 15
+    return Flux(hidden=hidden, double_blocks=max(1, round(blocks)), single_blocks=max(1, round(3 * blocks)))
+
+
+def sizes_in_file(architecture: Flux) -> Sizes:
+    """What the blocks of a file take."""
+    blocks: dict[str, int] = {}
+    rest = 0
+    for init in architecture.tensors():
+        nbytes = 4 * torch.Size(init.shape).numel()
+        if "blocks." in init.name:
+            name = ".".join(init.name.split(".")[:2])
+            blocks[name] = blocks.get(name, 0) + nbytes
+        else:
+            rest += nbytes
+    return Sizes(sum(blocks.values()), max(blocks.values()), rest)
+
+
+def run(server: ComfyServer, ckpt: str, cp: dict[str, Any], **settings: Any) -> None:
+    server.run(flux_prompt(ckpt=ckpt, steps=1, cp=cp, **settings), timeout=900).check()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a checkpoint of 1 GB on 2 ranks, few repetitions")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for memory")
+    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--repetitions", type=int, default=5, help="at least 2")
+    options = parser.parse_args()
+    time_main(2 if options.quick else options.repetitions)
+    for ranks in [2] if options.quick else options.ranks:
+        memory_main(ranks, 1.0 if options.quick else options.gigabytes)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1].isdigit():  # started by run_ranks
+        rank_main()
+    else:
+        main()
