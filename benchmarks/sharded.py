@@ -2,9 +2,9 @@
 
     make bench, or COMFYUI_PATH=... python benchmarks/sharded.py [--quick] [--ranks 2 4] [--gigabytes 4]
 
-Time: diffusers' transformers, smaller in width and depth, with random weights, on two CPU ranks over gloo, one thread each; whole and
-shared weights in alternation, with the same bits as result. On CPU ranks fetching a block and computing share the cores, so that
-nothing of it is hidden: see *link* for what is sent.
+Time: diffusers' transformers, smaller in width and depth, with random weights, on two CPU ranks over gloo, one thread each; whole
+and shared weights in alternation, with the same bits as result. On CPU ranks fetching a block and computing share the cores, so
+that nothing of it is hidden: see *link* for what is sent.
 Memory: a ComfyUI server and its ranks, with a Flux checkpoint of some GB. PSS of the rank that needs most, looked at every 50 ms;
 a page of the file that N processes read counts 1/N in each. *bound*: 1/N of the blocks, two blocks and what is outside of blocks,
 10 % more, and what the same rank holds without a model.
