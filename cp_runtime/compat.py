@@ -67,6 +67,21 @@ def parameter_slots(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
+def before_apply(module: nn.Module, check: Callable[[Callable[[Tensor], Tensor]], None]) -> Callable[[], None]:
+    """Call `check` with the function that `to`, `half` and the like are about to apply to the module's tensors.
+
+    Returns:
+        What undoes it.
+    """
+
+    def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        check(function)
+        return type(module)._apply(module, function, *args, **kwargs)
+
+    vars(module)["_apply"] = apply
+    return lambda: vars(module).pop("_apply", None)
+
+
 def tensor_without_storage(
     cls: type[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from ..compat import before_apply
 from ..engine.mesh import RankGroup, SequenceMesh
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import PlanError
@@ -28,7 +30,8 @@ class SharedModel:
         device: where this rank computes; None = where the weights are.
 
     Raises:
-        PlanError: the model has no blocks, or weights that cannot be shared out. Nothing is changed then.
+        PlanError: the model has no blocks, or weights that cannot be shared out. Nothing is changed then. After another error,
+            such as of a device without memory, blocks have lost their weights: `load_state_dict(..., assign=True)` brings them.
     """
 
     def __init__(self, model: nn.Module, mesh: SequenceMesh, device: torch.device | str | None) -> None:
@@ -44,16 +47,35 @@ class SharedModel:
                 f"shard_weights: {type(model).__name__} has no blocks: no list of modules with weights of their own. "
                 "Apply with shard_weights=False."
             )
-        self._refusal = model.register_load_state_dict_pre_hook(_refuse_to_load)
-        for name in self.weights.blocks:  # one after the other: no more than one is here beside the shards
-            self.weights.keep(name)
-        self._move(place)
+        # Before they change what is outside of the blocks.
+        self._allow = [
+            model.register_load_state_dict_pre_hook(_refuse_to_load).remove,
+            before_apply(model, self._try_on_blocks),
+        ]
+        try:
+            for name in self.weights.blocks:  # one after the other: no more than one is here beside the shards
+                self.weights.keep(name)
+            self._move(place)
+        except BaseException:
+            self._allow_changes()
+            self.weights.remove()
+            raise
 
     def give_back(self) -> None:
         """All weights are whole again, where they were. All ranks do it."""
-        self._refusal.remove()
+        self._allow_changes()
         self.weights.restore(self._home)
         self._move(self._home)
+
+    def _allow_changes(self) -> None:
+        for allow in self._allow:
+            allow()
+
+    def _try_on_blocks(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Weights that are not here refuse what would change them; what leaves them as they are passes."""
+        for block in self.weights.blocks.values():
+            for weight in block.weights:
+                function(weight)
 
     @torch.inference_mode(False)
     @torch.no_grad()

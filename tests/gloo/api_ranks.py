@@ -175,7 +175,8 @@ with torch.no_grad():
             lambda: save_file(model.state_dict(), "/dev/null"),
             lambda: copy.deepcopy(model),
             lambda: block.half(),
-            lambda: block.to("meta"),
+            lambda: model.half(),
+            lambda: model.to("meta"),
             lambda: block.attention.qkv.weight.data.add_(1),  # a LoRA that is fused
         ):
             check(f"{inspect.getsource(use)} {moment}", refused(use, PlanError, name, "remove_context_parallel"))
@@ -187,6 +188,7 @@ with torch.no_grad():
     remove_context_parallel(plain)
     check("weights are whole again", all(map(torch.equal, model.state_dict().values(), plain.state_dict().values())))
     check("they train", all(weight.requires_grad and not weight.is_inference() for weight in model.parameters()))
+    check("they move", "_apply" not in vars(model) and model.double().float() is model)
     check("they load", model.load_state_dict(plain.state_dict()) and torch.equal(model(x), plain(x)))
 
     model = new_blocks()

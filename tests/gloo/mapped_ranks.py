@@ -4,6 +4,7 @@ Memory is what the kernel says is no page of a file (`Anonymous`). `Private_Dirt
 that one process has mapped, too.
 """
 
+import resource
 import threading
 
 from support.ranks import finish, report, start
@@ -24,6 +25,7 @@ from cp_runtime import (  # noqa: E402
     map_weights,
 )
 from cp_runtime.engine.weights.blocks import sizes_of  # noqa: E402
+from cp_runtime.engine.weights.packing import AbsentWeight  # noqa: E402
 
 WIDTH = 1024
 
@@ -60,6 +62,12 @@ def private():
     """Bytes of this process that are no pages of a file, as they were read."""
     with open("/proc/self/smaps_rollup") as lines:
         return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+
+def address_space():
+    """Bytes that this process has mapped."""
+    with open("/proc/self/statm") as line:
+        return resource.getpagesize() * int(line.read().split()[0])
 
 
 class Peak:
@@ -119,7 +127,22 @@ with torch.inference_mode():
         whole.load_state_dict({name: weight.clone() for name, weight in load_file(file).items()}, assign=True)
     apply_context_parallel(whole, config, PLAN)
     expected = whole(x)
+    model = empty()
+    map_weights(model, file)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + sizes.blocks // 4, limits[1]))
+    try:
+        apply_context_parallel(model, config, PLAN, shard_weights=True)
+        error = ""
+    except RuntimeError as caught:
+        error = str(caught)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    lost = sum(isinstance(weight, AbsentWeight) for weight in model.parameters())
+    map_weights(model, file)
+    apply_context_parallel(model, config, PLAN, shard_weights=True)
+    after_error = torch.equal(model(x), expected)
 report(
+    error=error, lost=lost, weights=len(list(model.parameters())), after_error=after_error,
     blocks=sizes.blocks, largest=sizes.largest, rest=sizes.rest, nothing=largest(nothing.bytes), loading=largest(loading.bytes),
     calling=largest(calling.bytes), read=largest(read.bytes), equal=[torch.equal(each, expected) for each in out],
 )  # fmt: skip
