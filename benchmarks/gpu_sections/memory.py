@@ -17,7 +17,7 @@ import torch
 from support import checkpoints
 from support.graphs import flux_prompt
 from support.processes import pss, rss
-from support.server import ComfyServer
+from support.server import ComfyServer, Result
 
 from .options import Options
 from .results import NEEDS_CUDA, Results
@@ -88,11 +88,28 @@ class Steps:
         self.step("larger picture", lambda: self.prompt(2 * self.side))
         self.step("stock graph on the same server", lambda: self.prompt(cp=None))
         self.step("ranks again", self.prompt)
+        self.shared()
         peak = max(rss(worker.pid) for worker in self.server.workers()) / 1e9
         self.results.add("resident memory of the largest rank, shared pages included", GB=peak)
         self.step("/free", self.free)
         left = used_device_memory(self.options) - device
         self.results.check("left after /free", left <= LEFT, device_GB=left, host_GB=self.host() - base)
+
+    def shared(self) -> None:
+        """Weights of which every rank keeps a part: the same latent, and less of the device."""
+        latents, device = {}, {}
+        for weights in ("whole", "sharded", "offloaded"):
+            cp = {**self.cp, "weights": weights}
+            self.step(f"weights {weights}", lambda cp=cp: self.prompt(cp=cp))
+            with self.results.part(f"weights {weights}, latent"):
+                latents[weights] = self.server.latent(self.prompt(cp=cp))
+                device[weights] = used_device_memory(self.options)
+        for weights in ("sharded", "offloaded"):
+            with self.results.part(f"weights {weights}"):
+                difference = (latents[weights] - latents["whole"]).abs().max() / latents["whole"].std()
+                good = difference <= 1e-5 and (self.options.rehearse or device[weights] < device["whole"])
+                saved = (device["whole"] - device[weights]) if device["whole"] is not None else None
+                self.results.check(f"weights {weights} against whole", bool(good), difference=float(difference), saved_GB=saved)
 
     def step(self, name: str, act: Callable[[], Any]) -> None:
         """One result; an error of the step is one, too."""
@@ -102,11 +119,11 @@ class Steps:
             seconds = time.monotonic() - began
             self.results.add(name, seconds=seconds, host_GB=self.host(), device_GB=used_device_memory(self.options))
 
-    def prompt(self, side: int | None = None, ckpt: str = BIG, **settings: Any) -> None:
+    def prompt(self, side: int | None = None, ckpt: str = BIG, **settings: Any) -> Result:
         """A prompt of one step that must succeed."""
         side = side or self.side
         graph = flux_prompt(ckpt=ckpt, width=side, height=side, steps=1, **{"cp": self.cp, **settings})
-        self.server.run(graph, timeout=TIMEOUT).check()
+        return self.server.run(graph, timeout=TIMEOUT).check()
 
     def free(self) -> None:
         """As the button of ComfyUI."""

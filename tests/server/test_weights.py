@@ -105,6 +105,29 @@ def test_a_killed_rank(pool_server, whole):
     same(out, whole["plain"])
 
 
+@pytest.mark.parametrize(("rank", "module"), [(1, 1), (0, 4)])
+def test_out_of_memory_on_one_rank(pool_server, whole, faults, rank, module):
+    """Pieces of the next block are on their way. Room is made, and the call is tried again."""
+    run(pool_server, "sharded")
+    faults.arm(rank, "oom", module=module)
+    out, _ = run(pool_server, "sharded")
+    same(out, whole["plain"])
+    assert not faults.waiting
+    assert f"rank {rank} ran out of memory; making room" in pool_server.log_text()
+
+
+@pytest.mark.parametrize("kind", ["error", "exit"])
+def test_a_rank_that_fails(pool_server, whole, faults, kind):
+    run(pool_server, "sharded")
+    faults.arm(1, kind, module=3)
+    result = pool_server.run(flux_prompt(cp={**CP, "weights": "sharded"}))
+    assert result.status == "error"
+    assert "rank 1 (pid " in result.error.exception_message
+    assert not faults.waiting
+    out, _ = run(pool_server, "sharded")
+    same(out, whole["plain"])
+
+
 def test_cancel_in_the_middle(pool_server, whole):
     """Pieces of blocks are on their way when the ranks leave the call."""
     run(pool_server, "sharded")
