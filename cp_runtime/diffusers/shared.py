@@ -36,7 +36,8 @@ class SharedModel:
 
     def __init__(self, model: nn.Module, mesh: SequenceMesh, device: torch.device | str | None) -> None:
         _check(model)
-        self._model, self._home = model, next(model.parameters()).device
+        self._model = model
+        self._home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         place = self._home if device is None else torch.empty(0, device=device).device  # with its index
         if mesh not in _groups:
             _groups[mesh] = mesh.whole.twin()

@@ -210,6 +210,7 @@ with torch.no_grad():
     one = share(model, ContextParallelConfig(), BLOCKS_PLAN, device="meta")
     check("one rank", one is None and all(weight.numel() and not weight.is_meta for weight in model.parameters()))
     check("no blocks", refused(lambda: share(new(), RING, PLAN), PlanError, "has no blocks", "shard_weights=False"))
+    check("no weights", refused(lambda: share(nn.Sequential(nn.SiLU()), RING, {}), PlanError, "has no blocks"))
     check("no numbers", refused(lambda: share(new_blocks().to("meta"), RING, BLOCKS_PLAN), PlanError, "blocks.0", "map_weights"))
     check(
         "a device alone",
