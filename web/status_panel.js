@@ -64,8 +64,9 @@ function facts(now) {
   if (now.backend) workers.push(now.backend);
   if (now.peer_to_peer === false) workers.push("no peer-to-peer");
   const list = make("div", "cp-facts", null, fact("Workers", workers.join(", "), PROCESSES));
-  if (now.models.length) list.append(fact("Models", now.models.join(", ")));
-  for (const [model, reason] of Object.entries(now.weights)) list.append(fact("Weights", reason, model));
+  const models = Object.entries(now.weights); // "sharded: 64 GB of weights as 2 × 35 GB of 48 GB", by file
+  const names = models.map(([model, reason]) => `${model} (${reason.match(/^\w+/)[0]})`);
+  if (models.length) list.append(fact("Models", names.join(", "), models.map(([, reason]) => reason).join("\n")));
   const call = now.last_call;
   if (!call) return list;
   list.append(fact("Mesh", mesh(call), "Axes of the last denoise call: batch × ring × Ulysses"));

@@ -16,6 +16,7 @@ comfy.cli_args.args.cpu = True
 from support.package import load_package
 load_package()
 from cp_runtime.comfy.ui.controller import Controller
+from cp_runtime.comfy.ui.placement import Choice
 from cp_runtime.comfy.ui.workers import Resident, Workers
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.protocol import MAX_HEADER
@@ -25,7 +26,7 @@ controller = Controller()
 workers = controller.workers = Workers(config, controller.changed.set)
 workers.pool.start()
 key = "x" * (MAX_HEADER + 1)  # no message can carry it: an error that is no PoolError
-workers._resident[key] = Resident("x", "u")
+workers._resident[key] = Resident("x", "u", Choice("whole", ""), limit=0.0, call=0.0, device_bytes=0)
 controller.unload(key)
 assert not workers.pool.alive
 print(controller.journal.last_error.message)

@@ -61,7 +61,7 @@ def unload(key):
 
 
 CONTROLLER.load, CONTROLLER.unload, CONTROLLER.holds = load, unload, lambda key: key in held
-CONTROLLER.workers = SimpleNamespace(pool=SimpleNamespace(config=config))
+CONTROLLER.workers = SimpleNamespace(pool=SimpleNamespace(config=config), resident=lambda key: None)
 mm.soft_empty_cache = lambda force=False: told.append("empty cache")
 watch_stock_loads()
 

@@ -56,7 +56,7 @@ def assert_right(server, expected):
 
 def test_no_worker_yet(off_server):
     off = off_server.get(STATUS)
-    nothing = {"activity": "", "world_size": 0, "models": [], "ranks": []}
+    nothing = {"activity": "", "world_size": 0, "models": [], "weights": {}, "ranks": []}
     nothing |= dict.fromkeys(("backend", "peer_to_peer", "last_call", "last_error"))
     assert off == {"state": "off", "version": VERSION, **nothing}
     assert call(off_server, RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
@@ -67,6 +67,8 @@ def test_idle(pool_server, expected):
     status = wait_for(pool_server, lambda status: status["state"] == "idle")
     assert (status["world_size"], status["backend"]) == (2, "gloo")
     assert status["models"] == ["flux.safetensors"]
+    assert list(status["weights"]) == ["flux.safetensors"]
+    assert status["weights"]["flux.safetensors"].startswith("whole: 0.0289 GB of weights")
     assert [rank["pid"] for rank in status["ranks"]] == pids
     for index, rank in enumerate(status["ranks"]):
         assert (rank["rank"], rank["device"], rank["state"]) == (index, "cpu", "idle")
