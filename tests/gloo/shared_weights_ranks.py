@@ -1,6 +1,6 @@
 """Rank script: mirrors of one model with whole and with shared weights, through LoRA changes and unloading. Rank 0 reports.
 
-Arguments: JSON list of [checkpoint, LoRA, loader options].
+Arguments: JSON list of [checkpoint, LoRA, loader options, placements].
 """
 
 import json
@@ -23,6 +23,7 @@ from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
 from cp_runtime.engine.config import SequenceSettings  # noqa: E402
 from cp_runtime.engine.cost import DegreePlanner, Rates  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
+from cp_runtime.engine.weights.blocks import sizes_of  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def load(mirrors, path, options, placement, uuid="none", patches=None):
 
 def arguments(dtype):
     generator = torch.Generator().manual_seed(0)
-    shapes = {"x": (2, 16, 10, 14), "context": (2, 11, 64), "y": (2, 64)}
+    shapes = {"x": (2, 16, 6, 10), "context": (2, 11, 64), "y": (2, 64)}
     made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     return {**made, "timestep": torch.tensor([0.5, 0.5], dtype=dtype), "guidance": torch.tensor([3.5, 3.5], dtype=dtype)}
 
@@ -68,45 +69,47 @@ def call(mirrors):
 def outputs(path, lora, options, placement):
     """The output of a call after every change of the model, and what was seen on the way."""
     mirrors, outs, seen = Mirrors(CPU, []), {}, {}
-    mirrors.load_file = None
+
+    def with_lora(name, strength):
+        load(mirrors, path, options, placement, name, lora_of(mirrors, lora, strength))
+        outs[name] = call(mirrors)
+
     load(mirrors, path, options, placement)
     outs["as loaded"] = call(mirrors)
-    outs["again"] = call(mirrors)
-    seen["sent"] = mesh.stats.bytes_sent if placement != "whole" else 0
-    patcher, weights = mirrors.entries["k"].patcher, mirrors.entries["k"].weights
-    seen["kept"] = weights.nbytes if weights is not None else 0
-    seen["size"], seen["loaded"] = patcher.model_size(), patcher.loaded_size()
-    seen["quantised"] = {type(p).__name__ for m in patcher.model.modules() for p in m._parameters.values() if p is not None} - {
-        "Parameter", "Tensor", "AbsentWeight",
-    }  # fmt: skip
-    if lora:
-        load(mirrors, path, options, placement, "one", lora_of(mirrors, lora, 1.0))
-        outs["with a LoRA"] = call(mirrors)
-        load(mirrors, path, options, placement, "two", lora_of(mirrors, lora, 0.25))
-        outs["with another one"] = call(mirrors)
-        load(mirrors, path, options, placement)
-        outs["without it"] = call(mirrors)
-    for patcher in [loaded.model for loaded in mm.current_loaded_models]:
-        patcher.detach()  # as ComfyUI's memory manager does to make room
+    with_lora("with a LoRA", 1.0)
+    with_lora("with another one", 0.25)
+    if placement == "whole":
+        mirrors.unload("k")
+        return outs, seen
+    load(mirrors, path, options, placement)
+    outs["without it"] = call(mirrors)
+    outs["ahead of the blocks"] = call(mirrors)
+    mirror = mirrors.entries["k"]
+    patcher, weights, sizes = mirror.patcher, mirror.weights, sizes_of(mirror.model)
+    seen["kinds"] = sorted({type(weight).__name__ for block in weights.blocks.values() for weight in block.weights})
+    kept = sum(shared.shard.nbytes for shared in weights._shared.values())
+    seen["kept"], seen["part"] = kept, -(-sizes.blocks // world)
+    seen["told"] = (patcher.model_size(), patcher.loaded_size())
+    patcher.detach()  # as ComfyUI's memory manager does to make room
     mm.current_loaded_models.clear()
-    seen["unloaded"] = mirrors.entries["k"].weights is None and patcher.loaded_size() == 0
+    seen["unloaded"] = mirror.weights is None and patcher.loaded_size() == 0
     outs["loaded again"] = call(mirrors)
     mirrors.unload("k")
     return outs, seen
 
 
 torch.set_grad_enabled(False)
-for path, lora, options in json.loads(wanted):
+for path, lora, options, placements in json.loads(wanted):
     expected, _ = outputs(path, lora, options, "whole")
-    for placement in ("sharded", "offloaded"):
+    for placement in placements:
         found, seen = outputs(path, lora, options, placement)
         report(
             model=os.path.basename(path),
             placement=placement,
             std=min(out.float().std().item() for out in expected.values()),
-            lora=(expected["with a LoRA"] - expected["as loaded"]).abs().max().item() if lora else None,
-            differing=[name for name in expected if not torch.equal(expected[name], found[name])],
-            kinds=sorted(seen.pop("quantised")),
+            lora=(expected["with a LoRA"] - expected["as loaded"]).abs().max().item(),
+            differing=[name for name in found if not torch.equal(expected.get(name, expected["as loaded"]), found[name])],
+            steps=len(found),
             **seen,
         )
 finish()
