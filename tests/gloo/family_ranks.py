@@ -1,6 +1,7 @@
 """Rank script: the cases of some families, sharded against the stock forward in one process; rank 0 reports.
 
-Arguments: ring degree, Ulysses degree, rotate method, batch degree, and the cases as JSON, (family, name) each.
+Arguments: ring degree, Ulysses degree, rotate method, batch degree, and as JSON the cases, (family, name) each, and the models
+whose weights are shared out, too, (family, name) each.
 """
 
 import inspect
@@ -8,8 +9,9 @@ import json
 
 from support.ranks import finish, report, start, use_comfyui
 
-rank, world, (ring, ulysses, rotate_method, batch_degree, wanted) = start()
+rank, world, (ring, ulysses, rotate_method, batch_degree, wanted, shared) = start()
 wanted = {tuple(case) for case in json.loads(wanted)}
+shared = {tuple(model) for model in json.loads(shared)}
 use_comfyui()
 
 import torch  # noqa: E402
@@ -47,7 +49,6 @@ config = ContextParallelConfig(
 with torch.inference_mode():
     for family in sorted({family for family, _ in wanted}):
         installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models(family).items()}
-        tried = set()  # models, with weights of which every rank keeps a part
         for case in families.load(family).CASES:
             if (family, case.name) not in wanted:
                 continue
@@ -76,9 +77,9 @@ with torch.inference_mode():
                 counts=dict(mesh.stats.counts),
                 lengths=state.lengths,
             )
-            if case.model in tried:
+            if (family, case.model) not in shared:
                 continue
-            tried.add(case.model)
+            shared.remove((family, case.model))
             kept, weights = kept_whole(model), ShardedWeights(model, own, CPU)
             for name in weights.blocks:
                 weights.keep(name)

@@ -3,6 +3,7 @@
 Arguments: JSON list of [checkpoint, LoRA, loader options, placements].
 """
 
+import copy
 import json
 import os
 
@@ -24,6 +25,7 @@ from cp_runtime.engine.config import SequenceSettings  # noqa: E402
 from cp_runtime.engine.cost import DegreePlanner, Rates  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
 from cp_runtime.engine.weights.blocks import sizes_of  # noqa: E402
+from cp_runtime.engine.weights.sharded import ShardedWeights  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -98,7 +100,32 @@ def outputs(path, lora, options, placement):
     return outs, seen
 
 
+def one_rank_loads_again():
+    """Its peers know the order of blocks, and hold the last two; it does not. Returns the outputs of the calls that follow."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    whole, x, group = copy.deepcopy(model), torch.randn(3, 64), mesh.weights
+
+    def shared():
+        weights = ShardedWeights(model, group, CPU)
+        for name in weights.blocks:
+            weights.keep(name)
+        return weights
+
+    weights, right = shared(), []
+    for again in (False, True, False, True):
+        if again and rank == 1:
+            weights.remove()
+            for layer, other in zip(model, whole, strict=True):
+                layer.weight, layer.bias = other.weight, other.bias
+            weights = shared()
+        with weights.call():
+            right.append(torch.equal(model(x), whole(x)))
+    return right
+
+
 torch.set_grad_enabled(False)
+report(right=one_rank_loads_again())
 for path, lora, options, placements in json.loads(wanted):
     expected, _ = outputs(path, lora, options, "whole")
     for placement in placements:

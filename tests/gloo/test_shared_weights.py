@@ -22,13 +22,22 @@ CAST = {"dtype": "float8_e4m3fn"}  # weight_dtype of Load Diffusion Model: what 
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def reports(request, checkpoints_dir):
+def all_reports(request, checkpoints_dir):
     folder, lora = checkpoints_dir / "diffusion_models", str(checkpoints_dir / "loras" / "flux_lora.safetensors")
     names = KINDS if request.param == 2 else AT_3_RANKS
     both = ["sharded", "offloaded"]  # the same code, on a CPU
     wanted = [(str(folder / f"{name}.safetensors"), lora, {}, both if name == "flux" else both[:1]) for name in names]
     wanted.append((str(folder / "flux.safetensors"), lora, CAST, both[:1]))
     return run_ranks(Path(__file__).with_name("shared_weights_ranks.py"), request.param, json.dumps(wanted), preload=COMFY)
+
+
+@pytest.fixture
+def reports(all_reports):
+    return all_reports[1:]
+
+
+def test_a_rank_that_loads_its_model_again_while_its_peers_do_not(all_reports):
+    assert all_reports[0] == {"right": [True] * 4}
 
 
 def test_bit_by_bit(reports):

@@ -90,7 +90,7 @@ def blocks_of(model: nn.Module) -> list[Block]:
             else:
                 elements.setdefault(child, where)
 
-    visit("", model, False)
+    visit("", model, isinstance(model, LISTS))
     everywhere = Counter(id(weight) for module in model.modules() for weight in parameter_slots(module).values())
     found = []
     for element, path in elements.items():

@@ -11,6 +11,7 @@ Every rank enters the same blocks in the same order, so that all of them send th
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -166,6 +167,10 @@ class ShardedWeights:
         while len(self._buffers) < 2:
             self._buffers.append(Buffer(self._room(largest)))
         self._entered, self._place = [], 0
+        if not self._alike():
+            self._order = []
+            for buffer in self._buffers:
+                buffer.holder = None
         self._fetch_next()
         try:
             yield
@@ -208,6 +213,18 @@ class ShardedWeights:
         self._shared.clear()
         self._order, self._entered = [], []
         self._buffers, self._current, self._next = [], None, None
+
+    def _alike(self) -> bool:
+        """Whether all ranks expect the same blocks and hold the same ones.
+
+        One that has loaded its model again since the last call, or left that one by an error, knows nothing of it, and would send
+        other pieces than its peers.
+        """
+        holders = [buffer.holder for buffer in self._buffers]
+        names = [shared.block.name if shared is not None else "" for shared in (*self._order, None, *holders)]
+        known = zlib.crc32("\n".join(names).encode())
+        high, low = self._ranks.largest(torch.tensor([known, -known], device=self._device)).tolist()
+        return bool(high == -low)
 
     def _hook(self, block: Block) -> Iterator[Callable[[], None]]:
         def enter(*_: object) -> None:
