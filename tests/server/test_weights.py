@@ -79,6 +79,17 @@ def test_memory_decides(pool_server, whole, memory, expected):
     assert report["device_bytes"] <= memory * 1e9 or expected == "offloaded"
 
 
+def test_a_larger_picture_loads_nothing_again(pool_server):
+    def loads():
+        return pool_server.log_text().count("flux.safetensors (")
+
+    run(pool_server, "auto")
+    before = loads()
+    run(pool_server, "auto", width=128, height=128)
+    run(pool_server, "auto")
+    assert loads() == before
+
+
 def test_what_does_not_fit_is_refused_by_name(pool_server):
     result = pool_server.run(flux_prompt(cp={**CP, "weights": "whole", "memory_per_rank": SHARED_FITS}, **DEEP))
     assert result.status == "error"

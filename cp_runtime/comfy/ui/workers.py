@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -201,6 +201,11 @@ class Workers:
             MirrorError: a rank's model is not the UI's.
             PoolError: the pool failed.
         """
+        resident = self.resident(target.key)
+        if resident is not None and (resident.patches_uuid, resident.choice.placement) == (target.patches_uuid, choice.placement):
+            kept = replace(resident, choice=choice, limit=config.memory_per_rank, call=target.demand.call)
+            self._resident[target.key] = kept  # good for a larger call, too
+            return
         packer = TensorPacker()
         tree = flatten(encode_weight_patches(target.patches), packer.add)
         self._resident.pop(target.key, None)
