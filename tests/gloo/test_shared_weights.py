@@ -17,7 +17,7 @@ KINDS = {
     "flux_mxfp8": QUANTISED,
     "flux_nvfp4": QUANTISED,
 }
-AT_3_RANKS = ("flux", "flux_fp8_mixed", "flux_nvfp4")
+AT_3_RANKS = ("flux", "flux_nvfp4")
 CAST = {"dtype": "float8_e4m3fn"}  # weight_dtype of Load Diffusion Model: what is in the file is converted
 
 
