@@ -26,7 +26,7 @@ controller = Controller()
 workers = controller.workers = Workers(config, controller.changed.set)
 workers.pool.start()
 key = "x" * (MAX_HEADER + 1)  # no message can carry it: an error that is no PoolError
-workers._resident[key] = Resident("x", "u", Choice("whole", ""), limit=0.0, call=0.0, device_bytes=0)
+workers._resident[key] = Resident("x", "u", Choice("whole", ""), asked=("auto", 0.0), call=0.0, device_bytes=0)
 controller.unload(key)
 assert not workers.pool.alive
 print(controller.journal.last_error.message)

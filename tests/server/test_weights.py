@@ -79,6 +79,22 @@ def test_memory_decides(pool_server, whole, memory, expected):
     assert report["device_bytes"] <= memory * 1e9 or expected == "offloaded"
 
 
+def test_what_was_set_before_says_nothing(pool_server, whole):
+    """Back at auto, the ranks keep the model whole; a limit is looked at although the model lies like that already."""
+    run(pool_server, "sharded")
+    out, report = run(pool_server, "auto")
+    same(out, whole["plain"])
+    assert report["placement"] == "whole"
+    run(pool_server, "sharded")
+    result = pool_server.run(flux_prompt(cp={**CP, "weights": "sharded", "memory_per_rank": 1e-3}))
+    assert "weights: got sharded, with which each of 2 ranks needs" in result.error.exception_message
+
+
+def test_what_does_not_fit_runs_on_one_device_where_that_is_set(pool_server, whole):
+    cp = {**CP, "weights": "whole", "memory_per_rank": 1e-3, "on_unsupported": "single device"}
+    same(pool_server.latent(pool_server.run(flux_prompt(cp=cp)).check()), whole["plain"])
+
+
 def test_a_larger_picture_loads_nothing_again(pool_server):
     def loads():
         return pool_server.log_text().count("flux.safetensors (")

@@ -50,6 +50,13 @@ def test_a_model_without_blocks_stays_whole():
     assert choose(config(), demand, 24 * GB).reason == "whole: 64 GB of weights, none of which can be shared out"
 
 
+def test_a_few_large_blocks_are_better_whole():
+    """Two of them are there at a time, beside the part of all."""
+    demand = Demand(Sizes(blocks=20 * GB, largest=12 * GB, rest=GB), call=0)
+    reason = "whole: 21 GB of weights on each of 2 devices, more than the 16 GB that memory_per_rank allows"
+    assert choose(config(memory_per_rank=16.0), demand, 16 * GB) == ("whole", reason)
+
+
 @pytest.mark.parametrize("weights", ["whole", "sharded", "offloaded"])
 def test_what_is_set_is_obeyed(weights):
     assert choose(config(weights), DEMAND, None).placement == weights

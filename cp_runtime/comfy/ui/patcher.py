@@ -112,11 +112,11 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         target = self._target()
         try:
             self._share_file(target.recipe)
+            make_way(self.model)
+            with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
         except UnsupportedError as error:
             self.refuse(str(error))
             return super().partially_load(device_to, extra_memory, force_patch_weights)
-        make_way(self.model)
-        with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
         intercept(self, self.model.diffusion_model)
         return self.loaded_size() - before
 

@@ -73,7 +73,10 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
             return Choice(placement, f"{placement}: {_on_each(demand, placement, ranks)} of {room / GB:.3g} GB")
     if not demand.sizes.blocks:
         return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, none of which can be shared out")
-    return Choice(OFFLOADED, f"offloaded: {_on_each(demand, OFFLOADED, ranks)}, more than the {room / GB:.3g} GB that are free")
+    # Of a model with a few large blocks, two of them and a part take more than all of it.
+    least = min(PLACEMENTS, key=lambda placement: demand.on_device(placement, ranks))
+    limit = f"{room / GB:.3g} GB that {'memory_per_rank allows' if config.memory_per_rank else 'are free'}"
+    return Choice(least, f"{least}: {_on_each(demand, least, ranks)}, more than the {limit}")
 
 
 def next_smaller(placement: str) -> str | None:

@@ -63,7 +63,7 @@ class Resident:
     """A model that the ranks hold: its file's name, which weight patches are in it, and where its weights are.
 
     Args:
-        limit: of memory per rank, by which that was chosen.
+        asked: what was set when that was chosen: weights, and memory per rank.
         call: bytes that a call was expected to take then.
         device_bytes: of weights, on the device of one rank.
     """
@@ -71,7 +71,7 @@ class Resident:
     name: str
     patches_uuid: str
     choice: Choice
-    limit: float
+    asked: tuple[str, float]
     call: float
     device_bytes: int
 
@@ -158,11 +158,9 @@ class Workers:
         resident = self.resident(target.key)
         if resident is None or resident.patches_uuid != target.patches_uuid:
             return False
-        if config.weights != "auto":
-            return resident.choice.placement == config.weights
-        if resident.limit != config.memory_per_rank:
+        if resident.asked != _asked(config):
             return False
-        return target.demand.call <= resident.call or resident.choice.placement == OFFLOADED
+        return config.weights != "auto" or target.demand.call <= resident.call or resident.choice.placement == OFFLOADED
 
     def place(self, config: RuntimeConfig, target: Target, cancelled: Callable[[], bool]) -> Choice:
         """Choose where the ranks keep a model. Models that they hold already can make way, and count as free memory."""
@@ -171,7 +169,7 @@ class Workers:
         room = config.memory_per_rank * GB or self._available(cancelled)
         resident = self.resident(target.key)
         known = [self._at_least.get(target.key, WHOLE)]
-        if resident is not None and resident.limit == config.memory_per_rank:
+        if resident is not None and resident.asked == _asked(config):
             known.append(resident.choice.placement)  # for a larger call
         return choose(config, target.demand, room, max(known, key=PLACEMENTS.index))
 
@@ -203,7 +201,7 @@ class Workers:
         """
         resident = self.resident(target.key)
         if resident is not None and (resident.patches_uuid, resident.choice.placement) == (target.patches_uuid, choice.placement):
-            kept = replace(resident, choice=choice, limit=config.memory_per_rank, call=target.demand.call)
+            kept = replace(resident, choice=choice, asked=_asked(config), call=target.demand.call)
             self._resident[target.key] = kept  # good for a larger call, too
             return
         packer = TensorPacker()
@@ -224,7 +222,7 @@ class Workers:
         verify(target, weight_patches_digest(tree, self.pool.payload(packer.nbytes)), replies, self.pool.pids)
         self.pool.trim()
         held = body["device_bytes"]
-        self._resident[target.key] = Resident(name, target.patches_uuid, choice, config.memory_per_rank, target.demand.call, held)
+        self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
         self._warm.discard(target.key)  # the next call puts weights and patches on the devices
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
@@ -295,6 +293,10 @@ class Workers:
             yield
         finally:
             self.loading = ""
+
+
+def _asked(config: RuntimeConfig) -> tuple[str, float]:
+    return config.weights, config.memory_per_rank
 
 
 def _pool_key(config: RuntimeConfig) -> tuple[Any, ...]:

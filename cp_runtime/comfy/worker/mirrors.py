@@ -5,6 +5,7 @@ Importing this brings up ComfyUI: see `service`.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -253,6 +254,9 @@ def _free_dropped() -> None:
     """Free the memory of dropped models, on the device and on the host."""
     gc.collect()  # modules and hooks refer to each other
     model_management.soft_empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps pieces of shared weights on its heap
+    if trim is not None:
+        trim(0)
 
 
 def _report(shares: BatchShares, planner: DegreePlanner, state: CallState) -> dict[str, Any]:
