@@ -100,15 +100,13 @@ class Steps:
         latents, device = {}, {}
         for weights in ("whole", "sharded", "offloaded"):
             cp = {**self.cp, "weights": weights}
-            self.step(f"weights {weights}", lambda cp=cp: self.prompt(cp=cp))
-            with self.results.part(f"weights {weights}, latent"):
-                latents[weights] = self.server.latent(self.prompt(cp=cp))
-                device[weights] = used_device_memory(self.options)
+            self.step(f"weights {weights}", lambda cp=cp: latents.update({cp["weights"]: self.server.latent(self.prompt(cp=cp))}))
+            device[weights] = used_device_memory(self.options)
         for weights in ("sharded", "offloaded"):
             with self.results.part(f"weights {weights}"):
                 difference = (latents[weights] - latents["whole"]).abs().max() / latents["whole"].std()
                 good = difference <= 1e-5 and (self.options.rehearse or device[weights] < device["whole"])
-                saved = (device["whole"] - device[weights]) if device["whole"] is not None else None
+                saved = device["whole"] - device[weights]
                 self.results.check(f"weights {weights} against whole", bool(good), difference=float(difference), saved_GB=saved)
 
     def step(self, name: str, act: Callable[[], Any]) -> None:

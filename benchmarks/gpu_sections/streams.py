@@ -20,7 +20,7 @@ from .threads import Carrier, Room, ThreadMesh
 load_package()
 
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
-from cp_runtime.engine.config import ContextParallelConfig
+from cp_runtime.engine.config import ContextParallelConfig, SequenceSettings
 from cp_runtime.engine.sharding import JointLayout
 
 MODES = {
@@ -44,13 +44,7 @@ def run(options: Options, results: Results) -> None:
             if (ring or world) * (ulysses or world) != world:
                 continue
             name = f"{world} threads, {mode}"
-            config = ContextParallelConfig(
-                ring_degree=ring or world,
-                ulysses_degree=ulysses or world,
-                rotate_method=method,
-                ulysses_anything=True,
-                ring_anything=True,
-            )
+            config = SequenceSettings(rotate_method=method).with_degrees(ring or world, ulysses or world)
             with results.part(name), _ranks(world, lengths, config, options.device) as attend:
                 largest = max(attend() for _ in range(rounds))
                 results.check(name, largest <= BOUND, rounds=rounds, largest=largest)

@@ -15,7 +15,7 @@ rank, world, arguments = start()
 device = torch.device(arguments[0] if arguments else "cpu")
 
 from cp_runtime.engine.attention import context_parallel as attention  # noqa: E402
-from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
+from cp_runtime.engine.config import SequenceSettings  # noqa: E402
 from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
 from cp_runtime.engine.sharding import JointLayout  # noqa: E402
 
@@ -95,13 +95,7 @@ def rounding(lengths, heads, batch, kind, dtype):
 found, worst, squares = [], [], []
 for case in cases(world):
     ring, ulysses, rotate_method, packed = MODES[case.mode]
-    config = ContextParallelConfig(
-        ring_degree=ring or world,
-        ulysses_degree=ulysses or world,
-        rotate_method=rotate_method,
-        ulysses_anything=True,
-        ring_anything=True,
-    )
+    config = SequenceSettings(rotate_method=rotate_method).with_degrees(ring or world, ulysses or world)
     attention.PACKED_LIMIT = PACKED_LIMIT if packed else 0
     dtype, layout = getattr(torch, case.dtype), JointLayout(case.lengths, world)
     key = (case.lengths, case.heads, case.batch, case.mask)

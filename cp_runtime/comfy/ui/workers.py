@@ -119,7 +119,7 @@ class Workers:
     @property
     def models(self) -> list[str]:
         """File names of the models that the ranks hold."""
-        return sorted({resident.name for resident in list(self._resident.values())})
+        return sorted(self.placements)
 
     @property
     def placements(self) -> dict[str, str]:
@@ -134,11 +134,7 @@ class Workers:
     @property
     def room(self) -> int | None:
         """Bytes that a call can take on the device of every rank, after the last call; None before it and where ranks are CPUs."""
-        if self.last_call is None or any(report["room"] is None for report in self.last_call.reports):
-            return None
-        rooms: list[int] = [report["room"] for report in self.last_call.reports]
-        devices = self.pool.config.devices
-        return min(rooms) * len(set(devices)) // len(devices)  # ranks that share a device count its memory each
+        return None if self.last_call is None else self._for_every_rank([report["room"] for report in self.last_call.reports])
 
     def serves(self, config: RuntimeConfig) -> bool:
         """Whether calls with this config can run here."""
@@ -180,11 +176,17 @@ class Workers:
         if smaller is not None and config.device_type != "cpu":
             self._at_least[key] = smaller
 
-    def _available(self, cancelled: Callable[[], bool]) -> float | None:
+    def _available(self, cancelled: Callable[[], bool]) -> int | None:
         replies = self.pool.request("available", {}, timeout=load_timeout(), cancelled=cancelled)
-        free = [reply["available"] for reply in replies]
+        return self._for_every_rank([reply["available"] for reply in replies])
+
+    def _for_every_rank(self, free: list[int | None]) -> int | None:
+        """Bytes that every rank can take, given what each sees of its device; None where ranks are CPUs."""
+        known = [each for each in free if each is not None]
         devices = self.pool.config.devices
-        return None if None in free else min(free) * len(set(devices)) / len(devices)  # ranks on one device count it each
+        if len(known) < len(free):
+            return None
+        return min(known) * len(set(devices)) // len(devices)  # ranks that share a device count its memory each
 
     def load(
         self, config: RuntimeConfig, target: Target, choice: Choice, forget: Collection[str], cancelled: Callable[[], bool]

@@ -2,5 +2,7 @@
 
 from __future__ import annotations
 
-WHOLE, SHARDED, OFFLOADED = PLACEMENTS = ("whole", "sharded", "offloaded")
+from ...pool.config import WEIGHTS
+
+WHOLE, SHARDED, OFFLOADED = PLACEMENTS = WEIGHTS[1:]
 """All of them on every device; 1/N of them on each; 1/N of them in the host's memory for each."""

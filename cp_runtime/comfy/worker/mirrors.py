@@ -41,7 +41,7 @@ from .batch import share_out, take_items
 from .file_weights import FileWeightsPatcher, forget
 from .node_patches import ATTACHED, attach_network
 from .quantised import shared_scales
-from .room import room
+from .room import available, room
 from .sharded import run_sharded
 from .shared_weights import SharedWeightsPatcher
 
@@ -171,6 +171,10 @@ class Mirrors:
         with torch.inference_mode(), shared_scales(mesh.whole):
             out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
             return shares.gather(out, mesh), {**_report(shares, planner, state), "room": room(self.device)}
+
+    def available(self) -> int | None:
+        """Bytes of its device that a model of this rank and its calls could take; None for a CPU."""
+        return available(self.device)
 
     def to_device(self, mirror: Mirror, needed: float) -> None:
         """Put weights, patches and networks on the device where they are not, and leave `needed` bytes free for a call."""

@@ -72,9 +72,7 @@ class ModelService:
         return {}
 
     def _available(self, _: dict[str, Any], __: Tensor) -> dict[str, Any]:
-        from .room import available
-
-        return {"available": available(self._worker.device)}
+        return {"available": self._mirrors.available()}
 
     def _call(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         worker = self._worker

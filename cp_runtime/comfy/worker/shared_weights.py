@@ -47,9 +47,9 @@ class SharedWeightsPatcher(FileWeightsPatcher):
     def share(cls, loaded: LoadedModel, path: str, ranks: RankGroup, size: int, *, on_host: bool) -> None:
         """Make the patcher of a model that was loaded from `path` a moment ago one of these."""
         model = loaded.patcher.model.diffusion_model
-        inside = {name for block in blocks_of(model) for name in block.slots}
+        in_blocks = {name for block in blocks_of(model) for name in block.slots}
         for name, module, parameter in parameters_of(model):
-            if name in loaded.casts and name not in inside:
+            if name in loaded.casts and name not in in_blocks:
                 converted = getattr(module, parameter).to(loaded.casts[name])
                 module.register_parameter(parameter, nn.Parameter(converted, requires_grad=False))
         cls.adopt(loaded.patcher, path)
