@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 RANK_NAME = "cp-rank-"
 """What the kernel calls a rank's process, and `top` with it; its number follows."""
-WORKER = "cp_runtime.pool.worker"
+PACKAGE = "cp_runtime"
+WORKER = f"{PACKAGE}.pool.worker"
 _PLAIN_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/", "/dev/shm/")
 _MESSAGE, _DESCRIPTORS = 1 << 12, 32  # longest message in bytes; most descriptors that come with one
 
@@ -72,7 +73,7 @@ def set_search_path(path: list[str]) -> None:
     sys.path[:] = [*path, *(folder for folder in sys.path if os.path.abspath(folder or os.curdir) != here)]
 
 
-def load_package(folder: str, name: str = "cp_runtime") -> None:
+def load_package(folder: str, name: str = PACKAGE) -> None:
     """Import the package from its folder without putting the folder above it, which has a `nodes/`, on sys.path."""
     init = os.path.join(folder, "__init__.py")
     spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[folder])
@@ -87,11 +88,11 @@ def load_package(folder: str, name: str = "cp_runtime") -> None:
         raise
 
 
-def import_worker() -> ModuleType:
-    """Import what ranks run, and torch with it."""
-    if "cp_runtime" not in sys.modules:
+def import_module(name: str) -> ModuleType:
+    """Import a module, which may be one of this package: no folder of `sys.path` leads to that."""
+    if name.startswith(f"{PACKAGE}.") and PACKAGE not in sys.modules:
         load_package(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return importlib.import_module(WORKER)
+    return importlib.import_module(name)
 
 
 def read_spec(fd: int) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def preload(modules: list[str], left_out: list[str]) -> None:
         if name in left_out:
             continue
         with contextlib.suppress(Exception):
-            import_worker() if name == WORKER else importlib.import_module(name)
+            import_module(name)
         if open_devices() or len(os.listdir("/proc/self/task")) > 1:
             os.execv(sys.executable, [*sys.orig_argv, name])
     gc.enable()
@@ -226,7 +227,7 @@ def become_rank(parent: int, spec_fd: int, output: int, *fds: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(spec.pop("environment"))
         sys.argv = spec["argv"]
-        import_worker().run(spec)
+        import_module(WORKER).run(spec)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

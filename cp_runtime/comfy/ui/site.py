@@ -7,6 +7,7 @@ import sys
 
 import comfy.model_management
 import comfy.options
+from comfy.cli_args import args
 import folder_paths
 
 from ...pool.site import WorkerSite
@@ -26,7 +27,8 @@ PRELOAD = (
     "yaml",
 )
 """What ComfyUI's code in a rank imports of other packages: nine tenths of its time. ComfyUI itself looks at its device when it is
-imported, so every rank does that on its own."""
+imported, so every rank does that on its own, unless the device is the CPU."""
+PRELOAD_CPU = (*PRELOAD, "cp_runtime.comfy.worker.preload")
 NO_MODELS = ("custom_nodes", "datasets", "configs")  # folders that ComfyUI knows and keeps no weights in
 
 
@@ -38,7 +40,7 @@ def worker_site() -> WorkerSite:
         service="comfy.worker.service",
         arguments={"model_folders": sorted(folders)},
         path=(os.path.dirname(os.path.dirname(os.path.abspath(comfy.model_management.__file__))),),
-        preload=PRELOAD,
+        preload=PRELOAD_CPU if args.cpu else PRELOAD,
         # Where another program embeds ComfyUI, the command line is not ComfyUI's.
         argv=("main.py", *(sys.argv[1:] if comfy.options.args_parsing else ())),
     )
