@@ -25,42 +25,52 @@ class Progress:
         command: sequence number of the command that it works on; 0 = none.
         modules: planned modules that it has entered in that command.
         collectives: collectives that it has begun in that command, as of the last heartbeat.
+        loaded: thousandths of a model that it has loaded in that command; None = it loads none.
         beat: time of the last heartbeat, on the clock of `time.monotonic`; 0 = none yet.
     """
 
     command: int
     modules: int
     collectives: int
+    loaded: int | None
     beat: float
 
 
+WORDS = 5  # of a rank: the fields of Progress; a model that is loaded counts from one
+
+
 class Board:
-    """Four words per rank, each written by that rank alone, and one for `CancelPoints`.
+    """Some words per rank, each written by that rank alone, and one for `CancelPoints`.
 
     Args:
         block: memory that the controller and all ranks map.
     """
 
     def __init__(self, block: SharedBlock, world_size: int) -> None:
-        words = block.view((4 * world_size + 1) * 8).view(torch.int64)
+        words = block.view((WORDS * world_size + 1) * 8).view(torch.int64)
         self.decision = words[-1]
         # A buffer of plain numbers: indexing a tensor takes 50 times as long, and every planned module is counted here.
         self._words = words[:-1].numpy().data
 
     def begin(self, rank: int, command: int) -> None:
         """The rank begins a command; 0 = it is idle."""
-        self._words[4 * rank], self._words[4 * rank + 1], self._words[4 * rank + 2] = command, 0, 0
+        first = WORDS * rank
+        self._words[first], self._words[first + 1], self._words[first + 2], self._words[first + 3] = command, 0, 0, 0
 
     def enter_module(self, rank: int) -> int:
         """Count one more planned module and return how many there were."""
-        modules = self._words[4 * rank + 1] + 1
-        self._words[4 * rank + 1] = modules
+        modules = self._words[WORDS * rank + 1] + 1
+        self._words[WORDS * rank + 1] = modules
         return modules
+
+    def load(self, rank: int, loaded: int | None) -> None:
+        """The rank has loaded that many thousandths of a model; None = it is done."""
+        self._words[WORDS * rank + 3] = 0 if loaded is None else loaded + 1
 
     def beat(self, rank: int, collectives: int) -> None:
         """A heartbeat: the rank is alive, and has begun that many collectives."""
-        self._words[4 * rank + 2] = collectives
-        self._words[4 * rank + 3] = time.monotonic_ns()
+        self._words[WORDS * rank + 2] = collectives
+        self._words[WORDS * rank + 4] = time.monotonic_ns()
 
     def freeze(self) -> None:
         """Keep what was noted last, and let go of the shared memory."""
@@ -69,8 +79,8 @@ class Board:
 
     def read(self, rank: int) -> Progress:
         """What the rank noted last."""
-        command, modules, collectives, beat = self._words[4 * rank : 4 * rank + 4]
-        return Progress(command, modules, collectives, beat / 1e9)
+        command, modules, collectives, loaded, beat = self._words[WORDS * rank : WORDS * (rank + 1)]
+        return Progress(command, modules, collectives, loaded - 1 if loaded else None, beat / 1e9)
 
 
 def resident_bytes(pid: int) -> int:

@@ -212,6 +212,22 @@ class Worker:
 
         return on_module
 
+    def loading_hook(self) -> Callable[[int | None], None]:
+        """Return what is told how many thousandths of a model are loaded, and None when it is."""
+        fault: Callable[[int], None] | None = None
+        told = 0
+
+        def on_loaded(loaded: int | None) -> None:
+            nonlocal fault, told
+            if loaded == 0:
+                fault, told = armed_fault(self.rank, "weights"), 0
+            self.board.load(self.rank, loaded)
+            told += 1
+            if fault is not None and loaded is not None:
+                fault(told)
+
+        return on_loaded
+
     def _check_cancel(self) -> None:
         wait_for(self.device)  # a host that runs ahead leaves nothing to cancel
         if self.cancel_points.leave(self._cancel_asked):

@@ -60,3 +60,4 @@ def test_a_rank_keeps_its_part(reports):
         assert report["part"] <= report["kept"] <= 1.05 * report["part"] + 64 * 1024, report
         assert report["told"][0] == report["told"][1] > 0
         assert report["unloaded"]
+        assert report["progress"]  # it rises from nothing to all of the model, in several steps

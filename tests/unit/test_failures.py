@@ -75,7 +75,7 @@ def test_a_rank_that_died_in_the_start_names_the_remedies():
 
 def test_a_start_that_hangs_names_the_remedies(monkeypatch):
     monkeypatch.setattr("cp_runtime.pool.failures.collect_stacks", lambda *_: "stacks.txt")
-    error = missed_deadline("start", 300, {0: Progress(0, 0, 0, 0.0)}, frozenset(), ended(0), [], advice())
+    error = missed_deadline("start", 300, {0: Progress(0, 0, 0, None, 0.0)}, frozenset(), ended(0), [], advice())
     for words in ("CP_STARTUP_TIMEOUT", "NCCL_P2P_DISABLE=1", "backend=gloo"):
         assert words in str(error)
 

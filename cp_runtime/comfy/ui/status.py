@@ -44,7 +44,7 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
             "last_call": None, "ranks": [], **always
         }  # fmt: skip
     pool = workers.pool
-    work, waiting = _work(server, controller, pool), pool.waiting_for
+    work, waiting = "loading" if workers.loading else _work(server, controller, pool), pool.waiting_for
     # One that has reported is done, while others are not.
     ranks = [_rank(controller, workers, r, "idle" if waiting and r not in waiting else work) for r in range(len(pool.processes))]
     return {
@@ -67,8 +67,9 @@ def _activity(controller: Controller, workers: Workers) -> str:
     doing, waiting = pool.doing, pool.waiting_for
     if doing == "start":
         return f"starting {_ranks(pool, waiting)}…"
-    if workers.loading:
-        return f"loading {workers.loading} on {_ranks(pool, waiting)}…"
+    if loading := workers.loading:
+        loaded = workers.loaded
+        return f"loading {loading} on {_ranks(pool, waiting)}…" + ("" if loaded is None else f" {100 * loaded:.0f} %")
     record = workers.last_call
     if record is None or record.node != controller.node or not pool.alive:
         return ""  # what another node did says nothing about this one
@@ -125,7 +126,7 @@ def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
     if not pool.alive:
         return "starting" if pool.doing == "start" else "failed"
     # A rank that imports or loads may hold the GIL for longer than SILENT.
-    lost = ("gone",) if pool.doing and pool.doing != "call" else ("gone", "silent")
+    lost = ("gone",) if pool.doing and (pool.doing != "call" or work == "loading") else ("gone", "silent")
     if any(rank["state"] in lost for rank in ranks):
         return "failed"
     return work

@@ -7,8 +7,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -99,15 +98,14 @@ class Workers:
         on_change: called when the status has changed.
 
     Attributes:
-        loading: name of the model that goes to the ranks now; empty = none.
         last_call: None before the first one.
     """
 
     def __init__(self, config: RuntimeConfig, on_change: Callable[[], None]) -> None:
         self.pool = WorkerPool(config, worker_site())
-        self.loading = ""
         self.last_call: CallRecord | None = None
         self._on_change = on_change
+        self._model = ""  # name of the one that the last load or call was about
         self._resident: dict[str, Resident] = {}  # by key
         self._warm: set[str] = set()  # models whose weights are on the devices
         self._at_least: dict[str, str] = {}  # placements of models with which a rank ran out of memory otherwise
@@ -115,6 +113,19 @@ class Workers:
         self._unused: deque[str] = deque()  # networks that are gone from this process
         self._encoder = CallEncoder()
         self._pace = Pace(None, 0.0, 0)
+
+    @property
+    def loading(self) -> str:
+        """Name of the model that goes to the ranks, or from the host to their devices, now; empty = none."""
+        return self._model if self.pool.doing == "load" or self.loaded is not None else ""
+
+    @property
+    def loaded(self) -> float | None:
+        """Part of a model's weights that the ranks have brought to their devices, by the slowest; None = they do no such thing."""
+        if self.pool.doing != "call":
+            return None
+        progress = [self.pool.progress(rank).loaded for rank in range(len(self.pool.processes))]
+        return min((each / 1000 for each in progress if each is not None), default=None)
 
     @property
     def models(self) -> list[str]:
@@ -218,9 +229,9 @@ class Workers:
             "device_bytes": target.demand.on_device(choice.placement, self.pool.world_size),
             "forget": [key for key in forget if self._resident.pop(key, None) is not None],
         }
-        name = os.path.basename(target.recipe.path)
-        with self._loading(name):
-            replies = self.pool.request("load", body, packer, timeout=load_timeout(), cancelled=cancelled)
+        name = self._model = os.path.basename(target.recipe.path)
+        self._on_change()
+        replies = self.pool.request("load", body, packer, timeout=load_timeout(), cancelled=cancelled)
         verify(target, weight_patches_digest(tree, self.pool.payload(packer.nbytes)), replies, self.pool.pids)
         self.pool.trim()
         held = body["device_bytes"]
@@ -267,6 +278,7 @@ class Workers:
             "cancel_every": self._pace.modules_per_check(kind),
             **message,
         }
+        self._model = self._resident[key].name
         self._on_change()
         timeout = config.step_timeout if key in self._warm else max(config.step_timeout, load_timeout())
         replies = self.pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
@@ -286,15 +298,6 @@ class Workers:
         self._networks.clear()
         self.pool.request("unload", {"key": key}, timeout=UNLOAD_TIMEOUT)
         self.pool.trim()
-
-    @contextmanager
-    def _loading(self, name: str) -> Iterator[None]:
-        self.loading = name
-        self._on_change()
-        try:
-            yield
-        finally:
-            self.loading = ""
 
 
 def _asked(config: RuntimeConfig) -> tuple[str, float]:
