@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 
@@ -59,6 +60,17 @@ def test_latents_are_the_same(pool_server, whole, weights):
         same(out, whole[expected])
     assert placement(pool_server).startswith(f"{weights}, as set")
     assert pool_server.worker_pids() == before
+
+
+def test_files_of_one_name_in_different_folders(pool_server, checkpoints_dir):
+    """Each has its own entry in the status, by the name that the loader has for it."""
+    folder = checkpoints_dir / "diffusion_models" / "other"
+    folder.mkdir()
+    shutil.copy(folder.parent / "flux.safetensors", folder / "flux.safetensors")
+    cp = {**CP, "weights": "sharded"}
+    pool_server.run(flux_prompt(cp=cp, low_ckpt="other/flux", node="KSamplerAdvanced", steps=4)).check()
+    status = pool_server.get("/context_parallel/status")
+    assert status["models"] == sorted(status["weights"]) == ["flux.safetensors", "other/flux.safetensors"]
 
 
 def test_two_models_take_turns(pool_server):

@@ -59,9 +59,10 @@ class DenoiseCall:
 
 @dataclass(frozen=True)
 class Resident:
-    """A model that the ranks hold: its file's name, which weight patches are in it, and where its weights are.
+    """A model that the ranks hold: which weight patches are in it, and where its weights are.
 
     Args:
+        name: of its file, in its model folder.
         asked: what was set when that was chosen: weights, and memory per rank.
         call: bytes that a call was expected to take then.
         device_bytes: of weights, on the device of one rank.
@@ -129,13 +130,17 @@ class Workers:
 
     @property
     def models(self) -> list[str]:
-        """File names of the models that the ranks hold."""
+        """The models that the ranks hold, as ComfyUI's loaders name their files."""
         return sorted(self.placements)
 
     @property
     def placements(self) -> dict[str, str]:
         """Where the ranks keep each of these models, and why, in words."""
-        return {resident.name: resident.choice.reason for resident in list(self._resident.values())}
+        found: dict[str, str] = {}
+        for resident in list(self._resident.values()):
+            same = sum(name == resident.name or name.startswith(f"{resident.name} (") for name in found)
+            found[f"{resident.name} ({same + 1})" if same else resident.name] = resident.choice.reason
+        return found
 
     @property
     def keys(self) -> list[str]:
@@ -180,12 +185,14 @@ class Workers:
             known.append(resident.choice.placement)  # for a larger call
         return choose(config, target.demand, room, max(known, key=PLACEMENTS.index))
 
-    def use_less_memory(self, config: RuntimeConfig, key: str) -> None:
+    def use_less_memory(self, config: RuntimeConfig, target: Target) -> None:
         """A rank ran out of memory: a model that may be kept in a smaller way is, from its next load on."""
-        resident = self._resident.get(key)
-        smaller = next_smaller(resident.choice.placement) if resident is not None and config.weights == "auto" else None
-        if smaller is not None and config.device_type != "cpu":
-            self._at_least[key] = smaller
+        resident = self._resident.get(target.key)
+        if resident is None or config.weights != "auto" or config.device_type == "cpu":
+            return
+        smaller = next_smaller(target.demand, resident.choice.placement, config.world_size)
+        if smaller is not None:
+            self._at_least[target.key] = smaller
 
     def _available(self, cancelled: Callable[[], bool]) -> int | None:
         replies = self.pool.request("available", {}, timeout=load_timeout(), cancelled=cancelled)
@@ -229,7 +236,7 @@ class Workers:
             "device_bytes": target.demand.on_device(choice.placement, self.pool.world_size),
             "forget": [key for key in forget if self._resident.pop(key, None) is not None],
         }
-        name = self._model = os.path.basename(target.recipe.path)
+        name = self._model = name_of(target.recipe.path, self.pool.site.arguments["model_folders"])
         self._on_change()
         replies = self.pool.request("load", body, packer, timeout=load_timeout(), cancelled=cancelled)
         verify(target, weight_patches_digest(tree, self.pool.payload(packer.nbytes)), replies, self.pool.pids)
@@ -298,6 +305,12 @@ class Workers:
         self._networks.clear()
         self.pool.request("unload", {"key": key}, timeout=UNLOAD_TIMEOUT)
         self.pool.trim()
+
+
+def name_of(path: str, folders: Collection[str]) -> str:
+    """A model file as ComfyUI's loaders name it: from the innermost of these folders on that it is in."""
+    inside = [os.path.relpath(path, folder) for folder in folders if path.startswith(os.path.join(folder, ""))]
+    return min(inside, key=len, default=os.path.basename(path))
 
 
 def _asked(config: RuntimeConfig) -> tuple[str, float]:
