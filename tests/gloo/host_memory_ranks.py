@@ -7,9 +7,11 @@ import ctypes
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 from support.ranks import finish, report, start, use_comfyui
 
@@ -150,6 +152,10 @@ host_memory.comfy.memory_management.aimdo_enabled = True
 with host_memory.weights_in_file(str(model_file)) as ours:
     report(step="DynamicVRAM", ours=ours)
 host_memory.comfy.memory_management.aimdo_enabled = False
+host_memory.sys = SimpleNamespace(platform="win32")
+with host_memory.weights_in_file(str(model_file)) as ours:
+    report(step="another system", ours=ours)
+host_memory.sys = sys
 model = weakref.ref(mapped.model)
 del mapped
 gc.collect()

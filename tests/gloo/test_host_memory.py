@@ -41,6 +41,10 @@ def test_dynamic_vram_maps_by_itself(steps):
     assert steps["DynamicVRAM"] == {"ours": False}
 
 
+def test_other_systems_are_left_alone(steps):
+    assert steps["another system"] == {"ours": False}
+
+
 def test_nothing_keeps_a_dropped_model(steps):
     assert steps["dropped"] == {"alive": False}
 

@@ -1,9 +1,11 @@
 """A model of which every rank keeps a part computes what the whole one does, bit by bit."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import checkpoints
 from support.faults import SOAK, note
 from support.ranks import COMFY, run_ranks
 
@@ -71,3 +73,18 @@ def test_a_rank_keeps_its_part(reports):
         assert report["told"][0] == report["told"][1] > 0
         assert report["unloaded"]
         assert report["progress"]  # it rises from nothing to all of the model, in several steps
+
+
+ALLOWANCE = 24e6  # bytes; what a LoRA takes for one weight, and what libraries keep from their first use
+
+
+def test_a_rank_never_holds_more_than_its_part_and_two_blocks(tmp_path, monkeypatch):
+    """By the kernel's count, through two LoRA, where the C library keeps what is freed between what is in use."""
+    many = checkpoints.Checkpoint(architecture=checkpoints.Flux(hidden=384, double_blocks=4, single_blocks=30))
+    monkeypatch.setitem(checkpoints.CHECKPOINTS, "flux_many", many)
+    monkeypatch.setitem(checkpoints.LORAS, "flux_many_lora", replace(checkpoints.LORAS["flux_lora"], base="flux_many"))
+    checkpoints.write_all(["flux_many", "flux_many_lora"], tmp_path)
+    (report,) = run_ranks(Path(__file__).with_name("load_peak_ranks.py"), 2, str(tmp_path), preload=COMFY)
+    assert report["patched"] > 60
+    assert report["whole"] > 1.5 * report["bound"]
+    assert report["peak"] <= 1.1 * report["bound"] + ALLOWANCE, report

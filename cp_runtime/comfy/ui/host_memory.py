@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +35,8 @@ _VERSIONS = (
 @contextlib.contextmanager
 def weights_in_file(path: str) -> Iterator[bool]:
     """While active, ComfyUI's loaders leave the weights of a file that does not fit where they are. Yields whether it is one."""
-    if comfy.memory_management.aimdo_enabled or not path.lower().endswith(MAPPED) or _bytes(path) <= SHARE * free_host_memory():
+    ours = sys.platform == "linux" and not comfy.memory_management.aimdo_enabled and path.lower().endswith(MAPPED)
+    if not ours or _bytes(path) <= SHARE * free_host_memory():
         yield False
         return
     log.info(

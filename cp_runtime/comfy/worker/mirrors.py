@@ -5,7 +5,6 @@ Importing this brings up ComfyUI: see `service`.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -44,7 +43,7 @@ from .progress import LoadProgress
 from .quantised import shared_scales
 from .room import available, room
 from .sharded import run_sharded
-from .shared_weights import SharedWeightsPatcher
+from .shared_weights import SharedWeightsPatcher, trim_heap
 
 log = logging.getLogger("context_parallel.worker")
 
@@ -270,9 +269,7 @@ def _free_dropped() -> None:
     """Free the memory of dropped models, on the device and on the host."""
     gc.collect()  # modules and hooks refer to each other
     model_management.soft_empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps pieces of shared weights on its heap
-    if trim is not None:
-        trim(0)
+    trim_heap()
 
 
 def _report(shares: BatchShares, planner: DegreePlanner, state: CallState) -> dict[str, Any]:

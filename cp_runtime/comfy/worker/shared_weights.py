@@ -77,6 +77,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
             block.put([self._cast(path, weight) for path, weight in zip(block.slots, parameters, strict=True)])
             weights.keep(block.name, self._patched(block, device_to))
             give_back(parameters, pages)
+            trim_heap()  # of what patching took, in pieces between what is kept
             self.cp_progress.add(parameters)
         self.model.model_loaded_weight_memory = self.cp_size
 
@@ -105,6 +106,13 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         """The weights of a block that patches change, patched."""
         names = [path for path in block.slots if PREFIX + path in self.patches]
         return {path: self.patch_weight_to_device(PREFIX + path, device_to, return_weight=True) for path in names}
+
+
+def trim_heap() -> None:
+    """Give memory back that is free inside of this process. glibc keeps it where something above it on its heap is in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def give_back(weights: Iterable[Tensor], pages: list[tuple[int, int]]) -> None:
