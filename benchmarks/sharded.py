@@ -188,7 +188,7 @@ class Groups:
         named = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
         own = next((Path("/sys/fs/cgroup/memory") / path.lstrip("/") for _, kinds, path in named if kinds == "memory"), None)
         self._parent = own or Path("/sys/fs/cgroup") / next(path for _, kinds, path in named if not kinds).lstrip("/")
-        self._file = "memory.limit_in_bytes" if own else "memory.max"
+        self._file, self._peak = ("memory.limit_in_bytes", "memory.max_usage_in_bytes") if own else ("memory.max", "memory.peak")
         self._made: list[Path] = []
 
     def take(self, pid: int) -> None:
@@ -198,6 +198,11 @@ class Groups:
         self._made.append(group)
         (group / self._file).write_text(str(self._limit))
         (group / "cgroup.procs").write_text(str(pid))
+
+    @property
+    def most(self) -> int:
+        """Bytes that the processes of one group took, at most."""
+        return max(int((group / self._peak).read_text()) for group in self._made)
 
     def remove(self) -> None:
         """Their processes have ended, or end."""
@@ -213,22 +218,25 @@ class Groups:
 
 
 @contextlib.contextmanager
-def limited(models: Path, limit: float) -> Iterator[tuple[ComfyServer, bool]]:
-    """A server whose ranks are there and may take so many bytes each. Says whether the kernel sees to that, too."""
-    groups, real = Groups(limit), True
+def limited(models: Path, limit: float) -> Iterator[tuple[ComfyServer, Groups | None]]:
+    """A server whose ranks are there and may take so many bytes each; and their groups, where the kernel sees to that, too."""
+    groups: Groups | None
+    groups = made = Groups(limit)
     try:
         with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models) as server:
             run(server, "flux", {"world_size": LIMITED})
             server.free()
+            while server.get("/context_parallel/status")["models"]:
+                time.sleep(LOOK)
             try:
                 for pid in server.worker_pids():
-                    groups.take(pid)
+                    made.take(pid)
             except OSError as error:
-                real = False
+                groups = None
                 print(f"no control group can be made ({error})")
-            yield server, real
+            yield server, groups
     finally:
-        groups.remove()
+        made.remove()
 
 
 def limit_main() -> None:
@@ -247,18 +255,19 @@ def limit_main() -> None:
         with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models) as server:
             expected = server.latent(server.run(flux_prompt(**settings), timeout=900).check())
         for weights, memory in (("whole", 0.0), ("whole", limit / 1e9), ("auto", limit / 1e9)):
-            with limited(models, limit) as (server, real):
-                if not real and not memory:
+            with limited(models, limit) as (server, groups):
+                if groups is None and not memory:
                     continue
                 cp = {"world_size": LIMITED, "weights": weights, "memory_per_rank": memory}
                 result = server.run(flux_prompt(cp=cp, **settings), timeout=900)
-                said = "limit by the kernel" + (" and memory_per_rank" if memory else "") if real else "memory_per_rank"
+                said = "limit by the kernel" + (" and memory_per_rank" if memory else "") if groups else "memory_per_rank"
                 if result.error is not None:
                     print(f"{weights:6} {said}: {result.error.exception_message.strip().splitlines()[0]}", flush=True)
                     continue
                 difference = (server.latent(result) - expected).abs().max() / expected.std()
                 placed = server.get("/context_parallel/status")["weights"]["flux_deep_large.safetensors"]
-                print(f"{weights:6} {said}: {placed}; {difference:.1e} of its standard deviation from one process", flush=True)
+                took = f"a rank took {groups.most / 1e9:.2f} GB; " if groups else ""
+                print(f"{weights:6} {said}: {placed}; {took}{difference:.1e} standard deviations from one process", flush=True)
 
 
 def of_size(gigabytes: float) -> Flux:
