@@ -225,9 +225,11 @@ def limited(models: Path, limit: float) -> Iterator[tuple[ComfyServer, Groups | 
     try:
         with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models) as server:
             run(server, "flux", {"world_size": LIMITED})
-            server.free()
-            while server.get("/context_parallel/status")["models"]:
-                time.sleep(LOOK)
+            for _ in range(10):  # it takes effect when ComfyUI's queue comes to it
+                server.free()
+                time.sleep(1)
+                if not server.get("/context_parallel/status")["models"]:
+                    break
             try:
                 for pid in server.worker_pids():
                     made.take(pid)
