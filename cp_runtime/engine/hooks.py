@@ -59,7 +59,7 @@ class InstalledPlan(Generic[PlanT]):
             for name, module in model.named_modules():
                 rule = plan.attention_rule(module)
                 if rule is not None and module not in with_attention:
-                    self._hook(module, self._enter_attention(module, rule), self._leave_attention(name, module))
+                    self._hook(module, self._enter_attention(name, module, rule), self._leave_attention(name, module))
         for path, outputs in plan.outputs.items():
             for name, module in find_modules(model, path):
                 self._hook(module, None, self._complete_output(name, outputs))
@@ -168,13 +168,16 @@ class InstalledPlan(Generic[PlanT]):
         if call := self.current:
             call.leave_scope()
 
-    def _enter_attention(self, module: nn.Module, rule: AttentionRule) -> Callable[..., Any]:
+    def _enter_attention(self, name: str, module: nn.Module, rule: AttentionRule) -> Callable[..., Any]:
         names = argument_names(module)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if call := self.current:
                 arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-                call.enter_scope(rule(arguments) if call.shares_attention else ())
+                if call.shares_attention:
+                    call.enter_scope(rule(arguments), derived=True, name=name)
+                else:
+                    call.enter_scope(())
 
         return hook
 
