@@ -169,6 +169,9 @@ class RunningCall:
                 q_layout, k_layout = map(self.state.layout, streams)
             B, _, H, D = q_BLHD.shape
             shape = AttentionShape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
+            seeing = None
+            if mask is not None and mask.dtype == torch.bool and self._is_of_own(mask, q_layout, k_layout):
+                mask, seeing = self._own_parts(mask)
             if causal:
                 mask = self.state.once("causal", q_layout, lambda: q_BLHD.new_ones(q_layout.total, k_layout.total).tril().bool())
             out = context_parallel_attention(
@@ -177,7 +180,7 @@ class RunningCall:
             )  # fmt: skip
         if self._after_attention is not None:
             self._after_attention()
-        return out
+        return out if seeing is None else out.masked_fill(~seeing, 0.0)
 
     def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
         """The tokens of all ranks, given this rank's tokens of a stream along `dim`."""
@@ -223,6 +226,27 @@ class RunningCall:
             self._ranges.pop().__exit__(None, None, None)
         self._scopes.clear()
         self.state.close()
+
+    def _is_of_own(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout) -> bool:
+        """Whether a mask was made inside of the attention, for this rank's queries and keys."""
+        own = tuple(layout.local_lengths[self.mesh.rank] for layout in (q_layout, k_layout))
+        return self.mesh.size > 1 and tuple(mask.shape[-2:]) == own and own[0] not in (1, q_layout.total)
+
+    def _own_parts(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Visible keys `[..., 1, keys]`, and queries that see any `[B or 1, queries, H or 1, 1]`, of a mask that hides padding.
+
+        Raises:
+            PlanError: it hides some keys from some queries only: what other ranks' keys are to them is not in it.
+        """
+        keys, queries = mask.any(-2, keepdim=True), mask.any(-1, keepdim=True)
+        if self.followed is not None:  # calls of the same form do not ask again, which waits for the device
+            differs = (mask != (keys & queries)).any().to(torch.float32).view(1)
+            if self.mesh.whole.largest(differs).item():
+                raise PlanError(
+                    f"{self._model_name}: attention mask of shape {tuple(mask.shape)} is for a rank's own queries and keys, and hides "
+                    "some keys from some queries only. Pass one for all queries and keys, or one row for this rank's keys."
+                )
+        return keys, queries[(None,) * (4 - queries.ndim)].transpose(1, 2)
 
     def _tokens(self, transform: Transform) -> tuple[tuple[str | None, int], ...]:
         """What a value that a transform has split holds; nothing where that is none of the streams that attend."""
