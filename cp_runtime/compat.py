@@ -1,7 +1,8 @@
-"""What torch has no public name for. The only module that uses names of torch with a leading underscore."""
+"""What torch and diffusers have no public name for. The only module that uses their names with a leading underscore."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,3 +88,12 @@ def tensor_without_storage(
 ) -> Any:
     """A tensor of a subclass that only looks like one."""
     return Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
+
+
+def attention_backend_of(processor: object) -> str | None:
+    """Name of the backend that one of diffusers' attention processors dispatches to; None for a processor that chooses none."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    if dispatch is None or not hasattr(processor, "_attention_backend"):
+        return None
+    chosen = processor._attention_backend or dispatch._AttentionBackendRegistry.get_active_backend()[0]
+    return str(getattr(chosen, "value", chosen))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..compat import attention_backend_of
 from ..engine.config import ContextParallelConfig
 from ..engine.hooks import InstalledPlan
 from ..engine.mesh import SequenceMesh
@@ -19,11 +21,14 @@ from ..engine.plan import ShardingPlan
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import ConfigError, PlanError, bad_value
 from ..nested import form_of
+from . import agreement
 from .shared import SharedModel
 from .table import plan_from_table
 from .torch_function import Record, SharedAttention
 
 FORMS = 64  # of calls that are remembered
+REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
+"""Those of diffusers that call torch's function. The others attend out of reach."""
 
 
 class AppliedPlan:
@@ -53,12 +58,14 @@ def apply_context_parallel(
     *,
     shard_weights: bool = False,
     device: torch.device | str | None = None,
+    check_inputs: bool = False,
+    verify: Literal["first"] | None = None,
 ) -> AppliedPlan | None:
     """Split the module's sequence over the ranks, from its next call on.
 
-    Every rank calls it, and then the module, alike: with the same arguments, under `torch.inference_mode()`. Attention is
-    reached where the module calls torch's `scaled_dot_product_attention`; none of it may take another way, or run over less than
-    the split sequence (windows, frames), unless the plan says so with a `ModulePlan`.
+    Every rank calls it, and then the module, alike: with the same arguments, under `torch.inference_mode()`; the first call checks
+    that they are the same. Attention is reached where the module calls torch's `scaled_dot_product_attention`; none of it may take
+    another way, or run over less than the split sequence (windows, frames), unless the plan says so with a `ModulePlan`.
 
     Args:
         module: any module, in eval mode; on this rank's device, unless `device` says where that is.
@@ -72,6 +79,8 @@ def apply_context_parallel(
             or changes weights of blocks is refused; a LoRA is fused before.
         device: with `shard_weights`, where this rank computes: its shards, and what is outside of the blocks, go there. None =
             where the weights are.
+        check_inputs: compare the arguments of all ranks in every call, not in the first one alone.
+        verify: "first" = in the first call every rank runs the module alone, too, and compares the outputs.
 
     Returns:
         The applied plan: its `mesh.stats` count what is sent, its `remove` undoes it. None where the degrees are 1 x 1: nothing
@@ -79,9 +88,12 @@ def apply_context_parallel(
 
     Raises:
         ConfigError: the config is none, or does not fit the ranks; a device without `shard_weights`.
-        PlanError: the plan does not fit the module, or one is applied already; weights that cannot be shared out.
+        PlanError: the plan does not fit the module, or one is applied already; weights that cannot be shared out. A call raises
+            it, on all ranks alike, where arguments differ, attention is out of reach, or the output is not gathered.
     """
     config = ContextParallelConfig.of(parallel_config)
+    if verify not in (None, "first"):
+        raise bad_value("verify", verify, '"first" or None', "Leave it out, or compare the first call with one process.")
     if device is not None and not shard_weights:
         raise bad_value("device", device, "None without shard_weights", "Move the module there before: module.to(device).")
     if module in _installed:
@@ -114,22 +126,37 @@ def apply_context_parallel(
     if shared is not None:
         weights = shared.weights
         installed.on_remove(shared.give_back)
-    attentions = [inner for inner in module.modules() if hasattr(inner, "processor")]
-    records: dict[object, Record] = {}
     had, stock = vars(module).get("forward"), module.forward
+    processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
+    records: dict[object, Record] = {}
+    name = type(module).__name__
+    calls = 0
 
     @wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _check_call(self, module)
-        form = (form_of(args), form_of(kwargs), *(type(attention.processor) for attention in attentions))
+        nonlocal calls
+        _check_call(self, module, mesh)
+        if check_inputs or not calls:
+            agreement.check_inputs(name, stock, mesh.whole, args, kwargs)
+        backends = tuple(attention_backend_of(attention.processor) for attention in processors)
+        form = (form_of(args), form_of(kwargs), backends, *(type(attention.processor) for attention in processors))
         known = records.get(form)
+        if known is None:
+            _check_backends(name, backends)
+        expected = None
+        if verify and not calls:
+            with weights.call() if weights is not None else nullcontext():
+                expected = agreement.Expected(stock, args, kwargs)
         with installed.call(mesh, lambda shape: config, weights=weights) as call, SharedAttention(call, known) as attention:
             out = installed.forward(stock, *args, **kwargs)
             attention.check_output(out)
+        if expected is not None:
+            expected.check(name, out, mesh.whole)
         if known is None:
             if len(records) == FORMS:
                 del records[next(iter(records))]
             records[form] = attention.record
+        calls += 1
         return out
 
     ours = MethodType(forward, module)  # bound, so that a copy of the module is told from it
@@ -163,8 +190,23 @@ def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | Shardin
         installed.remove()
 
 
-def _check_call(called: nn.Module, module: nn.Module) -> None:
+def _check_backends(name: str, backends: tuple[str | None, ...]) -> None:
+    if out_of_reach := {backend for backend in backends if backend is not None} - REACHED_BACKENDS:
+        raise bad_value(
+            f"attention backend of this {name}",
+            ", ".join(sorted(out_of_reach)),
+            ", ".join(sorted(REACHED_BACKENDS)),
+            'They call torch\'s scaled_dot_product_attention: model.set_attention_backend("native").',
+        )
+
+
+def _check_call(called: nn.Module, module: nn.Module, mesh: SequenceMesh) -> None:
     name = type(module).__name__
+    if not mesh.is_alive:
+        raise PlanError(
+            f"the process group that this {name} was applied with was destroyed. Call remove_context_parallel and "
+            "apply_context_parallel again."
+        )
     if called is not module:
         raise PlanError(f"this {name} is a copy of one that is context parallel. Call remove_context_parallel before copying it.")
     if module.training:

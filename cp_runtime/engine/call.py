@@ -243,8 +243,8 @@ class RunningCall:
             differs = (mask != (keys & queries)).any().to(torch.float32).view(1)
             if self.mesh.whole.largest(differs).item():
                 raise PlanError(
-                    f"{self._model_name}: attention mask of shape {tuple(mask.shape)} is for a rank's own queries and keys, and hides "
-                    "some keys from some queries only. Pass one for all queries and keys, or one row for this rank's keys."
+                    f"{self._model_name}: attention mask of shape {tuple(mask.shape)} is for a rank's own queries and keys, and "
+                    "hides some keys from some queries only. Pass one for all queries and keys, or a row for this rank's keys."
                 )
         return keys, queries[(None,) * (4 - queries.ndim)].transpose(1, 2)
 

@@ -8,22 +8,23 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import bad_value
-from .mesh import SequenceMesh
+from ..errors import ConfigError, bad_value
+from .mesh import AXES, MAKE_MESH, SequenceMesh
 
 ROTATE_METHODS = ("alltoall", "allgather")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ContextParallelConfig:
     """How a sequence is split over ranks. Names and meanings are those of diffusers 0.42; what it refuses works here.
 
     The axes are `ring` x `ulysses`, ulysses inner; their product is the number of ranks. 1 x 1 changes nothing.
 
     Args:
-        ring_degree: ranks that pass keys and values around; None = 1.
-        ulysses_degree: ranks that exchange sequence shards for head shards; None = 1.
+        ring_degree: ranks that pass keys and values around; None = as the mesh says, 1 without one.
+        ulysses_degree: ranks that exchange sequence shards for head shards; None = as the mesh says, 1 without one.
         convert_to_fp32: merge partial results of ring steps in float32.
         rotate_method: how ring attention moves keys and values: "alltoall", from neighbour to neighbour while it computes, or
             "allgather", all at once.
@@ -44,12 +45,15 @@ class ContextParallelConfig:
     ring_anything: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ring_degree", "ulysses_degree"):
+        sizes = None if self.mesh is None else axis_sizes(self.mesh)
+        for axis, name in enumerate(("ring_degree", "ulysses_degree")):
             value = getattr(self, name)
             if value is None:
-                object.__setattr__(self, name, 1)
+                object.__setattr__(self, name, sizes[axis] if sizes else 1)
             elif not is_int(value) or value < 1:
                 raise bad_value(name, value, "a whole number from 1", "Set it to the number of ranks on that axis.")
+        if sizes is not None:
+            self._check_sizes(sizes)
         if self.rotate_method not in ROTATE_METHODS:
             raise bad_value("rotate_method", self.rotate_method, " or ".join(ROTATE_METHODS), "Choose one of them.")
         for name in ("convert_to_fp32", "ulysses_anything", "ring_anything"):
@@ -80,29 +84,45 @@ class ContextParallelConfig:
         """
         ring, ulysses = self.mesh_shape
         mesh = mesh if mesh is not None else self.mesh
-        if mesh is None and ring * ulysses != world_size:
+        if mesh is not None:
+            self._check_sizes(axis_sizes(mesh))
+        elif ring * ulysses != world_size:
             raise bad_value(
                 "ring_degree x ulysses_degree",
                 f"{ring} x {ulysses} = {ring * ulysses}",
                 f"a product equal to the world size, {world_size}",
                 "Change a degree, start as many ranks, or pass a mesh with more axes.",
             )
-        sequence = SequenceMesh.from_device_mesh(mesh) if mesh is not None else SequenceMesh(dist.group.WORLD)
-        if mesh is not None and (mesh["ring"].size(), mesh["ulysses"].size()) != (ring, ulysses):
-            raise bad_value(
-                "mesh",
-                f"ring {mesh['ring'].size()} x ulysses {mesh['ulysses'].size()}",
-                f"axes of the sizes ring_degree {ring} and ulysses_degree {ulysses}",
-                "Make the mesh and the degrees agree.",
+        if world_size > 1 and not dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed is not initialised. Start the script with torchrun, and call "
+                "torch.distributed.init_process_group before setup."
             )
         if not 0 <= rank < world_size:
             raise bad_value("rank", rank, f"0 to {world_size - 1}", "Pass torch.distributed.get_rank().")
+        sequence = SequenceMesh.from_device_mesh(mesh) if mesh is not None else SequenceMesh(dist.group.WORLD)
         object.__setattr__(self, "_sequence", sequence)
 
     @property
     def sequence(self) -> SequenceMesh | None:
-        """The ranks that share the sequence, after `setup`."""
-        return getattr(self, "_sequence", None)
+        """The ranks that share the sequence, after `setup`; None again when their process group was destroyed."""
+        sequence: SequenceMesh | None = getattr(self, "_sequence", None)
+        return sequence if sequence is not None and sequence.is_alive else None
+
+    def _check_sizes(self, sizes: tuple[int, int]) -> None:
+        """Raise ConfigError unless the axes of a mesh are as long as the degrees."""
+        if sizes != self.mesh_shape:
+            raise bad_value(
+                "mesh",
+                f"ring {sizes[0]} x ulysses {sizes[1]}",
+                f"axes of the sizes ring_degree {self.ring_degree} and ulysses_degree {self.ulysses_degree}",
+                "Make the mesh and the degrees agree, or leave the degrees out.",
+            )
+
+    @property
+    def tensor_parallel_config(self) -> None:
+        """Asked for by diffusers alone. Raises ConfigError."""
+        raise given_to_diffusers()
 
     @classmethod
     def of(cls, config: Any) -> ContextParallelConfig:
@@ -111,11 +131,13 @@ class ContextParallelConfig:
         Raises:
             ConfigError: it is something else, or asks for another parallelism.
         """
+        if isinstance(config, ParallelConfig):
+            config = config.context_parallel_config
+        if isinstance(config, cls):
+            return config
         if getattr(config, "tensor_parallel_config", None) is not None:
             raise bad_value("tensor_parallel_config", "a TensorParallelConfig", "None", "Apply one kind of parallelism here.")
         config = getattr(config, "context_parallel_config", config)
-        if isinstance(config, cls):
-            return config
         try:
             return cls(**{f.name: getattr(config, f.name) for f in dataclasses.fields(cls)})
         except AttributeError as error:
@@ -124,15 +146,20 @@ class ContextParallelConfig:
             ) from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ParallelConfig:
     """What `apply_context_parallel` takes, as in diffusers: a context parallel config by that name."""
 
     context_parallel_config: ContextParallelConfig
 
-    def setup(self, rank: int, world_size: int, device: torch.device | str, *, mesh: Any = None) -> None:
-        """See `ContextParallelConfig.setup`."""
-        self.context_parallel_config.setup(rank, world_size, device, mesh)
+    def setup(self, rank: int, world_size: int, device: torch.device | str, *, mesh: Any = None, cp_mesh: Any = None) -> None:
+        """See `ContextParallelConfig.setup`. `cp_mesh` is the name that mindone and diffusers before 0.36 have for `mesh`."""
+        self.context_parallel_config.setup(rank, world_size, device, mesh if mesh is not None else cp_mesh)
+
+    @property
+    def tensor_parallel_config(self) -> None:
+        """Asked for by diffusers alone. Raises ConfigError."""
+        raise given_to_diffusers()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +180,29 @@ class SequenceSettings:
     def with_degrees(self, ring: int, ulysses: int) -> ContextParallelConfig:
         """The same settings with these degrees."""
         return ContextParallelConfig(**{**dataclasses.asdict(self), "ring_degree": ring, "ulysses_degree": ulysses})
+
+
+def axis_sizes(mesh: Any) -> tuple[int, int]:
+    """Ranks on the axes ring and ulysses of a DeviceMesh.
+
+    Raises:
+        ConfigError: it is none, or has no such axes.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise bad_value("mesh", mesh, "a torch.distributed.device_mesh.DeviceMesh", MAKE_MESH)
+    names = mesh.mesh_dim_names or ()
+    if tuple(name for name in names if name in AXES) != AXES:
+        raise bad_value("mesh", f"the axes {', '.join(names) or 'without names'}", "ring and ulysses, in this order", MAKE_MESH)
+    ring, ulysses = (mesh.size(names.index(axis)) for axis in AXES)
+    return ring, ulysses
+
+
+def given_to_diffusers() -> ConfigError:
+    """The error for a config of this package in enable_parallelism or from_pretrained of diffusers."""
+    return ConfigError(
+        "parallel_config: got a config of cp_runtime; allowed in diffusers' enable_parallelism and from_pretrained: diffusers' own."
+        " Load the model without parallel_config, and call cp_runtime.apply_context_parallel(model, config)."
+    )
 
 
 def is_int(value: object) -> bool:

@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import io
+import sys
 import weakref
 from collections import namedtuple
 from functools import partial
@@ -223,4 +224,31 @@ with torch.no_grad():
         turned = DeviceMesh("cpu", torch.arange(4).reshape(2, 2).T, mesh_dim_names=("ring", "ulysses"))
         config = ContextParallelConfig(ring_degree=2, ulysses_degree=2, mesh=turned)
         check("mesh turned around", refused(lambda: apply_context_parallel(new(), config, PLAN), ConfigError, "ascending"))
+    row = DeviceMesh("cpu", torch.arange(world).reshape(1, world), mesh_dim_names=("ring", "ulysses"))
+    of_mesh = ContextParallelConfig(mesh=row)
+    check("degrees of the mesh", of_mesh.mesh_shape == (1, world))
+    for name, make in {
+        "other degrees than the mesh": lambda: ContextParallelConfig(ring_degree=world, mesh=row),
+        "no mesh": lambda: ContextParallelConfig(mesh="cuda"),
+        "a mesh of other axes": lambda: ContextParallelConfig(mesh=DeviceMesh("cpu", list(range(world)), mesh_dim_names=("cp",))),
+    }.items():
+        check(name, refused(make, ConfigError, "mesh: got", "allowed"))
+
+    # A config outlives a process group, a mesh does not.
+    ulysses, expected = ContextParallelConfig(ulysses_degree=world, ulysses_anything=True), new()(x).sample
+    apply_context_parallel(model := new(), ulysses, PLAN)
+    apply_context_parallel(other := new(), of_mesh, PLAN)
+    model(x)
+    remove_context_parallel(other)
+    dist.barrier()
+    dist.destroy_process_group()
+    check_alone = refused(lambda: ulysses.setup(rank, world, "cpu"), ConfigError, "init_process_group before setup")
+    store = dist.FileStore(sys.argv[3] + " again", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    check("setup before init_process_group", check_alone)
+    check("a process group that was destroyed", refused(model, PlanError, "apply_context_parallel again", given=x))
+    remove_context_parallel(model)
+    apply_context_parallel(model, ulysses, PLAN)
+    check("a new process group", (model(x).sample - expected).abs().max() < 1e-5)
+    check("its mesh is gone", refused(lambda: apply_context_parallel(other, of_mesh, PLAN), ConfigError, "mesh: got one without"))
 finish()
