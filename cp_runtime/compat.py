@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -88,6 +90,24 @@ def tensor_without_storage(
 ) -> Any:
     """A tensor of a subclass that only looks like one."""
     return Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
+
+
+def not_compiled(function: Function) -> Function:
+    """The same function, left out of the graphs of `torch.compile` with all that it calls."""
+    left_out: Function = torch.compiler.disable(function)
+    return left_out
+
+
+def not_compiled_itself(function: Function) -> Function:
+    """The same function, left out of the graphs of `torch.compile`; what it calls is compiled."""
+    left_out: Function = torch.compiler.disable(function, recursive=False)
+    return left_out
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` was called with, where it is what that returned."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
 
 
 def attention_backend_of(processor: object) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat import not_compiled
 from ..engine.mesh import RankGroup
 from ..errors import PlanError
 from ..nested import map_tensors, tensors
@@ -19,6 +20,7 @@ from ..nested import map_tensors, tensors
 TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
 
 
+@not_compiled
 def check_inputs(module: str, forward: Callable[..., Any], group: RankGroup, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError, on all ranks alike, unless all ranks have the same arguments. One collective of some bytes.
 
@@ -85,6 +87,7 @@ class Expected:
         copies = map_tensors([args, dict(kwargs)], Tensor.clone)  # a model may change what it is given
         self._tensors = list(tensors(forward(*copies[0], **copies[1])))
 
+    @not_compiled
     def check(self, module: str, out: Any, group: RankGroup) -> None:
         """Raise PlanError, on all ranks alike, where an output is another one on any rank."""
         found = list(tensors(out))

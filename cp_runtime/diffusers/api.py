@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..compat import attention_backend_of
+from ..compat import attention_backend_of, not_compiled, not_compiled_itself, uncompiled
 from ..engine.config import ContextParallelConfig
 from ..engine.hooks import InstalledPlan
 from ..engine.mesh import SequenceMesh
@@ -39,12 +39,13 @@ class AppliedPlan:
         weights: of the blocks, where every rank keeps a part of them: `weights.nbytes` are on this rank's device.
     """
 
-    def __init__(self, installed: InstalledPlan[ShardingPlan], mesh: SequenceMesh, weights: ShardedWeights | None) -> None:
+    def __init__(self, installed: InstalledPlan[ShardingPlan] | None, mesh: SequenceMesh, weights: ShardedWeights | None) -> None:
         self._installed, self.mesh, self.weights = installed, mesh, weights
 
     def remove(self) -> None:
         """Undo `apply_context_parallel`. With `shard_weights` all ranks do it: see `remove_context_parallel`."""
-        self._installed.remove()
+        if self._installed is not None:
+            self._installed.remove()
 
 
 # What holds an installed plan is the module itself, by its forward.
@@ -60,7 +61,7 @@ def apply_context_parallel(
     device: torch.device | str | None = None,
     check_inputs: bool = False,
     verify: Literal["first"] | None = None,
-) -> AppliedPlan | None:
+) -> AppliedPlan:
     """Split the module's sequence over the ranks, from its next call on.
 
     Every rank calls it, and then the module, alike: with the same arguments, under `torch.inference_mode()`; the first call checks
@@ -83,14 +84,15 @@ def apply_context_parallel(
         verify: "first" = in the first call every rank runs the module alone, too, and compares the outputs.
 
     Returns:
-        The applied plan: its `mesh.stats` count what is sent, its `remove` undoes it. None where the degrees are 1 x 1: nothing
-        changes then, neither weights nor device.
+        The applied plan: its `mesh.stats` count what is sent, its `remove` undoes it. Where the degrees are 1 x 1, nothing changes,
+        neither weights nor device.
 
     Raises:
         ConfigError: the config is none, or does not fit the ranks; a device without `shard_weights`.
         PlanError: the plan does not fit the module, or one is applied already; weights that cannot be shared out. A call raises
             it, on all ranks alike, where arguments differ, attention is out of reach, or the output is not gathered.
     """
+    module = uncompiled(module)
     config = ContextParallelConfig.of(parallel_config)
     if verify not in (None, "first"):
         raise bad_value("verify", verify, '"first" or None', "Leave it out, or compare the first call with one process.")
@@ -112,9 +114,12 @@ def apply_context_parallel(
     if plan is None:
         plan = getattr(module, "_cp_plan", None)
         if plan is None:
-            raise PlanError(f"{type(module).__name__} has no _cp_plan. Pass a plan.")
+            raise PlanError(
+                f"{type(module).__name__} has no _cp_plan. Pass a plan, or the model inside where this one wraps it, such as "
+                "model.module of DistributedDataParallel."
+            )
     if config.mesh_shape == (1, 1):
-        return None
+        return AppliedPlan(None, SequenceMesh(None), None)
     mesh = _mesh(module, config)
     installed = InstalledPlan(module, plan if isinstance(plan, ShardingPlan) else plan_from_table(module, plan))
     try:
@@ -132,6 +137,20 @@ def apply_context_parallel(
     name = type(module).__name__
     calls = 0
 
+    @not_compiled_itself
+    def sharded(known: Record | None, args: Any, kwargs: Any) -> tuple[Any, Record]:
+        with installed.call(mesh, lambda shape: config, weights=weights) as call, SharedAttention(call, known) as attention:
+            out = installed.forward(stock, *args, **kwargs)
+            attention.check_output(out)
+        return out, attention.record
+
+    @not_compiled
+    def followed(known: Record | None, args: Any, kwargs: Any) -> tuple[Any, Record]:
+        """The first call of a form: a compiled module would not call the functions of torch that tokens are followed through."""
+        with torch.compiler.set_stance("force_eager"):
+            return sharded(known, args, kwargs)
+
+    @not_compiled_itself
     @wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -147,15 +166,13 @@ def apply_context_parallel(
         if verify and not calls:
             with weights.call() if weights is not None else nullcontext():
                 expected = agreement.Expected(stock, args, kwargs)
-        with installed.call(mesh, lambda shape: config, weights=weights) as call, SharedAttention(call, known) as attention:
-            out = installed.forward(stock, *args, **kwargs)
-            attention.check_output(out)
+        out, record = (followed if known is None else sharded)(known, args, kwargs)
         if expected is not None:
             expected.check(name, out, mesh.whole)
         if known is None:
             if len(records) == FORMS:
                 del records[next(iter(records))]
-            records[form] = attention.record
+            records[form] = record
         calls += 1
         return out
 
@@ -163,6 +180,7 @@ def apply_context_parallel(
 
     def undo() -> None:
         _installed.pop(module, None)
+        vars(module).pop("__reduce_ex__", None)
         if vars(module).get("forward") is not ours:  # somebody has wrapped it since: it stays, and passes on
             return
         if had is None:
@@ -170,7 +188,14 @@ def apply_context_parallel(
         else:
             module.forward = had
 
+    def refuse_to_save(*_: Any) -> Any:
+        raise PlanError(
+            f"this {name} is context parallel: a copy, or a file of it, would hold the sharding and not the model. Save its "
+            "state_dict(), or call remove_context_parallel before copying or saving it."
+        )
+
     module.forward = ours
+    vars(module)["__reduce_ex__"] = refuse_to_save
     _installed[module] = ref(installed)
     installed.on_remove(undo)
     return AppliedPlan(installed, mesh, weights)
@@ -185,6 +210,7 @@ def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | Shardin
     Args:
         plan: taken for diffusers' signature; what was applied is known.
     """
+    module = uncompiled(module)
     installed = _installed[module]() if module in _installed else None
     if installed is not None:
         installed.remove()

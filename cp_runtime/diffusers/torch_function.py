@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..compat import fused_attention_functions
+from ..compat import fused_attention_functions, not_compiled
 from ..engine.call import RunningCall
 from ..engine.state import AttentionStreams
 from ..errors import PlanError
@@ -84,6 +84,7 @@ class SharedAttention(TorchFunctionMode):
                 "token alone: {its path: ContextParallelOutput(gather_dim=1)}."
             )
 
+    @not_compiled
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         streams, local = self._decision(query, key)
         if local:

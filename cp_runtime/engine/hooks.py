@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
+from ..compat import not_compiled, not_compiled_itself
 from ..errors import PlanError
 from ..nested import rebuild
 from .call import Planner, RunningCall
@@ -94,6 +95,7 @@ class InstalledPlan(Generic[PlanT]):
                 self.current = None
                 call.close()
 
+    @not_compiled_itself
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `run`, the model's own forward, with this rank's part of the model's arguments. Inside of `call`."""
         for enter in self._enter_model:
@@ -121,11 +123,12 @@ class InstalledPlan(Generic[PlanT]):
             self._enter_model += [enter] if enter else []
             self._leave_model[:0] = [leave] if leave else []
             return
+        # Compiled modules leave their graph for them: they speak with other ranks.
         if enter is not None:
-            self._undo.append(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            self._undo.append(module.register_forward_pre_hook(not_compiled(enter), with_kwargs=True).remove)
         if leave is not None:
             # In front of the hooks that are there: what was entered last is left first, and other hooks see whole outputs.
-            self._undo.append(module.register_forward_hook(leave, prepend=True).remove)
+            self._undo.append(module.register_forward_hook(not_compiled(leave), prepend=True).remove)
 
     def _enter_module(self, name: str, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
         positions = {argument: i for i, argument in enumerate(argument_names(module))}
