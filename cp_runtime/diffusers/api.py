@@ -22,6 +22,7 @@ from ..engine.weights.sharded import ShardedWeights
 from ..errors import ConfigError, PlanError, bad_value
 from ..nested import form_of
 from . import agreement
+from .batches import Share
 from .shared import SharedModel
 from .table import plan_from_table
 from .torch_function import Record, SharedAttention
@@ -113,12 +114,14 @@ def apply_context_parallel(
         )
     if plan is None:
         plan = getattr(module, "_cp_plan", None)
+        if plan is None and config.mesh_shape == (1, 1):  # no sequence is split: for the batch axis alone
+            plan = {}
         if plan is None:
             raise PlanError(
                 f"{type(module).__name__} has no _cp_plan. Pass a plan, or the model inside where this one wraps it, such as "
                 "model.module of DistributedDataParallel."
             )
-    if config.mesh_shape == (1, 1):
+    if config.of_all_ranks.mesh_shape == (1, 1):
         return AppliedPlan(None, SequenceMesh(None), None)
     mesh = _mesh(module, config)
     installed = InstalledPlan(module, plan if isinstance(plan, ShardingPlan) else plan_from_table(module, plan))
@@ -139,10 +142,14 @@ def apply_context_parallel(
 
     @not_compiled_itself
     def sharded(known: Record | None, args: Any, kwargs: Any) -> tuple[Any, Record]:
-        with installed.call(mesh, lambda shape: config, weights=weights) as call, SharedAttention(call, known) as attention:
+        share = Share.of(config.batch, config.batch_degree, args, kwargs)
+        sequence, degrees = (mesh, config.of_all_ranks) if share is None else (share.sequence, config)
+        if share is not None:
+            args, kwargs = share.take(args), share.take(kwargs)
+        with installed.call(sequence, lambda shape: degrees, weights=weights) as call, SharedAttention(call, known) as attention:
             out = installed.forward(stock, *args, **kwargs)
             attention.check_output(out)
-        return out, attention.record
+        return out if share is None else share.gather(out), attention.record
 
     @not_compiled
     def followed(known: Record | None, args: Any, kwargs: Any) -> tuple[Any, Record]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, bad_value
-from .mesh import AXES, MAKE_MESH, SequenceMesh
+from .mesh import AXES, MAKE_MESH, BatchMesh, SequenceMesh
 
 ROTATE_METHODS = ("alltoall", "allgather")
 
@@ -20,7 +20,7 @@ ROTATE_METHODS = ("alltoall", "allgather")
 class ContextParallelConfig:
     """How a sequence is split over ranks. Names and meanings are those of diffusers 0.42; what it refuses works here.
 
-    The axes are `ring` x `ulysses`, ulysses inner; their product is the number of ranks. 1 x 1 changes nothing.
+    The axes are `ring` x `ulysses`, ulysses inner; their product with `batch_degree` is the number of ranks. 1 x 1 changes nothing.
 
     Args:
         ring_degree: ranks that pass keys and values around; None = as the mesh says, 1 without one.
@@ -31,6 +31,8 @@ class ContextParallelConfig:
         mesh: DeviceMesh with the axes "ring" and "ulysses", in this order, and any others; None = all ranks.
         ulysses_anything: allow lengths and head counts that do not divide by `ulysses_degree` (exact either way).
         ring_anything: allow lengths that do not divide by `ring_degree`.
+        batch_degree: groups of ranks that compute items of a batch at the same time, each of them ring x ulysses ranks. A call of
+            fewer items is shared by all ranks: the degree of the batch is then one of ulysses. Not in diffusers.
 
     Raises:
         ConfigError: naming field, value, what is allowed and what to do.
@@ -43,6 +45,7 @@ class ContextParallelConfig:
     mesh: Any = field(default=None, compare=False)
     ulysses_anything: bool = False
     ring_anything: bool = False
+    batch_degree: int = 1
 
     def __post_init__(self) -> None:
         sizes = None if self.mesh is None else axis_sizes(self.mesh)
@@ -52,8 +55,12 @@ class ContextParallelConfig:
                 object.__setattr__(self, name, sizes[axis] if sizes else 1)
             elif not is_int(value) or value < 1:
                 raise bad_value(name, value, "a whole number from 1", "Set it to the number of ranks on that axis.")
+        if not is_int(self.batch_degree) or self.batch_degree < 1:
+            raise bad_value("batch_degree", self.batch_degree, "a whole number from 1", "Set it to the number of groups of ranks.")
         if sizes is not None:
             self._check_sizes(sizes)
+            if self.batch_degree > 1:
+                raise bad_value("batch_degree", self.batch_degree, "1 with a mesh", "Leave the mesh out: all ranks are used then.")
         if self.rotate_method not in ROTATE_METHODS:
             raise bad_value("rotate_method", self.rotate_method, " or ".join(ROTATE_METHODS), "Choose one of them.")
         for name in ("convert_to_fp32", "ulysses_anything", "ring_anything"):
@@ -86,10 +93,12 @@ class ContextParallelConfig:
         mesh = mesh if mesh is not None else self.mesh
         if mesh is not None:
             self._check_sizes(axis_sizes(mesh))
-        elif ring * ulysses != world_size:
+        elif (product := ring * ulysses * self.batch_degree) != world_size:
+            degrees = {"ring_degree": ring, "ulysses_degree": ulysses, "batch_degree": self.batch_degree}
+            shown = {name: degree for name, degree in degrees.items() if degree > 1 or name != "batch_degree"}
             raise bad_value(
-                "ring_degree x ulysses_degree",
-                f"{ring} x {ulysses} = {ring * ulysses}",
+                " x ".join(shown),
+                f"{' x '.join(map(str, shown.values()))} = {product}",
                 f"a product equal to the world size, {world_size}",
                 "Change a degree, start as many ranks, or pass a mesh with more axes.",
             )
@@ -100,12 +109,26 @@ class ContextParallelConfig:
             )
         if not 0 <= rank < world_size:
             raise bad_value("rank", rank, f"0 to {world_size - 1}", "Pass torch.distributed.get_rank().")
-        sequence = SequenceMesh.from_device_mesh(mesh) if mesh is not None else SequenceMesh(dist.group.WORLD)
-        object.__setattr__(self, "_sequence", sequence)
+        batch = BatchMesh(dist.group.WORLD)
+        object.__setattr__(self, "_batch", batch)
+        object.__setattr__(self, "_sequence", batch.sequence() if mesh is None else SequenceMesh.from_device_mesh(mesh))
+
+    @property
+    def batch(self) -> BatchMesh:
+        """All ranks, after `setup`."""
+        batch: BatchMesh = self.__dict__["_batch"]
+        return batch
+
+    @property
+    def of_all_ranks(self) -> ContextParallelConfig:
+        """The same for a call of which all ranks share the sequence."""
+        if self.batch_degree == 1:
+            return self
+        return dataclasses.replace(self, ulysses_degree=self.mesh_shape[1] * self.batch_degree, batch_degree=1)
 
     @property
     def sequence(self) -> SequenceMesh | None:
-        """The ranks that share the sequence, after `setup`; None again when their process group was destroyed."""
+        """The ranks that share a sequence, after `setup`: all that compute one call. None when their group was destroyed."""
         sequence: SequenceMesh | None = getattr(self, "_sequence", None)
         return sequence if sequence is not None and sequence.is_alive else None
 
@@ -139,7 +162,8 @@ class ContextParallelConfig:
             raise bad_value("tensor_parallel_config", "a TensorParallelConfig", "None", "Apply one kind of parallelism here.")
         config = getattr(config, "context_parallel_config", config)
         try:
-            return cls(**{f.name: getattr(config, f.name) for f in dataclasses.fields(cls)})
+            theirs = [f.name for f in dataclasses.fields(cls) if f.name != "batch_degree"]
+            return cls(**{name: getattr(config, name) for name in theirs})
         except AttributeError as error:
             raise bad_value(
                 "parallel_config", config, "a ContextParallelConfig or ParallelConfig", f"Build one of them ({error})."

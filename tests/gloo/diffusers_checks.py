@@ -475,8 +475,54 @@ def other_inputs(rank: int, world: int) -> dict[str, Any]:
     return results
 
 
+def batch_axis(rank: int, world: int) -> dict[str, Any]:
+    """Items of a batch on groups of ranks: more of them than groups, as many, and fewer, which all ranks share by tokens."""
+    groups, results = 3 if world == 3 else 2, {}
+    shapes = [dict(ulysses_degree=world // groups), dict(ring_degree=world // groups, rotate_method="alltoall")]
+    for name, make in [("flux", flux), ("qwen", masked_qwen)]:
+        model = build(name)
+        expected = {items: forward(model, make(batch=items)) for items in (1, groups, groups + 1)}
+        for shape in shapes:
+            applied = apply_context_parallel(model, ContextParallelConfig(**shape, **ANYTHING, batch_degree=groups), verify="first")
+            for items, outputs in expected.items():
+                applied.mesh.stats.reset()
+                found = forward(model, make(batch=items))
+                results[f"difference of {items} {name} {shape}"] = relative(found, outputs)
+                if world == groups <= items:  # each group is one rank
+                    results["only outputs"] = applied.mesh.stats.collectives == 1
+            remove_context_parallel(model)
+    apply_context_parallel(model, ContextParallelConfig(1, world // groups, **ANYTHING, batch_degree=groups), verify="first")
+    results["output class"] = type(model(**masked_qwen(batch=groups))).__name__
+    return results
+
+
+def masked_qwen(batch: int) -> dict[str, Any]:
+    return qwen(batch=batch, text=8, encoder_hidden_states_mask=padding(*range(5, 5 + batch), length=8))
+
+
+def pipeline(rank: int, world: int) -> dict[str, Any]:
+    """A pipeline of diffusers whose CFG is a batch of two: one line more than without ranks."""
+    model = build("sd3")
+    pipe = diffusers.StableDiffusion3Pipeline(
+        model, diffusers.FlowMatchEulerDiscreteScheduler(), None, None, None, None, None, None, None
+    )
+    pipe.set_progress_bar_config(disable=True)
+
+    def run() -> Tensor:
+        return pipe(
+            prompt_embeds=normal(1, 7, 24), pooled_prompt_embeds=normal(1, 12), negative_prompt_embeds=normal(1, 7, 24, seed=1),
+            negative_pooled_prompt_embeds=normal(1, 12, seed=1), height=96, width=80, num_inference_steps=2, guidance_scale=4.0,
+            generator=torch.Generator().manual_seed(0), output_type="latent",
+        ).images  # fmt: skip
+
+    expected, groups = run(), 3 if world == 3 else 2
+    config = ContextParallelConfig(ulysses_degree=world // groups, **ANYTHING, batch_degree=groups)
+    stats = apply_context_parallel(model, config, plan_of(model)).mesh.stats
+    return dict(difference=relative((run(),), (expected,)), collectives=stats.collectives)
+
+
 CHECKS = (
     applied_removed_applied, applied_twice, configs, meshes, degrees_that_do_not_fit, anything_off, wrong_plans, gradients,
     unknown_tokens, own_model, own_model_marked_at_the_block, out_of_reach, text_left_out, not_gathered, backends,
-    what_is_wrong_is_seen, other_inputs,
+    what_is_wrong_is_seen, other_inputs, batch_axis, pipeline,
 )  # fmt: skip

@@ -75,12 +75,18 @@ def test_a_second_application_is_refused(reports):
 
 
 @on_every_world
-@pytest.mark.parametrize("check", ["configs", "meshes", "own_model", "own_model_marked_at_the_block"])
+@pytest.mark.parametrize("check", ["configs", "meshes", "own_model", "own_model_marked_at_the_block", "batch_axis", "pipeline"])
 def test_other_configs_meshes_and_models(check, reports):
     found = differences(reports[check])
     assert found
     assert {name: value for name, value in found.items() if not value <= TOLERANCE} == {}
     assert reports[check].get("clean", True)
+
+
+@on_every_world
+def test_the_batch_axis_sends_outputs_alone_and_keeps_their_class(reports):
+    assert reports["batch_axis"].get("only outputs", True)
+    assert reports["batch_axis"]["output class"] == "Transformer2DModelOutput"
 
 
 @on_every_world
