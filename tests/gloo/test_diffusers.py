@@ -165,6 +165,12 @@ def test_attention_that_cannot_be_reached_is_never_left_to_one_shard(reports):
     assert {name: value for name, value in results.items() if value != "PlanError" and not value <= TOLERANCE} == {}
 
 
+def test_every_example_of_the_document_gives_what_one_process_gives():
+    examples = run_ranks(HERE / "document_ranks.py", 4, preload=DIFFUSERS)
+    assert len(examples) == 10
+    assert {example["code"]: example["difference"] for example in examples if not example["difference"] <= TOLERANCE} == {}
+
+
 @on_every_world
 def test_a_call_that_records_gradients_is_refused(reports):
     assert reports["gradients"]["error"] == "PlanError"
