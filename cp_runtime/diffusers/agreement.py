@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import json
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..compat import not_compiled
 from ..engine.mesh import RankGroup
+from ..engine.state import AttentionStreams
 from ..errors import PlanError
 from ..nested import map_tensors, tensors
 
 # Largest difference in float32 and root mean square in half precision, in standard deviations of the output. Sharding leaves 1e-5
 # and the rounding of the dtype; what is over the wrong tokens is off by 0.1 and more.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
+MESSAGE = 512  # characters of an error that other ranks get to know
 
 
 @not_compiled
@@ -74,6 +77,44 @@ def _sum_of(tensor: Tensor) -> int:
     words = data.view(torch.int32) if data.numel() % 4 == 0 else data
     places = torch.arange(1, words.numel() + 1, device=words.device)
     return int((words * (places * 2654435761 % 4294967291)).sum())
+
+
+class Decision(NamedTuple):
+    """What one attention is over.
+
+    Args:
+        streams: of queries and keys; None where only their numbers can tell.
+        local: every rank has all of the keys.
+    """
+
+    streams: AttentionStreams | None
+    local: bool
+
+
+def decide(told: Decision | PlanError, group: RankGroup, device: torch.device) -> Decision:
+    """The decision of all ranks, or the error of one of them on all. One collective of some bytes.
+
+    A rank whose share happens to be as long as something else may be unable to tell what the others can.
+    """
+    text = json.dumps({"error": str(told)[:MESSAGE]} if isinstance(told, PlanError) else told).encode()
+    padded = torch.tensor(list(text.ljust(8 * MESSAGE)), dtype=torch.uint8, device=device)  # a character takes 6 at most
+    (rows,) = group.all_gather([padded[None]], [1] * group.size, 0)
+    answers = [json.loads(bytes(row)) for row in rows.tolist()]
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, dict):
+            raise told if isinstance(told, PlanError) else PlanError(f"rank {group.global_rank(rank)}: {answer['error']}")
+    decisions = {_decision(*answer) for answer in answers}
+    certain = {decision for decision in decisions if decision.streams is not None} or decisions
+    if len(certain) == 1:
+        return certain.pop()
+    raise PlanError(
+        f"ranks do not agree on what an attention is over: {', '.join(map(str, sorted(certain, key=str)))}. Say it in the plan: "
+        "{path of the module: ModulePlan(attention=(streams in joint order))}."
+    )
+
+
+def _decision(streams: list[list[str]] | None, local: bool) -> Decision:
+    return Decision(None if streams is None else (tuple(streams[0]), tuple(streams[1])), local)
 
 
 class Expected:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,6 +14,8 @@ from ..engine.call import RunningCall
 from ..engine.state import AttentionStreams
 from ..errors import PlanError
 from ..nested import tensors
+from . import agreement
+from .agreement import Decision
 from .provenance import Mark, Provenance
 
 FUSED = fused_attention_functions()
@@ -21,18 +23,6 @@ REMEDY = (
     "Say in the plan what the module attends to, in joint order: {path of the module: ModulePlan(attention=(...))}; attention=() "
     "where keys and values are whole on every rank."
 )
-
-
-class Decision(NamedTuple):
-    """What one attention is over.
-
-    Args:
-        streams: of queries and keys; None where only their numbers can tell.
-        local: every rank has all of the keys.
-    """
-
-    streams: AttentionStreams | None
-    local: bool
 
 
 Record = dict[str, list[Decision]]
@@ -101,7 +91,11 @@ class SharedAttention(TorchFunctionMode):
             return Decision(None, self._call.attention_is_local)
         made = self.record.setdefault(scope.name, [])
         if self._provenance is not None:
-            made.append(self._told(self._provenance.of(query), self._provenance.of(key), query, key))
+            try:
+                told: Decision | PlanError = self._told(self._provenance.of(query), self._provenance.of(key), query, key)
+            except PlanError as error:
+                told = error
+            made.append(agreement.decide(told, self._call.mesh.whole, query.device))
         else:
             before = (self._known or {}).get(scope.name, [])
             made.append(before[len(made)] if len(made) < len(before) else Decision(None, self._call.attention_is_local))

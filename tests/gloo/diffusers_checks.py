@@ -12,6 +12,7 @@ from diffusers_cases import MODES, degrees, flux, hunyuan, ltx_2, normal, paddin
 from diffusers_models import build, fill, forward, plan_of, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from cp_runtime import (
     ContextParallelConfig,
@@ -521,8 +522,28 @@ def pipeline(rank: int, world: int) -> dict[str, Any]:
     return dict(difference=relative((run(),), (expected,)), collectives=stats.collectives)
 
 
+def fsdp(rank: int, world: int) -> dict[str, Any]:
+    """FSDP2 on an axis of the mesh whose rows have inputs of their own; before applying and after, with weights on the host."""
+    shape = (2, 1, 2) if world == 4 else (world, 1, 1)
+    mesh, results = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses", "fsdp")), {}
+    inputs, policy = flux(text=5 + mesh["fsdp"].get_local_rank()), CPUOffloadPolicy(pin_memory=False)
+    with torch.inference_mode(False), torch.no_grad():
+        for order in ("before", "after"):
+            model = build("flux").requires_grad_(False)
+            expected = forward(model, inputs)
+            config = ContextParallelConfig(mesh=mesh, ring_anything=True)
+            if order == "after":
+                apply_context_parallel(model, config)
+            for block in [*model.transformer_blocks, *model.single_transformer_blocks, model]:
+                fully_shard(block, mesh=mesh["fsdp"], offload_policy=policy)
+            if order == "before":
+                apply_context_parallel(model, config)
+            results[f"difference {order}"] = max(relative(forward(model, inputs), expected) for _ in range(2))
+    return results
+
+
 CHECKS = (
     applied_removed_applied, applied_twice, configs, meshes, degrees_that_do_not_fit, anything_off, wrong_plans, gradients,
     unknown_tokens, own_model, own_model_marked_at_the_block, out_of_reach, text_left_out, not_gathered, backends,
-    what_is_wrong_is_seen, other_inputs, batch_axis, pipeline,
+    what_is_wrong_is_seen, other_inputs, batch_axis, pipeline, fsdp,
 )  # fmt: skip

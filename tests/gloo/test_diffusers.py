@@ -75,7 +75,9 @@ def test_a_second_application_is_refused(reports):
 
 
 @on_every_world
-@pytest.mark.parametrize("check", ["configs", "meshes", "own_model", "own_model_marked_at_the_block", "batch_axis", "pipeline"])
+@pytest.mark.parametrize(
+    "check", ["configs", "meshes", "own_model", "own_model_marked_at_the_block", "batch_axis", "pipeline", "fsdp"]
+)
 def test_other_configs_meshes_and_models(check, reports):
     found = differences(reports[check])
     assert found
@@ -167,7 +169,7 @@ def test_attention_that_cannot_be_reached_is_never_left_to_one_shard(reports):
 
 def test_every_example_of_the_document_gives_what_one_process_gives():
     examples = run_ranks(HERE / "document_ranks.py", 4, preload=DIFFUSERS)
-    assert len(examples) == 10
+    assert len(examples) == 11
     assert {example["code"]: example["difference"] for example in examples if not example["difference"] <= TOLERANCE} == {}
 
 
