@@ -1,9 +1,8 @@
 """Plans in diffusers' form: `{module path: {argument or output index: ContextParallelInput} | ContextParallelOutput}`.
 
-They name no streams. Here every split argument is a stream of its own, named after the argument. What attention is over follows
-from that: diffusers' attention modules show by their arguments whose keys they use; anywhere else, attention with as many
-keys as queries is over one of the streams, or over all of them in the order of the table. Where that is not so, the table may hold
-a `ModulePlan` that says what is.
+They name no streams. Here every split argument is a stream of its own, named after the argument. What attention is over is seen in
+the first call, by following tokens to it (`provenance`). Names alone tell what it may be over: diffusers' attention modules show by
+their arguments whose keys they use. Where tokens cannot be followed, the table may hold a `ModulePlan` that says it.
 """
 
 from __future__ import annotations
@@ -169,7 +168,7 @@ def _diffusers_rule(module: nn.Module, streams: Sequence[str]) -> AttentionRule 
     """What one of diffusers' attention modules attends to: joint, cross or self, told by its arguments."""
     if not hasattr(getattr(module, "processor", None), "_attention_backend"):
         return None
-    joint = tuple(name for name in (ENCODER, HIDDEN) if name in streams)  # in all of them the text comes first
+    joint = tuple(name for name in (ENCODER, HIDDEN) if name in streams)
     two_streams = getattr(module, "add_q_proj", None) is not None
 
     def rule(arguments: Mapping[str, Any]) -> Sequence[AttentionStreams]:

@@ -98,7 +98,7 @@ class SharedAttention(TorchFunctionMode):
             made.append(agreement.decide(told, self._call.mesh.whole, query.device))
         else:
             before = (self._known or {}).get(scope.name, [])
-            made.append(before[len(made)] if len(made) < len(before) else Decision(None, self._call.attention_is_local))
+            made.append(before[len(made)] if len(made) < len(before) else self._by_numbers(query, key))
         return made[-1]
 
     def _told(self, q: Mark | None, k: Mark | None, query: Tensor, key: Tensor) -> Decision:
@@ -120,7 +120,18 @@ class SharedAttention(TorchFunctionMode):
                 f"attention over {key.shape[-2]} keys: they come from tokens that are split over the ranks, and from which cannot "
                 f"be told. {REMEDY}"
             )
-        return Decision(None, self._call.attention_is_local)
+        return self._by_numbers(query, key)
+
+    def _by_numbers(self, query: Tensor, key: Tensor) -> Decision:
+        """What is left where tokens were not followed: with a single stream their numbers tell."""
+        local = self._call.attention_is_local
+        if not local and any(len(streams) > 1 for streams, _ in self._call.scope.streams):
+            raise PlanError(
+                f"attention of {query.shape[-2]} queries over {key.shape[-2]} keys: its tokens could not be followed, or it did "
+                "not take place in the first call of this form, so that which streams they are, and in which order, is not known. "
+                f"{REMEDY}"
+            )
+        return Decision(None, local)
 
     def _shared(
         self,

@@ -29,6 +29,7 @@ from cp_runtime import (  # noqa: E402
     apply_context_parallel,
     remove_context_parallel,
 )
+from cp_runtime.diffusers import agreement  # noqa: E402
 from cp_runtime.errors import ConfigError, PlanError  # noqa: E402
 
 Sample = namedtuple("Sample", ["sample", "extra"])
@@ -249,6 +250,17 @@ with torch.no_grad():
         turned = DeviceMesh("cpu", torch.arange(4).reshape(2, 2).T, mesh_dim_names=("ring", "ulysses"))
         config = ContextParallelConfig(ring_degree=2, ulysses_degree=2, mesh=turned)
         check("mesh turned around", refused(lambda: apply_context_parallel(new(), config, PLAN), ConfigError, "ascending"))
+    # What one rank cannot tell the others do, and what one refuses all refuse.
+    group = ContextParallelConfig(ulysses_degree=world)
+    group.setup(rank, world, "cpu")
+    decide = partial(agreement.decide, group=group.sequence.whole, device=x.device)
+    joint = agreement.Decision((("a", "b"), ("a", "b")), local=False)
+    unknown = agreement.Decision(None, local=True)
+    check("one knows", decide(joint if rank == 1 else unknown._replace(local=False)) == joint)
+    check("one refuses", refused(lambda: decide(PlanError("é" * 600) if rank == 1 else joint), PlanError, "é" * 512))
+    other = agreement.Decision((("b", "a"), ("b", "a")), local=False)
+    check("two know otherwise", refused(lambda: decide(other if rank == 1 else joint), PlanError, "do not agree", "ModulePlan"))
+
     # Forms that diffusers' users write.
     for name, model, argument, plan in [
         ("only an output is split", new_blocks(), x, {"blocks.0": {0: ContextParallelInput(1, 3, split_output=True)}, **GATHERED}),
