@@ -96,14 +96,7 @@ def decide(told: Decision | PlanError, group: RankGroup, device: torch.device) -
 
     A rank whose share happens to be as long as something else may be unable to tell what the others can.
     """
-    text = json.dumps({"error": str(told)[:MESSAGE]} if isinstance(told, PlanError) else told).encode()
-    padded = torch.tensor(list(text.ljust(8 * MESSAGE)), dtype=torch.uint8, device=device)  # a character takes 6 at most
-    (rows,) = group.all_gather([padded[None]], [1] * group.size, 0)
-    answers = [json.loads(bytes(row)) for row in rows.tolist()]
-    for rank, answer in enumerate(answers):
-        if isinstance(answer, dict):
-            raise told if isinstance(told, PlanError) else PlanError(f"rank {group.global_rank(rank)}: {answer['error']}")
-    decisions = {_decision(*answer) for answer in answers}
+    decisions = {_decision(*answer) for answer in _exchange(told, group, device)}
     certain = {decision for decision in decisions if decision.streams is not None} or decisions
     if len(certain) == 1:
         return certain.pop()
@@ -111,6 +104,23 @@ def decide(told: Decision | PlanError, group: RankGroup, device: torch.device) -
         f"ranks do not agree on what an attention is over: {', '.join(map(str, sorted(certain, key=str)))}. Say it in the plan: "
         "{path of the module: ModulePlan(attention=(streams in joint order))}."
     )
+
+
+def agree(error: PlanError | None, group: RankGroup, device: torch.device) -> None:
+    """Raise the error of one rank on all of them. One collective of some bytes."""
+    _exchange(error, group, device)
+
+
+def _exchange(told: Decision | PlanError | None, group: RankGroup, device: torch.device) -> list[Any]:
+    """What every rank was told; where that is an error, it is raised on all."""
+    text = json.dumps({"error": str(told)[:MESSAGE]} if isinstance(told, PlanError) else told).encode()
+    padded = torch.tensor(list(text.ljust(8 * MESSAGE)), dtype=torch.uint8, device=device)  # a character takes 6 at most
+    (rows,) = group.all_gather([padded[None]], [1] * group.size, 0)
+    answers = [json.loads(bytes(row)) for row in rows.tolist()]
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, dict):
+            raise told if isinstance(told, PlanError) else PlanError(f"rank {group.global_rank(rank)}: {answer['error']}")
+    return answers
 
 
 def _decision(streams: list[list[str]] | None, local: bool) -> Decision:

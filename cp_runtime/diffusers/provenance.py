@@ -44,9 +44,15 @@ _calls = count()
 
 
 class Provenance:
-    """Marks of one call."""
+    """Marks of one call.
+
+    Attributes:
+        refused: what was found wrong. It is for the ranks to raise together: where a share happens to be as long as something else,
+            one of them sees what the others do not.
+    """
 
     def __init__(self) -> None:
+        self.refused: PlanError | None = None
         self._call = next(_calls)  # a tensor may outlive the call; its mark does not
 
     def of(self, value: object) -> Mark | None:
@@ -60,11 +66,7 @@ class Provenance:
             setattr(tensor, _ATTRIBUTE, None if mark is None else (self._call, mark))
 
     def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Mark what a function of torch returned.
-
-        Raises:
-            PlanError: it brings split tokens together out of reach.
-        """
+        """Mark what a function of torch returned, and note where it brings split tokens together out of reach."""
         if type(out) not in _RESULTS:
             return
         found: list[Mark] = []
@@ -141,8 +143,8 @@ class Provenance:
             return
         of_pairs = left.shape[-2] == _total(a) and right.shape[-1] == _total(b)
         over_tokens = left.shape[-1] == _total(a) and right.shape[-2] == _total(b)
-        if of_pairs or over_tokens:
-            raise PlanError(
+        if (of_pairs or over_tokens) and self.refused is None:
+            self.refused = PlanError(
                 f"{getattr(func, '__name__', 'a product')} of {tuple(left.shape)} and {tuple(right.shape)}: a matrix product "
                 "brings tokens together that are split over the ranks, out of reach. Attend by torch's "
                 "scaled_dot_product_attention, or split behind this module."

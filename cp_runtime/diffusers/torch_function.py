@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -63,16 +64,25 @@ class SharedAttention(TorchFunctionMode):
             self._provenance.follow(func, args, kwargs, out)
         return out
 
+    @not_compiled
     def check_output(self, out: Any) -> None:
-        """Raise PlanError where what the model returns is made of a part of the tokens only."""
-        marks = [] if self._provenance is None else [mark for t in tensors(out) if (mark := self._provenance.of(t)) is not None]
-        if marks:
-            names = [name for mark in marks for name, _ in mark if name is not None]
-            what = f"this rank's tokens of {' and '.join(dict.fromkeys(names))}" if names else "a part of the tokens"
-            raise PlanError(
-                f"the output holds {what} only: they were split and not gathered. Add to the plan the last module that treats each "
-                "token alone: {its path: ContextParallelOutput(gather_dim=1)}."
-            )
+        """In the first call of a form: raise PlanError, on all ranks alike, where tokens were brought together out of reach, or
+        where what the model returns is made of a part of them only."""
+        if self._provenance is not None:
+            device = next((tensor.device for tensor in tensors(out)), torch.device("cpu"))
+            agreement.agree(self._provenance.refused or self._not_gathered(self._provenance, out), self._call.mesh.whole, device)
+
+    @staticmethod
+    def _not_gathered(provenance: Provenance, out: Any) -> PlanError | None:
+        marks = [mark for tensor in tensors(out) if (mark := provenance.of(tensor)) is not None]
+        if not marks:
+            return None
+        names = [name for mark in marks for name, _ in mark if name is not None]
+        what = f"this rank's tokens of {' and '.join(dict.fromkeys(names))}" if names else "a part of the tokens"
+        return PlanError(
+            f"the output holds {what} only: they were split and not gathered. Add to the plan the last module that treats each "
+            "token alone: {its path: ContextParallelOutput(gather_dim=1)}."
+        )
 
     @not_compiled
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -92,7 +102,9 @@ class SharedAttention(TorchFunctionMode):
         made = self.record.setdefault(scope.name, [])
         if self._provenance is not None:
             try:
-                told: Decision | PlanError = self._told(self._provenance.of(query), self._provenance.of(key), query, key)
+                told: Decision | PlanError = self._provenance.refused or self._told(
+                    self._provenance.of(query), self._provenance.of(key), query, key
+                )
             except PlanError as error:
                 told = error
             made.append(agreement.decide(told, self._call.mesh.whole, query.device))
@@ -152,7 +164,12 @@ class SharedAttention(TorchFunctionMode):
                 "eval mode."
             )
         out_BLHD = self._call.attend(
-            *(t.transpose(1, 2) for t in (query, key, value)), mask=attn_mask, scale=scale, causal=is_causal, streams=streams
+            *(t.transpose(1, 2) for t in (query, key, value)),
+            mask=attn_mask,
+            scale=scale,
+            causal=is_causal,
+            streams=streams,
+            own_masks=True,
         )
         return out_BLHD.transpose(1, 2)
 

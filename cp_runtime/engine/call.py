@@ -155,11 +155,13 @@ class RunningCall:
         kernel: str | None = None,
         causal: bool = False,
         streams: AttentionStreams | None = None,
+        own_masks: bool = False,
     ) -> Tensor:
         """Attention at this point of the forward, over the tokens of all ranks. See `context_parallel_attention`.
 
         Args:
             streams: of queries and keys, where they are known; None = told by their numbers.
+            own_masks: take a mask that was made inside of the attention, for this rank's queries and keys, if it hides padding.
         """
         with trace_range("cp.attention"):
             self._shared += 1
@@ -170,8 +172,8 @@ class RunningCall:
             B, _, H, D = q_BLHD.shape
             shape = AttentionShape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
             seeing = None
-            if mask is not None and mask.dtype == torch.bool and self._is_of_own(mask, q_layout, k_layout):
-                mask, seeing = self._own_parts(mask)
+            if own_masks and mask is not None and mask.dtype == torch.bool and self.mesh.size > 1:
+                mask, seeing = self._own_parts(mask, q_layout, k_layout)
             if causal:
                 mask = self.state.once("causal", q_layout, lambda: q_BLHD.new_ones(q_layout.total, k_layout.total).tril().bool())
             out = context_parallel_attention(
@@ -227,26 +229,28 @@ class RunningCall:
         self._scopes.clear()
         self.state.close()
 
-    def _is_of_own(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout) -> bool:
-        """Whether a mask was made inside of the attention, for this rank's queries and keys."""
-        own = tuple(layout.local_lengths[self.mesh.rank] for layout in (q_layout, k_layout))
-        return self.mesh.size > 1 and tuple(mask.shape[-2:]) == own and own[0] not in (1, q_layout.total)
-
-    def _own_parts(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Visible keys `[..., 1, keys]`, and queries that see any `[B or 1, queries, H or 1, 1]`, of a mask that hides padding.
+    def _own_parts(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout) -> tuple[Tensor, Tensor | None]:
+        """Of a mask for this rank's queries and keys: visible keys `[..., 1, keys]`, and queries that see any `[B or 1, queries, H
+        or 1, 1]`. Another mask as it is, and None.
 
         Raises:
-            PlanError: it hides some keys from some queries only: what other ranks' keys are to them is not in it.
+            PlanError: it hides some keys from some queries only: what other ranks' keys are to them is not in it. Or a rank has a
+                single query, so that its mask may as well be meant for the queries of all ranks.
         """
-        keys, queries = mask.any(-2, keepdim=True), mask.any(-1, keepdim=True)
+        own = tuple(layout.local_lengths[self.mesh.rank] for layout in (q_layout, k_layout))
+        is_own = tuple(mask.shape[-2:]) == own and own[0] not in (1, q_layout.total)
+        keys, queries = (mask.any(-2, keepdim=True), mask.any(-1, keepdim=True)) if is_own else (mask, None)
         if self.followed is not None:  # calls of the same form do not ask again, which waits for the device
-            differs = (mask != (keys & queries)).any().to(torch.float32).view(1)
-            if self.mesh.whole.largest(differs).item():
+            one_by_one = queries is not None and bool((mask != (keys & queries)).any())
+            asked = torch.tensor([float(is_own), float(not is_own), float(one_by_one)], device=mask.device)
+            of_own, of_all, differs = self.mesh.whole.largest(asked).tolist()
+            if of_own and (of_all or differs):
                 raise PlanError(
                     f"{self._model_name}: attention mask of shape {tuple(mask.shape)} is for a rank's own queries and keys, and "
-                    "hides some keys from some queries only. Pass one for all queries and keys, or a row for this rank's keys."
+                    "hides some keys from some queries only, or a rank has a single query. Pass one for all queries and keys, or a "
+                    "row for this rank's keys."
                 )
-        return keys, queries[(None,) * (4 - queries.ndim)].transpose(1, 2)
+        return keys, None if queries is None else queries[(None,) * (4 - queries.ndim)].transpose(1, 2)
 
     def _tokens(self, transform: Transform) -> tuple[tuple[str | None, int], ...]:
         """What a value that a transform has split holds; nothing where that is none of the streams that attend."""

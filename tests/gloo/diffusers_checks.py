@@ -430,17 +430,43 @@ class Both(nn.Module):
         return self.own(x + self.attention(x))
 
 
+class Reshaped(nn.Module):
+    """Matrix products behind a reshape in which tokens are only followed where there are as many of them as items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = OwnAttention(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x.flatten(1).unflatten(1, (-1, 32)))
+
+
+class OwnMask(nn.Module):
+    """Makes its mask for the tokens that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        mask = torch.ones(x.shape[0], 1, x.shape[1], x.shape[1], dtype=torch.bool)
+        return x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).squeeze(1)
+
+
 def what_is_wrong_is_seen(rank: int, world: int) -> dict[str, Any]:
     """In the first call: matrix products by following tokens, windows by comparison with one process."""
     results = {}
-    for name, module, more in [
-        ("products", Both(), {}),
-        ("windows", Windows(6), dict(verify="first")),
-        ("right", TorchFunction(), dict(verify="first")),
+    for name, module, tokens, more in [
+        ("products", Both(), 6 * world, {}),
+        ("products that one rank sees", Reshaped(), 3 * world - 1, {}),
+        ("a mask where a rank has one token", OwnMask(), world + 1, {}),
+        ("windows", Windows(6), 6 * world, dict(verify="first")),
+        ("right", TorchFunction(), 6 * world, dict(verify="first")),
     ]:
         model = fill(nn.Sequential(nn.Linear(8, 32), module, nn.Linear(32, 8)))
         plan = {"0": {"input": TOKENS}, "2": ContextParallelOutput(gather_dim=1, expected_dims=3)}
-        hidden = normal(2, 6 * world, 8)
+        hidden = normal(2, tokens, 8)
         expected = model(hidden)
         apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan, **more)
         try:

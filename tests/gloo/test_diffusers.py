@@ -146,6 +146,8 @@ def test_the_attention_backend_is_the_one_that_was_chosen_or_refused_by_name(rep
 def test_products_over_tokens_and_windows_are_seen_in_the_first_call(reports):
     result = reports["what_is_wrong_is_seen"]
     assert "a matrix product brings tokens together" in result["products"]
+    assert "a matrix product brings tokens together" in result["products that one rank sees"]
+    assert "or a rank has a single query" in result["a mask where a rank has one token"]
     assert "verify found the output off" in result["windows"]
     assert result["right"] <= TOLERANCE
 
