@@ -27,6 +27,7 @@ from .shared import SharedModel
 from .table import plan_from_table
 from .torch_function import Record, SharedAttention
 
+TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
 FORMS = 64  # of calls that are remembered
 REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
 """Those of diffusers that call torch's function. The others attend out of reach."""
@@ -243,9 +244,9 @@ def _check_call(called: nn.Module, module: nn.Module, mesh: SequenceMesh) -> Non
     if called is not module:
         raise PlanError(f"this {name} is a copy of one that is context parallel. Call remove_context_parallel before copying it.")
     if module.training:
-        raise PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval().")
+        raise PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval(). {TRAINING}")
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
-        raise PlanError(f"this {name} would record gradients. Call it under torch.inference_mode() or torch.no_grad().")
+        raise PlanError(f"this {name} would record gradients. Call it under torch.inference_mode() or torch.no_grad(). {TRAINING}")
 
 
 def _mesh(module: nn.Module, config: ContextParallelConfig) -> SequenceMesh:
