@@ -7,7 +7,7 @@ import json
 
 import pytest
 from support import families
-from support.faults import SOAK, note
+from support.faults import note
 from support.graphs import family_prompt
 
 from cp_runtime.families import PLANS
@@ -64,7 +64,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.skipif(not SOAK, reason="in `make soak`; tests/gloo has every family in one mode")
+@pytest.mark.soak  # tests/gloo has every family in one mode
 @pytest.mark.parametrize(("world", "weights", "dtype"), PLACES)
 @pytest.mark.parametrize("served", SERVED)
 def test_shared_weights_give_the_latent_of_whole_ones(served, world, weights, dtype, server, family_checkpoints):

@@ -142,7 +142,7 @@ def activity(server):
 def test_loading_says_how_far_it_is(pool_server, whole, faults, weights):
     """In the status, as text in the node, and in its progress bar, which then counts steps."""
     pool_server.free()
-    faults.arm(1, "slow", at="weights", seconds=0.1 if weights == "sharded" else 0.01)  # block by block, weight by weight
+    faults.arm(1, "slow", at="weights", seconds=0.1 if weights == "sharded" else 0.02)  # block by block, weight by weight
     since = time.monotonic()
     prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": weights}, **DEEP))
     said, states = [], set()

@@ -44,12 +44,13 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
             "last_call": None, "ranks": [], **always
         }  # fmt: skip
     pool = workers.pool
-    work, waiting = "loading" if workers.loading else _work(server, controller, pool), pool.waiting_for
+    loading, waiting = workers.loading, pool.waiting_for  # read once: state and words are to agree
+    work = _work(server, controller, pool) if loading is None else "loading"
     # One that has reported is done, while others are not.
     ranks = [_rank(controller, workers, r, "idle" if waiting and r not in waiting else work) for r in range(len(pool.processes))]
     return {
         "state": _state(pool, ranks, work),
-        "activity": _activity(controller, workers),
+        "activity": _activity(controller, workers, loading),
         "world_size": pool.world_size,
         "backend": pool.backend,
         "peer_to_peer": pool.peer_to_peer,
@@ -61,15 +62,15 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     }
 
 
-def _activity(controller: Controller, workers: Workers) -> str:
+def _activity(controller: Controller, workers: Workers, loading: tuple[str, float | None] | None) -> str:
     """What the workers do at the moment, or did last, in words."""
     pool = workers.pool
     doing, waiting = pool.doing, pool.waiting_for
     if doing == "start":
         return f"starting {_ranks(pool, waiting)}…"
-    if loading := workers.loading:
-        loaded = workers.loaded
-        return f"loading {loading} on {_ranks(pool, waiting)}…" + ("" if loaded is None else f" {100 * loaded:.0f} %")
+    if loading is not None:
+        model, loaded = loading
+        return f"loading {model} on {_ranks(pool, waiting)}…" + ("" if loaded is None else f" {100 * loaded:.0f} %")
     record = workers.last_call
     if record is None or record.node != controller.node or not pool.alive:
         return ""  # what another node did says nothing about this one

@@ -116,9 +116,10 @@ class Workers:
         self._pace = Pace(None, 0.0, 0)
 
     @property
-    def loading(self) -> str:
-        """Name of the model that goes to the ranks, or from the host to their devices, now; empty = none."""
-        return self._model if self.pool.doing == "load" or self.loaded is not None else ""
+    def loading(self) -> tuple[str, float | None] | None:
+        """Name of the model that goes to the ranks, or from the host to their devices, now, and `loaded`; None = none does."""
+        loaded = self.loaded
+        return (self._model, loaded) if self.pool.doing == "load" or loaded is not None else None
 
     @property
     def loaded(self) -> float | None:
