@@ -31,14 +31,14 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def form_of(value: Any) -> object:
-    """What decides the way that a forward takes, as a key: shapes, dtypes and which values there are, but not the numbers."""
+    """What decides the way that a forward takes, as a key: shapes, dtypes and which values there are, but not their numbers."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, (list, tuple)):
         return tuple(map(form_of, value))
     if isinstance(value, dict):
         return tuple((key, form_of(item)) for key, item in value.items())
-    return value if isinstance(value, (bool, str)) else type(value)
+    return value if isinstance(value, (bool, int, str)) else type(value)
 
 
 def rebuild(value: Any, items: list[Any]) -> Any:

@@ -24,13 +24,21 @@ MESSAGE = 512  # characters of an error that other ranks get to know
 
 
 @not_compiled
-def check_inputs(module: str, forward: Callable[..., Any], group: RankGroup, args: Any, kwargs: Mapping[str, Any]) -> None:
+def check_inputs(
+    module: str,
+    forward: Callable[..., Any],
+    group: RankGroup,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    error: PlanError | None = None,
+) -> None:
     """Raise PlanError, on all ranks alike, unless all ranks have the same arguments. One collective of some bytes.
 
     Args:
         module: its name, for the message.
         forward: the module's own.
         group: ranks that share the sequence.
+        error: what keeps this rank from the call; all raise it.
     """
     signature = inspect.signature(forward)
     names = [*signature.parameters, "arguments"]
@@ -39,8 +47,11 @@ def check_inputs(module: str, forward: Callable[..., Any], group: RankGroup, arg
     except TypeError:  # torch says it when forward is called
         given = {"arguments": (args, dict(kwargs))}
     device = next((tensor.device for tensor in tensors([args, dict(kwargs)])), torch.device("cpu"))
-    sums = torch.tensor([[digest(given.get(name)) for name in names]], device=device)
+    sums = torch.tensor([[int(error is not None), *(digest(given.get(name)) for name in names)]], device=device)
     (table,) = group.all_gather([sums], [1] * group.size, 0)
+    errors, table = table[:, 0], table[:, 1:]
+    if errors.any():
+        agree(error, group, device)
     differs = (table != table[:1]).cpu()
     if not differs.any():
         return

@@ -29,6 +29,8 @@ from .torch_function import Record, SharedAttention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
 FORMS = 64  # of calls that are remembered
+CACHES_BY_CONTENT = {"FirstBlockCacheConfig"}
+"""Those of diffusers in which ranks would go separate ways, and wait for each other for ever."""
 REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
 """Those of diffusers that call torch's function. The others attend out of reach."""
 
@@ -163,8 +165,11 @@ def apply_context_parallel(
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         _check_call(self, module, mesh)
+        error = _mode_error(module)
         if check_inputs or not calls:
-            agreement.check_inputs(name, stock, mesh.whole, args, kwargs)
+            agreement.check_inputs(name, stock, mesh.whole, args, kwargs, error)
+        if error is not None:
+            raise error
         backends = tuple(attention_backend_of(attention.processor) for attention in processors)
         form = (form_of(args), form_of(kwargs), backends, *(type(attention.processor) for attention in processors))
         known = records.get(form)
@@ -174,7 +179,11 @@ def apply_context_parallel(
         if verify and not calls:
             with weights.call() if weights is not None else nullcontext():
                 expected = agreement.Expected(stock, args, kwargs)
-        out, record = (followed if known is None else sharded)(known, args, kwargs)
+        try:
+            out, record = (followed if known is None else sharded)(known, args, kwargs)
+        except PlanError:
+            records.pop(form, None)  # the next call finds out anew
+            raise
         if expected is not None:
             expected.check(name, out, mesh.whole)
         if known is None:
@@ -243,10 +252,22 @@ def _check_call(called: nn.Module, module: nn.Module, mesh: SequenceMesh) -> Non
         )
     if called is not module:
         raise PlanError(f"this {name} is a copy of one that is context parallel. Call remove_context_parallel before copying it.")
+
+
+def _mode_error(module: nn.Module) -> PlanError | None:
+    """What is wrong with the mode that the module is called in."""
+    name = type(module).__name__
     if module.training:
-        raise PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval(). {TRAINING}")
+        return PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval(). {TRAINING}")
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
-        raise PlanError(f"this {name} would record gradients. Call it under torch.inference_mode() or torch.no_grad(). {TRAINING}")
+        return PlanError(f"this {name} would record gradients. Call it under torch.inference_mode() or torch.no_grad(). {TRAINING}")
+    cache = type(getattr(module, "_cache_config", None)).__name__
+    if cache in CACHES_BY_CONTENT:
+        return PlanError(
+            f"the cache of this {name}, {cache}, looks at tokens to decide what is computed, and each rank has others. Call its "
+            "disable_cache()."
+        )
+    return None
 
 
 def _mesh(module: nn.Module, config: ContextParallelConfig) -> SequenceMesh:

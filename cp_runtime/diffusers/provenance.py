@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..errors import PlanError
 from ..nested import tensors
@@ -31,14 +32,26 @@ _CUT = {
     Tensor.split_with_sizes, torch.split_with_sizes, Tensor.tensor_split, torch.tensor_split,
 }  # fmt: skip
 _PRODUCTS = {
-    torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__, torch.baddbmm, torch.einsum,
+    torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__, torch.baddbmm, torch.mm, Tensor.mm,
+    torch.tensordot, torch.inner, torch.addmm, F.linear,
 }  # fmt: skip
+# What takes tokens together along a dimension, or changes their order, by the place of the argument that names it.
+_ALONG = {
+    **dict.fromkeys((getattr(owner, name) for owner in (torch, Tensor) for name in (
+        "mean", "sum", "var", "std", "prod", "logsumexp", "softmax", "log_softmax", "cumsum", "cumprod", "flip",
+    )), 1),
+    **dict.fromkeys((F.softmax, F.log_softmax), 1),
+    **dict.fromkeys((torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, F.normalize), 2),
+    **dict.fromkeys((torch.roll, Tensor.roll), 2),
+}  # fmt: skip
+_CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
 # What takes dtype, device or shape of a tensor, and none of its numbers.
 _LIKE = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
 _EMPTY = {
     torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like,
     Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor,
 }  # fmt: skip
+_OUTSIDE = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__}
 _RESULTS = {Tensor, nn.Parameter, tuple, list, type(None)}
 _calls = count()
 
@@ -49,10 +62,14 @@ class Provenance:
     Attributes:
         refused: what was found wrong. It is for the ranks to raise together: where a share happens to be as long as something else,
             one of them sees what the others do not.
+        left_torch: split tokens went where no function of torch can be seen, so that a tensor without a mark may hold them.
     """
 
     def __init__(self) -> None:
         self.refused: PlanError | None = None
+        self.left_torch = False
+        # Memory that was written through a view. Other views of it hold split tokens, too; kept, so that no address comes again.
+        self._filled: dict[int, torch.UntypedStorage] = {}
         self._call = next(_calls)  # a tensor may outlive the call; its mark does not
 
     def of(self, value: object) -> Mark | None:
@@ -64,10 +81,13 @@ class Provenance:
         """Say what tensors hold, also those in a tuple or list."""
         for tensor in tensors(value):
             setattr(tensor, _ATTRIBUTE, None if mark is None else (self._call, mark))
+            if mark is None and tensor.layout is torch.strided:  # gathered into a buffer that was filled part by part
+                self._filled.pop(tensor.untyped_storage().data_ptr(), None)
 
     def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Mark what a function of torch returned, and note where it brings split tokens together out of reach."""
         if type(out) not in _RESULTS:
+            self.left_torch |= func in _OUTSIDE and self.of(args[0]) is not None
             return
         found: list[Mark] = []
         for value in args:
@@ -79,9 +99,12 @@ class Provenance:
         if func is Tensor.__setitem__:
             self._written(args[0], found)
             return
+        target = kwargs.get("out") if "out" in kwargs else args[0] if args and out is args[0] else None
+        if isinstance(target, Tensor):
+            self._fill(target)
         joined = self._joined(*args, **kwargs) if func in _JOIN else None
-        if func in _PRODUCTS:
-            self._check_product(func, list(tensors(args)))
+        if self.refused is None:
+            self._check_together(func, args, kwargs, out)
         for tensor in (out,) if isinstance(out, Tensor) else tensors(out):
             held = joined or (self._cut(args[0], tensor) if func in _CUT else None)
             if held is None:
@@ -95,12 +118,20 @@ class Provenance:
             known = getattr(value, _ATTRIBUTE, None)
             if known is not None and known[0] == self._call:
                 found.append(known[1])
+            elif self._filled and value.layout is torch.strided and value.untyped_storage().data_ptr() in self._filled:
+                found.append(LOST)
         elif type(value) is list or type(value) is tuple:
             for item in value:
                 self._collect(item, found)
 
+    def _fill(self, target: Tensor) -> None:
+        if self.of(target) is None and target.layout is torch.strided:
+            storage = target.untyped_storage()
+            self._filled[storage.data_ptr()] = storage
+
     def _written(self, target: Tensor, found: list[Mark]) -> None:
         """A tensor that was filled, such as channel by channel, holds what was written, if that is the same each time."""
+        self._fill(target)
         same = found[0] if found[0] and _total(found[0]) in target.shape and len(set(found)) == 1 else LOST
         self.mark(target, same)
 
@@ -136,19 +167,68 @@ class Provenance:
             at += piece[1]
         return tuple(held) if _total(tuple(held)) == part.shape[dim] else None
 
-    def _check_product(self, func: Callable[..., Any], factors: list[Tensor]) -> None:
-        *_, left, right = factors
-        a, b = self.of(left), self.of(right)
-        if not a or not b or left.ndim < 2 or right.ndim < 2:
+    def _check_together(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Note where a function brings split tokens together, as far as shapes show it."""
+        if not isinstance(out, Tensor):
             return
-        of_pairs = left.shape[-2] == _total(a) and right.shape[-1] == _total(b)
-        over_tokens = left.shape[-1] == _total(a) and right.shape[-2] == _total(b)
-        if (of_pairs or over_tokens) and self.refused is None:
+        marked = [(tensor, _total(mark)) for tensor in tensors([args, dict(kwargs)]) if (mark := self.of(tensor))]
+        if func is torch.einsum:
+            together = self._einsum(args, out)
+        elif len(marked) > 1:
+            (left, a), (right, b) = marked[-2:]
+            together = out.shape.count(a) > max(left.shape.count(a), right.shape.count(a)) if a == b else (
+                a in out.shape and b in out.shape and b not in left.shape and a not in right.shape
+            )  # fmt: skip
+            together |= func in _PRODUCTS and (
+                (a not in out.shape and b not in out.shape)
+                or (min(left.ndim, right.ndim) > 1 and left.shape[-2] == a and right.shape[-1] == b and func is not F.linear)
+                or (min(left.ndim, right.ndim) > 1 and left.shape[-1] == a and right.shape[-2] == b and func is not F.linear)
+            )
+        else:
+            together = False
+        if together:
             self.refused = PlanError(
-                f"{getattr(func, '__name__', 'a product')} of {tuple(left.shape)} and {tuple(right.shape)}: a matrix product "
-                "brings tokens together that are split over the ranks, out of reach. Attend by torch's "
+                f"{getattr(func, '__name__', 'a product')} of {' and '.join(str(tuple(tensor.shape)) for tensor, _ in marked)}: a "
+                "matrix product brings tokens together that are split over the ranks, out of reach. Attend by torch's "
                 "scaled_dot_product_attention, or split behind this module."
             )
+        elif len(marked) == 1 and self._is_along(func, args, kwargs, *marked[0]):
+            self.refused = PlanError(
+                f"{getattr(func, '__name__', 'a function')} of {tuple(marked[0][0].shape)} goes over tokens that are split over "
+                "the ranks: each rank would take its own alone. Split behind this module, or gather in front of it."
+            )
+
+    def _einsum(self, args: tuple[Any, ...], out: Tensor) -> bool:
+        """Whether letters say so: each token alone stands at one and the same letter, that of the output too."""
+        equation, *operands = args
+        operands = list(tensors(operands))
+        if not isinstance(equation, str) or "->" not in equation or "." in equation:
+            return False
+        given, result = equation.replace(" ", "").split("->")
+        common: set[str] | None = None
+        for letters, tensor in zip(given.split(","), operands, strict=False):
+            mark = self.of(tensor)
+            if mark and _total(mark) in tensor.shape:
+                mine = {letter for letter, size in zip(letters, tensor.shape, strict=False) if size == _total(mark)}
+                common = mine if common is None else common & mine
+        return common is not None and not common & set(result)
+
+    @staticmethod
+    def _is_along(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Tensor, tokens: int) -> bool:
+        """Whether it goes along the dimension of tokens, where only one can be that."""
+        places = [dim for dim, size in enumerate(tensor.shape) if size == tokens]
+        if len(places) != 1 or not args or args[0] is not tensor:
+            return False
+        if func is F.group_norm:
+            return places[0] > 0
+        if func in _CONVOLUTIONS:
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            return places[0] > 1 and weight.ndim == tensor.ndim and weight.shape[places[0]] > 1
+        if func not in _ALONG:
+            return False
+        given = args[_ALONG[func]] if len(args) > _ALONG[func] else kwargs.get("dim", kwargs.get("dims"))
+        dims = [given] if isinstance(given, int) else given if isinstance(given, (tuple, list)) else ()
+        return any(dim % tensor.ndim == places[0] for dim in dims)
 
 
 def _total(mark: Mark) -> int:

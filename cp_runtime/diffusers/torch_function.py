@@ -26,8 +26,9 @@ REMEDY = (
 )
 
 
-Record = dict[str, list[Decision]]
-"""Decisions of one call, by the module that attends, in order. Calls of the same form need not find them out again."""
+Record = dict[str, list[tuple[Decision, tuple[int, int]]]]
+"""Decisions of one call, with this rank's numbers of queries and keys, by the module that attends, in order. Calls of the same form
+need not find them out again."""
 
 
 class SharedAttention(TorchFunctionMode):
@@ -99,7 +100,7 @@ class SharedAttention(TorchFunctionMode):
         scope = self._call.scope
         if not scope.derived or not self._call.state.lengths:  # said by the plan; nothing split
             return Decision(None, self._call.attention_is_local)
-        made = self.record.setdefault(scope.name, [])
+        made, numbers = self.record.setdefault(scope.name, []), (query.shape[-2], key.shape[-2])
         if self._provenance is not None:
             try:
                 told: Decision | PlanError = self._provenance.refused or self._told(
@@ -107,11 +108,19 @@ class SharedAttention(TorchFunctionMode):
                 )
             except PlanError as error:
                 told = error
-            made.append(agreement.decide(told, self._call.mesh.whole, query.device))
+            decision = agreement.decide(told, self._call.mesh.whole, query.device)
         else:
             before = (self._known or {}).get(scope.name, [])
-            made.append(before[len(made)] if len(made) < len(before) else self._by_numbers(query, key))
-        return made[-1]
+            decision, expected = before[len(made)] if len(made) < len(before) else (self._by_numbers(query, key), numbers)
+            if numbers != expected:
+                raise PlanError(
+                    f"{scope.name or 'the model'}: attention of {numbers[0]} queries over {numbers[1]} keys, where the first call "
+                    f"of this form had {expected[0]} and {expected[1]}: the model has changed, or a number that it was given made "
+                    "it take another way. Call it again: that way is then found out. What decides between ways every time is best "
+                    "passed as a bool, an int or a str."
+                )
+        made.append((decision, numbers))
+        return decision
 
     def _told(self, q: Mark | None, k: Mark | None, query: Tensor, key: Tensor) -> Decision:
         """What an attention is over, by the marks of its queries and keys."""
@@ -125,7 +134,7 @@ class SharedAttention(TorchFunctionMode):
                 "make them a stream that is kept whole: "
                 'ContextParallelInput(1, 3, streams=("encoder_hidden_states",), replicated=True).'
             )
-        if queries and k is None:  # as of an image prompt
+        if queries and k is None and not (self._provenance and self._provenance.left_torch):  # as of an image prompt
             return Decision(None, local=True)
         if k is not None and not self._call.scope.streams:
             raise PlanError(

@@ -476,6 +476,119 @@ def what_is_wrong_is_seen(rank: int, world: int) -> dict[str, Any]:
     return results
 
 
+class Prepared(nn.Module):
+    """Keys and values come out of a function, of which only some can be followed."""
+
+    def __init__(self, prepare: Any) -> None:
+        super().__init__()
+        self.q, self.kv, self.prepare = nn.Linear(32, 32), nn.Linear(32, 32), prepare
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, kv = self.q(x)[:, None], self.prepare(self.kv(x))[:, None]
+        return x + F.scaled_dot_product_attention(q, kv, kv).squeeze(1)
+
+
+class Computed(nn.Module):
+    def __init__(self, compute: Any) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+
+def filled_through(view: Any) -> Any:
+    """Keys that are written into a buffer through a view of it."""
+
+    def prepare(keys: Tensor) -> Tensor:
+        buffer = torch.zeros(keys.shape)
+        view(buffer).copy_(view(keys))
+        return buffer
+
+    return prepare
+
+
+FOLLOWED = {
+    "a view that is filled": filled_through(lambda t: t[:]),
+    "items that are filled": lambda k: torch.stack([filled_through(lambda t: t)(item) for item in k]),
+    "numpy": lambda k: torch.from_numpy(k.numpy() * 2),
+    "einsum of one": lambda k: torch.einsum("blc->bcl", k).mT,
+    "einsum for each token": lambda k: k * torch.einsum("blc,blc->bl", k, k)[..., None],
+}
+TOGETHER = {
+    "einsum": lambda x: torch.einsum("blc,bmc->blm", x, x).sum(2, keepdim=True) + x,
+    "einsum of three": lambda x: torch.einsum("blc,bmc,bmd->bld", x, x, x),
+    "keywords": lambda x: torch.bmm(torch.matmul(input=x, other=x.mT), mat2=x),
+    "linear": lambda x: torch.stack([F.linear(F.linear(item, item), item.T) for item in x]),
+    "broadcast": lambda x: (x[:, :, None] * x[:, None]).sum(2),
+    "mean": lambda x: x - x.mean(1, keepdim=True),
+    "softmax": lambda x: F.softmax(x, dim=1),
+    "convolution": lambda x: F.conv1d(x.mT, torch.ones(32, 32, 3), padding=1).mT,
+    "group norm": lambda x: F.group_norm(x.mT, 2).mT,
+    "order": lambda x: x.flip(1),
+}  # fmt: skip
+
+
+def what_becomes_of_tokens(rank: int, world: int) -> dict[str, Any]:
+    """Beside an attention that is shared, what is done to tokens is right, or refused on all ranks."""
+    results, plan = {}, {"0": {"input": TOKENS}, "3": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+    hidden = normal(2, 6 * world - 1, 8)
+    modules = {name: Prepared(prepare) for name, prepare in FOLLOWED.items()}
+    modules |= {name: Computed(compute) for name, compute in TOGETHER.items()}
+    for name, module in modules.items():
+        model = fill(nn.Sequential(nn.Linear(8, 32), TorchFunction(), module, nn.Linear(32, 8)))
+        expected = model(hidden)
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan)
+        try:
+            results[name] = f"difference {relative((model(hidden),), (expected,))}"
+        except ContextParallelError as error:
+            results[name] = str(error)
+    return results
+
+
+class TwoWays(nn.Module):
+    """What its attention is over is decided by a number that it is given, or by what it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.attention, self.last, self.out = nn.Linear(8, 32), Attention(32, 2, 2), Attention(32, 2, 2), nn.Linear(32, 8)
+        self.crosses = 0
+
+    def forward(self, hidden_states: Tensor, context: Tensor, crosses: int | None = None) -> tuple[Tensor, ...]:
+        x = self.inp(hidden_states)
+        x = self.attention(x, context if (self.crosses if crosses is None else crosses) else None)
+        return (self.out(self.last(x)),)
+
+
+def other_ways(rank: int, world: int) -> dict[str, Any]:
+    """Calls of the same shapes that attend to something else."""
+    model, results = fill(TwoWays()), dict[str, Any]()
+    inputs = dict(hidden_states=normal(2, 6 * world - 1, 8), context=normal(2, 4, 32))
+    expected = [model(**inputs, crosses=crosses) for crosses in (0, 1)]
+    plan = {"inp": {"input": TOKENS}, "out": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan)
+    for crosses in (1, 0, 1):
+        difference = relative(model(**inputs, crosses=crosses), expected[crosses])
+        results[f"difference by argument {crosses}"] = difference
+    for crosses in (1, 0):
+        model.crosses = crosses
+        results[f"changed {crosses}"] = message_of(lambda: model(**inputs))
+        results[f"difference changed {crosses}"] = relative(model(**inputs), expected[crosses])
+    return results
+
+
+def one_rank_alone(rank: int, world: int) -> dict[str, Any]:
+    """What only one rank does wrong in a first call, and a cache that would have ranks go separate ways."""
+    model, results = build("flux"), dict[str, Any]()
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
+    model.train(rank == world - 1)
+    results["training"] = message_of(lambda: forward(model, flux()))
+    model.eval()
+    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.02))
+    results["cache"] = message_of(lambda: forward(model, flux()))
+    return results
+
+
 class TorchFunction(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -571,5 +684,5 @@ def fsdp(rank: int, world: int) -> dict[str, Any]:
 CHECKS = (
     applied_removed_applied, applied_twice, configs, meshes, degrees_that_do_not_fit, anything_off, wrong_plans, gradients,
     unknown_tokens, own_model, own_model_marked_at_the_block, out_of_reach, text_left_out, not_gathered, backends,
-    what_is_wrong_is_seen, other_inputs, batch_axis, pipeline, fsdp,
+    what_is_wrong_is_seen, what_becomes_of_tokens, other_ways, one_rank_alone, other_inputs, batch_axis, pipeline, fsdp,
 )  # fmt: skip

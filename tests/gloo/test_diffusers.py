@@ -153,6 +153,34 @@ def test_products_over_tokens_and_windows_are_seen_in_the_first_call(reports):
 
 
 @on_every_world
+def test_what_is_done_to_tokens_is_right_or_refused(reports):
+    result = {name: value for name, value in reports["what_becomes_of_tokens"].items() if name != "check"}
+    right = {name: float(value.removeprefix("difference ")) for name, value in result.items() if value.startswith("difference")}
+    assert set(right) == {
+        "a view that is filled", "items that are filled", "numpy", "einsum of one", "einsum for each token",
+    }  # fmt: skip
+    assert max(right.values()) <= TOLERANCE
+    refused = [value for name, value in result.items() if name not in right]
+    assert len(refused) == 10
+    assert all("split over the ranks" in value for value in refused)
+
+
+@on_every_world
+def test_a_call_that_takes_another_way_than_the_first_is_right_or_refused(reports):
+    result = reports["other_ways"]
+    assert max(differences(result).values()) <= TOLERANCE
+    assert result["changed 1"] is None
+    assert "where the first call of this form had" in result["changed 0"]
+
+
+@on_every_world
+def test_what_one_rank_does_wrong_in_a_first_call_is_said_on_all(reports):
+    result = reports["one_rank_alone"]
+    assert "is in training mode" in result["training"]
+    assert "disable_cache()" in result["cache"]
+
+
+@on_every_world
 def test_inputs_that_differ_between_ranks_are_named(reports):
     result, last = reports["other_inputs"], reports["other_inputs"]["world"] - 1
     differ = f"hidden_states on rank {last}: not what rank 0 was given"
