@@ -35,6 +35,7 @@ _PRODUCTS = {
     torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__, torch.baddbmm, torch.mm, Tensor.mm,
     torch.tensordot, torch.inner, torch.addmm, F.linear,
 }  # fmt: skip
+_PAIRWISE = {*_PRODUCTS, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 # What takes tokens together along a dimension, or changes their order, by the place of the argument that names it.
 _ALONG = {
     **dict.fromkeys((getattr(owner, name) for owner in (torch, Tensor) for name in (
@@ -174,18 +175,16 @@ class Provenance:
         marked = [(tensor, _total(mark)) for tensor in tensors([args, dict(kwargs)]) if (mark := self.of(tensor))]
         if func is torch.einsum:
             together = self._einsum(args, out)
-        elif len(marked) > 1:
+        elif func in _PAIRWISE and len(marked) > 1:
             (left, a), (right, b) = marked[-2:]
-            together = out.shape.count(a) > max(left.shape.count(a), right.shape.count(a)) if a == b else (
-                a in out.shape and b in out.shape and b not in left.shape and a not in right.shape
-            )  # fmt: skip
-            together |= func in _PRODUCTS and (
-                (a not in out.shape and b not in out.shape)
-                or (min(left.ndim, right.ndim) > 1 and left.shape[-2] == a and right.shape[-1] == b and func is not F.linear)
-                or (min(left.ndim, right.ndim) > 1 and left.shape[-1] == a and right.shape[-2] == b and func is not F.linear)
-            )
+            together = a == b and out.shape.count(a) > max(left.shape.count(a), right.shape.count(a))
         else:
             together = False
+        if func in _PRODUCTS and len(marked) > 1:
+            matrices = min(left.ndim, right.ndim) > 1 and func is not F.linear
+            of_pairs = matrices and left.shape[-2] == a and right.shape[-1] == b
+            over_tokens = matrices and left.shape[-1] == a and right.shape[-2] == b
+            together |= of_pairs or over_tokens or (a not in out.shape and b not in out.shape)
         if together:
             self.refused = PlanError(
                 f"{getattr(func, '__name__', 'a product')} of {' and '.join(str(tuple(tensor.shape)) for tensor, _ in marked)}: a "
