@@ -84,7 +84,8 @@ def _sum_of(tensor: Tensor) -> int:
     if tensor.is_meta or not tensor.numel():
         return 0
     data = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    data = data.detach().contiguous().view(-1).view(torch.uint8)
+    # A single number that was expanded, as a pipeline's timestep, is contiguous, too, and with a stride of 0 it cannot be viewed.
+    data = data.detach().contiguous().as_strided((data.numel(),), (1,)).view(torch.uint8)
     words = data.view(torch.int32) if data.numel() % 4 == 0 else data
     places = torch.arange(1, words.numel() + 1, device=words.device)
     return int((words * (places * 2654435761 % 4294967291)).sum())

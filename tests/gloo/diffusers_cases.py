@@ -67,6 +67,11 @@ PIXART = dict(
     num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=2, cross_attention_dim=48,
     sample_size=16, caption_channels=24, use_additional_conditions=False,
 )  # fmt: skip
+LUMINA_2 = dict(
+    in_channels=4, hidden_size=48, num_layers=2, num_refiner_layers=1, num_attention_heads=4, num_kv_heads=2, multiple_of=8,
+    axes_dim_rope=(4, 4, 4), axes_lens=(16, 16, 16), cap_feat_dim=24,
+)  # fmt: skip
+VACE = dict(WAN, vace_in_channels=12, vace_layers=[0, 1])
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": ("FluxTransformer2DModel", FLUX),
@@ -93,6 +98,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sd3": ("SD3Transformer2DModel", SD3),
     "cogvideox": ("CogVideoXTransformer3DModel", COGVIDEOX),
     "pixart": ("PixArtTransformer2DModel", PIXART),
+    "flux controlnet": ("FluxTransformer2DModel", FLUX),
+    "wan vace": ("WanVACETransformer3DModel", VACE),
+    "skyreels": ("SkyReelsV2Transformer3DModel", WAN),
+    "skyreels forcing": ("SkyReelsV2Transformer3DModel", dict(WAN, num_frame_per_block=2)),
+    "lumina 2": ("Lumina2Transformer2DModel", LUMINA_2),
 }
 
 
@@ -248,14 +258,42 @@ def pixart(batch: int = 1, valid: tuple[int, ...] = (4,)) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def flux_controlnet(batch: int = 1, height: int = 6) -> dict[str, Any]:
+    residuals = [normal(batch, height * 5, 64, seed=seed) for seed in (1, 2, 3)]
+    return flux(batch, height, controlnet_block_samples=residuals[:2], controlnet_single_block_samples=residuals[2:])
+
+
+def wan_vace(batch: int = 1, **shape: int) -> dict[str, Any]:
+    call = wan(batch, **shape)
+    _, _, *video = call["hidden_states"].shape
+    return {**call, "control_hidden_states": normal(batch, 12, *video), "control_hidden_states_scale": torch.tensor([0.7, 1.2])}
+
+
+def skyreels_forcing(batch: int = 1, **shape: int) -> dict[str, Any]:
+    """A noise level per frame, and frames that do not see later ones but those of their block."""
+    timesteps = torch.linspace(300.0, 900.0, batch * 4).view(batch, 4)
+    return wan(batch, frames=4, timestep=timesteps, enable_diffusion_forcing=True, **shape)
+
+
+def lumina_2(batch: int = 1, valid: tuple[int, ...] = (4,)) -> dict[str, Any]:
+    return dict(
+        hidden_states=normal(batch, 4, 12, 10), timestep=torch.linspace(0.3, 0.9, batch),
+        encoder_hidden_states=normal(batch, 7, 24), encoder_attention_mask=padding(*valid, length=7),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
-    """One call: the input named `mask` has padding in it, and the output must depend on it."""
+    """One call: the input named `mask` has padding in it, and the output must depend on it.
+
+    Where it is causal, the first token is the one that all others see.
+    """
 
     name: str
     model: str
     make: Callable[[], dict[str, Any]]
     mask: str | None = None
+    causal: bool = False
 
 
 QWEN_MASK, LTX_MASK = "encoder_hidden_states_mask", "encoder_attention_mask"
@@ -373,6 +411,17 @@ CASES = [
     Case("sd3 batch 2 two text tokens", "sd3", lambda: sd3(2, 2)),
     Case("cogvideox", "cogvideox", cogvideox),
     Case("pixart", "pixart", pixart, LTX_MASK),
+    Case("flux controlnet", "flux controlnet", flux_controlnet),
+    Case("flux controlnet batch 2", "flux controlnet", lambda: flux_controlnet(2, 5)),
+    # Not a mask: without what is in it the output is another one as well.
+    Case("wan vace", "wan vace", wan_vace, "control_hidden_states"),
+    Case("wan vace batch 2 odd", "wan vace", lambda: wan_vace(2, height=6, width=6), "control_hidden_states"),
+    Case("skyreels", "skyreels", wan),
+    Case("skyreels forcing", "skyreels forcing", skyreels_forcing, causal=True),
+    Case("skyreels forcing batch 2", "skyreels forcing", lambda: skyreels_forcing(2, height=6, width=6), causal=True),
+    # The text is cut to its valid tokens, item by item, before the image stands behind it: one stream.
+    Case("lumina 2", "lumina 2", lumina_2, LTX_MASK),
+    Case("lumina 2 batch 2", "lumina 2", lambda: lumina_2(2, (3, 7)), LTX_MASK),
 ]
 
 # The ways to share a sequence, by what is exchanged; the ones that need a number of ranks with two factors come last.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
+import diffusers_pipelines as pipelines
 import torch
 import torch.nn.functional as F
 from diffusers.models._modeling_parallel import ContextParallelInput as DiffusersInput
@@ -641,24 +642,23 @@ def masked_qwen(batch: int) -> dict[str, Any]:
 
 
 def pipeline(rank: int, world: int) -> dict[str, Any]:
-    """A pipeline of diffusers whose CFG is a batch of two: one line more than without ranks."""
-    model = build("sd3")
-    pipe = diffusers.StableDiffusion3Pipeline(
-        model, diffusers.FlowMatchEulerDiscreteScheduler(), None, None, None, None, None, None, None
-    )
-    pipe.set_progress_bar_config(disable=True)
-
-    def run() -> Tensor:
-        return pipe(
-            prompt_embeds=normal(1, 7, 24), pooled_prompt_embeds=normal(1, 12), negative_prompt_embeds=normal(1, 7, 24, seed=1),
-            negative_pooled_prompt_embeds=normal(1, 12, seed=1), height=96, width=80, num_inference_steps=2, guidance_scale=4.0,
-            generator=torch.Generator().manual_seed(0), output_type="latent",
-        ).images  # fmt: skip
-
-    expected, groups = run(), 3 if world == 3 else 2
-    config = ContextParallelConfig(ulysses_degree=world // groups, **ANYTHING, batch_degree=groups)
-    stats = apply_context_parallel(model, config, plan_of(model)).mesh.stats
-    return dict(difference=relative((run(),), (expected,)), collectives=stats.collectives)
+    """Pipelines of diffusers, with one line more than without ranks: one whose CFG is a batch of two, and those with a plan."""
+    pipe, groups = pipelines.load("sd3"), 3 if world == 3 else 2
+    expected = pipelines.run("sd3", pipe)
+    batches = ContextParallelConfig(ulysses_degree=world // groups, **ANYTHING, batch_degree=groups)
+    apply_context_parallel(pipe.transformer, batches, plan_of(pipe.transformer))
+    results: dict[str, Any] = {"difference sd3": relative((pipelines.run("sd3", pipe),), (expected,)), "clean": True}
+    if world == 4:
+        return results
+    for i, name in enumerate(name for name in pipelines.PIPELINES if name != "sd3"):
+        pipe = pipelines.load(name)
+        expected = pipelines.run(name, pipe)
+        config = ContextParallelConfig(**degrees(MODES[(i + world) % len(MODES)], world), **ANYTHING)
+        models = [model for model in (pipe.transformer, getattr(pipe, "transformer_2", None)) if model is not None]
+        applied = [apply_context_parallel(model, config) for model in models]
+        results[f"difference {name}"] = relative((pipelines.run(name, pipe),), (expected,))
+        results["clean"] &= all(each.mesh.stats.collectives > 2 for each in applied)
+    return results
 
 
 def fsdp(rank: int, world: int) -> dict[str, Any]:

@@ -38,6 +38,17 @@ def build(name: str) -> nn.Module:
         model.encoder_hid_proj = _ImageProjection()
         for block in model.transformer_blocks:
             block.attn.set_processor(FluxIPAdapterAttnProcessor(64, 64, num_tokens=(4,), scale=[0.7]))
+    if name == "flux controlnet":
+        residuals = {"controlnet_block_samples": [TOKENS] * 2, "controlnet_single_block_samples": [TOKENS]}
+        model._cp_plan = {**model._cp_plan, "": {**model._cp_plan[""], **residuals}}
+    if name == "skyreels forcing":  # a noise level per frame is modulation per token, in the blocks and behind the last norm
+        modulation = ContextParallelInput(2, 4, streams=OF_HIDDEN, side=True)
+        model._cp_plan = {
+            **WAN_ROPE,
+            "blocks.0": {"hidden_states": TOKENS},
+            "blocks.*": {"temb": modulation},
+            "norm_out": ContextParallelOutput(1, 3),
+        }
     return fill(model)
 
 
@@ -53,6 +64,8 @@ class _ImageProjection(nn.Module):
 TOKENS, GATHERED = ContextParallelInput(1, 3), {"proj_out": ContextParallelOutput(1, 3)}
 JOINT = {"transformer_blocks.0": {"hidden_states": TOKENS, "encoder_hidden_states": TOKENS}, **GATHERED}
 ROPE = {"rope": {i: ContextParallelInput(0, 2, split_output=True) for i in (0, 1)}}
+WAN_ROPE = {"rope": {i: ContextParallelInput(1, 4, split_output=True) for i in (0, 1)}}
+OF_HIDDEN = ("hidden_states",)
 # What a user writes for a class that diffusers has no plan for.
 PLANS: dict[str, dict[str, Any]] = {
     "HunyuanVideoTransformer3DModel": {**JOINT, **ROPE},
@@ -61,6 +74,19 @@ PLANS: dict[str, dict[str, Any]] = {
     "SD3Transformer2DModel": JOINT,
     "CogVideoXTransformer3DModel": JOINT,
     "PixArtTransformer2DModel": {"transformer_blocks.0": {"hidden_states": TOKENS}, **GATHERED},
+    "WanVACETransformer3DModel": {
+        **WAN_ROPE,
+        "vace_blocks.0": {"hidden_states": TOKENS, "control_hidden_states": ContextParallelInput(1, 3, streams=OF_HIDDEN)},
+        "blocks.0": {"hidden_states": TOKENS},
+        **GATHERED,
+    },
+    "SkyReelsV2Transformer3DModel": {**WAN_ROPE, "blocks.0": {"hidden_states": TOKENS}, **GATHERED},
+    # Text and image are joint before the layers. The refiners in front of them run whole on every rank.
+    "Lumina2Transformer2DModel": {
+        "layers.0": {"hidden_states": TOKENS},
+        "layers.*": {"image_rotary_emb": ContextParallelInput(1, 3, streams=OF_HIDDEN, side=True)},
+        "norm_out": ContextParallelOutput(1, 3),
+    },
 }
 
 # Plans of diffusers split the video of LTX 2 only: its audio, and the text for it, are whole on every rank.
@@ -73,7 +99,7 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
     Helios names its 40 blocks one by one: those that a tiny model lacks are left out.
     """
     names = {name for name, _ in model.named_modules()}
-    if type(model).__name__ in PLANS:
+    if model._cp_plan is None:
         return PLANS[type(model).__name__]
     plan = {path: entry for path, entry in model._cp_plan.items() if "*" in path or path in names}
     return {**plan, **{path: ModulePlan(attention=()) for path in REPLICATED.get(type(model).__name__, ())}}

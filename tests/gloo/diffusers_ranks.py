@@ -16,10 +16,11 @@ from diffusers_models import build, forward, plan_of, relative  # noqa: E402
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel  # noqa: E402
 
 
-def reach(model, inputs, expected):
-    """How much the last token of the input moves the output token that it moves least."""
+def reach(model, inputs, expected, causal):
+    """How much the last token of the input, or where that is causal the first, moves the output token that it moves least."""
     moved = inputs["hidden_states"].clone()
-    (moved[:, -1] if moved.ndim == 3 else moved[..., -1, -2:, -2:]).add_(4.0)  # tokens, or a video in patches of 2 x 2
+    at = (0, slice(2), slice(2)) if causal else (-1, slice(-2, None), slice(-2, None))
+    moved[(slice(None), at[0]) if moved.ndim == 3 else (..., *at)] += 4.0  # tokens, or a video in patches of 2 x 2
     change = (forward(model, {**inputs, "hidden_states": moved})[0] - expected[0]).abs()
     return (change.amax(1 if change.ndim == 5 else 2).min() / expected[0].std()).item()
 
@@ -37,7 +38,7 @@ with torch.inference_mode():
             unmasked = None
             if case.mask:
                 unmasked = relative(forward(model, {**inputs, case.mask: torch.ones_like(inputs[case.mask])})[:1], expected[:1])
-            std, moved = min(out.std().item() for out in expected), reach(model, inputs, expected)
+            std, moved = min(out.std().item() for out in expected), reach(model, inputs, expected, case.causal)
             report(case=case.name, mode="stock", std=std, reach=moved, mask_matters=unmasked)
         for mode, config in configs.items():
             stats = apply_context_parallel(model, config, plan_of(model)).mesh.stats
