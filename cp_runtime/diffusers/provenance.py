@@ -111,7 +111,8 @@ class Provenance:
             if held is None:
                 shape = tensor.shape
                 held = next((mark for mark in found if mark and _total(mark) in shape), LOST)
-            setattr(tensor, _ATTRIBUTE, (self._call, held))
+            whole = held and not any(name for name, _ in held)  # cut out of what was split in part
+            setattr(tensor, _ATTRIBUTE, None if whole else (self._call, held))
 
     def _collect(self, value: object, found: list[Mark]) -> None:
         """Add the marks of a tensor, or of those in a tuple or list. Every function of torch comes by here."""

@@ -98,9 +98,14 @@ def _input(path: str, key: str | int, value: Any, stream: str) -> ContextParalle
             f"plan entry {path!r}[{key!r}]: split_output={split_output}; allowed: an output is named by its index with "
             "split_output=True, an argument by its name with split_output=False. Correct the plan."
         )
-    if isinstance(value, ContextParallelInput) and value.streams is not None:
-        return value
-    return made
+    if not isinstance(value, ContextParallelInput):
+        return made
+    if value.side and value.streams is None:
+        raise PlanError(
+            f"plan entry {path!r}[{key!r}]: got side=True without streams; allowed: the streams whose tokens it speaks about. Say "
+            'them: streams=("hidden_states",).'
+        )
+    return value if split_output else replace(value, streams=value.streams or (stream,))
 
 
 def _outputs(path: str, entry: Any, streams: Sequence[str], named: set[str]) -> list[ContextParallelOutput | None]:
@@ -117,12 +122,13 @@ def _outputs(path: str, entry: Any, streams: Sequence[str], named: set[str]) -> 
         stream = getattr(value, "stream", None)
         if stream is None:
             stream = HIDDEN if HIDDEN in streams else streams[0] if len(streams) == 1 else None
-        if stream not in named:
+        if not named.issuperset((stream,) if stream is None or isinstance(stream, str) else stream):
             raise PlanError(
                 f"plan entry {path!r}: which of {', '.join(streams) or 'no streams'} is gathered there? Say it: "
                 "ContextParallelOutput(..., stream=...)."
             )
-        made.append(ContextParallelOutput(value.gather_dim, value.expected_dims, stream=stream))
+        ours = isinstance(value, ContextParallelOutput)
+        made.append(replace(value if ours else ContextParallelOutput(value.gather_dim, value.expected_dims), stream=stream))
     return made
 
 

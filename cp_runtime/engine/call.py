@@ -211,6 +211,8 @@ class RunningCall:
         parts = list(value.split([state.layout((s,)).local_lengths[state.rank] for s in output.within], dim))
         place = output.within.index(str(output.stream))
         parts[place] = self._all_tokens(name, streams, dim, parts[place])
+        if self.followed is not None:
+            self.followed.mark(parts[place], None)
         return torch.cat(parts, dim)
 
     def check_attention(self) -> None:

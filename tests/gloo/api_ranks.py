@@ -93,6 +93,15 @@ class Listed(nn.Module):
         return self.out(self.attention(xs[0]))
 
 
+class Joint(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.out = Attention(), nn.Linear(16, 16)
+
+    def forward(self, x, text):
+        return self.out(self.attention(torch.cat([text, x], 1)))[:, text.shape[1] :]
+
+
 def compiled(model, name):
     """The whole model, or each of its blocks as `compile_repeated_blocks` does it."""
     if not name.startswith("blocks"):
@@ -269,6 +278,22 @@ with torch.no_grad():
         expected = model(argument)
         stats = apply_context_parallel(model, RING, plan).mesh.stats
         check(name, (model(argument) - expected).abs().max() < 1e-5 and stats.collectives > 2)
+    # What this package adds to diffusers' classes holds in a table, too.
+    torch.manual_seed(0)
+    model, text = Joint().eval(), torch.randn(2, 6, 16)
+    expected = model(x, text)
+    out = ContextParallelOutput(1, 3, stream="x", within=("text", "x"))
+    for name, tokens in [
+        ("one stream is gathered within two", {}),
+        ("tokens are split inside of frames", dict(frames=lambda state: 2)),
+        ("a stream is whole on every rank", dict(replicated=True)),
+    ]:
+        plan = {"": {"x": ContextParallelInput(1, 3), "text": ContextParallelInput(1, 3, **tokens)}, "out": out}
+        applied = apply_context_parallel(model, RING, plan)
+        check(name, (model(x, text) - expected).abs().max() < 1e-5)
+        applied.remove()
+    alone = {"": {"x": ContextParallelInput(1, 3), "text": ContextParallelInput(1, 3, side=True)}, "out": out}
+    check("side without streams", refused(lambda: apply_context_parallel(model, RING, alone), PlanError, "streams=("))
     apply_context_parallel(model := new_blocks(), RING, BLOCKS_PLAN)
     expected = new_blocks()(x)
     check("torch.save", refused(lambda: torch.save(model, io.BytesIO()), PlanError, "Save its state_dict()"))

@@ -429,6 +429,12 @@ MODES = ("ulysses", "ring alltoall", "ring allgather")
 TWO_AXES = ("unified alltoall", "unified allgather")
 
 
+def turns(case: Case, world: int) -> tuple[str, ...]:
+    """The modes of a case on `world` ranks: on 2 to 4 of them it takes its turn in each, and the cases of a model in all pairs."""
+    turn = CASES.index(case)
+    return (MODES[(turn + world) % len(MODES)], *((TWO_AXES[turn % 2],) if world == 4 else ()))
+
+
 def degrees(mode: str, world: int) -> dict[str, Any]:
     """Arguments of a config for `mode` on `world` ranks."""
     kind, _, rotate = mode.partition(" ")

@@ -9,7 +9,7 @@ rank, world, _ = start()
 sys.path.append(str(Path(__file__).parent))
 
 import torch  # noqa: E402
-from diffusers_cases import CASES, MODELS, MODES, TWO_AXES, degrees  # noqa: E402
+from diffusers_cases import CASES, MODELS, MODES, TWO_AXES, degrees, turns  # noqa: E402
 from diffusers_checks import CHECKS  # noqa: E402
 from diffusers_models import build, forward, plan_of, relative  # noqa: E402
 
@@ -35,14 +35,19 @@ with torch.inference_mode():
         for case in cases:
             inputs = case.make()
             expected = stock[case.name] = forward(model, inputs)
+            if world > 2:  # what follows is the same in every process
+                continue
             unmasked = None
             if case.mask:
                 unmasked = relative(forward(model, {**inputs, case.mask: torch.ones_like(inputs[case.mask])})[:1], expected[:1])
             std, moved = min(out.std().item() for out in expected), reach(model, inputs, expected, case.causal)
             report(case=case.name, mode="stock", std=std, reach=moved, mask_matters=unmasked)
         for mode, config in configs.items():
+            taken = [case for case in cases if mode in turns(case, world)]
+            if not taken:
+                continue
             stats = apply_context_parallel(model, config, plan_of(model)).mesh.stats
-            for case in cases:
+            for case in taken:
                 stats.reset()
                 try:
                     out = forward(model, case.make())
