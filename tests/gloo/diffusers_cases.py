@@ -430,7 +430,7 @@ TWO_AXES = ("unified alltoall", "unified allgather")
 
 
 def turns(case: Case, world: int) -> tuple[str, ...]:
-    """The modes of a case on `world` ranks: on 2 to 4 of them it takes its turn in each, and the cases of a model in all pairs."""
+    """The modes of a case on `world` ranks: by turns, so that on 2 to 4 ranks it runs in each of MODES and in one of TWO_AXES."""
     turn = CASES.index(case)
     return (MODES[(turn + world) % len(MODES)], *((TWO_AXES[turn % 2],) if world == 4 else ()))
 
