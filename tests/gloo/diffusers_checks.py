@@ -691,3 +691,7 @@ CHECKS = (
     unknown_tokens, own_model, own_model_marked_at_the_block, out_of_reach, text_left_out, not_gathered, backends,
     what_is_wrong_is_seen, what_becomes_of_tokens, other_ways, one_rank_alone, other_inputs, batch_axis, pipeline, fsdp,
 )  # fmt: skip
+# What is refused, and with which words, is the same on any number of ranks.
+ON_TWO_RANKS = (
+    applied_twice, degrees_that_do_not_fit, wrong_plans, gradients, unknown_tokens, not_gathered, backends,
+)  # fmt: skip

@@ -14,6 +14,7 @@ from diffusers_cases import CASES, turns  # noqa: E402
 TOLERANCE = 1e-5
 WORLDS = (2, 3, 4)
 on_every_world = pytest.mark.parametrize("reports", WORLDS, indirect=True)
+on_two_ranks = pytest.mark.parametrize("reports", WORLDS[:1], indirect=True)
 RUNS = [(case, world, mode) for world in WORLDS for case in CASES for mode in turns(case, world)]
 
 
@@ -68,7 +69,7 @@ def test_applied_and_removed_and_applied_again(reports):
     assert result["clean"]
 
 
-@on_every_world
+@on_two_ranks
 def test_a_second_application_is_refused(reports):
     result = reports["applied_twice"]
     assert result["error"] == "PlanError"
@@ -92,7 +93,7 @@ def test_the_batch_axis_sends_outputs_alone_and_keeps_their_class(reports):
     assert reports["batch_axis"]["output class"] == "Transformer2DModelOutput"
 
 
-@on_every_world
+@on_two_ranks
 def test_degrees_that_do_not_fit_the_ranks_are_refused(reports):
     assert reports["degrees_that_do_not_fit"]["error"] == "ConfigError"
     assert reports["degrees_that_do_not_fit"]["clean"]
@@ -105,7 +106,7 @@ def test_what_does_not_divide_is_refused_when_anything_is_off(reports):
     assert all(value <= TOLERANCE for value in differences(result).values())
 
 
-@on_every_world
+@on_two_ranks
 def test_a_plan_that_does_not_fit_is_an_error_before_anything_is_computed(reports):
     result = reports["wrong_plans"]
     for name, (error, computed, clean) in result["results"].items():
@@ -116,7 +117,7 @@ def test_a_plan_that_does_not_fit_is_an_error_before_anything_is_computed(report
     assert result["difference"] == 0
 
 
-@on_every_world
+@on_two_ranks
 def test_attention_over_tokens_that_the_plan_does_not_know_is_refused(reports):
     assert reports["unknown_tokens"]["error"] == "PlanError"
 
@@ -128,13 +129,13 @@ def test_text_that_the_table_leaves_out_is_refused_with_what_to_write(reports):
     assert result["difference"] <= TOLERANCE
 
 
-@on_every_world
+@on_two_ranks
 def test_an_output_that_is_not_gathered_is_refused(reports):
     refusal = reports["not_gathered"]["refusal"]
     assert all(word in refusal for word in ("tokens of hidden_states only", "ContextParallelOutput(gather_dim=1)"))
 
 
-@on_every_world
+@on_two_ranks
 def test_the_attention_backend_is_the_one_that_was_chosen_or_refused_by_name(reports):
     result = reports["backends"]
     assert (result["native"], result["_native_math"]) == (["cpu"], ["math"])
@@ -203,7 +204,7 @@ def test_every_example_of_the_document_gives_what_one_process_gives():
     assert {example["code"]: example["difference"] for example in examples if not example["difference"] <= TOLERANCE} == {}
 
 
-@on_every_world
+@on_two_ranks
 def test_a_call_that_records_gradients_is_refused(reports):
     assert reports["gradients"]["error"] == "PlanError"
     assert reports["gradients"]["difference"] <= TOLERANCE
