@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,3 +88,27 @@ def tensor_without_storage(
 ) -> Any:
     """A tensor of a subclass that only looks like one."""
     return Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile` raises when it cannot compile, before anything of a whole graph has run."""
+    from torch._dynamo import exc  # takes a second to import, so only where something is compiled
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+@contextmanager
+def compiler_settings(variants: int) -> Iterator[None]:
+    """While active, a function may be compiled for so many kinds of arguments, and sizes that happen to be equal may differ."""
+    from torch import _dynamo as dynamo
+    from torch.fx.experimental import _config as shapes
+
+    with dynamo.config.patch(recompile_limit=variants), shapes.patch(use_duck_shape=False):
+        yield
+
+
+def compiler_counts() -> dict[str, int]:
+    """Of this process: graphs that were compiled, and places where a construct broke one in two."""
+    from torch._dynamo.utils import counters
+
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}

@@ -7,10 +7,12 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..nested import rebuild
+from .attention.opaque import PLACE
 from .call import Planner, RunningCall
 from .mesh import SequenceMesh
 from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules
@@ -161,11 +163,15 @@ class InstalledPlan(Generic[PlanT]):
         return hook
 
     def _enter_local(self, *_: Any) -> None:
-        if call := self.current:
+        if torch.compiler.is_compiling():  # inside of a compiled block, where no call may be looked at
+            PLACE.local += 1
+        elif call := self.current:
             call.enter_scope(())
 
     def _leave_local(self, *_: Any) -> None:
-        if call := self.current:
+        if torch.compiler.is_compiling():
+            PLACE.local -= 1
+        elif call := self.current:
             call.leave_scope()
 
     def _enter_attention(self, module: nn.Module, rule: AttentionRule) -> Callable[..., Any]:
