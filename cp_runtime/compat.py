@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -103,8 +104,17 @@ def compiler_settings(variants: int) -> Iterator[None]:
     from torch import _dynamo as dynamo
     from torch.fx.experimental import _config as shapes
 
-    with dynamo.config.patch(recompile_limit=variants), shapes.patch(use_duck_shape=False):
+    with dynamo.config.patch(recompile_limit=variants), shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
         yield
+
+
+def on_compilation(tell: Callable[[int], None]) -> None:
+    """Have `tell` called when this process begins to compile something, with how many times it did, and with 0 when it is done."""
+    from torch._dynamo.callback import callback_handler
+
+    numbers = itertools.count(1)
+    callback_handler.register_start_callback(lambda *_: tell(next(numbers)))
+    callback_handler.register_end_callback(lambda *_: tell(0))
 
 
 def compiler_counts() -> dict[str, int]:

@@ -56,20 +56,21 @@ class CompiledBlocks:
         model: in eval mode.
         plan: of the model. Blocks inside of which it splits or gathers stay as they are.
         settings: for `torch.compile`.
-        failed: told once for every kind of block that the compiler cannot take. If it raises, the call ends with that; else
-            blocks of that kind run as they are.
 
     Attributes:
+        failed: told whenever a block runs that the compiler could not take. If it raises, the call ends with that; else such
+            blocks run as they are.
         kinds: of blocks that are compiled: class -> number of blocks.
         left: of blocks that are not, because of the plan or because the compiler could not: class -> why.
     """
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan, settings: CompileSettings, failed: Failed) -> None:
+    def __init__(self, model: nn.Module, plan: ShardingPlan, settings: CompileSettings) -> None:
         self.kinds: dict[str, int] = {}
         self.left: dict[str, str] = {}
-        self._settings, self._failed = settings, failed
+        self.settings = settings
+        self.failed: Failed = _ignore
         self._wrapped: list[nn.Module] = []
-        self._given_up: set[type[nn.Module]] = set()
+        self._given_up: dict[type[nn.Module], CompileError] = {}
         planned = [name for pattern in (*plan.modules, *plan.outputs) for name, _ in find_modules(model, pattern)]
         for block in blocks_of(model):
             module, kind = block.module, type(block.module).__name__
@@ -78,7 +79,8 @@ class CompiledBlocks:
             if any(name.startswith(f"{block.name}.") for name in planned):
                 self.left[kind] = "the plan splits or gathers tokens inside of it"
                 continue
-            module.forward = functools.partial(self._run, module, _compiled(type(module), settings))
+            cls: Any = type(module)
+            module.forward = functools.partial(self._run, module, _compiled(cls, settings))
             self._wrapped.append(module)
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
 
@@ -90,26 +92,31 @@ class CompiledBlocks:
     def _run(self, module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         cls = type(module)
         if cls in self._given_up:
+            self.failed(self._given_up[cls])
             return cls.forward(module, *args, **kwargs)
         try:
             with compiler_settings(VARIANTS):
                 return compiled(module, *args, **kwargs)
         except compiler_errors() as error:
             out = cls.forward(module, *args, **kwargs)  # it raises where the arguments are wrong, and not the compiler
-            self._given_up.add(cls)
+            self._given_up[cls] = CompileError(cls.__name__, self.settings.backend, _first_line(error))
             self.left[cls.__name__] = _first_line(error)
             self.kinds.pop(cls.__name__, None)
-            self._failed(CompileError(cls.__name__, self._settings.backend, _first_line(error)))
+            self.failed(self._given_up[cls])
             return out
 
 
 @functools.cache
-def _compiled(cls: type[nn.Module], settings: CompileSettings) -> Callable[..., Any]:
+def _compiled(cls: Any, settings: CompileSettings) -> Callable[..., Any]:
     """The forward of a class, compiled: a function of the module and its arguments.
 
     torch keeps what it compiled by the function: a model that is loaded again, or a second one of the class, finds it there.
     """
     return torch.compile(cls.forward, **settings.arguments)
+
+
+def _ignore(_: CompileError) -> None:
+    pass
 
 
 def _first_line(error: BaseException) -> str:

@@ -26,41 +26,51 @@ class Progress:
         modules: planned modules that it has entered in that command.
         collectives: collectives that it has begun in that command, as of the last heartbeat.
         beat: time of the last heartbeat, on the clock of `time.monotonic`; 0 = none yet.
+        compiling: it compiles a part of a model, the how many-th one of this process; 0 = it does not.
     """
 
     command: int
     modules: int
     collectives: int
     beat: float
+    compiling: int = 0
+
+
+WORDS = 5
 
 
 class Board:
-    """Four words per rank, each written by that rank alone, and one for `CancelPoints`.
+    """Some words per rank, each written by that rank alone, and one for `CancelPoints`.
 
     Args:
         block: memory that the controller and all ranks map.
     """
 
     def __init__(self, block: SharedBlock, world_size: int) -> None:
-        words = block.view((4 * world_size + 1) * 8).view(torch.int64)
+        words = block.view((WORDS * world_size + 1) * 8).view(torch.int64)
         self.decision = words[-1]
         # A buffer of plain numbers: indexing a tensor takes 50 times as long, and every planned module is counted here.
         self._words = words[:-1].numpy().data
 
     def begin(self, rank: int, command: int) -> None:
         """The rank begins a command; 0 = it is idle."""
-        self._words[4 * rank], self._words[4 * rank + 1], self._words[4 * rank + 2] = command, 0, 0
+        first = WORDS * rank
+        self._words[first], self._words[first + 1], self._words[first + 2], self._words[first + 4] = command, 0, 0, 0
 
     def enter_module(self, rank: int) -> int:
         """Count one more planned module and return how many there were."""
-        modules = self._words[4 * rank + 1] + 1
-        self._words[4 * rank + 1] = modules
+        modules = self._words[WORDS * rank + 1] + 1
+        self._words[WORDS * rank + 1] = modules
         return modules
 
     def beat(self, rank: int, collectives: int) -> None:
         """A heartbeat: the rank is alive, and has begun that many collectives."""
-        self._words[4 * rank + 2] = collectives
-        self._words[4 * rank + 3] = time.monotonic_ns()
+        self._words[WORDS * rank + 2] = collectives
+        self._words[WORDS * rank + 3] = time.monotonic_ns()
+
+    def compiling(self, rank: int, part: int) -> None:
+        """The rank begins to compile a part of a model, the how many-th one; 0 = it is done with it."""
+        self._words[WORDS * rank + 4] = part
 
     def freeze(self) -> None:
         """Keep what was noted last, and let go of the shared memory."""
@@ -69,8 +79,8 @@ class Board:
 
     def read(self, rank: int) -> Progress:
         """What the rank noted last."""
-        command, modules, collectives, beat = self._words[4 * rank : 4 * rank + 4]
-        return Progress(command, modules, collectives, beat / 1e9)
+        command, modules, collectives, beat, compiling = self._words[WORDS * rank : WORDS * (rank + 1)]
+        return Progress(command, modules, collectives, beat / 1e9, compiling)
 
 
 def resident_bytes(pid: int) -> int:

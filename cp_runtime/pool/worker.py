@@ -212,6 +212,10 @@ class Worker:
 
         return on_module
 
+    def compiling(self, part: int) -> None:
+        """A part of a model is compiled from now on, the how many-th one; 0 = no more. The time does not count as the command's."""
+        self.board.compiling(self.rank, part)
+
     def _check_cancel(self) -> None:
         wait_for(self.device)  # a host that runs ahead leaves nothing to cancel
         if self.cancel_points.leave(self._cancel_asked):

@@ -75,7 +75,8 @@ with torch.inference_mode():
         other = smaller(inputs)
         other_expected = forward(model, other, case.options)
         installed, own_weights = InstalledPlan(model, plan_for(model)), [dict(module._parameters) for module in model.modules()]
-        blocks = CompiledBlocks(model, installed.plan, CompileSettings(backend=backend), failures.append)
+        blocks = CompiledBlocks(model, installed.plan, CompileSettings(backend=backend))
+        blocks.failed = failures.append
         began, graphs, differences = time.perf_counter(), [compiler_counts()["graphs"]], {}
 
         def step(what, *call):

@@ -1,7 +1,7 @@
 """Models whose blocks are compiled: the result is that of one process, and nothing is compiled that need not be.
 
-Most cases are captured as a compiler would have them and run by torch itself (`eager`), because gcc takes long; the same with
-inductor is a part of `make soak`.
+Most cases are captured as a compiler would have them and run by torch itself (`eager`), because gcc takes long; all of them with
+inductor, in every mode, are `benchmarks/compiled.py --matrix`.
 """
 
 import json

@@ -69,6 +69,8 @@ def _activity(controller: Controller, workers: Workers) -> str:
         return f"starting {_ranks(pool, waiting)}…"
     if workers.loading:
         return f"loading {workers.loading} on {_ranks(pool, waiting)}…"
+    if compiling := [rank for rank in waiting if pool.progress(rank).compiling]:
+        return f"compiling blocks on {_ranks(pool, compiling)}…"
     record = workers.last_call
     if record is None or record.node != controller.node or not pool.alive:
         return ""  # what another node did says nothing about this one
