@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support.graphs import wan_prompt
 
@@ -18,25 +20,35 @@ def stock(server):
     return server.latent(server.run(wan_prompt()).check())
 
 
+def run(server, **settings):
+    """The latent, and what the report says about compiled blocks."""
+    result = server.run(wan_prompt(node="CPSampler", **settings), timeout=300).check()
+    return server.latent(result), json.loads(result.outputs["report"]["text"][0])["compiled"]
+
+
 def test_the_node_of_comfyui_in_front_of_the_sampler(server, stock):
-    """Compiled by inductor; and again with other text, without compiling anything."""
+    """Compiled by inductor in the first step; and again with less text, without compiling anything."""
     nodes = {"after_apply": [("TorchCompileModel", {"backend": "inductor"})]}
-    same(server.latent(server.run(wan_prompt(cp=CP, **nodes), timeout=300).check()), stock)
+    out, first = run(server, cp=CP, **nodes)
+    same(out, stock)
+    assert first["kinds"] == {"WanAttentionBlock": 2}
+    assert (first["left"], first["breaks"]) == ({}, 0)
     pids = server.worker_pids()
-    same(
-        server.latent(server.run(wan_prompt(tokens=13, cp=CP, **nodes)).check()),
-        server.latent(server.run(wan_prompt(tokens=13)).check()),
-    )
+    out, second = run(server, tokens=13, cp=CP, **nodes)
+    same(out, server.latent(server.run(wan_prompt(tokens=13)).check()))
+    assert second == first
     assert server.worker_pids() == pids
-    assert "run as they are" not in server.log_text()
 
 
 def test_a_node_that_names_blocks_and_a_graph_without_it(server, stock):
     """In front of Apply Context Parallel; the same workers compute without what was compiled in the next prompt."""
-    nodes = {"model_nodes": [("TestPatch", {"kind": "compile_eager"})]}
-    same(server.latent(server.run(wan_prompt(cp=CP, **nodes), timeout=120).check()), stock)
+    out, compiled = run(server, cp=CP, model_nodes=[("TestPatch", {"kind": "compile_eager"})])
+    same(out, stock)
+    assert compiled["kinds"] == {"WanAttentionBlock": 2}
     pids = server.worker_pids()
-    same(server.latent(server.run(wan_prompt(cp=CP)).check()), stock)
+    out, compiled = run(server, cp=CP)
+    same(out, stock)
+    assert compiled["kinds"] == {}
     assert server.worker_pids() == pids
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from cp_runtime.comfy.wire.compiled import decode_compile, encode_compile
+from cp_runtime.compat import on_compilation
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
 from cp_runtime.engine.plan import ModulePlan, ShardingPlan
 from cp_runtime.errors import CompileError, MirrorError, UnsupportedError
@@ -100,6 +101,18 @@ def test_a_block_inside_of_which_a_plan_splits_stays_as_it_is():
     blocks = CompiledBlocks(Model(Good, Bad), plan, EAGER)
     assert blocks.kinds == {"Bad": 1}
     assert blocks.left == {"Good": "the plan splits or gathers tokens inside of it"}
+
+
+def test_a_process_tells_when_it_compiles():
+    told = []
+    on_compilation(told.append)
+    model = Model(Good).eval()
+    blocks = CompiledBlocks(model, NO_PLAN, CompileSettings(backend="aot_eager"))
+    model(x())
+    assert told == [1, 0]
+    model(x())
+    assert told == [1, 0]
+    blocks.remove()
 
 
 ASKED = {"backend": "inductor", "options": None, "mode": None, "fullgraph": False, "dynamic": None}

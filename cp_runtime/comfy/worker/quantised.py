@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import comfy.quant_ops
+import torch
 from torch import Tensor
 
 from ...engine.mesh import RankGroup
@@ -26,6 +27,7 @@ def shared_scales(ranks: RankGroup) -> Iterator[None]:
     own = vars(layout)["quantize"]
     quantize = layout.quantize
 
+    @torch.compiler.disable  # a block that calls it stays as it is: ranks meet in here, and the function is another in every call
     def quantize_shared(cls: Any, /, tensor: Tensor, scale: Any = None, **kwargs: Any) -> Any:
         if scale is None:
             scale = ranks.largest(tensor.abs().amax().float()) / LARGEST

@@ -152,9 +152,9 @@ def _unknown_option(model: ModelPatcher) -> None:
 
 def _compile_eager(model: ModelPatcher) -> None:
     # As packs do whose nodes have more inputs than ComfyUI's own.
-    set_torch_compile_wrapper(
-        model=model, backend="eager", dynamic=True, keys=["diffusion_model.blocks.0", "diffusion_model.blocks.1"]
-    )
+    blocks = "blocks" if hasattr(model.model.diffusion_model, "blocks") else "double_blocks"
+    keys = [f"diffusion_model.{blocks}.{number}" for number in range(2)]
+    set_torch_compile_wrapper(model=model, backend="eager", dynamic=True, keys=keys)
 
 
 def _compile_option(model: ModelPatcher) -> None:
