@@ -27,13 +27,13 @@ def shared_scales(ranks: RankGroup) -> Iterator[None]:
     own = vars(layout)["quantize"]
     quantize = layout.quantize
 
-    @torch.compiler.disable  # a block that calls it stays as it is: ranks meet in here, and the function is another in every call
     def quantize_shared(cls: Any, /, tensor: Tensor, scale: Any = None, **kwargs: Any) -> Any:
         if scale is None:
             scale = ranks.largest(tensor.abs().amax().float()) / LARGEST
         return quantize(tensor, scale, **kwargs)
 
-    layout.quantize = classmethod(quantize_shared)
+    # A compiled block that calls it stays as it is: ranks meet in here, and the function is another one in every call.
+    layout.quantize = classmethod(torch.compiler.disable(quantize_shared))
     try:
         yield
     finally:
