@@ -66,21 +66,20 @@ def faults(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/faults/test_{name}.py" for name in names)
 
 
-# The longest first.
+# The longest first. Few: every job has a session of pytest, checkpoints, servers and a process that ranks are forked from.
 JOBS = (
-    Job(name="owners", paths=faults("beyond", "leaks", "neighbours", "parent", "pool")),
     Job(name="gloo", paths=("tests/gloo",)),
+    Job(name="faults", paths=("tests/faults",)),
+    Job(name="server", paths=("tests/server",)),
+    Job(name="owners", paths=faults("beyond", "leaks", "neighbours", "parent", "pool")),
+    Job(
+        name="graphs",
+        paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files", "families", "workflows", "blueprint"),
+    ),
     Job(name="browser", paths=("tests/browser",)),
     Job(name="life", paths=server("lifecycle", "status", "refusals")),
-    Job(name="faults", paths=faults("controller", "crash", "hang", "restart", "soak")),
-    Job(name="nodes", paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files")),
-    Job(name="hostile", paths=("tests/faults",)),
-    Job(name="tables", paths=("tests/families",)),
-    Job(name="parity", paths=server("parity", "batch", "control", "quantised", "patches")),
-    Job(name="server", paths=("tests/server",)),
-    Job(name="families", paths=server("families", "workflows", "blueprint")),
+    Job(name="tables", paths=("tests/families", "tests/unit")),
     Job(name="check", paths=("tests/gpu",)),
-    Job(name="unit", paths=("tests/unit",)),
 )
 # One prompt per mode, and what needs no ComfyUI.
 QUICK = (

@@ -1,6 +1,6 @@
 """Weights of which every rank keeps a part: seconds per call against whole weights, and the memory of every rank.
 
-    make bench, or COMFYUI_PATH=... python benchmarks/sharded.py [--quick] [--ranks 2 4] [--gigabytes 4]
+    make bench, or COMFYUI_PATH=... python benchmarks/sharded.py [--quick] [--ranks 2 4] [--gigabytes 4] [--only time memory limit]
 
 Time: diffusers' transformers, smaller in width and depth, with random weights, on two CPU ranks over gloo, one thread each; whole
 and shared weights in alternation, with the same bits as result. On CPU ranks fetching a block and computing share the cores, so
@@ -8,17 +8,21 @@ that nothing of it is hidden: see *link* for what is sent.
 Memory: a ComfyUI server and its ranks, with a Flux checkpoint of some GB. PSS of the rank that needs most, looked at every 50 ms;
 a page of the file that N processes read counts 1/N in each. *bound*: 1/N of the blocks, two blocks and what is outside of blocks,
 10 % more, and what the same rank holds without a model.
+Limit: every rank is in a control group of its own, with less memory than the whole model with a LoRA takes, and `memory_per_rank`
+says the same. Needs a group that this process may divide; without one, `memory_per_rank` alone limits.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +47,7 @@ from cp_runtime import ContextParallelConfig, apply_context_parallel
 from cp_runtime.engine.weights.blocks import Sizes, sizes_of
 
 RANKS = 2
+LIMITED = 4  # ranks with a limit on their memory
 TARGET = 1.15  # times the seconds with whole weights
 PLACEMENTS = ("whole", "sharded", "offloaded")
 LOOK = 0.05  # seconds between two looks at a rank's memory
@@ -175,6 +180,98 @@ def memory_main(ranks: int, gigabytes: float) -> None:
                 print(f"{placement:10} {base / 1e9:15.2f} |{figures} | {base / 1e9 + 1.1 * held / 1e9:.2f}", flush=True)
 
 
+class Groups:
+    """Control groups inside of that of this process, with a limit on the memory of the processes in each."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = int(limit)
+        named = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        own = next((Path("/sys/fs/cgroup/memory") / path.lstrip("/") for _, kinds, path in named if kinds == "memory"), None)
+        self._parent = own or Path("/sys/fs/cgroup") / next(path for _, kinds, path in named if not kinds).lstrip("/")
+        self._file, self._peak = ("memory.limit_in_bytes", "memory.max_usage_in_bytes") if own else ("memory.max", "memory.peak")
+        self._made: list[Path] = []
+
+    def take(self, pid: int) -> None:
+        """Put a process into a group of its own. What it holds already does not count."""
+        group = self._parent / f"benchmark-{pid}"
+        group.mkdir()
+        self._made.append(group)
+        (group / self._file).write_text(str(self._limit))
+        (group / "cgroup.procs").write_text(str(pid))
+
+    @property
+    def most(self) -> int:
+        """Bytes that the processes of one group took, at most."""
+        return max(int((group / self._peak).read_text()) for group in self._made)
+
+    def remove(self) -> None:
+        """Their processes have ended, or end."""
+        deadline = time.monotonic() + 10
+        while self._made:
+            try:
+                self._made[-1].rmdir()
+                self._made.pop()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def limited(models: Path, limit: float) -> Iterator[tuple[ComfyServer, Groups | None]]:
+    """A server whose ranks are there and may take so many bytes each; and their groups, where the kernel sees to that, too."""
+    groups: Groups | None
+    groups = made = Groups(limit)
+    try:
+        with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models) as server:
+            run(server, "flux", {"world_size": LIMITED})
+            for _ in range(10):  # it takes effect when ComfyUI's queue comes to it
+                server.free()
+                time.sleep(1)
+                if not server.get("/context_parallel/status")["models"]:
+                    break
+            try:
+                for pid in server.worker_pids():
+                    made.take(pid)
+            except OSError as error:
+                groups = None
+                print(f"no control group can be made ({error})")
+            yield server, groups
+    finally:
+        made.remove()
+
+
+def limit_main() -> None:
+    """A model that no rank may hold whole: what whole and auto say, and how far the latent is from that of one process."""
+    architecture = Flux(hidden=768, double_blocks=8, single_blocks=40)
+    checkpoints.CHECKPOINTS["flux_deep_large"] = Checkpoint(architecture=architecture)
+    checkpoints.LORAS["flux_deep_large_lora"] = replace(checkpoints.LORAS["flux_lora"], base="flux_deep_large")
+    sizes = sizes_in_file(architecture)
+    limit = 1.1 * sizes.per_rank(LIMITED) + 0.1e9  # the weights that the LoRA changes are more, and are copies of the file's
+    settings: dict[str, Any] = {"ckpt": "flux_deep_large", "steps": 2, "loras": ("flux_deep_large_lora",)}
+    print(f"\n{sizes.whole / 1e9:.2f} GB of weights and a LoRA on {LIMITED} ranks of at most {limit / 1e9:.2f} GB each")
+    with tempfile.TemporaryDirectory() as folder:
+        models = Path(folder)
+        for name in ("flux", "flux_deep_large", "flux_deep_large_lora"):
+            checkpoints.write(name, models)
+        with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models) as server:
+            expected = server.latent(server.run(flux_prompt(**settings), timeout=900).check())
+        for weights, memory in (("whole", 0.0), ("whole", limit / 1e9), ("auto", limit / 1e9)):
+            with limited(models, limit) as (server, groups):
+                if groups is None and not memory:
+                    continue
+                cp = {"world_size": LIMITED, "weights": weights, "memory_per_rank": memory}
+                result = server.run(flux_prompt(cp=cp, **settings), timeout=900)
+                said = "limit by the kernel" + (" and memory_per_rank" if memory else "") if groups else "memory_per_rank"
+                if result.error is not None:
+                    print(f"{weights:6} {said}: {result.error.exception_message.strip().splitlines()[0]}", flush=True)
+                    continue
+                difference = (server.latent(result) - expected).abs().max() / expected.std()
+                placed = server.get("/context_parallel/status")["weights"]["flux_deep_large.safetensors"]
+                took = f"a rank took {groups.most / 1e9:.2f} GB; " if groups else ""
+                print(f"{weights:6} {said}: {placed}; {took}{difference:.1e} standard deviations from one process", flush=True)
+
+
 def of_size(gigabytes: float) -> Flux:
     """Flux of a width and depth with about so many GB of float32."""
     hidden = 1536
@@ -206,10 +303,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for memory")
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--repetitions", type=int, default=5, help="at least 2")
+    parser.add_argument("--only", nargs="+", choices=("time", "memory", "limit"), default=["time", "memory", "limit"])
     options = parser.parse_args()
-    time_main(2 if options.quick else options.repetitions)
-    for ranks in [2] if options.quick else options.ranks:
+    if "time" in options.only:
+        time_main(2 if options.quick else options.repetitions)
+    for ranks in ([2] if options.quick else options.ranks) if "memory" in options.only else ():
         memory_main(ranks, 1.0 if options.quick else options.gigabytes)
+    if "limit" in options.only:
+        limit_main()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""What torch has no public name for. The only module that uses names of torch with a leading underscore."""
+"""What torch and diffusers have no public name for. The only module that uses their names with a leading underscore."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -122,3 +125,30 @@ def compiler_counts() -> dict[str, int]:
     from torch._dynamo.utils import counters
 
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+
+def not_compiled(function: Function) -> Function:
+    """The same function, left out of the graphs of `torch.compile` with all that it calls."""
+    left_out: Function = torch.compiler.disable(function)
+    return left_out
+
+
+def not_compiled_itself(function: Function) -> Function:
+    """The same function, left out of the graphs of `torch.compile`; what it calls is compiled."""
+    left_out: Function = torch.compiler.disable(function, recursive=False)
+    return left_out
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` was called with, where it is what that returned."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def attention_backend_of(processor: object) -> str | None:
+    """Name of the backend that one of diffusers' attention processors dispatches to; None for a processor that chooses none."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    if dispatch is None or not hasattr(processor, "_attention_backend"):
+        return None
+    chosen = processor._attention_backend or dispatch._AttentionBackendRegistry.get_active_backend()[0]
+    return str(getattr(chosen, "value", chosen))

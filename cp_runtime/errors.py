@@ -18,7 +18,7 @@ class ConfigError(ContextParallelError, ValueError):
     """A setting is out of range or contradicts another one. Raised before any process starts."""
 
 
-class PlanError(ContextParallelError):
+class PlanError(ContextParallelError, ValueError):
     """A plan does not fit the module it was applied to, or a tensor does not fit the plan."""
 
 

@@ -30,6 +30,17 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def form_of(value: Any) -> object:
+    """What decides the way that a forward takes, as a key: shapes, dtypes and which values there are, but not the numbers."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(form_of, value))
+    if isinstance(value, dict):
+        return tuple((key, form_of(item)) for key, item in value.items())
+    return value if isinstance(value, (bool, str)) else type(value)
+
+
 def rebuild(value: Any, items: list[Any]) -> Any:
     """A tuple, named tuple or list of the same type with other items."""
     return value._make(items) if hasattr(value, "_make") else type(value)(items)

@@ -25,6 +25,7 @@ CHECKOUT = TESTS.parent
 sys.path[:] = [str(TESTS), *(entry for entry in sys.path if Path(entry).resolve() not in (CHECKOUT, TESTS))]
 
 from support import checkpoints, durations, exercised, preloaded  # noqa: E402
+from support.faults import SOAK  # noqa: E402
 from support.package import load_package  # noqa: E402
 
 if TYPE_CHECKING:  # machines that only run tests/gpu may lack what a server's client needs
@@ -51,8 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_CheckoutIsNoPackage(), "checkout-is-no-package")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on the shared server come last, in the order of their ranks: another number of them restarts them all."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests on the shared server come last, in the order of their ranks: another number of them restarts them all. What only
+    `make soak` runs is left out elsewhere."""
+    if not SOAK:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
 
     def ranks(item: pytest.Item) -> int:
         mark = item.get_closest_marker("ranks")

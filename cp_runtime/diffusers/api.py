@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..compat import attention_backend_of, not_compiled, not_compiled_itself, uncompiled
 from ..engine.config import ContextParallelConfig
 from ..engine.hooks import InstalledPlan
 from ..engine.mesh import SequenceMesh
 from ..engine.plan import ShardingPlan
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import ConfigError, PlanError, bad_value
+from ..nested import form_of
+from . import agreement
+from .batches import Share
 from .shared import SharedModel
 from .table import plan_from_table
-from .torch_function import SharedAttention
+from .torch_function import Record, SharedAttention
+
+TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
+FORMS = 64  # of calls that are remembered
+REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
+"""Those of diffusers that call torch's function. The others attend out of reach."""
 
 
 class AppliedPlan:
@@ -31,12 +41,13 @@ class AppliedPlan:
         weights: of the blocks, where every rank keeps a part of them: `weights.nbytes` are on this rank's device.
     """
 
-    def __init__(self, installed: InstalledPlan[ShardingPlan], mesh: SequenceMesh, weights: ShardedWeights | None) -> None:
+    def __init__(self, installed: InstalledPlan[ShardingPlan] | None, mesh: SequenceMesh, weights: ShardedWeights | None) -> None:
         self._installed, self.mesh, self.weights = installed, mesh, weights
 
     def remove(self) -> None:
         """Undo `apply_context_parallel`. With `shard_weights` all ranks do it: see `remove_context_parallel`."""
-        self._installed.remove()
+        if self._installed is not None:
+            self._installed.remove()
 
 
 # What holds an installed plan is the module itself, by its forward.
@@ -50,12 +61,14 @@ def apply_context_parallel(
     *,
     shard_weights: bool = False,
     device: torch.device | str | None = None,
-) -> AppliedPlan | None:
+    check_inputs: bool = False,
+    verify: Literal["first"] | None = None,
+) -> AppliedPlan:
     """Split the module's sequence over the ranks, from its next call on.
 
-    Every rank calls it, and then the module, alike: with the same arguments, under `torch.inference_mode()`. Attention is
-    reached where the module calls torch's `scaled_dot_product_attention`; none of it may take another way, or run over less than
-    the split sequence (windows, frames), unless the plan says so with a `ModulePlan`.
+    Every rank calls it, and then the module, alike: with the same arguments, under `torch.inference_mode()`; the first call checks
+    that they are the same. Attention is reached where the module calls torch's `scaled_dot_product_attention`; none of it may take
+    another way, or run over less than the split sequence (windows, frames), unless the plan says so with a `ModulePlan`.
 
     Args:
         module: any module, in eval mode; on this rank's device, unless `device` says where that is.
@@ -69,16 +82,22 @@ def apply_context_parallel(
             or changes weights of blocks is refused; a LoRA is fused before.
         device: with `shard_weights`, where this rank computes: its shards, and what is outside of the blocks, go there. None =
             where the weights are.
+        check_inputs: compare the arguments of all ranks in every call, not in the first one alone.
+        verify: "first" = in the first call every rank runs the module alone, too, and compares the outputs.
 
     Returns:
-        The applied plan: its `mesh.stats` count what is sent, its `remove` undoes it. None where the degrees are 1 x 1: nothing
-        changes then, neither weights nor device.
+        The applied plan: its `mesh.stats` count what is sent, its `remove` undoes it. Where the degrees are 1 x 1, nothing changes,
+        neither weights nor device.
 
     Raises:
         ConfigError: the config is none, or does not fit the ranks; a device without `shard_weights`.
-        PlanError: the plan does not fit the module, or one is applied already; weights that cannot be shared out.
+        PlanError: the plan does not fit the module, or one is applied already; weights that cannot be shared out. A call raises
+            it, on all ranks alike, where arguments differ, attention is out of reach, or the output is not gathered.
     """
+    module = uncompiled(module)
     config = ContextParallelConfig.of(parallel_config)
+    if verify not in (None, "first"):
+        raise bad_value("verify", verify, '"first" or None', "Leave it out, or compare the first call with one process.")
     if device is not None and not shard_weights:
         raise bad_value("device", device, "None without shard_weights", "Move the module there before: module.to(device).")
     if module in _installed:
@@ -96,10 +115,15 @@ def apply_context_parallel(
         )
     if plan is None:
         plan = getattr(module, "_cp_plan", None)
+        if plan is None and config.mesh_shape == (1, 1):  # no sequence is split: for the batch axis alone
+            plan = {}
         if plan is None:
-            raise PlanError(f"{type(module).__name__} has no _cp_plan. Pass a plan.")
-    if config.mesh_shape == (1, 1):
-        return None
+            raise PlanError(
+                f"{type(module).__name__} has no _cp_plan. Pass a plan, or the model inside where this one wraps it, such as "
+                "model.module of DistributedDataParallel."
+            )
+    if config.of_all_ranks.mesh_shape == (1, 1):
+        return AppliedPlan(None, SequenceMesh(None), None)
     mesh = _mesh(module, config)
     installed = InstalledPlan(module, plan if isinstance(plan, ShardingPlan) else plan_from_table(module, plan))
     try:
@@ -112,17 +136,59 @@ def apply_context_parallel(
         weights = shared.weights
         installed.on_remove(shared.give_back)
     had, stock = vars(module).get("forward"), module.forward
+    processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
+    records: dict[object, Record] = {}
+    name = type(module).__name__
+    calls = 0
 
+    @not_compiled_itself
+    def sharded(known: Record | None, args: Any, kwargs: Any) -> tuple[Any, Record]:
+        share = Share.of(config.batch, config.batch_degree, args, kwargs)
+        sequence, degrees = (mesh, config.of_all_ranks) if share is None else (share.sequence, config)
+        if share is not None:
+            args, kwargs = share.take(args), share.take(kwargs)
+        with installed.call(sequence, lambda shape: degrees, weights=weights) as call, SharedAttention(call, known) as attention:
+            out = installed.forward(stock, *args, **kwargs)
+            attention.check_output(out)
+        return out if share is None else share.gather(out), attention.record
+
+    @not_compiled
+    def followed(known: Record | None, args: Any, kwargs: Any) -> tuple[Any, Record]:
+        """The first call of a form: a compiled module would not call the functions of torch that tokens are followed through."""
+        with torch.compiler.set_stance("force_eager"):
+            return sharded(known, args, kwargs)
+
+    @not_compiled_itself
     @wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _check_call(self, module)
-        with installed.call(mesh, lambda shape: config, weights=weights) as call, SharedAttention(call):
-            return installed.forward(stock, *args, **kwargs)
+        nonlocal calls
+        _check_call(self, module, mesh)
+        if check_inputs or not calls:
+            agreement.check_inputs(name, stock, mesh.whole, args, kwargs)
+        backends = tuple(attention_backend_of(attention.processor) for attention in processors)
+        form = (form_of(args), form_of(kwargs), backends, *(type(attention.processor) for attention in processors))
+        known = records.get(form)
+        if known is None:
+            _check_backends(name, backends)
+        expected = None
+        if verify and not calls:
+            with weights.call() if weights is not None else nullcontext():
+                expected = agreement.Expected(stock, args, kwargs)
+        out, record = (followed if known is None else sharded)(known, args, kwargs)
+        if expected is not None:
+            expected.check(name, out, mesh.whole)
+        if known is None:
+            if len(records) == FORMS:
+                del records[next(iter(records))]
+            records[form] = record
+        calls += 1
+        return out
 
     ours = MethodType(forward, module)  # bound, so that a copy of the module is told from it
 
     def undo() -> None:
         _installed.pop(module, None)
+        vars(module).pop("__reduce_ex__", None)
         if vars(module).get("forward") is not ours:  # somebody has wrapped it since: it stays, and passes on
             return
         if had is None:
@@ -130,7 +196,14 @@ def apply_context_parallel(
         else:
             module.forward = had
 
+    def refuse_to_save(*_: Any) -> Any:
+        raise PlanError(
+            f"this {name} is context parallel: a copy, or a file of it, would hold the sharding and not the model. Save its "
+            "state_dict(), or call remove_context_parallel before copying or saving it."
+        )
+
     module.forward = ours
+    vars(module)["__reduce_ex__"] = refuse_to_save
     _installed[module] = ref(installed)
     installed.on_remove(undo)
     return AppliedPlan(installed, mesh, weights)
@@ -145,19 +218,35 @@ def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | Shardin
     Args:
         plan: taken for diffusers' signature; what was applied is known.
     """
+    module = uncompiled(module)
     installed = _installed[module]() if module in _installed else None
     if installed is not None:
         installed.remove()
 
 
-def _check_call(called: nn.Module, module: nn.Module) -> None:
+def _check_backends(name: str, backends: tuple[str | None, ...]) -> None:
+    if out_of_reach := {backend for backend in backends if backend is not None} - REACHED_BACKENDS:
+        raise bad_value(
+            f"attention backend of this {name}",
+            ", ".join(sorted(out_of_reach)),
+            ", ".join(sorted(REACHED_BACKENDS)),
+            'They call torch\'s scaled_dot_product_attention: model.set_attention_backend("native").',
+        )
+
+
+def _check_call(called: nn.Module, module: nn.Module, mesh: SequenceMesh) -> None:
     name = type(module).__name__
+    if not mesh.is_alive:
+        raise PlanError(
+            f"the process group that this {name} was applied with was destroyed. Call remove_context_parallel and "
+            "apply_context_parallel again."
+        )
     if called is not module:
         raise PlanError(f"this {name} is a copy of one that is context parallel. Call remove_context_parallel before copying it.")
     if module.training:
-        raise PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval().")
+        raise PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval(). {TRAINING}")
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
-        raise PlanError(f"this {name} would record gradients. Call it under torch.inference_mode() or torch.no_grad().")
+        raise PlanError(f"this {name} would record gradients. Call it under torch.inference_mode() or torch.no_grad(). {TRAINING}")
 
 
 def _mesh(module: nn.Module, config: ContextParallelConfig) -> SequenceMesh:

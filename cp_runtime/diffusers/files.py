@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..engine.weights.files import mapped_tensors
 from ..errors import ConfigError, bad_value
 
 SHOWN = 4  # names in a message
@@ -61,12 +62,11 @@ def _files_of_index(index: Path) -> list[Path]:
 
 
 def _mapped(file: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError, safe_open  # a part of diffusers and of ComfyUI; nothing else here needs it
+    from safetensors import SafetensorError  # a part of diffusers and of ComfyUI; nothing else here needs it
 
     try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
-    except (OSError, SafetensorError) as error:
+        return mapped_tensors(file)[0]
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{file} cannot be read as a safetensors file ({error}). Check it, or download it again.") from error
 
 

@@ -1,9 +1,8 @@
 """Plans in diffusers' form: `{module path: {argument or output index: ContextParallelInput} | ContextParallelOutput}`.
 
-They name no streams. Here every split argument is a stream of its own, named after the argument. What attention is over follows
-from that: diffusers' attention modules show by their arguments whose keys they use; anywhere else, attention with as many
-keys as queries is over one of the streams, or over all of them in the order of the table. Where that is not so, the table may hold
-a `ModulePlan` that says what is.
+They name no streams. Here every split argument is a stream of its own, named after the argument. What attention is over is seen in
+the first call, by following tokens to it (`provenance`). Names alone tell what it may be over: diffusers' attention modules show by
+their arguments whose keys they use. Where tokens cannot be followed, the table may hold a `ModulePlan` that says it.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from ..engine.transforms import ContextParallelInput, ContextParallelOutput
 from ..errors import PlanError
 from ..nested import rebuild
 
+TOKENS = (None, 3)  # dimensions of what may be tokens
 HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
 
 
@@ -42,8 +42,11 @@ def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan
     for path, plan in modules.items():
         if path and plan.inputs and gathered.intersection(inner for _, inner in find_modules(module, path)):
             modules[path] = replace(plan, separate=True)
-    streams = _streams(modules)
-    named = {name for plan in modules.values() for split in plan.inputs.values() for name in getattr(split, "streams", None) or ()}
+    streams = _streams(_arguments(modules))
+    if not streams:
+        modules = {path: _with_streams(path, plan) for path, plan in modules.items()}
+        streams = _streams(_items_and_outputs(modules))
+    named = {*streams, *(name for split in _arguments(modules) for name in split.streams or ())}
     return ShardingPlan(
         modules=modules,
         outputs={path: _outputs(path, entry, streams, named) for path, entry in outputs.items()},
@@ -123,13 +126,35 @@ def _outputs(path: str, entry: Any, streams: Sequence[str], named: set[str]) -> 
     return made
 
 
-def _streams(modules: Mapping[str, ModulePlan]) -> tuple[str, ...]:
-    """Streams of tokens `[B, L, channels]`, in the order of the plan, which must be that of the joint attention."""
-    names: dict[str, None] = {}
+def _arguments(modules: Mapping[str, ModulePlan]) -> Sequence[ContextParallelInput]:
+    """What arguments are split by that are no lists."""
+    return [split for plan in modules.values() for split in plan.inputs.values() if isinstance(split, ContextParallelInput)]
+
+
+def _items_and_outputs(modules: Mapping[str, ModulePlan]) -> Sequence[ContextParallelInput]:
+    """What items of lists, and outputs, are split by. In a table without other streams these are the tokens."""
+    found: list[ContextParallelInput] = []
     for plan in modules.values():
-        for transform in plan.inputs.values():
-            if isinstance(transform, ContextParallelInput) and not transform.side and transform.expected_dims in (None, 3):
-                names.update(dict.fromkeys(transform.streams or ()))
+        found += [split for each in plan.inputs.values() if isinstance(each, _Each) for split in each.transforms]
+        found += [split for split in plan.outputs.values() if isinstance(split, ContextParallelInput)]
+    return found
+
+
+def _with_streams(path: str, plan: ModulePlan) -> ModulePlan:
+    """The same plan, where an output that is split is a stream of its own, named after module and index."""
+    outputs = dict(plan.outputs)
+    for i, split in outputs.items():
+        if isinstance(split, ContextParallelInput) and split.expected_dims in TOKENS:
+            outputs[i] = replace(split, streams=split.streams or (f"{path}[{i}]",))
+    return replace(plan, outputs=outputs)
+
+
+def _streams(splits: Sequence[ContextParallelInput]) -> tuple[str, ...]:
+    """Streams of tokens `[B, L, channels]`, in the order of the plan. The forward shows in which order they are joint."""
+    names: dict[str, None] = {}
+    for split in splits:
+        if not split.side and split.expected_dims in TOKENS:
+            names.update(dict.fromkeys(split.streams or ()))
     return tuple(names)
 
 
@@ -143,7 +168,7 @@ def _diffusers_rule(module: nn.Module, streams: Sequence[str]) -> AttentionRule 
     """What one of diffusers' attention modules attends to: joint, cross or self, told by its arguments."""
     if not hasattr(getattr(module, "processor", None), "_attention_backend"):
         return None
-    joint = tuple(name for name in (ENCODER, HIDDEN) if name in streams)  # in all of them the text comes first
+    joint = tuple(name for name in (ENCODER, HIDDEN) if name in streams)
     two_streams = getattr(module, "add_q_proj", None) is not None
 
     def rule(arguments: Mapping[str, Any]) -> Sequence[AttentionStreams]:

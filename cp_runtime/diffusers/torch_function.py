@@ -5,38 +5,149 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..compat import fused_attention_functions
+from ..compat import fused_attention_functions, not_compiled
 from ..engine.call import RunningCall
+from ..engine.state import AttentionStreams
 from ..errors import PlanError
+from ..nested import tensors
+from . import agreement
+from .agreement import Decision
+from .provenance import Mark, Provenance
 
 FUSED = fused_attention_functions()
+REMEDY = (
+    "Say in the plan what the module attends to, in joint order: {path of the module: ModulePlan(attention=(...))}; attention=() "
+    "where keys and values are whole on every rank."
+)
+
+
+Record = dict[str, list[Decision]]
+"""Decisions of one call, by the module that attends, in order. Calls of the same form need not find them out again."""
 
 
 class SharedAttention(TorchFunctionMode):
-    """While active, attention that the call has to share goes over all ranks."""
+    """While active, attention that the call has to share goes over all ranks.
 
-    def __init__(self, call: RunningCall) -> None:
+    Args:
+        known: what a call of the same form has found out; None = this one finds out.
+
+    Attributes:
+        record: what it found out.
+    """
+
+    def __init__(self, call: RunningCall, known: Record | None) -> None:
         super().__init__()
-        self._call = call
+        self._call, self._known = call, known
+        self.record: Record = {}
+        self._provenance: Provenance | None = None
+        if known is None:
+            self._provenance = call.followed = Provenance()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if (func is not F.scaled_dot_product_attention and func not in FUSED) or self._call.attention_is_local:
-            return func(*args, **(kwargs or {}))
-        if func in FUSED:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func in FUSED and not self._call.attention_is_local:
             raise PlanError(
                 f"{func.__name__} (nn.MultiheadAttention, nn.TransformerEncoderLayer) attends out of reach. Use a module that "
                 "calls scaled_dot_product_attention, or say that keys and values are replicated: ModulePlan(attention=())."
             )
-        return self._attend(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
+        if self._provenance is not None:
+            self._provenance.follow(func, args, kwargs, out)
+        return out
 
-    def _attend(
+    @not_compiled
+    def check_output(self, out: Any) -> None:
+        """In the first call of a form: raise PlanError, on all ranks alike, where tokens were brought together out of reach, or
+        where what the model returns is made of a part of them only."""
+        if self._provenance is not None:
+            device = next((tensor.device for tensor in tensors(out)), torch.device("cpu"))
+            agreement.agree(self._provenance.refused or self._not_gathered(self._provenance, out), self._call.mesh.whole, device)
+
+    @staticmethod
+    def _not_gathered(provenance: Provenance, out: Any) -> PlanError | None:
+        marks = [mark for tensor in tensors(out) if (mark := provenance.of(tensor)) is not None]
+        if not marks:
+            return None
+        names = [name for mark in marks for name, _ in mark if name is not None]
+        what = f"this rank's tokens of {' and '.join(dict.fromkeys(names))}" if names else "a part of the tokens"
+        return PlanError(
+            f"the output holds {what} only: they were split and not gathered. Add to the plan the last module that treats each "
+            "token alone: {its path: ContextParallelOutput(gather_dim=1)}."
+        )
+
+    @not_compiled
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        streams, local = self._decision(query, key)
+        if local:
+            out = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        else:
+            out = self._shared(streams, query, key, value, *args, **kwargs)
+        if self._provenance is not None:
+            self._provenance.mark(out, self._provenance.of(query))
+        return out
+
+    def _decision(self, query: Tensor, key: Tensor) -> Decision:
+        scope = self._call.scope
+        if not scope.derived or not self._call.state.lengths:  # said by the plan; nothing split
+            return Decision(None, self._call.attention_is_local)
+        made = self.record.setdefault(scope.name, [])
+        if self._provenance is not None:
+            try:
+                told: Decision | PlanError = self._provenance.refused or self._told(
+                    self._provenance.of(query), self._provenance.of(key), query, key
+                )
+            except PlanError as error:
+                told = error
+            made.append(agreement.decide(told, self._call.mesh.whole, query.device))
+        else:
+            before = (self._known or {}).get(scope.name, [])
+            made.append(before[len(made)] if len(made) < len(before) else self._by_numbers(query, key))
+        return made[-1]
+
+    def _told(self, q: Mark | None, k: Mark | None, query: Tensor, key: Tensor) -> Decision:
+        """What an attention is over, by the marks of its queries and keys."""
+        queries, keys = _names(q, query), _names(k, key)
+        if queries and keys:
+            return Decision((queries, keys), local=False)
+        if k is not None and any(name is None for name, _ in k):
+            what = " and ".join(f"{tokens} {'that every rank has whole' if name is None else f'of {name}'}" for name, tokens in k)
+            raise PlanError(
+                f"attention over keys of two kinds, {what}: the whole ones would count once for every rank. Split them too, or "
+                "make them a stream that is kept whole: "
+                'ContextParallelInput(1, 3, streams=("encoder_hidden_states",), replicated=True).'
+            )
+        if queries and k is None:  # as of an image prompt
+            return Decision(None, local=True)
+        if k is not None and not self._call.scope.streams:
+            raise PlanError(
+                f"attention over {key.shape[-2]} keys: they come from tokens that are split over the ranks, and from which cannot "
+                f"be told. {REMEDY}"
+            )
+        return self._by_numbers(query, key)
+
+    def _by_numbers(self, query: Tensor, key: Tensor) -> Decision:
+        """What is left where tokens were not followed: with a single stream their numbers tell."""
+        local = self._call.attention_is_local
+        if not local and any(len(streams) > 1 for streams, _ in self._call.scope.streams):
+            raise PlanError(
+                f"attention of {query.shape[-2]} queries over {key.shape[-2]} keys: its tokens could not be followed, or it did "
+                "not take place in the first call of this form, so that which streams they are, and in which order, is not known. "
+                f"{REMEDY}"
+            )
+        return Decision(None, local)
+
+    def _shared(
         self,
+        streams: AttentionStreams | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -53,6 +164,19 @@ class SharedAttention(TorchFunctionMode):
                 "eval mode."
             )
         out_BLHD = self._call.attend(
-            *(t.transpose(1, 2) for t in (query, key, value)), mask=attn_mask, scale=scale, causal=is_causal
+            *(t.transpose(1, 2) for t in (query, key, value)),
+            mask=attn_mask,
+            scale=scale,
+            causal=is_causal,
+            streams=streams,
+            own_masks=True,
         )
         return out_BLHD.transpose(1, 2)
+
+
+def _names(mark: Mark | None, tensor: Tensor) -> tuple[str, ...]:
+    """The streams that `[batch, heads, tokens, channels]` consists of; none where that is not known."""
+    if not mark or sum(tokens for _, tokens in mark) != tensor.shape[-2]:
+        return ()
+    names = tuple(name for name, _ in mark if name is not None)
+    return names if len(names) == len(mark) else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,10 +25,25 @@ Planner = Callable[[AttentionShape], ContextParallelConfig]
 
 
 class Scope(NamedTuple):
-    """What attention at a point of the forward may be over, and how many attentions had been shared when it began."""
+    """What attention at a point of the forward may be over.
+
+    Args:
+        streams: the combinations that it may be over; none = it needs no communication.
+        shared_before: attentions that had been shared when it began.
+        derived: the streams were told from names of arguments; nobody said what attention is over.
+        name: of the module.
+    """
 
     streams: Sequence[AttentionStreams]
     shared_before: int
+    derived: bool
+    name: str
+
+
+class Followed(Protocol):
+    """Knows which tensors of a call hold split tokens."""
+
+    def mark(self, value: Any, mark: tuple[tuple[str | None, int], ...] | None) -> None: ...
 
 
 class RunningCall:
@@ -45,6 +60,7 @@ class RunningCall:
 
     Attributes:
         state: streams, lengths and layouts.
+        followed: is told what is split and gathered, if somebody wants to know.
     """
 
     def __init__(
@@ -62,7 +78,8 @@ class RunningCall:
         self._plan, self._model_name, self._planner, self._on_module = plan, model_name, planner, on_module
         self._after_attention = after_attention
         self._shared = 0
-        self._scopes = [Scope(plan.attention, 0)]
+        self._scopes = [Scope(plan.attention, 0, plan.attention_rule is not None, "")]
+        self.followed: Followed | None = None
         self._ranges: list[AbstractContextManager[Any]] = []
 
     @property
@@ -80,9 +97,9 @@ class RunningCall:
         if plan.separate:
             self.state.begin()
         if plan.attention is None:
-            self.enter_scope(self._scopes[-1].streams)
+            self.enter_scope(self.scope.streams, self.scope.derived, name)
         else:
-            self.enter_scope([(plan.attention, plan.keys or plan.attention)] if plan.attention else ())
+            self.enter_scope([(plan.attention, plan.keys or plan.attention)] if plan.attention else (), name=name)
 
     def leave_module(self, plan: ModulePlan) -> None:
         """A planned module has returned."""
@@ -91,13 +108,18 @@ class RunningCall:
             self.state.end()
         self._ranges.pop().__exit__(None, None, None)
 
-    def enter_scope(self, streams: Sequence[AttentionStreams]) -> None:
-        """From here on, attention may be over these streams; none = it needs no communication."""
-        self._scopes.append(Scope(streams, self._shared))
+    def enter_scope(self, streams: Sequence[AttentionStreams], derived: bool = False, name: str = "") -> None:
+        """From here on, attention may be over these streams; none = it needs no communication. See `Scope`."""
+        self._scopes.append(Scope(streams, self._shared, derived, name))
 
     def leave_scope(self) -> None:
         """Attention is over what it was before `enter_scope`."""
         self._scopes.pop()
+
+    @property
+    def scope(self) -> Scope:
+        """What attention at this point of the forward may be over."""
+        return self._scopes[-1]
 
     @property
     def shares_attention(self) -> bool:
@@ -112,11 +134,14 @@ class RunningCall:
     def local(self, transform: Transform, value: Any, where: str) -> Any:
         """This rank's value. As long as nothing is split, because a patch skipped the blocks that begin it, it is the whole one."""
         try:
-            return transform(self.state, value, where)
+            local = transform(self.state, value, where)
         except UnknownStreamError:
             if self.state.lengths:
                 raise
             return value
+        if self.followed is not None and self.mesh.size > 1:
+            self.followed.mark(local, self._tokens(transform))
+        return local
 
     def attend(
         self,
@@ -129,13 +154,26 @@ class RunningCall:
         attend: Attend | None = None,
         kernel: str | None = None,
         causal: bool = False,
+        streams: AttentionStreams | None = None,
+        own_masks: bool = False,
     ) -> Tensor:
-        """Attention at this point of the forward, over the tokens of all ranks. See `context_parallel_attention`."""
+        """Attention at this point of the forward, over the tokens of all ranks. See `context_parallel_attention`.
+
+        Args:
+            streams: of queries and keys, where they are known; None = told by their numbers.
+            own_masks: take a mask that was made inside of the attention, for this rank's queries and keys, if it hides padding.
+        """
         with trace_range("cp.attention"):
             self._shared += 1
-            q_layout, k_layout = self._layouts(q_BLHD.shape[1], k_BLKD.shape[1], mask)
+            if streams is None:
+                q_layout, k_layout = self._layouts(q_BLHD.shape[1], k_BLKD.shape[1], mask)
+            else:
+                q_layout, k_layout = map(self.state.layout, streams)
             B, _, H, D = q_BLHD.shape
             shape = AttentionShape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
+            seeing = None
+            if own_masks and mask is not None and mask.dtype == torch.bool and self.mesh.size > 1:
+                mask, seeing = self._own_parts(mask, q_layout, k_layout)
             if causal:
                 mask = self.state.once("causal", q_layout, lambda: q_BLHD.new_ones(q_layout.total, k_layout.total).tril().bool())
             out = context_parallel_attention(
@@ -144,7 +182,7 @@ class RunningCall:
             )  # fmt: skip
         if self._after_attention is not None:
             self._after_attention()
-        return out
+        return out if seeing is None else out.masked_fill(~seeing, 0.0)
 
     def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
         """The tokens of all ranks, given this rank's tokens of a stream along `dim`."""
@@ -166,7 +204,10 @@ class RunningCall:
         if not state.lengths:  # nothing was split
             return value
         if not output.within:
-            return self._all_tokens(name, streams, dim, value)
+            whole = self._all_tokens(name, streams, dim, value)
+            if self.followed is not None:
+                self.followed.mark(whole, None)
+            return whole
         parts = list(value.split([state.layout((s,)).local_lengths[state.rank] for s in output.within], dim))
         place = output.within.index(str(output.stream))
         parts[place] = self._all_tokens(name, streams, dim, parts[place])
@@ -187,6 +228,37 @@ class RunningCall:
             self._ranges.pop().__exit__(None, None, None)
         self._scopes.clear()
         self.state.close()
+
+    def _own_parts(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout) -> tuple[Tensor, Tensor | None]:
+        """Of a mask for this rank's queries and keys: visible keys `[..., 1, keys]`, and queries that see any `[B or 1, queries, H
+        or 1, 1]`. Another mask as it is, and None.
+
+        Raises:
+            PlanError: it hides some keys from some queries only: what other ranks' keys are to them is not in it. Or a rank has a
+                single query, so that its mask may as well be meant for the queries of all ranks.
+        """
+        own = tuple(layout.local_lengths[self.mesh.rank] for layout in (q_layout, k_layout))
+        is_own = tuple(mask.shape[-2:]) == own and own[0] not in (1, q_layout.total)
+        keys, queries = (mask.any(-2, keepdim=True), mask.any(-1, keepdim=True)) if is_own else (mask, None)
+        if self.followed is not None:  # calls of the same form do not ask again, which waits for the device
+            one_by_one = queries is not None and bool((mask != (keys & queries)).any())
+            asked = torch.tensor([float(is_own), float(not is_own), float(one_by_one)], device=mask.device)
+            of_own, of_all, differs = self.mesh.whole.largest(asked).tolist()
+            if of_own and (of_all or differs):
+                raise PlanError(
+                    f"{self._model_name}: attention mask of shape {tuple(mask.shape)} is for a rank's own queries and keys, and "
+                    "hides some keys from some queries only, or a rank has a single query. Pass one for all queries and keys, or a "
+                    "row for this rank's keys."
+                )
+        return keys, None if queries is None else queries[(None,) * (4 - queries.ndim)].transpose(1, 2)
+
+    def _tokens(self, transform: Transform) -> tuple[tuple[str | None, int], ...]:
+        """What a value that a transform has split holds; nothing where that is none of the streams that attend."""
+        streams = getattr(transform, "streams", None) or ()
+        attending = {name for pair in self._scopes[0].streams for name in pair[0]}
+        if not streams or getattr(transform, "side", False) or not attending.issuperset(streams):
+            return ()
+        return tuple((name, self.state.layout((name,)).local_lengths[self.state.rank]) for name in streams)
 
     def _known(self, streams: AttentionStreams) -> bool:
         queries, keys = streams

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..compat import compiler_errors, compiler_settings
 from ..errors import CompileError
+from .attention.opaque import PLACE
 from .plan import ShardingPlan, find_modules
 from .weights.blocks import blocks_of
 
@@ -94,6 +95,7 @@ class CompiledBlocks:
         if cls in self._given_up:
             self.failed(self._given_up[cls])
             return cls.forward(module, *args, **kwargs)
+        PLACE.in_block, PLACE.local = True, 0
         try:
             with compiler_settings(VARIANTS):
                 return compiled(module, *args, **kwargs)
@@ -104,6 +106,8 @@ class CompiledBlocks:
             self.kinds.pop(cls.__name__, None)
             self.failed(self._given_up[cls])
             return out
+        finally:
+            PLACE.in_block, PLACE.local = False, 0
 
 
 @functools.cache

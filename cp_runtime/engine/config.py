@@ -8,28 +8,31 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import bad_value
-from .mesh import SequenceMesh
+from ..errors import ConfigError, bad_value
+from .mesh import AXES, MAKE_MESH, BatchMesh, SequenceMesh
 
 ROTATE_METHODS = ("alltoall", "allgather")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ContextParallelConfig:
     """How a sequence is split over ranks. Names and meanings are those of diffusers 0.42; what it refuses works here.
 
-    The axes are `ring` x `ulysses`, ulysses inner; their product is the number of ranks. 1 x 1 changes nothing.
+    The axes are `ring` x `ulysses`, ulysses inner; their product with `batch_degree` is the number of ranks. 1 x 1 changes nothing.
 
     Args:
-        ring_degree: ranks that pass keys and values around; None = 1.
-        ulysses_degree: ranks that exchange sequence shards for head shards; None = 1.
+        ring_degree: ranks that pass keys and values around; None = as the mesh says, 1 without one.
+        ulysses_degree: ranks that exchange sequence shards for head shards; None = as the mesh says, 1 without one.
         convert_to_fp32: merge partial results of ring steps in float32.
         rotate_method: how ring attention moves keys and values: "alltoall", from neighbour to neighbour while it computes, or
             "allgather", all at once.
         mesh: DeviceMesh with the axes "ring" and "ulysses", in this order, and any others; None = all ranks.
         ulysses_anything: allow lengths and head counts that do not divide by `ulysses_degree` (exact either way).
         ring_anything: allow lengths that do not divide by `ring_degree`.
+        batch_degree: groups of ranks that compute items of a batch at the same time, each of them ring x ulysses ranks. A call of
+            fewer items is shared by all ranks: the degree of the batch is then one of ulysses. Not in diffusers.
 
     Raises:
         ConfigError: naming field, value, what is allowed and what to do.
@@ -42,14 +45,22 @@ class ContextParallelConfig:
     mesh: Any = field(default=None, compare=False)
     ulysses_anything: bool = False
     ring_anything: bool = False
+    batch_degree: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("ring_degree", "ulysses_degree"):
+        sizes = None if self.mesh is None else axis_sizes(self.mesh)
+        for axis, name in enumerate(("ring_degree", "ulysses_degree")):
             value = getattr(self, name)
             if value is None:
-                object.__setattr__(self, name, 1)
+                object.__setattr__(self, name, sizes[axis] if sizes else 1)
             elif not is_int(value) or value < 1:
                 raise bad_value(name, value, "a whole number from 1", "Set it to the number of ranks on that axis.")
+        if not is_int(self.batch_degree) or self.batch_degree < 1:
+            raise bad_value("batch_degree", self.batch_degree, "a whole number from 1", "Set it to the number of groups of ranks.")
+        if sizes is not None:
+            self._check_sizes(sizes)
+            if self.batch_degree > 1:
+                raise bad_value("batch_degree", self.batch_degree, "1 with a mesh", "Leave the mesh out: all ranks are used then.")
         if self.rotate_method not in ROTATE_METHODS:
             raise bad_value("rotate_method", self.rotate_method, " or ".join(ROTATE_METHODS), "Choose one of them.")
         for name in ("convert_to_fp32", "ulysses_anything", "ring_anything"):
@@ -80,29 +91,61 @@ class ContextParallelConfig:
         """
         ring, ulysses = self.mesh_shape
         mesh = mesh if mesh is not None else self.mesh
-        if mesh is None and ring * ulysses != world_size:
+        if mesh is not None:
+            self._check_sizes(axis_sizes(mesh))
+        elif (product := ring * ulysses * self.batch_degree) != world_size:
+            degrees = {"ring_degree": ring, "ulysses_degree": ulysses, "batch_degree": self.batch_degree}
+            shown = {name: degree for name, degree in degrees.items() if degree > 1 or name != "batch_degree"}
             raise bad_value(
-                "ring_degree x ulysses_degree",
-                f"{ring} x {ulysses} = {ring * ulysses}",
+                " x ".join(shown),
+                f"{' x '.join(map(str, shown.values()))} = {product}",
                 f"a product equal to the world size, {world_size}",
                 "Change a degree, start as many ranks, or pass a mesh with more axes.",
             )
-        sequence = SequenceMesh.from_device_mesh(mesh) if mesh is not None else SequenceMesh(dist.group.WORLD)
-        if mesh is not None and (mesh["ring"].size(), mesh["ulysses"].size()) != (ring, ulysses):
-            raise bad_value(
-                "mesh",
-                f"ring {mesh['ring'].size()} x ulysses {mesh['ulysses'].size()}",
-                f"axes of the sizes ring_degree {ring} and ulysses_degree {ulysses}",
-                "Make the mesh and the degrees agree.",
+        if world_size > 1 and not dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed is not initialised. Start the script with torchrun, and call "
+                "torch.distributed.init_process_group before setup."
             )
         if not 0 <= rank < world_size:
             raise bad_value("rank", rank, f"0 to {world_size - 1}", "Pass torch.distributed.get_rank().")
-        object.__setattr__(self, "_sequence", sequence)
+        batch = BatchMesh(dist.group.WORLD)
+        object.__setattr__(self, "_batch", batch)
+        object.__setattr__(self, "_sequence", batch.sequence() if mesh is None else SequenceMesh.from_device_mesh(mesh))
+
+    @property
+    def batch(self) -> BatchMesh:
+        """All ranks, after `setup`."""
+        batch: BatchMesh = self.__dict__["_batch"]
+        return batch
+
+    @property
+    def of_all_ranks(self) -> ContextParallelConfig:
+        """The same for a call of which all ranks share the sequence."""
+        if self.batch_degree == 1:
+            return self
+        return dataclasses.replace(self, ulysses_degree=self.mesh_shape[1] * self.batch_degree, batch_degree=1)
 
     @property
     def sequence(self) -> SequenceMesh | None:
-        """The ranks that share the sequence, after `setup`."""
-        return getattr(self, "_sequence", None)
+        """The ranks that share a sequence, after `setup`: all that compute one call. None when their group was destroyed."""
+        sequence: SequenceMesh | None = getattr(self, "_sequence", None)
+        return sequence if sequence is not None and sequence.is_alive else None
+
+    def _check_sizes(self, sizes: tuple[int, int]) -> None:
+        """Raise ConfigError unless the axes of a mesh are as long as the degrees."""
+        if sizes != self.mesh_shape:
+            raise bad_value(
+                "mesh",
+                f"ring {sizes[0]} x ulysses {sizes[1]}",
+                f"axes of the sizes ring_degree {self.ring_degree} and ulysses_degree {self.ulysses_degree}",
+                "Make the mesh and the degrees agree, or leave the degrees out.",
+            )
+
+    @property
+    def tensor_parallel_config(self) -> None:
+        """Asked for by diffusers alone. Raises ConfigError."""
+        raise given_to_diffusers()
 
     @classmethod
     def of(cls, config: Any) -> ContextParallelConfig:
@@ -111,28 +154,36 @@ class ContextParallelConfig:
         Raises:
             ConfigError: it is something else, or asks for another parallelism.
         """
+        if isinstance(config, ParallelConfig):
+            config = config.context_parallel_config
+        if isinstance(config, cls):
+            return config
         if getattr(config, "tensor_parallel_config", None) is not None:
             raise bad_value("tensor_parallel_config", "a TensorParallelConfig", "None", "Apply one kind of parallelism here.")
         config = getattr(config, "context_parallel_config", config)
-        if isinstance(config, cls):
-            return config
         try:
-            return cls(**{f.name: getattr(config, f.name) for f in dataclasses.fields(cls)})
+            theirs = [f.name for f in dataclasses.fields(cls) if f.name != "batch_degree"]
+            return cls(**{name: getattr(config, name) for name in theirs})
         except AttributeError as error:
             raise bad_value(
                 "parallel_config", config, "a ContextParallelConfig or ParallelConfig", f"Build one of them ({error})."
             ) from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ParallelConfig:
     """What `apply_context_parallel` takes, as in diffusers: a context parallel config by that name."""
 
     context_parallel_config: ContextParallelConfig
 
-    def setup(self, rank: int, world_size: int, device: torch.device | str, *, mesh: Any = None) -> None:
-        """See `ContextParallelConfig.setup`."""
-        self.context_parallel_config.setup(rank, world_size, device, mesh)
+    def setup(self, rank: int, world_size: int, device: torch.device | str, *, mesh: Any = None, cp_mesh: Any = None) -> None:
+        """See `ContextParallelConfig.setup`. `cp_mesh` is the name that mindone and diffusers before 0.36 have for `mesh`."""
+        self.context_parallel_config.setup(rank, world_size, device, mesh if mesh is not None else cp_mesh)
+
+    @property
+    def tensor_parallel_config(self) -> None:
+        """Asked for by diffusers alone. Raises ConfigError."""
+        raise given_to_diffusers()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +204,29 @@ class SequenceSettings:
     def with_degrees(self, ring: int, ulysses: int) -> ContextParallelConfig:
         """The same settings with these degrees."""
         return ContextParallelConfig(**{**dataclasses.asdict(self), "ring_degree": ring, "ulysses_degree": ulysses})
+
+
+def axis_sizes(mesh: Any) -> tuple[int, int]:
+    """Ranks on the axes ring and ulysses of a DeviceMesh.
+
+    Raises:
+        ConfigError: it is none, or has no such axes.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise bad_value("mesh", mesh, "a torch.distributed.device_mesh.DeviceMesh", MAKE_MESH)
+    names = mesh.mesh_dim_names or ()
+    if tuple(name for name in names if name in AXES) != AXES:
+        raise bad_value("mesh", f"the axes {', '.join(names) or 'without names'}", "ring and ulysses, in this order", MAKE_MESH)
+    ring, ulysses = (mesh.size(names.index(axis)) for axis in AXES)
+    return ring, ulysses
+
+
+def given_to_diffusers() -> ConfigError:
+    """The error for a config of this package in enable_parallelism or from_pretrained of diffusers."""
+    return ConfigError(
+        "parallel_config: got a config of cp_runtime; allowed in diffusers' enable_parallelism and from_pretrained: diffusers' own."
+        " Load the model without parallel_config, and call cp_runtime.apply_context_parallel(model, config)."
+    )
 
 
 def is_int(value: object) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..compat import not_compiled, not_compiled_itself
 from ..errors import PlanError
 from ..nested import rebuild
 from .attention.opaque import PLACE
@@ -56,12 +57,13 @@ class InstalledPlan(Generic[PlanT]):
                 self._hook(module, self._enter_module(name, module, module_plan), self._leave_module(name, module_plan))
                 for local in module_plan.local:
                     for _, inner in find_modules(module, local):
-                        self._hook(inner, self._enter_local, self._leave_local)
+                        self._undo.append(inner.register_forward_pre_hook(self._enter_local).remove)
+                        self._undo.append(inner.register_forward_hook(self._leave_local, prepend=True).remove)
         if plan.attention_rule is not None:
             for name, module in model.named_modules():
                 rule = plan.attention_rule(module)
                 if rule is not None and module not in with_attention:
-                    self._hook(module, self._enter_attention(module, rule), self._leave_attention(name, module))
+                    self._hook(module, self._enter_attention(name, module, rule), self._leave_attention(name, module))
         for path, outputs in plan.outputs.items():
             for name, module in find_modules(model, path):
                 self._hook(module, None, self._complete_output(name, outputs))
@@ -96,6 +98,7 @@ class InstalledPlan(Generic[PlanT]):
                 self.current = None
                 call.close()
 
+    @not_compiled_itself
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `run`, the model's own forward, with this rank's part of the model's arguments. Inside of `call`."""
         for enter in self._enter_model:
@@ -123,11 +126,12 @@ class InstalledPlan(Generic[PlanT]):
             self._enter_model += [enter] if enter else []
             self._leave_model[:0] = [leave] if leave else []
             return
+        # Compiled modules leave their graph for them: they speak with other ranks.
         if enter is not None:
-            self._undo.append(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            self._undo.append(module.register_forward_pre_hook(not_compiled(enter), with_kwargs=True).remove)
         if leave is not None:
             # In front of the hooks that are there: what was entered last is left first, and other hooks see whole outputs.
-            self._undo.append(module.register_forward_hook(leave, prepend=True).remove)
+            self._undo.append(module.register_forward_hook(not_compiled(leave), prepend=True).remove)
 
     def _enter_module(self, name: str, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
         positions = {argument: i for i, argument in enumerate(argument_names(module))}
@@ -163,24 +167,37 @@ class InstalledPlan(Generic[PlanT]):
         return hook
 
     def _enter_local(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():  # inside of a compiled block, where no call may be looked at
+        if PLACE.in_block and torch.compiler.is_compiling():  # where no call may be looked at
             PLACE.local += 1
-        elif call := self.current:
-            call.enter_scope(())
+        else:
+            self._enter_local_now()
 
     def _leave_local(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
+        if PLACE.in_block and torch.compiler.is_compiling():
             PLACE.local -= 1
-        elif call := self.current:
+        else:
+            self._leave_local_now()
+
+    @not_compiled
+    def _enter_local_now(self) -> None:
+        if call := self.current:
+            call.enter_scope(())
+
+    @not_compiled
+    def _leave_local_now(self) -> None:
+        if call := self.current:
             call.leave_scope()
 
-    def _enter_attention(self, module: nn.Module, rule: AttentionRule) -> Callable[..., Any]:
+    def _enter_attention(self, name: str, module: nn.Module, rule: AttentionRule) -> Callable[..., Any]:
         names = argument_names(module)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if call := self.current:
                 arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-                call.enter_scope(rule(arguments) if call.shares_attention else ())
+                if call.shares_attention:
+                    call.enter_scope(rule(arguments), derived=True, name=name)
+                else:
+                    call.enter_scope(())
 
         return hook
 

@@ -20,6 +20,10 @@ from ..errors import ConfigError, PlanError
 from .profiling import trace_range
 
 AXES = ("ring", "ulysses")
+MAKE_MESH = (
+    'Make it by init_device_mesh(type, (1, 2), mesh_dim_names=("ring", "ulysses")); an axis that is not used has size 1, and there '
+    "may be others."
+)
 KEPT_EVENTS = 1024  # pairs of device events; more are added up while the work goes on
 
 
@@ -272,36 +276,39 @@ class SequenceMesh:
     ) -> None:
         self.stats = stats or CommStats()
         self.whole = RankGroup(group, self.stats)
-        self._timeout, self._peers = timeout, peers
+        self._timeout, self._peers, self._world = timeout, peers, dist.group.WORLD
         self._axes: dict[tuple[int, int], SequenceAxes] = {}
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> SequenceMesh:
-        """Use the axes "ring" and "ulysses" of a mesh that may have more, such as "fsdp".
+        """Use the axes "ring" and "ulysses" of a mesh that has both, in this order, and may have more, such as "fsdp".
 
         Raises:
-            ConfigError: an axis is missing, or they stand the other way round.
+            ConfigError: the ranks do not ascend along them, or the mesh has outlived its process groups.
         """
-        names = mesh.mesh_dim_names or ()
-        present = tuple(name for name in names if name in AXES)
-        if present != AXES:
-            raise ConfigError(
-                f"mesh: got the axes {', '.join(names) or 'without names'}; allowed: a DeviceMesh with the axes ring and ulysses, "
-                "in this order. Give an unused axis size 1, as in "
-                'init_device_mesh(type, (1, 2), mesh_dim_names=("ring", "ulysses")).'
-            )
         ranks = mesh[AXES].mesh.flatten().tolist()
         if ranks != sorted(ranks):  # torch orders the ranks of a group, so that a rank's place in it would not be that in the mesh
             raise ConfigError(
                 f"mesh: got the ranks {ranks} along ring and ulysses; allowed: ascending ones, ulysses running fastest. "
                 "Build it with init_device_mesh."
             )
-        ring, ulysses = mesh["ring"].size(), mesh["ulysses"].size()
-        made = cls(flatten_mesh(mesh[AXES]).get_group())
-        made._axes[ring, ulysses] = SequenceAxes(
-            RankGroup(mesh["ring"].get_group(), made.stats), RankGroup(mesh["ulysses"].get_group(), made.stats)
-        )
+        groups = flatten_mesh(mesh[AXES]), mesh["ring"], mesh["ulysses"]
+        try:
+            whole, ring, ulysses = (axis.get_group() for axis in groups)
+            made = cls(whole)
+            made._axes[groups[1].size(), groups[2].size()] = SequenceAxes(
+                RankGroup(ring, made.stats), RankGroup(ulysses, made.stats)
+            )
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"mesh: got one without process groups ({error!r}); allowed: one made since init_process_group. Make it again."
+            ) from error
         return made
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether torch.distributed is initialised as it was when this was made."""
+        return self._world is dist.group.WORLD
 
     @property
     def size(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
-from ..errors import PoolTimeout, RankError, RankOutOfMemory
+from ..errors import MirrorError, PoolTimeout, RankError, RankOutOfMemory, UnsupportedError
 from .board import SILENT, Progress
 from .collection import Reply
 from .config import RuntimeConfig
@@ -17,6 +17,7 @@ from .forking import RankProcess
 from .log_pump import LogPump
 from .stacks import collect_stacks
 
+_FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # what they say is all that there is to know
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 _COMMUNICATION = ("DistBackendError", "DistNetworkError", "DistStoreError")  # of torch.distributed
 _ACCELERATOR = "AcceleratorError"  # of torch 2.8 and later, for anything that a device reports
@@ -47,7 +48,7 @@ def reported_failure(rank: int, pid: int, replies: Mapping[int, Reply], advice: 
         return RankOutOfMemory(rank=rank, pid=pid, kind=kind, message=message, trace=trace)
     if advice and kind in _COMMUNICATION:
         message += f" {advice}"
-    return RankError(rank=rank, pid=pid, kind=kind, message=message, trace=trace)
+    return RankError(rank=rank, pid=pid, kind=kind, message=message, trace="" if kind in _FOR_USERS else trace)
 
 
 def first_death(ranks: Iterable[int], noticed: int, processes: Sequence[RankProcess]) -> int:

@@ -1,7 +1,8 @@
 """Injected faults, for tests: inert unless CP_TEST_FAULTS names a folder (docs/testing.md).
 
 A file `<rank>.json` there, `{"kind": "oom", "at": "module", "module": 3}`, is removed by that rank and takes effect at that place:
-`start`, before it joins the others; `load`, before it loads a model; `module`, when it enters that planned module of a call.
+`start`, before it joins the others; `load`, before it loads a model; `weights`, when it has brought that many pieces of a model to
+its device (`module` counts them); `module`, when it enters that planned module of a call.
 With `"times": 2` it stays for a second time.
 """
 

@@ -88,7 +88,7 @@ def load_package(folder: str, name: str = PACKAGE) -> None:
         raise
 
 
-def import_module(name: str) -> ModuleType:
+def import_by_name(name: str) -> ModuleType:
     """Import a module, which may be one of this package: no folder of `sys.path` leads to that."""
     if name.startswith(f"{PACKAGE}.") and PACKAGE not in sys.modules:
         load_package(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -111,7 +111,7 @@ def preload(modules: list[str], left_out: list[str]) -> None:
         if name in left_out:
             continue
         with contextlib.suppress(Exception):
-            import_module(name)
+            import_by_name(name)
         if open_devices() or len(os.listdir("/proc/self/task")) > 1:
             os.execv(sys.executable, [*sys.orig_argv, name])
     gc.enable()
@@ -227,7 +227,7 @@ def become_rank(parent: int, spec_fd: int, output: int, *fds: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(spec.pop("environment"))
         sys.argv = spec["argv"]
-        import_module(WORKER).run(spec)
+        import_by_name(WORKER).run(spec)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

@@ -216,6 +216,22 @@ class Worker:
         """A part of a model is compiled from now on, the how many-th one; 0 = no more. The time does not count as the command's."""
         self.board.compiling(self.rank, part)
 
+    def loading_hook(self) -> Callable[[int | None], None]:
+        """Return what is told how many thousandths of a model are loaded, and None when it is."""
+        fault: Callable[[int], None] | None = None
+        told = 0
+
+        def on_loaded(loaded: int | None) -> None:
+            nonlocal fault, told
+            if loaded == 0:
+                fault, told = armed_fault(self.rank, "weights"), 0
+            self.board.load(self.rank, loaded)
+            told += 1
+            if fault is not None and loaded is not None:
+                fault(told)
+
+        return on_loaded
+
     def _check_cancel(self) -> None:
         wait_for(self.device)  # a host that runs ahead leaves nothing to cancel
         if self.cancel_points.leave(self._cancel_asked):

@@ -123,13 +123,15 @@ def test_a_weight_that_a_node_changed_in_place_with_a_weight_dtype(file_server):
     assert "read another weight img_in.bias" in error(file_server, cp=CP, **changed)
 
 
-def test_a_file_that_is_cut_off_does_not_end_comfyui(file_server, models):
+@pytest.mark.parametrize("placement", ["whole", "sharded"])
+def test_a_file_that_is_cut_off_does_not_end_comfyui(file_server, models, placement):
     """ComfyUI's own weights are the file's pages once the ranks have them."""
+    cp = {**CP, "weights": placement}
     stock = latent(file_server)
-    latent(file_server, cp=CP)
+    latent(file_server, cp=cp)
     size = model_file(models).stat().st_size
     os.truncate(model_file(models), size // 2)
-    for settings in ({}, {"cp": CP}):
+    for settings in ({}, {"cp": cp}):
         said = error(file_server, **settings)
         assert "flux.safetensors was cut off while ComfyUI used it" in said
         assert f"it has {size // 2} bytes, and had {size}" in said
@@ -137,5 +139,5 @@ def test_a_file_that_is_cut_off_does_not_end_comfyui(file_server, models):
     assert "was cut off" in error(file_server)  # it is another file, and the pages are of the old one
     forget(file_server)
     assert (latent(file_server) == stock).all()
-    out = latent(file_server, cp=CP)
+    out = latent(file_server, cp=cp)
     assert (out - stock).abs().max() <= TOLERANCE * stock.std()

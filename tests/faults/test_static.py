@@ -94,7 +94,7 @@ DYNAMIC_IMPORTS = {
     ("cp_runtime/comfy/wire/modules.py", "find"): "callers let names in PACKAGES and MIRRORED through, and no others",
     ("cp_runtime/engine/attention/kernels.py", "_installed"): "callers pass literals",
     ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
-    ("cp_runtime/pool/fork_server.py", "import_module"): "a constant, or what the owner of the pool names",
+    ("cp_runtime/pool/fork_server.py", "import_by_name"): "a constant, or what the owner of the pool names",
     ("cp_runtime/pool/worker.py", "start"): "the owner of the pool names the module, among those of this package",
     ("cp_runtime/comfy/worker/sharded.py", "_attention_by_name"): "the names are in the plan tables",
 }

@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import io
+import sys
 import weakref
 from collections import namedtuple
 from functools import partial
@@ -15,6 +16,7 @@ from support.ranks import finish, report, start
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 rank, world, _ = start()
@@ -23,9 +25,11 @@ from cp_runtime import (  # noqa: E402
     ContextParallelConfig,
     ContextParallelInput,
     ContextParallelOutput,
+    ParallelConfig,
     apply_context_parallel,
     remove_context_parallel,
 )
+from cp_runtime.diffusers import agreement  # noqa: E402
 from cp_runtime.errors import ConfigError, PlanError  # noqa: E402
 
 Sample = namedtuple("Sample", ["sample", "extra"])
@@ -80,6 +84,24 @@ class Blocks(nn.Module):
         return self.out(x) * self.scale
 
 
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.out = Attention(), nn.Linear(16, 16)
+
+    def forward(self, xs):
+        return self.out(self.attention(xs[0]))
+
+
+def compiled(model, name):
+    """The whole model, or each of its blocks as `compile_repeated_blocks` does it."""
+    if not name.startswith("blocks"):
+        return torch.compile(model, backend="eager")
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return model
+
+
 class Adapted(nn.Module):
     """A layer with a LoRA beside it, as peft adds one."""
 
@@ -102,7 +124,8 @@ def new_blocks():
     return Blocks().eval()
 
 
-BLOCKS_PLAN = {"blocks.0": {"x": ContextParallelInput(1, 3)}, "out": ContextParallelOutput(1, 3)}
+GATHERED = {"out": ContextParallelOutput(1, 3)}
+BLOCKS_PLAN = {"blocks.0": {"x": ContextParallelInput(1, 3)}, **GATHERED}
 PLAN = {"first": {"x": ContextParallelInput(1, 3)}, "out": ContextParallelOutput(1, 3)}
 RING = ContextParallelConfig(ring_degree=world, rotate_method="alltoall", ring_anything=True)
 x, mask = torch.randn(2, 13, 16, generator=torch.Generator().manual_seed(1)), torch.randn(13, 13)
@@ -173,13 +196,13 @@ with torch.no_grad():
         for use in (
             lambda: torch.save(model.state_dict(), io.BytesIO()),
             lambda: save_file(model.state_dict(), "/dev/null"),
-            lambda: copy.deepcopy(model),
             lambda: block.half(),
             lambda: model.half(),
             lambda: model.to("meta"),
             lambda: block.attention.qkv.weight.data.add_(1),  # a LoRA that is fused
         ):
             check(f"{inspect.getsource(use)} {moment}", refused(use, PlanError, name, "remove_context_parallel"))
+        check(f"copy {moment}", refused(lambda: copy.deepcopy(model), PlanError, "before copying"))
         check(f"moved to where it is {moment}", model.to("cpu") is model)
         check(f"the same output {moment}", torch.equal(model(x), expected))
     adapt(model), adapt(plain)
@@ -208,7 +231,11 @@ with torch.no_grad():
     share = partial(apply_context_parallel, shard_weights=True)
     model = new_blocks()
     one = share(model, ContextParallelConfig(), BLOCKS_PLAN, device="meta")
-    check("one rank", one is None and all(weight.numel() and not weight.is_meta for weight in model.parameters()))
+    one.remove()
+    check(
+        "one rank",
+        one.mesh.size == 1 and one.weights is None and all(weight.numel() and not weight.is_meta for weight in model.parameters()),
+    )
     check("no blocks", refused(lambda: share(new(), RING, PLAN), PlanError, "has no blocks", "shard_weights=False"))
     check("no weights", refused(lambda: share(nn.Sequential(nn.SiLU()), RING, {}), PlanError, "has no blocks"))
     check("no numbers", refused(lambda: share(new_blocks().to("meta"), RING, BLOCKS_PLAN), PlanError, "blocks.0", "map_weights"))
@@ -223,4 +250,74 @@ with torch.no_grad():
         turned = DeviceMesh("cpu", torch.arange(4).reshape(2, 2).T, mesh_dim_names=("ring", "ulysses"))
         config = ContextParallelConfig(ring_degree=2, ulysses_degree=2, mesh=turned)
         check("mesh turned around", refused(lambda: apply_context_parallel(new(), config, PLAN), ConfigError, "ascending"))
+    # What one rank cannot tell the others do, and what one refuses all refuse.
+    group = ContextParallelConfig(ulysses_degree=world)
+    group.setup(rank, world, "cpu")
+    decide = partial(agreement.decide, group=group.sequence.whole, device=x.device)
+    joint = agreement.Decision((("a", "b"), ("a", "b")), local=False)
+    unknown = agreement.Decision(None, local=True)
+    check("one knows", decide(joint if rank == 1 else unknown._replace(local=False)) == joint)
+    check("one refuses", refused(lambda: decide(PlanError("é" * 600) if rank == 1 else joint), PlanError, "é" * 512))
+    other = agreement.Decision((("b", "a"), ("b", "a")), local=False)
+    check("two know otherwise", refused(lambda: decide(other if rank == 1 else joint), PlanError, "do not agree", "ModulePlan"))
+
+    # Forms that diffusers' users write.
+    for name, model, argument, plan in [
+        ("only an output is split", new_blocks(), x, {"blocks.0": {0: ContextParallelInput(1, 3, split_output=True)}, **GATHERED}),
+        ("only a list is split", Listed().eval(), [x], {"": {"xs": [ContextParallelInput(1, 3)]}, **GATHERED}),
+    ]:
+        expected = model(argument)
+        stats = apply_context_parallel(model, RING, plan).mesh.stats
+        check(name, (model(argument) - expected).abs().max() < 1e-5 and stats.collectives > 2)
+    apply_context_parallel(model := new_blocks(), RING, BLOCKS_PLAN)
+    expected = new_blocks()(x)
+    check("torch.save", refused(lambda: torch.save(model, io.BytesIO()), PlanError, "Save its state_dict()"))
+    check("torch.save of the state dict", torch.save(model.state_dict(), io.BytesIO()) is None)
+    around = DistributedDataParallel(model)
+    check("DistributedDataParallel around it", (around(x) - expected).abs().max() < 1e-5)
+    remove_context_parallel(model)
+    check("in it", refused(lambda: apply_context_parallel(around, RING), PlanError, "DistributedDataParallel has no _cp_plan"))
+    if world == 2:
+        for name in ("compiled before", "compiled after", "blocks compiled before", "blocks compiled after"):
+            outer = model = new_blocks()
+            del model.blocks[1:3]
+            expected = model(x)
+            if "before" in name:
+                outer = compiled(model, name)
+            apply_context_parallel(outer, RING, BLOCKS_PLAN)
+            if "after" in name:
+                outer = compiled(model, name)
+            check(name, max((outer(x) - expected).abs().max() for _ in range(3)) < 1e-5)
+            check(f"{name}, removed", remove_context_parallel(outer) is None and "forward" not in vars(model))
+
+    row = DeviceMesh("cpu", torch.arange(world).reshape(1, world), mesh_dim_names=("ring", "ulysses"))
+    of_mesh = ContextParallelConfig(mesh=row)
+    check("degrees of the mesh", of_mesh.mesh_shape == (1, world))
+    wrapped = ParallelConfig(ContextParallelConfig(1, world, ulysses_anything=True))
+    wrapped.setup(rank, world, "cpu", cp_mesh=row)
+    check("cp_mesh", wrapped.context_parallel_config.sequence.size == world)
+    for name, make in {
+        "other degrees than the mesh": lambda: ContextParallelConfig(ring_degree=world, mesh=row),
+        "no mesh": lambda: ContextParallelConfig(mesh="cuda"),
+        "a mesh of other axes": lambda: ContextParallelConfig(mesh=DeviceMesh("cpu", list(range(world)), mesh_dim_names=("cp",))),
+    }.items():
+        check(name, refused(make, ConfigError, "mesh: got", "allowed"))
+
+    # A config outlives a process group, a mesh does not.
+    ulysses, expected = ContextParallelConfig(ulysses_degree=world, ulysses_anything=True), new()(x).sample
+    apply_context_parallel(model := new(), ulysses, PLAN)
+    apply_context_parallel(other := new(), of_mesh, PLAN)
+    model(x)
+    remove_context_parallel(other)
+    dist.barrier()
+    dist.destroy_process_group()
+    check_alone = refused(lambda: ulysses.setup(rank, world, "cpu"), ConfigError, "init_process_group before setup")
+    store = dist.FileStore(sys.argv[3] + " again", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    check("setup before init_process_group", check_alone)
+    check("a process group that was destroyed", refused(model, PlanError, "apply_context_parallel again", given=x))
+    remove_context_parallel(model)
+    apply_context_parallel(model, ulysses, PLAN)
+    check("a new process group", (model(x).sample - expected).abs().max() < 1e-5)
+    check("its mesh is gone", refused(lambda: apply_context_parallel(other, of_mesh, PLAN), ConfigError, "mesh: got one without"))
 finish()

@@ -47,6 +47,27 @@ MINIMAX = dict(
     audio_in_channels=6, text_dim=24, freq_dim=32, time_embed_hidden_dim=32, time_embed_dim=24, rope_freq_dim=2,
 )  # fmt: skip
 
+HUNYUAN = dict(
+    in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=12, num_layers=2, num_single_layers=1,
+    num_refiner_layers=1, text_embed_dim=24, rope_axes_dim=(4, 4, 4),
+)  # fmt: skip
+HUNYUAN_15 = dict(
+    in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=12, num_layers=2, num_refiner_layers=1,
+    text_embed_dim=24, text_embed_2_dim=20, image_embed_dim=16, rope_axes_dim=(4, 4, 4),
+)  # fmt: skip
+SD3 = dict(
+    sample_size=16, in_channels=4, num_layers=2, attention_head_dim=12, num_attention_heads=4, joint_attention_dim=24,
+    caption_projection_dim=48, pooled_projection_dim=12, out_channels=4, pos_embed_max_size=16,
+)  # fmt: skip
+COGVIDEOX = dict(
+    num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=24, num_layers=2,
+    sample_width=10, sample_height=8, sample_frames=9, max_text_seq_length=7,
+)  # fmt: skip
+PIXART = dict(
+    num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=2, cross_attention_dim=48,
+    sample_size=16, caption_channels=24, use_additional_conditions=False,
+)  # fmt: skip
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": ("FluxTransformer2DModel", FLUX),
     "flux 3 heads": ("FluxTransformer2DModel", dict(FLUX, num_attention_heads=3)),
@@ -64,6 +85,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "chronoedit": ("ChronoEditTransformer3DModel", WAN_I2V),
     "helios": ("HeliosTransformer3DModel", HELIOS),
     "minimax h3": ("MiniMaxH3Transformer3DModel", MINIMAX),
+    # Without a plan of diffusers: see diffusers_models.PLANS.
+    "flux ip adapter": ("FluxTransformer2DModel", FLUX),
+    "hunyuan video": ("HunyuanVideoTransformer3DModel", dict(HUNYUAN, pooled_projection_dim=12)),
+    "hunyuan image": ("HunyuanImageTransformer2DModel", dict(HUNYUAN, patch_size=(1, 1), rope_axes_dim=(6, 6))),
+    "hunyuan video 1.5": ("HunyuanVideo15Transformer3DModel", HUNYUAN_15),
+    "sd3": ("SD3Transformer2DModel", SD3),
+    "cogvideox": ("CogVideoXTransformer3DModel", COGVIDEOX),
+    "pixart": ("PixArtTransformer2DModel", PIXART),
 }
 
 
@@ -174,6 +203,51 @@ def minimax(batch: int = 1, video: int = 20, audio: int = 6, text: int = 7) -> d
     )  # fmt: skip
 
 
+def hunyuan(batch: int = 1, text: int = 7, valid: tuple[int, ...] = (4,), width: int = 10) -> dict[str, Any]:
+    return dict(
+        hidden_states=normal(batch, 4, 3, 6, width), timestep=torch.linspace(300.0, 900.0, batch),
+        encoder_hidden_states=normal(batch, text, 24), encoder_attention_mask=padding(*valid, length=text).long(),
+        pooled_projections=normal(batch, 12), guidance=torch.full((batch,), 3500.0),
+    )  # fmt: skip
+
+
+def hunyuan_image(batch: int = 1, text: int = 7, valid: tuple[int, ...] = (4,)) -> dict[str, Any]:
+    call = hunyuan(batch, text, valid)
+    del call["pooled_projections"], call["guidance"]
+    return {**call, "hidden_states": normal(batch, 4, 5, 6)}
+
+
+def hunyuan_15(batch: int = 1, valid: tuple[int, ...] = (4,), valid_2: tuple[int, ...] = (2,)) -> dict[str, Any]:
+    return dict(
+        hidden_states=normal(batch, 4, 2, 3, 5), timestep=torch.linspace(300.0, 900.0, batch),
+        encoder_hidden_states=normal(batch, 7, 24), encoder_attention_mask=padding(*valid, length=7).long(),
+        encoder_hidden_states_2=normal(batch, 4, 20), encoder_attention_mask_2=padding(*valid_2, length=4).long(),
+        image_embeds=torch.zeros(batch, 3, 16),
+    )  # fmt: skip
+
+
+def sd3(batch: int = 1, text: int = 7) -> dict[str, Any]:
+    return dict(
+        hidden_states=normal(batch, 4, 12, 10), encoder_hidden_states=normal(batch, text, 24),
+        pooled_projections=normal(batch, 12), timestep=torch.linspace(300.0, 900.0, batch),
+    )  # fmt: skip
+
+
+def cogvideox(batch: int = 1) -> dict[str, Any]:
+    return dict(
+        hidden_states=normal(batch, 3, 4, 8, 10), encoder_hidden_states=normal(batch, 7, 24),
+        timestep=torch.linspace(300.0, 900.0, batch),
+    )  # fmt: skip
+
+
+def pixart(batch: int = 1, valid: tuple[int, ...] = (4,)) -> dict[str, Any]:
+    return dict(
+        hidden_states=normal(batch, 4, 12, 10), encoder_hidden_states=normal(batch, 7, 24),
+        timestep=torch.linspace(300.0, 900.0, batch), encoder_attention_mask=padding(*valid, length=7).float(),
+        added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """One call: the input named `mask` has padding in it, and the output must depend on it."""
@@ -278,6 +352,27 @@ CASES = [
     Case("helios history", "helios", lambda: helios(history=True)),
     Case("minimax h3", "minimax h3", minimax),
     Case("minimax h3 odd batch 2", "minimax h3", lambda: minimax(batch=2, video=21, text=5)),
+    # Image tokens for the cross-attention that IP-Adapter adds; another number of them needs no other plan.
+    *(
+        Case(
+            f"flux ip adapter {tokens} tokens",
+            "flux ip adapter",
+            lambda tokens=tokens: flux(joint_attention_kwargs={"ip_adapter_image_embeds": [normal(1, tokens, 20)]}),
+        )
+        for tokens in (4, 15, 30)
+    ),
+    # The image stands before the text, whose padding is masked.
+    Case("hunyuan video", "hunyuan video", hunyuan, LTX_MASK),
+    Case("hunyuan video batch 2", "hunyuan video", lambda: hunyuan(2, valid=(7, 2), width=6), LTX_MASK),
+    Case("hunyuan video two text tokens", "hunyuan video", lambda: hunyuan(text=2, valid=(1,)), LTX_MASK),
+    Case("hunyuan image", "hunyuan image", hunyuan_image, LTX_MASK),
+    Case("hunyuan image batch 2", "hunyuan image", lambda: hunyuan_image(2, 5, (2, 4)), LTX_MASK),
+    Case("hunyuan video 1.5", "hunyuan video 1.5", hunyuan_15, LTX_MASK),
+    Case("hunyuan video 1.5 batch 2", "hunyuan video 1.5", lambda: hunyuan_15(2, (5, 2), (0, 4)), LTX_MASK),
+    Case("sd3", "sd3", sd3),
+    Case("sd3 batch 2 two text tokens", "sd3", lambda: sd3(2, 2)),
+    Case("cogvideox", "cogvideox", cogvideox),
+    Case("pixart", "pixart", pixart, LTX_MASK),
 ]
 
 # The ways to share a sequence, by what is exchanged; the ones that need a number of ranks with two factors come last.

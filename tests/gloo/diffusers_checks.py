@@ -8,10 +8,11 @@ import diffusers
 import torch
 import torch.nn.functional as F
 from diffusers.models._modeling_parallel import ContextParallelInput as DiffusersInput
-from diffusers_cases import MODES, degrees, flux, ltx_2, normal, padding, qwen
-from diffusers_models import build, fill, forward, relative
+from diffusers_cases import MODES, degrees, flux, hunyuan, ltx_2, normal, padding, qwen
+from diffusers_models import build, fill, forward, plan_of, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from cp_runtime import (
     ContextParallelConfig,
@@ -22,6 +23,7 @@ from cp_runtime import (
     apply_context_parallel,
     remove_context_parallel,
 )
+from cp_runtime.engine.attention import kernels
 from cp_runtime.errors import ContextParallelError
 
 ANYTHING = dict(ulysses_anything=True, ring_anything=True)
@@ -41,6 +43,14 @@ def error_of(run: Any) -> str | None:
         run()
     except ContextParallelError as error:
         return type(error).__name__
+    return None
+
+
+def message_of(run: Any) -> str | None:
+    try:
+        run()
+    except ContextParallelError as error:
+        return str(error)
     return None
 
 
@@ -107,6 +117,9 @@ def meshes(rank: int, world: int) -> dict[str, Any]:
             config = cls(ring_degree=shape[0], ulysses_degree=shape[1], mesh=mesh, **anything)
             name = f"difference on {shape} {cls.__module__.partition('.')[0]}"
             results[name] = _once(model, config, model._cp_plan, inputs, forward(model, inputs))
+        alone = ContextParallelConfig(mesh=mesh, **ANYTHING)  # its degrees are the mesh's
+        results[f"difference on {shape} by mesh"] = _once(model, alone, model._cp_plan, inputs, forward(model, inputs))
+        results["clean"] = results.get("clean", True) and alone.mesh_shape == shape[:2]
     return results
 
 
@@ -335,7 +348,228 @@ def out_of_reach(rank: int, world: int) -> dict[str, Any]:
     return results
 
 
+def refusal(model: nn.Module, world: int, plan: Any, inputs: dict[str, Any], **more: Any) -> str:
+    """What a sharded call is refused with; the difference where it is not."""
+    expected = forward(model, inputs)
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan, **more)
+    try:
+        return f"difference {relative(forward(model, inputs), expected)}"
+    except ContextParallelError as error:
+        return str(error)
+    finally:
+        remove_context_parallel(model)
+
+
+def text_left_out(rank: int, world: int) -> dict[str, Any]:
+    """A table that splits the image and not the text that attends with it, and one that keeps the text whole as a stream."""
+    model, inputs = build("hunyuan video"), hunyuan(2, valid=(7, 2))
+    rope, proj_out = plan_of(model)["rope"], ContextParallelOutput(1, 3)
+    one, results = {"rope": rope, "transformer_blocks.0": {"hidden_states": TOKENS}, "proj_out": proj_out}, {}
+    results["refusal"] = refusal(model, world, one, inputs)
+    text = ContextParallelInput(1, 3, streams=("encoder_hidden_states",), replicated=True)
+    both = {**one, "transformer_blocks.0": {"hidden_states": TOKENS, "encoder_hidden_states": text}}
+    for mode in MODES:
+        apply_context_parallel(model, ContextParallelConfig(**degrees(mode, world), **ANYTHING), both)
+        expected = forward(build("hunyuan video"), inputs)
+        results[f"difference {mode}"] = max(relative(forward(model, inputs), expected) for _ in range(2))
+        remove_context_parallel(model)
+    return results
+
+
+def not_gathered(rank: int, world: int) -> dict[str, Any]:
+    model = build("flux")
+    plan = {path: entry for path, entry in model._cp_plan.items() if path != "proj_out"}
+    return dict(refusal=refusal(model, world, plan, flux()))
+
+
+def backends(rank: int, world: int) -> dict[str, Any]:
+    """The backend that was chosen computes each part of a ring, too; one that is out of reach is refused by its name."""
+    model, inputs, used = build("flux"), flux(), []
+    expected = forward(model, inputs)
+    for kernel in kernels.KERNELS:
+        run = kernel.run
+        object.__setattr__(kernel, "run", lambda *args, run=run, name=kernel.name: (used.append(name), run(*args))[1])
+    results: dict[str, Any] = {}
+    apply_context_parallel(model, ContextParallelConfig(**degrees("ring alltoall", world), **ANYTHING))
+    for backend in ("native", "_native_math"):
+        used.clear()
+        for module in model.modules():
+            if hasattr(module, "processor"):
+                module.processor._attention_backend = backend
+        results[f"difference {backend}"] = relative(forward(model, inputs), expected)
+        results[backend] = sorted(set(used))
+    remove_context_parallel(model)
+    for module in model.modules():
+        if hasattr(module, "processor"):
+            module.processor._attention_backend = "flex"
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
+    results["refusal"] = message_of(lambda: forward(model, inputs))
+    return results
+
+
+class Windows(nn.Module):
+    """Attention over windows, which the table takes for one over all tokens where a rank holds just one of them."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.qkv = tokens, nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(1, (-1, self.tokens)).chunk(3, -1)
+        return x + F.scaled_dot_product_attention(q, k, v).flatten(1, 2)
+
+
+class Both(nn.Module):
+    """One attention in reach, one by matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.own = Attention(32, 2, 2), OwnAttention(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x + self.attention(x))
+
+
+class Reshaped(nn.Module):
+    """Matrix products behind a reshape in which tokens are only followed where there are as many of them as items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = OwnAttention(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x.flatten(1).unflatten(1, (-1, 32)))
+
+
+class OwnMask(nn.Module):
+    """Makes its mask for the tokens that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        mask = torch.ones(x.shape[0], 1, x.shape[1], x.shape[1], dtype=torch.bool)
+        return x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).squeeze(1)
+
+
+def what_is_wrong_is_seen(rank: int, world: int) -> dict[str, Any]:
+    """In the first call: matrix products by following tokens, windows by comparison with one process."""
+    results = {}
+    for name, module, tokens, more in [
+        ("products", Both(), 6 * world, {}),
+        ("products that one rank sees", Reshaped(), 3 * world - 1, {}),
+        ("a mask where a rank has one token", OwnMask(), world + 1, {}),
+        ("windows", Windows(6), 6 * world, dict(verify="first")),
+        ("right", TorchFunction(), 6 * world, dict(verify="first")),
+    ]:
+        model = fill(nn.Sequential(nn.Linear(8, 32), module, nn.Linear(32, 8)))
+        plan = {"0": {"input": TOKENS}, "2": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+        hidden = normal(2, tokens, 8)
+        expected = model(hidden)
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan, **more)
+        try:
+            results[name] = relative((model(hidden),), (expected,))
+        except ContextParallelError as error:
+            results[name] = str(error)
+    return results
+
+
+class TorchFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(32, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x)
+
+
+def other_inputs(rank: int, world: int) -> dict[str, Any]:
+    """Inputs that are not the same on all ranks are named in the first call, and with check_inputs in each."""
+    model, results = build("flux"), dict[str, Any](world=world)
+    mine = flux(hidden_states=normal(1, 30, 16, seed=rank == world - 1))
+    config = ContextParallelConfig(ulysses_degree=world, **ANYTHING)
+    apply_context_parallel(model, config)
+    results["first"] = message_of(lambda: forward(model, mine))
+    results["guidance"] = message_of(lambda: forward(model, flux(guidance=torch.full((1,), 3.5 + (rank == 0)))))
+    forward(model, flux())
+    results["second"] = message_of(lambda: forward(model, mine))
+    remove_context_parallel(model)
+    apply_context_parallel(model, config, check_inputs=True)
+    forward(model, flux())
+    results["second, checked"] = message_of(lambda: forward(model, mine))
+    return results
+
+
+def batch_axis(rank: int, world: int) -> dict[str, Any]:
+    """Items of a batch on groups of ranks: more of them than groups, as many, and fewer, which all ranks share by tokens."""
+    groups, results = 3 if world == 3 else 2, {}
+    shapes = [dict(ulysses_degree=world // groups), dict(ring_degree=world // groups, rotate_method="alltoall")]
+    for name, make in [("flux", flux), ("qwen", masked_qwen)]:
+        model = build(name)
+        expected = {items: forward(model, make(batch=items)) for items in (1, groups, groups + 1)}
+        for shape in shapes:
+            applied = apply_context_parallel(model, ContextParallelConfig(**shape, **ANYTHING, batch_degree=groups), verify="first")
+            for items, outputs in expected.items():
+                applied.mesh.stats.reset()
+                found = forward(model, make(batch=items))
+                results[f"difference of {items} {name} {shape}"] = relative(found, outputs)
+                if world == groups <= items:  # each group is one rank
+                    results["only outputs"] = applied.mesh.stats.collectives == 1
+            remove_context_parallel(model)
+    apply_context_parallel(model, ContextParallelConfig(1, world // groups, **ANYTHING, batch_degree=groups), verify="first")
+    results["output class"] = type(model(**masked_qwen(batch=groups))).__name__
+    return results
+
+
+def masked_qwen(batch: int) -> dict[str, Any]:
+    return qwen(batch=batch, text=8, encoder_hidden_states_mask=padding(*range(5, 5 + batch), length=8))
+
+
+def pipeline(rank: int, world: int) -> dict[str, Any]:
+    """A pipeline of diffusers whose CFG is a batch of two: one line more than without ranks."""
+    model = build("sd3")
+    pipe = diffusers.StableDiffusion3Pipeline(
+        model, diffusers.FlowMatchEulerDiscreteScheduler(), None, None, None, None, None, None, None
+    )
+    pipe.set_progress_bar_config(disable=True)
+
+    def run() -> Tensor:
+        return pipe(
+            prompt_embeds=normal(1, 7, 24), pooled_prompt_embeds=normal(1, 12), negative_prompt_embeds=normal(1, 7, 24, seed=1),
+            negative_pooled_prompt_embeds=normal(1, 12, seed=1), height=96, width=80, num_inference_steps=2, guidance_scale=4.0,
+            generator=torch.Generator().manual_seed(0), output_type="latent",
+        ).images  # fmt: skip
+
+    expected, groups = run(), 3 if world == 3 else 2
+    config = ContextParallelConfig(ulysses_degree=world // groups, **ANYTHING, batch_degree=groups)
+    stats = apply_context_parallel(model, config, plan_of(model)).mesh.stats
+    return dict(difference=relative((run(),), (expected,)), collectives=stats.collectives)
+
+
+def fsdp(rank: int, world: int) -> dict[str, Any]:
+    """FSDP2 on an axis of the mesh whose rows have inputs of their own; before applying and after, with weights on the host."""
+    shape = (2, 1, 2) if world == 4 else (world, 1, 1)
+    mesh, results = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses", "fsdp")), {}
+    inputs, policy = flux(text=5 + mesh["fsdp"].get_local_rank()), CPUOffloadPolicy(pin_memory=False)
+    with torch.inference_mode(False), torch.no_grad():
+        for order in ("before", "after"):
+            model = build("flux").requires_grad_(False)
+            expected = forward(model, inputs)
+            config = ContextParallelConfig(mesh=mesh, ring_anything=True)
+            if order == "after":
+                apply_context_parallel(model, config)
+            for block in [*model.transformer_blocks, *model.single_transformer_blocks, model]:
+                fully_shard(block, mesh=mesh["fsdp"], offload_policy=policy)
+            if order == "before":
+                apply_context_parallel(model, config)
+            results[f"difference {order}"] = max(relative(forward(model, inputs), expected) for _ in range(2))
+    return results
+
+
 CHECKS = (
     applied_removed_applied, applied_twice, configs, meshes, degrees_that_do_not_fit, anything_off, wrong_plans, gradients,
-    unknown_tokens, own_model, own_model_marked_at_the_block, out_of_reach,
+    unknown_tokens, own_model, own_model_marked_at_the_block, out_of_reach, text_left_out, not_gathered, backends,
+    what_is_wrong_is_seen, other_inputs, batch_axis, pipeline, fsdp,
 )  # fmt: skip

@@ -21,6 +21,7 @@ from cp_runtime.comfy.ui.apply import call_memory  # noqa: E402
 from cp_runtime.comfy.wire.recipe import Recipe, file_stamp  # noqa: E402
 from cp_runtime.comfy.wire.weight_patches import encode_weight_patches  # noqa: E402
 from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
+from cp_runtime.comfy.worker.progress import LoadProgress  # noqa: E402
 from cp_runtime.comfy.worker.room import room  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 
@@ -28,7 +29,8 @@ torch.set_grad_enabled(False)
 META = torch.device("meta")
 KEY = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
 inode = str(os.stat(checkpoint).st_ino)
-mirrors = Mirrors(META, [])
+progress = []
+mirrors = Mirrors(META, [], LoadProgress(progress.append))
 budget = 1 << 60
 mm.EXTRA_RESERVED_VRAM = 0
 mm.minimum_inference_memory = lambda: 0
@@ -72,6 +74,13 @@ def where(patcher):
     return places
 
 
+def shown():
+    """What was told of the progress since the last time."""
+    told, end = progress[:-1], progress[-1]
+    progress.clear()
+    return {"first": told[0], "last": told[-1], "steps": len(set(told)) > 10, "rises": told == sorted(told), "end": end}
+
+
 def lora(strength):
     return {KEY: [(strength, LoRAAdapter(set(), (torch.ones(768, 4), torch.ones(4, 256), 4.0, None, None, None)), 1.0, None, None)]}
 
@@ -81,9 +90,11 @@ model = weakref.ref(patcher.model)
 report(step="read", **where(patcher))
 mirrors.to_device(mirrors.entries["k"], 0)
 report(step="on the device", **where(patcher))
+report(step="progress", **shown())
 patcher = load("u1", lora(1.0))
 mirrors.to_device(mirrors.entries["k"], 0)
 report(step="with a LoRA", **where(patcher))
+report(step="progress with a LoRA", **shown())
 patcher = load("u2", lora(0.5))
 mirrors.to_device(mirrors.entries["k"], 0)
 report(step="with another LoRA", **where(patcher))

@@ -18,6 +18,7 @@ from comfy import model_management as mm  # noqa: E402
 
 from cp_runtime.comfy.wire.recipe import Recipe, file_stamp  # noqa: E402
 from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
+from cp_runtime.comfy.worker.progress import LoadProgress  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 
 torch.set_grad_enabled(False)
@@ -82,7 +83,7 @@ def offload(key, options):
     return {"model": mirror.patcher.model_size(), "on_host": on_host, "pinned": sum(pinned), "pages": pages.item()}
 
 
-mirrors = Mirrors(META, [])
+mirrors = Mirrors(META, [], LoadProgress(lambda _: None))
 report(step="the file's weights", **offload("file", {}))
 report(step="converted weights", **offload("converted", {"dtype": "float16"}))
 finish()

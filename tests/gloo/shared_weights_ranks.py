@@ -21,6 +21,7 @@ from comfy import model_management as mm  # noqa: E402
 from cp_runtime.comfy.wire.recipe import Recipe, file_stamp  # noqa: E402
 from cp_runtime.comfy.wire.weight_patches import encode_weight_patches  # noqa: E402
 from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
+from cp_runtime.comfy.worker.progress import LoadProgress  # noqa: E402
 from cp_runtime.engine.config import SequenceSettings  # noqa: E402
 from cp_runtime.engine.cost import DegreePlanner, Rates  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
@@ -70,7 +71,8 @@ def call(mirrors):
 
 def outputs(path, lora, options, placement):
     """The output of a call after every change of the model, and what was seen on the way."""
-    mirrors, outs, seen = Mirrors(CPU, []), {}, {}
+    progress = []
+    mirrors, outs, seen = Mirrors(CPU, [], LoadProgress(progress.append)), {}, {}
 
     def with_lora(name, strength):
         load(mirrors, path, options, placement, name, lora_of(mirrors, lora, strength))
@@ -78,6 +80,7 @@ def outputs(path, lora, options, placement):
 
     load(mirrors, path, options, placement)
     outs["as loaded"] = call(mirrors)
+    seen["progress"] = progress == [*sorted(progress[:-1]), None] and (progress[0], progress[-2]) == (0, 1000) and len(progress) > 5
     with_lora("with a LoRA", 1.0)
     with_lora("with another one", 0.25)
     if placement == "whole":

@@ -75,12 +75,20 @@ def test_a_second_application_is_refused(reports):
 
 
 @on_every_world
-@pytest.mark.parametrize("check", ["configs", "meshes", "own_model", "own_model_marked_at_the_block"])
+@pytest.mark.parametrize(
+    "check", ["configs", "meshes", "own_model", "own_model_marked_at_the_block", "batch_axis", "pipeline", "fsdp"]
+)
 def test_other_configs_meshes_and_models(check, reports):
     found = differences(reports[check])
     assert found
     assert {name: value for name, value in found.items() if not value <= TOLERANCE} == {}
     assert reports[check].get("clean", True)
+
+
+@on_every_world
+def test_the_batch_axis_sends_outputs_alone_and_keeps_their_class(reports):
+    assert reports["batch_axis"].get("only outputs", True)
+    assert reports["batch_axis"]["output class"] == "Transformer2DModelOutput"
 
 
 @on_every_world
@@ -113,10 +121,58 @@ def test_attention_over_tokens_that_the_plan_does_not_know_is_refused(reports):
 
 
 @on_every_world
+def test_text_that_the_table_leaves_out_is_refused_with_what_to_write(reports):
+    result = reports["text_left_out"]
+    assert all(word in result["refusal"] for word in ("hidden_states and 7 that every rank has whole", "replicated=True"))
+    assert len(differences(result)) == 3
+    assert all(value <= TOLERANCE for value in differences(result).values())
+
+
+@on_every_world
+def test_an_output_that_is_not_gathered_is_refused(reports):
+    refusal = reports["not_gathered"]["refusal"]
+    assert all(word in refusal for word in ("tokens of hidden_states only", "ContextParallelOutput(gather_dim=1)"))
+
+
+@on_every_world
+def test_the_attention_backend_is_the_one_that_was_chosen_or_refused_by_name(reports):
+    result = reports["backends"]
+    assert (result["native"], result["_native_math"]) == (["cpu"], ["math"])
+    assert all(value <= TOLERANCE for value in differences(result).values())
+    assert all(word in result["refusal"] for word in ("got 'flex'", "allowed: _native_cudnn", "set_attention_backend"))
+
+
+@on_every_world
+def test_products_over_tokens_and_windows_are_seen_in_the_first_call(reports):
+    result = reports["what_is_wrong_is_seen"]
+    assert "a matrix product brings tokens together" in result["products"]
+    assert "a matrix product brings tokens together" in result["products that one rank sees"]
+    assert "or a rank has a single query" in result["a mask where a rank has one token"]
+    assert "verify found the output off" in result["windows"]
+    assert result["right"] <= TOLERANCE
+
+
+@on_every_world
+def test_inputs_that_differ_between_ranks_are_named(reports):
+    result, last = reports["other_inputs"], reports["other_inputs"]["world"] - 1
+    differ = f"hidden_states on rank {last}: not what rank 0 was given"
+    assert differ in result["first"]
+    assert "guidance on rank 1" in result["guidance"]
+    assert result["second"] is None  # as documented: said in the first call, and in each with check_inputs
+    assert differ in result["second, checked"]
+
+
+@on_every_world
 def test_attention_that_cannot_be_reached_is_never_left_to_one_shard(reports):
     results = {name: value for name, value in reports["out_of_reach"].items() if name != "check"}
     assert len(results) == 3
     assert {name: value for name, value in results.items() if value != "PlanError" and not value <= TOLERANCE} == {}
+
+
+def test_every_example_of_the_document_gives_what_one_process_gives():
+    examples = run_ranks(HERE / "document_ranks.py", 4, preload=DIFFUSERS)
+    assert len(examples) == 11
+    assert {example["code"]: example["difference"] for example in examples if not example["difference"] <= TOLERANCE} == {}
 
 
 @on_every_world

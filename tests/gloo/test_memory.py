@@ -29,6 +29,11 @@ def test_weights_leave_the_device_for_the_pages_of_the_file(reports):
     assert at["all of it makes room"] == {"device": 0, "file": total, "private": 0, "listed": 0}
 
 
+@pytest.mark.parametrize("step", ["progress", "progress with a LoRA"])
+def test_progress_rises_from_nothing_to_all_of_the_model(reports, step):
+    assert steps(reports)[step] == {"first": 0, "last": 1000, "steps": True, "rises": True, "end": None}
+
+
 def test_a_dropped_model_is_gone(reports):
     assert steps(reports)["dropped"] == {"alive": False, "listed": 0}
 

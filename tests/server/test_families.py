@@ -7,6 +7,7 @@ import json
 
 import pytest
 from support import families
+from support.faults import note
 from support.graphs import family_prompt
 
 from cp_runtime.families import PLANS
@@ -54,6 +55,30 @@ def test_latent_equals_the_stock_graph(served, server, family_checkpoints):
         assert latents[name].shape == stock.shape
         assert stock.std() > 1e-2
         assert (latents[name] - stock).abs().max() / stock.std() <= TOLERANCE
+
+
+PLACES = [
+    pytest.param(world, weights, dtype, marks=pytest.mark.ranks(world), id=f"{world} ranks, {weights}, {dtype}")
+    for world in (2, 3, 4)
+    for weights, dtype in (("sharded", "default"), ("offloaded", "default"), ("sharded", "fp8_e4m3fn"))
+]
+
+
+@pytest.mark.soak  # tests/gloo has every family in one mode
+@pytest.mark.parametrize(("world", "weights", "dtype"), PLACES)
+@pytest.mark.parametrize("served", SERVED)
+def test_shared_weights_give_the_latent_of_whole_ones(served, world, weights, dtype, server, family_checkpoints):
+    assert served not in family_checkpoints, family_checkpoints[served]
+    _, entry, _ = SERVED[served]
+
+    def latents(kept):
+        settings = {"cp": {"world_size": world, "weights": kept}, "weight_dtype": dtype, "batch": 1}
+        return latents_of(server.run(family_prompt(entry, **settings), timeout=120).check(), server)
+
+    expected, found = latents("whole"), latents(weights)
+    off = max(((found[name] - whole).abs().max() / whole.std()).item() for name, whole in expected.items())
+    note(f"48 shared weights: every family, {world} ranks", "difference in standard deviations", 1e-5, off)
+    assert off <= 1e-5
 
 
 def stock_latents(entry, settings, server):

@@ -59,6 +59,15 @@ def test_twenty_prompts_use_the_same_workers_and_grow_nothing(pool_server, expec
     assert memory_after <= memory * 1.05
 
 
+def test_ranks_are_forked_from_a_process_that_left_no_module_out(pool_server, expected):
+    """What makes it unfit to be forked is named in its command line. With --cpu, ComfyUI's own code is among what it imports."""
+    assert_right(pool_server, expected)
+    servers = {psutil.Process(pid).ppid() for pid in pool_server.worker_pids()}
+    (command,) = (psutil.Process(pid).cmdline() for pid in servers)
+    program = next(i for i, argument in enumerate(command) if argument.endswith("fork_server.py"))
+    assert len(command[program + 1 :]) == 2  # two descriptors
+
+
 def test_idle_workers_do_not_spin(pool_server, expected):
     """A rank that polls uses a whole core. gloo's own threads wake up now and then: a percent or two of one."""
     assert_right(pool_server, expected)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import time
 
 import pytest
+from support.faults import SLACK
 from support.graphs import flux_prompt, wan_prompt
 from support.processes import wait_gone
 
@@ -57,6 +60,17 @@ def test_latents_are_the_same(pool_server, whole, weights):
         same(out, whole[expected])
     assert placement(pool_server).startswith(f"{weights}, as set")
     assert pool_server.worker_pids() == before
+
+
+def test_files_of_one_name_in_different_folders(pool_server, checkpoints_dir):
+    """Each has its own entry in the status, by the name that the loader has for it."""
+    folder = checkpoints_dir / "diffusion_models" / "other"
+    folder.mkdir()
+    shutil.copy(folder.parent / "flux.safetensors", folder / "flux.safetensors")
+    cp = {**CP, "weights": "sharded"}
+    pool_server.run(flux_prompt(cp=cp, low_ckpt="other/flux", node="KSamplerAdvanced", steps=4)).check()
+    status = pool_server.get("/context_parallel/status")
+    assert status["models"] == sorted(status["weights"]) == ["flux.safetensors", "other/flux.safetensors"]
 
 
 def test_two_models_take_turns(pool_server):
@@ -118,6 +132,56 @@ def test_without_a_limit_cpu_ranks_keep_it_whole(pool_server, whole):
     same(out, whole["plain"])
     assert placement(pool_server).startswith("whole: ")
     assert "share through the file" in placement(pool_server)
+
+
+def activity(server):
+    return server.get("/context_parallel/status")["activity"]
+
+
+@pytest.mark.parametrize("weights", ["whole", "sharded"])
+def test_loading_says_how_far_it_is(pool_server, whole, faults, weights):
+    """In the status, as text in the node, and in its progress bar, which then counts steps."""
+    pool_server.free()
+    faults.arm(1, "slow", at="weights", seconds=0.1 if weights == "sharded" else 0.02)  # block by block, weight by weight
+    since = time.monotonic()
+    prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": weights}, **DEEP))
+    said, states = [], set()
+    while prompt not in pool_server.get(f"/history/{prompt}"):
+        status = pool_server.get("/context_parallel/status")
+        if status["activity"].endswith(" %"):
+            said.append(status["activity"])
+            states |= {status["state"], status["ranks"][1]["state"]}
+        time.sleep(0.02)
+    same(pool_server.latent(pool_server.wait(prompt).check()), whole["deep"])
+    assert not faults.waiting
+    assert states == {"loading"}
+    parts = [int(re.fullmatch(r"loading flux_deep.safetensors on (?:2 ranks|rank 1)… (\d+) %", each)[1]) for each in said]
+    assert parts == sorted(parts)
+    assert len(set(parts)) > 3
+    events = [e for e in pool_server.events if e.time >= since]
+    assert any(e.type == "text" and e.data[0] == "sampler" and e.data[1].endswith(" %") for e in events)
+    bar = [(e.data["value"], e.data["max"]) for e in events if e.type == "progress" and e.data["prompt_id"] == prompt]
+    loading, steps = bar[:-2], bar[-2:]
+    assert len(loading) > 2
+    assert loading == [*sorted(loading[:-1]), (0, 100)]
+    assert steps == [(1, 2), (2, 2)]
+
+
+def test_cancel_while_a_model_loads(pool_server, whole, faults):
+    """The prompt ends; workers that cannot leave a load start again with the next one."""
+    pool_server.free()
+    faults.arm(1, "slow", at="weights", seconds=0.5)
+    prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": "sharded"}, **DEEP))
+    deadline = time.monotonic() + 60
+    while not activity(pool_server).endswith(" %"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    began = time.monotonic()
+    pool_server.interrupt(prompt)
+    assert pool_server.wait(prompt).status == "interrupted"
+    assert time.monotonic() - began <= 3 * SLACK
+    out, _ = run(pool_server, "sharded", **DEEP)
+    same(out, whole["deep"])
 
 
 def test_a_killed_rank(pool_server, whole):

@@ -142,7 +142,7 @@ def test_context_parallel_config_checks_degrees(field, value):
 
 def test_context_parallel_config_has_the_fields_and_defaults_of_diffusers():
     theirs = {f.name: f.default for f in dataclasses.fields(diffusers.ContextParallelConfig) if not f.name.startswith("_")}
-    assert {f.name: f.default for f in dataclasses.fields(ContextParallelConfig)} == theirs
+    assert {f.name: f.default for f in dataclasses.fields(ContextParallelConfig)} == {**theirs, "batch_degree": 1}
     config = ContextParallelConfig(ring_degree=2)
     assert (config.mesh_shape, config.mesh_dim_names) == ((2, 1), ("ring", "ulysses"))
     assert ContextParallelConfig().mesh_shape == (1, 1)  # passes through
@@ -184,3 +184,19 @@ def test_other_fields_are_checked(field, value):
 def test_setup_wants_as_many_ranks_as_the_degrees():
     with pytest.raises(ConfigError, match=r"2 x 2 = 4.*world size, 3"):
         ContextParallelConfig(ring_degree=2, ulysses_degree=2).setup(0, 3, "cpu")
+
+
+def test_positions_of_arguments_are_those_of_diffusers():
+    assert ContextParallelConfig(2, 3, False, "alltoall").mesh_shape == (2, 3)
+    assert ParallelConfig(ContextParallelConfig(2)).context_parallel_config.mesh_shape == (2, 1)
+
+
+@pytest.mark.parametrize("config", [ContextParallelConfig(2), ParallelConfig(ContextParallelConfig(2))])
+def test_in_diffusers_own_functions_a_config_says_what_to_call_instead(config):
+    with pytest.raises(ConfigError, match=r"call cp_runtime\.apply_context_parallel"):
+        diffusers.ModelMixin().enable_parallelism(config=config)
+
+
+def test_setup_before_the_process_group_is_refused():
+    with pytest.raises(ConfigError, match="init_process_group before setup"):
+        ContextParallelConfig(ulysses_degree=2).setup(0, 2, "cpu")

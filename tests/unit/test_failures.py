@@ -73,9 +73,17 @@ def test_a_rank_that_died_in_the_start_names_the_remedies():
     assert "backend=gloo" in str(death(0, ended(-signal.SIGSEGV)[0], None, advice()))
 
 
+@pytest.mark.parametrize(("kind", "traced"), [("MirrorError", False), ("UnsupportedError", False), ("RuntimeError", True)])
+def test_what_is_said_to_users_needs_no_traceback(kind, traced):
+    reply = {"kind": kind, "message": "the file is gone. Load another.", "trace": "Traceback: lines of code"}
+    text = str(reported_failure(1, 7, {1: reply}))
+    assert text.startswith(f"rank 1 (pid 7) failed: {kind}: the file is gone. Load another.")
+    assert ("lines of code" in text) == traced
+
+
 def test_a_start_that_hangs_names_the_remedies(monkeypatch):
     monkeypatch.setattr("cp_runtime.pool.failures.collect_stacks", lambda *_: "stacks.txt")
-    error = missed_deadline("start", 300, {0: Progress(0, 0, 0, 0.0)}, frozenset(), ended(0), [], advice())
+    error = missed_deadline("start", 300, {0: Progress(0, 0, 0, None, 0.0)}, frozenset(), ended(0), [], advice())
     for words in ("CP_STARTUP_TIMEOUT", "NCCL_P2P_DISABLE=1", "backend=gloo"):
         assert words in str(error)
 

@@ -1,7 +1,11 @@
 """Weights out of safetensors files: mapped where they fit, and refused by name where they do not."""
 
 import json
+import math
+import os
+import struct
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -55,6 +59,28 @@ def test_weights_are_pages_of_the_files(how, weights, tmp_path):
         assert any(low <= tensor.data_ptr() < high for low, high in ranges)
         assert not tensor.is_inference()
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+
+
+def test_a_file_that_is_larger_than_memory(tmp_path):
+    """A sparse one. The kernel refuses to map it like memory that could all be written to."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + psutil.swap_memory().total + (1 << 30)
+    tensors = {"weight": [total // 1024, 256], "bias": [total // 1024]}
+    header, at = {}, 0
+    for name, shape in tensors.items():
+        nbytes = 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(header).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(file.tell() + at)
+    with torch.device("meta"):
+        model = nn.Linear(256, total // 1024)
+    map_weights(model, tmp_path)
+    model.weight.data[5, 5] = 3.0  # stays in this process
+    assert model.weight[5].sum() == 3
+    del model
+    assert mapped_ranges(tmp_path / "model.safetensors") == []
 
 
 def refused(model, path, *words):

@@ -40,9 +40,23 @@ def test_a_call_needs_room_too():
 
 
 def test_what_has_run_out_of_memory_is_not_tried_again():
-    assert choose(config(), DEMAND, 80 * GB, next_smaller("whole")).placement == "sharded"
-    assert choose(config(), DEMAND, 80 * GB, next_smaller("sharded")).placement == "offloaded"
-    assert next_smaller("offloaded") is None
+    assert choose(config(), DEMAND, 80 * GB, next_smaller(DEMAND, "whole", 2)).placement == "sharded"
+    assert choose(config(), DEMAND, 80 * GB, next_smaller(DEMAND, "sharded", 2)).placement == "offloaded"
+    assert next_smaller(DEMAND, "offloaded", 2) is None
+
+
+@pytest.mark.parametrize(("largest", "smaller"), [(4, "sharded"), (8, "offloaded"), (12, None)])
+def test_what_takes_more_is_no_way_out_of_memory(largest, smaller):
+    """Of 21 GB in a few blocks, two of which are there at a time."""
+    assert next_smaller(Demand(Sizes(blocks=20 * GB, largest=largest * GB, rest=GB), call=0), "whole", 2) == smaller
+
+
+def test_what_is_set_and_takes_more_than_whole_weights_says_so():
+    demand = Demand(Sizes(blocks=20 * GB, largest=8 * GB, rest=GB), call=0)
+    more = "which is more than all of them"
+    assert more in choose(config("sharded"), demand, None).reason
+    assert more not in choose(config("offloaded"), demand, None).reason
+    assert more not in choose(config("whole"), demand, None).reason
 
 
 def test_a_model_without_blocks_stays_whole():

@@ -83,7 +83,7 @@ class Controller:
                 out, record = self._called(config, target, call, node, cancelled)
             except RankOutOfMemory as error:
                 log.warning("rank %d ran out of memory; making room for the call and trying it again", error.rank)
-                self._make_room(config, target.key)
+                self._make_room(config, target)
                 larger = replace(call, memory_scale=call.memory_scale * MORE_ROOM)
                 out, record = self._called(config, target, larger, node, cancelled)
             self.journal.calls.add(record)
@@ -145,15 +145,15 @@ class Controller:
         workers.attach_networks(call.patches.networks, cancelled)
         return workers.call(config, target.key, call, node, cancelled)
 
-    def _make_room(self, config: RuntimeConfig, key: str) -> None:
+    def _make_room(self, config: RuntimeConfig, target: Target) -> None:
         """Free the devices of the ranks: of the ranks' models, and of those of this process that do not sample.
 
         Args:
-            key: of the model that needs the room; it may take less from now on.
+            target: the model that needs the room; it may take less from now on.
         """
         workers = self.workers
         if workers is not None:
-            workers.use_less_memory(config, key)
+            workers.use_less_memory(config, target)
         while workers is not None and workers.keys:  # none, where the pool failed
             self._unload(workers, workers.keys[0])
         free_for_ranks(config.devices)

@@ -8,6 +8,7 @@ from typing import Any
 
 import comfy.memory_management
 
+from ...engine.weights.files import MAPPED
 from ...errors import MirrorError, UnsupportedError
 from ..wire.loading import adopt, load_recipe, parameters_of
 from ..wire.recipe import DTYPE_OPTIONS, Recipe
@@ -26,7 +27,7 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
     model = patcher.model
     if comfy.memory_management.aimdo_enabled or patcher.backup or model.current_weight_patches_uuid is not None:
         return 0  # mapped already, or in use by a branch that runs without context parallelism
-    if not recipe.options.keys().isdisjoint(DTYPE_OPTIONS) or not recipe.path.lower().endswith((".safetensors", ".sft")):
+    if not recipe.options.keys().isdisjoint(DTYPE_OPTIONS) or not recipe.path.lower().endswith(MAPPED):
         return 0  # the file's pages are not the weights
     fresh, missing, _ = load_recipe(recipe)
     weights = {name: weight for name, weight in fresh.model.diffusion_model.named_parameters() if name not in missing}
@@ -39,29 +40,29 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
                 f"something changed the weight {name} in place after ComfyUI had loaded it, and the workers have it as it is in "
                 f"{os.path.basename(recipe.path)}. Remove the node that did so and load the model again."
             )
-    guard_size(model, recipe)
+    guard_size(model, recipe.path, recipe.stamp[0])
     for name, module, parameter in own:
         if adopt(module, parameter, weights.get(name)):
             released += weights[name].nbytes
     return released
 
 
-def guard_size(model: Any, recipe: Recipe) -> None:
-    """Check the size of the model's file whenever ComfyUI is about to use the model.
+def guard_size(model: Any, path: str, size: int) -> None:
+    """Check whenever ComfyUI is about to use the model that its file at `path` still has `size` bytes.
 
     A process that reads a mapped page behind the end of a file gets SIGBUS and ends. ComfyUI asks a model for its dtype before it
     loads it and in every call, whichever patcher it uses, so `get_dtype` is where an error can still be raised. A file that is cut
     off in the middle of a call is not noticed.
     """
-    descriptor = os.open(recipe.path, os.O_RDONLY)  # the mapped file, even if another gets its name
+    descriptor = os.open(path, os.O_RDONLY)  # the mapped file, even if another gets its name
     weakref.finalize(model, os.close, descriptor).atexit = False
-    owner, stock, size = weakref.ref(model), type(model).get_dtype, recipe.stamp[0]
+    owner, stock = weakref.ref(model), type(model).get_dtype
 
     def get_dtype() -> Any:
         now = os.fstat(descriptor).st_size
         if now < size:
             raise MirrorError(
-                f"the model file {recipe.path} was cut off while ComfyUI used it: it has {now} bytes, and had {size}. Restore it, "
+                f"the model file {path} was cut off while ComfyUI used it: it has {now} bytes, and had {size}. Restore it, "
                 "free ComfyUI's model and node cache, and queue the prompt again."
             )
         return stock(owner())

@@ -1,4 +1,4 @@
-"""Notes the state of a model's file at the moment when ComfyUI loads it.
+"""Notes the state of a model's file at the moment when ComfyUI loads it, and keeps what does not fit in the file's pages.
 
 The ranks load the same file later, perhaps hours later, and must find the same content. If the state were noted only then, a file
 that was replaced in between would be taken for the one that ComfyUI holds.
@@ -16,6 +16,8 @@ import comfy.sd
 
 from ...errors import MirrorError
 from ..wire.recipe import LOADERS, FileStamp, file_stamp
+from .file_pages import guard_size
+from .host_memory import weights_in_file
 from .model_notes import notes_of
 
 
@@ -36,10 +38,13 @@ def _stamping(loader: Callable[..., Any]) -> Callable[..., Any]:
     def load(*args: Any, **kwargs: Any) -> Any:
         path = next(iter(signature.bind(*args, **kwargs).arguments.values()))
         before = _stamp(path)
-        loaded = loader(*args, **kwargs)
+        with weights_in_file(path) as in_file:
+            loaded = loader(*args, **kwargs)
         patcher = loaded[0] if isinstance(loaded, tuple) else loaded
         if patcher is not None:  # a checkpoint may be loaded for its text encoder only
             notes_of(patcher.model).stamps = before, _stamp(path)
+            if in_file and before:
+                guard_size(patcher.model, path, before[0])
         return loaded
 
     return load

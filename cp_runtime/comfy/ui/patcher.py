@@ -31,6 +31,7 @@ from .controller import CONTROLLER
 from .file_pages import share_file_pages
 from .interception import intercept, is_intercepted, release
 from .journal import Node
+from .loading_bar import LoadingBar
 from .model_notes import notes_of
 from .obstacles import model_obstacle
 from .recipes import recipe_of
@@ -190,9 +191,18 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
 
 def with_cancel(run: Callable[[Callable[[], bool]], Any]) -> Any:
-    """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt."""
+    """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt.
+
+    With each look, the node shows how far the ranks are with loading a model.
+    """
+    bar = LoadingBar()
+
+    def cancelled() -> bool:
+        workers = CONTROLLER.workers
+        return bar.show(workers.loaded if workers is not None else None)
+
     try:
-        return run(comfy.model_management.processing_interrupted)
+        return run(cancelled)
     except CallCancelled:
         comfy.model_management.throw_exception_if_processing_interrupted()
         raise comfy.model_management.InterruptProcessingException from None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...engine.weights.blocks import Sizes
 from ...errors import UnsupportedError
 from ...pool.config import RuntimeConfig
-from ..wire.placement import OFFLOADED, PLACEMENTS, SHARDED, WHOLE
+from ..wire.placement import OFFLOADED, PLACEMENTS, WHOLE
 
 GB = 1e9
 
@@ -65,7 +65,10 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
                 f"weights: got {config.weights}, with which each of {ranks} ranks needs {needed / GB:.3g} GB; memory_per_rank "
                 f"allows {config.memory_per_rank:.3g} GB. Set weights to auto, raise memory_per_rank, or use more devices."
             )
-        return Choice(config.weights, f"{config.weights}, as set: {_on_each(demand, config.weights, ranks)}")
+        reason = f"{config.weights}, as set: {_on_each(demand, config.weights, ranks)}"
+        if demand.on_device(config.weights, ranks) > demand.weights:
+            reason += ", which is more than all of them: two of its few large blocks are there at a time"
+        return Choice(config.weights, reason)
     if room is None:
         return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, which CPU ranks share through the file")
     for placement in PLACEMENTS[PLACEMENTS.index(at_least) :]:
@@ -79,9 +82,11 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
     return Choice(least, f"{least}: {_on_each(demand, least, ranks)}, more than the {limit}")
 
 
-def next_smaller(placement: str) -> str | None:
-    """The way that takes less device memory than this one, or None."""
-    return {WHOLE: SHARDED, SHARDED: OFFLOADED}.get(placement)
+def next_smaller(demand: Demand, placement: str, ranks: int) -> str | None:
+    """The first way behind this one that takes less device memory, or None. Of a few large blocks, two may take more than all."""
+    held = demand.on_device(placement, ranks)
+    behind = PLACEMENTS[PLACEMENTS.index(placement) + 1 :]
+    return next((other for other in behind if demand.on_device(other, ranks) < held), None)
 
 
 def _on_each(demand: Demand, placement: str, ranks: int) -> str:

@@ -7,8 +7,8 @@ import sys
 
 import comfy.model_management
 import comfy.options
-from comfy.cli_args import args
 import folder_paths
+from comfy.cli_args import args
 
 from ...pool.site import WorkerSite
 

@@ -44,12 +44,13 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
             "last_call": None, "ranks": [], **always
         }  # fmt: skip
     pool = workers.pool
-    work, waiting = _work(server, controller, pool), pool.waiting_for
+    loading, waiting = workers.loading, pool.waiting_for  # read once: state and words are to agree
+    work = _work(server, controller, pool) if loading is None else "loading"
     # One that has reported is done, while others are not.
     ranks = [_rank(controller, workers, r, "idle" if waiting and r not in waiting else work) for r in range(len(pool.processes))]
     return {
         "state": _state(pool, ranks, work),
-        "activity": _activity(controller, workers),
+        "activity": _activity(controller, workers, loading),
         "world_size": pool.world_size,
         "backend": pool.backend,
         "peer_to_peer": pool.peer_to_peer,
@@ -61,14 +62,15 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     }
 
 
-def _activity(controller: Controller, workers: Workers) -> str:
+def _activity(controller: Controller, workers: Workers, loading: tuple[str, float | None] | None) -> str:
     """What the workers do at the moment, or did last, in words."""
     pool = workers.pool
     doing, waiting = pool.doing, pool.waiting_for
     if doing == "start":
         return f"starting {_ranks(pool, waiting)}…"
-    if workers.loading:
-        return f"loading {workers.loading} on {_ranks(pool, waiting)}…"
+    if loading is not None:
+        model, loaded = loading
+        return f"loading {model} on {_ranks(pool, waiting)}…" + ("" if loaded is None else f" {100 * loaded:.0f} %")
     if compiling := [rank for rank in waiting if pool.progress(rank).compiling]:
         return f"compiling blocks on {_ranks(pool, compiling)}…"
     record = workers.last_call
@@ -127,7 +129,7 @@ def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
     if not pool.alive:
         return "starting" if pool.doing == "start" else "failed"
     # A rank that imports or loads may hold the GIL for longer than SILENT.
-    lost = ("gone",) if pool.doing and pool.doing != "call" else ("gone", "silent")
+    lost = ("gone",) if pool.doing and (pool.doing != "call" or work == "loading") else ("gone", "silent")
     if any(rank["state"] in lost for rank in ranks):
         return "failed"
     return work

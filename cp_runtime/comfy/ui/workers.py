@@ -7,8 +7,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -62,9 +61,10 @@ class DenoiseCall:
 
 @dataclass(frozen=True)
 class Resident:
-    """A model that the ranks hold: its file's name, which weight patches are in it, and where its weights are.
+    """A model that the ranks hold: which weight patches are in it, and where its weights are.
 
     Args:
+        name: of its file, in its model folder.
         asked: what was set when that was chosen: weights, and memory per rank.
         call: bytes that a call was expected to take then.
         device_bytes: of weights, on the device of one rank.
@@ -101,15 +101,14 @@ class Workers:
         on_change: called when the status has changed.
 
     Attributes:
-        loading: name of the model that goes to the ranks now; empty = none.
         last_call: None before the first one.
     """
 
     def __init__(self, config: RuntimeConfig, on_change: Callable[[], None]) -> None:
         self.pool = WorkerPool(config, worker_site())
-        self.loading = ""
         self.last_call: CallRecord | None = None
         self._on_change = on_change
+        self._model = ""  # name of the one that the last load or call was about
         self._resident: dict[str, Resident] = {}  # by key
         self._warm: set[str] = set()  # models whose weights are on the devices
         self._at_least: dict[str, str] = {}  # placements of models with which a rank ran out of memory otherwise
@@ -120,14 +119,32 @@ class Workers:
         self._pace = Pace(None, 0.0, 0)
 
     @property
+    def loading(self) -> tuple[str, float | None] | None:
+        """Name of the model that goes to the ranks, or from the host to their devices, now, and `loaded`; None = none does."""
+        loaded = self.loaded
+        return (self._model, loaded) if self.pool.doing == "load" or loaded is not None else None
+
+    @property
+    def loaded(self) -> float | None:
+        """Part of a model's weights that the ranks have brought to their devices, by the slowest; None = they do no such thing."""
+        if self.pool.doing != "call":
+            return None
+        progress = [self.pool.progress(rank).loaded for rank in range(len(self.pool.processes))]
+        return min((each / 1000 for each in progress if each is not None), default=None)
+
+    @property
     def models(self) -> list[str]:
-        """File names of the models that the ranks hold."""
+        """The models that the ranks hold, as ComfyUI's loaders name their files."""
         return sorted(self.placements)
 
     @property
     def placements(self) -> dict[str, str]:
         """Where the ranks keep each of these models, and why, in words."""
-        return {resident.name: resident.choice.reason for resident in list(self._resident.values())}
+        found: dict[str, str] = {}
+        for resident in list(self._resident.values()):
+            same = sum(name == resident.name or name.startswith(f"{resident.name} (") for name in found)
+            found[f"{resident.name} ({same + 1})" if same else resident.name] = resident.choice.reason
+        return found
 
     @property
     def keys(self) -> list[str]:
@@ -172,12 +189,14 @@ class Workers:
             known.append(resident.choice.placement)  # for a larger call
         return choose(config, target.demand, room, max(known, key=PLACEMENTS.index))
 
-    def use_less_memory(self, config: RuntimeConfig, key: str) -> None:
+    def use_less_memory(self, config: RuntimeConfig, target: Target) -> None:
         """A rank ran out of memory: a model that may be kept in a smaller way is, from its next load on."""
-        resident = self._resident.get(key)
-        smaller = next_smaller(resident.choice.placement) if resident is not None and config.weights == "auto" else None
-        if smaller is not None and config.device_type != "cpu":
-            self._at_least[key] = smaller
+        resident = self._resident.get(target.key)
+        if resident is None or config.weights != "auto" or config.device_type == "cpu":
+            return
+        smaller = next_smaller(target.demand, resident.choice.placement, config.world_size)
+        if smaller is not None:
+            self._at_least[target.key] = smaller
 
     def _available(self, cancelled: Callable[[], bool]) -> int | None:
         replies = self.pool.request("available", {}, timeout=load_timeout(), cancelled=cancelled)
@@ -221,9 +240,9 @@ class Workers:
             "device_bytes": target.demand.on_device(choice.placement, self.pool.world_size),
             "forget": [key for key in forget if self._resident.pop(key, None) is not None],
         }
-        name = os.path.basename(target.recipe.path)
-        with self._loading(name):
-            replies = self.pool.request("load", body, packer, timeout=load_timeout(), cancelled=cancelled)
+        name = self._model = name_of(target.recipe.path, self.pool.site.arguments["model_folders"])
+        self._on_change()
+        replies = self.pool.request("load", body, packer, timeout=load_timeout(), cancelled=cancelled)
         verify(target, weight_patches_digest(tree, self.pool.payload(packer.nbytes)), replies, self.pool.pids)
         self.pool.trim()
         held = body["device_bytes"]
@@ -272,6 +291,7 @@ class Workers:
             "cancel_every": self._pace.modules_per_check(kind),
             **message,
         }
+        self._model = self._resident[key].name
         self._on_change()
         timeout = config.step_timeout if key in self._warm else max(config.step_timeout, load_timeout())
         replies = self.pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
@@ -300,14 +320,11 @@ class Workers:
         self.pool.request("unload", {"key": key}, timeout=UNLOAD_TIMEOUT)
         self.pool.trim()
 
-    @contextmanager
-    def _loading(self, name: str) -> Iterator[None]:
-        self.loading = name
-        self._on_change()
-        try:
-            yield
-        finally:
-            self.loading = ""
+
+def name_of(path: str, folders: Collection[str]) -> str:
+    """A model file as ComfyUI's loaders name it: from the innermost of these folders on that it is in."""
+    inside = [os.path.relpath(path, folder) for folder in folders if path.startswith(os.path.join(folder, ""))]
+    return min(inside, key=len, default=os.path.basename(path))
 
 
 def _asked(config: RuntimeConfig) -> tuple[str, float]:

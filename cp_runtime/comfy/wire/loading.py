@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...compat import state_dict_loader
+from ...engine.weights.files import MAPPED, mapped_tensors
 from ...errors import MirrorError
 from .recipe import DTYPE_OPTIONS, LOADERS, OPTIONS, Recipe, file_stamp
 
@@ -102,11 +104,11 @@ def weights_on_host() -> Iterator[None]:
 
 @contextlib.contextmanager
 def file_backed_weights(cast_later: bool = False) -> Iterator[FileWeights]:
-    """While active, `load_state_dict` in this thread adopts tensors of the state dict instead of copying them.
+    """While active, files that ComfyUI reads in this thread are mapped, and `load_state_dict` adopts tensors and copies none.
 
-    safetensors hands out tensors whose memory is the mapped file, so N processes share one host copy of the weights. ComfyUI
-    copies them into memory of each process. Adopted are plain parameters of the same dtype and shape; everything else takes
-    ComfyUI's own way, which keeps the data of quantised weights in the file's pages by itself.
+    Their memory is the mapped file, so N processes share one host copy of the weights. ComfyUI copies them into memory of each
+    process. Adopted are plain parameters of the same dtype and shape; everything else takes ComfyUI's own way, which keeps the data
+    of quantised weights in the file's pages by itself.
 
     Args:
         cast_later: adopt floating-point weights of another dtype as well, and note the dtype.
@@ -115,8 +117,9 @@ def file_backed_weights(cast_later: bool = False) -> Iterator[FileWeights]:
         which weights a state dict did not have, and which have another dtype; filled as models are loaded.
     """
     import comfy.ops
+    import comfy.utils
 
-    owner, original = threading.get_ident(), nn.Module.load_state_dict
+    owner, original, read = threading.get_ident(), nn.Module.load_state_dict, comfy.utils.load_torch_file
     ops = comfy.ops.disable_weight_init
     found = FileWeights()
     plain_loaders = {state_dict_loader(cls) for cls in (nn.Module, ops.Linear, ops.Embedding)}
@@ -127,7 +130,8 @@ def file_backed_weights(cast_later: bool = False) -> Iterator[FileWeights]:
         adopted = set()
         casts = found.casts[self] = {}
         for name, module, parameter in parameters_of(self):
-            if state_dict_loader(type(module)) in plain_loaders:
+            on_host = getattr(module, parameter).device.type == "cpu"  # what is on a device takes no memory of the host
+            if on_host and state_dict_loader(type(module)) in plain_loaders:
                 dtype = getattr(module, parameter).dtype
                 if adopt(module, parameter, state_dict.get(name), any_float=cast_later):
                     adopted.add(name)
@@ -140,10 +144,20 @@ def file_backed_weights(cast_later: bool = False) -> Iterator[FileWeights]:
             raise RuntimeError(f"missing weights {missing[:3]}, unexpected weights {result.unexpected_keys[:3]}")
         return type(result)(missing, result.unexpected_keys)
 
+    def load_torch_file(ckpt: str, safe_load: bool = False, device: Any = None, return_metadata: bool = False) -> Any:
+        ours = threading.get_ident() == owner and ckpt.lower().endswith(MAPPED) and device is None
+        if ours and not comfy.utils.DISABLE_MMAP:
+            with contextlib.suppress(OSError, ValueError, SafetensorError):  # ComfyUI says what is wrong with a file
+                tensors, metadata = mapped_tensors(ckpt)
+                return (tensors, metadata) if return_metadata else tensors
+        return read(ckpt, safe_load=safe_load, device=device, return_metadata=return_metadata)
+
     nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+    comfy.utils.load_torch_file = load_torch_file
     try:
         yield found
     finally:
+        comfy.utils.load_torch_file = read
         nn.Module.load_state_dict = original  # type: ignore[method-assign]
 
 

@@ -10,15 +10,20 @@ process pages of its own, because safetensors maps files privately. Those weight
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
-from torch import Tensor
+from comfy.utils import get_attr
+from torch import Tensor, nn
 
+from ...compat import before_apply
 from ...nested import stored
 from ..wire.loading import parameters_of
+from .progress import LoadProgress
 
 
 class Backup(NamedTuple):
@@ -34,15 +39,17 @@ class FileWeightsPatcher(ModelPatcher):
     Attributes:
         cp_path: of the file.
         cp_file_weights: those weights whose memory is the file, by name.
+        cp_progress: told what is on the device.
     """
 
     cp_path: str
     cp_file_weights: dict[str, Tensor]
+    cp_progress: LoadProgress
 
     @classmethod
-    def adopt(cls, patcher: Any, path: str) -> None:
+    def adopt(cls, patcher: Any, path: str, progress: LoadProgress) -> None:
         """Make `patcher`, whose model was loaded from `path` a moment ago, one of these."""
-        patcher.__class__, patcher.cp_path = cls, path
+        patcher.__class__, patcher.cp_path, patcher.cp_progress = cls, path, progress
         ranges = mapped(path)
         patcher.cp_file_weights = {
             # Not the parameter itself: a module that moves to a device puts another tensor into it.
@@ -54,7 +61,30 @@ class FileWeightsPatcher(ModelPatcher):
     def load(self, *args: Any, **kwargs: Any) -> None:
         for name, weight in self.cp_file_weights.items():
             self.backup.setdefault(name, Backup(weight))
-        super().load(*args, **kwargs)
+        with self._counted():
+            super().load(*args, **kwargs)
+
+    def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        weight = super().patch_weight_to_device(key, *args, **kwargs)
+        if key in self.patches and not kwargs.get("return_weight"):
+            self.cp_progress.add([get_attr(self.model, key)])
+        return weight
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Note when ComfyUI moves a module to the device. What has patches was noted when they went in."""
+        own: dict[nn.Module, list[Tensor]] = {}
+        for name, module, parameter in parameters_of(self.model):
+            if name not in self.patches:
+                own.setdefault(module, []).append(getattr(module, parameter))
+
+        def note(module: nn.Module) -> Callable[[object], None]:
+            return lambda _: self.cp_progress.add(own.pop(module, []))
+
+        with contextlib.ExitStack() as undone:
+            for module in list(own):
+                undone.callback(before_apply(module, note(module)))
+            yield
 
     def pin_weight_to_device(self, key: str) -> None:
         # A read-only mapping of the file is no way out: few drivers register one (docs/gpu.md).

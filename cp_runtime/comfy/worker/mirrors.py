@@ -5,7 +5,6 @@ Importing this brings up ComfyUI: see `service`.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -32,7 +31,7 @@ from ...engine.weights.sharded import ShardedWeights
 from ...errors import CompileError, MirrorError
 from ...families import plan_for
 from ...families.family import FamilyPlan
-from ...nested import tensors
+from ...nested import stored, tensors
 from ...pool.protocol import read_tensor, unflatten
 from ..wire.compiled import decode_compile
 from ..wire.loading import LoadedModel, load_recipe
@@ -43,10 +42,11 @@ from ..wire.weight_samples import sample_weights
 from .batch import share_out, take_items
 from .file_weights import FileWeightsPatcher, forget
 from .node_patches import ATTACHED, attach_network
+from .progress import LoadProgress
 from .quantised import shared_scales
 from .room import available, room
 from .sharded import run_sharded
-from .shared_weights import SharedWeightsPatcher
+from .shared_weights import SharedWeightsPatcher, trim_heap
 
 log = logging.getLogger("context_parallel.worker")
 
@@ -62,6 +62,7 @@ class Mirror:
         samples: of its weights as they were loaded, without patches.
         names: of all its weights.
         placement: of its weights, one of `wire.placement.PLACEMENTS`.
+        nbytes: of its weights, as they are in the file.
         reserved: bytes of device memory that were left free for calls when its weights were last put there.
         compiled: its blocks, where calls ask for that.
     """
@@ -70,6 +71,7 @@ class Mirror:
     samples: dict[str, str]
     names: frozenset[str]
     placement: str
+    nbytes: int
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None
 
@@ -109,10 +111,15 @@ class Mirror:
 
 
 class Mirrors:
-    """All models on this rank, by the key of their recipe."""
+    """All models on this rank, by the key of their recipe.
 
-    def __init__(self, device: torch.device, folders: list[str]) -> None:
-        self.device = device
+    Args:
+        folders: from which alone models are loaded.
+        progress: of bringing weights to the device.
+    """
+
+    def __init__(self, device: torch.device, folders: list[str], progress: LoadProgress) -> None:
+        self.device, self.progress = device, progress
         self.folders = [Path(folder) for folder in folders]
         self.entries: dict[str, Mirror] = {}
 
@@ -137,12 +144,15 @@ class Mirrors:
             loaded = self._load_file(Recipe(**header["recipe"]), cast_later=ranks is not None)
             patcher = loaded.patcher
             if ranks is None:
-                FileWeightsPatcher.adopt(patcher, path)
+                FileWeightsPatcher.adopt(patcher, path, self.progress)
             else:
-                SharedWeightsPatcher.share(loaded, path, ranks, header["device_bytes"], on_host=placement == OFFLOADED)
+                SharedWeightsPatcher.share(
+                    loaded, path, ranks, header["device_bytes"], self.progress, on_host=placement == OFFLOADED
+                )
             # What the file does not have is not initialised, and differs from process to process.
             samples = sample_weights(patcher.model.diffusion_model, without=loaded.missing)
-            mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement)
+            nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
+            mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes)
         self._patch(mirror, header, block)
         self.entries[key] = mirror
         model = mirror.patcher.model
@@ -208,7 +218,8 @@ class Mirrors:
         loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
         there = patcher.model.current_weight_patches_uuid == patcher.patches_uuid and all(id(each) in loaded for each in wanted)
         if not there or room_changes(mirror.reserved, needed, patcher.model.model_lowvram):
-            model_management.load_models_gpu(wanted, memory_required=needed)
+            with self.progress.loading(mirror.nbytes):
+                model_management.load_models_gpu(wanted, memory_required=needed)
             mirror.reserved = needed
 
     def attach_network(self, header: dict[str, Any], block: Tensor) -> None:
@@ -283,9 +294,7 @@ def _free_dropped() -> None:
     """Free the memory of dropped models, on the device and on the host."""
     gc.collect()  # modules and hooks refer to each other
     model_management.soft_empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps pieces of shared weights on its heap
-    if trim is not None:
-        trim(0)
+    trim_heap()
 
 
 def _raise(error: CompileError) -> None:

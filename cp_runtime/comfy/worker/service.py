@@ -27,8 +27,9 @@ def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
 
     cli_args.args.cpu |= worker.device.type == "cpu"  # ComfyUI picks its device when it is imported, which is now
     from .mirrors import Mirrors
+    from .progress import LoadProgress
 
-    return ModelService(worker, Mirrors(worker.device, arguments["model_folders"]))
+    return ModelService(worker, Mirrors(worker.device, arguments["model_folders"], LoadProgress(worker.loading_hook())))
 
 
 class ModelService:

@@ -22,6 +22,7 @@ from ...engine.weights.sharded import ShardedWeights
 from ...nested import stored
 from ..wire.loading import LoadedModel, parameters_of
 from .file_weights import Backup, FileWeightsPatcher, inside, mapped
+from .progress import LoadProgress
 
 PREFIX = "diffusion_model."
 REMEDY = "Set weights to whole in CP Config, or remove the node that reads it."
@@ -44,7 +45,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
     cp_casts: Mapping[str, torch.dtype]
 
     @classmethod
-    def share(cls, loaded: LoadedModel, path: str, ranks: RankGroup, size: int, *, on_host: bool) -> None:
+    def share(cls, loaded: LoadedModel, path: str, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool) -> None:
         """Make the patcher of a model that was loaded from `path` a moment ago one of these."""
         model = loaded.patcher.model.diffusion_model
         in_blocks = {name for block in blocks_of(model) for name in block.slots}
@@ -52,7 +53,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
             if name in loaded.casts and name not in in_blocks:
                 converted = getattr(module, parameter).to(loaded.casts[name])
                 module.register_parameter(parameter, nn.Parameter(converted, requires_grad=False))
-        cls.adopt(loaded.patcher, path)
+        cls.adopt(loaded.patcher, path, progress)
         patcher = loaded.patcher
         patcher.cp_ranks, patcher.cp_on_host, patcher.cp_weights = ranks, on_host, None
         patcher.cp_size, patcher.cp_casts = size, loaded.casts
@@ -76,6 +77,8 @@ class SharedWeightsPatcher(FileWeightsPatcher):
             block.put([self._cast(path, weight) for path, weight in zip(block.slots, parameters, strict=True)])
             weights.keep(block.name, self._patched(block, device_to))
             give_back(parameters, pages)
+            trim_heap()  # of what patching took, in pieces between what is kept
+            self.cp_progress.add(parameters)
         self.model.model_loaded_weight_memory = self.cp_size
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
@@ -103,6 +106,13 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         """The weights of a block that patches change, patched."""
         names = [path for path in block.slots if PREFIX + path in self.patches]
         return {path: self.patch_weight_to_device(PREFIX + path, device_to, return_weight=True) for path in names}
+
+
+def trim_heap() -> None:
+    """Give memory back that is free inside of this process. glibc keeps it where something above it on its heap is in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def give_back(weights: Iterable[Tensor], pages: list[tuple[int, int]]) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import cuda as switches
 
 from ...compat import load_op
 from ...errors import ConfigError
@@ -48,12 +49,14 @@ class Kernel:
             dimensions that broadcast to `[B, H, L, S]`.
         supports: whether it can do what is asked; the mask may be None.
         on_request: never chosen unless asked for by name, because its result is not exact.
+        allowed: whether torch's own switches (`torch.nn.attention.sdpa_kernel`) let kernels of its kind run.
     """
 
     name: str
     run: Run
     supports: Callable[[Tensor, Tensor, Tensor | None], bool]
     on_request: bool = False
+    allowed: Callable[[], bool] = switches.flash_sdp_enabled  # on a CPU, too
 
 
 def attend_with_lse(
@@ -101,10 +104,10 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -> Kernel:
-    """The kernel called `name` if it can do this, else the first that can.
+    """The kernel called `name` if it can do this, else the first that can, of those that torch may use: see `sdpa_kernel`.
 
     Raises:
-        ConfigError: there is no kernel of that name.
+        ConfigError: there is no kernel of that name, or none that can do this is allowed.
     """
     if name is not None:
         named = [kernel for kernel in KERNELS if kernel.name == name]
@@ -112,7 +115,14 @@ def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -
             raise ConfigError(f"kernel: got {name!r}; allowed: {', '.join(kernel.name for kernel in KERNELS)}. Leave it open.")
         if named[0].supports(q, k, mask):
             return named[0]
-    return next(kernel for kernel in KERNELS if not kernel.on_request and kernel.supports(q, k, mask))
+    for kernel in KERNELS:
+        if not kernel.on_request and kernel.allowed() and kernel.supports(q, k, mask):
+            return kernel
+    raise ConfigError(
+        f"kernel: none that is allowed can attend with a query of {tuple(q.shape)}, {q.dtype}, on {q.device.type}"
+        f"{'' if mask is None else ', with a mask'}. Allow another one: torch.nn.attention.sdpa_kernel, or the attention backend "
+        '"native" of diffusers.'
+    )
 
 
 def _aligned(bias: Tensor) -> Tensor:
@@ -228,8 +238,18 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("flash_attn", _flash_attn, lambda q, k, m: _plain_half(q, k, m) and _installed("flash_attn") is not None),
     Kernel("sage", _sage, lambda q, k, m: _plain_half(q, k, m) and q.shape[-1] <= 128 and _sage_returns_lse(), on_request=True),
     Kernel("flash", _flash, lambda q, k, m: _plain_half(q, k, m) and _torch_can("can_use_flash_attention", q, k, m)),
-    Kernel("cudnn", _cudnn, lambda q, k, m: _cuda(q) and _torch_can("can_use_cudnn_attention", q, k, m)),
-    Kernel("efficient", _efficient, lambda q, k, m: _cuda(q) and _torch_can("can_use_efficient_attention", q, k, m)),
+    Kernel(
+        "cudnn",
+        _cudnn,
+        lambda q, k, m: _cuda(q) and _torch_can("can_use_cudnn_attention", q, k, m),
+        allowed=switches.cudnn_sdp_enabled,
+    ),
+    Kernel(
+        "efficient",
+        _efficient,
+        lambda q, k, m: _cuda(q) and _torch_can("can_use_efficient_attention", q, k, m),
+        allowed=switches.mem_efficient_sdp_enabled,
+    ),
     Kernel("cpu", _cpu, _cpu_can),
-    Kernel("math", _math, lambda q, k, m: True),
+    Kernel("math", _math, lambda q, k, m: True, allowed=switches.math_sdp_enabled),
 )

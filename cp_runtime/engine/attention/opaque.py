@@ -40,10 +40,12 @@ class Place:
     """Where in a block the compiler is that follows it: how many modules deep in those whose attention is local by the plan.
 
     Attributes:
-        local: 0 outside of them, and whenever nothing is compiled.
+        in_block: a compiled block runs, or is compiled.
+        local: 0 outside of such modules, and whenever nothing is compiled.
     """
 
     def __init__(self) -> None:
+        self.in_block = False
         self.local = 0
 
 

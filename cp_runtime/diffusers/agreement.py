@@ -1,0 +1,164 @@
+"""Do all ranks compute the same: the arguments of a call on every rank, and its output against the module in one process."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..compat import not_compiled
+from ..engine.mesh import RankGroup
+from ..engine.state import AttentionStreams
+from ..errors import PlanError
+from ..nested import map_tensors, tensors
+
+# Largest difference in float32 and root mean square in half precision, in standard deviations of the output. Sharding leaves 1e-5
+# and the rounding of the dtype; what is over the wrong tokens is off by 0.1 and more.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
+MESSAGE = 512  # characters of an error that other ranks get to know
+
+
+@not_compiled
+def check_inputs(module: str, forward: Callable[..., Any], group: RankGroup, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError, on all ranks alike, unless all ranks have the same arguments. One collective of some bytes.
+
+    Args:
+        module: its name, for the message.
+        forward: the module's own.
+        group: ranks that share the sequence.
+    """
+    signature = inspect.signature(forward)
+    names = [*signature.parameters, "arguments"]
+    try:
+        given: Mapping[str, Any] = signature.bind(*args, **kwargs).arguments
+    except TypeError:  # torch says it when forward is called
+        given = {"arguments": (args, dict(kwargs))}
+    device = next((tensor.device for tensor in tensors([args, dict(kwargs)])), torch.device("cpu"))
+    sums = torch.tensor([[digest(given.get(name)) for name in names]], device=device)
+    (table,) = group.all_gather([sums], [1] * group.size, 0)
+    differs = (table != table[:1]).cpu()
+    if not differs.any():
+        return
+    wrong = [name for name, column in zip(names, differs.T, strict=True) if column.any()]
+    ranks = [str(group.global_rank(rank)) for rank, row in enumerate(differs) if row.any()]
+    raise PlanError(
+        f"{module}: {', '.join(wrong)} on rank {', '.join(ranks)}: not what rank {group.global_rank(0)} was given. The ranks of a "
+        "sequence compute one call together: give all of them the same inputs, such as noise from generators of the same seed, or "
+        "broadcast them."
+    )
+
+
+def digest(value: Any) -> int:
+    """A number that is another one, all but surely, for another value; the same in every process."""
+    if isinstance(value, Tensor):
+        return _mixed(str(value.dtype), tuple(value.shape), _sum_of(value))
+    if isinstance(value, (list, tuple)):
+        return _mixed("sequence", *map(digest, value))
+    if isinstance(value, Mapping):
+        return _mixed("mapping", *((str(key), digest(item)) for key, item in value.items()))
+    return _mixed(type(value).__qualname__, value if isinstance(value, (bool, int, float, str)) else None)
+
+
+def _mixed(*parts: object) -> int:
+    return zlib.crc32(repr(parts).encode())
+
+
+def _sum_of(tensor: Tensor) -> int:
+    """Of the bytes, each with a weight by its place."""
+    if tensor.is_meta or not tensor.numel():
+        return 0
+    data = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    data = data.detach().contiguous().view(-1).view(torch.uint8)
+    words = data.view(torch.int32) if data.numel() % 4 == 0 else data
+    places = torch.arange(1, words.numel() + 1, device=words.device)
+    return int((words * (places * 2654435761 % 4294967291)).sum())
+
+
+class Decision(NamedTuple):
+    """What one attention is over.
+
+    Args:
+        streams: of queries and keys; None where only their numbers can tell.
+        local: every rank has all of the keys.
+    """
+
+    streams: AttentionStreams | None
+    local: bool
+
+
+def decide(told: Decision | PlanError, group: RankGroup, device: torch.device) -> Decision:
+    """The decision of all ranks, or the error of one of them on all. One collective of some bytes.
+
+    A rank whose share happens to be as long as something else may be unable to tell what the others can.
+    """
+    decisions = {_decision(*answer) for answer in _exchange(told, group, device)}
+    certain = {decision for decision in decisions if decision.streams is not None} or decisions
+    if len(certain) == 1:
+        return certain.pop()
+    raise PlanError(
+        f"ranks do not agree on what an attention is over: {', '.join(map(str, sorted(certain, key=str)))}. Say it in the plan: "
+        "{path of the module: ModulePlan(attention=(streams in joint order))}."
+    )
+
+
+def agree(error: PlanError | None, group: RankGroup, device: torch.device) -> None:
+    """Raise the error of one rank on all of them. One collective of some bytes."""
+    _exchange(error, group, device)
+
+
+def _exchange(told: Decision | PlanError | None, group: RankGroup, device: torch.device) -> list[Any]:
+    """What every rank was told; where that is an error, it is raised on all."""
+    text = json.dumps({"error": str(told)[:MESSAGE]} if isinstance(told, PlanError) else told).encode()
+    padded = torch.tensor(list(text.ljust(8 * MESSAGE)), dtype=torch.uint8, device=device)  # a character takes 6 at most
+    (rows,) = group.all_gather([padded[None]], [1] * group.size, 0)
+    answers = [json.loads(bytes(row)) for row in rows.tolist()]
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, dict):
+            raise told if isinstance(told, PlanError) else PlanError(f"rank {group.global_rank(rank)}: {answer['error']}")
+    return answers
+
+
+def _decision(streams: list[list[str]] | None, local: bool) -> Decision:
+    return Decision(None if streams is None else (tuple(streams[0]), tuple(streams[1])), local)
+
+
+class Expected:
+    """What the module returns in one process, to be compared with what the ranks return together.
+
+    Args:
+        forward: the module's own, outside of any sharded call.
+    """
+
+    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
+        copies = map_tensors([args, dict(kwargs)], Tensor.clone)  # a model may change what it is given
+        self._tensors = list(tensors(forward(*copies[0], **copies[1])))
+
+    @not_compiled
+    def check(self, module: str, out: Any, group: RankGroup) -> None:
+        """Raise PlanError, on all ranks alike, where an output is another one on any rank."""
+        found = list(tensors(out))
+        same = [tensor.shape for tensor in found] == [tensor.shape for tensor in self._tensors]
+        worst = max([_error(a, b) for a, b in zip(found, self._tensors, strict=True)], default=0.0) if same else torch.inf
+        device = found[0].device if found else torch.device("cpu")
+        worst = group.largest(torch.tensor([worst], dtype=torch.float32, device=device)).item()
+        if worst > 1:
+            raise PlanError(
+                f"{module}: verify found the output off by {worst:.3g} times what rounding explains, against one process. "
+                "Attention outside of scaled_dot_product_attention or over less than the sequence (windows, frames), and sums over "
+                "tokens, need a plan of their own: ModulePlan, or split behind them."
+            )
+
+
+def _error(out: Tensor, expected: Tensor) -> float:
+    """The difference, in units of the tolerance."""
+    if not expected.is_floating_point() or expected.numel() < 2:
+        return 0.0 if torch.equal(out, expected) else torch.inf
+    exact = torch.promote_types(expected.dtype, torch.float32) == expected.dtype
+    difference, spread = (out - expected).double(), expected.double().std().clamp_min(1e-12)
+    size = difference.abs().max() / TOLERANCE if exact else difference.square().mean().sqrt() / HALF_TOLERANCE
+    return float((size / spread).nan_to_num(torch.inf))

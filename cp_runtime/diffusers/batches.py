@@ -1,0 +1,66 @@
+"""The batch axis of the Python API: groups of ranks compute items of a batch, such as the halves of CFG, at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..engine.batch import BatchShares
+from ..engine.mesh import BatchMesh
+from ..errors import PlanError
+from ..nested import rebuild, tensors
+
+
+class Share:
+    """What the group of this rank computes of one call.
+
+    Args:
+        mesh: all ranks.
+        shares: of the items over the groups.
+    """
+
+    def __init__(self, mesh: BatchMesh, shares: BatchShares) -> None:
+        self._mesh, self._shares = mesh, shares
+        self.sequence = mesh.sequence(shares.groups)
+        self._span = shares.held(mesh.whole.rank // (mesh.size // shares.groups))
+
+    @classmethod
+    def of(cls, mesh: BatchMesh, groups: int, args: Any, kwargs: Mapping[str, Any]) -> Share | None:
+        """None where there are fewer items than groups: then all ranks share the sequence.
+
+        Items are counted along dimension 0 of the first argument that is a tensor of three or more dimensions.
+        """
+        items = next((tensor.shape[0] for tensor in tensors([args, dict(kwargs)]) if tensor.ndim >= 3), 0)
+        return cls(mesh, BatchShares(groups, items, 1, frozenset())) if items >= groups > 1 else None
+
+    def take(self, value: Any) -> Any:
+        """This group's part of arguments: of tensors with as many rows as items, and of lists that have one entry for each."""
+        start, stop = self._span
+        if isinstance(value, Tensor):
+            return value[start:stop] if value.ndim and value.shape[0] == self._shares.items else value
+        if isinstance(value, (list, tuple)):
+            if isinstance(value, list) and len(value) == self._shares.items and not list(tensors(value)):
+                return value[start:stop]
+            return rebuild(value, [self.take(item) for item in value])
+        if isinstance(value, dict):
+            return {key: self.take(item) for key, item in value.items()}
+        return value
+
+    def gather(self, out: Any) -> Any:
+        """The items of all groups, of an output of the module.
+
+        Raises:
+            PlanError: a tensor in it has another number of rows than this group has items.
+        """
+        if isinstance(out, dict) and type(out) is not dict:  # diffusers' outputs
+            return type(out)(**{key: self.gather(item) for key, item in out.items()})
+        start, stop = self._span
+        for tensor in tensors(out):
+            if not tensor.ndim or tensor.shape[0] != stop - start:
+                raise PlanError(
+                    f"batch_degree: an output of shape {tuple(tensor.shape)}, for {stop - start} items of the batch, cannot be put "
+                    "together by items. Set batch_degree=1."
+                )
+        return self._shares.gather(out, self._mesh)

@@ -1,0 +1,25 @@
+"""Rank script: runs every example of docs/api.md, each with a model and inputs of its own; rank 0 reports the difference."""
+
+import re
+import sys
+from pathlib import Path
+
+from support.ranks import ROOT, finish, report, start
+
+rank, world, _ = start()
+sys.path.append(str(Path(__file__).parent))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from diffusers_cases import flux  # noqa: E402
+from diffusers_models import build, forward, relative  # noqa: E402
+
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+with torch.inference_mode():
+    expected = forward(build("flux"), flux(batch=2))
+for code in BLOCK.findall((ROOT / "docs" / "api.md").read_text()):
+    names = {"torch": torch, "dist": dist, "model": build("flux"), "inputs": flux(batch=2)}
+    exec(compile(code, "docs/api.md", "exec"), names)  # noqa: S102  (what is tested)
+    report(code=code, difference=relative((names["out"].sample,), expected))
+finish()
