@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -90,6 +92,39 @@ def tensor_without_storage(
 ) -> Any:
     """A tensor of a subclass that only looks like one."""
     return Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile` raises when it cannot compile, before anything of a whole graph has run."""
+    from torch._dynamo import exc  # takes a second to import, so only where something is compiled
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+@contextmanager
+def compiler_settings(variants: int) -> Iterator[None]:
+    """While active, a function may be compiled for so many kinds of arguments, and sizes that happen to be equal may differ."""
+    from torch import _dynamo as dynamo
+    from torch.fx.experimental import _config as shapes
+
+    with dynamo.config.patch(recompile_limit=variants), shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        yield
+
+
+def on_compilation(tell: Callable[[int], None]) -> None:
+    """Have `tell` called when this process begins to compile something, with how many times it did, and with 0 when it is done."""
+    from torch._dynamo.callback import callback_handler
+
+    numbers = itertools.count(1)
+    callback_handler.register_start_callback(lambda *_: tell(next(numbers)))
+    callback_handler.register_end_callback(lambda *_: tell(0))
+
+
+def compiler_counts() -> dict[str, int]:
+    """Of this process: graphs that were compiled, and places where a construct broke one in two."""
+    from torch._dynamo.utils import counters
+
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
 def not_compiled(function: Function) -> Function:

@@ -30,6 +30,23 @@ class UnsupportedError(ContextParallelError):
     """The model, or something another node attached to it, cannot run sharded."""
 
 
+class CompileError(ContextParallelError):
+    """The compiler cannot take a block of the model.
+
+    Args:
+        block: class of the block.
+        backend: of `torch.compile`.
+        cause: what the compiler says, one line.
+    """
+
+    def __init__(self, block: str, backend: str, cause: str) -> None:
+        self.block = block
+        super().__init__(
+            f"torch.compile (backend {backend}) cannot compile {block}: {cause} Remove Torch Compile from the graph, or set "
+            "on_unsupported of CP Config to 'single device': such blocks then run as they are."
+        )
+
+
 class MirrorError(ContextParallelError):
     """The model on the workers is not, or cannot be made, the model of the UI process."""
 

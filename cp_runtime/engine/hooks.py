@@ -7,11 +7,13 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..compat import not_compiled, not_compiled_itself
 from ..errors import PlanError
 from ..nested import rebuild
+from .attention.opaque import PLACE
 from .call import Planner, RunningCall
 from .mesh import SequenceMesh
 from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules
@@ -55,7 +57,8 @@ class InstalledPlan(Generic[PlanT]):
                 self._hook(module, self._enter_module(name, module, module_plan), self._leave_module(name, module_plan))
                 for local in module_plan.local:
                     for _, inner in find_modules(module, local):
-                        self._hook(inner, self._enter_local, self._leave_local)
+                        self._undo.append(inner.register_forward_pre_hook(self._enter_local).remove)
+                        self._undo.append(inner.register_forward_hook(self._leave_local, prepend=True).remove)
         if plan.attention_rule is not None:
             for name, module in model.named_modules():
                 rule = plan.attention_rule(module)
@@ -164,10 +167,24 @@ class InstalledPlan(Generic[PlanT]):
         return hook
 
     def _enter_local(self, *_: Any) -> None:
+        if PLACE.in_block and torch.compiler.is_compiling():  # where no call may be looked at
+            PLACE.local += 1
+        else:
+            self._enter_local_now()
+
+    def _leave_local(self, *_: Any) -> None:
+        if PLACE.in_block and torch.compiler.is_compiling():
+            PLACE.local -= 1
+        else:
+            self._leave_local_now()
+
+    @not_compiled
+    def _enter_local_now(self) -> None:
         if call := self.current:
             call.enter_scope(())
 
-    def _leave_local(self, *_: Any) -> None:
+    @not_compiled
+    def _leave_local_now(self) -> None:
         if call := self.current:
             call.leave_scope()
 

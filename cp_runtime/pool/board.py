@@ -27,6 +27,7 @@ class Progress:
         collectives: collectives that it has begun in that command, as of the last heartbeat.
         loaded: thousandths of a model that it has loaded in that command; None = it loads none.
         beat: time of the last heartbeat, on the clock of `time.monotonic`; 0 = none yet.
+        compiling: it compiles a part of a model, the how many-th one of this process; 0 = it does not.
     """
 
     command: int
@@ -34,9 +35,10 @@ class Progress:
     collectives: int
     loaded: int | None
     beat: float
+    compiling: int = 0
 
 
-WORDS = 5  # of a rank: the fields of Progress; a model that is loaded counts from one
+WORDS = 6  # of a rank: the fields of Progress; a model that is loaded counts from one
 
 
 class Board:
@@ -55,7 +57,9 @@ class Board:
     def begin(self, rank: int, command: int) -> None:
         """The rank begins a command; 0 = it is idle."""
         first = WORDS * rank
-        self._words[first], self._words[first + 1], self._words[first + 2], self._words[first + 3] = command, 0, 0, 0
+        for word in (1, 2, 3, 5):
+            self._words[first + word] = 0
+        self._words[first] = command
 
     def enter_module(self, rank: int) -> int:
         """Count one more planned module and return how many there were."""
@@ -72,6 +76,10 @@ class Board:
         self._words[WORDS * rank + 2] = collectives
         self._words[WORDS * rank + 4] = time.monotonic_ns()
 
+    def compiling(self, rank: int, part: int) -> None:
+        """The rank begins to compile a part of a model, the how many-th one; 0 = it is done with it."""
+        self._words[WORDS * rank + 5] = part
+
     def freeze(self) -> None:
         """Keep what was noted last, and let go of the shared memory."""
         self._words = memoryview(bytes(self._words)).cast("q")
@@ -79,8 +87,8 @@ class Board:
 
     def read(self, rank: int) -> Progress:
         """What the rank noted last."""
-        command, modules, collectives, loaded, beat = self._words[WORDS * rank : WORDS * (rank + 1)]
-        return Progress(command, modules, collectives, loaded - 1 if loaded else None, beat / 1e9)
+        command, modules, collectives, loaded, beat, compiling = self._words[WORDS * rank : WORDS * (rank + 1)]
+        return Progress(command, modules, collectives, loaded - 1 if loaded else None, beat / 1e9, compiling)
 
 
 def resident_bytes(pid: int) -> int:

@@ -68,16 +68,19 @@ class Collection:
         world_size: number of ranks, each of which reports once.
         began: when the command was sent.
         timeout: seconds until it is too late.
+        compile_timeout: seconds that ranks may compile parts of a model besides.
     """
 
     world_size: int
     began: float
     timeout: float
+    compile_timeout: float = 0.0
     replies: dict[int, Reply] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._deadline = self.began + self.timeout
         self._last_tick = self.began
+        self._compile_left = self.compile_timeout
         self._extended = self._failing = self._cancelled = self._aborted = False
         self._died: dict[int, float] = {}
         self._stopped: dict[int, float] = {}  # seconds by rank
@@ -118,14 +121,19 @@ class Collection:
         self._deadline = now + min(CANCEL_LIMIT, max(CANCEL_GRACE, CANCEL_MODULES * module_seconds))
         return SendCancel(until=self._deadline)
 
-    def tick(self, now: float, *, quiet: bool = True, stopped: Set[int] = frozenset()) -> Wait | Outcome:
+    def tick(self, now: float, *, quiet: bool = True, stopped: Set[int] = frozenset(), compiling: bool = False) -> Wait | Outcome:
         """Time has passed, and what was noticed until `now` has been told. Says what to do next.
 
         Args:
             quiet: nothing arrived. Reports that arrived while this process was suspended count after the deadline, too.
             stopped: ranks that were stopped (state T) when last looked at.
+            compiling: a rank compiles a part of a model: the time since the last tick does not count.
         """
         gap, self._last_tick = now - self._last_tick, now
+        if compiling and not (self._cancelled or self._failing):
+            spent = min(gap, self._compile_left)
+            self._compile_left -= spent
+            self._deadline += spent
         suspended = gap > SUSPENDED
         if suspended and not self._extended:
             self._extended = True

@@ -46,6 +46,8 @@ class Launcher:
 
 LAUNCHER = Launcher()
 
+_COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # now, because torch writes its own default there when it is first used
+
 
 def memory_file(content: bytes = b"") -> int:
     """Make a file without a name, for processes that inherit its descriptor; return that. Nothing stays, whatever ends them."""
@@ -88,6 +90,10 @@ def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     """Environment of a rank, built for it: the UI process's own is never written."""
     env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith("TORCHELASTIC_")}
     env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = "lo"
+    # What torch.compile makes is kept for this user. torch's own default is a folder in /tmp, which another user may have made.
+    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "comfyui-context-parallel", "inductor")
+    env["TORCHINDUCTOR_CACHE_DIR"] = _COMPILED or cache
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the rank itself: more are processes that would outlive it
     if device_type == "cuda":
         env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # what a ring sends beside attention gets processors of the device in time
     if device_type == "cpu":

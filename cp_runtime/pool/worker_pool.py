@@ -308,7 +308,7 @@ class WorkerPool:
         self, seq: int, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None = None
     ) -> list[Reply]:
         """Wait for the reports of all ranks on a command."""
-        collection = Collection(world_size=self.world_size, began=began, timeout=timeout)
+        collection = Collection(world_size=self.world_size, began=began, timeout=timeout, compile_timeout=self._load_timeout)
         states, times = StateWatch(self.processes, began), ModuleTimes()
         ranks = {channel.fileno(): rank for rank, channel in enumerate(self.channels)}
         poller = select.poll()
@@ -328,10 +328,14 @@ class WorkerPool:
                     poller.unregister(fd)
                     collection.died(rank, time.monotonic())
             self.waiting_for = collection.missing
-            times.note({rank: self.progress(rank).modules for rank in self.waiting_for}, now)
+            at = {rank: self.progress(rank) for rank in self.waiting_for}
+            compiling = any(progress.compiling for progress in at.values())
+            # Who compiles does not leave when told to, and what takes long now does not the next time.
+            times = ModuleTimes() if compiling else times
+            times.note({rank: progress.modules for rank, progress in at.items()}, now)
             if self._aborted:
                 collection.abort()
-            step = collection.tick(now, quiet=not ready, stopped=states.stopped(self.waiting_for, now))
+            step = collection.tick(now, quiet=not ready, stopped=states.stopped(self.waiting_for, now), compiling=compiling)
             if isinstance(step, Outcome):
                 return self._conclude(step, what, timeout)
             if cancelled is not None and cancelled():

@@ -10,3 +10,4 @@ def test_a_scale_of_the_whole_input_is_shared():
     assert result["alone"] > 1e-3  # each rank by itself would round otherwise
     assert result["counts"] == {"all_reduce": 1}  # of one number, and none where the file has the scale
     assert result["together"] == result["from_file"] == result["after"] == 0
+    assert (result["compiled"], result["left"]) == (0, ["Block"])  # ranks meet inside: such a block is not compiled

@@ -92,10 +92,20 @@ def test_models_that_the_workers_cannot_have(kind, words, off_server):
     assert words in error.exception_message
 
 
+COMPILING = {
+    "cudagraphs": ("TorchCompileModel", {"backend": "cudagraphs"}, "backend cudagraphs records what a device does"),
+    "an option that names a file": ("TestPatch", {"kind": "compile_option"}, "do not take option cpp.cxx='/tmp/evil'"),
+    "in a way of its own": ("TestPatch", {"kind": "compile_alone"}, "compiles the model in a way of its own"),
+}
+
+
+@pytest.mark.parametrize("case", COMPILING)
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_torch_compile(place, off_server):
-    error = refused(off_server, flux_prompt(cp={"world_size": 2}, **{place: [("TorchCompileModel", {"backend": "inductor"})]}))
-    assert "Torch Compile" in error.exception_message
+def test_torch_compile_that_the_ranks_cannot_repeat(place, case, off_server):
+    node, inputs, words = COMPILING[case]
+    error = refused(off_server, flux_prompt(cp={"world_size": 2}, **{place: [(node, inputs)]}))
+    assert words in error.exception_message
+    assert "on_unsupported" in error.exception_message
 
 
 def merged(prompt):

@@ -13,6 +13,9 @@ def test_words_of_every_rank_are_seen_through_another_mapping():
     assert [rank.enter_module(1) for _ in range(3)] == [1, 2, 3]
     assert controller.read(1) == Progress(command=7, modules=3, collectives=0, loaded=None, beat=0.0)
     rank.beat(1, 12)
+    rank.compiling(1, 2)
+    assert controller.read(1).compiling == 2
+    rank.compiling(1, 0)
     rank.decision.fill_(-5)
     noted = controller.read(1)
     assert (noted.collectives, int(controller.decision)) == (12, -5)

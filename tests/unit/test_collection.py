@@ -336,3 +336,33 @@ def test_abort_of_what_is_done(play):
         play.collection.reported(rank, good())
     play.collection.abort()
     assert play.tick().aborted
+
+
+def test_the_time_in_which_a_rank_compiles_does_not_count():
+    collection = Collection(world_size=1, began=BEGAN, timeout=10.0, compile_timeout=100.0)
+    now = BEGAN
+    for _ in range(60):  # seconds of compiling
+        now += 1.0
+        assert collection.tick(now, compiling=True) == Wait(until=now + 10.0)
+    assert isinstance(collection.tick(now + 1.0), Wait)
+    for _ in range(10):
+        now += 1.0
+        step = collection.tick(now)
+    assert isinstance(step, Outcome)
+    assert step.late == (0,)
+
+
+def test_compiling_for_ever_does_count():
+    collection = Collection(world_size=1, began=BEGAN, timeout=2.0, compile_timeout=5.0)
+    steps = [collection.tick(BEGAN + second, compiling=True) for second in range(1, 8)]
+    assert [isinstance(step, Outcome) for step in steps] == [False] * 6 + [True]
+
+
+def test_a_rank_that_compiles_gets_no_longer_to_leave():
+    collection = Collection(world_size=1, began=BEGAN, timeout=100.0, compile_timeout=100.0)
+    assert collection.cancel(BEGAN) == SendCancel(until=BEGAN + CANCEL_GRACE)
+    steps = [collection.tick(BEGAN + second, compiling=True) for second in (1.0, 1.5)]
+    assert isinstance(steps[0], Wait)
+    assert isinstance(steps[1], Outcome)
+    assert steps[1].cancelled
+    assert steps[1].kill

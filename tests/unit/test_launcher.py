@@ -9,6 +9,7 @@ import pytest
 from support.package import ROOT
 
 from cp_runtime.errors import PoolError
+from cp_runtime.pool import launcher
 from cp_runtime.pool.launcher import child_environment
 from cp_runtime.pool.limits import name_limit, starting
 
@@ -75,3 +76,14 @@ def test_communication_goes_before_computation_unless_the_user_says_otherwise(mo
     assert (child_environment("cuda", 2)[name], name in child_environment("cpu", 2)) == ("1", False)
     monkeypatch.setenv(name, "0")
     assert child_environment("cuda", 2)[name] == "0"
+
+
+def test_what_is_compiled_is_kept_in_the_users_own_folder(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/somebody/cache")
+    monkeypatch.setattr(launcher, "_COMPILED", None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_somebody")  # torch wrote that, in this process
+    environment = child_environment("cpu", 2)
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == "/home/somebody/cache/comfyui-context-parallel/inductor"
+    assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+    monkeypatch.setattr(launcher, "_COMPILED", "/data/compiled")  # the user said so
+    assert child_environment("cpu", 2)["TORCHINDUCTOR_CACHE_DIR"] == "/data/compiled"

@@ -10,6 +10,7 @@ from typing import Any
 import comfy.model_patcher
 from comfy.patcher_extension import WrappersMP
 from comfy.sampler_helpers import estimate_memory
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
@@ -55,6 +56,8 @@ def apply_to_model(model: Any, config: RuntimeConfig) -> Any:
     patcher = model.clone(disable_dynamic=True, model_override=model.get_clone_model_override())
     patcher.__class__ = ContextParallelPatcher
     patcher.cp_config = config
+    for wrapper in patcher.wrappers.get(WrappersMP.APPLY_MODEL, {}).pop(COMPILE_KEY, []):
+        patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, wrapper)
     patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER)
     patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER, prepare_sampling)
     time_calls(patcher, CONTROLLER.journal.begin_run)

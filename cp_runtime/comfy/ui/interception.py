@@ -100,6 +100,11 @@ def innermost_method(model: nn.Module) -> str:
     return "_forward" if hasattr(type(model), "_forward") else "forward"
 
 
+def is_intercepted(model: nn.Module) -> bool:
+    """Whether a model's calls go to the workers."""
+    return isinstance(vars(model).get(innermost_method(model)), WorkerForward)
+
+
 class GuardedForward:
     """Stands in for a `forward` that may go past the innermost method: refuses what would then run in this process.
 

@@ -17,6 +17,7 @@ from ...compat import has_hooks
 from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, class_name, plan_for
 from ..wire.weight_patches import encode_weight_patches
+from .compiled import compile_of, is_known
 from .node_patches import PatchSet
 from .recipes import recipe_of
 
@@ -117,9 +118,14 @@ def _attached(patcher: Any) -> Iterator[str]:
     for name in patcher.object_patches:
         if name.split(".")[0] in _BASE_PATCHES_REFUSED:
             yield f"a node replaced {name} of the model, which the workers do not repeat. {_REMEDY}"
-    for wrappers in patcher.wrappers.values():
-        if any(str(key).startswith("torch.compile") for key, functions in wrappers.items() if functions):
-            yield f"Torch Compile is connected, which the workers do not repeat. {_REMEDY}"
+    for kind, wrappers in patcher.wrappers.items():
+        compiling = [key for key, functions in wrappers.items() if functions and str(key).startswith("torch.compile")]
+        if not all(is_known(patcher, kind, key) for key in compiling):
+            yield f"a node compiles the model in a way of its own, which the workers do not repeat. {_REMEDY}"
+    try:
+        compile_of(patcher)
+    except UnsupportedError as error:
+        yield f"{error} {_REMEDY}"
 
 
 def _replaced_code(model: nn.Module) -> Iterator[str]:

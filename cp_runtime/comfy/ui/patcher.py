@@ -17,6 +17,7 @@ import comfy.model_management
 import comfy.model_patcher
 import torch
 from comfy.patcher_extension import CallbacksMP
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from comfy_execution.utils import get_executing_context
 from torch import nn
 
@@ -25,9 +26,10 @@ from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
 from ...pool.worker_pool import CallCancelled
 from ..wire.recipe import Recipe
+from .compiled import OnOneDevice, compile_of
 from .controller import CONTROLLER
 from .file_pages import share_file_pages
-from .interception import intercept, release
+from .interception import intercept, is_intercepted, release
 from .journal import Node
 from .loading_bar import LoadingBar
 from .model_notes import notes_of
@@ -62,6 +64,11 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         if isinstance(clone, ContextParallelPatcher):
             clone.cp_config = self.cp_config
         return clone
+
+    def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., Any]) -> None:
+        if key == COMPILE_KEY and not isinstance(wrapper, OnOneDevice):
+            wrapper = OnOneDevice(wrapper, is_intercepted)
+        super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
     # --- what the memory manager asks and tells -------------------------------------------------------------------------
 
@@ -160,7 +167,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def call_workers(self, call: DenoiseCall) -> Any:
         """Run a call of the transformer on all ranks."""
         comfy.model_management.throw_exception_if_processing_interrupted()
-        call = replace(call, memory_scale=self.cp_memory_scale)
+        call = replace(call, memory_scale=self.cp_memory_scale, compile=compile_of(self))
         return with_cancel(lambda cancelled: CONTROLLER.call(self.cp_config, self._target(), call, executing_node(), cancelled))
 
     def _target(self) -> Target:

@@ -73,6 +73,8 @@ def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) 
         "rotate_method": config.sequence.rotate_method if degrees["ring"] > 1 else None,
         "family": plan_for(model.model.diffusion_model).family,
         "weights": _weights(model, last),
+        # Of the last call: kinds of compiled blocks, those that are not and why, and what rank 0 has compiled since it started.
+        "compiled": last.reports[0]["compiled"],
         "communication_share": round(calls.communication_share, 4),
         # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
         "communication": {

@@ -71,6 +71,8 @@ def _activity(controller: Controller, workers: Workers, loading: tuple[str, floa
     if loading is not None:
         model, loaded = loading
         return f"loading {model} on {_ranks(pool, waiting)}…" + ("" if loaded is None else f" {100 * loaded:.0f} %")
+    if compiling := [rank for rank in waiting if pool.progress(rank).compiling]:
+        return f"compiling blocks on {_ranks(pool, compiling)}…"
     record = workers.last_call
     if record is None or record.node != controller.node or not pool.alive:
         return ""  # what another node did says nothing about this one

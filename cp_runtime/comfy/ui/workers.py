@@ -47,6 +47,7 @@ class DenoiseCall:
         device: where the result goes.
         patches: of other nodes; the arguments hold their encoded form.
         memory_scale: how many times the memory that ComfyUI expects for its latent alone the call may need.
+        compile: what `torch.compile` is told about the model's blocks, in wire form; None = they are not compiled.
     """
 
     method: str
@@ -55,6 +56,7 @@ class DenoiseCall:
     device: torch.device
     patches: PatchSet
     memory_scale: float = 1.0
+    compile: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Workers:
         self._at_least: dict[str, str] = {}  # placements of models with which a rank ran out of memory otherwise
         self._networks: set[str] = set()
         self._unused: deque[str] = deque()  # networks that are gone from this process
+        self._left: set[str] = set()  # kinds of blocks that are not compiled, which the log says
         self._encoder = CallEncoder()
         self._pace = Pace(None, 0.0, 0)
 
@@ -283,6 +286,8 @@ class Workers:
             "batch_degree": 1 if call.patches.mixes_batch else config.batch_degree,
             "leading": list(call.leading),
             "memory_scale": call.memory_scale,
+            "compile": call.compile,
+            "compile_or_raise": config.on_unsupported == "error",
             "cancel_every": self._pace.modules_per_check(kind),
             **message,
         }
@@ -292,12 +297,20 @@ class Workers:
         replies = self.pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
         self._encoder.delivered()
         self._warm.add(key)
+        self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
         ended = time.monotonic()
         self._pace = Pace(kind, ended - began, replies[0]["modules"])
         reports = [{name: value for name, value in reply.items() if name != "value"} for reply in replies]
         self.last_call = CallRecord(seconds=ended - began, ended=ended, reports=reports, pids=self.pool.pids, node=node)
         return out, self.last_call
+
+    def _warn_of_left(self, replies: list[dict[str, Any]]) -> None:
+        """Say once which blocks run as they are although the graph asks for compiled ones."""
+        for block, why in {block: why for reply in replies for block, why in reply["compiled"]["left"].items()}.items():
+            if block not in self._left:
+                self._left.add(block)
+                log.warning("Torch Compile: blocks of kind %s run as they are: %s", block, why)
 
     def unload(self, key: str) -> None:
         """Make the ranks drop a model, all networks, and the conditioning that they keep."""

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import comfy.ldm.modules.attention as functions
 import torch
 from torch import Tensor
 
+from ...engine.attention.opaque import PLACE, Server, attention
 from ...engine.call import RunningCall
 
 KERNEL_OF = {"attention_sage": "sage", "attention_flash": "flash_attn"}
@@ -24,7 +26,8 @@ def attention_override(call: RunningCall) -> Callable[..., Tensor]:
     """Return a function for `transformer_options["optimized_attention_override"]`.
 
     It has the signature of ComfyUI's attention functions: q, k, v are `[B, L, heads * D]`, or `[B, heads, L, D]` with
-    `skip_reshape`; the output is `[B, L, heads * D]`, or `[B, heads, L, D]` with `skip_output_reshape`.
+    `skip_reshape`; the output is `[B, L, heads * D]`, or `[B, heads, L, D]` with `skip_output_reshape`. In a compiled block it says
+    nothing about the call, and becomes the operator that `compiled_attention` serves.
     """
 
     def override(
@@ -39,26 +42,81 @@ def attention_override(call: RunningCall) -> Callable[..., Tensor]:
         skip_output_reshape: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        if call.attention_is_local:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and call.attention_is_local:
             return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
-
-        def attend(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
-            return func(
-                q_BHSD, k_BKSD, v_BKSD, q_BHSD.shape[1], mask=mask, attn_precision=attn_precision,
-                skip_reshape=True, skip_output_reshape=True, **kwargs,
-            )  # fmt: skip
-
         if skip_reshape:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         else:
             head_dim = q.shape[-1] // heads
             q, k, v = (t.reshape(*t.shape[:2], -1, head_dim) for t in (q, k, v))  # SD3 leaves v `[B, L, heads, D]`
-        if mask is not None and mask.ndim == 3:  # ComfyUI: [batch, rows, keys]
-            mask = call.state.once("heads", mask, partial(mask.unsqueeze, 1))
-        backend = getattr(func, "__name__", "")
-        if mask is not None and mask.dtype == torch.bool and backend in ADD_BOOLEAN_MASKS:
-            mask = call.state.once("numbers", mask, partial(mask.to, q.dtype))
-        out_BLHD = call.attend(q, k, v, mask=mask, scale=kwargs.get("scale"), attend=attend, kernel=KERNEL_OF.get(backend))
+        if compiling:
+            out_BLHD = attention(
+                q, k, v, mask, func.__name__, kwargs.get("scale"), attn_precision, kwargs.get("enable_gqa", False),
+                kwargs.get("low_precision_attention", True), PLACE.local > 0,
+            )  # fmt: skip
+        else:
+            out_BLHD = _shared(call, func, q, k, v, mask, attn_precision, kwargs)
         return out_BLHD.transpose(1, 2) if skip_output_reshape else out_BLHD.flatten(2)
 
     return override
+
+
+def compiled_attention(call: RunningCall) -> Server:
+    """What serves the attention of compiled blocks in a call."""
+
+    def attend(
+        q_BLHD: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        mask: Tensor | None,
+        *,
+        backend: str,
+        scale: float | None,
+        precision: torch.dtype | None,
+        grouped: bool,
+        low_precision: bool,
+        local: bool,
+    ) -> Tensor:
+        func = getattr(functions, backend)
+        kwargs: dict[str, Any] = {"low_precision_attention": low_precision}
+        if scale is not None:
+            kwargs["scale"] = scale
+        if grouped:
+            kwargs["enable_gqa"] = True
+        if not local and not call.attention_is_local:
+            return _shared(call, func, q_BLHD, k_BLKD, v_BLKD, mask, precision, kwargs)
+        q_BHLD, k_BKLD, v_BKLD = (t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD))
+        out_BHLD: Tensor = func(
+            q_BHLD, k_BKLD, v_BKLD, q_BHLD.shape[1], mask=mask, attn_precision=precision,
+            skip_reshape=True, skip_output_reshape=True, **kwargs,
+        )  # fmt: skip
+        return out_BHLD.transpose(1, 2)
+
+    return attend
+
+
+def _shared(
+    call: RunningCall,
+    func: Callable[..., Tensor],
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    mask: Tensor | None,
+    precision: torch.dtype | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attention over the tokens of all ranks, with the kernel that `func` stands for."""
+
+    def attend(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
+        return func(
+            q_BHSD, k_BKSD, v_BKSD, q_BHSD.shape[1], mask=mask, attn_precision=precision,
+            skip_reshape=True, skip_output_reshape=True, **kwargs,
+        )  # fmt: skip
+
+    if mask is not None and mask.ndim == 3:  # ComfyUI: [batch, rows, keys]
+        mask = call.state.once("heads", mask, partial(mask.unsqueeze, 1))
+    backend = getattr(func, "__name__", "")
+    if mask is not None and mask.dtype == torch.bool and backend in ADD_BOOLEAN_MASKS:
+        mask = call.state.once("numbers", mask, partial(mask.to, q_BLHD.dtype))
+    return call.attend(q_BLHD, k_BLKD, v_BLKD, mask=mask, scale=kwargs.get("scale"), attend=attend, kernel=KERNEL_OF.get(backend))

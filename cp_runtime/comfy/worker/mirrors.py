@@ -20,17 +20,20 @@ import torch
 from comfy import model_management
 from torch import Tensor, nn
 
+from ...compat import compiler_counts
 from ...engine.batch import BatchShares
+from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
 from ...engine.cost import DegreePlanner
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import BatchMesh
 from ...engine.state import CallState
 from ...engine.weights.sharded import ShardedWeights
-from ...errors import MirrorError
+from ...errors import CompileError, MirrorError
 from ...families import plan_for
 from ...families.family import FamilyPlan
 from ...nested import stored, tensors
 from ...pool.protocol import read_tensor, unflatten
+from ..wire.compiled import decode_compile
 from ..wire.loading import LoadedModel, load_recipe
 from ..wire.placement import OFFLOADED, WHOLE
 from ..wire.recipe import Recipe
@@ -61,6 +64,7 @@ class Mirror:
         placement: of its weights, one of `wire.placement.PLACEMENTS`.
         nbytes: of its weights, as they are in the file.
         reserved: bytes of device memory that were left free for calls when its weights were last put there.
+        compiled: its blocks, where calls ask for that.
     """
 
     patcher: Any
@@ -69,6 +73,7 @@ class Mirror:
     placement: str
     nbytes: int
     reserved: float = 0.0
+    compiled: CompiledBlocks | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -87,8 +92,20 @@ class Mirror:
         weights: ShardedWeights | None = getattr(self.patcher, "cp_weights", None)
         return weights
 
+    def compile(self, settings: CompileSettings | None, failed: Failed) -> None:
+        """Have the blocks compiled from now on, or not. See `CompiledBlocks`."""
+        if self.compiled is not None and self.compiled.settings != settings:
+            self.compiled.remove()
+            self.compiled = None
+        if self.compiled is None and settings is not None:
+            self.compiled = CompiledBlocks(self.model, self.installed.plan, settings)
+        if self.compiled is not None:
+            self.compiled.failed = failed
+
     def drop(self) -> None:
-        """Take the plan off, and with it what its transforms keep."""
+        """Take the plan off, and with it what its transforms keep, and what was compiled."""
+        if self.compiled is not None:
+            self.compiled.remove()
         if "installed" in vars(self):
             self.installed.remove()
 
@@ -178,9 +195,17 @@ class Mirrors:
             if other is not mirror and other.weights is not None:
                 other.weights.free_buffers()
         self.to_device(mirror, needed)
+        mirror.compile(
+            decode_compile(header["compile"]) if header.get("compile") else None,
+            _raise if header.get("compile_or_raise") else _go_on,
+        )
         with torch.inference_mode(), shared_scales(mesh.whole):
             out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
-            return shares.gather(out, mesh), {**_report(shares, planner, state), "room": room(self.device)}
+            return shares.gather(out, mesh), {
+                **_report(shares, planner, state),
+                "room": room(self.device),
+                "compiled": _compiled(mirror),
+            }
 
     def available(self) -> int | None:
         """Bytes of its device that a model of this rank and its calls could take; None for a CPU."""
@@ -270,6 +295,22 @@ def _free_dropped() -> None:
     gc.collect()  # modules and hooks refer to each other
     model_management.soft_empty_cache()
     trim_heap()
+
+
+def _raise(error: CompileError) -> None:
+    raise error
+
+
+def _go_on(error: CompileError) -> None:
+    """The report of the call says which blocks are not compiled."""
+
+
+def _compiled(mirror: Mirror) -> dict[str, Any]:
+    """What of a model is compiled, and what this process compiled so far."""
+    blocks = mirror.compiled
+    if blocks is None:
+        return {"kinds": {}, "left": {}}
+    return {"kinds": blocks.kinds, "left": blocks.left, **compiler_counts()}
 
 
 def _report(shares: BatchShares, planner: DegreePlanner, state: CallState) -> dict[str, Any]:

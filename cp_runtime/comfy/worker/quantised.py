@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import comfy.quant_ops
+import torch
 from torch import Tensor
 
 from ...engine.mesh import RankGroup
@@ -31,7 +32,8 @@ def shared_scales(ranks: RankGroup) -> Iterator[None]:
             scale = ranks.largest(tensor.abs().amax().float()) / LARGEST
         return quantize(tensor, scale, **kwargs)
 
-    layout.quantize = classmethod(quantize_shared)
+    # A compiled block that calls it stays as it is: ranks meet in here, and the function is another one in every call.
+    layout.quantize = classmethod(torch.compiler.disable(quantize_shared))
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import comfy.options
 from torch import Tensor
 
+from ...compat import on_compilation
 from ...engine.config import SequenceSettings
 from ...engine.cost import DegreePlanner
 from ...engine.profiling import CallTraces
@@ -42,6 +43,7 @@ class ModelService:
     def __init__(self, worker: Worker, mirrors: Mirrors) -> None:
         self._worker, self._mirrors = worker, mirrors
         self._traces = CallTraces.from_environment(worker.rank)
+        self._told_when_compiling = False
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
@@ -81,6 +83,9 @@ class ModelService:
         arguments = worker.cache.unpack(header, block)
         worker.stats.reset()
         settings = SequenceSettings(**header["sequence"])
+        if header["compile"] and not self._told_when_compiling:
+            on_compilation(worker.compiling)
+            self._told_when_compiling = True
         with self._traces.call():
             out, done = self._mirrors.call(
                 header,

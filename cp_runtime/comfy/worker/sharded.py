@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...engine.attention.opaque import serving
 from ...engine.call import Planner
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import SequenceMesh
@@ -20,7 +21,7 @@ from ...engine.weights.sharded import ShardedWeights
 from ...errors import PlanError
 from ...families.family import FamilyPlan
 from ..wire.node_patches import OPTION
-from .attention import attention_override
+from .attention import attention_override, compiled_attention
 from .node_patches import decode_node_patches
 
 
@@ -48,7 +49,7 @@ def run_sharded(
         call.state.arguments = named
         if arguments.get("control") is not None:
             named["control"] = _local_control(arguments, call.state, plan)
-        with _attention_by_name(plan.attention_names, override):
+        with _attention_by_name(plan.attention_names, override), serving(compiled_attention(call)):
             return installed.forward(forward, **named), call.state
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
+from comfy_api.torch_helpers import set_torch_compile_wrapper
 
 FACTOR = 0.9
 """Every patch scales something by this factor, so that one that is silently skipped shows in the output."""
@@ -149,6 +150,21 @@ def _unknown_option(model: ModelPatcher) -> None:
     model.model_options["transformer_options"]["test_option"] = object()
 
 
+def _compile_eager(model: ModelPatcher) -> None:
+    # As packs do whose nodes have more inputs than ComfyUI's own.
+    blocks = "blocks" if hasattr(model.model.diffusion_model, "blocks") else "double_blocks"
+    keys = [f"diffusion_model.{blocks}.{number}" for number in range(2)]
+    set_torch_compile_wrapper(model=model, backend="eager", dynamic=True, keys=keys)
+
+
+def _compile_option(model: ModelPatcher) -> None:
+    set_torch_compile_wrapper(model=model, backend="inductor", options={"cpp.cxx": "/tmp/evil"})
+
+
+def _compile_alone(model: ModelPatcher) -> None:
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "torch.compile", lambda executor, *args, **kwargs: executor(*args, **kwargs))
+
+
 KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "attn1_patch": _attn1_patch,
     "attn1_output_patch": _attn1_output_patch,
@@ -173,6 +189,9 @@ KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "multigpu": _multigpu,
     "other_class": _other_class,
     "unknown_option": _unknown_option,
+    "compile_eager": _compile_eager,
+    "compile_option": _compile_option,
+    "compile_alone": _compile_alone,
 }
 
 

@@ -1,0 +1,67 @@
+"""What a node asks of `torch.compile`, as it crosses to the ranks: names and plain numbers, of which each is known here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...engine.compiled import CompileSettings
+from ...errors import MirrorError, UnsupportedError
+
+BACKENDS = ("inductor", "aot_eager", "eager")
+MODES = (None, "default", "max-autotune-no-cudagraphs")
+# Options of inductor that only say how hard it tries. Others name compilers, files and functions.
+OPTIONS = (
+    "coordinate_descent_tuning",
+    "epilogue_fusion",
+    "max_autotune",
+    "max_autotune_gemm",
+    "max_autotune_pointwise",
+    "shape_padding",
+)
+RECORDING = (
+    "records what a device does and repeats it; attention inside of a block exchanges tokens with the other ranks, which cannot be "
+    "repeated like that"
+)
+
+
+def encode_compile(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """`torch_compile_kwargs` of a model -> plain data. `fullgraph` does not count: a block is compiled whole or not at all.
+
+    Raises:
+        UnsupportedError: the ranks cannot do that.
+    """
+    backend, mode, dynamic = asked.get("backend"), asked.get("mode"), asked.get("dynamic")
+    if backend == "cudagraphs":
+        raise UnsupportedError(f"Torch Compile with backend cudagraphs {RECORDING}. Choose inductor.")
+    if backend not in BACKENDS:
+        raise UnsupportedError(f"Torch Compile: the workers do not have backend {backend!r}; they have {', '.join(BACKENDS)}.")
+    if mode in ("reduce-overhead", "max-autotune"):
+        raise UnsupportedError(f"Torch Compile with mode {mode} {RECORDING}. Choose default or max-autotune-no-cudagraphs.")
+    if mode not in MODES:
+        raise UnsupportedError(f"Torch Compile: the workers do not know mode {mode!r}; they know {', '.join(map(str, MODES[1:]))}.")
+    if dynamic not in (None, True, False):
+        raise UnsupportedError(f"Torch Compile: dynamic is {dynamic!r}, and must be true, false or nothing.")
+    options = {}
+    for name, value in (asked.get("options") or {}).items():
+        # Of a whole model: a block is given what it reads, and what it did not read when it was compiled does not count.
+        if name == "guard_filter_fn" or (name == "triton.cudagraphs" and not value):
+            continue
+        if name == "triton.cudagraphs":
+            raise UnsupportedError(f"Torch Compile with option {name} {RECORDING}. Switch it off.")
+        if name not in OPTIONS or not isinstance(value, (bool, int)):
+            raise UnsupportedError(
+                f"Torch Compile: the workers do not take option {name}={value!r}; they take true, false or a number for "
+                f"{', '.join(OPTIONS)}."
+            )
+        options[name] = value
+    return {"backend": backend, "mode": mode, "dynamic": dynamic, "options": options}
+
+
+def decode_compile(sent: Mapping[str, Any]) -> CompileSettings:
+    """The same on a rank. Raises MirrorError for what `encode_compile` does not make."""
+    try:
+        plain = encode_compile(sent)
+    except UnsupportedError as error:
+        raise MirrorError(str(error)) from error
+    return CompileSettings(**{**plain, "options": tuple(sorted(plain["options"].items()))})

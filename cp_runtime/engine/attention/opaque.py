@@ -1,0 +1,104 @@
+"""Attention as one operator that a compiler does not look into, so that collectives inside of it break no graph.
+
+What a compiled block calls is `context_parallel::attention`. It hands over to whoever runs the call at that moment (`serving`): a
+graph that was compiled in one call, or for one block, says nothing about the call or block that it runs in. What is the same
+whenever a place of a module is reached, such as whether its attention is local by the plan, is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import PlanError
+
+
+class Server(Protocol):
+    """Attention of a running call. `[B, L, H, D]` in and out; the other arguments are those of the operator."""
+
+    def __call__(
+        self,
+        q_BLHD: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        mask: Tensor | None,
+        *,
+        backend: str,
+        scale: float | None,
+        precision: torch.dtype | None,
+        grouped: bool,
+        low_precision: bool,
+        local: bool,
+    ) -> Tensor: ...
+
+
+class Place:
+    """Where in a block the compiler is that follows it: how many modules deep in those whose attention is local by the plan.
+
+    Attributes:
+        in_block: a compiled block runs, or is compiled.
+        local: 0 outside of such modules, and whenever nothing is compiled.
+    """
+
+    def __init__(self) -> None:
+        self.in_block = False
+        self.local = 0
+
+
+PLACE = Place()
+_servers: list[Server] = []
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[None]:
+    """Have a running call answer the operator. One thread, as in a rank."""
+    _servers.append(server)
+    try:
+        yield
+    finally:
+        _servers.pop()
+
+
+@torch.library.custom_op("context_parallel::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    backend: str,
+    scale: float | None,
+    precision: torch.dtype | None,
+    grouped: bool,
+    low_precision: bool,
+    local: bool,
+) -> Tensor:
+    """Attention of the call that runs.
+
+    Args:
+        q, k, v: `[B, L, H, D]`, `[B, S, K, D]`, `[B, S, K, E]`.
+        mask: added to the scores, or boolean; as many dimensions as the model gives it.
+        backend: name of the function that the model asked for.
+        scale: of the scores; None = the usual one.
+        precision: that the scores need at least.
+        grouped: K divides H, and each key is for H/K heads.
+        low_precision: whether quantised scores will do.
+        local: no communication, whatever the tokens are, because the plan says so of a module around it.
+
+    Returns:
+        `[B, L, H, E]`, contiguous.
+    """
+    if not _servers:
+        raise PlanError("a compiled block ran outside of a sharded call")
+    out = _servers[-1](
+        q, k, v, mask, backend=backend, scale=scale, precision=precision, grouped=grouped, low_precision=low_precision, local=local
+    )
+    return out.contiguous()
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[-1]))

@@ -1,0 +1,127 @@
+"""Blocks of a model, compiled by torch, with everything that shards them outside of what is compiled.
+
+What is compiled is a block's own forward: the hooks of a plan and of shared weights stay around it, and attention inside of it is
+one operator that the compiler does not look into (`attention.opaque`). Blocks of one class share what was compiled: weights are
+inputs of a graph. A block is compiled whole or not at all, so that a failure comes before any of it has run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat import compiler_errors, compiler_settings
+from ..errors import CompileError
+from .attention.opaque import PLACE
+from .plan import ShardingPlan, find_modules
+from .weights.blocks import blocks_of
+
+VARIANTS = 64  # of a kind of block that are compiled: other dtypes, numbers of dimensions, masks
+Failed = Callable[[CompileError], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileSettings:
+    """What `torch.compile` is told.
+
+    Args:
+        backend, mode, options: as of `torch.compile`; options as pairs, so that settings can be compared.
+        dynamic: whether sizes may change without compiling again; None = they may.
+    """
+
+    backend: str = "inductor"
+    mode: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    dynamic: bool | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `torch.compile`."""
+        named: dict[str, Any] = {"backend": self.backend, "dynamic": self.dynamic is not False, "fullgraph": True}
+        if self.mode is not None:
+            named["mode"] = self.mode
+        if self.options:
+            named["options"] = dict(self.options)
+        return named
+
+
+class CompiledBlocks:
+    """The blocks of a model, compiled when they first run.
+
+    Args:
+        model: in eval mode.
+        plan: of the model. Blocks inside of which it splits or gathers stay as they are.
+        settings: for `torch.compile`.
+
+    Attributes:
+        failed: told whenever a block runs that the compiler could not take. If it raises, the call ends with that; else such
+            blocks run as they are.
+        kinds: of blocks that are compiled: class -> number of blocks.
+        left: of blocks that are not, because of the plan or because the compiler could not: class -> why.
+    """
+
+    def __init__(self, model: nn.Module, plan: ShardingPlan, settings: CompileSettings) -> None:
+        self.kinds: dict[str, int] = {}
+        self.left: dict[str, str] = {}
+        self.settings = settings
+        self.failed: Failed = _ignore
+        self._wrapped: list[nn.Module] = []
+        self._given_up: dict[type[nn.Module], CompileError] = {}
+        planned = [name for pattern in (*plan.modules, *plan.outputs) for name, _ in find_modules(model, pattern)]
+        for block in blocks_of(model):
+            module, kind = block.module, type(block.module).__name__
+            if not any(module.children()) or "forward" in vars(module):
+                continue
+            if any(name.startswith(f"{block.name}.") for name in planned):
+                self.left[kind] = "the plan splits or gathers tokens inside of it"
+                continue
+            cls: Any = type(module)
+            module.forward = functools.partial(self._run, module, _compiled(cls, settings))
+            self._wrapped.append(module)
+            self.kinds[kind] = self.kinds.get(kind, 0) + 1
+
+    def remove(self) -> None:
+        """Give the blocks their own forward back."""
+        while self._wrapped:
+            del self._wrapped.pop().forward
+
+    def _run(self, module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        cls = type(module)
+        if cls in self._given_up:
+            self.failed(self._given_up[cls])
+            return cls.forward(module, *args, **kwargs)
+        PLACE.in_block, PLACE.local = True, 0
+        try:
+            with compiler_settings(VARIANTS):
+                return compiled(module, *args, **kwargs)
+        except compiler_errors() as error:
+            out = cls.forward(module, *args, **kwargs)  # it raises where the arguments are wrong, and not the compiler
+            self._given_up[cls] = CompileError(cls.__name__, self.settings.backend, _first_line(error))
+            self.left[cls.__name__] = _first_line(error)
+            self.kinds.pop(cls.__name__, None)
+            self.failed(self._given_up[cls])
+            return out
+        finally:
+            PLACE.in_block, PLACE.local = False, 0
+
+
+@functools.cache
+def _compiled(cls: Any, settings: CompileSettings) -> Callable[..., Any]:
+    """The forward of a class, compiled: a function of the module and its arguments.
+
+    torch keeps what it compiled by the function: a model that is loaded again, or a second one of the class, finds it there.
+    """
+    return torch.compile(cls.forward, **settings.arguments)
+
+
+def _ignore(_: CompileError) -> None:
+    pass
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,68 @@
+"""Models whose blocks are compiled: the result is that of one process, and nothing is compiled that need not be.
+
+Most cases are captured as a compiler would have them and run by torch itself (`eager`), because gcc takes long; all of them with
+inductor, in every mode, are `benchmarks/compiled.py --matrix`. tests/server has inductor.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.ranks import COMFY, run_ranks
+
+# ring degree, Ulysses degree, rotate method, batch degree, backend -> cases of families
+RUNS = {
+    "ulysses 2": (1, 2, "allgather", 1, "eager"),
+    "batch 2 x ulysses 2": (1, 2, "allgather", 2, "eager"),
+    "ring 2": (2, 1, "alltoall", 1, "eager"),
+}
+CASES = {
+    "ulysses 2": [
+        ("flux", "flux 3 heads batch 2"),
+        ("wan", "wan t2v"),
+        ("qwen_image", "qwen text mask"),
+        ("sd3", "sd3.5 medium"),
+        ("lumina", "z-image"),
+        ("ltxv", "ltxv"),
+    ],
+    "batch 2 x ulysses 2": [("wan", "wan t2v batch 2 odd")],
+    "ring 2": [("wan", "wan 3 heads")],
+}
+KEYS = [(run, *case) for run, cases in CASES.items() for case in cases]
+TOLERANCE = 1e-5  # standard deviations
+
+
+@pytest.fixture(scope="module")
+def reports_of(tmp_path_factory):
+    done = {}
+
+    def reports(run):
+        if run not in done:
+            ring, ulysses, _, batches, _ = RUNS[run]
+            done[run] = run_ranks(
+                Path(__file__).with_name("compiled_ranks.py"),
+                ring * ulysses * batches,
+                *map(str, RUNS[run]),
+                json.dumps(CASES[run]),
+                timeout=600,
+                preload=(*COMFY, "family_stock"),
+                prepare=sorted({family for family, _ in CASES[run]}),
+            )
+        return {(r["family"], r["case"]): r for r in done[run]}
+
+    return reports
+
+
+@pytest.mark.parametrize("key", KEYS, ids=" ".join)
+def test_compiled_blocks_compute_what_one_process_does(key, reports_of):
+    run, *case = key
+    report = reports_of(run)[tuple(case)]
+    assert report["kinds"]
+    assert not report["failures"]
+    assert max(report["differences"].values()) <= TOLERANCE, report["differences"]
+    # Of one kind, at most one variant per kind of arguments (Z-Image and SD3 have two); none for a sibling.
+    first, *later = report["graphs"]
+    assert 0 < first <= 2 * len(report["kinds"]) <= sum(report["kinds"].values())
+    assert not any(later), f"compiled again for: {dict(zip(report['differences'], report['graphs'], strict=True))}"
+    assert report["breaks"] == 0
+    assert reports_of(run)[case[0], "removed"]["forwards"] == 0

@@ -1,0 +1,78 @@
+"""Torch Compile on a real server: the blocks are compiled on the ranks, and the latents are those of a graph without it."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from support.graphs import wan_prompt
+
+CP = {"world_size": 2, "ulysses_degree": 2}
+TOLERANCE = 1e-4  # of three steps, each of which adds to what comes before
+
+
+def same(out, expected):
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+
+
+@pytest.fixture(scope="module")
+def stock(pool_server):
+    return pool_server.latent(pool_server.run(wan_prompt()).check())
+
+
+def run(pool_server, **settings):
+    """The latent, and what the report says about compiled blocks."""
+    result = pool_server.run(wan_prompt(node="CPSampler", **settings), timeout=300).check()
+    return pool_server.latent(result), json.loads(result.outputs["report"]["text"][0])["compiled"]
+
+
+INDUCTOR = {"after_apply": [("TorchCompileModel", {"backend": "inductor"})]}
+
+
+def test_cancel_while_the_ranks_compile(pool_server):
+    """The status says that they compile. They do not leave it, and others start with the next prompt."""
+    prompt_id = pool_server.queue(wan_prompt(cp=CP, **INDUCTOR))
+    deadline = time.monotonic() + 120
+    while "compiling blocks on" not in pool_server.get("/context_parallel/status")["activity"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    began = time.monotonic()
+    pool_server.interrupt()
+    assert pool_server.wait(prompt_id, 60).status == "interrupted"
+    assert time.monotonic() - began < 10
+
+
+def test_the_node_of_comfyui_in_front_of_the_sampler(pool_server, stock):
+    """Compiled by inductor in the first step; and again with less text, without compiling anything."""
+    out, first = run(pool_server, cp=CP, **INDUCTOR)
+    same(out, stock)
+    assert first["kinds"] == {"WanAttentionBlock": 2}
+    assert (first["left"], first["breaks"]) == ({}, 0)
+    pids = pool_server.worker_pids()
+    out, second = run(pool_server, tokens=13, cp=CP, **INDUCTOR)
+    same(out, pool_server.latent(pool_server.run(wan_prompt(tokens=13)).check()))
+    assert second == first
+    assert pool_server.worker_pids() == pids
+
+
+def test_a_node_that_names_blocks_and_a_graph_without_it(pool_server, stock):
+    """In front of Apply Context Parallel; the same workers compute without what was compiled in the next prompt."""
+    out, compiled = run(pool_server, cp=CP, model_nodes=[("TestPatch", {"kind": "compile_eager"})])
+    same(out, stock)
+    assert compiled["kinds"] == {"WanAttentionBlock": 2}
+    pids = pool_server.worker_pids()
+    out, compiled = run(pool_server, cp=CP)
+    same(out, stock)
+    assert compiled["kinds"] == {}
+    assert pool_server.worker_pids() == pids
+
+
+def test_one_device_compiles_as_without_the_pack(pool_server):
+    """Another node makes the graph run on one device, where ComfyUI's own wrapper compiles."""
+    nodes = {"after_apply": [("TestPatch", {"kind": "compile_eager"}), ("TestPatch", {"kind": "attention_override"})]}
+    expected = pool_server.latent(pool_server.run(wan_prompt(**nodes), timeout=120).check())
+    out = pool_server.latent(
+        pool_server.run(wan_prompt(cp={**CP, "on_unsupported": "single device"}, **nodes), timeout=120).check()
+    )
+    assert (out == expected).all()

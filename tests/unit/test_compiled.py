@@ -1,0 +1,149 @@
+"""Blocks that are compiled, in one process: which ones, what happens where the compiler cannot, and what is told to it."""
+
+import pytest
+import torch
+from torch import nn
+
+from cp_runtime.comfy.wire.compiled import decode_compile, encode_compile
+from cp_runtime.compat import on_compilation
+from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
+from cp_runtime.engine.plan import ModulePlan, ShardingPlan
+from cp_runtime.errors import CompileError, MirrorError, UnsupportedError
+
+EAGER = CompileSettings(backend="eager")
+NO_PLAN = ShardingPlan(modules={}, outputs={})
+
+
+class Good(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x += self.linear(x)
+        return x
+
+
+class Bad(Good):
+    """The compiler stops in the middle, where `x` has been changed already."""
+
+    def forward(self, x):
+        x += self.linear(x)
+        torch._dynamo.graph_break()
+        x += 1.0
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, *kinds):
+        super().__init__()
+        self.blocks = nn.ModuleList([kind() for kind in kinds])
+        self.out = nn.Sequential(nn.Linear(64, 64))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.inference_mode():
+        yield
+
+
+def x(width=64):
+    return torch.linspace(-1.0, 1.0, 5 * width).reshape(1, 5, width)
+
+
+def test_a_block_that_the_compiler_cannot_take_runs_as_it_is_and_once():
+    model = Model(Good, Bad, Bad).eval()
+    expected, told = model(x()), []
+    blocks = CompiledBlocks(model, NO_PLAN, EAGER)
+    blocks.failed = told.append
+    assert blocks.kinds == {"Good": 1, "Bad": 2}  # the linear layer behind them is no block
+    torch.testing.assert_close(model(x()), expected)
+    assert blocks.kinds == {"Good": 1}
+    assert list(blocks.left) == ["Bad"]
+    assert {error.block for error in told} == {"Bad"}
+    assert "graph_break" in str(told[0])
+    assert "on_unsupported" in str(told[0])
+    blocks.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+    torch.testing.assert_close(model(x()), expected)
+
+
+def test_or_the_call_ends_with_that_every_time():
+    model = Model(Bad).eval()
+    blocks = CompiledBlocks(model, NO_PLAN, EAGER)
+
+    def fail(error):
+        raise error
+
+    blocks.failed = fail
+    for _ in range(2):
+        with pytest.raises(CompileError, match="cannot compile Bad"):
+            model(x())
+
+
+def test_arguments_that_no_block_can_take_are_not_the_fault_of_the_compiler():
+    model = Model(Good).eval()
+    expected = model(x())
+    blocks = CompiledBlocks(model, NO_PLAN, EAGER)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(x(width=32))
+    assert not blocks.left
+    torch.testing.assert_close(model(x()), expected)
+
+
+def test_a_block_inside_of_which_a_plan_splits_stays_as_it_is():
+    plan = ShardingPlan(modules={"blocks.0.linear": ModulePlan()}, outputs={})
+    blocks = CompiledBlocks(Model(Good, Bad), plan, EAGER)
+    assert blocks.kinds == {"Bad": 1}
+    assert blocks.left == {"Good": "the plan splits or gathers tokens inside of it"}
+
+
+def test_a_process_tells_when_it_compiles():
+    told = []
+    on_compilation(told.append)
+    model = Model(Good).eval()
+    blocks = CompiledBlocks(model, NO_PLAN, CompileSettings(backend="aot_eager"))
+    model(x())
+    assert told == [1, 0]
+    model(x())
+    assert told == [1, 0]
+    blocks.remove()
+
+
+ASKED = {"backend": "inductor", "options": None, "mode": None, "fullgraph": False, "dynamic": None}
+
+
+def test_what_nodes_ask_for_crosses_to_the_ranks():
+    guard = {"guard_filter_fn": lambda entries: entries}
+    assert decode_compile(encode_compile({**ASKED, "options": guard})) == CompileSettings()
+    asked = {**ASKED, "options": {"max_autotune": True, "triton.cudagraphs": False}, "dynamic": False}
+    settings = decode_compile(encode_compile(asked))
+    assert settings == CompileSettings(options=(("max_autotune", True),), dynamic=False)
+    assert settings.arguments == {"backend": "inductor", "dynamic": False, "fullgraph": True, "options": {"max_autotune": True}}
+
+
+REFUSED = {
+    "backend": ({"backend": "tensorrt"}, "backend 'tensorrt'; they have inductor"),
+    "cudagraphs": ({"backend": "cudagraphs"}, "backend cudagraphs records"),
+    "mode": ({"mode": "reduce-overhead"}, "mode reduce-overhead records"),
+    "autotune": ({"mode": "max-autotune"}, "max-autotune-no-cudagraphs"),
+    "unknown mode": ({"mode": "fast"}, "mode 'fast'"),
+    "dynamic": ({"dynamic": "yes"}, "dynamic is 'yes'"),
+    "option": ({"options": {"cpp.cxx": "sh"}}, "option cpp.cxx='sh'"),
+    "value": ({"options": {"max_autotune": "yes"}}, "max_autotune='yes'"),
+    "graphs": ({"options": {"triton.cudagraphs": True}}, "option triton.cudagraphs records"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_ranks_do_not_do_is_refused_by_name(case):
+    change, words = REFUSED[case]
+    with pytest.raises(UnsupportedError, match=words.replace("(", "\\(")):
+        encode_compile({**ASKED, **change})
+    with pytest.raises(MirrorError):
+        decode_compile({**ASKED, **change})
