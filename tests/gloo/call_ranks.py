@@ -9,11 +9,10 @@ from contextlib import suppress
 
 import torch
 import torch.distributed as dist
-from support.ranks import finish, report, start, use_comfyui
+from support.ranks import finish, report, start
 from torch import nn
 
 rank, world, (what,) = start()
-use_comfyui()
 
 from cp_runtime import ContextParallelInput, ContextParallelOutput, ModulePlan, ShardingPlan  # noqa: E402
 from cp_runtime.comfy.worker.attention import attention_override  # noqa: E402

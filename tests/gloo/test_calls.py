@@ -4,21 +4,21 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from support.ranks import COMFY, run_ranks
+from support.ranks import run_ranks
 
 SCRIPT = Path(__file__).with_name("call_ranks.py")
 
 
 def test_nothing_of_a_call_outlives_it():
     """Without the garbage collector, which may take its time: device memory of a call must be free for the next one."""
-    whole, failed = run_ranks(SCRIPT, 2, "left", preload=COMFY)
+    whole, failed = run_ranks(SCRIPT, 2, "left")
     assert (whole["made"], failed["made"]) == (8, 4)
     assert whole["alive"] == failed["alive"] == 0
 
 
 def test_every_rank_writes_a_trace_of_three_calls(tmp_path, monkeypatch):
     monkeypatch.setenv("CP_PROFILE", str(tmp_path / "new" / "folder"))
-    run_ranks(SCRIPT, 2, "traced", preload=COMFY)
+    run_ranks(SCRIPT, 2, "traced")
     files = sorted((tmp_path / "new" / "folder").iterdir())
     assert [file.name for file in files] == ["rank0.json", "rank1.json"]
     for file in files:
