@@ -1,10 +1,14 @@
 """Context parallelism: sharded attention, sharding plans and the worker pool. Imports without ComfyUI."""
 
-from .diffusers.api import apply_context_parallel, remove_context_parallel
-from .diffusers.files import map_weights
-from .engine.config import ContextParallelConfig, ParallelConfig
-from .engine.plan import ModulePlan, ShardingPlan
-from .engine.transforms import ContextParallelInput, ContextParallelOutput
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .diffusers.api import apply_context_parallel, remove_context_parallel
+    from .diffusers.files import map_weights
+    from .engine.config import ContextParallelConfig, ParallelConfig
+    from .engine.plan import ModulePlan, ShardingPlan
+    from .engine.transforms import ContextParallelInput, ContextParallelOutput
 
 __all__ = [
     "ContextParallelConfig",
@@ -17,3 +21,21 @@ __all__ = [
     "map_weights",
     "remove_context_parallel",
 ]
+_HOME = {
+    "apply_context_parallel": ".diffusers.api",
+    "remove_context_parallel": ".diffusers.api",
+    "map_weights": ".diffusers.files",
+    "ContextParallelConfig": ".engine.config",
+    "ParallelConfig": ".engine.config",
+    "ModulePlan": ".engine.plan",
+    "ShardingPlan": ".engine.plan",
+    "ContextParallelInput": ".engine.transforms",
+    "ContextParallelOutput": ".engine.transforms",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, and not before: a worker needs nothing of the Python API, which imports torch's compiler."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name], __name__), name)

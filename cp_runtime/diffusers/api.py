@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any, Literal
@@ -13,26 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..compat import attention_backend_of, not_compiled, not_compiled_itself, uncompiled
+from ..compat import not_compiled_itself, uncompiled
 from ..engine.config import ContextParallelConfig
 from ..engine.hooks import InstalledPlan
 from ..engine.mesh import SequenceMesh
 from ..engine.plan import ShardingPlan
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import ConfigError, PlanError, bad_value
-from ..nested import form_of
-from . import agreement
-from .batches import Share
+from .calls import ShardedCalls
 from .shared import SharedModel
 from .table import plan_from_table
-from .torch_function import Record, SharedAttention
-
-TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
-FORMS = 64  # of calls that are remembered
-CACHES_BY_CONTENT = {"FirstBlockCacheConfig"}
-"""Those of diffusers in which ranks would go separate ways, and wait for each other for ever."""
-REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
-"""Those of diffusers that call torch's function. The others attend out of reach."""
 
 
 class AppliedPlan:
@@ -102,28 +91,8 @@ def apply_context_parallel(
         raise bad_value("verify", verify, '"first" or None', "Leave it out, or compare the first call with one process.")
     if device is not None and not shard_weights:
         raise bad_value("device", device, "None without shard_weights", "Move the module there before: module.to(device).")
-    if module in _installed:
-        raise PlanError(
-            f"context parallelism is applied to this {type(module).__name__} already. Call remove_context_parallel before."
-        )
-    if any(inner in _installed for inner in module.modules()) or any(module in {*outer.modules()} for outer in _installed):
-        raise PlanError(
-            f"a part of this {type(module).__name__}, or what it is part of, is context parallel already. Remove it there."
-        )
-    if any(getattr(getattr(m, "processor", None), "_parallel_config", None) is not None for m in module.modules()):
-        raise PlanError(
-            f"diffusers' own parallelism is enabled on this {type(module).__name__}. "
-            "Load the model again, and do not call enable_parallelism."
-        )
-    if plan is None:
-        plan = getattr(module, "_cp_plan", None)
-        if plan is None and config.mesh_shape == (1, 1):  # no sequence is split: for the batch axis alone
-            plan = {}
-        if plan is None:
-            raise PlanError(
-                f"{type(module).__name__} has no _cp_plan. Pass a plan, or the model inside where this one wraps it, such as "
-                "model.module of DistributedDataParallel."
-            )
+    _check_free(module)
+    plan = _plan_of(module, plan, config)
     if config.of_all_ranks.mesh_shape == (1, 1):
         return AppliedPlan(None, SequenceMesh(None), None)
     mesh = _mesh(module, config)
@@ -138,60 +107,13 @@ def apply_context_parallel(
         weights = shared.weights
         installed.on_remove(shared.give_back)
     had, stock = vars(module).get("forward"), module.forward
-    processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
-    records: dict[object, Record] = {}
     name = type(module).__name__
-    calls = 0
-
-    @not_compiled_itself
-    def sharded(known: Record | None, args: Any, kwargs: Any) -> tuple[Any, Record]:
-        share = Share.of(config.batch, config.batch_degree, args, kwargs)
-        sequence, degrees = (mesh, config.of_all_ranks) if share is None else (share.sequence, config)
-        if share is not None:
-            args, kwargs = share.take(args), share.take(kwargs)
-        with installed.call(sequence, lambda shape: degrees, weights=weights) as call, SharedAttention(call, known) as attention:
-            out = installed.forward(stock, *args, **kwargs)
-            attention.check_output(out)
-        return out if share is None else share.gather(out), attention.record
-
-    @not_compiled
-    def followed(known: Record | None, args: Any, kwargs: Any) -> tuple[Any, Record]:
-        """The first call of a form: a compiled module would not call the functions of torch that tokens are followed through."""
-        with torch.compiler.set_stance("force_eager"):
-            return sharded(known, args, kwargs)
+    call = ShardedCalls(module, stock, installed, config, mesh, weights, check_inputs=check_inputs, verify=verify is not None)
 
     @not_compiled_itself
     @wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        _check_call(self, module, mesh)
-        error = _mode_error(module)
-        if check_inputs or not calls:
-            agreement.check_inputs(name, stock, mesh.whole, args, kwargs, error)
-        if error is not None:
-            raise error
-        backends = tuple(attention_backend_of(attention.processor) for attention in processors)
-        form = (form_of(args), form_of(kwargs), backends, *(type(attention.processor) for attention in processors))
-        known = records.get(form)
-        if known is None:
-            _check_backends(name, backends)
-        expected = None
-        if verify and not calls:
-            with weights.call() if weights is not None else nullcontext():
-                expected = agreement.Expected(stock, args, kwargs)
-        try:
-            out, record = (followed if known is None else sharded)(known, args, kwargs)
-        except PlanError:
-            records.pop(form, None)  # the next call finds out anew
-            raise
-        if expected is not None:
-            expected.check(name, out, mesh.whole)
-        if known is None:
-            if len(records) == FORMS:
-                del records[next(iter(records))]
-            records[form] = record
-        calls += 1
-        return out
+        return call(self, args, kwargs)
 
     ours = MethodType(forward, module)  # bound, so that a copy of the module is told from it
 
@@ -233,41 +155,38 @@ def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | Shardin
         installed.remove()
 
 
-def _check_backends(name: str, backends: tuple[str | None, ...]) -> None:
-    if out_of_reach := {backend for backend in backends if backend is not None} - REACHED_BACKENDS:
-        raise bad_value(
-            f"attention backend of this {name}",
-            ", ".join(sorted(out_of_reach)),
-            ", ".join(sorted(REACHED_BACKENDS)),
-            'They call torch\'s scaled_dot_product_attention: model.set_attention_backend("native").',
-        )
-
-
-def _check_call(called: nn.Module, module: nn.Module, mesh: SequenceMesh) -> None:
-    name = type(module).__name__
-    if not mesh.is_alive:
+def _check_free(module: nn.Module) -> None:
+    """Raise PlanError where something parallel is applied to the module already."""
+    if module in _installed:
         raise PlanError(
-            f"the process group that this {name} was applied with was destroyed. Call remove_context_parallel and "
-            "apply_context_parallel again."
+            f"context parallelism is applied to this {type(module).__name__} already. Call remove_context_parallel before."
         )
-    if called is not module:
-        raise PlanError(f"this {name} is a copy of one that is context parallel. Call remove_context_parallel before copying it.")
+    if any(inner in _installed for inner in module.modules()) or any(module in {*outer.modules()} for outer in _installed):
+        raise PlanError(
+            f"a part of this {type(module).__name__}, or what it is part of, is context parallel already. Remove it there."
+        )
+    if any(getattr(getattr(m, "processor", None), "_parallel_config", None) is not None for m in module.modules()):
+        raise PlanError(
+            f"diffusers' own parallelism is enabled on this {type(module).__name__}. "
+            "Load the model again, and do not call enable_parallelism."
+        )
 
 
-def _mode_error(module: nn.Module) -> PlanError | None:
-    """What is wrong with the mode that the module is called in."""
-    name = type(module).__name__
-    if module.training:
-        return PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval(). {TRAINING}")
-    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
-        return PlanError(f"this {name} would record gradients. Call it under torch.inference_mode() or torch.no_grad(). {TRAINING}")
-    cache = type(getattr(module, "_cache_config", None)).__name__
-    if cache in CACHES_BY_CONTENT:
-        return PlanError(
-            f"the cache of this {name}, {cache}, looks at tokens to decide what is computed, and each rank has others. Call its "
-            "disable_cache()."
-        )
-    return None
+def _plan_of(
+    module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None, config: ContextParallelConfig
+) -> Mapping[str, Any] | ShardingPlan:
+    """The plan that was given, or the module's own."""
+    if plan is not None:
+        return plan
+    own: Mapping[str, Any] | None = getattr(module, "_cp_plan", None)
+    if own is not None:
+        return own
+    if config.mesh_shape == (1, 1):  # no sequence is split: for the batch axis alone
+        return {}
+    raise PlanError(
+        f"{type(module).__name__} has no _cp_plan. Pass a plan, or the model inside where this one wraps it, such as "
+        "model.module of DistributedDataParallel."
+    )
 
 
 def _mesh(module: nn.Module, config: ContextParallelConfig) -> SequenceMesh:

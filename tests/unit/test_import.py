@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import cp_runtime
+
 TESTS = Path(__file__).resolve().parents[1]
 MISSING = {
     "os": ("memfd_create", "MFD_CLOEXEC", "posix_fallocate", "getuid", "sysconf", "fork", "kill"),
@@ -46,3 +48,16 @@ def test_import_without_what_only_linux_has():
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
     done = subprocess.run([sys.executable, "-c", code, comfyui], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_worker_does_not_import_the_compiler():
+    """It takes a second, in every process that forks ranks."""
+    code = "import sys, cp_runtime.pool.worker; assert not {'torch._dynamo', 'cp_runtime.diffusers.api'} & {*sys.modules}"
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_there_when_they_are_asked_for():
+    assert {getattr(cp_runtime, name).__name__ for name in cp_runtime.__all__} == {*cp_runtime.__all__}
+    assert not hasattr(cp_runtime, "no_such_name")

@@ -1,0 +1,158 @@
+"""The calls of a module that is context parallel: what one does, and what is remembered from the first of its form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat import attention_backend_of, not_compiled, not_compiled_itself
+from ..engine.config import ContextParallelConfig
+from ..engine.hooks import InstalledPlan
+from ..engine.mesh import SequenceMesh
+from ..engine.plan import ShardingPlan
+from ..engine.weights.sharded import ShardedWeights
+from ..errors import PlanError, bad_value
+from ..nested import form_of
+from . import agreement
+from .batches import Share
+from .torch_function import Record, SharedAttention
+
+TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
+FORMS = 64  # of calls that are remembered
+CACHES_BY_CONTENT = {"FirstBlockCacheConfig"}
+"""Those of diffusers in which ranks would go separate ways, and wait for each other for ever."""
+REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
+"""Those of diffusers that call torch's function. The others attend out of reach."""
+
+
+class ShardedCalls:
+    """Runs a module's own forward over the ranks.
+
+    Args:
+        module: that a plan is installed on.
+        stock: its own forward.
+        config: set up for these ranks.
+        mesh: the ranks that share the sequence.
+        weights: of the blocks, where every rank keeps a part of them.
+        check_inputs: compare the arguments of all ranks in every call, not in the first one alone.
+        verify: in the first call every rank runs the module alone, too, and compares the outputs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stock: Callable[..., Any],
+        installed: InstalledPlan[ShardingPlan],
+        config: ContextParallelConfig,
+        mesh: SequenceMesh,
+        weights: ShardedWeights | None,
+        *,
+        check_inputs: bool,
+        verify: bool,
+    ) -> None:
+        self._module, self._stock, self._installed = module, stock, installed
+        self._config, self._mesh, self._weights = config, mesh, weights
+        self._check_inputs, self._verify = check_inputs, verify
+        self._processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
+        self._records: dict[object, Record] = {}
+        self._calls = 0
+
+    @not_compiled_itself
+    def __call__(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call.
+
+        Args:
+            called: whose forward it is: the module, or a copy, which is refused.
+        """
+        name = type(self._module).__name__
+        _check_call(called, self._module, self._mesh)
+        error = _mode_error(self._module)
+        if self._check_inputs or not self._calls:
+            agreement.check_inputs(name, self._stock, self._mesh.whole, args, kwargs, error)
+        if error is not None:
+            raise error
+        backends = tuple(attention_backend_of(attention.processor) for attention in self._processors)
+        form = (form_of(args), form_of(kwargs), backends, *(type(attention.processor) for attention in self._processors))
+        known = self._records.get(form)
+        if known is None:
+            _check_backends(name, backends)
+        expected = None
+        if self._verify and not self._calls:
+            with self._weights.call() if self._weights is not None else nullcontext():
+                expected = agreement.Expected(self._stock, args, kwargs)
+        try:
+            out, record = (self._followed if known is None else self._sharded)(known, args, kwargs)
+        except PlanError:
+            self._records.pop(form, None)  # the next call finds out anew
+            raise
+        if expected is not None:
+            expected.check(name, out, self._mesh.whole)
+        if known is None:
+            if len(self._records) == FORMS:
+                del self._records[next(iter(self._records))]
+            self._records[form] = record
+        self._calls += 1
+        return out
+
+    @not_compiled_itself
+    def _sharded(self, known: Record | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Record]:
+        config = self._config
+        share = Share.of(config.batch, config.batch_degree, args, kwargs)
+        sequence, degrees = (self._mesh, config.of_all_ranks) if share is None else (share.sequence, config)
+        if share is not None:
+            args, kwargs = share.take(args), share.take(kwargs)
+        installed = self._installed
+        with (
+            installed.call(sequence, lambda shape: degrees, weights=self._weights) as call,
+            SharedAttention(call, known) as attention,
+        ):
+            out = installed.forward(self._stock, *args, **kwargs)
+            attention.check_output(out)
+        return out if share is None else share.gather(out), attention.record
+
+    @not_compiled
+    def _followed(self, known: Record | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Record]:
+        """The first call of a form: a compiled module would not call the functions of torch that tokens are followed through."""
+        with torch.compiler.set_stance("force_eager"):
+            return self._sharded(known, args, kwargs)
+
+
+def _check_backends(name: str, backends: tuple[str | None, ...]) -> None:
+    if out_of_reach := {backend for backend in backends if backend is not None} - REACHED_BACKENDS:
+        raise bad_value(
+            f"attention backend of this {name}",
+            ", ".join(sorted(out_of_reach)),
+            ", ".join(sorted(REACHED_BACKENDS)),
+            'They call torch\'s scaled_dot_product_attention: model.set_attention_backend("native").',
+        )
+
+
+def _check_call(called: nn.Module, module: nn.Module, mesh: SequenceMesh) -> None:
+    name = type(module).__name__
+    if not mesh.is_alive:
+        raise PlanError(
+            f"the process group that this {name} was applied with was destroyed. Call remove_context_parallel and "
+            "apply_context_parallel again."
+        )
+    if called is not module:
+        raise PlanError(f"this {name} is a copy of one that is context parallel. Call remove_context_parallel before copying it.")
+
+
+def _mode_error(module: nn.Module) -> PlanError | None:
+    """What is wrong with the mode that the module is called in."""
+    name = type(module).__name__
+    if module.training:
+        return PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval(). {TRAINING}")
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
+        return PlanError(f"this {name} would record gradients. Call it under torch.inference_mode() or torch.no_grad(). {TRAINING}")
+    cache = type(getattr(module, "_cache_config", None)).__name__
+    if cache in CACHES_BY_CONTENT:
+        return PlanError(
+            f"the cache of this {name}, {cache}, looks at tokens to decide what is computed, and each rank has others. Call its "
+            "disable_cache()."
+        )
+    return None

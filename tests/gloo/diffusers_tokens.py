@@ -1,0 +1,233 @@
+"""What becomes of tokens: what is shared, right or refused. Each check runs on every rank; what it returns is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers_cases import MODES, degrees, flux, hunyuan, ltx_2, normal
+from diffusers_models import TOKENS, build, fill, forward, plan_of, relative
+from diffusers_trials import ANYTHING, error_of, fingerprint, message_of, refusal
+from own_modules import (
+    Both,
+    Computed,
+    OwnAttention,
+    OwnMask,
+    Prepared,
+    Reshaped,
+    TorchAttention,
+    TorchFunction,
+    Transformer,
+    TwoWays,
+    Windows,
+)
+from torch import Tensor, nn
+
+from cp_runtime import (
+    ContextParallelConfig,
+    ContextParallelInput,
+    ContextParallelOutput,
+    ModulePlan,
+    apply_context_parallel,
+    remove_context_parallel,
+)
+from cp_runtime.errors import ContextParallelError
+
+POSITION = ContextParallelInput(split_dim=1, expected_dims=2)
+
+
+OWN_PLAN = {
+    "blocks.0": {"x": TOKENS},
+    "blocks.*.attn": {"positions": [POSITION, POSITION]},
+    "out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+}
+
+
+def unknown_tokens(rank: int, world: int) -> dict[str, Any]:
+    """The audio of LTX 2 is not in its plan: without a mark, nobody can tell that it is whole on every rank."""
+    model = build("ltx 2")
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
+    return dict(error=error_of(lambda: forward(model, ltx_2())))
+
+
+def _own_model(
+    world: int,
+    marks: dict[str, ModulePlan],
+    modes: Sequence[str],
+    arguments: dict[str, Any],
+    tokens: int,
+    context: int,
+    mask: str | None = None,
+) -> dict[str, float]:
+    """Differences of one model by mode. Masks are for all tokens: a plan need not split them."""
+    model, plan = fill(Transformer(**arguments)), {**OWN_PLAN, **marks}
+    inputs = dict(hidden_states=normal(2, tokens, 8), context=normal(2, context, 20))
+    if mask == "full":
+        inputs["mask"] = torch.rand(2, 1, tokens, tokens, generator=torch.Generator().manual_seed(5)) > 0.4
+        inputs["mask"][..., 0] = True
+    elif mask == "keys":
+        inputs["mask"] = normal(2, 1, 1, tokens)
+    elif mask == "heads":
+        inputs["mask"] = normal(2, arguments.get("heads", 3), tokens, tokens)
+    before, expected, results = fingerprint(model), model(**inputs), {}
+    for mode in modes:
+        applied = apply_context_parallel(model, ContextParallelConfig(**degrees(mode, world), **ANYTHING), plan)
+        results[mode] = relative(model(**inputs), expected)
+        if applied.mesh.stats.collectives < 3:  # in two blocks and at the end
+            results[mode] = float("inf")
+        remove_context_parallel(model, plan)
+    return results if fingerprint(model) == before else dict.fromkeys(modes, float("inf"))
+
+
+def own_model(rank: int, world: int) -> dict[str, Any]:
+    """Cross-attention to a context that every rank has is marked at its path."""
+    marks, grouped = {"blocks.*.cross": ModulePlan(attention=())}, dict(heads=4, kv_heads=2)
+    runs = {
+        "": ({}, 17, 5),
+        "fewer tokens than ranks": ({}, 2, 3),
+        "context as long as a shard": ({}, 12, 12 // world),
+        "grouped": (grouped, 17, 5),
+        "causal": (dict(causal=True), 17, 5),
+        "full mask": ({}, 17, 5, "full"),
+        "key mask": ({}, 17, 5, "keys"),
+        "head mask": ({}, 17, 5, "heads"),
+        "grouped head mask": (grouped, 3, 5, "heads"),
+    }
+    return {
+        f"difference {name} {mode}": difference
+        for turn, (name, run) in enumerate(runs.items())  # by turns, as `diffusers_cases.turns`
+        for mode, difference in _own_model(world, marks, [MODES[(turn + world) % len(MODES)]], *run).items()
+    }
+
+
+def own_model_marked_at_the_block(rank: int, world: int) -> dict[str, Any]:
+    """The same, said where the block is described: the other attention of the block is shared all the same."""
+    differences = _own_model(world, {"blocks.*": ModulePlan(local=("cross",))}, MODES, {}, 17, 5)
+    return {f"difference {mode}": difference for mode, difference in differences.items()}
+
+
+def out_of_reach(rank: int, world: int) -> dict[str, Any]:
+    """Attention that does not come by is right or refused. Over the own shard only it would be wrong without a word."""
+    results = {}
+    inner = [OwnAttention(32), TorchAttention(32), nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)]
+    for module in inner:
+        model = fill(nn.Sequential(nn.Linear(8, 32), module, nn.Linear(32, 8)))
+        plan = {"0": {"input": TOKENS}, "2": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+        hidden = normal(2, 17, 8)
+        expected, found = model(hidden), []
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan)
+        error = error_of(lambda model=model, hidden=hidden, found=found: found.append(model(hidden)))
+        results[type(module).__name__] = error or relative(tuple(found), (expected,))
+    return results
+
+
+def text_left_out(rank: int, world: int) -> dict[str, Any]:
+    """A table that splits the image and not the text that attends with it, and one that keeps the text whole as a stream."""
+    model, inputs = build("hunyuan video"), hunyuan(2, valid=(7, 2))
+    rope, proj_out = plan_of(model)["rope"], ContextParallelOutput(1, 3)
+    one, results = {"rope": rope, "transformer_blocks.0": {"hidden_states": TOKENS}, "proj_out": proj_out}, {}
+    results["refusal"] = refusal(model, world, one, inputs)
+    text = ContextParallelInput(1, 3, streams=("encoder_hidden_states",), replicated=True)
+    both = {**one, "transformer_blocks.0": {"hidden_states": TOKENS, "encoder_hidden_states": text}}
+    expected = forward(model, inputs)
+    apply_context_parallel(model, ContextParallelConfig(**degrees(MODES[world % len(MODES)], world), **ANYTHING), both)
+    results["difference"] = max(relative(forward(model, inputs), expected) for _ in range(2))
+    return results
+
+
+def not_gathered(rank: int, world: int) -> dict[str, Any]:
+    model = build("flux")
+    plan = {path: entry for path, entry in model._cp_plan.items() if path != "proj_out"}
+    return dict(refusal=refusal(model, world, plan, flux()))
+
+
+def what_is_wrong_is_seen(rank: int, world: int) -> dict[str, Any]:
+    """In the first call: matrix products by following tokens, windows by comparison with one process."""
+    results = {}
+    for name, module, tokens, more in [
+        ("products", Both(), 6 * world, {}),
+        ("products that one rank sees", Reshaped(), 3 * world - 1, {}),
+        ("a mask where a rank has one token", OwnMask(), world + 1, {}),
+        ("windows", Windows(6), 6 * world, dict(verify="first")),
+        ("right", TorchFunction(), 6 * world, dict(verify="first")),
+    ]:
+        model = fill(nn.Sequential(nn.Linear(8, 32), module, nn.Linear(32, 8)))
+        plan = {"0": {"input": TOKENS}, "2": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+        hidden = normal(2, tokens, 8)
+        expected = model(hidden)
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan, **more)
+        try:
+            results[name] = relative((model(hidden),), (expected,))
+        except ContextParallelError as error:
+            results[name] = str(error)
+    return results
+
+
+def filled_through(view: Any) -> Any:
+    """Keys that are written into a buffer through a view of it."""
+
+    def prepare(keys: Tensor) -> Tensor:
+        buffer = torch.zeros(keys.shape)
+        view(buffer).copy_(view(keys))
+        return buffer
+
+    return prepare
+
+
+FOLLOWED = {
+    "a view that is filled": filled_through(lambda t: t[:]),
+    "items that are filled": lambda k: torch.stack([filled_through(lambda t: t)(item) for item in k]),
+    "numpy": lambda k: torch.from_numpy(k.numpy() * 2),
+    "einsum of one": lambda k: torch.einsum("blc->bcl", k).mT,
+    "einsum for each token": lambda k: k * torch.einsum("blc,blc->bl", k, k)[..., None],
+}
+
+
+TOGETHER = {
+    "einsum": lambda x: torch.einsum("blc,bmc->blm", x, x).sum(2, keepdim=True) + x,
+    "einsum of three": lambda x: torch.einsum("blc,bmc,bmd->bld", x, x, x),
+    "keywords": lambda x: torch.bmm(torch.matmul(input=x, other=x.mT), mat2=x),
+    "linear": lambda x: torch.stack([F.linear(F.linear(item, item), item.T) for item in x]),
+    "broadcast": lambda x: (x[:, :, None] * x[:, None]).sum(2),
+    "mean": lambda x: x - x.mean(1, keepdim=True),
+    "softmax": lambda x: F.softmax(x, dim=1),
+    "convolution": lambda x: F.conv1d(x.mT, torch.ones(32, 32, 3), padding=1).mT,
+    "group norm": lambda x: F.group_norm(x.mT, 2).mT,
+    "order": lambda x: x.flip(1),
+}  # fmt: skip
+
+
+def what_becomes_of_tokens(rank: int, world: int) -> dict[str, Any]:
+    """Beside an attention that is shared, what is done to tokens is right, or refused on all ranks."""
+    results, plan = {}, {"0": {"input": TOKENS}, "3": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+    hidden = normal(2, 6 * world - 1, 8)
+    modules = {name: Prepared(prepare) for name, prepare in FOLLOWED.items()}
+    modules |= {name: Computed(compute) for name, compute in TOGETHER.items()}
+    for name, module in modules.items():
+        model = fill(nn.Sequential(nn.Linear(8, 32), TorchFunction(), module, nn.Linear(32, 8)))
+        expected = model(hidden)
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan)
+        try:
+            results[name] = f"difference {relative((model(hidden),), (expected,))}"
+        except ContextParallelError as error:
+            results[name] = str(error)
+    return results
+
+
+def other_ways(rank: int, world: int) -> dict[str, Any]:
+    """Calls of the same shapes that attend to something else."""
+    model, results = fill(TwoWays()), dict[str, Any]()
+    inputs = dict(hidden_states=normal(2, 6 * world - 1, 8), context=normal(2, 4, 32))
+    expected = [model(**inputs, crosses=crosses) for crosses in (0, 1)]
+    plan = {"inp": {"input": TOKENS}, "out": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan)
+    for crosses in (1, 0, 1):
+        difference = relative(model(**inputs, crosses=crosses), expected[crosses])
+        results[f"difference by argument {crosses}"] = difference
+    for crosses in (1, 0):
+        model.crosses = crosses
+        results[f"changed {crosses}"] = message_of(lambda: model(**inputs))
+        results[f"difference changed {crosses}"] = relative(model(**inputs), expected[crosses])
+    return results
