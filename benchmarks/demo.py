@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import torch
 from support import checkpoints
+from support.graphs import cp_config
 from support.server import ComfyServer
 
 WORKFLOW = ROOT / "workflows" / "api" / "flux_context_parallel.json"
@@ -36,7 +37,8 @@ def prompt(ranks: int, size: int, steps: int) -> dict[str, Any]:
     by_class = {node["class_type"]: name for name, node in graph.items()}
     sampler = by_class["KSampler"]
     graph[by_class["UNETLoader"]]["inputs"]["unet_name"] = "flux_demo.safetensors"
-    graph[by_class["CPConfig"]]["inputs"]["world_size"] = ranks
+    graph["cp_config"] = {"class_type": "CPConfig", "inputs": cp_config(world_size=ranks)}
+    graph[by_class["ApplyContextParallel"]]["inputs"]["cp_config"] = ["cp_config", 0]
     graph[by_class["EmptySD3LatentImage"]]["inputs"].update(width=size, height=size)
     graph[sampler]["inputs"].update(steps=steps, seed=1)
     latent = graph[sampler]["inputs"]["latent_image"]

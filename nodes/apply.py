@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ..cp_runtime.comfy.ui.apply import apply_to_model
 from ..cp_runtime.pool.config import RuntimeConfig
-from .config import ALIASES, CATEGORY, CPConfigType
+from .config import ALIASES, CATEGORY, WANTED, CPConfigType
 
 
 class ApplyContextParallel(io.ComfyNode):
@@ -20,19 +20,25 @@ class ApplyContextParallel(io.ComfyNode):
             node_id="ApplyContextParallel",
             display_name="Apply Context Parallel",
             category=CATEGORY,
-            search_aliases=ALIASES,
-            description="Computes every denoise call of this model on several devices together. Put it between the model (and its "
-            "LoRAs) and any sampler or guider. The workers start with the first sampling, which takes about ten seconds, and stay. "
-            "A model that is too large for one device is shared out over all of them.",
+            search_aliases=[*ALIASES, *WANTED],
+            description="All GPUs compute each step of this model together: the same picture or video in less time. Put it between "
+            "the model (and its LoRAs) and any sampler or guider; nothing else is needed. The workers start with the first "
+            "sampling, which takes about ten seconds, and stay. A model that is too large for one device is shared out over all "
+            "of them.",
             inputs=[
                 io.Model.Input(
                     "model", tooltip="A model from Load Diffusion Model or Load Checkpoint; LoRA loaders may stand before or after."
                 ),
-                CPConfigType.Input("cp_config", tooltip="From CP Config: which devices, and how a call is split."),
+                CPConfigType.Input(
+                    "cp_config",
+                    optional=True,
+                    tooltip="From CP Config, for those who want to choose devices or how a call is split. Without it: all devices, "
+                    "and the choice that is fastest.",
+                ),
             ],
             outputs=[io.Model.Output(tooltip="The same model, computed on all devices. Connect it to any sampler or guider.")],
         )
 
     @classmethod
-    def execute(cls, model: Any, cp_config: RuntimeConfig) -> io.NodeOutput:
+    def execute(cls, model: Any, cp_config: RuntimeConfig | None = None) -> io.NodeOutput:
         return io.NodeOutput(apply_to_model(model, cp_config))

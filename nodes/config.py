@@ -22,9 +22,11 @@ from ..cp_runtime.pool.config import (
 CPConfigType = io.Custom("CP_CONFIG")
 CATEGORY = "context parallel"
 ALIASES = [
-    "context parallel", "multi gpu", "several gpus", "gpu speed", "speed up", "parallel", "split",
-    "ulysses", "ring attention", "sequence parallel", "usp", "xdit", "raylight",
+    "context parallel", "multi gpu", "multiple gpu", "2 gpu", "two gpus", "several gpus", "distributed", "parallel", "cp",
+    "ulysses", "ring attention", "sequence parallel", "usp", "nvlink", "xdit", "raylight", "多显卡", "多卡", "複数GPU",
 ]  # fmt: skip
+WANTED = ["faster", "speed up", "gpu speed", "split", "加速", "高速化"]
+"""What people type who know nothing of context parallelism: it leads to the one node that they need."""
 
 
 class CPConfig(io.ComfyNode):
@@ -63,6 +65,7 @@ class CPConfig(io.ComfyNode):
                     tooltip="Ranks that trade parts of the sequence for attention heads. 0 = choose: both degrees by "
                     "tokens, heads and the measured speed of the link, or what ring_degree leaves. Costs two exchanges per "
                     "attention, during which ranks wait: for fast links. The product of all degrees must equal the world size.",
+                    advanced=True,
                 ),
                 io.Int.Input(
                     "ring_degree",
@@ -72,6 +75,7 @@ class CPConfig(io.ComfyNode):
                     tooltip="Ranks that pass keys and values around in a ring. 0 = choose, as for ulysses_degree. For more ranks "
                     "than heads, and for slow links. Sends more than Ulysses when there are many ranks, but can send while it "
                     "computes. Together with ulysses_degree: unified attention.",
+                    advanced=True,
                 ),
                 io.Int.Input(
                     "batch_degree",
@@ -81,6 +85,7 @@ class CPConfig(io.ComfyNode):
                     tooltip="Groups of ranks that compute different CFG halves and batch items at the same time. 0 = choose: as "
                     "many as the batch of a call divides by; the other ranks share the sequence. Costs least: groups exchange only "
                     "the result. The only axis for UNets, so with CFG 1 and one image a UNet gets no faster.",
+                    advanced=True,
                 ),
                 io.Combo.Input(
                     "rotate_method",
@@ -127,6 +132,7 @@ class CPConfig(io.ComfyNode):
                     tooltip="When the model, or something another node did to it, cannot run on several devices: error = stop "
                     "and say why; single device = write a warning to the log and run as without this node, at the speed of one "
                     "device.",
+                    advanced=True,
                 ),
                 io.Float.Input(
                     "step_timeout",
@@ -146,6 +152,7 @@ class CPConfig(io.ComfyNode):
                     tooltip="Where the ranks keep the model. whole = all of it on every device: fastest. sharded = 1/N of it on "
                     "each, put together block by block while it computes: for models larger than one device. offloaded = as "
                     "sharded, in the computer's memory. auto = the first of these that fits. The result is the same.",
+                    advanced=True,
                     optional=True,
                 ),
                 io.Float.Input(

@@ -19,6 +19,12 @@ def load_workflow(page: Page, name: str) -> None:
     page.wait_for_timeout(500)
 
 
+def add_node(page: Page, kind: str) -> None:
+    """Put a new node on an empty canvas, as a person who took it from the library finds it."""
+    page.evaluate("kind => { app.graph.clear(); app.graph.add(LiteGraph.createNode(kind)); }", kind)
+    show_node(page, kind)
+
+
 def show_node(page: Page, kind: str) -> None:
     """Bring a node of a type to the middle, in its real size."""
     page.evaluate(

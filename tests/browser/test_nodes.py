@@ -33,3 +33,27 @@ def test_a_saved_width_stays(page, width):
     page.evaluate("graph => app.loadGraphData(graph)", graph)
     page.wait_for_timeout(500)
     assert [page.evaluate(SIZE, kind)[0] for kind in ("ApplyContextParallel", "CPReport")] == [width, width]
+
+
+WORDS = (
+    "faster", "speed up", "two gpus", "2 gpu", "multi gpu", "multiple gpu", "distributed", "nvlink", "cp", "sequence", "context parallel",
+    "多显卡", "多卡", "加速", "複数GPU", "高速化",
+)  # fmt: skip
+FIRST = 3  # what the search shows without scrolling or reading on
+
+
+def test_found_by_the_words_that_people_type(page):
+    """A double click on the canvas, and a word: Apply Context Parallel is among the first."""
+    late = {}
+    for word in WORDS:
+        page.mouse.dblclick(700, 450)
+        field = page.get_by_role("combobox").last
+        field.fill(word)
+        page.wait_for_timeout(600)
+        found = page.get_by_role("option").all_inner_texts()
+        place = next((i for i, text in enumerate(found) if "Apply Context Parallel" in text), None)
+        if place is None or place >= FIRST:
+            late[word] = place, found[:FIRST]
+        page.keyboard.press("Escape")
+        page.keyboard.press("Escape")
+    assert not late

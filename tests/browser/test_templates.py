@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from browser.canvas import box_of, load_workflow, point_in, show_node
+from browser.canvas import add_node, box_of, load_workflow, point_in, show_node
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
 from support.server import CHECKOUT, PACK
@@ -52,7 +52,7 @@ def test_a_template_opens_without_a_warning(page, name, picture):
         page.evaluate("app.extensionManager.command.execute('Comfy.Canvas.FitView')")
 
     # A square about the nodes that make the difference: cards in the template browser are small.
-    kinds = ["UNETLoader", "CheckpointLoaderSimple", "CPConfig", "ApplyContextParallel", "CLIPTextEncode"]
+    kinds = ["UNETLoader", "CheckpointLoaderSimple", "ApplyContextParallel", "CLIPTextEncode", "KSampler", "KSamplerAdvanced"]
     picture(f"workflows/{name}.jpg", settle=1500, prepare=fit, clip=lambda: box_of(page, kinds, margin=20), width=700)
 
 
@@ -61,7 +61,7 @@ def test_the_picture_of_the_graph(page, picture):
     load_workflow(page, "flux_context_parallel")
     large_window(page)
     show_node(page, "ApplyContextParallel")
-    box = box_of(page, ["UNETLoader", "CPConfig", "ApplyContextParallel", "KSampler"], margin=30)
+    box = box_of(page, ["UNETLoader", "ApplyContextParallel", "KSampler"], margin=30)
     assert box["width"] > 800
     picture("web/docs/images/graph.jpg", settle=1500, clip=lambda: box, width=1000)
 
@@ -94,43 +94,92 @@ def test_the_report(page, picture):
 
 
 def test_tooltips(page, picture):
-    load_workflow(page, "flux_context_parallel")
-    show_node(page, "CPConfig")
+    add_node(page, "CPConfig")
     page.mouse.move(*point_in(page, "CPConfig", "devices"))
     tooltip = page.locator(".node-tooltip")
     expect(tooltip).to_contain_text("cuda:0,cuda:2")
     picture("docs/images/tooltip.png")
 
 
+SHOWN, FOLDED = ("world_size", "devices"), ("ulysses_degree", "rotate_method", "on_unsupported", "weights", "memory_per_rank")
+
+
 @pytest.mark.parametrize("page", [{"Comfy.VueNodes.Enabled": True}], indirect=True)
 def test_advanced_inputs_are_folded_away(page, picture):
-    """In the frontend's new nodes; the old ones, drawn on the canvas, always show them."""
-    load_workflow(page, "flux_context_parallel")
-    show_node(page, "CPConfig")
+    """By the frontend's new nodes themselves."""
+    add_node(page, "CPConfig")
     node = page.locator("[data-node-id]", has=page.get_by_text("CP Config", exact=True))
     label = node.get_by_test_id("widget-layout-field-label")
-    for name in ("world_size", "devices", "ulysses_degree", "ring_degree", "batch_degree", "on_unsupported"):
+    for name in SHOWN:
         expect(label.get_by_text(name, exact=True)).to_be_visible()
-    expect(label.get_by_text("rotate_method", exact=True)).to_be_hidden()
+    for name in FOLDED:
+        expect(label.get_by_text(name, exact=True)).to_be_hidden()
     picture("docs/images/folded.png")
     node.get_by_text("Show advanced inputs").click()
-    for name in ("rotate_method", "convert_to_fp32", "ulysses_anything", "ring_anything", "backend", "step_timeout"):
+    for name in FOLDED:
         expect(label.get_by_text(name, exact=True)).to_be_visible()
+
+
+VISIBLE = """() => {
+    const node = app.graph.nodes.find(node => node.type === "CPConfig");
+    return node.widgets.filter(widget => node.isWidgetVisible(widget)).map(widget => widget.name);
+}"""
+
+
+def test_advanced_inputs_are_folded_away_on_the_canvas(page):
+    """A button shows them; a workflow that sets one shows them by itself, and one that was saved before has its values."""
+    add_node(page, "CPConfig")
+    assert page.evaluate(VISIBLE) == [*SHOWN, "Advanced inputs"]
+    height = page.evaluate("app.graph.nodes[0].size[1]")
+    page.mouse.click(*point_in(page, "CPConfig", "Advanced inputs"))
+    assert {*SHOWN, *FOLDED} < {*page.evaluate(VISIBLE)}
+    assert page.evaluate("app.graph.nodes[0].size[1]") > height + 100
+    saved = page.evaluate("() => app.graph.serialize()")
+    del saved["nodes"][0]["showAdvanced"]  # as any that was saved folded
+    page.evaluate("graph => app.loadGraphData(graph)", saved)
+    assert page.evaluate(VISIBLE) == [*SHOWN, "Advanced inputs"]
+    values = saved["nodes"][0]["widgets_values"]
+    values[2] = 4
+    page.evaluate("graph => app.loadGraphData(graph)", saved)
+    assert {*SHOWN, *FOLDED} < {*page.evaluate(VISIBLE)}
+    queued = page.evaluate("async () => (await app.graphToPrompt()).output")
+    ((_, node),) = queued.items()
+    assert list(node["inputs"].values()) == [value for value in values if value is not None]
+    assert "Advanced inputs" not in node["inputs"]
+
+
+FOUND = [{"name": f"cuda:{i}", "label": f"cuda:{i} RTX {name} 24 GB"} for i, name in enumerate(("4090", "3090", "3090"))]
+
+
+def test_devices_can_be_picked(page, tab):
+    """From what the machine has, here made up. All of them are no choice."""
+    tab.spoil()
+    page.route("**/context_parallel/devices", lambda route: route.fulfill(json=FOUND))
+    page.reload()
+    page.locator(".context-parallel-tab-button").wait_for()
+    add_node(page, "CPConfig")
+    page.wait_for_function("() => app.graph.nodes[0].widgets.some(widget => widget.name === 'Choose devices…')")
+    show_node(page, "CPConfig")
+    chosen = "app.graph.nodes[0].widgets.find(widget => widget.name === 'devices').value"
+    page.mouse.click(*point_in(page, "CPConfig", "Choose devices…"))
+    page.locator(".litecontextmenu").get_by_text("cuda:1 RTX 3090 24 GB").click()
+    assert page.evaluate(chosen) == "cuda:0,cuda:2"
+    page.locator(".litecontextmenu").get_by_text("☐ cuda:1 RTX 3090 24 GB").click()
+    assert page.evaluate(chosen) == ""
+    page.keyboard.press("Escape")
 
 
 @pytest.mark.parametrize("page", [{"Comfy.Locale": "zh"}, {"Comfy.Locale": "ja"}], ids=["zh", "ja"], indirect=True)
 def test_other_languages(page, request):
     texts = json.loads((CHECKOUT / "locales" / request.node.callspec.id / "nodeDefs.json").read_text())["CPConfig"]
-    load_workflow(page, "flux_context_parallel")
-    show_node(page, "CPConfig")
+    add_node(page, "CPConfig")
     page.mouse.move(*point_in(page, "CPConfig", "devices"))
     expect(page.locator(".node-tooltip")).to_have_text(texts["inputs"]["devices"]["tooltip"])
     assert page.evaluate("LiteGraph.registered_node_types.CPConfig.title") == texts["display_name"]
 
 
 def test_help(page, picture):
-    load_workflow(page, "flux_context_parallel")
-    show_node(page, "CPConfig")
+    add_node(page, "CPConfig")
     page.mouse.click(*point_in(page, "CPConfig"))
     page.get_by_test_id("info-button").click()
     content = page.locator(".node-help-content")

@@ -20,7 +20,7 @@ from comfy import model_management as mm  # noqa: E402
 from support import families  # noqa: E402
 from support.models import build  # noqa: E402
 
-from cp_runtime.comfy.ui import file_pages  # noqa: E402
+from cp_runtime.comfy.ui import devices, file_pages  # noqa: E402
 from cp_runtime.comfy.ui.apply import apply_to_model, without_context_parallel  # noqa: E402
 from cp_runtime.comfy.ui.controller import CONTROLLER  # noqa: E402
 from cp_runtime.comfy.ui.journal import CallRecord  # noqa: E402
@@ -153,5 +153,9 @@ report(
     more_ranks=batches([0.8] * 4),
 )
 model.diffusion_model = build(families.load("unet").MODELS["sd15"])
+stock_inventory, devices.device_inventory = devices.device_inventory, lambda: DeviceInventory(type="cuda", count=2)
+torch.cuda.get_device_properties = lambda index: SimpleNamespace(name=f"RTX {index + 3}090", total_memory=24 << 30)
+report(step="devices", cuda=devices.named_devices(), ranks=devices.default_config().devices)
+devices.device_inventory = stock_inventory
 report(step="halves at once, UNet", enough=batches([1.6] * 4), less=batches([1.4] * 4))
 finish()

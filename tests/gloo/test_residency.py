@@ -68,3 +68,10 @@ def test_a_sampler_batches_cfg_halves_as_the_memory_of_the_ranks_allows(steps):
 
 def test_ranks_of_a_unet_share_the_halves_and_nothing_else(steps):
     assert steps["halves at once, UNet"] == {"enough": TOGETHER, "less": ONE_BY_ONE}
+
+
+def test_devices_have_names_that_people_know(steps):
+    assert steps["devices"] == {
+        "cuda": [{"name": f"cuda:{i}", "label": f"cuda:{i} RTX {i + 3}090 24 GB"} for i in range(2)],
+        "ranks": ["cuda:0", "cuda:1"],
+    }

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support.graphs import GUIDED_FLUX, MODEL, Link, NodeCase, NodeSpec, Prompt, wan_prompt
+from support.graphs import GUIDED_FLUX, MODEL, Link, NodeCase, NodeSpec, Prompt, flux_prompt, wan_prompt
 
 TOLERANCE = 2e-4
 CP = {"world_size": 2}
@@ -98,6 +98,14 @@ def test_node_between_loader_and_sampler(name, place, server):
     if case.matters:
         plain = stock(server, str(case.graph), case.graph())
         assert (plain - expected).abs().max() > 1e-2 * plain.std()
+
+
+def test_apply_alone_takes_every_device(server):
+    """Without a CP Config."""
+    prompt = flux_prompt(cp={})
+    del prompt["cp_config"], prompt["cp_apply"]["inputs"]["cp_config"]
+    assert_same(server.latent(server.run(prompt).check()), stock(server, "alone", flux_prompt()))
+    assert len(server.worker_pids()) == 2
 
 
 def test_several_nodes_in_a_row(server):

@@ -54,6 +54,10 @@ def assert_right(server, expected):
     return server.worker_pids()
 
 
+def test_a_machine_without_accelerators_has_no_devices_to_choose(off_server):
+    assert call(off_server, "/context_parallel/devices", "GET") == (200, [])
+
+
 def test_no_worker_yet(off_server):
     off = off_server.get(STATUS)
     nothing = {"activity": "", "world_size": 0, "models": [], "weights": {}, "ranks": []}

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from support import checkpoints
+from support.graphs import cp_config
 from support.server import CHECKOUT, PACK, ComfyServer, PromptRejected
 
 TOLERANCE = 2e-4
@@ -220,10 +221,10 @@ def test_widget_values(workflow, info, comfyui_path):
                 assert type(value) is {"STRING": str, "BOOLEAN": bool}[item.type], where
 
 
-def test_cp_config_has_its_defaults(workflow, info):
-    (config,) = [node for node in workflow["nodes"] if node["type"] == "CPConfig"]
-    for item, value in widget_values(config, info["CPConfig"]):
-        assert value == item.settings["default"], item.name
+def test_one_node_is_enough(workflow):
+    """Apply Context Parallel takes every device by itself."""
+    own = [node["type"] for node in workflow["nodes"] if node["type"] in OWN_NODES]
+    assert set(own) == {"ApplyContextParallel"}
 
 
 def test_settings_that_matter_are_shown(workflow):
@@ -355,8 +356,9 @@ def tiny(name: str, *, world_size: int | None) -> dict[str, Json]:
             case "VAEDecode":
                 saved = {"samples": inputs["samples"], "filename_prefix": name}
                 prompt[node_id] = {"class_type": "SaveLatent", "inputs": saved}
-            case "CPConfig":
-                inputs["world_size"] = world_size
+            case "ApplyContextParallel" if world_size is not None:
+                prompt["cp_config"] = {"class_type": "CPConfig", "inputs": cp_config(world_size=world_size)}
+                inputs["cp_config"] = ["cp_config", 0]
             case class_type if class_type in LEFT_OUT:
                 del prompt[node_id]
     return prompt if world_size is not None else without_context_parallel(prompt)

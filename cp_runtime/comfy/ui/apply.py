@@ -15,6 +15,7 @@ from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from .controller import CONTROLLER
+from .devices import default_config
 from .obstacles import conditions_obstacle, model_obstacle
 from .patcher import ContextParallelPatcher
 from .timing import stop_timing, time_calls
@@ -30,16 +31,17 @@ def check_model(model: Any) -> None:
         raise bad_value("model", model, "a MODEL", "Connect the output of Load Diffusion Model or Load Checkpoint.")
 
 
-def apply_to_model(model: Any, config: RuntimeConfig) -> Any:
-    """Return a MODEL that computes on `config`'s ranks; the given one where there is nothing to do.
+def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
+    """Return a MODEL that computes on `config`'s ranks, without one on all devices; the given one where there is nothing to do.
 
     Raises:
         ConfigError: one of them is something else.
         UnsupportedError: the model cannot run sharded and on_unsupported is "error".
     """
     check_model(model)
+    config = default_config() if config is None else config
     if not isinstance(config, RuntimeConfig):  # ComfyUI takes any JSON in the place of a link
-        raise bad_value("cp_config", config, "the output of a CP Config node", "Connect one.")
+        raise bad_value("cp_config", config, "the output of a CP Config node, or nothing", "Connect one, or none for all devices.")
     if sys.platform != "linux":
         log.warning("context parallelism needs Linux (or WSL2); the model passes through on one device")
         return model

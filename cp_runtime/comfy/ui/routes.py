@@ -10,10 +10,11 @@ from aiohttp import web
 
 from ...errors import ContextParallelError
 from .controller import CONTROLLER
+from .devices import named_devices
 from .journal import public_message
 from .status import status
 
-STATUS, RESTART = "/context_parallel/status", "/context_parallel/restart"
+STATUS, RESTART, DEVICES = "/context_parallel/status", "/context_parallel/restart", "/context_parallel/devices"
 
 
 async def get_status(server: Any, _: web.Request) -> web.Response:
@@ -32,7 +33,13 @@ async def post_restart(server: Any, _: web.Request) -> web.Response:
     return web.json_response(answer, status=200 if error is None else 500)
 
 
+async def get_devices(_: web.Request) -> web.Response:
+    """What can be chosen in CP Config, see `named_devices`."""
+    return web.json_response(await asyncio.to_thread(named_devices))
+
+
 def add_routes(server: Any) -> None:
-    """Add both to ComfyUI's `PromptServer`; ComfyUI serves each under `/api` as well."""
+    """Add them to ComfyUI's `PromptServer`; ComfyUI serves each under `/api` as well."""
     server.routes.get(STATUS)(partial(get_status, server))
     server.routes.post(RESTART)(partial(post_restart, server))
+    server.routes.get(DEVICES)(get_devices)
