@@ -18,7 +18,8 @@ app.registerExtension({
   },
   loadedGraphNode(node) {
     // What differs from its default is there to be seen.
-    if (node.comfyClass === "CPConfig" && advanced(node).some((widget) => widget.value !== widget.cpDefault)) unfold(node, true);
+    if (node.comfyClass !== "CPConfig" || LiteGraph.vueNodesMode) return;
+    if (advanced(node).some((widget) => widget.value !== widget.cpDefault)) unfold(node, true);
   },
 });
 
@@ -35,12 +36,13 @@ function unfold(node, show) {
 
 function prepareConfig(node) {
   for (const widget of node.widgets) widget.cpDefault = widget.value;
-  // The frontend's new nodes do this by themselves; those on the canvas show everything.
-  for (const widget of advanced(node))
-    Object.defineProperty(widget, "hidden", { get: () => !LiteGraph.vueNodesMode && !node.showAdvanced });
-  const button = addButton(node, "Advanced inputs", () => unfold(node, !node.showAdvanced));
-  Object.defineProperty(button, "hidden", { get: () => Boolean(LiteGraph.vueNodesMode) });
-  unfold(node, false);
+  if (!LiteGraph.vueNodesMode) {
+    // The frontend's new nodes do this by themselves; those on the canvas show everything.
+    const hidden = { get: () => !LiteGraph.vueNodesMode && !node.showAdvanced };
+    for (const widget of advanced(node)) Object.defineProperty(widget, "hidden", hidden);
+    addButton(node, "Advanced inputs", () => unfold(node, !node.showAdvanced));
+    unfold(node, false);
+  }
   devices ??= api.fetchApi(DEVICES).then((answer) => (answer.ok ? answer.json() : []));
   devices.then((found) => {
     if (found.length > 1) addButton(node, "Choose devices…", (event) => choose(node, found, event));
