@@ -36,8 +36,8 @@ def test_a_saved_width_stays(page, width):
 
 
 WORDS = (
-    "faster", "speed up", "two gpus", "2 gpu", "multi gpu", "multiple gpu", "distributed", "nvlink", "cp", "sequence", "context parallel",
-    "多显卡", "多卡", "加速", "複数GPU", "高速化",
+    "faster", "speed up", "two gpus", "2 gpu", "multi gpu", "multiple gpu", "distributed", "nvlink", "cp", "sequence",
+    "context parallel", "多显卡", "多卡", "加速", "複数GPU", "高速化",
 )  # fmt: skip
 FIRST = 3  # what the search shows without scrolling or reading on
 

@@ -414,7 +414,7 @@ class _Listener:
     def __init__(self, port: int) -> None:
         self.client_id = uuid.uuid4().hex
         url = f"ws://127.0.0.1:{port}/ws?clientId={self.client_id}"
-        self._socket = websocket.create_connection(url, timeout=10.0, http_no_proxy=["127.0.0.1"])
+        self._socket = websocket.create_connection(url, timeout=10.0, http_no_proxy=["127.0.0.1"], skip_utf8_validation=True)
         self._socket.settimeout(None)
         self._events: list[Event] = []
         self._ended: set[str] = set()  # ids of prompts
