@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...engine.attention.context_parallel import Attend
 from ...engine.attention.opaque import PLACE, Server, attention
 from ...engine.call import RunningCall
 
@@ -87,11 +88,7 @@ def compiled_attention(call: RunningCall) -> Server:
         if not local and not call.attention_is_local:
             return _shared(call, func, q_BLHD, k_BLKD, v_BLKD, mask, precision, kwargs)
         q_BHLD, k_BKLD, v_BKLD = (t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD))
-        out_BHLD: Tensor = func(
-            q_BHLD, k_BKLD, v_BKLD, q_BHLD.shape[1], mask=mask, attn_precision=precision,
-            skip_reshape=True, skip_output_reshape=True, **kwargs,
-        )  # fmt: skip
-        return out_BHLD.transpose(1, 2)
+        return _attend_with(func, precision, kwargs)(q_BHLD, k_BKLD, v_BKLD, mask).transpose(1, 2)
 
     return attend
 
@@ -107,16 +104,22 @@ def _shared(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Attention over the tokens of all ranks, with the kernel that `func` stands for."""
-
-    def attend(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
-        return func(
-            q_BHSD, k_BKSD, v_BKSD, q_BHSD.shape[1], mask=mask, attn_precision=precision,
-            skip_reshape=True, skip_output_reshape=True, **kwargs,
-        )  # fmt: skip
-
     if mask is not None and mask.ndim == 3:  # ComfyUI: [batch, rows, keys]
         mask = call.state.once("heads", mask, partial(mask.unsqueeze, 1))
     backend = getattr(func, "__name__", "")
     if mask is not None and mask.dtype == torch.bool and backend in ADD_BOOLEAN_MASKS:
         mask = call.state.once("numbers", mask, partial(mask.to, q_BLHD.dtype))
+    attend = _attend_with(func, precision, kwargs)
     return call.attend(q_BLHD, k_BLKD, v_BLKD, mask=mask, scale=kwargs.get("scale"), attend=attend, kernel=KERNEL_OF.get(backend))
+
+
+def _attend_with(func: Callable[..., Tensor], precision: torch.dtype | None, kwargs: dict[str, Any]) -> Attend:
+    """One of ComfyUI's attention functions, as `(q_BHLD, k_BKSD, v_BKSD, mask) -> out_BHLD`."""
+
+    def attend(q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
+        return func(
+            q_BHLD, k_BKSD, v_BKSD, q_BHLD.shape[1], mask=mask, attn_precision=precision,
+            skip_reshape=True, skip_output_reshape=True, **kwargs,
+        )  # fmt: skip
+
+    return attend

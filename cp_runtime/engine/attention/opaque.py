@@ -7,33 +7,16 @@ whenever a place of a module is reached, such as whether its attention is local 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...errors import PlanError
 
-
-class Server(Protocol):
-    """Attention of a running call. `[B, L, H, D]` in and out; the other arguments are those of the operator."""
-
-    def __call__(
-        self,
-        q_BLHD: Tensor,
-        k_BLKD: Tensor,
-        v_BLKD: Tensor,
-        mask: Tensor | None,
-        *,
-        backend: str,
-        scale: float | None,
-        precision: torch.dtype | None,
-        grouped: bool,
-        low_precision: bool,
-        local: bool,
-    ) -> Tensor: ...
+Server = Callable[..., Tensor]
+"""Attention of a running call: the arguments of the operator, from `backend` on by name, to what it returns."""
 
 
 class Place:
