@@ -92,7 +92,7 @@ FORBIDDEN_METHODS = frozenset(
 # Code by name, each with its reason.
 DYNAMIC_IMPORTS = {
     ("cp_runtime/comfy/wire/modules.py", "find"): "callers let names in PACKAGES and MIRRORED through, and no others",
-    ("cp_runtime/engine/attention/kernels.py", "_installed"): "callers pass literals",
+    ("cp_runtime/engine/attention/kernels.py", "installed"): "callers pass literals, or a name of SAGE_MODES",
     ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
     ("cp_runtime/pool/fork_server.py", "import_by_name"): "a constant, or what the owner of the pool names",
     ("cp_runtime/pool/worker.py", "start"): "the owner of the pool names the module, among those of this package",

@@ -1,5 +1,9 @@
 """Rank script, one process: what is rebuilt of patches and networks equals what was sent, and nothing else can be named."""
 
+import functools
+import sys
+from types import ModuleType
+
 from support.ranks import finish, report, start, use_comfyui
 
 start()
@@ -7,18 +11,23 @@ use_comfyui()
 
 import comfy.ops  # noqa: E402
 import torch  # noqa: E402
+from comfy.ldm.modules.attention import attention_pytorch  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 from comfy_extras.nodes_model_downscale import PatchModelAddDownscale  # noqa: E402
 from comfy_extras.nodes_model_patch import QwenImageBlockWiseControlNet, UsoStyleProjectorPatch  # noqa: E402
+from support.comfy_nodes import attention as overrides  # noqa: E402
 from torch import nn  # noqa: E402
 
+from cp_runtime.comfy.ui.attention import _name_of, attention_of  # noqa: E402
 from cp_runtime.comfy.ui.node_patches import PatchSet  # noqa: E402
+from cp_runtime.comfy.wire.attention import SAGE_MODES, attention_function  # noqa: E402
 from cp_runtime.comfy.wire.modules import decode_module, encode_module  # noqa: E402
 from cp_runtime.comfy.wire.node_patches import OPTION  # noqa: E402
 from cp_runtime.comfy.worker import node_patches  # noqa: E402
 from cp_runtime.comfy.worker.sharded import LocalResiduals  # noqa: E402
+from cp_runtime.engine.attention.kernels import installed  # noqa: E402
 from cp_runtime.engine.state import CallState  # noqa: E402
-from cp_runtime.errors import MirrorError  # noqa: E402
+from cp_runtime.errors import MirrorError, UnsupportedError  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten, read_tensor, unflatten  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -141,4 +150,74 @@ report(
     once=taken[2] is taken[0],
     short=torch.equal(short, other[:, 3:5]),
 )
+
+# Attention that a node chose: what an override of a pack stands for, and what a rank calls for it.
+
+
+def chosen(override, device_type="cuda"):
+    try:
+        return attention_of({overrides.OPTIMIZED: override}, device_type)
+    except UnsupportedError as error:
+        return str(error)
+
+
+def missing(error):
+    return "needs the package sageatt" in error and "Install it" in error
+
+
+report(
+    name="attention read",
+    nothing=attention_of({}, "cpu") is None,
+    own=[chosen(make(name), "cpu") == name for make in (overrides.backend, overrides.selector, overrides.per_model)
+         for name in ("pytorch", "split", "sub_quad")],
+    modes=[_name_of(overrides.sage(mode)) == mode for mode in SAGE_MODES],
+    flash=_name_of(overrides.flash()) == "flash",
+    unknown=["of its own" in chosen(override) for override in (
+        overrides.sage("another"), overrides.with_a_condition("pytorch"), overrides.registered("of_a_pack"), report,
+        functools.partial(overrides.backend("pytorch")), lambda func, *args: func(*args),
+    )],
+    installed=[missing(chosen(overrides.sage(mode))) for mode in SAGE_MODES],
+    device=["does not run on cpu" in chosen(make, "cpu") for make in (overrides.sage("auto"), overrides.flash())],
+    refused=[refused(attention_function, name) for name in ("os:system", "attention_basic", "sage", *SAGE_MODES)],
+)  # fmt: skip
+
+# SageAttention needs a GPU: a module that writes down what it is told, and attends exactly.
+told = []
+
+
+def sageattn(q, k, v, *, tensor_layout="HND", is_causal=False, sm_scale=None, **settings):
+    told.append((tensor_layout, q.dtype, settings))
+    return torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=sm_scale).to(q.dtype)
+
+
+for package in ("sageattention", "sageattn3"):
+    sys.modules[package] = stand_in = ModuleType(package)
+    stand_in.__spec__ = object()
+    vars(stand_in).update({mode.function: sageattn for mode in SAGE_MODES.values()})
+installed.cache_clear()
+torch.manual_seed(0)
+qkv = [torch.randn(2, 7, 6 * 8), torch.randn(2, 9, 6 * 8), torch.randn(2, 9, 6 * 8)]
+split = [t.unflatten(-1, (6, 8)).transpose(1, 2) for t in qkv]
+grouped = [split[0], *(t[:, :2] for t in split[1:])]
+mask = torch.rand(2, 1, 7, 9) > 0.3
+
+
+def close(name, tensors, **options):
+    expected = attention_pytorch(*tensors, 6, **options)
+    out = attention_function(name)(*tensors, 6, **options)
+    return out.shape == expected.shape and out.dtype == expected.dtype and (out - expected).abs().max().item() < 2e-3
+
+
+report(
+    name="attention called",
+    layouts=[close(name, qkv) and close(name, split, skip_reshape=True)
+             and close(name, qkv, skip_output_reshape=True) for name in SAGE_MODES],
+    grouped=[close(name, grouped, skip_reshape=True, enable_gqa=True) for name in SAGE_MODES],
+    scaled=[close(name, qkv, scale=0.1) for name in SAGE_MODES],
+    half=all(dtype == torch.float16 for _, dtype, _ in told),
+    settings=all(any(settings == mode.settings for *_, settings in told) for mode in SAGE_MODES.values()),
+    masked=[close(name, qkv, mask=mask) for name in SAGE_MODES],
+    exact=[torch.equal(attention_function(name)(*qkv, 6, low_precision_attention=False), attention_pytorch(*qkv, 6))
+           for name in SAGE_MODES],
+)  # fmt: skip
 finish()

@@ -13,7 +13,7 @@ def reports():
     return {r.pop("name"): r for r in run_ranks(Path(__file__).with_name("patch_ranks.py"), 1, preload=COMFY)}
 
 
-@pytest.mark.parametrize("name", ["network", "patches", "residuals"])
+@pytest.mark.parametrize("name", ["network", "patches", "residuals", "attention read", "attention called"])
 def test_rebuilt(name, reports):
     for what, value in reports[name].items():
         assert value is True or (isinstance(value, list) and value and all(value)), what

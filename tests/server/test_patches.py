@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from support import families
 from support.graphs import GUIDED_FLUX, NodeCase, NodeSpec, Prompt, family_prompt, flux_prompt, wan_prompt
 from support.worlds import on_ranks
@@ -143,6 +144,30 @@ def test_mirrored_patch(name, served, world, server, family_checkpoints):
         assert (plain - expected).abs().max() > 1e-2 * plain.std()
 
 
+ATTENTION = {  # other functions than the one that ComfyUI takes on a CPU
+    "as ComfyUI sets it": {"kind": "backend", "name": "pytorch"},
+    "as a pack sets it": {"kind": "selector", "name": "split"},
+    "past ComfyUI's wrapper": {"kind": "per model", "name": "pytorch"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "served", "world"),
+    [on_ranks(2 + i % 2, name, "sd15", id=f"{name}-{2 + i % 2} ranks") for i, name in enumerate(ATTENTION)],
+)
+def test_attention_that_a_node_chose(name, served, world, server, family_checkpoints):
+    """In the model as it is, and in compiled blocks. The functions round differently; each does so alike every time."""
+    node, graph = ("TestAttention", ATTENTION[name]), partial(flux_prompt, width=72, tokens=13)
+    expected = stock(server, name, graph(model_nodes=[node]))
+    for nodes in ([], [("TestPatch", {"kind": "compile_eager"})]):
+        default, out = (
+            latent(server, graph(cp={"world_size": world, "ulysses_degree": world}, after_apply=[*chosen, *nodes]))
+            for chosen in ([], [node])
+        )
+        assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+        assert not torch.equal(out, default)
+
+
 REFUSED = {
     "FluxKVCache": (NodeCase("FluxKVCache"), ["Flux KV Cache", "earlier steps"]),
     "HyperTile": (
@@ -157,6 +182,14 @@ REFUSED = {
     "a node of another pack": (
         NodeCase("TestPatch", {"kind": "attn1_output_patch"}),
         ["a node of context-parallel-test-nodes", "attn1_output_patch"],
+    ),
+    "attention of a pack's own": (
+        NodeCase("TestAttention", {"kind": "with a condition", "name": "pytorch"}),
+        ["replaced the attention function by one of its own", "Patch Sage Attention KJ"],
+    ),
+    "attention that needs a GPU": (
+        NodeCase("TestAttention", {"kind": "sage", "name": "sageattn_qk_int8_pv_fp8_cuda++"}),
+        ["a node of comfyui-kjnodes chose the attention function sageattn_qk_int8_pv_fp8_cuda++", "does not run on cpu"],
     ),
 }
 

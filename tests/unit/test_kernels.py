@@ -131,7 +131,7 @@ def test_sage_where_it_returns_the_log_sum_exp(monkeypatch, sageattn, dim, chose
         module.__spec__, module.sageattn = object(), sageattn
     monkeypatch.setitem(sys.modules, "sageattention", module)
     monkeypatch.setattr(kernels, "_torch_can", lambda check, *_: check == "can_use_flash_attention")
-    for remembered in (kernels._installed, kernels._sage_returns_lse):
+    for remembered in (kernels.installed, kernels._sage_returns_lse):
         remembered.cache_clear()
     try:
         with FakeTensorMode():  # tensors of a device that this machine need not have
@@ -141,7 +141,7 @@ def test_sage_where_it_returns_the_log_sum_exp(monkeypatch, sageattn, dim, chose
                 out, lse = attend_with_lse(q, k, k, kernel="sage")
                 assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     finally:
-        for remembered in (kernels._installed, kernels._sage_returns_lse):
+        for remembered in (kernels.installed, kernels._sage_returns_lse):
             remembered.cache_clear()
 
 

@@ -48,7 +48,7 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     if config.world_size == 1:
         log.info("context parallelism over one device: the model passes through")
         return without_context_parallel(model)
-    obstacle = model_obstacle(model)
+    obstacle = model_obstacle(model, config.device_type)
     if obstacle is not None:
         if config.on_unsupported == "error":
             raise UnsupportedError(f"Apply Context Parallel: {obstacle}")

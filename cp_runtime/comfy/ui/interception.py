@@ -17,8 +17,17 @@ from torch import device as torch_device
 
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
+from ...pool.config import RuntimeConfig
+from ..wire.attention import OPTION as ATTENTION
 from .node_patches import PatchSet
-from .obstacles import control_obstacle, options_obstacle, other_options_obstacle, patcher_obstacle, patches_of_call
+from .obstacles import (
+    attention_of_call,
+    control_obstacle,
+    options_obstacle,
+    other_options_obstacle,
+    patcher_obstacle,
+    patches_of_call,
+)
 from .workers import DenoiseCall
 
 # Entries of transformer_options that only code of the UI process reads: functions, and ids of its bookkeeping.
@@ -28,6 +37,8 @@ _SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, torch_device, lis
 
 class Owner(Protocol):
     """What a patcher does for its interception."""
+
+    cp_config: RuntimeConfig
 
     def call_workers(self, call: DenoiseCall) -> Any: ...
     def refuse_call(self, obstacle: str) -> None: ...
@@ -61,10 +72,13 @@ class WorkerForward:
         latent = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]  # nested: video, audio
         try:
             patches = self._accepted_patches(owner, arguments, options, latent)
+            attention = attention_of_call(options, owner.cp_config.device_type)
         except UnsupportedError as error:
             obstacle = str(error)
         else:
             plain = {k: v for k, v in options.items() if k not in _UI_ONLY and isinstance(v, _SENDABLE)}
+            if attention is not None:
+                plain[ATTENTION] = attention
             arguments["transformer_options"] = {**plain, **patches.encoded}
             return owner.call_workers(
                 DenoiseCall(method=self.method, arguments=arguments, leading=self.leading, device=latent.device, patches=patches)
@@ -120,9 +134,10 @@ class GuardedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.owner()
-        obstacle = options_obstacle(kwargs.get("transformer_options") or {}, self.model)
-        if owner is not None and obstacle is not None:
-            owner.refuse_call(obstacle)
+        if owner is not None:
+            obstacle = options_obstacle(kwargs.get("transformer_options") or {}, self.model, owner.cp_config.device_type)
+            if obstacle is not None:
+                owner.refuse_call(obstacle)
         return self.stock(*args, **kwargs)
 
 

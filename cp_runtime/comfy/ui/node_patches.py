@@ -86,9 +86,9 @@ def _check(entry: tuple[str, str, Any, Any], model: nn.Module) -> Patch:
     if known is None:
         node = node_of(patch)
         reason = REFUSED.get(node, "the workers do not have that code")
-        raise UnsupportedError(f"{_display(node)} patched the transformer ({kind}: {name}) and {reason}.")
+        raise UnsupportedError(f"{display_name(node)} patched the transformer ({kind}: {name}) and {reason}.")
     if type(model).__name__ in known.unless:
-        node = _display(known.node or node_of(patch))
+        node = display_name(known.node or node_of(patch))
         raise UnsupportedError(f"{node} ({kind}: {name}) cannot be applied to a part of the tokens of {type(model).__name__}.")
     return known
 
@@ -116,7 +116,8 @@ def node_of(patch: Any) -> str:
     return next(found, f"a node of {pack or module}")
 
 
-def _display(node: str) -> str:
+def display_name(node: str) -> str:
+    """What the user calls a node."""
     names = getattr(sys.modules.get("nodes"), "NODE_DISPLAY_NAME_MAPPINGS", {})
     return str(names.get(node) or node)
 

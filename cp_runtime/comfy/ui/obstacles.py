@@ -17,6 +17,7 @@ from ...compat import has_hooks
 from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, class_name, plan_for
 from ..wire.weight_patches import encode_weight_patches
+from .attention import attention_of
 from .compiled import compile_of, is_known
 from .node_patches import PatchSet
 from .recipes import recipe_of
@@ -27,8 +28,8 @@ _READING_WEIGHTS = (comfy.controlnet.ControlLora, comfy.controlnet.QwenFunContro
 _BASE_PATCHES_REFUSED = ("diffusion_model", "manual_cast_dtype")
 
 
-def model_obstacle(patcher: Any) -> str | None:
-    """Return why this ModelPatcher cannot run on the workers, or None. Known before sampling starts."""
+def model_obstacle(patcher: Any, device_type: str) -> str | None:
+    """Return why this ModelPatcher cannot run on ranks of a device type, or None. Known before sampling starts."""
     model = patcher.model.diffusion_model
     if hasattr(model, "_orig_mod"):
         return f"the model was compiled with torch.compile, which the workers do not repeat. {_REMEDY}"
@@ -39,7 +40,7 @@ def model_obstacle(patcher: Any) -> str | None:
     except (UnsupportedError, PlanError, MirrorError) as error:
         return str(error)
     return (
-        options_obstacle(patcher.model_options.get("transformer_options", {}), model)
+        options_obstacle(patcher.model_options.get("transformer_options", {}), model, device_type)
         or patcher_obstacle(patcher)
         or next(_replaced_code(model), None)
     )
@@ -50,10 +51,11 @@ def patcher_obstacle(patcher: Any) -> str | None:
     return next(_attached(patcher), None)
 
 
-def options_obstacle(options: dict[str, Any], model: nn.Module) -> str | None:
+def options_obstacle(options: dict[str, Any], model: nn.Module, device_type: str) -> str | None:
     """Return what in `transformer_options` cannot run on the workers, or None."""
     try:
         patches_of_call(options, model)
+        attention_of_call(options, device_type)
     except UnsupportedError as error:
         return str(error)
     return other_options_obstacle(options)
@@ -67,10 +69,16 @@ def patches_of_call(options: Mapping[str, Any], model: nn.Module, latent: Tensor
         raise UnsupportedError(f"{error} {_REMEDY}") from error
 
 
+def attention_of_call(options: Mapping[str, Any], device_type: str) -> str | None:
+    """`attention_of`, with a remedy in its errors."""
+    try:
+        return attention_of(options, device_type)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error} {_REMEDY}") from error
+
+
 def other_options_obstacle(options: Mapping[str, Any]) -> str | None:
-    """Return what in `transformer_options`, besides patches, cannot run on the workers, or None."""
-    if "optimized_attention_override" in options:
-        return f"a node replaced the attention function, which the workers do not have. {_REMEDY}"
+    """Return what in `transformer_options`, besides patches and attention, cannot run on the workers, or None."""
     if options.get("ar_state") is not None:
         return f"autoregressive sampling keeps state inside the transformer. {_REMEDY}"
     return None

@@ -107,7 +107,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
         self.cp_local = False
         release(self, self.model.diffusion_model)
-        obstacle = self.cp_conditions_obstacle or model_obstacle(self)
+        obstacle = self.cp_conditions_obstacle or model_obstacle(self, self.cp_config.device_type)
         if obstacle is not None:
             self.refuse(obstacle)
             return super().partially_load(device_to, extra_memory, force_patch_weights)

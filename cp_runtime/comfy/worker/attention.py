@@ -16,19 +16,28 @@ from torch import Tensor
 from ...engine.attention.context_parallel import Attend
 from ...engine.attention.opaque import PLACE, Server, attention
 from ...engine.call import RunningCall
+from ..wire.attention import SAGE_MODES, attention_function
 
-KERNEL_OF = {"attention_sage": "sage", "attention_flash": "flash_attn"}
+KERNEL_OF = {
+    "attention_sage": "sage",
+    "attention_flash": "flash_attn",
+    **{name: mode.kernel for name, mode in SAGE_MODES.items()},
+}
 # These add a boolean mask to the scores as 0 and 1. Other kernels hide keys; a ring must do as the user's backend does.
 ADD_BOOLEAN_MASKS = ("attention_sub_quad", "attention_split")
 
 
-def attention_override(call: RunningCall) -> Callable[..., Tensor]:
+def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
     """Return a function for `transformer_options["optimized_attention_override"]`.
 
     It has the signature of ComfyUI's attention functions: q, k, v are `[B, L, heads * D]`, or `[B, heads, L, D]` with
     `skip_reshape`; the output is `[B, L, heads * D]`, or `[B, heads, L, D]` with `skip_output_reshape`. In a compiled block it says
     nothing about the call, and becomes the operator that `compiled_attention` serves.
+
+    Args:
+        chosen: the function to attend with, where a node chose one for this model; None = the one that the model asks for.
     """
+    backend = getattr(chosen, "__name__", "")
 
     def override(
         func: Callable[..., Tensor],
@@ -42,6 +51,7 @@ def attention_override(call: RunningCall) -> Callable[..., Tensor]:
         skip_output_reshape: bool = False,
         **kwargs: Any,
     ) -> Tensor:
+        func = chosen or func
         compiling = torch.compiler.is_compiling()
         if not compiling and call.attention_is_local:
             return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
@@ -52,7 +62,7 @@ def attention_override(call: RunningCall) -> Callable[..., Tensor]:
             q, k, v = (t.reshape(*t.shape[:2], -1, head_dim) for t in (q, k, v))  # SD3 leaves v `[B, L, heads, D]`
         if compiling:
             out_BLHD = attention(
-                q, k, v, mask, func.__name__, kwargs.get("scale"), attn_precision, kwargs.get("enable_gqa", False),
+                q, k, v, mask, backend or func.__name__, kwargs.get("scale"), attn_precision, kwargs.get("enable_gqa", False),
                 kwargs.get("low_precision_attention", True), PLACE.local > 0,
             )  # fmt: skip
         else:
@@ -79,7 +89,7 @@ def compiled_attention(call: RunningCall) -> Server:
         low_precision: bool,
         local: bool,
     ) -> Tensor:
-        func = getattr(functions, backend)
+        func = getattr(functions, backend, None) or attention_function(backend)
         kwargs: dict[str, Any] = {"low_precision_attention": low_precision}
         if scale is not None:
             kwargs["scale"] = scale

@@ -20,6 +20,8 @@ from ...engine.state import CallState
 from ...engine.weights.sharded import ShardedWeights
 from ...errors import PlanError
 from ...families.family import FamilyPlan
+from ..wire.attention import OPTION as ATTENTION
+from ..wire.attention import attention_function
 from ..wire.node_patches import OPTION
 from .attention import attention_override, compiled_attention
 from .node_patches import decode_node_patches
@@ -41,15 +43,16 @@ def run_sharded(
     """
     plan = installed.plan
     with installed.call(mesh, planner, on_module, weights) as call:
-        override = attention_override(call)
-        options = {**(arguments.get("transformer_options") or {}), "optimized_attention_override": override}
+        options = {**(arguments.get("transformer_options") or {})}
+        chosen = options.pop(ATTENTION, None)
+        options["optimized_attention_override"] = attention_override(call, chosen and attention_function(chosen))
         if OPTION in options:
             options |= decode_node_patches(options.pop(OPTION), call)
         named = {**arguments, "transformer_options": options}
         call.state.arguments = named
         if arguments.get("control") is not None:
             named["control"] = _local_control(arguments, call.state, plan)
-        with _attention_by_name(plan.attention_names, override), serving(compiled_attention(call)):
+        with _attention_by_name(plan.attention_names, attention_override(call)), serving(compiled_attention(call)):
             return installed.forward(forward, **named), call.state
 
 

@@ -141,7 +141,7 @@ def _expanded(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 @cache
-def _installed(module: str) -> Any:
+def installed(module: str) -> Any:
     """A module that the user may have; None if it is missing or does not load."""
     try:
         return importlib.import_module(module) if importlib.util.find_spec(module) else None
@@ -152,7 +152,7 @@ def _installed(module: str) -> Any:
 @cache
 def _sage_returns_lse() -> bool:
     """Whether an installed SageAttention gives the log-sum-exp. Version 1 takes any keyword, and returns the output alone."""
-    sage = _installed("sageattention")
+    sage = installed("sageattention")
     return sage is not None and "return_lse" in inspect.signature(sage.sageattn).parameters
 
 
@@ -173,12 +173,12 @@ def _torch_can(check: str, q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     transposed = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse, _ = _installed("flash_attn").flash_attn_func(*transposed, softmax_scale=scale, return_attn_probs=True)
+    out, lse, _ = installed("flash_attn").flash_attn_func(*transposed, softmax_scale=scale, return_attn_probs=True)
     return out.transpose(1, 2), lse
 
 
 def _sage(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    out, lse = _installed("sageattention").sageattn(q, k, v, tensor_layout="HND", sm_scale=scale, return_lse=True)
+    out, lse = installed("sageattention").sageattn(q, k, v, tensor_layout="HND", sm_scale=scale, return_lse=True)
     return out, lse
 
 
@@ -235,7 +235,7 @@ def _cpu_can(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("flash_attn", _flash_attn, lambda q, k, m: _plain_half(q, k, m) and _installed("flash_attn") is not None),
+    Kernel("flash_attn", _flash_attn, lambda q, k, m: _plain_half(q, k, m) and installed("flash_attn") is not None),
     Kernel("sage", _sage, lambda q, k, m: _plain_half(q, k, m) and q.shape[-1] <= 128 and _sage_returns_lse(), on_request=True),
     Kernel("flash", _flash, lambda q, k, m: _plain_half(q, k, m) and _torch_can("can_use_flash_attention", q, k, m)),
     Kernel(

@@ -3,6 +3,7 @@
 Loaded by the server under test, never by pytest. All random content comes from the `seed` of the node alone.
 """
 
+from .attention import TestAttention
 from .child import TestChild
 from .conditioning import TestConditioning, TestControl
 from .encoders import TestClip, TestClipVision, TestImage, TestVae
@@ -12,8 +13,8 @@ from .patch import TestPatch
 from .stand_ins import TestCodec, TestEncoder, TestSaveModelPatch, TestSound, TestSplats, TestVision
 
 NODES = (
-    TestChild, TestClip, TestClipVision, TestCodec, TestConditioning, TestControl, TestEncoder, TestImage, TestLatent,
-    TestLatentPart, TestModelPatch, TestMultiTalk, TestPatch, TestSaveModelPatch, TestSound, TestSplats, TestVae,
+    TestAttention, TestChild, TestClip, TestClipVision, TestCodec, TestConditioning, TestControl, TestEncoder, TestImage,
+    TestLatent, TestLatentPart, TestModelPatch, TestMultiTalk, TestPatch, TestSaveModelPatch, TestSound, TestSplats, TestVae,
     TestVision,
 )  # fmt: skip
 NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}
