@@ -12,10 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.graphs import flux_prompt
-from support.server import ComfyServer
+from support.server import CUSTOM_NODES, ComfyServer
 
 TOLERANCE = 2e-4
 CP = {"world_size": 2}
+FACTORY_PACK = Path(__file__).parents[1] / "support" / "factory_pack"
 FP8 = {"weight_dtype": "fp8_e4m3fn"}
 
 
@@ -35,8 +36,14 @@ def models(checkpoints_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def file_server(comfyui_path, models):
-    with ComfyServer(comfyui_path, models=models) as running:
+def pack(tmp_path_factory):
+    """A node pack that tests may change."""
+    return shutil.copytree(FACTORY_PACK, tmp_path_factory.mktemp("packs") / "factory")
+
+
+@pytest.fixture(scope="module")
+def file_server(comfyui_path, models, pack):
+    with ComfyServer(comfyui_path, models=models, custom_nodes={**CUSTOM_NODES, "test-factory.pack": pack}) as running:
         yield running
 
 
@@ -141,3 +148,48 @@ def test_a_file_that_is_cut_off_does_not_end_comfyui(file_server, models, placem
     assert (latent(file_server) == stock).all()
     out = latent(file_server, cp=cp)
     assert (out - stock).abs().max() <= TOLERANCE * stock.std()
+
+
+def by_factory(kind: str = "plain", weight_dtype: str = "default", cp: dict | None = None) -> dict:
+    """A graph whose model comes from a loader of another pack."""
+    prompt = flux_prompt(cp=cp)
+    inputs = {"unet_name": "flux.safetensors", "kind": kind, "weight_dtype": weight_dtype}
+    prompt["loader"] = {"class_type": "TestFactoryLoader", "inputs": inputs}
+    return prompt
+
+
+@pytest.mark.parametrize(("kind", "weight_dtype"), [("plain", "default"), ("in a list", "fp8_e4m3fn")])
+@pytest.mark.parametrize("weights", ["whole", "sharded"])
+def test_a_loader_of_another_pack(file_server, kind, weight_dtype, weights):
+    """The ranks call the pack's own function, which changes a weight, and import nothing of the pack that needs a server."""
+    expected = file_server.latent(file_server.run(by_factory(kind, weight_dtype)).check())
+    out = file_server.latent(file_server.run(by_factory(kind, weight_dtype, {**CP, "weights": weights}), timeout=120).check())
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert (latent(file_server, weight_dtype=weight_dtype) - expected).abs().max() > 0.05 * expected.std()
+
+
+LOADERS = {
+    "by name": "its arguments name no model file by its whole path",
+    "of an object": "is a builtins.object, which cannot be sent",
+    "in init": "it stands in the __init__.py of its pack",
+    "a method": "it does not stand at the top of a module",
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_loaders_of_other_packs_that_cannot_be_repeated(file_server, kind):
+    said = file_server.run(by_factory(kind, cp=CP)).error.exception_message
+    assert LOADERS[kind] in said
+    assert "Use Load Diffusion Model or Load Checkpoint" in said
+
+
+@pytest.mark.parametrize("file", ["loaders.py", "scale.py"])
+def test_a_loader_of_another_pack_that_changed_on_disk(file_server, pack, file):
+    """Its own file, and one that it imports: ComfyUI has the old code, and workers that start now would get the new one."""
+    before = (pack / file).read_text()
+    try:
+        (pack / file).write_text(before.replace("weight", "wait"))
+        said = file_server.run(by_factory(cp={"world_size": 3})).error.exception_message
+    finally:
+        (pack / file).write_text(before)
+    assert f"{file} changed on disk after ComfyUI had imported it. Restart ComfyUI" in said

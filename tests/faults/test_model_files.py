@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from support.evil import Evil
 from support.faults import note
 from support.graphs import flux_prompt
 
-from cp_runtime.comfy.wire.recipe import file_stamp
+from cp_runtime.comfy.wire.recipe import file_digest, file_stamp
 from cp_runtime.errors import RankError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.site import WorkerSite
@@ -40,7 +41,7 @@ def model_ranks(comfyui_path, shelf):
     config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2)
     site = WorkerSite(
         service="comfy.worker.service",
-        arguments={"model_folders": [str(shelf / "models" / "diffusion_models")]},
+        arguments={"model_folders": [str(shelf / "models" / "diffusion_models")], "node_folders": [str(shelf / "packs")]},
         path=(str(comfyui_path),),
         argv=("main.py", "--cpu", "--base-directory", str(shelf)),
     )
@@ -128,6 +129,93 @@ def test_the_workers_call_the_known_loaders_only(loader, model_ranks, shelf):
 def test_the_workers_take_the_known_options_only(options, model_ranks, shelf):
     said = mirror(model_ranks, str(shelf / "models" / "diffusion_models" / "flux.safetensors"), options=options)
     assert said.startswith("MirrorError: ")
+
+
+PACK_FILE = """
+import pathlib
+import comfy.sd
+pathlib.Path({marker!r}).touch()
+class Loader: pass
+def load(path):
+    return comfy.sd.load_diffusion_model(path)
+"""
+
+
+@pytest.fixture
+def pack(shelf, tmp_path):
+    """A file in the folder of node packs that notes that it was imported, and the recipe of a model that it loads."""
+    file, marker = shelf / "packs" / "pack" / f"p{time.monotonic_ns()}.py", tmp_path / "marker"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(PACK_FILE.format(marker=str(marker)))
+    shutil.copy(file, shelf / "elsewhere")
+    model = str(shelf / "models" / "diffusion_models" / "flux.safetensors")
+    stamp = list(file_stamp(model))
+    factory = {
+        "file": str(file), "function": "load", "arguments": [model], "place": None,
+        "sources": [[str(file), file_digest(str(file))]], "models": [[model, stamp]],
+    }  # fmt: skip
+    return factory, marker, model
+
+
+def test_the_workers_call_loaders_of_node_packs(model_ranks, pack):
+    factory, marker, model = pack
+    assert mirror(model_ranks, model, loader="factory", factory=factory) == ""
+    assert marker.exists()
+
+
+def elsewhere(factory):
+    file = factory["file"].replace("/packs/pack/", "/elsewhere/")
+    return {"file": file, "sources": [[file, file_digest(file)]]}
+
+
+FORGED = {
+    "a file outside of the packs": (elsewhere, "outside of ComfyUI's folders of node packs"),
+    "two dots": (
+        lambda f: elsewhere(f) | {"file": (bad := f["file"].replace("/pack/", "/../elsewhere/")), "sources": [[bad, "0"]]},
+        "outside of ComfyUI's folders of node packs",
+    ),
+    "a file without a digest": (lambda f: {"sources": []}, "without the digest"),
+    "another digest": (lambda f: {"sources": [[f["file"], "0" * 64]]}, "changed on disk after ComfyUI had imported it"),
+    "another model file": (lambda f: {"models": [["/etc/hostname", list(file_stamp("/etc/hostname"))]]}, "model folders"),
+    "a path beside the model files": (lambda f: {"arguments": [*f["arguments"], "/etc/hostname"]}, "is no model file of it"),
+    "a path inside of an argument": (lambda f: {"arguments": [{"$dict": [["x", "/etc/hostname"]]}]}, "is no model file of it"),
+    "a list for a name": (lambda f: {"function": ["load"]}, "malformed recipe"),
+    "a number for the sources": (lambda f: {"sources": 5}, "malformed recipe"),
+    "a text for a stamp": (lambda f: {"models": ["x"]}, "malformed recipe"),
+    "one field too many": (lambda f: {"code": "x"}, "malformed recipe"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_forged_loaders_of_node_packs_are_refused_before_anything_of_them_runs(case, model_ranks, pack):
+    factory, marker, model = pack
+    change, words = FORGED[case]
+    said = mirror(model_ranks, model, loader="factory", factory={**factory, **change(factory)})
+    assert said.startswith("MirrorError: ")
+    assert words in said
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"function": "Loader"}, "has no function 'Loader'"),
+        ({"function": "comfy"}, "has no function"),
+        ({"arguments": []}, "TypeError"),
+    ],
+)
+def test_names_in_node_packs_that_are_no_loaders(change, words, model_ranks, pack):
+    factory, _, model = pack
+    assert words in mirror(model_ranks, model, loader="factory", factory={**factory, **change})
+    assert mirror(model_ranks, model) == ""
+
+
+@pytest.mark.parametrize("loader", ["load_diffusion_model", "load", None])
+def test_a_loader_has_one_name(loader, model_ranks, pack):
+    factory, marker, model = pack
+    assert mirror(model_ranks, model, loader=loader, factory=factory).startswith("MirrorError: unknown loader")
+    assert mirror(model_ranks, model, loader="factory").startswith("MirrorError: unknown loader")
+    assert not marker.exists()
 
 
 def test_the_workers_run_nothing_in_a_checkpoint(model_ranks, shelf, tmp_path):

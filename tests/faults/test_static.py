@@ -92,9 +92,14 @@ FORBIDDEN_METHODS = frozenset(
 # Code by name, each with its reason.
 DYNAMIC_IMPORTS = {
     ("cp_runtime/comfy/wire/modules.py", "find"): "callers let names in PACKAGES and MIRRORED through, and no others",
+    (
+        "cp_runtime/comfy/worker/factory.py",
+        "_imported",
+    ): "a file in ComfyUI's folders of node packs, by the digest of what ComfyUI has",
     ("cp_runtime/engine/attention/kernels.py", "installed"): "callers pass literals, or a name of SAGE_MODES",
     ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
     ("cp_runtime/pool/fork_server.py", "import_by_name"): "a constant, or what the owner of the pool names",
+    ("cp_runtime/pool/fork_server.py", "load_package"): "this package itself",
     ("cp_runtime/pool/worker.py", "start"): "the owner of the pool names the module, among those of this package",
     ("cp_runtime/comfy/worker/sharded.py", "_attention_by_name"): "the names are in the plan tables",
 }
@@ -182,6 +187,7 @@ class Offences(ast.NodeVisitor):
             self.offence(node, "a shell")
         literal = bool(node.args) and isinstance(node.args[0], ast.Constant)
         dynamic = name in ("importlib.import_module", "import_module") and not literal
+        dynamic |= name.endswith("spec_from_file_location")
         if dynamic and (self.file, self.inside[-1]) not in DYNAMIC_IMPORTS:
             self.offence(node, "imports a module by a name from elsewhere")
         if name == "getattr" and len(node.args) > 1 and self.dotted(node.args[0]) in ("builtins", "__builtins__", "os", "sys"):
@@ -243,6 +249,7 @@ BAD_SNIPPETS = [
     "from aiohttp import web\nweb.run_app(a)",
     "import importlib\nimportlib.import_module(name)",
     "from importlib import import_module\nimport_module(name)",
+    "import importlib.util\nimportlib.util.spec_from_file_location(name, path)",
     "assert x > 0, 'a check'",
     "import yaml",
 ]

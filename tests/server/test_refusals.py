@@ -81,7 +81,7 @@ def test_patches_inside_run_on_a_single_device_when_asked(kind, place, off_serve
     ("kind", "words"),
     [
         ("no_recipe", "the loader of this Flux model left no recipe"),
-        ("foreign_recipe", "_no_recipe is not one that the workers may call"),
+        ("foreign_recipe", "_no_recipe: among its arguments, [0] is a comfy.model_patcher.ModelPatcher"),
         ("multigpu", "MultiGPU CFG Split"),
         ("subclass", "OtherPatcher of another node pack"),
         ("on_load", "runs code whenever the model is loaded"),

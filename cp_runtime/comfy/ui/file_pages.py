@@ -27,8 +27,9 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
     model = patcher.model
     if comfy.memory_management.aimdo_enabled or patcher.backup or model.current_weight_patches_uuid is not None:
         return 0  # mapped already, or in use by a branch that runs without context parallelism
-    if not recipe.options.keys().isdisjoint(DTYPE_OPTIONS) or not recipe.path.lower().endswith(MAPPED):
-        return 0  # the file's pages are not the weights
+    converts = recipe.factory is not None or not recipe.options.keys().isdisjoint(DTYPE_OPTIONS)
+    if converts or not recipe.path.lower().endswith(MAPPED):
+        return 0  # the file's pages are not the weights, or need not be
     fresh, missing, _ = load_recipe(recipe)
     weights = {name: weight for name, weight in fresh.model.diffusion_model.named_parameters() if name not in missing}
     released = 0

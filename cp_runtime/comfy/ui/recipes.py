@@ -10,6 +10,7 @@ import torch
 
 from ...errors import MirrorError
 from ..wire.recipe import DECIDED_BY_WORKER, LOADERS, OPTIONS, FileStamp, Recipe, file_stamp
+from .factories import factory_recipe
 from .model_notes import ModelNotes, notes_of
 
 
@@ -39,10 +40,7 @@ def _read_recipe(patcher: Any, notes: ModelNotes) -> Recipe:
     function, args = init[0], init[1]
     loader = next((known for known in LOADERS if getattr(comfy.sd, known) is function), None)
     if loader is None:
-        raise MirrorError(
-            f"the loader function {function.__module__}.{function.__qualname__} is not one that the workers may call "
-            f"({', '.join(LOADERS)}). Use Load Diffusion Model or Load Checkpoint."
-        )
+        return factory_recipe(init)
     place = 1 if loader == LOADERS[0] else 6
     options = args[place] if len(args) > place else {}
     plain: dict[str, Any] = {}

@@ -32,13 +32,18 @@ PRELOAD_CPU = (*PRELOAD, "cp_runtime.comfy.worker.preload")
 NO_MODELS = ("custom_nodes", "datasets", "configs")  # folders that ComfyUI knows and keeps no weights in
 
 
+def node_folders() -> list[str]:
+    """Where ComfyUI's node packs are."""
+    return sorted(map(os.path.abspath, folder_paths.get_folder_paths("custom_nodes")))
+
+
 def worker_site() -> WorkerSite:
     """What the ranks run, from which ComfyUI, and the folders that they may load models from."""
     registered = {name: folders for name, (folders, _) in folder_paths.folder_names_and_paths.items() if name not in NO_MODELS}
     folders = {os.path.abspath(folder) for folders in registered.values() for folder in folders}
     return WorkerSite(
         service="comfy.worker.service",
-        arguments={"model_folders": sorted(folders)},
+        arguments={"model_folders": sorted(folders), "node_folders": node_folders()},
         path=(os.path.dirname(os.path.dirname(os.path.abspath(comfy.model_management.__file__))),),
         preload=PRELOAD_CPU if args.cpu else PRELOAD,
         # Where another program embeds ComfyUI, the command line is not ComfyUI's.

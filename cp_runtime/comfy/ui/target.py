@@ -10,6 +10,7 @@ from typing import Any
 
 from ...engine.weights.blocks import sizes_of
 from ...errors import MirrorError
+from ..wire.modules import layers_of
 from ..wire.recipe import Recipe
 from ..wire.weight_samples import differing_weight, sample_weights
 from .model_notes import notes_of
@@ -25,6 +26,7 @@ class Target:
         demand: what it takes of the devices.
         samples: returns `comparable_weights`. It takes about 50 µs per weight, so it is called only when the workers have loaded
             the model, and not for every call.
+        layers: returns `layers_of`: a loader of a node pack may make other ones in a process where other settings hold.
     """
 
     recipe: Recipe
@@ -34,6 +36,7 @@ class Target:
     dtype: str
     cast_dtype: str
     samples: Callable[[], Mapping[str, str]] = field(repr=False)
+    layers: Callable[[], str] = field(repr=False)
     demand: Demand = field(repr=False)
 
     @classmethod
@@ -47,6 +50,7 @@ class Target:
             dtype=str(patcher.model.get_dtype()),
             cast_dtype=str(patcher.model.manual_cast_dtype),
             samples=partial(comparable_weights, patcher),
+            layers=partial(layers_of, patcher.model.diffusion_model),
             demand=demand_of(patcher.model, call_memory),
         )
 
@@ -90,6 +94,11 @@ def verify(target: Target, digest: str, replies: list[dict[str, Any]], pids: lis
                 "replaced after ComfyUI had loaded it, or code in ComfyUI's process changed the weight since. Free ComfyUI's model "
                 "and node cache, or restart it, so that it loads the file again; if that does not help, remove the node that "
                 "changes the weight."
+            )
+        if target.recipe.factory is not None and reply["layers"] != target.layers():
+            raise MirrorError(
+                f"{target.recipe.factory.function} made other layers of {file} on rank {rank} (pid {pids[rank]}) than in ComfyUI's "
+                "process. It follows settings that a node has changed there. Use Load Diffusion Model or Load Checkpoint."
             )
         for name, value in expected.items():
             if reply[name] != value:

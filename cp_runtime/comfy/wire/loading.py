@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...compat import state_dict_loader
 from ...engine.weights.files import MAPPED, mapped_tensors
 from ...errors import MirrorError
-from .recipe import DTYPE_OPTIONS, LOADERS, OPTIONS, Recipe, file_stamp
+from .recipe import DTYPE_OPTIONS, FACTORY, LOADERS, OPTIONS, Factory, Recipe, file_stamp
 
 
 class LoadedModel(NamedTuple):
@@ -38,23 +38,26 @@ class FileWeights:
         self.casts: dict[nn.Module, dict[str, torch.dtype]] = {}
 
 
-def load_recipe(recipe: Recipe, *, cast_later: bool = False) -> LoadedModel:
+def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Factory], Any] | None = None) -> LoadedModel:
     """Load a model as its loader did; its weights stay in the file's pages where dtype and shape allow.
 
     Args:
         cast_later: leave weights that the loader would convert in the file's pages, too; see `LoadedModel.casts`.
+        make: calls a function of a node pack; None = no such recipes.
 
     Raises:
         MirrorError: the file is not the one that the UI process loaded, or the recipe is not one that it makes.
     """
     import comfy.sd  # picks the device, so only once that is known
 
-    if recipe.loader not in LOADERS:
+    if recipe.loader not in (LOADERS if recipe.factory is None or make is None else (FACTORY,)):
         raise MirrorError(f"unknown loader {recipe.loader!r}")
     _check_stamp(recipe)
     options = {name: _option(name, value) for name, value in recipe.options.items()}
     with weights_on_host(), file_backed_weights(cast_later) as found:
-        if recipe.loader == LOADERS[0]:
+        if recipe.factory is not None and make is not None:
+            patcher = make(recipe.factory)
+        elif recipe.loader == LOADERS[0]:
             patcher = comfy.sd.load_diffusion_model(recipe.path, options, disable_dynamic=True)
         else:
             patcher = comfy.sd.load_checkpoint_guess_config(
@@ -66,11 +69,13 @@ def load_recipe(recipe: Recipe, *, cast_later: bool = False) -> LoadedModel:
 
 
 def _check_stamp(recipe: Recipe) -> None:
-    if file_stamp(recipe.path) != tuple(recipe.stamp):
-        raise MirrorError(
-            f"{recipe.path} changed on disk after ComfyUI had loaded it. Free ComfyUI's model and node cache, or restart it, "
-            "so that it loads the new file."
-        )
+    others = recipe.factory.models if recipe.factory is not None else ()
+    for path, stamp in ((recipe.path, recipe.stamp), *others):
+        if file_stamp(path) != tuple(stamp):
+            raise MirrorError(
+                f"{path} changed on disk after ComfyUI had loaded it. Free ComfyUI's model and node cache, or restart it, "
+                "so that it loads the new file."
+            )
 
 
 def _option(name: str, value: Any) -> Any:

@@ -6,6 +6,7 @@ up by name in torch and ComfyUI only, and their constructors are not run; nothin
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import re
@@ -63,6 +64,12 @@ def full_name(thing: Any) -> str:
     if os.path.isabs(module) and extras >= 0:
         module = module[extras:].replace(os.sep, ".")
     return f"{module}:{thing.__qualname__}"
+
+
+def layers_of(model: nn.Module) -> str:
+    """Digest of the classes of a model's modules, by name."""
+    classes = [f"{name} {full_name(type(module))}" for name, module in model.named_modules()]
+    return hashlib.sha256("\n".join(classes).encode()).hexdigest()[:16]
 
 
 def find(name: str) -> Any:

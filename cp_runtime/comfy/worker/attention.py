@@ -37,7 +37,6 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
     Args:
         chosen: the function to attend with, where a node chose one for this model; None = the one that the model asks for.
     """
-    backend = getattr(chosen, "__name__", "")
 
     def override(
         func: Callable[..., Tensor],
@@ -62,7 +61,7 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
             q, k, v = (t.reshape(*t.shape[:2], -1, head_dim) for t in (q, k, v))  # SD3 leaves v `[B, L, heads, D]`
         if compiling:
             out_BLHD = attention(
-                q, k, v, mask, backend or func.__name__, kwargs.get("scale"), attn_precision, kwargs.get("enable_gqa", False),
+                q, k, v, mask, func.__name__, kwargs.get("scale"), attn_precision, kwargs.get("enable_gqa", False),
                 kwargs.get("low_precision_attention", True), PLACE.local > 0,
             )  # fmt: skip
         else:

@@ -9,10 +9,9 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import comfy.sd  # noqa: F401  (slow: now, and not at the first load)
@@ -35,11 +34,13 @@ from ...nested import stored, tensors
 from ...pool.protocol import read_tensor, unflatten
 from ..wire.compiled import decode_compile
 from ..wire.loading import LoadedModel, load_recipe
+from ..wire.modules import layers_of
 from ..wire.placement import OFFLOADED, WHOLE
-from ..wire.recipe import Recipe
+from ..wire.recipe import Recipe, is_inside
 from ..wire.weight_patches import decode_weight_patches, weight_patches_digest
 from ..wire.weight_samples import sample_weights
 from .batch import share_out, take_items
+from .factory import call_factory
 from .file_weights import FileWeightsPatcher, forget
 from .node_patches import ATTACHED, attach_network
 from .progress import LoadProgress
@@ -116,11 +117,14 @@ class Mirrors:
     Args:
         folders: from which alone models are loaded.
         progress: of bringing weights to the device.
+        node_folders: from which alone loaders of node packs are called.
     """
 
-    def __init__(self, device: torch.device, folders: list[str], progress: LoadProgress) -> None:
+    def __init__(
+        self, device: torch.device, folders: Sequence[str], progress: LoadProgress, node_folders: Sequence[str] = ()
+    ) -> None:
         self.device, self.progress = device, progress
-        self.folders = [Path(folder) for folder in folders]
+        self.folders, self.node_folders = folders, node_folders
         self.entries: dict[str, Mirror] = {}
 
     def load(self, header: dict[str, Any], block: Tensor, mesh: BatchMesh | None = None) -> dict[str, Any]:
@@ -141,7 +145,7 @@ class Mirrors:
         mirror = self.entries.get(key)
         if mirror is None:
             path, ranks = header["recipe"]["path"], None if placement == WHOLE or mesh is None else mesh.weights
-            loaded = self._load_file(Recipe(**header["recipe"]), cast_later=ranks is not None)
+            loaded = self._load_file(Recipe.from_json(header["recipe"]), cast_later=ranks is not None)
             patcher = loaded.patcher
             if ranks is None:
                 FileWeightsPatcher.adopt(patcher, path, self.progress)
@@ -162,6 +166,7 @@ class Mirrors:
             "dtype": str(model.get_dtype()),
             "cast_dtype": str(model.manual_cast_dtype),
             "samples": mirror.samples,
+            "layers": layers_of(mirror.model),
             "bytes": model_management.module_size(model),
             "seconds": time.perf_counter() - began,
         }
@@ -261,16 +266,15 @@ class Mirrors:
             forget(patcher)
 
     def _load_file(self, recipe: Recipe, *, cast_later: bool) -> LoadedModel:
-        # Links inside the model folders may lead anywhere: the user made them.
-        path = Path(os.path.abspath(recipe.path))
-        inside = any(path.is_relative_to(f) or path.resolve().is_relative_to(f.resolve()) for f in self.folders)
-        if self.folders and not inside:
+        path = os.path.abspath(recipe.path)
+        if self.folders and not is_inside(path, self.folders):
             raise MirrorError(
                 f"{path} is outside of ComfyUI's model folders. Move the file into one, or add its folder to ComfyUI's."
             )
-        log.info("loading %s", path.name)
-        recipe = replace(recipe, path=str(path))  # what was checked: behind a link, `..` leads elsewhere
-        return load_recipe(recipe, cast_later=cast_later)
+        log.info("loading %s", os.path.basename(path))
+        recipe = replace(recipe, path=path)  # what was checked: behind a link, `..` leads elsewhere
+        make = partial(call_factory, node_folders=self.node_folders, model_folders=self.folders)
+        return load_recipe(recipe, cast_later=cast_later, make=make)
 
     def _patch(self, mirror: Mirror, header: dict[str, Any], block: Tensor) -> None:
         patches = decode_weight_patches(unflatten(header["patches"], lambda leaf: read_tensor(block, leaf).clone()))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
-    """The service of a rank. `arguments`: `model_folders`, from which alone models are loaded."""
+    """The service of a rank. `arguments`: `model_folders`, from which alone models are loaded; `node_folders` of node packs."""
     comfy.options.enable_args_parsing()  # of the UI process's arguments
     from comfy import cli_args
 
@@ -29,7 +29,9 @@ def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
     from .mirrors import Mirrors
     from .progress import LoadProgress
 
-    return ModelService(worker, Mirrors(worker.device, arguments["model_folders"], LoadProgress(worker.loading_hook())))
+    progress = LoadProgress(worker.loading_hook())
+    mirrors = Mirrors(worker.device, arguments["model_folders"], progress, arguments.get("node_folders", ()))
+    return ModelService(worker, mirrors)
 
 
 class ModelService:
