@@ -5,6 +5,7 @@ They stay in ComfyUI's process, so nothing of them is known here but their names
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -120,11 +121,16 @@ def test_several_nodes_in_a_row(server):
 
 
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_easy_cache_skips_calls(place, server):
-    """A cache that skips nothing would equal the stock graph too."""
-    before = len(server.log_text())
-    server.run(LONG(**{place: [("EasyCache", CACHE)]}, cp=CP), timeout=120).check()
-    assert "EasyCache [verbose] - skipping step" in server.log_text()[before:]
+@pytest.mark.parametrize("cache", ["EasyCache", "LazyCache"])
+def test_steps_that_a_cache_skips_make_no_call(cache, place, server):
+    """ComfyUI decides once for all ranks; a cache in every rank may skip where another one waits for it. One that skips nothing
+    would equal the stock graph too."""
+    before, prompt = len(server.log_text()), LONG(**{place: [(cache, CACHE)]}, cp=CP)
+    prompt["calls"] = {"class_type": "TestWorkerCalls", "inputs": {"latent": ["sampler", 0]}}
+    result = server.run(prompt, timeout=120).check()
+    skipped = int(re.search(rf"{cache} - skipped (\d+)/12 steps", server.log_text()[before:]).group(1))
+    assert 0 < skipped < 12
+    assert result.outputs["calls"]["text"] == [str(12 - skipped)]
 
 
 # --- guiders and sampler nodes ---------------------------------------------------------------------------------------

@@ -314,6 +314,7 @@ SERVED = {"qwen_image_context_parallel": "qwen", "sdxl_cfg_context_parallel": "s
 
 CONDITIONING = {
     "flux_context_parallel": {"tokens": 12, "width": 64, "pooled_width": 64},
+    "flux_easycache_context_parallel": {"tokens": 12, "width": 64, "pooled_width": 64},
     "qwen_image_context_parallel": {"tokens": 9, "width": 48},
     "sdxl_cfg_context_parallel": {"tokens": 7, "width": 32, "pooled_width": 16},
     "wan_context_parallel": {"tokens": 16, "width": 64},

@@ -4,6 +4,7 @@ Loaded by the server under test, never by pytest. All random content comes from 
 """
 
 from .attention import TestAttention
+from .calls import TestWorkerCalls
 from .child import TestChild
 from .conditioning import TestConditioning, TestControl
 from .encoders import TestClip, TestClipVision, TestImage, TestVae
@@ -15,6 +16,6 @@ from .stand_ins import TestCodec, TestEncoder, TestSaveModelPatch, TestSound, Te
 NODES = (
     TestAttention, TestChild, TestClip, TestClipVision, TestCodec, TestConditioning, TestControl, TestEncoder, TestImage,
     TestLatent, TestLatentPart, TestModelPatch, TestMultiTalk, TestPatch, TestSaveModelPatch, TestSound, TestSplats, TestVae,
-    TestVision,
+    TestVision, TestWorkerCalls,
 )  # fmt: skip
 NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}
