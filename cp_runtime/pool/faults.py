@@ -2,7 +2,7 @@
 
 A file `<rank>.json` there, `{"kind": "oom", "at": "module", "module": 3}`, is removed by that rank and takes effect at that place:
 `start`, before it joins the others; `load`, before it loads a model; `weights`, when it has brought that many pieces of a model to
-its device (`module` counts them); `module`, when it enters that planned module of a call.
+its device (`module` counts them); `module`, when it enters that planned module of a call; `compile`, when it begins to compile.
 With `"times": 2` it stays for a second time.
 """
 

@@ -215,6 +215,8 @@ class Worker:
     def compiling(self, part: int) -> None:
         """A part of a model is compiled from now on, the how many-th one; 0 = no more. The time does not count as the command's."""
         self.board.compiling(self.rank, part)
+        if part:
+            inject(self.rank, "compile")
 
     def loading_hook(self) -> Callable[[int | None], None]:
         """Return what is told how many thousandths of a model are loaded, and None when it is."""

@@ -56,6 +56,18 @@ def test_the_node_of_comfyui_in_front_of_the_sampler(pool_server, stock):
     assert pool_server.worker_pids() == pids
 
 
+def test_compiling_does_not_count_as_a_step(pool_server, faults, stock):
+    """It takes twice as long as `step_timeout` on one of the ranks, which hold the model already."""
+    run(pool_server, cp=CP)
+    pids = pool_server.worker_pids()
+    faults.arm(1, "slow", "compile", seconds=4.0)
+    out, compiled = run(pool_server, cp={**CP, "step_timeout": 2.0}, after_apply=[("TestPatch", {"kind": "compile_eager"})])
+    assert faults.waiting == []
+    same(out, stock)
+    assert compiled["kinds"] == {"WanAttentionBlock": 2}
+    assert pool_server.worker_pids() == pids
+
+
 def test_a_node_that_names_blocks_and_a_graph_without_it(pool_server, stock):
     """In front of Apply Context Parallel; the same workers compute without what was compiled in the next prompt."""
     out, compiled = run(pool_server, cp=CP, model_nodes=[("TestPatch", {"kind": "compile_eager"})])

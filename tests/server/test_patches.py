@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
@@ -166,6 +167,26 @@ def test_attention_that_a_node_chose(name, served, world, server, family_checkpo
         )
         assert (out - expected).abs().max() <= TOLERANCE * expected.std()
         assert not torch.equal(out, default)
+
+
+def test_blocks_that_the_compiler_cannot_take(server, family_checkpoints):
+    """Because of what a patch does inside of them. The prompt ends, or they run as they are on all ranks; nothing runs twice."""
+    case = MIRRORED["InfiniteTalk, two speakers"]
+    expected, before = stock(server, "InfiniteTalk, two speakers", case.build()), len(server.log_text())
+    nodes = {"after_apply": [(case.node, case.inputs), ("TestPatch", {"kind": "compile_eager"})], "others": case.others}
+    for _ in range(2):
+        error = server.run(case.graph(cp={"world_size": 2}, **nodes), timeout=120).error.exception_message
+        assert "torch.compile (backend eager) cannot compile WanAttentionBlock: " in error
+        assert "set on_unsupported of CP Config to 'single device': such blocks then run as they are" in error
+    pids = server.worker_pids()
+    for _ in range(2):
+        prompt = case.graph(cp={"world_size": 2, "on_unsupported": "single device"}, node="CPSampler", **nodes)
+        result = server.run(prompt, timeout=120).check()
+        out = server.latent(result, "save")
+        assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+        assert list(json.loads(result.outputs["report"]["text"][0])["compiled"]["left"]) == ["WanAttentionBlock"]
+    assert server.worker_pids() == pids
+    assert server.log_text()[before:].count("blocks of kind WanAttentionBlock run as they are") == 1
 
 
 REFUSED = {
