@@ -7,7 +7,7 @@ from support.package import ROOT
 
 BASE = {"errors", "compat", "nested", "version"}
 ENGINE = {*BASE, "engine"}
-BELOW_COMFY = {*ENGINE, "families", "pool"}
+BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}
 LAYERS = {
     "errors": set(),
     "compat": set(),
@@ -16,6 +16,7 @@ LAYERS = {
     "engine": ENGINE,
     "diffusers": {*ENGINE, "diffusers"},
     "families": {*ENGINE, "families"},
+    "vaes": {*ENGINE, "vaes"},
     "pool": {*ENGINE, "pool"},
     "comfy/wire": {*BELOW_COMFY, "comfy/wire"},
     "comfy/worker": {*BELOW_COMFY, "comfy/wire", "comfy/worker"},

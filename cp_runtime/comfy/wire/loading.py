@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from ...compat import state_dict_loader
 from ...engine.weights.files import MAPPED, mapped_tensors
 from ...errors import MirrorError
-from .recipe import DTYPE_OPTIONS, FACTORY, LOADERS, OPTIONS, Factory, Recipe, file_stamp
+from .recipe import DTYPE_OPTIONS, FACTORY, LOADERS, OPTIONS, VAE_LOADERS, Factory, Recipe, file_stamp
 
 
 class LoadedModel(NamedTuple):
     """A plain (not dynamic) ModelPatcher.
 
     Args:
-        missing: names of the transformer's weights that its file does not have.
-        casts: the dtype that weights of the transformer should have, by name, where they are the file's pages all the same.
+        missing: names of the weights of its network that its file does not have.
+        casts: the dtype that weights of its network should have, by name, where they are the file's pages all the same.
     """
 
     patcher: Any
@@ -50,13 +50,15 @@ def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Fac
     """
     import comfy.sd  # picks the device, so only once that is known
 
-    if recipe.loader not in (LOADERS if recipe.factory is None or make is None else (FACTORY,)):
+    if recipe.loader not in ((*LOADERS, *VAE_LOADERS) if recipe.factory is None or make is None else (FACTORY,)):
         raise MirrorError(f"unknown loader {recipe.loader!r}")
     _check_stamp(recipe)
     options = {name: _option(name, value) for name, value in recipe.options.items()}
     with weights_on_host(), file_backed_weights(cast_later) as found:
         if recipe.factory is not None and make is not None:
             patcher = make(recipe.factory)
+        elif recipe.loader in VAE_LOADERS:
+            patcher = getattr(comfy.sd, recipe.loader)(recipe.path, disable_dynamic=True)
         elif recipe.loader == LOADERS[0]:
             patcher = comfy.sd.load_diffusion_model(recipe.path, options, disable_dynamic=True)
         else:
@@ -64,8 +66,14 @@ def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Fac
                 recipe.path, output_vae=False, output_clip=False, model_options=options, disable_dynamic=True
             )[0]
     _check_stamp(recipe)
-    model = patcher.model.diffusion_model
+    model = network_of(patcher)
     return LoadedModel(patcher, frozenset(found.missing.get(model, ())), found.casts.get(model, {}))
+
+
+def network_of(patcher: Any) -> nn.Module:
+    """What a ModelPatcher is about: the transformer of a diffusion model, or all of a VAE."""
+    network: nn.Module = getattr(patcher.model, "diffusion_model", patcher.model)
+    return network
 
 
 def _check_stamp(recipe: Recipe) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from ...errors import MirrorError
 
 LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
+VAE_LOADERS = ("load_vae_patcher", "load_checkpoint_vae_patcher")
 FACTORY = "factory"
 DTYPE_OPTIONS = ("dtype", "weight_dtype")
 OPTIONS = (*DTYPE_OPTIONS, "fp8_optimizations")
@@ -51,7 +52,7 @@ class Recipe:
     """Everything a worker needs to load the UI's model.
 
     Args:
-        loader: name of a function of `comfy.sd`, one of LOADERS, or FACTORY.
+        loader: name of a function of `comfy.sd`, one of LOADERS or VAE_LOADERS, or FACTORY.
         path: model file.
         options: ComfyUI's `model_options`, plain values only (`dtype` by name).
         stamp: of the file when the UI process had loaded it.

@@ -33,10 +33,11 @@ from ...families.family import FamilyPlan
 from ...nested import stored, tensors
 from ...pool.protocol import read_tensor, unflatten
 from ..wire.compiled import decode_compile
-from ..wire.loading import LoadedModel, load_recipe
+from ..wire.loading import LoadedModel, load_recipe, network_of
 from ..wire.modules import layers_of
 from ..wire.placement import OFFLOADED, WHOLE
 from ..wire.recipe import Recipe, is_inside
+from ..wire.vae import dtypes_of
 from ..wire.weight_patches import decode_weight_patches, weight_patches_digest
 from ..wire.weight_samples import sample_weights
 from .batch import share_out, take_items
@@ -78,9 +79,8 @@ class Mirror:
 
     @property
     def model(self) -> nn.Module:
-        """The transformer."""
-        model: nn.Module = self.patcher.model.diffusion_model
-        return model
+        """The transformer, or the VAE."""
+        return network_of(self.patcher)
 
     @cached_property
     def installed(self) -> InstalledPlan[FamilyPlan]:
@@ -154,17 +154,18 @@ class Mirrors:
                     loaded, path, ranks, header["device_bytes"], self.progress, on_host=placement == OFFLOADED
                 )
             # What the file does not have is not initialised, and differs from process to process.
-            samples = sample_weights(patcher.model.diffusion_model, without=loaded.missing)
+            samples = sample_weights(network_of(patcher), without=loaded.missing)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
             mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes)
         self._patch(mirror, header, block)
         self.entries[key] = mirror
         model = mirror.patcher.model
+        dtype, cast_dtype = dtypes_of(model)
         return {
             "digest": weight_patches_digest(header["patches"], block),
             "patches_uuid": str(mirror.patcher.patches_uuid),
-            "dtype": str(model.get_dtype()),
-            "cast_dtype": str(model.manual_cast_dtype),
+            "dtype": dtype,
+            "cast_dtype": cast_dtype,
             "samples": mirror.samples,
             "layers": layers_of(mirror.model),
             "bytes": model_management.module_size(model),
@@ -187,7 +188,10 @@ class Mirrors:
         Returns:
             the output, and what the call did, for the report.
         """
-        mirror, forward = self._forward_of(header)
+        mirror = self.mirror_of(header)
+        if header["method"] not in METHODS:
+            raise MirrorError(f"a call of {header['method']!r}, which is no forward")
+        forward = getattr(mirror.model, header["method"])
         plan, leading = mirror.installed.plan, header["leading"]
         degree = header["batch_degree"] if plan.batch_is_shared(arguments) else 1
         shares = share_out(arguments, leading, mesh.size, degree, plan.shares_sequence)
@@ -196,9 +200,7 @@ class Mirrors:
         planner = planner_for(sequence.size)
         latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
         needed = mirror.patcher.memory_required(list(latent)) * header["memory_scale"] / sequence.size
-        for other in self.entries.values():
-            if other is not mirror and other.weights is not None:
-                other.weights.free_buffers()
+        self.free_buffers(mirror)
         self.to_device(mirror, needed)
         mirror.compile(
             decode_compile(header["compile"]) if header.get("compile") else None,
@@ -212,14 +214,24 @@ class Mirrors:
                 "compiled": _compiled(mirror),
             }
 
+    def free_buffers(self, mirror: Mirror) -> None:
+        """Have all models but one give back what they hold for the blocks that are on their way."""
+        for other in self.entries.values():
+            if other is not mirror and other.weights is not None:
+                other.weights.free_buffers()
+
     def available(self) -> int | None:
         """Bytes of its device that a model of this rank and its calls could take; None for a CPU."""
         return available(self.device)
 
-    def to_device(self, mirror: Mirror, needed: float) -> None:
-        """Put weights, patches and networks on the device where they are not, and leave `needed` bytes free for a call."""
+    def to_device(self, mirror: Mirror, needed: float, *, networks: bool = True) -> None:
+        """Put weights, patches and networks on the device where they are not, and leave `needed` bytes free for a call.
+
+        Args:
+            networks: of patches of other nodes, too.
+        """
         patcher = mirror.patcher
-        wanted = [patcher, *ATTACHED.values()]
+        wanted = [patcher, *(ATTACHED.values() if networks else ())]
         loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
         there = patcher.model.current_weight_patches_uuid == patcher.patches_uuid and all(id(each) in loaded for each in wanted)
         if not there or room_changes(mirror.reserved, needed, patcher.model.model_lowvram):
@@ -245,14 +257,12 @@ class Mirrors:
             self._drop_network(network)
         _free_dropped()
 
-    def _forward_of(self, header: dict[str, Any]) -> tuple[Mirror, Callable[..., Any]]:
-        """The model of a call, and the method that is called."""
+    def mirror_of(self, header: dict[str, Any]) -> Mirror:
+        """The model of a call."""
         mirror = self.entries.get(header["key"])
         if mirror is None:
             raise MirrorError("the model of this call is not loaded on the workers")
-        if header["method"] not in METHODS:
-            raise MirrorError(f"a call of {header['method']!r}, which is no forward")
-        return mirror, getattr(mirror.model, header["method"])
+        return mirror
 
     def _drop(self, key: str) -> None:
         mirror = self.entries.pop(key, None)

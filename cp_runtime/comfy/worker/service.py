@@ -15,6 +15,7 @@ from ...engine.cost import DegreePlanner
 from ...engine.profiling import CallTraces
 from ...pool.faults import inject
 from ...pool.worker import Handler, Worker
+from ..wire.vae import VAE_METHODS
 
 if TYPE_CHECKING:
     from .mirrors import Mirrors
@@ -88,13 +89,15 @@ class ModelService:
         if header["compile"] and not self._told_when_compiling:
             on_compilation(worker.compiling)
             self._told_when_compiling = True
+        on_module = worker.module_hook(header["cancel_every"])
         with self._traces.call():
-            out, done = self._mirrors.call(
-                header,
-                arguments,
-                worker.mesh,
-                lambda ranks: DegreePlanner(settings, ranks, worker.rates),
-                worker.module_hook(header["cancel_every"]),
-            )
+            if header["method"] in VAE_METHODS:
+                from .vae import call_vae  # brings up ComfyUI, as the mirrors have
+
+                out, done = call_vae(self._mirrors, header, arguments, worker.mesh, on_module)
+            else:
+                out, done = self._mirrors.call(
+                    header, arguments, worker.mesh, lambda ranks: DegreePlanner(settings, ranks, worker.rates), on_module
+                )
             reply = worker.result(out)
         return {**reply, **done, **worker.figures(began)}

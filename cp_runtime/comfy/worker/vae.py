@@ -1,0 +1,103 @@
+"""One call of a VAE on this rank: a part of the rows of every picture, or some of the tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.batch import BatchShares
+from ...engine.mesh import BatchMesh, RankGroup
+from ...engine.rows.plan import run_on_rows
+from ...errors import MirrorError
+from ...vaes import row_plan_for
+from ..wire.vae import INPUT, TILES
+from .mirrors import Mirror, Mirrors
+from .room import room
+
+
+def call_vae(
+    mirrors: Mirrors, header: dict[str, Any], arguments: dict[str, Any], mesh: BatchMesh, on_step: Callable[[], None]
+) -> tuple[Any, dict[str, Any]]:
+    """Decode or encode on all ranks. Returns what rank 0 has of it, and what the call did, for the report.
+
+    Args:
+        arguments: INPUT; `mode`; `dtype` that the VAE computes in, and `out_dtype` of the result; `memory`, bytes that ComfyUI
+            expects of one rank. `exact`: `ratio`, see `run_on_rows`. `tiles`: `shapes` of the results.
+        on_step: called at every convolution, or before every tile: as often on all ranks.
+    """
+    mirror = mirrors.mirror_of(header)
+    mirrors.free_buffers(mirror)
+    mirrors.to_device(mirror, arguments["memory"] * header["memory_scale"], networks=False)
+    run = partial(_run, mirror, header["method"], mirrors.device, arguments["dtype"], arguments["out_dtype"])
+    with torch.inference_mode():
+        if arguments["mode"] == TILES:
+            out: Any = _tiles(
+                run, arguments[INPUT], arguments["shapes"], arguments["out_dtype"], mesh.whole, mirrors.device, on_step
+            )
+            degrees = {"tiles": mesh.size}
+        else:
+            whole: Tensor = arguments[INPUT]
+            shares = BatchShares(math.gcd(whole.shape[0], mesh.size), whole.shape[0], 1, frozenset({INPUT}))
+            sequence = mesh.sequence(shares.groups)
+            part = shares.take({INPUT: whole}, mesh.whole.rank // sequence.size)[INPUT]
+            out = run_on_rows(
+                mirror.model, row_plan_for(mirror.model), run, part, mesh=sequence, ratio=arguments["ratio"],
+                first_only=shares.groups == 1, on_convolution=on_step,
+            )  # fmt: skip
+            out = shares.gather(out, mesh)
+            degrees = {"rows": sequence.size, "batch": shares.groups}
+    return out, {
+        "degrees": degrees,
+        "tokens": {},
+        "predicted": {"seconds": 0.0, "bytes": 0},
+        "room": room(mirrors.device),
+        "compiled": {"kinds": {}, "left": {}},
+    }
+
+
+def _run(mirror: Mirror, method: str, device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype, x: Tensor) -> Tensor:
+    """The VAE's own method. What it is given may lie in memory that other processes read."""
+    out: Tensor = getattr(mirror.model, method)(x.to(device=device, dtype=dtype, copy=True))
+    return out.to(device=device, dtype=out_dtype)
+
+
+def _tiles(
+    run: Callable[[Tensor], Tensor],
+    tiles: list[Tensor],
+    shapes: list[list[int]],
+    dtype: torch.dtype,
+    group: RankGroup,
+    device: torch.device,
+    on_step: Callable[[], None],
+) -> list[Tensor] | None:
+    """Run every rank's tiles, and bring all results to rank 0."""
+    mine = range(group.rank, len(tiles), group.size)
+    parts = [torch.empty(0, dtype=dtype, device=device)]
+    for turn in range(math.ceil(len(tiles) / group.size)):
+        on_step()
+        if turn >= len(mine):
+            continue
+        out = run(tiles[mine[turn]])
+        if list(out.shape) != shapes[mine[turn]]:
+            raise MirrorError(
+                f"a tile of {tuple(tiles[mine[turn]].shape)} became {tuple(out.shape)}; expected {shapes[mine[turn]]}"
+            )
+        parts.append(out.reshape(-1))
+    own = torch.cat(parts)
+    counts = [sum(math.prod(shape) for shape in shapes[rank :: group.size]) for rank in range(group.size)]
+    received = own.new_empty(sum(counts) if group.rank == 0 else 0)
+    arriving = counts if group.rank == 0 else [0] * group.size
+    group.all_to_all(own, [own.numel()] + [0] * (group.size - 1), received, arriving, "tiles").wait()
+    if group.rank:
+        return None
+    results: list[Tensor] = [received] * len(tiles)
+    for rank, flat in enumerate(received.split(counts)):
+        whose = shapes[rank :: group.size]
+        for turn, part in enumerate(flat.split([math.prod(shape) for shape in whose])):
+            results[rank + turn * group.size] = part.view(whose[turn])
+    return results

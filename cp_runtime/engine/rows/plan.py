@@ -1,0 +1,141 @@
+"""Plans of VAEs: data that says what of a VAE the functions of torch do not show; and a call of one on a part of the rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import PlanError, UnsupportedError
+from ..mesh import RankGroup, SequenceMesh
+from .layout import RowLayout
+from .split import SplitRows
+
+ROWS, COLUMNS = -2, -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """How a VAE runs on a part of the rows, with its own forward. See `split`.
+
+    Args:
+        family: what users call it.
+        model_class: full name of its class.
+        attention: attribute by which its modules keep the function that attends, `(q, k, v)` of `[B, C, ..., rows, columns]`;
+            None = they call torch's.
+        least: rows of the latent that a rank needs: 2 where padding reflects.
+        budget: name of a function, in the file of the VAE's class, that returns how many bytes of activations to compute at once.
+        refuses: why a VAE of this class cannot run on a part of the rows, or None.
+    """
+
+    family: str
+    model_class: str
+    attention: str | None = None
+    least: int = 1
+    budget: str | None = None
+    refuses: Callable[[nn.Module], str | None] | None = None
+
+    def check(self, model: nn.Module) -> None:
+        """Raise UnsupportedError where this VAE cannot run on a part of the rows, PlanError where it is not the planned one."""
+        reason = self.refuses(model) if self.refuses is not None else None
+        if reason is not None:
+            raise UnsupportedError(reason)
+        if self.attention is not None and not attending(model, self.attention):
+            raise PlanError(f"{self.family}: no module of {type(model).__name__} has an attribute {self.attention!r}")
+        if self.budget is not None and not hasattr(sys.modules[type(model).__module__], self.budget):
+            raise PlanError(f"{self.family}: no function {self.budget!r} beside {type(model).__name__}")
+
+
+def attending(model: nn.Module, attribute: str) -> list[nn.Module]:
+    """The modules that keep their function of attention under a name."""
+    return [module for module in model.modules() if attribute in vars(module)]
+
+
+def split_dim(rows: int, columns: int, world_size: int, least: int = 1) -> int:
+    """The dimension to split, from the end: rows, unless there are too few of them and more columns."""
+    return COLUMNS if rows // least < world_size and columns > rows else ROWS
+
+
+@torch.inference_mode()
+def run_on_rows(
+    model: nn.Module,
+    plan: RowPlan,
+    run: Callable[[Tensor], Tensor],
+    whole: Tensor,
+    *,
+    mesh: SequenceMesh,
+    ratio: int = 1,
+    first_only: bool = False,
+    on_convolution: Callable[[], None] | None = None,
+) -> Tensor | None:
+    """Run a VAE on all ranks, each with its part of the rows or columns. Every rank must call it alike.
+
+    Args:
+        model: the VAE.
+        run: its own `decode` or `encode`.
+        whole: what it is called with, `[B, C, ..., rows, columns]`.
+        ratio: rows of `whole` for each row of the latent: 1 to decode, the VAE's compression to encode.
+        first_only: only the first rank gets the result; None on all others.
+        on_convolution: called at every convolution.
+
+    Returns:
+        what the VAE makes of all of it.
+
+    Raises:
+        PlanError: the VAE does something that the plan does not know.
+    """
+    if mesh.size == 1:
+        return run(whole)
+    rows, columns = (whole.shape[dim] // ratio for dim in (ROWS, COLUMNS))
+    if [rows * ratio, columns * ratio] != list(whole.shape[ROWS:]):
+        raise PlanError(f"{tuple(whole.shape)} cannot be split: rows and columns must be multiples of {ratio}")
+    dim = split_dim(rows, columns, mesh.size, plan.least)
+    layout = RowLayout(rows if dim == ROWS else columns, mesh.size, plan.least)
+    start, stop = (ratio * row for row in layout.held(mesh.rank))
+    split = SplitRows(layout, mesh, dim, on_convolution)
+    with _attention(model, plan.attention, split), _budget(model, plan.budget, layout, mesh.whole):
+        with split:
+            local = run(whole.narrow(dim, start, stop - start))
+        return split.gather(local, first_only=first_only)
+
+
+@contextmanager
+def _attention(model: nn.Module, attribute: str | None, split: SplitRows) -> Iterator[None]:
+    """While active, modules attend over the rows of all ranks."""
+    modules = attending(model, attribute) if attribute is not None else []
+    own = [(module, getattr(module, attribute or "")) for module in modules]
+    try:
+        for module, _ in own:
+            setattr(module, attribute or "", split.attend)
+        yield
+    finally:
+        for module, function in own:
+            setattr(module, attribute or "", function)
+
+
+@contextmanager
+def _budget(model: nn.Module, name: str | None, layout: RowLayout, group: RankGroup) -> Iterator[None]:
+    """While active, a rank's budget of activations is its share by rows, so that all ranks cut their tensors in as many parts."""
+    if name is None:
+        yield
+        return
+    beside = sys.modules[type(model).__module__]
+    own: Callable[..., int] = getattr(beside, name)
+    held = [stop - start for start, stop in map(layout.held, range(group.size))]
+
+    def share(*args: Any, **kwargs: Any) -> int:
+        budget = torch.tensor([-float(own(*args, **kwargs))], dtype=torch.float64)
+        least = -int(group.largest(budget).item())
+        # A multiple of this rank's rows, as its tensors are: the quotient is the same whole number on every rank.
+        return max(1, least // max(held)) * held[group.rank]
+
+    setattr(beside, name, share)
+    try:
+        yield
+    finally:
+        setattr(beside, name, own)

@@ -1,0 +1,370 @@
+"""A VAE's own forward on a part of the rows of its input: what looks across rows is completed with those of other ranks.
+
+Everything a VAE computes reaches torch as a few functions. Of these, convolutions look at the rows next to a row, GroupNorm and
+attention at all of them. `SplitRows` is active while the forward runs, and does those together with the other ranks; all others see
+a picture that happens to be less high.
+
+- A convolution runs on this rank's rows as it is. Meanwhile the rows next to them arrive, and the few rows of the result that
+  depend on them are computed again. So nothing large is copied, and how the picture is padded at its edges (zeros, replicated,
+  reflected, by the convolution or before it) makes no difference: padding between ranks is what is replaced.
+- GroupNorm takes mean and variance of all rows, merged from those of every rank in float32.
+- Attention is `context_parallel_attention` over the tokens of all ranks.
+- Caches of causal convolutions hold frames of this rank's rows: time is not split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ...errors import PlanError
+from ..attention.context_parallel import context_parallel_attention
+from ..config import ContextParallelConfig
+from ..mesh import SequenceMesh
+from .exchange import Neighbours, Sides
+from .layout import RowLayout
+
+STATISTICS = 64 << 20  # bytes of half-precision values that are converted at a time for mean and variance
+NEAREST = ("nearest", "nearest-exact")
+ACROSS = frozenset(
+    {
+        F.conv_transpose2d, F.conv_transpose3d, F.unfold, F.fold, F.instance_norm, F.grid_sample, F.local_response_norm,
+        F.avg_pool2d, F.avg_pool3d, F.max_pool2d, F.max_pool3d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
+        F.adaptive_max_pool2d, F.adaptive_max_pool3d,
+    }
+)  # fmt: skip
+"""Functions that look across rows and that no VAE with a plan calls."""
+
+Run = Callable[[Tensor, list[int]], Tensor]
+"""(input, padding) -> what a convolution makes of it."""
+
+
+class SplitRows(TorchFunctionMode):
+    """While active, tensors of images and videos hold a part of the rows, and are computed on as if they held all.
+
+    Every rank must run the same forward. One thread.
+
+    Args:
+        layout: rows of the latent.
+        mesh: the ranks that share them.
+        dim: dimension that is split, from the end: -2 for rows, -1 for columns.
+        on_convolution: called at every convolution, the same number of times on all ranks.
+    """
+
+    def __init__(
+        self, layout: RowLayout, mesh: SequenceMesh, dim: int = -2, on_convolution: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__()
+        self._layout, self._mesh, self._dim, self._on_convolution = layout, mesh, dim, on_convolution
+        start, stop = layout.held(mesh.rank)
+        self._held = stop - start
+        self._sharing = False  # what is called now is part of something that is shared already
+        self._config = ContextParallelConfig(ring_degree=mesh.size, ring_anything=True)
+        self._handlers: dict[Any, Callable[..., Any]] = {
+            torch.conv2d: self._conv,
+            torch.conv3d: self._conv,
+            torch.cudnn_convolution: self._cudnn_conv,
+            F.group_norm: self._group_norm,
+            F.interpolate: self._interpolate,
+            F.scaled_dot_product_attention: self._sdpa,
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = None if self._sharing else self._handlers.get(func)
+        if handler is not None:
+            return handler(func, *args, **(kwargs or {}))
+        if func in ACROSS:
+            raise PlanError(f"{func.__name__} looks across the rows that ranks share, and is not shared. Decode in tiles.")
+        return func(*args, **(kwargs or {}))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention with one head, as ComfyUI's VAEs call it: `[B, C, ..., rows, columns]` of this rank, for all three."""
+        self._sharing = True
+        try:
+            q_BLHD, k_BLHD, v_BLHD = (t.flatten(2).transpose(1, 2).unsqueeze(2) for t in (q, k, v))
+            return self._attended(q_BLHD, k_BLHD, v_BLHD).squeeze(2).transpose(1, 2).reshape(q.shape)
+        finally:
+            self._sharing = False
+
+    def gather(self, local: Tensor, *, first_only: bool = False) -> Tensor | None:
+        """The rows of all ranks, given this rank's.
+
+        Args:
+            first_only: for the first rank only; None on all others.
+        """
+        group, dim = self._mesh.whole, self._dim
+        scale, rest = divmod(local.shape[dim], self._held)
+        if rest:
+            raise PlanError(
+                f"the result has {local.shape[dim]} rows for {self._held} of the latent, which is no whole number of each"
+            )
+        lengths = self._layout.sizes(scale)
+        own = local.narrow(dim, 0, lengths[group.rank])
+        if not first_only:
+            return group.all_gather([own], lengths, dim)[0]
+        per_row = local.numel() // local.shape[dim]
+        counts = [length * per_row if group.rank == 0 else 0 for length in lengths]
+        received = local.new_empty(sum(counts))
+        sent = [own.numel()] + [0] * (group.size - 1)
+        group.all_to_all(own.reshape(-1), sent, received, counts, "rows").wait()
+        if group.rank:
+            return None
+        shape = list(local.shape)
+        parts = []
+        for part, length in zip(received.split(counts), lengths, strict=True):
+            shape[dim] = length
+            parts.append(part.view(shape))
+        return torch.cat(parts, dim)
+
+    # --- functions that look across rows ------------------------------------------------------------------------------------
+
+    def _conv(
+        self,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        def run(x: Tensor, padding: list[int]) -> Tensor:
+            return func(x, weight, bias, stride, padding, dilation, groups)
+
+        return self._convolve(run, input, weight, stride, padding, dilation)
+
+    def _cudnn_conv(
+        self,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        weight: Tensor,
+        padding: Any,
+        stride: Any,
+        dilation: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        def run(x: Tensor, padding: list[int]) -> Tensor:
+            return func(x, weight, padding, stride, dilation, *args, **kwargs)
+
+        return self._convolve(run, input, weight, stride, padding, dilation)
+
+    def _convolve(self, run: Run, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
+        if self._on_convolution is not None:
+            self._on_convolution()
+        dims = weight.ndim - 2
+        if isinstance(padding, str):
+            if padding != "valid":
+                raise PlanError(f'convolution with padding={padding!r}; allowed between ranks: numbers, "valid". Decode in tiles.')
+            padding = 0
+        strides, paddings, dilations = (_each(value, dims) for value in (stride, padding, dilation))
+        window = Window.of(
+            x.shape[self._dim], self._held, (weight.shape[self._dim] - 1) * dilations[self._dim] + 1,
+            strides[self._dim], paddings[self._dim],
+        )  # fmt: skip
+        if not window.above and not window.below:
+            return run(x, paddings)
+        group, dim, layout = self._mesh.whole, self._dim, self._layout
+        own = x.narrow(dim, window.given, window.rows)
+        neighbours = Neighbours(group, own, dim, layout, window.rows // self._held, window.above, window.below)
+        start, stop = layout.owned(group.rank)
+        first = 0 if start == 0 else window.first_complete
+        last = window.out if stop in (0, layout.total) else window.last_complete
+        inside = list(paddings)
+        inside[dim] = 0
+        if first >= last:  # so few rows that all of the result depends on others
+            return run(_rows(own, self._sides(x, window, neighbours.wait()), dim, window.reads(0, window.out)), inside)
+        out = run(x, paddings)
+        sides = neighbours.wait()
+        if first or last < window.out:
+            sides = self._sides(x, window, sides)
+        for begin, end in ((0, first), (last, window.out)):
+            if end > begin:
+                out.narrow(dim, begin, end - begin).copy_(run(_rows(own, sides, dim, window.reads(begin, end)), inside))
+        return out
+
+    def _sides(self, x: Tensor, window: Window, sides: Sides) -> Sides:
+        """As many rows above and below as the convolution reads: those of neighbours, and padding beyond the picture."""
+        dim = self._dim
+        padded = x.shape[dim] > window.rows
+        start, stop = self._layout.owned(self._mesh.rank)
+        above, below = sides
+        for_above, for_below = window.above - above.shape[dim], window.below - below.shape[dim]
+        if padded and start == 0:
+            above, for_above = x.narrow(dim, 0, window.given), 0
+        if padded and stop in (0, self._layout.total):
+            below, for_below = x.narrow(dim, window.given + window.rows, x.shape[dim] - window.given - window.rows), 0
+        if padded and (for_above or for_below):
+            raise PlanError(
+                f"a convolution reads {window.above} rows above and {window.below} below, and a neighbour has fewer. Use fewer "
+                "ranks."
+            )
+        return Sides(_with_zeros(above, for_above, dim, before=True), _with_zeros(below, for_below, dim, before=False))
+
+    def _group_norm(
+        self,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        num_groups: int,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        B, C = input.shape[:2]
+        x_BGN = input.reshape(B, num_groups, -1)
+        group, layout = self._mesh.whole, self._layout
+        # [1, mean and variance, B, G] of every rank that has rows
+        local = torch.stack(mean_and_variance(x_BGN)).unsqueeze(0)
+        there = [int(size > 0) for size in layout.sizes()]
+        (all_ranks,) = group.all_gather([local[: there[group.rank]]], there, 0)
+        shares = torch.tensor([size / layout.total for size in layout.sizes() if size], dtype=local.dtype).to(local.device)
+        shares = shares.view(-1, 1, 1)
+        means, variances = all_ranks.unbind(1)
+        mean = (shares * means).sum(0)
+        variance = (shares * (variances + (means - mean) ** 2)).sum(0)
+        # As batch norm with these as its running figures: in one pass, in float32, without a copy.
+        mean, variance = (t.repeat_interleave(C // num_groups, 1).reshape(-1) for t in (mean, variance))
+        weight, bias = (None if t is None else t.to(local.dtype).repeat(B) for t in (weight, bias))
+        out = F.batch_norm(input.reshape(1, B * C, -1), mean, variance, weight, bias, training=False, eps=eps)
+        return out.view(input.shape)
+
+    def _interpolate(
+        self,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        size: Any = None,
+        scale_factor: Any = None,
+        mode: str = "nearest",
+        **kwargs: Any,
+    ) -> Tensor:
+        factor = None if scale_factor is None else _each(scale_factor, input.ndim - 2)[self._dim]
+        if mode not in NEAREST or size is not None or factor is None or factor != int(factor):
+            raise PlanError(
+                f"interpolate(size={size}, scale_factor={scale_factor}, mode={mode!r}) looks across the rows that ranks share; "
+                "allowed: nearest, by whole numbers. Decode in tiles."
+            )
+        return func(input, size, scale_factor, mode, **kwargs)
+
+    def _sdpa(
+        self,
+        func: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None or is_causal or query.shape[-2] != key.shape[-2]:
+            raise PlanError("attention with a mask, or with other keys than the picture's, is not shared. Decode in tiles.")
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        return self._attended(q, k, v, scale).transpose(1, 2)
+
+    def _attended(self, q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, scale: float | None = None) -> Tensor:
+        unit, rest = divmod(q_BLHD.shape[1], self._held)
+        if rest:
+            raise PlanError(f"attention over {q_BLHD.shape[1]} tokens for {self._held} rows, which is no whole number of each")
+        return context_parallel_attention(
+            q_BLHD, k_BLHD, v_BLHD, mesh=self._mesh, config=self._config, q_layout=self._layout.tokens(unit), scale=scale
+        )
+
+
+class Window:
+    """What a convolution reads of this rank's rows and of those next to them.
+
+    Rows are counted from this rank's first one; row j of the result reads `reach` rows from `j * stride - above` on.
+
+    Attributes:
+        rows: this rank's own, without padding.
+        given: rows of padding that the input has above them already.
+        out: rows of the result.
+        above, below: rows beyond its own that the result reads.
+    """
+
+    def __init__(self, rows: int, given: int, out: int, above: int, reach: int, stride: int) -> None:
+        self.rows, self.given, self.out, self.above, self._reach, self._stride = rows, given, out, above, reach, stride
+        self.below = max(0, reach - stride - above)
+
+    @classmethod
+    def of(cls, size: int, held: int, reach: int, stride: int, padding: int) -> Window:
+        """The window of a convolution.
+
+        Args:
+            size: rows of its input, padding that it has already included.
+            held: rows of the latent that this rank holds.
+            reach: rows that one row of the result reads from the first to the last.
+            padding: on either side, by the convolution itself.
+
+        Raises:
+            PlanError: its result would not be a whole number of rows for each of the latent's.
+        """
+        out = (size + 2 * padding - reach) // stride + 1
+        rows = out * stride
+        extra = size - rows
+        if out <= 0 or out % held or extra < 0 or (extra and padding):
+            raise PlanError(
+                f"a convolution makes {out} rows of {size}, with {held} of the latent (kernel {reach}, stride {stride}, padding "
+                f"{padding}): that cannot be split between rows of the latent. Decode in tiles."
+            )
+        given = extra // 2  # an odd one lies below, as encoders pad before they halve
+        return cls(rows, given, out, padding + given, reach, stride)
+
+    @property
+    def first_complete(self) -> int:
+        """First row of the result that reads no row above this rank's own."""
+        return min(self.out, math.ceil(self.above / self._stride))
+
+    @property
+    def last_complete(self) -> int:
+        """The row of the result behind the last one that reads no row below this rank's own."""
+        return max(0, min(self.out, (self.rows + self.above - self._reach) // self._stride + 1))
+
+    def reads(self, begin: int, end: int) -> tuple[int, int]:
+        """(start, stop) of the rows that rows [begin, end) of the result read, counted from the first one above."""
+        return begin * self._stride, (end - 1) * self._stride + self._reach
+
+
+def mean_and_variance(x_BGN: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance over the last dimension, `[B, G]`, in float32 or better."""
+    dtype = torch.promote_types(x_BGN.dtype, torch.float32)
+    groups = x_BGN.shape[1] if dtype == x_BGN.dtype else max(1, STATISTICS // max(1, x_BGN[:, :1].nbytes))
+    parts = [torch.var_mean(part.to(dtype), -1, correction=0) for part in x_BGN.split(groups, 1)]
+    return torch.cat([mean for _, mean in parts], 1), torch.cat([variance for variance, _ in parts], 1)
+
+
+def _rows(own: Tensor, sides: Sides, dim: int, wanted: tuple[int, int]) -> Tensor:
+    """Rows [start, stop) of what stands above, this rank's own and what stands below, one behind the other."""
+    at, parts = 0, []
+    for part in (sides.above, own, sides.below):
+        size = part.shape[dim]
+        start, stop = max(wanted[0] - at, 0), min(wanted[1] - at, size)
+        if stop > start:
+            parts.append(part.narrow(dim, start, stop - start))
+        at += size
+    return torch.cat(parts, dim)
+
+
+def _with_zeros(rows: Tensor, count: int, dim: int, before: bool) -> Tensor:
+    if not count:
+        return rows
+    shape = list(rows.shape)
+    shape[dim] = count
+    zeros = rows.new_zeros(shape)
+    return torch.cat([zeros, rows] if before else [rows, zeros], dim)
+
+
+def _each(value: Any, dims: int) -> list[Any]:
+    """One value for every dimension of a picture or video."""
+    values = list(value) if isinstance(value, (tuple, list)) else [value]
+    return values * dims if len(values) == 1 else values

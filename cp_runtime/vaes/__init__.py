@@ -1,0 +1,27 @@
+"""One plan per class of VAE, as in `families`: data. `row_plan_for` finds the plan of a VAE."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..engine.rows.plan import RowPlan
+from ..errors import UnsupportedError
+from .tables import TABLES
+
+ROW_PLANS: dict[str, RowPlan] = {plan.model_class: plan for plan in TABLES}
+
+
+def row_plan_for(model: nn.Module) -> RowPlan:
+    """Return the checked plan of a VAE.
+
+    Raises:
+        UnsupportedError: none was written for its class, or it cannot run on a part of the rows.
+        PlanError: it is not the VAE that the plan was written for.
+    """
+    plan = ROW_PLANS.get(f"{type(model).__module__}.{type(model).__qualname__}")
+    if plan is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no plan for mode exact; docs/families.md lists the VAEs that have one. Set mode to tiles."
+        )
+    plan.check(model)
+    return plan

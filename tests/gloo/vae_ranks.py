@@ -1,0 +1,53 @@
+"""Rank script: VAEs on a part of the rows against the same VAEs on one process."""
+
+from support.ranks import finish, report, start, use_comfyui
+
+rank, world, _ = start()
+use_comfyui()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from support.vaes import TINY_VAES, build  # noqa: E402
+
+from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
+from cp_runtime.engine.rows.plan import run_on_rows  # noqa: E402
+from cp_runtime.vaes import row_plan_for  # noqa: E402
+
+torch.set_grad_enabled(False)
+mesh = SequenceMesh(dist.group.WORLD)
+# Rows and columns of the latent: odd; fewer than ranks x halo; fewer than ranks; more columns than rows.
+SIZES = {
+    2: {"odd": (1, 7, 6), "batch": (2, 5, 4)},
+    3: {"low": (1, 3, 2), "wide": (1, 2, 7)},
+    4: {"lower": (2, 2, 2), "odd": (1, 9, 4)},
+}
+
+
+def difference(model, plan, method, x, ratio):
+    run = getattr(model, method)
+    ours = run_on_rows(model, plan, run, x.clone(), mesh=mesh, ratio=ratio)
+    again = run_on_rows(model, plan, run, x.clone(), mesh=mesh, ratio=ratio, first_only=True)
+    assert (again is None) == (rank > 0)
+    if rank:
+        return 0.0
+    stock = run(x)  # with everything taken off the model again
+    assert torch.equal(again, ours)
+    assert ours.shape == stock.shape
+    return float((ours - stock).abs().max() / stock.abs().max())
+
+
+for name, vae in TINY_VAES.items():
+    model = build(vae)
+    plan = row_plan_for(model)
+    for size, (batch, rows, columns) in SIZES[world].items():
+        generator = torch.Generator().manual_seed(5)
+        for frames in vae.frames or (0,):
+            latent = torch.randn((batch, vae.channels, *((frames,) if frames else ()), rows, columns), generator=generator)
+            length = (1 + (frames - 1) * vae.compression,) if frames else ()
+            picture = torch.randn((batch, 3, *length, rows * vae.ratio, columns * vae.ratio), generator=generator)
+            report(
+                vae=name, size=size, frames=frames,
+                decode=difference(model, plan, "decode", latent, 1),
+                encode=difference(model, plan, "encode", picture, vae.ratio),
+            )  # fmt: skip
+finish()
