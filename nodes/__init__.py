@@ -4,5 +4,6 @@ from .apply import ApplyContextParallel
 from .config import CPConfig
 from .report import CPReport
 from .sampler import CPSampler
+from .vae import CPVAEDecode, CPVAEEncode
 
-NODES = [CPConfig, ApplyContextParallel, CPSampler, CPReport]
+NODES = [CPConfig, ApplyContextParallel, CPSampler, CPReport, CPVAEDecode, CPVAEEncode]

@@ -1,12 +1,21 @@
-"""Tiny VAEs of every kind that has a plan, made of ComfyUI's own classes with seeded weights. Needs ComfyUI."""
+"""Tiny VAEs of every kind that has a plan, made of ComfyUI's own classes with seeded weights; and files of VAEs that ComfyUI loads.
+
+    python -m support.vaes MODELS_DIR
+
+Needs ComfyUI.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 IMAGE = {
@@ -133,3 +142,71 @@ TINY_VAES = {
     "LTXV": TinyVAE(make=lambda: _ltxv("zeros"), channels=128, ratio=4, frames=(1, 3), compression=2),
     "LTXV reflecting": TinyVAE(make=lambda: _ltxv("reflect"), channels=128, ratio=4, frames=(3,), compression=2),
 }
+
+
+# --- files ----------------------------------------------------------------------------------------------------------------------
+
+WAN_FILE = {
+    "dim": 8, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": [],
+    "temperal_downsample": [False, True, True], "dropout": 0.0,
+}  # fmt: skip
+"""What ComfyUI's detection leaves free of Wan 2.1's VAE is `dim`."""
+LTXV_FILE = LTXV | {
+    "patch_size": 4, "encoder_base_channels": 8, "decoder_base_channels": 8, "spatial_padding_mode": "zeros",
+    "encoder_blocks": [["res_x", {"num_layers": 1}], *[["compress_all_res", {"multiplier": 2}]] * 3],
+    "decoder_blocks": [*[["compress_all", {"residual": True, "multiplier": 2}]] * 3, ["res_x", {"num_layers": 1}]],
+}  # fmt: skip
+"""The file brings all of it, but for the 32 pixels and 8 frames for each of the latent."""
+KL_FILE = IMAGE | {"ch_mult": [1, 2, 4, 4], "num_res_blocks": 2}
+"""Of the image VAEs, only the decoder can be small: a file without an encoder."""
+
+
+def _wan_file() -> nn.Module:
+    from comfy.ldm.wan.vae import WanVAE
+
+    return WanVAE(**WAN_FILE)
+
+
+def _ltxv_file() -> nn.Module:
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+    return VideoVAE(config=LTXV_FILE)
+
+
+def _tiny_image() -> nn.Module:
+    from comfy.taesd.taesd import TAESD
+
+    return TAESD(latent_channels=4)
+
+
+def _tiny_video() -> nn.Module:
+    from comfy.taesd.taehv import TAEHV
+
+    return TAEHV(latent_channels=16)
+
+
+FILES: dict[str, Callable[[], nn.Module]] = {
+    "wan": _wan_file,
+    "ltxv": _ltxv_file,
+    "kl": lambda: _legacy(**KL_FILE),
+    "taesd": _tiny_image,
+    "taehv": _tiny_video,
+}
+
+
+def write(models: str) -> None:
+    """Write every file into the folder `vae` of a ComfyUI models folder."""
+    out = Path(models) / "vae"
+    out.mkdir(exist_ok=True)
+    for name, make in FILES.items():
+        tensors = build(TinyVAE(make=make, channels=4, ratio=8)).state_dict()
+        metadata = {"config": json.dumps({"vae": LTXV_FILE})} if name == "ltxv" else None
+        kept = {key: value.contiguous() for key, value in tensors.items() if name != "kl" or not key.startswith("encoder.")}
+        save_file(kept, out / f"tiny_{name}.safetensors", metadata)
+
+
+if __name__ == "__main__":
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+    write(sys.argv[1])

@@ -86,7 +86,8 @@ class Controller:
                 self._make_room(config, target)
                 larger = replace(call, memory_scale=call.memory_scale * MORE_ROOM)
                 out, record = self._called(config, target, larger, node, cancelled)
-            self.journal.calls.add(record)
+            if call.sampling:
+                self.journal.calls.add(record)
             return out
 
     def unload(self, key: str) -> None:

@@ -42,7 +42,7 @@ def model_obstacle(patcher: Any, device_type: str) -> str | None:
     return (
         options_obstacle(patcher.model_options.get("transformer_options", {}), model, device_type)
         or patcher_obstacle(patcher)
-        or next(_replaced_code(model), None)
+        or next(replaced_code(model), None)
     )
 
 
@@ -136,7 +136,8 @@ def _attached(patcher: Any) -> Iterator[str]:
         yield f"{error} {_REMEDY}"
 
 
-def _replaced_code(model: nn.Module) -> Iterator[str]:
+def replaced_code(model: nn.Module) -> Iterator[str]:
+    """What other nodes put into modules of a model, which the workers do not have."""
     for name, module in model.named_modules():
         if any(_is_foreign(module, method) for method in ("forward", "_forward", "forward_orig")):
             yield f"a node replaced the forward of {name or type(model).__name__}. {_REMEDY}"

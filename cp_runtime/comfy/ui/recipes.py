@@ -51,10 +51,11 @@ def _read_recipe(patcher: Any, notes: ModelNotes) -> Recipe:
             raise MirrorError(f"the loader's model option {option!r} cannot be sent to the workers (allowed: {', '.join(OPTIONS)})")
         plain[option] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     path = os.path.abspath(args[0])
-    return Recipe(loader, path, plain, _stamp(path, notes))
+    return Recipe(loader, path, plain, stamp_of(path, notes))
 
 
-def _stamp(path: str, notes: ModelNotes) -> FileStamp:
+def stamp_of(path: str, notes: ModelNotes) -> FileStamp:
+    """The state of a model's file as ComfyUI loaded it. Raises MirrorError when it changed meanwhile."""
     before, after = notes.stamps or (file_stamp(path),) * 2
     if before != after:
         raise MirrorError(

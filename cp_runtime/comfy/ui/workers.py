@@ -21,6 +21,7 @@ from ...pool.tensor_cache import CallEncoder
 from ...pool.worker_pool import WorkerPool
 from ..wire.modules import encode_module
 from ..wire.placement import OFFLOADED, PLACEMENTS, WHOLE
+from ..wire.vae import INPUT
 from ..wire.weight_patches import encode_weight_patches, weight_patches_digest
 from .journal import CallRecord, Node
 from .node_patches import PatchSet
@@ -31,7 +32,7 @@ from .target import Target, verify
 log = logging.getLogger("context_parallel")
 
 UNLOAD_TIMEOUT = 15.0
-IN_PLACE = frozenset({"control"})  # arguments of which each rank copies only its part
+IN_PLACE = frozenset({"control", INPUT})  # arguments of which each rank copies only its part
 SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between blocks
 CHECK_INTERVAL = 0.125  # seconds between two polls for Cancel on the ranks; they leave at the second one
 
@@ -48,6 +49,7 @@ class DenoiseCall:
         patches: of other nodes; the arguments hold their encoded form.
         memory_scale: how many times the memory that ComfyUI expects for its latent alone the call may need.
         compile: what `torch.compile` is told about the model's blocks, in wire form; None = they are not compiled.
+        sampling: it belongs to a sampling run; the calls of a VAE do not.
     """
 
     method: str
@@ -57,6 +59,7 @@ class DenoiseCall:
     patches: PatchSet
     memory_scale: float = 1.0
     compile: dict[str, Any] | None = None
+    sampling: bool = True
 
 
 @dataclass(frozen=True)

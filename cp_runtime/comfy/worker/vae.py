@@ -13,7 +13,8 @@ from torch import Tensor
 from ...engine.batch import BatchShares
 from ...engine.mesh import BatchMesh, RankGroup
 from ...engine.rows.plan import run_on_rows
-from ...errors import MirrorError
+from ...errors import PlanError
+from ...nested import map_tensors
 from ...vaes import row_plan_for
 from ..wire.vae import INPUT, TILES
 from .mirrors import Mirror, Mirrors
@@ -26,25 +27,25 @@ def call_vae(
     """Decode or encode on all ranks. Returns what rank 0 has of it, and what the call did, for the report.
 
     Args:
-        arguments: INPUT; `mode`; `dtype` that the VAE computes in, and `out_dtype` of the result; `memory`, bytes that ComfyUI
-            expects of one rank. `exact`: `ratio`, see `run_on_rows`. `tiles`: `shapes` of the results.
+        arguments: INPUT, its dimensions in the order in which they lie in memory; `order`, which dimension each of them is;
+            `mode`; `dtype` that the VAE computes in, and `out_dtype` of the result; `memory`, bytes that ComfyUI expects of one
+            rank. `exact`: `ratio`, see `run_on_rows`. `tiles`: `shapes` of the results.
         on_step: called at every convolution, or before every tile: as often on all ranks.
     """
     mirror = mirrors.mirror_of(header)
     mirrors.free_buffers(mirror)
     mirrors.to_device(mirror, arguments["memory"] * header["memory_scale"], networks=False)
     run = partial(_run, mirror, header["method"], mirrors.device, arguments["dtype"], arguments["out_dtype"])
+    order = arguments["order"]
+    given = map_tensors(arguments[INPUT], lambda tensor: tensor.permute([order.index(dim) for dim in range(tensor.ndim)]))
     with torch.inference_mode():
         if arguments["mode"] == TILES:
-            out: Any = _tiles(
-                run, arguments[INPUT], arguments["shapes"], arguments["out_dtype"], mesh.whole, mirrors.device, on_step
-            )
+            out: Any = _tiles(run, given, arguments["shapes"], arguments["out_dtype"], mesh.whole, mirrors.device, on_step)
             degrees = {"tiles": mesh.size}
         else:
-            whole: Tensor = arguments[INPUT]
-            shares = BatchShares(math.gcd(whole.shape[0], mesh.size), whole.shape[0], 1, frozenset({INPUT}))
+            shares = BatchShares(math.gcd(given.shape[0], mesh.size), given.shape[0], 1, frozenset({INPUT}))
             sequence = mesh.sequence(shares.groups)
-            part = shares.take({INPUT: whole}, mesh.whole.rank // sequence.size)[INPUT]
+            part = shares.take({INPUT: given}, mesh.whole.rank // sequence.size)[INPUT]
             out = run_on_rows(
                 mirror.model, row_plan_for(mirror.model), run, part, mesh=sequence, ratio=arguments["ratio"],
                 first_only=shares.groups == 1, on_convolution=on_step,
@@ -77,18 +78,20 @@ def _tiles(
 ) -> list[Tensor] | None:
     """Run every rank's tiles, and bring all results to rank 0."""
     mine = range(group.rank, len(tiles), group.size)
-    parts = [torch.empty(0, dtype=dtype, device=device)]
+    done: list[Tensor] = []
     for turn in range(math.ceil(len(tiles) / group.size)):
         on_step()
-        if turn >= len(mine):
-            continue
-        out = run(tiles[mine[turn]])
-        if list(out.shape) != shapes[mine[turn]]:
-            raise MirrorError(
-                f"a tile of {tuple(tiles[mine[turn]].shape)} became {tuple(out.shape)}; expected {shapes[mine[turn]]}"
-            )
-        parts.append(out.reshape(-1))
-    own = torch.cat(parts)
+        if turn < len(mine):
+            done.append(run(tiles[mine[turn]]))
+    wrong = next((index for index, out in zip(mine, done, strict=True) if list(out.shape) != shapes[index]), None)
+    # All ranks hear of it: else they would wait for what does not come.
+    if group.largest(torch.tensor([float(wrong is not None)], device=device)).item():
+        index = wrong or 0
+        raise PlanError(
+            f"a tile of {tuple(tiles[index].shape)} did not become what the VAE says of itself, {tuple(shapes[index])}, on this "
+            "rank or another one. Set tile_size and overlap to multiples of 64, or mode to exact."
+        )
+    own = torch.cat([torch.empty(0, dtype=dtype, device=device), *(out.reshape(-1) for out in done)])
     counts = [sum(math.prod(shape) for shape in shapes[rank :: group.size]) for rank in range(group.size)]
     received = own.new_empty(sum(counts) if group.rank == 0 else 0)
     arriving = counts if group.rank == 0 else [0] * group.size

@@ -8,14 +8,14 @@ from .calls import TestWorkerCalls
 from .child import TestChild
 from .conditioning import TestConditioning, TestControl
 from .encoders import TestClip, TestClipVision, TestImage, TestVae
-from .latent import TestLatent, TestLatentPart
+from .latent import TestLatent, TestLatentPart, TestPicture
 from .model_patch import TestModelPatch, TestMultiTalk
 from .patch import TestPatch
 from .stand_ins import TestCodec, TestEncoder, TestSaveModelPatch, TestSound, TestSplats, TestVision
 
 NODES = (
     TestAttention, TestChild, TestClip, TestClipVision, TestCodec, TestConditioning, TestControl, TestEncoder, TestImage,
-    TestLatent, TestLatentPart, TestModelPatch, TestMultiTalk, TestPatch, TestSaveModelPatch, TestSound, TestSplats, TestVae,
-    TestVision, TestWorkerCalls,
+    TestLatent, TestLatentPart, TestModelPatch, TestMultiTalk, TestPatch, TestPicture, TestSaveModelPatch, TestSound,
+    TestSplats, TestVae, TestVision, TestWorkerCalls,
 )  # fmt: skip
 NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}

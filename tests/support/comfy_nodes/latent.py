@@ -84,3 +84,18 @@ class TestLatentPart:
 
     def take(self, samples: Any, index: int) -> tuple[Any, ...]:
         return ({"samples": samples["samples"].unbind()[index]},)
+
+
+class TestPicture:
+    """An image as a latent, as it is, which Save Latent keeps in full precision."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"image": ("IMAGE",)}}
+
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "take"
+    CATEGORY = "test"
+
+    def take(self, image: Any) -> tuple[Any, ...]:
+        return ({"samples": image},)

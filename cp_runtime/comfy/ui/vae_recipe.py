@@ -1,0 +1,51 @@
+"""The recipe of a VAE that this process has loaded."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import comfy.sd
+
+from ...errors import MirrorError
+from ..wire.recipe import VAE_LOADERS, Recipe
+from .model_notes import notes_of
+from .recipes import stamp_of
+
+_REMEDY = "Use Load VAE or Load Checkpoint."
+
+
+def vae_recipe_of(patcher: Any) -> Recipe:
+    """Return the recipe of a VAE's ModelPatcher. It is read once per VAE.
+
+    No stamp is taken when ComfyUI loads a VAE by itself, so its file is the one that is there when the recipe is read; that the
+    weights are the same is compared once the ranks have loaded it (`target.verify`).
+
+    Raises:
+        MirrorError: its loader left none, or one that workers do not follow.
+    """
+    init, notes = patcher.cached_patcher_init, notes_of(patcher.model)
+    if notes.recipe is None or notes.recipe[0] is not init:
+        notes.recipe = init, _read(patcher)
+    return notes.recipe[1]
+
+
+def _read(patcher: Any) -> Recipe:
+    init = patcher.cached_patcher_init
+    if init is None:
+        raise MirrorError(
+            f"the loader of this VAE ({type(patcher.model).__name__}) left no recipe (cached_patcher_init), so the workers cannot "
+            f"load it: it is made of several files, or came from another node pack. {_REMEDY}"
+        )
+    function, args = init[0], init[1]
+    loader = next((known for known in VAE_LOADERS if getattr(comfy.sd, known) is function), None)
+    if loader is None:
+        raise MirrorError(
+            f"the loader function {function.__module__}.{function.__qualname__} is not one that the workers may call "
+            f"({', '.join(VAE_LOADERS)}). {_REMEDY}"
+        )
+    metadata = args[1] if loader == VAE_LOADERS[0] and len(args) > 1 else None
+    if metadata is not None and "tae_latent_channels" in metadata:
+        raise MirrorError(f"this VAE is what its name says, and not what its file says. {_REMEDY}")
+    path = os.path.abspath(args[0])
+    return Recipe(loader, path, {}, stamp_of(path, notes_of(patcher.model)))

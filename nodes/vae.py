@@ -1,0 +1,153 @@
+"""CP VAE Decode and CP VAE Encode: ComfyUI's VAE nodes, with their work on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..cp_runtime.comfy.ui.vae import AUTO, MODES, config_in_use, run_vae
+from ..cp_runtime.pool.config import RuntimeConfig
+from .config import ALIASES, CATEGORY, CPConfigType
+
+MAX_TILE = 4096
+
+
+def _inputs(first: Any, doing: str, least_step: int) -> list[Any]:
+    return [
+        first,
+        io.Vae.Input("vae", tooltip="A VAE from Load VAE or Load Checkpoint. Every rank loads the same file."),
+        io.Combo.Input(
+            "mode",
+            options=list(MODES),
+            default=AUTO,
+            tooltip=f"exact: the ranks share the rows of every picture and exchange those at the borders. The result is that of "
+            f"VAE {doing}, and each rank takes a part of the memory. tiles: each rank takes whole tiles; the result is that of VAE "
+            f"{doing} (Tiled). auto = exact where there is a plan for the VAE, else tiles.",
+        ),
+        CPConfigType.Input(
+            "cp_config",
+            optional=True,
+            tooltip="From CP Config. Left open, it runs on the ranks that sample already, or on all devices.",
+        ),
+        io.Int.Input(
+            "tile_size",
+            default=512,
+            min=64,
+            max=MAX_TILE,
+            step=least_step,
+            optional=True,
+            advanced=True,
+            tooltip="Mode tiles: rows and columns of a tile, in pixels. Smaller ones need less memory and show their borders more.",
+        ),
+        io.Int.Input(
+            "overlap",
+            default=64,
+            min=0,
+            max=MAX_TILE,
+            step=32,
+            optional=True,
+            advanced=True,
+            tooltip="Mode tiles: pixels by which neighbouring tiles overlap. More hides borders better and costs time.",
+        ),
+        io.Int.Input(
+            "temporal_size",
+            default=64,
+            min=8,
+            max=MAX_TILE,
+            step=4,
+            optional=True,
+            advanced=True,
+            tooltip="Mode tiles, videos: frames of a tile.",
+        ),
+        io.Int.Input(
+            "temporal_overlap",
+            default=8,
+            min=4,
+            max=MAX_TILE,
+            step=4,
+            optional=True,
+            advanced=True,
+            tooltip="Mode tiles, videos: frames by which neighbouring tiles overlap.",
+        ),
+    ]
+
+
+class CPVAEDecode(io.ComfyNode):
+    """VAE Decode and VAE Decode (Tiled) on all ranks."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPVAEDecode",
+            display_name="CP VAE Decode",
+            category=CATEGORY,
+            search_aliases=[*ALIASES, "vae decode", "decode latent", "tiled decode"],
+            description="VAE Decode on several devices together, with the same picture. Put it in the place of VAE Decode or VAE "
+            "Decode (Tiled). Decoding takes 1/N of the time and, in mode exact, of the memory.",
+            inputs=_inputs(io.Latent.Input("samples", tooltip="The latent to decode."), "Decode", 32),
+            outputs=[io.Image.Output(tooltip="The picture, or the frames of the video.")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        samples: dict[str, Any],
+        vae: Any,
+        mode: str,
+        cp_config: RuntimeConfig | None = None,
+        tile_size: int = 512,
+        overlap: int = 64,
+        temporal_size: int = 64,
+        temporal_overlap: int = 8,
+    ) -> io.NodeOutput:
+        from nodes import VAEDecode, VAEDecodeTiled  # ComfyUI's module of that name
+
+        image = run_vae(
+            vae,
+            config_in_use() if cp_config is None else cp_config,
+            mode,
+            lambda each: VAEDecode().decode(each, samples)[0],
+            lambda each: VAEDecodeTiled().decode(each, samples, tile_size, overlap, temporal_size, temporal_overlap)[0],
+        )
+        return io.NodeOutput(image)
+
+
+class CPVAEEncode(io.ComfyNode):
+    """VAE Encode and VAE Encode (Tiled) on all ranks."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPVAEEncode",
+            display_name="CP VAE Encode",
+            category=CATEGORY,
+            search_aliases=[*ALIASES, "vae encode", "encode image", "image to latent", "tiled encode"],
+            description="VAE Encode on several devices together, with the same latent. Put it in the place of VAE Encode or VAE "
+            "Encode (Tiled).",
+            inputs=_inputs(io.Image.Input("pixels", tooltip="The picture, or the frames of a video, to encode."), "Encode", 64),
+            outputs=[io.Latent.Output(tooltip="The latent.")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        pixels: Any,
+        vae: Any,
+        mode: str,
+        cp_config: RuntimeConfig | None = None,
+        tile_size: int = 512,
+        overlap: int = 64,
+        temporal_size: int = 64,
+        temporal_overlap: int = 8,
+    ) -> io.NodeOutput:
+        from nodes import VAEEncode, VAEEncodeTiled  # ComfyUI's module of that name
+
+        latent = run_vae(
+            vae,
+            config_in_use() if cp_config is None else cp_config,
+            mode,
+            lambda each: VAEEncode().encode(each, pixels)[0],
+            lambda each: VAEEncodeTiled().encode(each, pixels, tile_size, overlap, temporal_size, temporal_overlap)[0],
+        )
+        return io.NodeOutput(latent)
