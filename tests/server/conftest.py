@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support import families
+from support import families, preloaded
 from support.faults import Faults
 from support.server import ComfyServer
 
@@ -36,6 +36,14 @@ def off_server(comfyui_path: Path, checkpoints_dir: Path) -> Iterator[ComfyServe
     with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
         yield running
         assert running.worker_pids() == []
+
+
+@pytest.fixture(scope="session")
+def vae_files(comfyui_path: Path, checkpoints_dir: Path) -> None:
+    """Writes the files of `support.vaes`."""
+    env = {**os.environ, "PYTHONPATH": str(comfyui_path)}
+    done = preloaded.run(["-m", "support.vaes", str(checkpoints_dir)], cwd=Path(__file__).parents[1], env=env)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="session")

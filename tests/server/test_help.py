@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.server import CHECKOUT, PACK
 
-NODES = ("CPConfig", "ApplyContextParallel", "CPSampler", "CPReport")
+NODES = ("CPConfig", "ApplyContextParallel", "CPSampler", "CPReport", "CPVAEDecode", "CPVAEEncode")
 LANGUAGES = ("en", "zh", "ja")
 QUOTE = re.compile(r'"([^"]+)"')
 ENTRY = re.compile(r"\*\*(\w+)\*\*(?: \(([^)]+)\))?: (.+\.)")

@@ -2,56 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
-from support import preloaded
-from support.graphs import Graph, cp_config
+from support.graphs import Graph, wan_prompt
+from support.vae_graphs import LATENTS, vae_prompt
 from support.worlds import on_ranks
 
 BOUND = 1e-5  # relative, float32
-TESTS = Path(__file__).resolve().parents[1]
-TILES = {"tile_size": 64, "overlap": 16, "temporal_size": 8, "temporal_overlap": 4}
-# Channels and frames of the latent, rows and columns for each of its.
-LATENTS = {"wan": (16, 3, 8), "ltxv": (128, 3, 32), "kl": (4, 0, 8), "taesd": (4, 0, 8), "taehv": (16, 3, 8)}
 EXACT = ("wan", "ltxv", "kl")
-
-
-@pytest.fixture(scope="session")
-def vae_files(comfyui_path: Path, checkpoints_dir: Path) -> None:
-    done = preloaded.run(
-        ["-m", "support.vaes", str(checkpoints_dir)], cwd=TESTS, env={**os.environ, "PYTHONPATH": str(comfyui_path)}
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def vae_prompt(name, method, mode=None, *, world=2, batch=1, rows=13, columns=10, tiles=TILES, seed=3, **config):
-    """A graph that decodes a random latent, or encodes a random picture, and saves the result.
-
-    Args:
-        mode: of the CP node; None = ComfyUI's own node, "tiled" = its tiled one.
-    """
-    graph = Graph()
-    channels, frames, ratio = LATENTS[name]
-    vae = graph.add("vae", "VAELoader", vae_name=f"tiny_{name}.safetensors")
-    ours = {"vae": vae}
-    if mode == "tiled":
-        ours |= tiles
-    elif mode is not None:
-        ours |= {"mode": mode, "cp_config": graph.add("cp_config", "CPConfig", **cp_config(world_size=world, **config)), **tiles}
-    kind = {None: "VAE{}", "tiled": "VAE{}Tiled"}.get(mode, "CPVAE{}").format(method.capitalize())
-    if method == "decode":
-        latent = graph.add(
-            "latent", "TestLatent", batch=batch, channels=channels, frames=frames, height=rows, width=columns, seed=seed, noise=1.0
-        )
-        picture = graph.add("run", kind, samples=latent, **ours)
-        graph.add("save", "SaveLatent", samples=graph.add("picture", "TestPicture", image=picture), filename_prefix="vae")
-    else:
-        count = 9 if frames else batch
-        picture = graph.add("picture", "TestImage", seed=seed, width=columns * ratio + 3, height=rows * ratio, frames=count)
-        graph.add("save", "SaveLatent", samples=graph.add("run", kind, pixels=picture, **ours), filename_prefix="vae")
-    return graph.prompt
 
 
 def run(server, *args, **kwargs):
@@ -77,3 +34,50 @@ class TestVAE:
     def test_tiles_are_bit_equal_to_the_stock_tiled_node(self, server, name, method, world):
         stock = run(server, name, method, "tiled")
         assert (run(server, name, method, "tiles", world=world) == stock).all()
+
+    @pytest.mark.parametrize("world", [on_ranks(2), on_ranks(4)])
+    def test_a_batch_is_shared_out(self, server, world):
+        stock = run(server, "kl", "decode", batch=2)
+        assert difference(run(server, "kl", "decode", "exact", world=world, batch=2), stock) <= BOUND
+        degrees = server.get("/context_parallel/status")["last_call"]["degrees"]
+        assert degrees == {"rows": world // 2, "batch": 2}
+
+    @pytest.mark.parametrize("world", [on_ranks(2)])
+    def test_from_text_to_picture_on_the_same_ranks(self, server, world):
+        """Without a CP Config of its own, it runs where the model was sampled."""
+
+        def graph(kind, **cp):
+            prompt = wan_prompt(**cp)
+            graph = Graph()
+            graph.prompt = prompt
+            vae = graph.add("vae", "VAELoader", vae_name="wan.safetensors")
+            mode = {"mode": "auto"} if cp else {}
+            picture = graph.add("run", kind, samples=["sampler", 0], vae=vae, **mode)
+            graph.add("kept", "SaveLatent", samples=graph.add("picture", "TestPicture", image=picture), filename_prefix="vae")
+            graph.add("image", "SaveImage", images=picture, filename_prefix="vae")
+            return prompt
+
+        stock = server.latent(server.run(graph("VAEDecode")).check(), "kept")
+        result = server.run(graph("CPVAEDecode", cp={"world_size": world})).check()
+        assert difference(server.latent(result, "kept"), stock) <= 1e-4  # the latent was sampled on ranks as well
+        assert len(result.outputs["image"]["images"]) == 9
+        status = server.get("/context_parallel/status")
+        assert {"wan.safetensors", "wan_t2v.safetensors"} <= set(status["models"])
+        assert status["last_call"]["degrees"] == {"rows": 2, "batch": 1}
+
+    @pytest.mark.parametrize("world", [on_ranks(2)])
+    def test_what_cannot_run_is_refused_by_name(self, server, world):
+        def error(prompt):
+            result = server.run(prompt)
+            assert result.status == "error"
+            return result.error.exception_message
+
+        text = error(vae_prompt("taesd", "decode", "exact"))
+        assert "TAESD has no plan for mode exact" in text
+        assert "Set mode to tiles" in text
+        prompt = vae_prompt("taesd", "decode", "tiles")
+        prompt["vae"] = {"class_type": "TestVae", "inputs": {"seed": 1, "channels": 4, "video": False}}
+        assert "left no recipe" in error(prompt)
+        single = vae_prompt("taesd", "decode", "exact", on_unsupported="single device")
+        stock = run(server, "taesd", "decode")
+        assert (server.latent(server.run(single).check()) == stock).all()

@@ -1,6 +1,6 @@
 """Tiny VAEs of every kind that has a plan, made of ComfyUI's own classes with seeded weights; and files of VAEs that ComfyUI loads.
 
-    python -m support.vaes MODELS_DIR
+    python -m support.vaes MODELS_DIR [NAME…]
 
 Needs ComfyUI.
 """
@@ -173,6 +173,18 @@ def _ltxv_file() -> nn.Module:
     return VideoVAE(config=LTXV_FILE)
 
 
+def _full_flux() -> nn.Module:
+    module = "comfy.ldm.modules.diffusionmodules.model"
+    config = KL_FILE | {"ch": 128, "z_channels": 16}
+    return _engine(f"{module}.Encoder", f"{module}.Decoder", config)
+
+
+def _full_wan() -> nn.Module:
+    from comfy.ldm.wan.vae import WanVAE
+
+    return WanVAE(**WAN_FILE | {"dim": 96})
+
+
 def _tiny_image() -> nn.Module:
     from comfy.taesd.taesd import TAESD
 
@@ -194,19 +206,26 @@ FILES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def write(models: str) -> None:
-    """Write every file into the folder `vae` of a ComfyUI models folder."""
+FULL: dict[str, Callable[[], nn.Module]] = {"full_flux": _full_flux, "full_wan": _full_wan}
+"""Of the width that is published, for measurements."""
+
+
+def write(models: str, *names: str) -> None:
+    """Write files into the folder `vae` of a ComfyUI models folder: by default those of FILES."""
     out = Path(models) / "vae"
     out.mkdir(exist_ok=True)
-    for name, make in FILES.items():
+    for name in names or FILES:
+        make = (FILES | FULL)[name]
         tensors = build(TinyVAE(make=make, channels=4, ratio=8)).state_dict()
         metadata = {"config": json.dumps({"vae": LTXV_FILE})} if name == "ltxv" else None
-        kept = {key: value.contiguous() for key, value in tensors.items() if name != "kl" or not key.startswith("encoder.")}
-        save_file(kept, out / f"tiny_{name}.safetensors", metadata)
+        kept = {
+            key: value.contiguous() for key, value in tensors.items() if not name.endswith("kl") or not key.startswith("encoder.")
+        }
+        save_file(kept, out / f"{name}.safetensors", metadata)
 
 
 if __name__ == "__main__":
     import comfy.cli_args
 
     comfy.cli_args.args.cpu = True
-    write(sys.argv[1])
+    write(*sys.argv[1:])

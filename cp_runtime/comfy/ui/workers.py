@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...nested import tensors
 from ...pool.config import RuntimeConfig
 from ...pool.protocol import TensorPacker, flatten
 from ...pool.settings import load_timeout
@@ -281,7 +282,8 @@ class Workers:
         """Run a call of the model `key`, which must be loaded. Returns its output and its record."""
         began = time.monotonic()
         message, packer = self._encoder.encode(call.arguments, set(call.leading), IN_PLACE)
-        kind = (key, [value.shape for value in call.arguments.values() if isinstance(value, Tensor)])
+        shapes = [value.shape for value in call.arguments.values() if isinstance(value, Tensor)]
+        kind = (key, call.method, shapes, [tile.shape for tile in tensors(call.arguments.get(INPUT))])
         body = {
             "key": key,
             "method": call.method,

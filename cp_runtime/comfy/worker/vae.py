@@ -76,31 +76,24 @@ def _tiles(
     device: torch.device,
     on_step: Callable[[], None],
 ) -> list[Tensor] | None:
-    """Run every rank's tiles, and bring all results to rank 0."""
-    mine = range(group.rank, len(tiles), group.size)
-    done: list[Tensor] = []
-    for turn in range(math.ceil(len(tiles) / group.size)):
+    """Run one tile on every rank at a time, and bring the results to rank 0. So no rank keeps them, or runs ahead of a Cancel."""
+    results: list[Tensor] = []
+    for first in range(0, len(tiles), group.size):
         on_step()
-        if turn < len(mine):
-            done.append(run(tiles[mine[turn]]))
-    wrong = next((index for index, out in zip(mine, done, strict=True) if list(out.shape) != shapes[index]), None)
-    # All ranks hear of it: else they would wait for what does not come.
-    if group.largest(torch.tensor([float(wrong is not None)], device=device)).item():
-        index = wrong or 0
-        raise PlanError(
-            f"a tile of {tuple(tiles[index].shape)} did not become what the VAE says of itself, {tuple(shapes[index])}, on this "
-            "rank or another one. Set tile_size and overlap to multiples of 64, or mode to exact."
-        )
-    own = torch.cat([torch.empty(0, dtype=dtype, device=device), *(out.reshape(-1) for out in done)])
-    counts = [sum(math.prod(shape) for shape in shapes[rank :: group.size]) for rank in range(group.size)]
-    received = own.new_empty(sum(counts) if group.rank == 0 else 0)
-    arriving = counts if group.rank == 0 else [0] * group.size
-    group.all_to_all(own, [own.numel()] + [0] * (group.size - 1), received, arriving, "tiles").wait()
-    if group.rank:
-        return None
-    results: list[Tensor] = [received] * len(tiles)
-    for rank, flat in enumerate(received.split(counts)):
-        whose = shapes[rank :: group.size]
-        for turn, part in enumerate(flat.split([math.prod(shape) for shape in whose])):
-            results[rank + turn * group.size] = part.view(whose[turn])
-    return results
+        mine, expected = first + group.rank, shapes[first : first + group.size]
+        out = run(tiles[mine]) if mine < len(tiles) else torch.empty(0, dtype=dtype, device=device)
+        wrong = float(mine < len(tiles) and list(out.shape) != shapes[mine])
+        # All ranks hear of it: else they would wait for what does not come.
+        if group.largest(torch.tensor([wrong], device=device)).item():
+            raise PlanError(
+                f"tiles of {tuple(tiles[first].shape)} do not become what the VAE says of itself, {tuple(shapes[first])}. Set "
+                "tile_size and overlap to multiples of 64, or mode to exact."
+            )
+        counts = [math.prod(shape) for shape in expected] + [0] * (group.size - len(expected))
+        received = out.new_empty(sum(counts) if group.rank == 0 else 0)
+        arriving = counts if group.rank == 0 else [0] * group.size
+        group.all_to_all(out.reshape(-1), [out.numel()] + [0] * (group.size - 1), received, arriving, "tiles").wait()
+        if group.rank == 0:
+            parts = received.to("cpu").split(counts[: len(expected)])
+            results += [part.view(shape) for part, shape in zip(parts, expected, strict=True)]
+    return results if group.rank == 0 else None

@@ -1,0 +1,81 @@
+"""CP VAE Decode on two CPU ranks against VAE Decode in one process: seconds, and how many times as fast.
+
+    make bench, or COMFYUI_PATH=... python benchmarks/vae.py [--quick] [--only exact tiles] [--vaes flux wan] [--repeat 1]
+
+A ComfyUI server with one thread per process, VAEs of full width with random weights, in float32: Flux's for a picture of 1024 x 1024,
+Wan 2.1's for 9 frames of 832 x 480. The stock node and ours run in turn, from the node's start to its end: with the transfers between
+processes, and without loading. *exact* is compared with VAE Decode, *tiles* with VAE Decode (Tiled) of the same settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from recorded import note
+from support import preloaded
+from support.server import ComfyServer
+from support.vae_graphs import vae_prompt
+
+RANKS = 2
+TARGET = 1.8
+SIZES = {"flux": (128, 128), "wan": (60, 104)}
+"""Rows and columns of the latent; of Wan's, 3 frames."""
+QUICK = 4  # times fewer rows and columns
+STOCK = {"exact": None, "tiles": "tiled"}
+TILES = {"tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small pictures")
+    parser.add_argument("--only", nargs="+", choices=STOCK, default=list(STOCK))
+    parser.add_argument("--vaes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--repeat", type=int, default=1)
+    arguments = parser.parse_args()
+    comfyui = Path(os.environ["COMFYUI_PATH"])
+    with tempfile.TemporaryDirectory() as folder:
+        written = [sys.executable, "-m", "support.vaes", folder, *(f"full_{name}" for name in arguments.vaes)]
+        done = preloaded.run(written[1:], cwd=Path(__file__).parents[1] / "tests", env={**os.environ, "PYTHONPATH": str(comfyui)})
+        if done.returncode:
+            sys.exit(done.stderr)
+        with ComfyServer(comfyui, models=Path(folder), env={"OMP_NUM_THREADS": "1"}) as server:
+            print(f"{os.cpu_count()} cores, {RANKS} ranks, a thread each, float32")
+            print("VAE    mode     s stock   s ranks    times as fast")
+            for name in arguments.vaes:
+                for mode in arguments.only:
+                    compare(server, name, mode, arguments)
+
+
+def compare(server: ComfyServer, name: str, mode: str, arguments: Any) -> None:
+    """Time the stock node and ours in turn, and print a line."""
+    rows, columns = (size // QUICK if arguments.quick else size for size in SIZES[name])
+    for kind in (STOCK[mode], mode):
+        seconds(server, name, kind, 8, 8)  # loads
+    stock, ours = [], []
+    for _ in range(arguments.repeat):
+        stock.append(seconds(server, name, STOCK[mode], rows, columns))
+        ours.append(seconds(server, name, mode, rows, columns))
+    ratio = statistics.median(stock) / statistics.median(ours)
+    note(f"VAE of {name}, {mode}, times as fast on two ranks", ratio)
+    target = f", target {TARGET}" if mode == "exact" else ""
+    print(f"{name:6} {mode:6} {statistics.median(stock):9.2f} {statistics.median(ours):9.2f}    {ratio:.2f}{target}", flush=True)
+
+
+def seconds(server: ComfyServer, name: str, mode: str | None, rows: int, columns: int) -> float:
+    """What the node took, loaders and latents aside."""
+    prompt = vae_prompt(
+        f"full_{name}", "decode", mode, world=RANKS, rows=rows, columns=columns, tiles=TILES, again=True, step_timeout=3600.0
+    )
+    return server.run(prompt, timeout=7200).check().seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""CP VAE Decode: what ends a call in its middle ends the prompt as promised, and the next one is right."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from support.faults import Stopwatch
+from support.vae_graphs import vae_prompt
+
+BOUND = 1e-5
+MODES = ("exact", "tiles")
+
+
+@pytest.fixture(scope="module")
+def expected(pool_server, vae_files):
+    modes = {"exact": None, "tiles": "tiled"}
+    return {mode: pool_server.latent(pool_server.run(vae_prompt("kl", "decode", stock)).check()) for mode, stock in modes.items()}
+
+
+def decode(mode, **size):
+    return vae_prompt("kl", "decode", mode, again=True, **size)
+
+
+def assert_right(server, expected, mode):
+    out = server.latent(server.run(decode(mode)).check())
+    assert (out - expected[mode]).abs().max() <= BOUND * expected[mode].abs().max()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_killed_rank(pool_server, expected, faults, mode):
+    assert_right(pool_server, expected, mode)
+    pids = pool_server.worker_pids()
+    faults.arm(1, "kill", module=2)
+    watch = Stopwatch(f"2 SIGKILL of rank 1 of 2 in a VAE, {mode}")
+    result = pool_server.run(decode(mode))
+    watch.within(2, "the prompt has ended, from its start")
+    assert result.status == "error"
+    assert f"rank 1 (pid {pids[1]}) failed: SIGKILL" in result.error.exception_message
+    assert_right(pool_server, expected, mode)
+    assert not set(pids) & set(pool_server.worker_pids())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cancel(pool_server, expected, faults, mode):
+    assert_right(pool_server, expected, mode)
+    pids = pool_server.worker_pids()
+    faults.arm(1, "slow", module=1, seconds=0.4)
+    prompt_id = pool_server.queue(decode(mode, rows=12))  # of a size that is new: how long it takes is not known
+    pool_server.wait_event(lambda e: e.type == "executing" and e.data.get("node") == "run" and e.data["prompt_id"] == prompt_id)
+    time.sleep(0.8)
+    watch = Stopwatch(f"28 Cancel inside a VAE, {mode}")
+    pool_server.interrupt()
+    result = pool_server.wait(prompt_id, 30)
+    watch.within(2, "the prompt ends")
+    assert result.status == "interrupted"
+    assert_right(pool_server, expected, mode)
+    assert pool_server.worker_pids() == pids
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_out_of_memory(pool_server, expected, faults, mode):
+    """Once: room is made, and the call is tried again. Twice: an error, and not tiles in the place of the exact picture."""
+    assert_right(pool_server, expected, mode)
+    faults.arm(1, "oom", module=2)
+    assert_right(pool_server, expected, mode)
+    assert not faults.waiting
+    faults.arm(1, "oom", module=2, times=2)
+    result = pool_server.run(decode(mode))
+    assert result.status == "error"
+    assert "OutOfMemoryError: injected" in result.error.exception_message
+    assert "you ran out of memory on your GPU" in result.error.exception_message  # ComfyUI's words
+    assert not faults.waiting
+    assert_right(pool_server, expected, mode)
+
+
+def test_free(pool_server, expected):
+    assert_right(pool_server, expected, "exact")
+    pids = pool_server.worker_pids()
+    assert "kl.safetensors" in pool_server.get("/context_parallel/status")["models"]
+    pool_server.free()
+    deadline = time.monotonic() + 20
+    while pool_server.get("/context_parallel/status")["models"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert pool_server.get("/context_parallel/status")["models"] == []
+    assert_right(pool_server, expected, "exact")
+    assert pool_server.worker_pids() == pids
+
+
+def test_progress_counts_tiles_and_convolutions(pool_server, expected, faults):
+    for mode in ("exact", "tiles"):
+        assert_right(pool_server, expected, mode)
+        faults.arm(1, "slow", module=1, seconds=0.1)
+        prompt_id = pool_server.queue(decode(mode))
+        pool_server.wait(prompt_id).check()
+        progress = [e.data for e in pool_server.events if e.type == "progress" and e.data["prompt_id"] == prompt_id]
+        values = [data["value"] for data in progress]
+        assert len(values) >= 3
+        assert values == sorted(values)
