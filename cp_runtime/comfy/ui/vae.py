@@ -28,7 +28,7 @@ from ...pool.config import RuntimeConfig
 from ...vaes import row_plan_for
 from ..wire.vae import EXACT, INPUT, TILES
 from .controller import CONTROLLER
-from .devices import device_inventory
+from .devices import default_config
 from .node_patches import PatchSet
 from .obstacles import replaced_code
 from .patcher import executing_node, with_cancel
@@ -45,9 +45,9 @@ _REMEDY = "Use VAE Decode or VAE Encode, or set on_unsupported of CP Config to '
 
 
 def config_in_use() -> RuntimeConfig:
-    """The config of the ranks that there are, or that of a CP Config node as it is placed."""
+    """The config of the ranks that there are, or that of a node without one."""
     workers = CONTROLLER.workers
-    return workers.pool.config if workers is not None else RuntimeConfig.resolve(inventory=device_inventory())
+    return workers.pool.config if workers is not None else default_config()
 
 
 def run_vae(vae: Any, config: RuntimeConfig, mode: str, exact: Callable[[Any], Any], tiles: Callable[[Any], Any]) -> Any:

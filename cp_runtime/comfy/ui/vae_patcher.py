@@ -12,6 +12,7 @@ from torch import nn
 
 from ...engine.weights.blocks import sizes_of
 from ...pool.config import RuntimeConfig
+from ..wire.modules import layers_of
 from ..wire.placement import WHOLE
 from ..wire.vae import dtypes_of
 from ..wire.weight_samples import sample_weights
@@ -70,6 +71,7 @@ class VAEPatcher(ContextParallelPatcher):
             patches_uuid=str(self.patches_uuid),
             dtype=dtype,
             cast_dtype=cast_dtype,
+            layers=partial(layers_of, self.model),
             samples=partial(sample_weights, self.model),
             demand=Demand(notes.sizes, 0.0),
         )
