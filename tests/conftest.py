@@ -97,6 +97,8 @@ def checkpoints_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ComfyUI `models` folder that holds every tiny checkpoint and LoRA file (120 MB, written in two seconds)."""
     models = tmp_path_factory.mktemp("models")
     checkpoints.write_all([*(name for name in checkpoints.CHECKPOINTS if name != "flux_large"), *checkpoints.LORAS], models)
+    for folder in ("vae", "vae_approx"):  # a server that has looked for one in vain does not look again
+        (models / folder).mkdir(exist_ok=True)
     return models
 
 
