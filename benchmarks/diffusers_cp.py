@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -28,10 +27,8 @@ import torch
 import torch.distributed as dist
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+from support.live_bytes import LiveBytes
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 QUIET, PATIENCE = 0.05, 4  # cores that other processes may use in a round; rounds per round wanted
@@ -163,34 +160,6 @@ class _OtherLoad:
         return times.user + times.nice + times.system + getattr(times, "steal", 0.0)
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that operators returned and that still live. torch keeps no such statistics for host memory."""
-
-    def __init__(self, before: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in before}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._add((leaf.elem if isinstance(leaf, AsyncCollectiveTensor) else leaf).untyped_storage())
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            weakref.finalize(storage, self._remove, key, size)
-            self.live += size
-            self.peak = max(self.peak, self.live)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-
 def peak_extra_bytes(call: Callable[[], Tensor], inputs: Iterable[Tensor]) -> int:
     """Most bytes that `call` held at one time beyond `inputs` and its result; the rank that held most counts.
 
@@ -198,7 +167,7 @@ def peak_extra_bytes(call: Callable[[], Tensor], inputs: Iterable[Tensor]) -> in
     kernel's scratch memory, and what gloo stages. Those are the same code in all variants, except that gloo stages more for an
     all-gather than for an all-to-all.
     """
-    meter = _LiveBytes(inputs)
+    meter = LiveBytes(inputs)
     with meter:
         out = call()
     extra = torch.tensor(meter.peak - out.untyped_storage().nbytes())

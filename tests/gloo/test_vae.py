@@ -6,14 +6,25 @@ import pytest
 from support.ranks import COMFY, run_ranks
 
 BOUND = 1e-5  # relative to the largest value, float32
+MEMORY = {2: 0.6, 4: 0.35}
+"""Of what the stock VAE holds at one time, by ranks."""
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
-def reports(request):
-    return run_ranks(Path(__file__).with_name("vae_ranks.py"), request.param, preload=COMFY)
+def ran(request):
+    return request.param, run_ranks(Path(__file__).with_name("vae_ranks.py"), request.param, preload=COMFY)
 
 
-def test_decode_and_encode_are_those_of_the_stock_vae(reports):
-    wrong = [report for report in reports if not max(report["decode"], report["encode"]) <= BOUND]
+def test_decode_and_encode_are_those_of_the_stock_vae(ran):
+    _, reports = ran
+    compared = [report for report in reports if "vae" in report]
+    wrong = [report for report in compared if not max(report["decode"], report["encode"]) <= BOUND]
     assert not wrong, "\n".join(map(str, wrong))
-    assert len({report["vae"] for report in reports}) == 11
+    assert len({report["vae"] for report in compared}) == 11
+
+
+def test_every_rank_holds_its_part_of_the_memory(ran):
+    world, reports = ran
+    measured = {report["memory"]: report["ratio"] for report in reports if "memory" in report}
+    assert len(measured) == (2 if world in MEMORY else 0)
+    assert all(ratio <= MEMORY[world] for ratio in measured.values()), measured

@@ -1,5 +1,7 @@
 """Rank script: VAEs on a part of the rows against the same VAEs on one process."""
 
+from functools import partial
+
 from support.ranks import finish, report, start, use_comfyui
 
 rank, world, _ = start()
@@ -7,6 +9,7 @@ use_comfyui()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from support.live_bytes import LiveBytes  # noqa: E402
 from support.vaes import TINY_VAES, build  # noqa: E402
 
 from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
@@ -36,6 +39,14 @@ def difference(model, plan, method, x, ratio):
     return float((ours - stock).abs().max() / stock.abs().max())
 
 
+def peak(model, call, x):
+    """Bytes that a call holds at most, beyond weights and input."""
+    with LiveBytes([x, *model.parameters(), *model.buffers()]) as meter:
+        out = call()
+    del out
+    return float(mesh.whole.largest(torch.tensor([float(meter.peak)])))
+
+
 for name, vae in TINY_VAES.items():
     model = build(vae)
     plan = row_plan_for(model)
@@ -50,4 +61,12 @@ for name, vae in TINY_VAES.items():
                 decode=difference(model, plan, "decode", latent, 1),
                 encode=difference(model, plan, "encode", picture, vae.ratio),
             )  # fmt: skip
+
+MEASURED = {"Flux": (1, 4, 32, 16), "Wan 2.1": (1, 4, 4, 32, 16)}
+if world in (2, 4):
+    for name, shape in MEASURED.items():
+        model, x = build(TINY_VAES[name]), torch.randn(shape)
+        stock = peak(model, partial(model.decode, x), x)
+        ours = peak(model, partial(run_on_rows, model, row_plan_for(model), model.decode, x, mesh=mesh, first_only=True), x)
+        report(memory=name, ratio=ours / stock)
 finish()
