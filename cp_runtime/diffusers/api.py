@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import wraps
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,6 +22,13 @@ from ..errors import ConfigError, PlanError, bad_value
 from .calls import ShardedCalls
 from .shared import SharedModel
 from .table import plan_from_table
+from .vae import VAE, SplitVAE, vae_of
+
+
+class Removable(Protocol):
+    """What was applied to a module."""
+
+    def remove(self) -> None: ...
 
 
 class AppliedPlan:
@@ -32,7 +39,7 @@ class AppliedPlan:
         weights: of the blocks, where every rank keeps a part of them: `weights.nbytes` are on this rank's device.
     """
 
-    def __init__(self, installed: InstalledPlan[ShardingPlan] | None, mesh: SequenceMesh, weights: ShardedWeights | None) -> None:
+    def __init__(self, installed: Removable | None, mesh: SequenceMesh, weights: ShardedWeights | None) -> None:
         self._installed, self.mesh, self.weights = installed, mesh, weights
 
     def remove(self) -> None:
@@ -42,7 +49,7 @@ class AppliedPlan:
 
 
 # What holds an installed plan is the module itself, by its forward.
-_installed: WeakKeyDictionary[nn.Module, ref[InstalledPlan[ShardingPlan]]] = WeakKeyDictionary()
+_installed: WeakKeyDictionary[nn.Module, ref[Removable]] = WeakKeyDictionary()
 
 
 def apply_context_parallel(
@@ -65,7 +72,7 @@ def apply_context_parallel(
         module: any module, in eval mode; on this rank's device, unless `device` says where that is.
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, of this package or of diffusers.
         plan: which arguments are split and which outputs are gathered, as a table in diffusers' form (see `table`) or a
-            `ShardingPlan`; None = the module's own `_cp_plan`.
+            `ShardingPlan`; None = the module's own `_cp_plan`, or for AutoencoderKL and AutoencoderKLWan the rows of every picture.
         shard_weights: leave every rank 1/N of the bytes of the module's blocks, the elements of its lists of modules. All ranks
             put a block together while it runs, and the next one meanwhile: two are there at a time. Results are the same, bit
             for bit. Every rank has the same weights before; they may be mapped from a file (`map_weights`), and quantised by
@@ -92,6 +99,9 @@ def apply_context_parallel(
     if device is not None and not shard_weights:
         raise bad_value("device", device, "None without shard_weights", "Move the module there before: module.to(device).")
     _check_free(module)
+    vae = vae_of(module)
+    if vae is not None and plan is None:
+        return _apply_to_vae(module, vae, config, shard_weights=shard_weights, verify=verify)
     plan = _plan_of(module, plan, config)
     if config.of_all_ranks.mesh_shape == (1, 1):
         return AppliedPlan(None, SequenceMesh(None), None)
@@ -153,6 +163,21 @@ def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | Shardin
     installed = _installed[module]() if module in _installed else None
     if installed is not None:
         installed.remove()
+
+
+def _apply_to_vae(module: nn.Module, vae: VAE, config: ContextParallelConfig, **not_for_vaes: object) -> AppliedPlan:
+    for setting, value in not_for_vaes.items():
+        if value:
+            raise bad_value(setting, value, "nothing for a VAE", "Leave it out.")
+    if config.batch_degree > 1:
+        raise bad_value("batch_degree", config.batch_degree, "1 for a VAE", "Apply another config to the VAE.")
+    if config.mesh_shape == (1, 1):
+        return AppliedPlan(None, SequenceMesh(None), None)
+    mesh = _mesh(module, config)
+    split = SplitVAE(module, vae, mesh)
+    _installed[module] = ref(split)
+    split.on_remove(lambda: _installed.pop(module, None))
+    return AppliedPlan(split, mesh, None)
 
 
 def _check_free(module: nn.Module) -> None:

@@ -28,3 +28,13 @@ def test_every_rank_holds_its_part_of_the_memory(ran):
     measured = {report["memory"]: report["ratio"] for report in reports if "memory" in report}
     assert len(measured) == (2 if world in MEMORY else 0)
     assert all(ratio <= MEMORY[world] for ratio in measured.values()), measured
+
+
+def test_vaes_of_diffusers(ran):
+    world, reports = ran
+    found = {report.pop("diffusers"): report for report in map(dict, reports) if "diffusers" in report}
+    assert set(found) == ({"AutoencoderKL", "AutoencoderKLWan"} if world == 2 else set())
+    for report in found.values():
+        assert report["difference"] <= BOUND
+        assert report["sent"] > 0
+        assert report["restored"]

@@ -12,6 +12,7 @@ import torch.distributed as dist  # noqa: E402
 from support.live_bytes import LiveBytes  # noqa: E402
 from support.vaes import TINY_VAES, build  # noqa: E402
 
+from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel  # noqa: E402
 from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
 from cp_runtime.engine.rows.plan import run_on_rows  # noqa: E402
 from cp_runtime.vaes import row_plan_for  # noqa: E402
@@ -69,4 +70,35 @@ if world in (2, 4):
         stock = peak(model, partial(model.decode, x), x)
         ours = peak(model, partial(run_on_rows, model, row_plan_for(model), model.decode, x, mesh=mesh, first_only=True), x)
         report(memory=name, ratio=ours / stock)
+
+
+def diffusers_vaes():
+    """VAEs of diffusers, and what they decode and encode."""
+    from diffusers import AutoencoderKL, AutoencoderKLWan
+
+    channels = {"block_out_channels": (32, 64), "down_block_types": ("DownEncoderBlock2D",) * 2, "layers_per_block": 1}
+    torch.manual_seed(2)
+    yield AutoencoderKL(**channels, up_block_types=("UpDecoderBlock2D",) * 2), (1, 4, 7, 6), (1, 3, 14, 12)
+    yield AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[True, True],
+                           latents_mean=[0.0] * 4, latents_std=[1.0] * 4), (1, 4, 3, 5, 4), (1, 3, 9, 20, 16)  # fmt: skip
+
+
+def both(model, z, x):
+    return model.decode(z).sample, model.encode(x).latent_dist.mean
+
+
+if world == 2:
+    for model, latent, picture in diffusers_vaes():
+        model.eval()
+        z, x = torch.randn(latent), torch.randn(picture)
+        stock = both(model, z, x)
+        applied = apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+        ours = both(model, z, x)
+        sent = applied.mesh.stats.bytes["halo"]
+        remove_context_parallel(model)
+        restored = all(torch.equal(*pair) for pair in zip(stock, both(model, z, x), strict=True))
+        for _ in range(2):
+            apply_context_parallel(model, ContextParallelConfig(ring_degree=world)).remove()
+        worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, stock, strict=True))
+        report(diffusers=type(model).__name__, difference=worst, sent=sent, restored=restored)
 finish()

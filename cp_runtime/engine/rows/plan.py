@@ -61,7 +61,6 @@ def split_dim(rows: int, columns: int, world_size: int, least: int = 1) -> int:
     return COLUMNS if rows // least < world_size and columns > rows else ROWS
 
 
-@torch.inference_mode()
 def run_on_rows(
     model: nn.Module,
     plan: RowPlan,
@@ -73,7 +72,7 @@ def run_on_rows(
     first_only: bool = False,
     on_convolution: Callable[[], None] | None = None,
 ) -> Tensor | None:
-    """Run a VAE on all ranks, each with its part of the rows or columns. Every rank must call it alike.
+    """Run a VAE on all ranks, each with its part of the rows or columns. Every rank must call it alike, without gradients.
 
     Args:
         model: the VAE.

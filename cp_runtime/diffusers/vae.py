@@ -1,0 +1,88 @@
+"""VAEs of diffusers on ranks that share the rows of a picture: see `engine.rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.mesh import SequenceMesh
+from ..engine.rows.plan import RowPlan, run_on_rows
+from ..errors import PlanError
+
+_MODULE = "diffusers.models.autoencoders."
+
+
+class VAE(NamedTuple):
+    """A class of VAE, whose encoder and decoder are modules of these names.
+
+    Args:
+        plan: of both.
+        ratio: given the VAE, rows of what its encoder takes for each of what that returns.
+    """
+
+    plan: RowPlan
+    ratio: Callable[[Any], int]
+
+
+def _known(family: str, name: str, ratio: Callable[[Any], int]) -> tuple[str, VAE]:
+    return _MODULE + name, VAE(RowPlan(family=family, model_class=_MODULE + name), ratio)
+
+
+VAES: Mapping[str, VAE] = dict(
+    [
+        _known("AutoencoderKL", "autoencoder_kl.AutoencoderKL", lambda vae: 2 ** (len(vae.config.block_out_channels) - 1)),
+        _known("AutoencoderKLWan", "autoencoder_kl_wan.AutoencoderKLWan", lambda vae: 2 ** (len(vae.config.dim_mult) - 1)),
+    ]
+)
+
+
+def vae_of(module: nn.Module) -> VAE | None:
+    """What is known about the class of a VAE; None for any other module."""
+    return VAES.get(f"{type(module).__module__}.{type(module).__qualname__}")
+
+
+class SplitVAE:
+    """A VAE whose encoder and decoder run on all ranks, until `remove`. What holds it are these two, by their forward.
+
+    Args:
+        module: the VAE.
+        vae: what is known about it.
+        mesh: the ranks.
+    """
+
+    def __init__(self, module: nn.Module, vae: VAE, mesh: SequenceMesh) -> None:
+        self._undo: list[Callable[[], object]] = []
+        for name, ratio in (("encoder", vae.ratio(module)), ("decoder", 1)):
+            part = getattr(module, name)
+            if "forward" in vars(part):
+                raise PlanError(f"the forward of the {name} was replaced. Apply context parallelism before whatever replaces it.")
+            part.forward = MethodType(self._shared(vae.plan, mesh, ratio, type(part).forward), part)
+            self._undo.append(partial(delattr, part, "forward"))
+
+    def on_remove(self, undo: Callable[[], object]) -> None:
+        """Have something done by `remove`."""
+        self._undo.append(undo)
+
+    def remove(self) -> None:
+        """Undo it."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _shared(self, plan: RowPlan, mesh: SequenceMesh, ratio: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(stock)
+        def forward(part: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not self._undo:
+                raise PlanError("context parallelism was removed from the VAE that this is a part, or a copy, of")
+            if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in part.parameters()):
+                raise PlanError("this VAE would record gradients. Call it under torch.inference_mode() or torch.no_grad().")
+            out = run_on_rows(part, plan, lambda rows: stock(part, rows, *args, **kwargs), x, mesh=mesh, ratio=ratio)
+            if out is None:
+                raise PlanError("a rank without a result")
+            return out
+
+        return forward
