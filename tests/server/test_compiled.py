@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 
 import pytest
-from support.graphs import wan_prompt
+from support import families
+from support.graphs import family_prompt, wan_prompt
 
 CP = {"world_size": 2, "ulysses_degree": 2}
 TOLERANCE = 1e-4  # of three steps, each of which adds to what comes before
@@ -78,6 +80,20 @@ def test_a_node_that_names_blocks_and_a_graph_without_it(pool_server, stock):
     same(out, stock)
     assert compiled["kinds"] == {}
     assert pool_server.worker_pids() == pids
+
+
+@pytest.mark.parametrize("served", ["sdxl"])
+def test_a_unet(served, pool_server, family_checkpoints):
+    """What is in its lists of blocks is compiled; its calls share the batch."""
+    graph = partial(family_prompt, families.served()[served][1], cfg=3.0)
+    expected = pool_server.latent(pool_server.run(graph()).check())
+    prompt = graph(node="CPSampler", cp={"world_size": 2}, after_apply=[("TestPatch", {"kind": "compile_eager"})])
+    result = pool_server.run(prompt, timeout=120).check()
+    same(pool_server.latent(result), expected)
+    report = json.loads(result.outputs["report"]["text"][0])
+    assert report["degrees"]["batch"] == 2
+    assert set(report["compiled"]["kinds"]) == {"ResBlock", "SpatialTransformer", "Downsample", "Upsample"}
+    assert report["compiled"]["left"] == {}
 
 
 def test_one_device_compiles_as_without_the_pack(pool_server):

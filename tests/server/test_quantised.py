@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.graphs import flux_prompt, wan_prompt
 from support.server import ComfyServer
-from support.worlds import alternate
+from support.worlds import alternate, on_ranks
 
 TOLERANCE = 2e-4
 MATTERS = 1e-3
@@ -70,16 +70,19 @@ class Runs:
     def __init__(self, server):
         self.server = server
         self.stock = {}
+        self.compiled = {}
 
-    def latents(self, case, world):
-        """(unquantised, stock, sharded), after a check that every rank loaded the file and took part."""
+    def latents(self, case, world, **nodes):
+        """(unquantised, stock, sharded with `nodes`), after a check that every rank loaded the file and took part. What the report
+        says about compiled blocks is in `compiled`."""
         build, quantised, shared = case
         plain = {"ckpt": "wan_t2v" if build is WAN else "flux"}
         exact = self._stock(WAN if build is WAN else FLUX, **plain, **shared)
         stock = self._stock(build, **{**plain, **quantised}, **shared)
-        prompt = build(node="CPSampler", cp={"world_size": world}, **{**plain, **quantised}, **shared)
+        prompt = build(node="CPSampler", cp={"world_size": world}, **{**plain, **quantised}, **shared, **nodes)
         result = self.server.run(prompt, timeout=120).check()
-        ranks = json.loads(result.outputs["report"]["text"][0])["ranks"]
+        report = json.loads(result.outputs["report"]["text"][0])
+        ranks, self.compiled = report["ranks"], report["compiled"]
         assert [rank["pid"] for rank in ranks] == self.server.worker_pids()
         assert len(ranks) == world
         file = quantised.get("ckpt", plain["ckpt"])
@@ -117,6 +120,20 @@ def test_latent_equals_the_stock_graph(case, world, runs):
 @pytest.mark.parametrize(("case", "world"), alternate(INT8))
 def test_int8_is_as_near_to_the_unquantised_latent_as_stock(case, world, runs):
     check_rounded_activations(*runs.latents(INT8[case], world))
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [on_ranks(2, case, id=case) for case in ("plain fp8 file kept fp8 LoRA", "fp8 scaled", "mxfp8 LoRA", "nvfp4", "int8 convrot")],
+)
+def test_blocks_with_quantised_weights_are_compiled(case, world, runs):
+    nodes = {"after_apply": [("TestPatch", {"kind": "compile_eager"})]}
+    exact, stock, out = runs.latents((WEIGHTS_ONLY | INT8)[case], world, **nodes)
+    assert (runs.compiled["kinds"], runs.compiled["left"]) == ({"DoubleStreamBlock": 2, "SingleStreamBlock": 2}, {})
+    if case in INT8:
+        check_rounded_activations(exact, stock, out)
+    else:
+        assert (out - stock).abs().max() <= TOLERANCE * stock.std()
 
 
 @pytest.mark.parametrize("case", NATIVE_FP8)

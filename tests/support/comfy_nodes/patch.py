@@ -151,9 +151,10 @@ def _unknown_option(model: ModelPatcher) -> None:
 
 
 def _compile_eager(model: ModelPatcher) -> None:
-    # As packs do whose nodes have more inputs than ComfyUI's own.
-    blocks = "blocks" if hasattr(model.model.diffusion_model, "blocks") else "double_blocks"
-    keys = [f"diffusion_model.{blocks}.{number}" for number in range(2)]
+    # As packs do whose nodes have more inputs than ComfyUI's own: blocks where they know their name, else the whole model.
+    transformer = model.model.diffusion_model
+    named = [name for name in ("blocks", "double_blocks") if hasattr(transformer, name)]
+    keys = [f"diffusion_model.{named[0]}.{number}" for number in range(2)] if named else ["diffusion_model"]
     set_torch_compile_wrapper(model=model, backend="eager", dynamic=True, keys=keys)
 
 
