@@ -9,6 +9,7 @@ SECTIONS = {
     "nccl": 50,
     "streams": 30,
     "comfy": 100,
+    "compiled": 100,
     "memory": 70,
     "faults": 65,
     "timing": 40,

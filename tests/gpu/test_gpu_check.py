@@ -110,7 +110,7 @@ def test_markdown():
 
 
 # Those with servers and those with many cases take minutes.
-REHEARSED = ("environment", "kernels", "nccl", "streams", "comfy", "timing", "several")
+REHEARSED = ("environment", "kernels", "nccl", "streams", "comfy", "compiled", "timing", "several")
 
 
 @pytest.fixture(scope="module")
