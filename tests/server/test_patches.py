@@ -169,6 +169,15 @@ def test_attention_that_a_node_chose(name, served, world, server, family_checkpo
         assert not torch.equal(out, default)
 
 
+@pytest.mark.parametrize("graph", [flux_prompt, wan_prompt])
+def test_a_forward_for_the_time_of_a_call_runs_on_one_device_when_asked(graph, server):
+    nodes = {"after_apply": [("TestPatch", {"kind": "for_a_call"})]}
+    expected = latent(server, graph(**nodes))
+    out = latent(server, graph(cp={"world_size": 2, "on_unsupported": "single device"}, **nodes))
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert (latent(server, graph()) - expected).abs().max() > 1e-2 * expected.std()
+
+
 def test_blocks_that_the_compiler_cannot_take(server, family_checkpoints):
     """Because of what a patch does inside of them. The prompt ends, or they run as they are on all ranks; nothing runs twice."""
     case = MIRRORED["InfiniteTalk, two speakers"]
@@ -203,6 +212,14 @@ REFUSED = {
     "a node of another pack": (
         NodeCase("TestPatch", {"kind": "attn1_output_patch"}),
         ["a node of context-parallel-test-nodes", "attn1_output_patch"],
+    ),
+    "a forward for the time of a call": (
+        NodeCase("TestPatch", {"kind": "for_a_call"}),
+        ["a node replaced the forward of Flux"],
+    ),
+    "the outer forward for the time of a call": (
+        NodeCase("TestPatch", {"kind": "for_a_call"}, wan_prompt),
+        ["a node replaced the forward of WanModel"],
     ),
     "attention of a pack's own": (
         NodeCase("TestAttention", {"kind": "with a condition", "name": "pytorch"}),

@@ -16,6 +16,7 @@ from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from .controller import CONTROLLER
 from .devices import default_config
+from .interception import check_forward
 from .obstacles import conditions_obstacle, model_obstacle
 from .patcher import ContextParallelPatcher
 from .timing import stop_timing, time_calls
@@ -62,6 +63,8 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
         patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, wrapper)
     patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER)
     patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER, prepare_sampling)
+    patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, WRAPPER)
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, WRAPPER, check_forward)
     time_calls(patcher, CONTROLLER.journal.begin_run)
     return patcher
 
@@ -87,6 +90,7 @@ def without_context_parallel(model: Any) -> Any:
         return model
     plain = model.clone()
     plain.__class__ = comfy.model_patcher.ModelPatcher
-    plain.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER)
+    for kind in (WrappersMP.PREPARE_SAMPLING, WrappersMP.APPLY_MODEL):
+        plain.remove_wrappers_with_key(kind, WRAPPER)
     stop_timing(plain)
     return plain

@@ -23,6 +23,7 @@ from .node_patches import PatchSet
 from .obstacles import (
     attention_of_call,
     control_obstacle,
+    forward_obstacle,
     options_obstacle,
     other_options_obstacle,
     patcher_obstacle,
@@ -89,7 +90,10 @@ class WorkerForward:
     def _accepted_patches(self, owner: Owner, arguments: dict[str, Any], options: dict[str, Any], latent: Tensor) -> PatchSet:
         """The patches of a call. Raises UnsupportedError where the workers cannot run it."""
         obstacle = (
-            other_options_obstacle(options) or patcher_obstacle(owner) or control_obstacle(self.model, arguments.get("control"))
+            other_options_obstacle(options)
+            or patcher_obstacle(owner)
+            or control_obstacle(self.model, arguments.get("control"))
+            or forward_obstacle(self.model)
         )
         if obstacle is not None:
             raise UnsupportedError(obstacle)
@@ -117,6 +121,20 @@ def innermost_method(model: nn.Module) -> str:
 def is_intercepted(model: nn.Module) -> bool:
     """Whether a model's calls go to the workers."""
     return isinstance(vars(model).get(innermost_method(model)), WorkerForward)
+
+
+def check_forward(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse a forward that a node has put in the place of the transformer's: it need not come to the one that is intercepted.
+
+    A wrapper of ComfyUI, around every call. Nodes that replace a forward for one call, as step caches do, do it around that.
+    """
+    model = executor.class_obj.diffusion_model  # type: ignore[attr-defined]
+    installed = vars(model).get(innermost_method(model))
+    owner = installed.owner() if isinstance(installed, WorkerForward) else None
+    obstacle = forward_obstacle(model)
+    if owner is not None and obstacle is not None:
+        owner.refuse_call(obstacle)
+    return executor(*args, **kwargs)
 
 
 class GuardedForward:

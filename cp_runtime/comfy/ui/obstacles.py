@@ -23,6 +23,7 @@ from .node_patches import PatchSet
 from .recipes import recipe_of
 
 _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
+FORWARDS = ("forward", "_forward", "forward_orig")
 _KNOWN_PATCHERS = ("ModelPatcher", "ModelPatcherDynamic", "ContextParallelPatcher")
 _READING_WEIGHTS = (comfy.controlnet.ControlLora, comfy.controlnet.QwenFunControlNet)
 _BASE_PATCHES_REFUSED = ("diffusion_model", "manual_cast_dtype")
@@ -99,6 +100,13 @@ def control_obstacle(model: nn.Module, control: dict[str, Any] | None) -> str | 
     )
 
 
+def forward_obstacle(model: nn.Module) -> str | None:
+    """Return which forward of the transformer is not its own, or None. Cheap: some nodes replace it for the time of a call."""
+    if any(_is_foreign(model, method) for method in FORWARDS):
+        return f"a node replaced the forward of {type(model).__name__}. {_REMEDY}"
+    return None
+
+
 def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:
     """Return what in the conditions of a sampling run needs the model's weights in this process, or None."""
     for cond in (cond for part in conds.values() for cond in part or ()):
@@ -139,7 +147,7 @@ def _attached(patcher: Any) -> Iterator[str]:
 def replaced_code(model: nn.Module) -> Iterator[str]:
     """What other nodes put into modules of a model, which the workers do not have."""
     for name, module in model.named_modules():
-        if any(_is_foreign(module, method) for method in ("forward", "_forward", "forward_orig")):
+        if any(_is_foreign(module, method) for method in FORWARDS):
             yield f"a node replaced the forward of {name or type(model).__name__}. {_REMEDY}"
         if has_hooks(module):
             yield f"a node put hooks on {name or type(model).__name__}. {_REMEDY}"

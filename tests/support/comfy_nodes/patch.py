@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
@@ -119,6 +120,24 @@ class OtherPatcher(ModelPatcher):
     """A patcher class of another pack, as GGUF loaders have."""
 
 
+def _for_a_call(model: ModelPatcher) -> None:
+    # As step caches do: another forward while the transformer runs, and the model's own when anybody looks.
+    transformer = model.model.diffusion_model
+    method = "forward_orig" if hasattr(transformer, "double_blocks") else "forward"
+    own = getattr(type(transformer), method)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, **kwargs) * FACTOR
+
+    replaced = patch.multiple(transformer, **{method: forward.__get__(transformer)})
+
+    def wrapper(apply_model: Any, args: Any) -> Any:
+        with replaced:
+            return apply_model(args["input"], args["timestep"], **args["c"])
+
+    model.set_model_unet_function_wrapper(wrapper)
+
+
 def _subclass(model: ModelPatcher) -> None:
     model.__class__ = OtherPatcher
 
@@ -183,6 +202,7 @@ KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "weight_function": _weight_function,
     "on_load": _on_load,
     "changed_weight": _changed_weight,
+    "for_a_call": _for_a_call,
     "subclass": _subclass,
     "no_recipe": _no_recipe,
     "foreign_recipe": _foreign_recipe,
