@@ -211,10 +211,10 @@ FULL: dict[str, Callable[[], nn.Module]] = {"full_flux": _full_flux, "full_wan":
 
 
 def write(models: str, *names: str) -> None:
-    """Write files into the folder `vae` of a ComfyUI models folder: by default those of FILES."""
-    out = Path(models) / "vae"
-    out.mkdir(exist_ok=True)
+    """Write files into a ComfyUI models folder, by default those of FILES."""
     for name in names or FILES:
+        out = Path(models) / ("vae_approx" if name == "taehv" else "vae")  # where Load VAE looks for a file of that name
+        out.mkdir(exist_ok=True)
         make = (FILES | FULL)[name]
         tensors = build(TinyVAE(make=make, channels=4, ratio=8)).state_dict()
         metadata = {"config": json.dumps({"vae": LTXV_FILE})} if name == "ltxv" else None
