@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 from cp_runtime.comfy.ui.target import Target, verify
-from cp_runtime.comfy.wire.recipe import Recipe
+from cp_runtime.comfy.wire.modules import layers_of
+from cp_runtime.comfy.wire.recipe import Factory, Recipe
 from cp_runtime.comfy.wire.weight_samples import sample_weights
 from cp_runtime.errors import MirrorError
 
 
-def target(seed=0, patches_in=None, backup=()):
+def target(seed=0, patches_in=None, backup=(), factory=None):
     """A model in the UI process. Weight patches are in it where `patches_in` is an id; `backup`: weights in an altered state."""
     model = SimpleNamespace(
         get_dtype=lambda: torch.bfloat16,
@@ -19,7 +20,7 @@ def target(seed=0, patches_in=None, backup=()):
         diffusion_model=transformer(seed),
     )
     patcher = SimpleNamespace(model=model, patches={}, patches_uuid="u1", backup=dict.fromkeys(backup), hook_backup={})
-    return Target.of(patcher, Recipe("load_diffusion_model", "/models/flux.safetensors"), 0.0)
+    return Target.of(patcher, Recipe("load_diffusion_model", "/models/flux.safetensors", factory=factory), 0.0)
 
 
 def transformer(seed):
@@ -51,6 +52,18 @@ def test_a_rank_with_other_weights_is_named():
         verify(target(), "d", replies(samples=sample_weights(transformer(1))), [10, 11])
 
 
+def test_a_loader_of_a_node_pack_must_make_the_same_layers():
+    """It may follow a setting of ComfyUI's process. ComfyUI's own loaders may take other layers for another device."""
+    others, mine = replies(layers="others"), replies()
+    for reply in (*others[:1], *mine):
+        reply["layers"] = layers_of(transformer(0))
+    loader = Factory("/packs/p/loaders.py", "load_it", [], None, (), ())
+    verify(target(factory=loader), "d", mine, [10, 11])
+    verify(target(), "d", others, [10, 11])
+    with pytest.raises(MirrorError, match=r"load_it made other layers of flux.safetensors on rank 1 \(pid 11\)"):
+        verify(target(factory=loader), "d", others, [10, 11])
+
+
 @pytest.mark.parametrize(
     "state",
     [
@@ -75,5 +88,7 @@ def test_the_key_depends_on_everything_that_changes_the_weights():
         Recipe("load_diffusion_model", "/b"),
         Recipe("load_diffusion_model", "/a", {"dtype": "float8_e4m3fn"}),
         Recipe("load_diffusion_model", "/a", {}, (1, 2)),
+        Recipe("factory", "/a", factory=Factory("/p.py", "load", [], None, (("/p.py", "1"),), ())),
+        Recipe("factory", "/a", factory=Factory("/p.py", "load", [], None, (("/p.py", "2"),), ())),
     ]
     assert len({recipe.key for recipe in recipes}) == len(recipes)
