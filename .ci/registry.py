@@ -53,8 +53,8 @@ REFUSALS = """
 VAES = """
 ## VAEs
 
-CP VAE Decode and CP VAE Encode share the rows of a picture (mode *exact*) for these classes, from `cp_runtime/vaes`, each compared with
-the stock VAE by `tests/gloo/test_vae.py` at 2, 3 and 4 ranks. Other VAEs of pictures and videos are shared out in tiles.
+CP VAE Decode and CP VAE Encode share the rows of a picture (mode *exact*) for these classes, from `cp_runtime/vaes`, each compared
+with the stock VAE by `tests/gloo/test_vae.py` at 2, 3 and 4 ranks. Other VAEs of pictures and videos are shared out in tiles.
 
 | VAE | Class |
 |---|---|

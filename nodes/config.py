@@ -15,6 +15,7 @@ from ..cp_runtime.pool.config import (
     MAX_RANKS,
     MAX_STEP_TIMEOUT,
     ON_UNSUPPORTED,
+    RANKS_PER_CALL,
     WEIGHTS,
     RuntimeConfig,
 )  # fmt: skip
@@ -55,7 +56,7 @@ class CPConfig(io.ComfyNode):
                     "devices",
                     default="",
                     tooltip="Devices to use, such as cuda:0,cuda:2. Empty = the first world_size devices. Change it to keep a "
-                    "device free, or to leave out a slow one: all ranks wait for the slowest.",
+                    "device free, or to leave out a slow one. Name the fastest first: rank 0 takes part in every call.",
                 ),
                 io.Int.Input(
                     "ulysses_degree",
@@ -163,6 +164,25 @@ class CPConfig(io.ComfyNode):
                     step=0.1,
                     tooltip="GB of its device that a rank may use, for the choice that weights = auto makes. 0 = what is free. Set "
                     "it to leave room for other programs.",
+                    advanced=True,
+                    optional=True,
+                ),
+                io.String.Input(
+                    "shares",
+                    default="",
+                    tooltip="How much of the work each rank takes, such as 2,1 where the first is twice as fast as the second. "
+                    "Empty = as much as each other on devices of one kind, by measured speed on others. The result is the same "
+                    "up to rounding.",
+                    advanced=True,
+                    optional=True,
+                ),
+                io.Combo.Input(
+                    "ranks_per_call",
+                    options=list(RANKS_PER_CALL),
+                    default="auto",
+                    tooltip="auto = as many ranks compute a call as make it fastest, and the others idle: a small picture over a "
+                    "slow link may be fastest on one. all = every rank takes part in every call. Degrees that are set are obeyed. "
+                    "Panel and report say what was chosen.",
                     advanced=True,
                     optional=True,
                 ),

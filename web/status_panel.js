@@ -69,7 +69,10 @@ function facts(now) {
   if (models.length) list.append(fact("Models", names.join(", "), models.map(([, reason]) => reason).join("\n")));
   const call = now.last_call;
   if (!call) return list;
-  list.append(fact("Mesh", mesh(call), "Axes of the last denoise call: batch × ring × Ulysses"));
+  const ran = call.choice ? `. It ran on ${call.choice}.` : "";
+  const fewer = now.ranks.filter((rank) => rank.idle).length;
+  const used = fewer ? `${mesh(call)} (${now.world_size - fewer} of ${now.world_size})` : mesh(call);
+  list.append(fact("Mesh", used, `Axes of the last denoise call: batch × ring × Ulysses${ran}`));
   const [together, alone] = [call.seconds_per_call, call.seconds_per_call_on_one_device];
   list.append(fact("Denoise call", seconds(together ?? call.seconds), together ? BETWEEN : LAST));
   const times = alone && together ? ` (${(alone / together).toFixed(2)} ×)` : "";

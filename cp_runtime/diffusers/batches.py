@@ -24,7 +24,7 @@ class Share:
     def __init__(self, mesh: BatchMesh, shares: BatchShares) -> None:
         self._mesh, self._shares = mesh, shares
         self.sequence = mesh.sequence(shares.groups)
-        self._span = shares.held(mesh.whole.rank // (mesh.size // shares.groups))
+        self._span = shares.held(mesh.index(shares.groups))
 
     @classmethod
     def of(cls, mesh: BatchMesh, groups: int, args: Any, kwargs: Mapping[str, Any]) -> Share | None:
@@ -33,7 +33,7 @@ class Share:
         Items are counted along dimension 0 of the first argument that is a tensor of three or more dimensions.
         """
         items = next((tensor.shape[0] for tensor in tensors([args, dict(kwargs)]) if tensor.ndim >= 3), 0)
-        return cls(mesh, BatchShares(groups, items, 1, frozenset())) if items >= groups > 1 else None
+        return cls(mesh, BatchShares(groups, items, 1, frozenset(), mesh.group_shares(groups))) if items >= groups > 1 else None
 
     def take(self, value: Any) -> Any:
         """This group's part of arguments: of tensors with as many rows as items, and of lists that have one entry for each."""

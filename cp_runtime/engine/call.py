@@ -74,7 +74,7 @@ class RunningCall:
         after_attention: Callable[[], None] | None = None,
     ) -> None:
         self.mesh = mesh
-        self.state = CallState(mesh.rank, mesh.size, self.gather, kept)
+        self.state = CallState(mesh.rank, mesh.size, self.gather, kept, mesh.shares)
         self._plan, self._model_name, self._planner, self._on_module = plan, model_name, planner, on_module
         self._after_attention = after_attention
         self._shared = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, bad_value
 from .mesh import AXES, MAKE_MESH, BatchMesh, SequenceMesh
+from .sharding import Shares
 
 ROTATE_METHODS = ("alltoall", "allgather")
+MAX_SHARE = 100  # of a rank; finer ones are no more right
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class ContextParallelConfig:
         ring_anything: allow lengths that do not divide by `ring_degree`.
         batch_degree: groups of ranks that compute items of a batch at the same time, each of them ring x ulysses ranks. A call of
             fewer items is shared by all ranks: the degree of the batch is then one of ulysses. Not in diffusers.
+        shares: how much of the tokens, heads and items each rank takes, by rank: (2, 1) where rank 0 is twice as fast as rank 1.
+            Exact whatever they are, and the same on every rank. None = all take as much. Not in diffusers.
 
     Raises:
         ConfigError: naming field, value, what is allowed and what to do.
@@ -46,6 +51,7 @@ class ContextParallelConfig:
     ulysses_anything: bool = False
     ring_anything: bool = False
     batch_degree: int = 1
+    shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         sizes = None if self.mesh is None else axis_sizes(self.mesh)
@@ -66,6 +72,21 @@ class ContextParallelConfig:
         for name in ("convert_to_fp32", "ulysses_anything", "ring_anything"):
             if not isinstance(getattr(self, name), bool):
                 raise bad_value(name, getattr(self, name), "True or False", "Set it to one of them.")
+        if self.shares is not None:
+            object.__setattr__(self, "shares", self._checked_shares(self.shares))
+
+    def _checked_shares(self, shares: Any) -> Shares:
+        ranks = math.prod((*self.mesh_shape, self.batch_degree))
+        numbers = tuple(shares) if isinstance(shares, (tuple, list)) else ()
+        if len(numbers) != ranks or not all(is_int(share) and 1 <= share <= MAX_SHARE for share in numbers):
+            raise bad_value(
+                "shares",
+                shares,
+                f"a whole number from 1 to {MAX_SHARE} for each of the {ranks} ranks that the degrees make, such as "
+                f"{(2,) + (1,) * (ranks - 1)}",
+                "Give one in proportion to the speed of each rank, or leave them out.",
+            )
+        return numbers
 
     @property
     def mesh_shape(self) -> tuple[int, int]:
@@ -109,9 +130,10 @@ class ContextParallelConfig:
             )
         if not 0 <= rank < world_size:
             raise bad_value("rank", rank, f"0 to {world_size - 1}", "Pass torch.distributed.get_rank().")
-        batch = BatchMesh(dist.group.WORLD)
+        batch = BatchMesh(dist.group.WORLD, shares=self.shares or ())
         object.__setattr__(self, "_batch", batch)
-        object.__setattr__(self, "_sequence", batch.sequence() if mesh is None else SequenceMesh.from_device_mesh(mesh))
+        sequence = batch.sequence() if mesh is None else SequenceMesh.from_device_mesh(mesh, self.shares or ())
+        object.__setattr__(self, "_sequence", sequence)
 
     @property
     def batch(self) -> BatchMesh:
@@ -162,7 +184,7 @@ class ContextParallelConfig:
             raise bad_value("tensor_parallel_config", "a TensorParallelConfig", "None", "Apply one kind of parallelism here.")
         config = getattr(config, "context_parallel_config", config)
         try:
-            theirs = [f.name for f in dataclasses.fields(cls) if f.name != "batch_degree"]
+            theirs = [f.name for f in dataclasses.fields(cls) if f.name not in ("batch_degree", "shares")]
             return cls(**{name: getattr(config, name) for name in theirs})
         except AttributeError as error:
             raise bad_value(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..compat import flatten_mesh
 from ..errors import ConfigError, PlanError
 from .profiling import trace_range
+from .sharding import Shares
 
 AXES = ("ring", "ulysses")
 MAKE_MESH = (
@@ -255,6 +257,26 @@ class SequenceAxes:
     ulysses: RankGroup
 
 
+class Groups:
+    """The process groups of some ranks, each made when it is first asked for.
+
+    Args:
+        like: with this backend.
+        timeout: of the groups; None = torch's default.
+    """
+
+    def __init__(self, like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
+        self._like, self._timeout = like, timeout
+        self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+
+    def of(self, lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """This rank's group of the given ones; None where it is in none of them. All ranks ask alike. See `make_groups`."""
+        key = tuple(map(tuple, lists))
+        if key not in self._made:
+            self._made[key] = make_groups(key, self._like, self._timeout)
+        return self._made[key]
+
+
 class SequenceMesh:
     """The ranks that share one sequence, and their groups for any ring and Ulysses degrees.
 
@@ -262,25 +284,28 @@ class SequenceMesh:
 
     Args:
         group: process group of those ranks, or None for a single process.
-        timeout: of the groups made for an axis; None = torch's default.
+        groups: makes those of its axes; None = new ones, with torch's default timeout.
         stats: where to account for the collectives.
         peers: ranks of all meshes that make their groups together with this one, itself included; None = it is the only one.
+        shares: of the ranks.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        timeout: timedelta | None = None,
+        groups: Groups | None = None,
         stats: CommStats | None = None,
         peers: Sequence[Sequence[int]] | None = None,
+        shares: Shares = (),
     ) -> None:
         self.stats = stats or CommStats()
         self.whole = RankGroup(group, self.stats)
-        self._timeout, self._peers, self._world = timeout, peers, dist.group.WORLD
+        self.shares = reduced(shares)
+        self._groups, self._peers, self._world = groups or Groups(group), peers, dist.group.WORLD
         self._axes: dict[tuple[int, int], SequenceAxes] = {}
 
     @classmethod
-    def from_device_mesh(cls, mesh: DeviceMesh) -> SequenceMesh:
+    def from_device_mesh(cls, mesh: DeviceMesh, shares: Shares = ()) -> SequenceMesh:
         """Use the axes "ring" and "ulysses" of a mesh that has both, in this order, and may have more, such as "fsdp".
 
         Raises:
@@ -295,7 +320,7 @@ class SequenceMesh:
         groups = flatten_mesh(mesh[AXES]), mesh["ring"], mesh["ulysses"]
         try:
             whole, ring, ulysses = (axis.get_group() for axis in groups)
-            made = cls(whole)
+            made = cls(whole, shares=shares)
             made._axes[groups[1].size(), groups[2].size()] = SequenceAxes(
                 RankGroup(ring, made.stats), RankGroup(ulysses, made.stats)
             )
@@ -320,6 +345,15 @@ class SequenceMesh:
         """This rank's place among them."""
         return self.whole.rank
 
+    @property
+    def part(self) -> float:
+        """The part of the tokens that this rank has."""
+        return self.shares[self.rank] / sum(self.shares) if self.shares else 1 / self.size
+
+    def head_shares(self, ulysses: int) -> Shares:
+        """Of the heads, by place on the Ulysses axis: the same in every chunk of the ring, whose ranks must have the same heads."""
+        return reduced(tuple(sum(self.shares[place::ulysses]) for place in range(ulysses))) if self.shares else ()
+
     def axes(self, ring: int, ulysses: int) -> SequenceAxes:
         """The groups of this rank for the given degrees.
 
@@ -339,26 +373,44 @@ class SequenceMesh:
         if ulysses == 1:
             return SequenceAxes(ring=self.whole, ulysses=alone)
         peers = self._peers or [dist.get_process_group_ranks(self.whole.group)]
-        rows = [ranks[r * ulysses : (r + 1) * ulysses] for ranks in peers for r in range(ring)]
-        columns = [ranks[u::ulysses] for ranks in peers for u in range(ulysses)]
-        made = [make_groups(lists, self.whole.group, self._timeout) for lists in (columns, rows)]
-        return SequenceAxes(*(RankGroup(group, self.stats) for group in made))
+        return SequenceAxes(*(RankGroup(self._groups.of(lists), self.stats) for lists in axis_ranks(peers, ring, ulysses)))
+
+
+def axis_ranks(peers: Sequence[Sequence[int]], ring: int, ulysses: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Ranks that form a group on the axes ring and Ulysses, for each of some meshes."""
+    columns = [list(ranks[u::ulysses]) for ranks in peers for u in range(ulysses)]
+    return columns, [list(ranks[r * ulysses : (r + 1) * ulysses]) for ranks in peers for r in range(ring)]
 
 
 class BatchMesh:
     """All ranks as `batch` x sequence, batch outermost: rank = batch index * ranks per sequence + rank in the sequence.
 
+    Where ranks have shares and groups of neighbours would differ in theirs, ranks are mixed so that they differ less. Groups are in
+    the order of their first ranks, and ranks ascend in each.
+
     Args:
         group: process group of all ranks.
         timeout: of the groups made for an axis.
         stats: where to account for the collectives.
+        shares: of the ranks.
+        groups: makes those of its axes; None = new ones.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None = None, stats: CommStats | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta | None = None,
+        stats: CommStats | None = None,
+        shares: Shares = (),
+        groups: Groups | None = None,
+    ) -> None:
         self.stats = stats or CommStats()
         self.whole = RankGroup(group, self.stats)
+        self.shares = reduced(shares)
         self._timeout = timeout
-        self._meshes = {1: SequenceMesh(group, timeout, self.stats)}
+        self._groups = groups or Groups(group, timeout)
+        self._meshes = {1: SequenceMesh(group, self._groups, self.stats, shares=shares)}
+        self._teams: dict[tuple[int, ...], BatchMesh] = {}
 
     @cached_property
     def weights(self) -> RankGroup:
@@ -379,16 +431,76 @@ class BatchMesh:
         if self.size % groups:
             raise PlanError(f"{self.size} ranks cannot form {groups} batch groups of the same size")
         if groups not in self._meshes:
-            ranks = dist.get_process_group_ranks(self.whole.group)
-            each = self.size // groups
-            peers = [ranks[start : start + each] for start in range(0, self.size, each)]
-            group = make_groups(peers, self.whole.group, self._timeout) if each > 1 else None
-            self._meshes[groups] = SequenceMesh(group, self._timeout, self.stats, peers)
+            members = self.members(groups)
+            peers = [[self.whole.global_rank(rank) for rank in ranks] for ranks in members]
+            group = self._groups.of(peers) if groups < self.size else None
+            own = tuple(self.shares[rank] for rank in members[self.index(groups)]) if self.shares else ()
+            self._meshes[groups] = SequenceMesh(group, self._groups, self.stats, peers, own)
         return self._meshes[groups]
+
+    def team(self, ranks: Sequence[int], groups: int, ring: int, ulysses: int) -> BatchMesh | None:
+        """Some ranks as a mesh, with the groups for these degrees; None on ranks that are not among them. All ranks ask alike.
+
+        torch wants all ranks to be there when a group is made, those that are not in it as well.
+        """
+        own = tuple(self.shares[rank] for rank in ranks) if self.shares else ()
+        everyone = [self.whole.global_rank(rank) for rank in ranks]
+        group = self.whole.group if len(ranks) == self.size else self._groups.of([everyone]) if len(ranks) > 1 else None
+        peers = [[everyone[rank] for rank in formed] for formed in form_groups(len(ranks), groups, reduced(own))]
+        if 1 < groups < len(ranks):
+            self._groups.of(peers)
+        if ring > 1 and ulysses > 1:
+            for lists in axis_ranks(peers, ring, ulysses):
+                self._groups.of(lists)
+        if len(ranks) == self.size:
+            return self
+        if self.whole.rank not in ranks:
+            return None
+        if tuple(ranks) not in self._teams:
+            self._teams[tuple(ranks)] = BatchMesh(group, self._timeout, self.stats, own, self._groups)
+        return self._teams[tuple(ranks)]
+
+    def members(self, groups: int) -> list[list[int]]:
+        """Ranks of every batch group."""
+        return form_groups(self.size, groups, self.shares)
+
+    def index(self, groups: int) -> int:
+        """The batch group of this rank."""
+        return next(index for index, ranks in enumerate(self.members(groups)) if self.whole.rank in ranks)
+
+    def group_shares(self, groups: int) -> Shares:
+        """Of batch groups: together those of their ranks."""
+        return reduced(tuple(sum(self.shares[rank] for rank in ranks) for ranks in self.members(groups))) if self.shares else ()
+
+
+def reduced(shares: Shares) -> Shares:
+    """Shares in lowest terms; none where they are equal."""
+    divisor = math.gcd(*shares)
+    return tuple(share // divisor for share in shares) if len(set(shares)) > 1 else ()
+
+
+@lru_cache(maxsize=64)
+def form_groups(ranks: int, groups: int, shares: Shares) -> list[list[int]]:
+    """Groups of as many ranks each: of neighbours, unless the group with the least share gets more when ranks are mixed.
+
+    Mixed means that every rank, the one with the largest share first, goes to the group that has least so far.
+    """
+    each = ranks // groups
+    neighbours = [list(range(start, start + each)) for start in range(0, ranks, each)]
+    if not shares:
+        return neighbours
+    mixed: list[list[int]] = [[] for _ in range(groups)]
+    for rank in sorted(range(ranks), key=lambda rank: -shares[rank]):
+        min((group for group in mixed if len(group) < each), key=lambda group: sum(shares[r] for r in group)).append(rank)
+
+    def least(formed: list[list[int]]) -> int:
+        return min(sum(shares[rank] for rank in group) for group in formed)
+
+    return sorted(sorted(group) for group in mixed) if least(mixed) > least(neighbours) else neighbours
 
 
 def make_groups(lists: Sequence[Sequence[int]], like: dist.ProcessGroup | None, timeout: timedelta | None) -> Any:
-    """Make the groups of the given ranks, every rank being in one of them, and return this rank's. Connected at once.
+    """Make the groups of the given ranks, and return this rank's, if it is in one. Connected at once.
 
     That happens in the middle of a forward, when degrees are chosen for the first time: each NCCL group takes device memory, and
     most that might be chosen never are.
@@ -396,5 +508,6 @@ def make_groups(lists: Sequence[Sequence[int]], like: dist.ProcessGroup | None, 
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()  # NCCL splits a communicator while nothing is under way on it
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists], timeout=timeout, backend=dist.get_backend(like))
-    dist.barrier(group)  # later a rank may have nothing to send at first
+    if group is not None:
+        dist.barrier(group)  # later a rank may have nothing to send at first
     return group

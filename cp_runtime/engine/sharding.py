@@ -1,12 +1,13 @@
 """Which tokens belong to which rank: pure arithmetic, no communication.
 
-Every rank derives the ranges of *all* ranks from (stream lengths, world size). Therefore no collective ever carries a size,
-and uneven lengths are exact.
+Every rank derives the ranges of *all* ranks from (stream lengths, world size, shares). Therefore no collective ever carries a
+size, and uneven lengths are exact.
 
-Layout invariant: each stream (for example text, image) is split on its own, in contiguous ranges, the first `length % world`
-ranks holding one token more (as `torch.tensor_split` does). What a rank holds is the concatenation of its ranges in stream
-order ("local"). What an all-to-all returns is the concatenation of all locals in rank order ("gathered"). The order the
-unsharded model would use is "joint". Attention without a mask does not depend on the order of keys, so nothing is
+Layout invariant: each stream (for example text, image) is split on its own, in contiguous ranges, the first `length % world` ranks
+holding one token more (as `torch.tensor_split` does). Ranks with *shares*, (2, 1) for one that is twice as fast as the other, hold
+tokens in proportion to them, unless the stream has fewer tokens than the shares add up to. What a rank holds is the concatenation
+of its ranges in stream order ("local"). What an all-to-all returns is the concatenation of all locals in rank order ("gathered").
+The order the unsharded model would use is "joint". Attention without a mask does not depend on the order of keys, so nothing is
 reordered; masks are brought into gathered order instead.
 
 A stream with fewer tokens than there are ranks leaves some ranks without any. Models cannot run on an empty stream, so such a
@@ -29,24 +30,28 @@ from torch import Tensor
 
 from ..errors import PlanError
 
-
-def split_range(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (start, stop) of part `index` when `length` items are split into `parts` contiguous parts."""
-    base, extra = divmod(length, parts)
-    start = index * base + min(index, extra)
-    return start, start + base + (index < extra)
+Shares = tuple[int, ...]
+"""How much each of some ranks takes, relative to the others; empty = all take as much."""
 
 
 @lru_cache(maxsize=256)
-def split_ranges(length: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """Return every part of `split_range`."""
-    return tuple(split_range(length, parts, i) for i in range(parts))
+def split_sizes(length: int, parts: int, shares: Shares = ()) -> tuple[int, ...]:
+    """Return how many of `length` items each part gets: in units of its share, as few as can be for the part with most.
+
+    That is the method of D'Hondt: every item goes to the part that is least loaded with it, the first of several. Equal shares give
+    what `torch.tensor_split` gives.
+    """
+    weights = shares or (1,) * parts
+    sizes = [length * weight // sum(weights) for weight in weights]  # D'Hondt's method never gives less
+    for _ in range(length - sum(sizes)):
+        sizes[min(range(parts), key=lambda part: (sizes[part] + 1) / weights[part])] += 1
+    return tuple(sizes)
 
 
 @lru_cache(maxsize=256)
-def split_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """Return the size of every part of `split_range`."""
-    return tuple(stop - start for start, stop in split_ranges(length, parts))
+def split_ranges(length: int, parts: int, shares: Shares = ()) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of every part, one behind the other. See `split_sizes`."""
+    return tuple(pairwise(accumulate(split_sizes(length, parts, shares), initial=0)))
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,13 @@ class JointLayout:
         lengths: token count of each stream, in joint order.
         world_size: number of ranks the streams are split over.
         splits: how each stream is split; empty = all of them contiguously.
+        shares: of the ranks.
     """
 
     lengths: tuple[int, ...]
     world_size: int
     splits: tuple[Split, ...] = ()
+    shares: Shares = ()
 
     @cached_property
     def total(self) -> int:
@@ -101,7 +108,9 @@ class JointLayout:
             if length % split.frames:
                 raise PlanError(f"{length} tokens are not {split.frames} frames of the same length. Correct the plan.")
             size = length // split.frames
-            start, stop = split_range(size, self.world_size, rank)
+            # So that no rank has all of several tokens: a mask of as many keys would be for its own keys, or for all.
+            shares = self.shares if size >= sum(self.shares) else ()
+            start, stop = split_ranges(size, self.world_size, shares)[rank]
             owned = tuple((offset + i * size + start, offset + i * size + stop) for i in range(split.frames) if stop > start)
             if split.replicated:
                 yield ((offset, offset + length),), owned

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..compat import version
 from ..errors import PlanError, UnknownStreamError
-from .sharding import CONTIGUOUS, JointLayout, Split, joint_layout
+from .sharding import CONTIGUOUS, JointLayout, Shares, Split, joint_layout
 
 REMEMBERED = 64  # results of one call that are kept for the blocks to come
 
@@ -25,6 +25,7 @@ class CallState:
         world_size: ranks on the sequence axes.
         gather: (this rank's tokens, stream, dimension of tokens) -> the tokens of all ranks.
         kept: what a transform keeps for the next calls of the same model, under the transform itself as key.
+        shares: of the ranks.
 
     Attributes:
         arguments: of the model's forward, by name, as far as the caller tells.
@@ -40,8 +41,9 @@ class CallState:
         world_size: int,
         gather: Callable[[Tensor, str, int], Tensor] | None = None,
         kept: dict[object, Any] | None = None,
+        shares: Shares = (),
     ) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.shares = rank, world_size, shares
         self.kept = {} if kept is None else kept
         self._gather = gather
         self.arguments: Mapping[str, Any] = {}
@@ -68,6 +70,7 @@ class CallState:
                 tuple(self.lengths[name] for name in streams),
                 self.world_size,
                 () if set(splits) == {CONTIGUOUS} else splits,
+                self.shares,
             )
             self._layouts[streams] = layout
         return layout

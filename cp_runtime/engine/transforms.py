@@ -66,7 +66,7 @@ class ContextParallelInput:
         dim = normalize_dim(self.split_dim, value.ndim)
         length = value.shape[dim]
         if self.streams is None:
-            return joint_layout((length,), state.world_size).take_local(value, state.rank, dim)
+            return joint_layout((length,), state.world_size, (), state.shares).take_local(value, state.rank, dim)
         if not self.side and self.streams[0] not in state.lengths:
             frames = self.frames(state) if self.frames else 1
             known = sum(state.layout((name,)).total for name in self.streams[1:])

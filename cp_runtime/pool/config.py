@@ -8,12 +8,14 @@ import os
 import re
 from dataclasses import dataclass
 
-from ..engine.config import SequenceSettings, is_int
+from ..engine.config import MAX_SHARE, SequenceSettings, is_int
+from ..engine.sharding import Shares
 from ..errors import bad_value, shown
 
 BACKENDS = ("auto", "nccl", "gloo", "xccl", "hccl")
 ON_UNSUPPORTED = ("error", "single device")
 WEIGHTS = ("auto", "whole", "sharded", "offloaded")
+RANKS_PER_CALL = ("auto", "all")
 MAX_MEMORY = 1 << 20  # GB; more is a typing error
 MAX_STEP_TIMEOUT = 7 * 24 * 3600.0
 MAX_RANKS = 1024  # that can be asked for
@@ -50,6 +52,8 @@ class RuntimeConfig:
         weights: where the ranks keep a model: whole on every device, 1/N of it on each (sharded), or 1/N in the host's memory
             for each (offloaded); auto = the first of these that fits.
         memory_per_rank: GB of a device that a rank may use; 0 = what is free.
+        shares: how much of the work each rank takes, by rank; empty = equal for devices of one kind, by measured speed for others.
+        ranks_per_call: auto = as many ranks compute a call as make it fastest, if no degree is given; all = all of them.
     """
 
     devices: tuple[str, ...]
@@ -60,6 +64,14 @@ class RuntimeConfig:
     step_timeout: float = DEFAULT_STEP_TIMEOUT
     weights: str = "auto"
     memory_per_rank: float = 0.0
+    shares: Shares = ()
+    ranks_per_call: str = "auto"
+
+    @property
+    def chooses_ranks(self) -> bool:
+        """Whether a call may run on fewer ranks than there are. Given degrees are obeyed."""
+        given = self.sequence.ring_degree or self.sequence.ulysses_degree or self.batch_degree
+        return self.ranks_per_call == "auto" and not given
 
     @property
     def world_size(self) -> int:
@@ -95,6 +107,8 @@ class RuntimeConfig:
         step_timeout: float = DEFAULT_STEP_TIMEOUT,
         weights: str = "auto",
         memory_per_rank: float = 0.0,
+        shares: str = "",
+        ranks_per_call: str = "auto",
     ) -> RuntimeConfig:
         """Check every input against the machine and the other inputs, and fill in what was left open (0 or empty).
 
@@ -119,6 +133,8 @@ class RuntimeConfig:
                 f"GB from 0 (what is free) to {MAX_MEMORY}",
                 "Set it to what a rank may use of its device.",
             )
+        if ranks_per_call not in RANKS_PER_CALL:
+            raise bad_value("ranks_per_call", ranks_per_call, " or ".join(RANKS_PER_CALL), "Choose one of them.")
         timeout = _number(step_timeout)
         if not 0 < timeout <= MAX_STEP_TIMEOUT:
             raise bad_value(
@@ -145,11 +161,28 @@ class RuntimeConfig:
             step_timeout=float(timeout),
             weights=weights,
             memory_per_rank=float(memory),
+            shares=_resolve_shares(shares, len(names)),
+            ranks_per_call=ranks_per_call,
         )
 
 
 def _number(value: object) -> float:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def _resolve_shares(shares: str, ranks: int) -> Shares:
+    """What the text says, one whole number for each rank; none where it is empty."""
+    if isinstance(shares, str) and not shares.strip():
+        return ()
+    parts = [part.strip() for part in shares.replace(":", ",").split(",")] if isinstance(shares, str) else []
+    if len(parts) != ranks or not all(part.isascii() and part.isdigit() and 1 <= int(part[:9]) <= MAX_SHARE for part in parts):
+        raise bad_value(
+            "shares",
+            shares,
+            f"a whole number from 1 to {MAX_SHARE} for each of the {ranks} ranks, such as {','.join(['2', *'1' * (ranks - 1)])}",
+            "Leave it empty: unequal devices are measured.",
+        )
+    return tuple(map(int, parts))
 
 
 def _resolve_devices(world_size: int, devices: str, backend: str, inventory: DeviceInventory) -> tuple[str, ...]:

@@ -86,13 +86,17 @@ def interpreter_options() -> list[str]:
     return [*options, *(f"-W{option}" for option in sys.warnoptions)]
 
 
+def cache_folder() -> str:
+    """Where this pack keeps for this user what it would have to find out again."""
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "comfyui-context-parallel")
+
+
 def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     """Environment of a rank, built for it: the UI process's own is never written."""
     env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith("TORCHELASTIC_")}
     env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = "lo"
     # What torch.compile makes is kept for this user. torch's own default is a folder in /tmp, which another user may have made.
-    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "comfyui-context-parallel", "inductor")
-    env["TORCHINDUCTOR_CACHE_DIR"] = _COMPILED or cache
+    env["TORCHINDUCTOR_CACHE_DIR"] = _COMPILED or os.path.join(cache_folder(), "inductor")
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the rank itself: more are processes that would outlive it
     if device_type == "cuda":
         env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # what a ring sends beside attention gets processors of the device in time

@@ -15,6 +15,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.cost import measure
+from ..engine.measuring import measure
 from ..engine.mesh import BatchMesh, CommStats, wait_for
 from ..errors import ProtocolError
 from .board import Board, resident_bytes, start_heartbeat
@@ -64,7 +65,7 @@ class Worker:
 
     Attributes:
         mesh: all ranks.
-        rates: of the machine, the same on every rank.
+        measured: the speeds of all ranks and of their links, the same on every rank.
         stats: what this rank sends.
         cache: tensors that stay here between two commands.
     """
@@ -109,12 +110,18 @@ class Worker:
             device_id=self.device if backend == "nccl" else None,  # connect now, and not inside the first call
         )
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
-        self.mesh = BatchMesh(dist.group.WORLD, timeout, self.stats)
+        mesh = BatchMesh(dist.group.WORLD, timeout, self.stats)
         seconds["process groups"] = time.perf_counter() - began
         began = time.perf_counter()
-        self.rates = measure(self.mesh.sequence(), self.device)
+        name = device_name(self.device)
+        self.measured = measure(mesh.sequence(), self.device, name)
+        shares = tuple(self.spec["shares"]) or self.measured.shares
+        self.mesh = BatchMesh(dist.group.WORLD, timeout, self.stats, shares)
         seconds["measuring"] = time.perf_counter() - began
-        self.channel.send({"seq": 0, "ok": True, "device": str(self.device), "backend": backend, "seconds": seconds})
+        hello = {"device": str(self.device), "name": name, "backend": backend, "seconds": seconds}
+        if self.rank == 0:
+            hello |= {"shares": self.mesh.shares, "measured": asdict(self.measured)}
+        self.channel.send({"seq": 0, "ok": True, **hello})
 
     def serve(self) -> None:
         """Run commands until told to stop."""
@@ -242,6 +249,12 @@ class Worker:
     def _cancel_asked(self) -> bool:
         frame = self.channel.poll()
         return frame is not None and frame.get("command") == "cancel"
+
+
+def device_name(device: torch.device) -> str:
+    """The kind of a device: what torch calls it, or its type."""
+    name = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name is None else str(name(device))
 
 
 def describe(error: BaseException) -> dict[str, str]:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.measuring import Measured
+from ..engine.sharding import Shares
 from ..errors import ContextParallelError, PoolError, PoolTimeout, RankError
 from .board import Board, Progress
 from .channel import Channel, Closed, SharedBlock
@@ -58,6 +60,7 @@ class WorkerPool:
         waiting_for: the ranks that have not reported on it.
         did, did_until: the command before, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
+        measured, shares, device_names: of the ranks; none until they are ready.
         peer_to_peer: whether the driver lets their GPUs reach each other's memory; None until they are ready and without NCCL.
     """
 
@@ -69,6 +72,9 @@ class WorkerPool:
         self.did_until = -math.inf
         self.backend: str | None = None
         self.peer_to_peer: bool | None = None
+        self.measured: Measured | None = None
+        self.shares: Shares = ()
+        self.device_names: list[str] = []
         self.waiting_for: list[int] = []
         self.seconds: dict[str, float] = {}
         self._startup_timeout, self._load_timeout = startup_timeout(), load_timeout()
@@ -112,6 +118,12 @@ class WorkerPool:
                 self._spawn(began + self._startup_timeout, cancelled)
             hellos = self._collect(0, "start", began, self._startup_timeout, cancelled)
             self.backend = hellos[0]["backend"]
+            self.measured = Measured.from_json(hellos[0]["measured"])
+            self.shares = tuple(hellos[0]["shares"])
+            self.device_names = [hello["name"] for hello in hellos]
+            if self.shares:
+                parts = zip(self.config.devices, self.device_names, self.shares, strict=True)
+                log.info("ranks take unequal shares: %s", ", ".join(f"{device} ({name}) {share}" for device, name, share in parts))
             if self.backend == "nccl":
                 self._look_at_peers()
             self.alive = True
@@ -296,6 +308,7 @@ class WorkerPool:
             "world_size": self.world_size,
             "device": device,
             "backend": self.config.backend,
+            "shares": self.config.shares,
             "service": self.site.service,
             "arguments": self.site.arguments,
             "argv": self.site.argv,

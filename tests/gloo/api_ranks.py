@@ -1,6 +1,7 @@
 """Rank script: what users do to a module besides calling it. Every check runs on all ranks; rank 0 reports the worst."""
 
 import copy
+import dataclasses
 import gc
 import inspect
 import io
@@ -314,6 +315,19 @@ with torch.no_grad():
                 outer = compiled(model, name)
             check(name, max((outer(x) - expected).abs().max() for _ in range(3)) < 1e-5)
             check(f"{name}, removed", remove_context_parallel(outer) is None and "forward" not in vars(model))
+
+    # Ranks of unequal speed.
+    shares, expected = (3, 1) if world == 2 else (2, 2, 1, 1), new()(x).sample
+    uneven = dict(shares=shares, ulysses_anything=True, ring_anything=True)
+    configs = [ContextParallelConfig(ulysses_degree=world, **uneven), ContextParallelConfig(ring_degree=world, **uneven)]
+    configs += [ContextParallelConfig(batch_degree=2, ulysses_degree=world // 2, **uneven)]
+    for config in configs:
+        applied = apply_context_parallel(model := new(), config, PLAN)
+        name = f"shares {config.mesh_shape} x {config.batch_degree}"
+        check(name, (model(x).sample - expected).abs().max() < 1e-5 and applied.mesh.shares == shares)
+        applied.remove()
+    apply_context_parallel(model := new(), dataclasses.replace(configs[0], ulysses_anything=False), PLAN)
+    check("what shares do not divide", refused(model, PlanError, "with the shares", "do not divide", "13 tokens", given=x))
 
     row = DeviceMesh("cpu", torch.arange(world).reshape(1, world), mesh_dim_names=("ring", "ulysses"))
     of_mesh = ContextParallelConfig(mesh=row)

@@ -22,6 +22,8 @@ HEADS = [(4, 4), (3, 3), (2, 2), (6, 2), (4, 1)]
 MASKS = [None, "ones", "keys", "full", "additive", "heads", "heads without batch", "lowest"]
 MASKS += ["one rank hidden", "row hidden", "local keys"]
 HALF_MASKS = [None, "full"]
+# Of unequal ranks. Those are the same arithmetic from the sizes on, so that one mask of every combination will do.
+SHARES = {2: [(2, 1), (3, 1), (5, 3)], 3: [(4, 2, 1)], 4: [(3, 1, 2, 2)]}
 
 
 def modes(world: int) -> list[str]:
@@ -37,12 +39,14 @@ class Case:
     batch: int
     mask: str | None
     dtype: str
+    shares: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         H, K = self.heads
         tokens = "+".join(map(str, self.lengths))
-        return f"{self.mode}: {tokens} tokens, {H}/{K} heads, batch {self.batch}, mask {self.mask}, {self.dtype}"
+        shares = f", shares {':'.join(map(str, self.shares))}" if self.shares else ""
+        return f"{self.mode}: {tokens} tokens, {H}/{K} heads, batch {self.batch}, mask {self.mask}, {self.dtype}{shares}"
 
 
 def cases(world: int) -> Iterator[Case]:
@@ -54,3 +58,5 @@ def cases(world: int) -> Iterator[Case]:
             yield Case(mode, lengths, heads, batch, mask, "bfloat16")
             if batch == 1:
                 yield Case(mode, lengths, heads, batch, mask, "float16")
+    for number, (shares, mode, lengths, heads) in enumerate(itertools.product(SHARES[world], modes(world), LENGTHS, HEADS)):
+        yield Case(mode, lengths, heads, 1 + number % 2, MASKS[number % len(MASKS)], "float32", shares)

@@ -20,11 +20,12 @@ from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
 from cp_runtime.engine.sharding import JointLayout  # noqa: E402
 
 sys.path.append(str(Path(__file__).parent))
-from attention_cases import MODES, cases  # noqa: E402
+from attention_cases import MODES, SHARES, cases  # noqa: E402
 
 HEAD_DIM = int(arguments[1]) if len(arguments) > 1 else 8
 PACKED_LIMIT = attention.PACKED_LIMIT
-mesh = SequenceMesh(dist.group.WORLD)
+equal = SequenceMesh(dist.group.WORLD)
+unequal = {shares: SequenceMesh(dist.group.WORLD, shares=shares) for shares in SHARES[world]}
 
 
 def one_process(q, k, v, mask):
@@ -71,12 +72,12 @@ def make_mask(kind, batch, heads, layout, generator):
 
 
 @functools.cache
-def whole(lengths, heads, batch, kind):
+def whole(lengths, heads, batch, kind, shares):
     """Inputs of a case, the masks, and what one process makes of it in float32: the same in every mode."""
     generator = torch.Generator().manual_seed(7)
     heads, kv_heads = heads
     inputs = [torch.randn(batch, sum(lengths), n, HEAD_DIM, generator=generator).to(device) for n in (heads, kv_heads, kv_heads)]
-    mask, own_mask = make_mask(kind, batch, heads, JointLayout(lengths, world), generator)
+    mask, own_mask = make_mask(kind, batch, heads, JointLayout(lengths, world, (), shares), generator)
     mask, own_mask = (None if m is None else m.to(device) for m in (mask, own_mask))
     exact = one_process(*inputs, mask)
     # Only rank 0 reports.
@@ -85,9 +86,9 @@ def whole(lengths, heads, batch, kind):
 
 
 @functools.cache
-def rounding(lengths, heads, batch, kind, dtype):
+def rounding(lengths, heads, batch, kind, shares, dtype):
     """Error of one process in another dtype, root mean square."""
-    inputs, mask, _, exact, _ = whole(lengths, heads, batch, kind)
+    inputs, mask, _, exact, _ = whole(lengths, heads, batch, kind, shares)
     here = one_process(*(t.to(dtype) for t in inputs), mask)
     return ((here.float() - exact).double() ** 2).mean().sqrt().item()
 
@@ -97,8 +98,9 @@ for case in cases(world):
     ring, ulysses, rotate_method, packed = MODES[case.mode]
     config = SequenceSettings(rotate_method=rotate_method).with_degrees(ring or world, ulysses or world)
     attention.PACKED_LIMIT = PACKED_LIMIT if packed else 0
-    dtype, layout = getattr(torch, case.dtype), JointLayout(case.lengths, world)
-    key = (case.lengths, case.heads, case.batch, case.mask)
+    dtype, layout = getattr(torch, case.dtype), JointLayout(case.lengths, world, (), case.shares)
+    mesh = unequal[case.shares] if case.shares else equal
+    key = (case.lengths, case.heads, case.batch, case.mask, case.shares)
     inputs, _, own_mask, exact, matters = whole(*key)
     mesh.stats.reset()
     # Some models hand over tensors whose last dimension is not the innermost one.

@@ -1,7 +1,7 @@
 """Rank script: the cases of some families, sharded against the stock forward in one process; rank 0 reports.
 
-Arguments: ring degree, Ulysses degree, rotate method, batch degree, and as JSON the cases, (family, name) each, and the models
-whose weights are shared out, too, (family, name) each.
+Arguments: ring degree, Ulysses degree, rotate method, batch degree, and as JSON shares, the cases, (family, name) each, and the
+models whose weights are shared out, too, (family, name) each.
 """
 
 import inspect
@@ -9,7 +9,7 @@ import json
 
 from support.ranks import finish, report, start, use_comfyui
 
-rank, world, (ring, ulysses, rotate_method, batch_degree, wanted, shared) = start()
+rank, world, (ring, ulysses, rotate_method, batch_degree, given, wanted, shared) = start()
 wanted = {tuple(case) for case in json.loads(wanted)}
 shared = {tuple(model) for model in json.loads(shared)}
 use_comfyui()
@@ -41,7 +41,7 @@ def put_back(parameters):
         module._parameters.update(own)
 
 
-mesh = BatchMesh(dist.group.WORLD)
+mesh = BatchMesh(dist.group.WORLD, shares=tuple(json.loads(given)))
 own = mesh.whole.twin()
 config = ContextParallelConfig(
     ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
@@ -56,12 +56,12 @@ with torch.inference_mode():
             method = getattr(model, innermost_method(model))
             leading = list(inspect.signature(method).parameters)[:2]
             degree = int(batch_degree) if plan.plan.batch_is_shared(inputs) else 1
-            shares = share_out(inputs, leading, world, degree, plan.plan.shares_sequence)
+            shares = share_out(inputs, leading, world, degree, plan.plan.shares_sequence, mesh.group_shares)
             expected, others = stock(family, case.name)
             mesh.stats.reset()
             arguments = {**clone(inputs), "transformer_options": clone(dict(case.options))}
             sequence = mesh.sequence(shares.groups)
-            part = shares.take(arguments, rank // sequence.size)
+            part = shares.take(arguments, mesh.index(shares.groups))
             out, state = run_sharded(plan, method, clone(part), sequence, lambda shape: config)
             out = shares.gather(out, mesh)
             difference, std = distance(out, expected)

@@ -65,7 +65,7 @@ def call(mirrors):
     dtype = model.manual_cast_dtype or model.get_dtype()
     mesh.stats.reset()
     settings = SequenceSettings(ulysses_degree=world, ring_degree=1)
-    out, _ = mirrors.call(header, arguments(dtype), mesh, lambda ranks: DegreePlanner(settings, ranks, RATES), lambda: None)
+    out, _ = mirrors.call(header, arguments(dtype), mesh, lambda mesh, _: DegreePlanner(settings, mesh.size, RATES), lambda: None)
     return out
 
 

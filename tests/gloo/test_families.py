@@ -13,14 +13,14 @@ from cp_runtime.families import PLANS
 
 HERE = Path(__file__).parent
 
-# ring degree, ulysses degree, rotate_method, batch degree
+# ring degree, ulysses degree, rotate_method, batch degree, shares
 MODES = {
-    "ulysses 2": (1, 2, "allgather", 1),
-    "ring 3": (3, 1, "alltoall", 1),
-    "batch 2 x ulysses 2": (1, 2, "allgather", 2),
-    "ulysses 3": (1, 3, "allgather", 1),
-    "ring 2": (2, 1, "allgather", 1),
-    "unified 4": (2, 2, "alltoall", 1),
+    "ulysses 2": (1, 2, "allgather", 1, ()),
+    "ring 3": (3, 1, "alltoall", 1, ()),
+    "batch 2 x ulysses 2": (1, 2, "allgather", 2, (2, 2, 1, 1)),
+    "ulysses 3": (1, 3, "allgather", 1, (4, 2, 1)),
+    "ring 2": (2, 1, "allgather", 1, (3, 1)),
+    "unified 4": (2, 2, "alltoall", 1, ()),
 }
 # Attention is tested in every mode by test_attention.py; here the plans are, by turns at 2 and 3 ranks, and some in every mode. The
 # tracer (tests/families) has one rank of two of every case.
@@ -62,12 +62,13 @@ def reports_of(mode, request):
             item.callspec.params for item in request.session.items if hasattr(item, "callspec") and item.fspath == request.fspath
         ]
         wanted = {p["key"][1] if "key" in p else p["family"] for p in params if p.keys() & {"key", "family"}}
-        ring, ulysses, _, batches = MODES[mode]
+        ring, ulysses, _, batches, _ = MODES[mode]
         names = sorted(name for name in wanted | {"wan"} if any(key[:2] == (mode, name) for key in CASES))
         found = run_ranks(
             HERE / "family_ranks.py",
             ring * ulysses * batches,
-            *map(str, MODES[mode]),
+            *map(str, MODES[mode][:4]),
+            json.dumps(MODES[mode][4]),
             json.dumps([key[1:] for key in CASES if key[0] == mode and key[1] in names]),
             json.dumps([model for model in SHARED if SHARED[model] == mode and model[0] in names]),
             timeout=600,

@@ -47,5 +47,13 @@ def test_only_attention_crosses_and_no_sizes(ranks):
         assert r["pending"] == 0
 
 
+def test_every_rank_knows_what_all_measured(ranks):
+    world, reports = ranks
+    measured = reports["measured", ()]
+    assert measured["same"]
+    assert (measured["ranks"], measured["kinds"]) == (world, 2)
+    assert measured["pairs"] == {2: 0, 3: 3, 4: 6}[world]
+
+
 def test_an_error_inside_a_ring_leaves_a_trace(ranks):
     assert ranks[1]["left", ()]["pending"] == 1

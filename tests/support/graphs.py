@@ -45,6 +45,8 @@ CP_CONFIG_DEFAULTS: dict[str, Any] = {
     "step_timeout": 600.0,
     "weights": "auto",
     "memory_per_rank": 0.0,
+    "shares": "",
+    "ranks_per_call": "all",  # not the node's default: tiny models are fastest on one rank, and tests are about several
 }
 
 PIXELS = 8
@@ -68,7 +70,7 @@ class Graph:
 
 
 def cp_config(**overrides: Any) -> dict[str, Any]:
-    """Inputs of a CP Config node: the defaults, and `overrides`."""
+    """Inputs of a CP Config node: those of CP_CONFIG_DEFAULTS, and `overrides`."""
     unknown = set(overrides) - set(CP_CONFIG_DEFAULTS)
     if unknown:
         raise ValueError(f"cp: got {sorted(unknown)}; allowed: {', '.join(CP_CONFIG_DEFAULTS)}")

@@ -225,7 +225,11 @@ class ComfyServer:
         command += ["--listen", "127.0.0.1", "--port", str(self.port), "--disable-auto-launch", "--disable-api-nodes"]
         # Neither the caller's import path nor its working directory may reach the server: both could hold this
         # checkout, whose `nodes` folder shadows ComfyUI's `nodes.py`.
-        changes = {"PYTHONPATH": str(DETECTION), "HF_HUB_OFFLINE": "1", **self.env, MARKER: self._marker}
+        # Times of calls are this server's own; what was compiled is good for all.
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        kept = {"XDG_CACHE_HOME": str(self.base / "cache")}
+        kept["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{cache}/comfyui-context-parallel/inductor")
+        changes = {"PYTHONPATH": str(DETECTION), "HF_HUB_OFFLINE": "1", **kept, **self.env, MARKER: self._marker}
         env = {name: value for name, value in os.environ.items() if name not in changes}
         env |= {name: value for name, value in changes.items() if value is not None}
         command += self.args
@@ -342,6 +346,10 @@ class ComfyServer:
     def get(self, path: str, timeout: float = 30.0) -> Any:
         """Any other JSON answer of the server."""
         return self._call(path, timeout=timeout)
+
+    def post(self, path: str, timeout: float = 30.0) -> Any:
+        """The JSON answer to a request without arguments."""
+        return self._call(path, {}, timeout=timeout)
 
     @property
     def events(self) -> list[Event]:

@@ -142,7 +142,7 @@ def test_context_parallel_config_checks_degrees(field, value):
 
 def test_context_parallel_config_has_the_fields_and_defaults_of_diffusers():
     theirs = {f.name: f.default for f in dataclasses.fields(diffusers.ContextParallelConfig) if not f.name.startswith("_")}
-    assert {f.name: f.default for f in dataclasses.fields(ContextParallelConfig)} == {**theirs, "batch_degree": 1}
+    assert {f.name: f.default for f in dataclasses.fields(ContextParallelConfig)} == {**theirs, "batch_degree": 1, "shares": None}
     config = ContextParallelConfig(ring_degree=2)
     assert (config.mesh_shape, config.mesh_dim_names) == ((2, 1), ("ring", "ulysses"))
     assert ContextParallelConfig().mesh_shape == (1, 1)  # passes through
@@ -179,6 +179,18 @@ def test_another_parallelism_is_refused():
 def test_other_fields_are_checked(field, value):
     with pytest.raises(ConfigError, match=f"{field}: got {value!r}; allowed"):
         ContextParallelConfig(**{field: value})
+
+
+@pytest.mark.parametrize("shares", [(2,), (2, 1, 1), (2, 0), (2, 1.5), (2, True), "21", (1, 101), 2])
+def test_shares_are_one_for_each_rank(shares):
+    with pytest.raises(ConfigError, match=r"shares: got .*; allowed: a whole number from 1 to 100 for each of the 2 ranks"):
+        ContextParallelConfig(ulysses_degree=2, shares=shares)
+    with pytest.raises(ConfigError, match="4 ranks"):
+        ContextParallelConfig(ulysses_degree=2, batch_degree=2, shares=(2, 1))
+
+
+def test_shares_may_be_a_list():
+    assert ContextParallelConfig(ring_degree=2, shares=[2, 1]).shares == (2, 1)
 
 
 def test_setup_wants_as_many_ranks_as_the_degrees():

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.devices import SlowDevice
 
 from cp_runtime.engine.config import SequenceSettings
-from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates, choose, cost, factors, measure
+from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates, choose, cost, factors
+from cp_runtime.engine.measuring import Measured, measure
 from cp_runtime.engine.mesh import CommStats
 
 FAST = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0)  # NVLink and a big GPU
@@ -92,16 +92,60 @@ def test_rates_of_a_device_are_timed_by_it_and_nothing_hides_behind_staging(monk
     device = SlowDevice()
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: device.work(0.005))
-    monkeypatch.setattr("cp_runtime.engine.cost.attend_with_lse", lambda *_: device.work(0.002))
-    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
+    monkeypatch.setattr("cp_runtime.engine.measuring.attend_with_lse", lambda *_: device.work(0.002))
 
     def all_to_all(*_):
         time.sleep(0.005)
         device.work(0.001)
         return SimpleNamespace(wait=lambda: None)
 
-    whole = SimpleNamespace(all_to_all=all_to_all, via_host=True, group=None, global_rank=lambda rank: rank)
-    rates = measure(SimpleNamespace(whole=whole, size=2, stats=CommStats()), torch.device("meta"))
+    gathered = lambda tensors, lengths, dim: [tensors[0].expand(2, -1)]  # noqa: E731
+    whole = SimpleNamespace(all_to_all=all_to_all, via_host=True, rank=0, size=2, all_gather=gathered)
+    rates = measure(SimpleNamespace(whole=whole, size=2, stats=CommStats()), torch.device("meta")).each[1]
     assert rates.latency == pytest.approx(0.001)
     assert rates.flops == pytest.approx(4 * 4 * 4096**2 * 64 / 0.002)
     assert rates.overlap == 0.0
+
+
+def machine(*speeds, pairs=(), devices=(), **link):
+    """What ranks of these speeds measured."""
+    each = tuple(replace(FAST, flops=FAST.flops * speed, linear=FAST.flops * speed, **link) for speed in speeds)
+    return Measured(each, pairs, devices or tuple(range(len(speeds))))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "devices", "shares"),
+    [
+        ((2.0, 1.0), (), (8, 4)),
+        ((1.0, 1.9), (), (4, 8)),  # to a quarter of the slowest
+        ((1.0, 1.95), (), (4, 8)),
+        ((3.0, 1.0), (7, 7), ()),  # of one kind: one was busy when it was measured
+        ((1.0, 1.09), (), ()),
+        ((1.0, 1.0, 1.5, 3.1), (), (4, 4, 6, 12)),
+    ],
+)
+def test_measured_shares(speeds, devices, shares):
+    assert machine(*speeds, devices=devices).shares == shares
+
+
+def test_a_link_between_some_ranks_lies_between_that_of_a_pair_and_that_of_all():
+    near, far = (1e-5, 4e10), (3e-5, 1e10)
+    pairs = (((0, 1), near), ((0, 2), far), ((0, 3), far), ((1, 2), far), ((1, 3), far), ((2, 3), near))
+    four = machine(1, 1, 1, 1, pairs=pairs, latency=6e-5, bandwidth=2.5e9)
+    link = lambda *ranks: (four.of(ranks).latency, four.of(ranks).bandwidth)  # noqa: E731
+    assert link(0, 1) == pytest.approx(near)
+    assert link(0, 2) == pytest.approx(far)
+    assert link(0, 1, 2) == pytest.approx((3e-5 * 2**0.5, 1e10 / 2))
+    assert link(0, 1, 2, 3) == (6e-5, 2.5e9)
+
+
+def test_uneven_shares_cost_what_the_slowest_rank_takes():
+    even, uneven = (cost(SHAPE, 2, 1, "allgather", FAST, shares) for shares in ((), (2, 1)))
+    # Each has tokens in proportion to its speed: as long as two ranks of the mean speed.
+    assert uneven.compute == pytest.approx(even.compute)
+    assert uneven.bytes_sent == pytest.approx(4 / 3 * even.bytes_sent)
+    # Heads are whole: both for the rank that is three times as fast.
+    two = replace(SHAPE, heads=2, kv_heads=2)
+    assert cost(two, 1, 2, "allgather", FAST, (3, 1)).compute == pytest.approx(4 / 3 * cost(two, 1, 2, "allgather", FAST).compute)
+    assert choose(two, 2, SETTINGS, FAST, (3, 1)) == (2, 1)
+    assert cost(SHAPE, 1, 2, "allgather", FAST, (2, 1)).compute == pytest.approx(cost(SHAPE, 1, 2, "allgather", FAST).compute)

@@ -35,7 +35,7 @@ def test_links(document):
     assert missing == []
 
 
-# `pool/worker.py`, `engine/sharding.split_range`, `comfy/ui/patcher.ContextParallelPatcher.clone`, `tests/gloo/test_api.py`
+# `pool/worker.py`, `engine/sharding.split_ranges`, `comfy/ui/patcher.ContextParallelPatcher.clone`, `tests/gloo/test_api.py`
 REFERENCE = re.compile(
     r"`((?:cp_runtime/)?(?:engine|diffusers|families|pool|comfy/(?:ui|worker|wire)|nodes|tests|benchmarks|\.ci)(?:/\w+)*)(?:\.py)?((?:\.\w+)*)`"
 )
@@ -81,7 +81,7 @@ def test_the_life_of_a_call_names_code_at_every_step():
 
 
 def test_a_reference_to_code_that_is_not_there_is_noticed():
-    there = "`engine/sharding.split_range` `pool/protocol.py` `engine/mesh.RankGroup.exchange` `comfy/ui` `tests/unit` `engine`"
+    there = "`engine/sharding.split_ranges` `pool/protocol.py` `engine/mesh.RankGroup.exchange` `comfy/ui` `tests/unit` `engine`"
     assert lost_references(there) == []
     assert len(lost_references("`engine/sharding.split` `pool/mirror.py` `engine/mesh.RankGroup.exchang` `comfy/ui/session`")) == 4
 

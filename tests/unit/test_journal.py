@@ -2,7 +2,7 @@
 
 import pytest
 
-from cp_runtime.comfy.ui.journal import MAX_KINDS, CallRecord, CallSums, Journal, public_message
+from cp_runtime.comfy.ui.journal import MAX_KINDS, CallRecord, CallSums, Journal, public_message, time_by_rank
 from cp_runtime.comfy.ui.run_timer import RunTimer
 from cp_runtime.errors import MirrorError, PoolTimeout, RankError
 
@@ -10,7 +10,8 @@ from cp_runtime.errors import MirrorError, PoolTimeout, RankError
 def record(*ranks):
     """A call in which each rank took (seconds, of these in communication)."""
     reports = [
-        {"seconds": s, "communication": {"seconds": c, "bytes": 10}, "predicted": {"seconds": c / 2, "bytes": 8}} for s, c in ranks
+        {"idle": not s, "seconds": s, "communication": {"seconds": c, "bytes": 10}, "predicted": {"seconds": c / 2, "bytes": 8}}
+        for s, c in ranks
     ]
     return CallRecord(seconds=1.0, ended=0.0, reports=reports, pids=list(range(len(ranks))), node=None)
 
@@ -28,6 +29,12 @@ def test_the_first_call_counts_only_while_it_is_alone():
         {"compute": 3.0, "communication": 1.5, "wait": 1.5},
         {"compute": 3.0, "communication": 1.5, "wait": 1.5},
     ]
+
+
+def test_a_rank_that_idles_waits_and_says_nothing_about_the_link():
+    (_, idle, _) = times = time_by_rank(record((2.0, 1.0), (0.0, 0.0), (2.0, 0.75)).reports)
+    assert idle == {"compute": 0.0, "communication": 0.0, "wait": 2.0}
+    assert times[0] == {"compute": 1.0, "communication": 0.75, "wait": 0.25}
 
 
 def test_other_ranks_begin_new_sums():

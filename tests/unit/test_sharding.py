@@ -2,16 +2,37 @@ import pytest
 import torch
 
 from cp_runtime.engine.attention.layout import in_gathered_order
-from cp_runtime.engine.sharding import JointLayout, Split, clip_range, split_range, split_sizes
+from cp_runtime.engine.sharding import JointLayout, Split, clip_range, split_ranges, split_sizes
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 17, 64])
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
 def test_split_range_is_tensor_split(length, parts):
     expected = [tuple(t.tolist()) for t in torch.tensor_split(torch.arange(length), parts)]
-    got = [tuple(range(*split_range(length, parts, i))) for i in range(parts)]
-    assert got == expected
-    assert split_sizes(length, parts) == tuple(map(len, expected))
+    for shares in ((), (1,) * parts, (3,) * parts):
+        assert [tuple(range(*part)) for part in split_ranges(length, parts, shares)] == expected
+        assert split_sizes(length, parts, shares) == tuple(map(len, expected))
+
+
+@pytest.mark.parametrize("shares", [(2, 1), (3, 1), (5, 3), (1, 2), (4, 2, 1), (1, 9), (7, 7, 1)])
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 5, 13, 24, 1000, 75600])
+def test_shares_make_the_most_loaded_part_as_little_loaded_as_can_be(length, shares):
+    sizes = split_sizes(length, len(shares), shares)
+    assert sum(sizes) == length
+    load = max(size / share for size, share in zip(sizes, shares, strict=True))
+    assert load >= length / sum(shares)
+    # Whoever is most loaded: no other part would be less loaded with one of his.
+    for most in range(len(shares)):
+        if length and sizes[most] / shares[most] == load:
+            assert all((sizes[part] + 1) / shares[part] >= load for part in range(len(shares)) if part != most)
+    if length == 1000:
+        assert all(abs(size - length * share / sum(shares)) <= 1 for size, share in zip(sizes, shares, strict=True))
+
+
+def test_shares_of_whole_heads():
+    assert split_sizes(24, 2, (2, 1)) == (16, 8)
+    assert split_sizes(2, 2, (3, 1)) == (2, 0)  # 1 : 1 would take the slow one three times as long
+    assert split_ranges(13, 3, (4, 2, 1)) == ((0, 8), (8, 12), (12, 13))
 
 
 CPU = torch.device("cpu")
@@ -22,9 +43,10 @@ SPLITS = [(), (Split(replicated=True), Split()), (Split(frames=2), Split()), (Sp
     ("lengths", "splits"),
     [((7,), ()), ((3, 0, 8), ()), *(((4, 6), splits) for splits in SPLITS), *(((1, 4), splits) for splits in SPLITS[:2])],
 )
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_gathered_order_is_the_concatenation_of_the_locals(lengths, splits, world):
-    layout = JointLayout(lengths, world, splits)
+@pytest.mark.parametrize("shares", [(1,), (1, 1), (3, 1), (4, 2, 1), (1, 9, 1), (1, 1, 1, 1), (3, 1, 2, 2)], ids=str)
+def test_gathered_order_is_the_concatenation_of_the_locals(lengths, splits, shares):
+    world = len(shares)
+    layout = JointLayout(lengths, world, splits, shares)
     joint = torch.arange(sum(lengths))
     locals_ = [layout.take_local(joint, rank, 0) for rank in range(world)]
     assert [len(t) for t in locals_] == list(layout.local_lengths)
@@ -62,6 +84,12 @@ def test_a_rank_without_tokens_holds_a_stand_in():
     assert layout.take_local(torch.arange(6), 2, 0).tolist() == [0, 5]
     assert layout.owned_positions(2, CPU).tolist() == [1]
     assert layout.owned_positions(0, CPU) is None
+
+
+def test_few_tokens_are_split_evenly():
+    """A rank that had all of them could not tell a mask for its keys from one for all keys, as its peers do."""
+    layout = JointLayout((3, 8), 2, (), (3, 1))
+    assert layout.owned == (((((0, 2),)), ((3, 9),)), (((2, 3),), ((9, 11),)))
 
 
 def test_take_local_copies():

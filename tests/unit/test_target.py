@@ -31,6 +31,7 @@ def transformer(seed):
 def replies(**second):
     samples = sample_weights(transformer(0))
     good = {"digest": "d", "patches_uuid": "u1", "dtype": "torch.bfloat16", "cast_dtype": "None", "samples": samples}
+    good["formats"] = ["fp8"]
     return [good, {**good, **second}]
 
 
@@ -45,6 +46,12 @@ def test_equal_mirrors_pass():
 def test_a_rank_that_differs_is_named(field, value):
     with pytest.raises(MirrorError, match=rf"rank 1 \(pid 11\) has {field} {value} for flux.safetensors"):
         verify(target(), "d", replies(**{field: value}), [10, 11])
+
+
+def test_devices_of_different_ability_are_named():
+    """One would compute its tokens in fp8, the other in half precision."""
+    with pytest.raises(MirrorError, match=r"flux.safetensors .* rank 0 in fp8; rank 1 in none\..*devices of CP Config"):
+        verify(target(), "d", replies(formats=[]), [10, 11])
 
 
 def test_a_rank_with_other_weights_is_named():

@@ -64,6 +64,11 @@ def _counts(value: Any) -> dict[str, float]:
     return {_name(name): _number(count) for name, count in value.items()}
 
 
+def _choice(value: Any) -> str:
+    """What was chosen in words; empty where there was no choice, and in reports from before there was one."""
+    return "" if value is None else _name(value["words"])
+
+
 def _ranks(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_RANKS:
         raise ValueError(value)
@@ -82,12 +87,14 @@ _SEVERAL = {
     "speedup": _number_or_none,
     "communication_share": _number,
     "ranks": _ranks,
+    "choice": _choice,
 }
+_NEWER = {"choice"}  # than the first reports
 _RANK = {"rank": _number, "device": _name, "tokens": _counts, "seconds": _times, "host_memory": _number, "device_memory": _number}
 
 
 def _checked(value: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: check(value[name]) for name, check in fields.items()}
+    return {name: check(value.get(name) if name in _NEWER else value[name]) for name, check in fields.items()}
 
 
 def summarise(report: dict[str, Any]) -> list[str]:
@@ -103,6 +110,7 @@ def summarise(report: dict[str, Any]) -> list[str]:
     lines = [
         f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'])})",
         speed,
+        *([f"this call ran on {report['choice']}"] if report["choice"] else []),
         f"{report['communication_share']:.0%} of rank 0's time spent waiting for the link and for other ranks",
     ]
     if report["speedup"] is not None and report["seconds_per_call_on_one_device"] is not None:

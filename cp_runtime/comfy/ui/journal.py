@@ -38,6 +38,7 @@ class CallRecord:
         reports: what each rank reported.
         pids: of the ranks.
         node: that it ran for.
+        choice: of the ranks that took part, as `choosing.Chooser.note` describes it; None where there was none.
     """
 
     seconds: float
@@ -45,6 +46,7 @@ class CallRecord:
     reports: list[dict[str, Any]]
     pids: list[int]
     node: Node | None
+    choice: dict[str, Any] | None = None
 
     @property
     def communication_share(self) -> float:
@@ -122,12 +124,15 @@ def time_by_rank(reports: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
 
     A rank in a collective cannot tell a slow link from a late peer. The rank that waits least is the one that all others wait for:
     its time in collectives is counted as communication for every rank, and what others spend there beyond it as waiting, together
-    with the time from the end of a rank's own work to that of the last one.
+    with the time from the end of a rank's own work to that of the last one. A rank that does not take part waits all the time.
     """
     inside = [report["communication"]["seconds"] for report in reports]
-    communication, total = min(inside), max(report["seconds"] for report in reports)
+    communication = min(seconds for report, seconds in zip(reports, inside, strict=True) if not report["idle"])
+    total = max(report["seconds"] for report in reports)
     return [
-        {
+        {"compute": 0.0, "communication": 0.0, "wait": total}
+        if report["idle"]
+        else {
             "compute": report["seconds"] - seconds,
             "communication": communication,
             "wait": (seconds - communication) + (total - report["seconds"]),

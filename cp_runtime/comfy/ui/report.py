@@ -10,6 +10,7 @@ from ...families import plan_for
 from ...pool.config import RuntimeConfig
 from ...version import VERSION
 from .apply import apply_to_model, check_model
+from .choosing import in_words
 from .controller import CONTROLLER
 from .journal import CallRecord, CallSums
 from .model_notes import notes_of
@@ -70,6 +71,9 @@ def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) 
         "world_size": config.world_size,
         "devices": list(config.devices),
         "degrees": degrees,
+        # Of the last call: ranks at work, and what the other number of ranks would take. None where all had to take part.
+        "choice": None if last.choice is None else {**last.choice, "words": in_words(last.choice)},
+        "shares": list(CONTROLLER.workers.pool.shares) if CONTROLLER.workers is not None else [],
         "rotate_method": config.sequence.rotate_method if degrees["ring"] > 1 else None,
         "family": plan_for(model.model.diffusion_model).family,
         "weights": _weights(model, last),

@@ -9,6 +9,7 @@ from ...pool.board import SILENT, resident_bytes
 from ...pool.stacks import process_state
 from ...pool.worker_pool import WorkerPool
 from ...version import VERSION
+from .choosing import in_words
 from .controller import CONTROLLER, Controller
 from .journal import CallRecord, Node
 from .report import axes
@@ -32,8 +33,8 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     "failed" (started again on next use); `activity` says more in words. A rank is "starting", "loading", "computing", "idle",
     "silent" (no sign of life, see SILENT) or "gone". `backend` is the one in use, None until the ranks are ready; `peer_to_peer`,
     of NCCL only, whether the driver lets all GPUs reach each other's memory. `last_call` is None before the first one. Times are
-    seconds, memory is bytes: `host` is resident now; `device` is the peak of the last call. `version` is the pack's. Anyone who
-    reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
+    seconds, memory is bytes: `host` is resident now; `device` is the peak of the last call. `idle`: the last call left the rank
+    out. `version` is the pack's. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
     """
     workers, error = controller.workers, controller.journal.last_error
     failure = None if error is None else {"time": error.time, "rank": error.rank, "message": error.message}
@@ -77,7 +78,10 @@ def _activity(controller: Controller, workers: Workers, loading: tuple[str, floa
     if record is None or record.node != controller.node or not pool.alive:
         return ""  # what another node did says nothing about this one
     seconds = _per_call(controller, record) or record.seconds
-    return f"{pool.world_size} ranks ({axes(record.reports[0]['degrees'])}), {seconds:.3g} s per call"
+    ranks = f"{pool.world_size} ranks ({axes(record.reports[0]['degrees'])})"
+    if record.choice is not None and record.choice["ranks"] < pool.world_size:
+        ranks = in_words(record.choice)  # else it looks as if the others did not work
+    return f"{ranks}, {seconds:.3g} s per call"
 
 
 def ending(server: Any, node: Node | None) -> str | None:
@@ -103,6 +107,7 @@ def _last_call(controller: Controller, record: CallRecord | None) -> dict[str, A
         return None
     return {
         "degrees": record.reports[0]["degrees"],
+        "choice": in_words(record.choice),
         "seconds": record.seconds,
         # Alike for both, so that they can be compared: with what the sampler does between two calls.
         "seconds_per_call": _per_call(controller, record),
@@ -151,6 +156,7 @@ def _rank(controller: Controller, workers: Workers, rank: int, state: str) -> di
         "device": pool.config.devices[rank],
         "pid": pid,
         "state": state,
+        "idle": bool(report and report["idle"]),
         "process": kernel,
         "modules": at.modules,
         "seconds_since_heartbeat": since,

@@ -84,6 +84,13 @@ def verify(target: Target, digest: str, replies: list[dict[str, Any]], pids: lis
         "dtype": target.dtype,
         "cast_dtype": target.cast_dtype,
     }
+    if len({tuple(reply["formats"]) for reply in replies}) > 1:
+        able = "; ".join(f"rank {rank} in {', '.join(reply['formats']) or 'none'}" for rank, reply in enumerate(replies))
+        raise MirrorError(
+            f"{os.path.basename(target.recipe.path)} is multiplied in its quantised format by some of the devices, and cast by "
+            f"others: {able}. Parts of the result would differ. Leave out the devices that differ (devices of CP Config), or load "
+            "a file or weight_dtype that is not quantised."
+        )
     samples = target.samples()
     file = os.path.basename(target.recipe.path)
     for rank, reply in enumerate(replies):

@@ -24,6 +24,7 @@ from ..wire.modules import encode_module
 from ..wire.placement import OFFLOADED, PLACEMENTS, WHOLE
 from ..wire.vae import INPUT
 from ..wire.weight_patches import encode_weight_patches, weight_patches_digest
+from .choosing import Chooser
 from .journal import CallRecord, Node
 from .node_patches import PatchSet
 from .placement import GB, Choice, choose, next_smaller
@@ -114,7 +115,8 @@ class Workers:
         self._on_change = on_change
         self._model = ""  # name of the one that the last load or call was about
         self._resident: dict[str, Resident] = {}  # by key
-        self._warm: set[str] = set()  # models whose weights are on the devices
+        self._warm: dict[str, set[int]] = {}  # models, and the ranks whose devices hold their weights
+        self._chooser = Chooser(self.pool)
         self._at_least: dict[str, str] = {}  # placements of models with which a rank ran out of memory otherwise
         self._networks: set[str] = set()
         self._unused: deque[str] = deque()  # networks that are gone from this process
@@ -251,7 +253,7 @@ class Workers:
         self.pool.trim()
         held = body["device_bytes"]
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
-        self._warm.discard(target.key)  # the next call puts weights and patches on the devices
+        self._warm.pop(target.key, None)  # the next call puts weights and patches on the devices
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
             name,
@@ -284,10 +286,27 @@ class Workers:
         message, packer = self._encoder.encode(call.arguments, set(call.leading), IN_PLACE)
         shapes = [value.shape for value in call.arguments.values() if isinstance(value, Tensor)]
         kind = (key, call.method, shapes, [tile.shape for tile in tensors(call.arguments.get(INPUT))])
+        resident = self._resident[key]
+        shared = resident.choice.placement != WHOLE
+        chosen = None
+        if call.sampling:
+            chosen = self._chooser.choose(
+                config,
+                (key, call.method, call.patches.mixes_batch, call.compile),
+                call.arguments,
+                shared,
+                lambda part: self.room is None or part * resident.call <= self.room,
+            )
+        split = None if chosen is None else chosen.split
+        sequence = (
+            config.sequence if split is None else replace(config.sequence, ring_degree=split.ring, ulysses_degree=split.ulysses)
+        )
+        ranks = set(range(self.pool.world_size) if split is None else split.ranks)
         body = {
             "key": key,
             "method": call.method,
-            "sequence": asdict(config.sequence),
+            "sequence": asdict(sequence),
+            "split": None if split is None else asdict(split),
             "batch_degree": 1 if call.patches.mixes_batch else config.batch_degree,
             "leading": list(call.leading),
             "memory_scale": call.memory_scale,
@@ -296,18 +315,21 @@ class Workers:
             "cancel_every": self._pace.modules_per_check(kind),
             **message,
         }
-        self._model = self._resident[key].name
+        self._model = resident.name
         self._on_change()
-        timeout = config.step_timeout if key in self._warm else max(config.step_timeout, load_timeout())
+        timeout = config.step_timeout if ranks <= self._warm.get(key, set()) else max(config.step_timeout, load_timeout())
         replies = self.pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
         self._encoder.delivered()
-        self._warm.add(key)
+        self._warm.setdefault(key, set()).update(ranks)
         self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
         ended = time.monotonic()
         self._pace = Pace(kind, ended - began, replies[0]["modules"])
         reports = [{name: value for name, value in reply.items() if name != "value"} for reply in replies]
-        self.last_call = CallRecord(seconds=ended - began, ended=ended, reports=reports, pids=self.pool.pids, node=node)
+        choice = None if chosen is None else self._chooser.note(config, chosen, reports, shared)
+        self.last_call = CallRecord(
+            seconds=ended - began, ended=ended, reports=reports, pids=self.pool.pids, node=node, choice=choice
+        )
         return out, self.last_call
 
     def _warn_of_left(self, replies: list[dict[str, Any]]) -> None:
@@ -337,4 +359,4 @@ def _asked(config: RuntimeConfig) -> tuple[str, float]:
 
 
 def _pool_key(config: RuntimeConfig) -> tuple[Any, ...]:
-    return config.devices, config.backend, max(config.step_timeout, load_timeout())
+    return config.devices, config.backend, config.shares, max(config.step_timeout, load_timeout())

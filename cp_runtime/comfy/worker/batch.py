@@ -8,10 +8,11 @@ say so for every one of them, and `tests/unit/test_batch.py` compares the tables
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from ...engine.batch import BatchShares
+from ...engine.sharding import Shares, split_sizes
 from ...nested import tensors
 
 log = logging.getLogger("context_parallel.worker")
@@ -34,10 +35,18 @@ STACKED, UNSTACKED = frozenset(_STACKED.split()), frozenset(_UNSTACKED.split())
 # Those that model_base does not name: the conditioning of HiDream-O1, the second timestep of LTX-2.
 _ELSEWHERE = "a_timestep input_ids position_ids ref_image_grid_thw ref_patches ref_pixel_values token_types vinput_mask"
 STACKED_ELSEWHERE, UNSTACKED_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
+UNFAIR = 1.1  # times as much as its share, and a group gets too much
 COND_KINDS = "cond_or_uncond"  # of transformer_options: what each of the equal parts of the batch is
 
 
-def share_out(arguments: Mapping[str, Any], leading: Collection[str], ranks: int, degree: int, sequence: bool) -> BatchShares:
+def share_out(
+    arguments: Mapping[str, Any],
+    leading: Collection[str],
+    ranks: int,
+    degree: int,
+    sequence: bool,
+    group_shares: Callable[[int], Shares] = lambda groups: (),
+) -> BatchShares:
     """Decide how a call is shared out. Every rank decides alike.
 
     Args:
@@ -48,6 +57,7 @@ def share_out(arguments: Mapping[str, Any], leading: Collection[str], ranks: int
         sequence: whether the ranks of a group can share a sequence. Then there are as many groups as divide the batch, and the
             other ranks share sequences. If not, the batch is all there is to share: groups of uneven sizes, and one without an
             item computes a copy of the first, since it has nothing else to do.
+        group_shares: of the groups, by their number. Groups with unequal ones must get items in proportion, nearly.
     """
     stacked = STACKED | STACKED_ELSEWHERE | frozenset(leading)
     items = next((t.shape[0] for name in leading for t in tensors(arguments[name])), 1)
@@ -59,8 +69,15 @@ def share_out(arguments: Mapping[str, Any], leading: Collection[str], ranks: int
             log.warning("the batch axis is not used: %s", problem)
         return BatchShares(1, items, items, stacked)
     count = items // unit
-    groups = most if not sequence else max(n for n in range(1, most + 1) if not (most % n or ranks % n or count % n))
-    return BatchShares(groups, items, unit, stacked)
+    shares = {n: group_shares(n) for n in range(1, most + 1) if not ranks % n} if sequence else {most: group_shares(most)}
+    groups = max((n for n in shares if not most % n and _is_fair(count, n, shares[n])), default=1) if sequence else most
+    return BatchShares(groups, items, unit, stacked, shares[groups])
+
+
+def _is_fair(items: int, groups: int, shares: Shares) -> bool:
+    """Whether no group gets more of the items than its share says, or hardly more."""
+    parts = zip(split_sizes(items, groups, shares), shares or (1,) * groups, strict=True)
+    return max(own / share for own, share in parts) * (sum(shares) or groups) <= items * (UNFAIR if shares else 1)
 
 
 def _unshareable(arguments: Mapping[str, Any], stacked: frozenset[str], items: int, unit: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,7 +24,8 @@ from ...engine.batch import BatchShares
 from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
 from ...engine.cost import DegreePlanner
 from ...engine.hooks import InstalledPlan
-from ...engine.mesh import BatchMesh
+from ...engine.mesh import BatchMesh, SequenceMesh, reduced
+from ...engine.policy import CallSplit
 from ...engine.state import CallState
 from ...engine.weights.sharded import ShardedWeights
 from ...errors import CompileError, MirrorError
@@ -45,7 +46,7 @@ from .factory import call_factory
 from .file_weights import FileWeightsPatcher, forget
 from .node_patches import ATTACHED, attach_network
 from .progress import LoadProgress
-from .quantised import shared_scales
+from .quantised import own_formats, shared_scales
 from .room import available, room
 from .sharded import run_sharded
 from .shared_weights import SharedWeightsPatcher, trim_heap
@@ -54,6 +55,14 @@ log = logging.getLogger("context_parallel.worker")
 
 SPARE = 4  # times what a call needs: so much is given back to the weights. Calls of one run differ by less
 METHODS = ("forward", "_forward")
+IDLE = {
+    "idle": True,
+    "degrees": {"ulysses": 1, "ring": 1, "batch": 1},
+    "tokens": {},
+    "predicted": {"seconds": 0.0, "bytes": 0},
+    "prelude": 0.0,
+}
+"""What a rank reports of a call that it does not take part in."""
 
 
 @dataclass
@@ -166,6 +175,7 @@ class Mirrors:
             "patches_uuid": str(mirror.patcher.patches_uuid),
             "dtype": dtype,
             "cast_dtype": cast_dtype,
+            "formats": own_formats(model, self.device),
             "samples": mirror.samples,
             "layers": layers_of(mirror.model),
             "bytes": model_management.module_size(model),
@@ -177,39 +187,50 @@ class Mirrors:
         header: dict[str, Any],
         arguments: dict[str, Any],
         mesh: BatchMesh,
-        planner_for: Callable[[int], DegreePlanner],
+        planner_for: Callable[[SequenceMesh, tuple[int, ...]], DegreePlanner],
         on_module: Callable[[], None],
     ) -> tuple[Any, dict[str, Any]]:
-        """Run the model's own forward with `arguments` (by name) on all ranks.
+        """Run the model's own forward with `arguments` (by name) on all ranks, or on those that the call's split names.
 
         Args:
-            planner_for: number of ranks that share a sequence -> planner of the call.
+            planner_for: mesh of the ranks that share a sequence, all ranks that take part -> planner of the call.
 
         Returns:
-            the output, and what the call did, for the report.
+            the output, and what the call did, for the report. On a rank that idles, nothing and an empty report.
         """
-        mirror = self.mirror_of(header)
-        if header["method"] not in METHODS:
-            raise MirrorError(f"a call of {header['method']!r}, which is no forward")
-        forward = getattr(mirror.model, header["method"])
+        began = time.perf_counter()
+        mirror, forward = self._forward_of(header)
         plan, leading = mirror.installed.plan, header["leading"]
-        degree = header["batch_degree"] if plan.batch_is_shared(arguments) else 1
-        shares = share_out(arguments, leading, mesh.size, degree, plan.shares_sequence)
-        sequence = mesh.sequence(shares.groups)
-        part = take_items(shares, arguments, mesh.whole.rank // sequence.size)
-        planner = planner_for(sequence.size)
+        may_share = plan.batch_is_shared(arguments) and header["batch_degree"] != 1
+        split, members = CallSplit.from_json(header.get("split")), tuple(range(mesh.size))
+        degree = header["batch_degree"] if may_share else 1
+        shares = share_out(arguments, leading, mesh.size, degree, plan.shares_sequence, mesh.group_shares)
+        items = shares.items // shares.unit if may_share else 1
+        if split is not None and split.batch <= items:
+            team = mesh.team(split.ranks, split.groups, split.ring, split.ulysses)
+            if team is None:
+                return None, {**IDLE, "room": room(self.device), "compiled": _compiled(mirror)}
+            mesh, members = team, split.ranks
+            own = mesh.group_shares(split.groups)[: split.batch]  # with copies, the results of the first groups count
+            shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
+        sequence = mesh.sequence(shares.taking_part)
+        part = take_items(shares, arguments, mesh.index(shares.taking_part))
+        planner = planner_for(sequence, members)
         latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
-        needed = mirror.patcher.memory_required(list(latent)) * header["memory_scale"] / sequence.size
+        needed = mirror.patcher.memory_required(list(latent)) * header["memory_scale"] * sequence.part
         self.free_buffers(mirror)
         self.to_device(mirror, needed)
         mirror.compile(
             decode_compile(header["compile"]) if header.get("compile") else None,
             _raise if header.get("compile_or_raise") else _go_on,
         )
+        prelude = time.perf_counter() - began
         with torch.inference_mode(), shared_scales(mesh.whole):
             out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
             return shares.gather(out, mesh), {
                 **_report(shares, planner, state),
+                "work": self._work(mirror, shares, items, planner, state),
+                "prelude": prelude,
                 "room": room(self.device),
                 "compiled": _compiled(mirror),
             }
@@ -219,6 +240,18 @@ class Mirrors:
         for other in self.entries.values():
             if other is not mirror and other.weights is not None:
                 other.weights.free_buffers()
+
+    def _work(self, mirror: Mirror, shares: BatchShares, items: int, planner: DegreePlanner, state: CallState) -> dict[str, Any]:
+        """What the call is, whoever computes it: see `engine.policy.CallWork`."""
+        start, stop = shares.held(0)
+        own = max(1, (stop - start) // shares.unit) if items > 1 else 1  # items that were computed here
+        weights = mirror.nbytes / mirror.patcher.model.get_dtype().itemsize
+        return {
+            "items": items,
+            "sequence": mirror.installed.plan.shares_sequence,
+            "attentions": [[astuple(replace(shape, batch=shape.batch / own)), n] for shape, n in planner.attentions.items()],
+            "operations": 2 * weights * sum(state.lengths.values()),
+        }
 
     def available(self) -> int | None:
         """Bytes of its device that a model of this rank and its calls could take; None for a CPU."""
@@ -256,6 +289,14 @@ class Mirrors:
         for network in list(ATTACHED):
             self._drop_network(network)
         _free_dropped()
+
+    def _forward_of(self, header: dict[str, Any]) -> tuple[Mirror, Callable[..., Any]]:
+        """The model of a call, and the method of it that the call runs."""
+        mirror = self.mirror_of(header)
+        if header["method"] not in METHODS:
+            raise MirrorError(f"a call of {header['method']!r}, which is no forward")
+        forward: Callable[..., Any] = getattr(mirror.model, header["method"])
+        return mirror, forward
 
     def mirror_of(self, header: dict[str, Any]) -> Mirror:
         """The model of a call."""
@@ -331,6 +372,7 @@ def _report(shares: BatchShares, planner: DegreePlanner, state: CallState) -> di
     """What a call did on this rank."""
     ring, ulysses = planner.chosen or (1, 1)
     return {
+        "idle": False,
         "degrees": {"ulysses": ulysses, "ring": ring, "batch": shares.groups},
         "tokens": {name: state.layout((name,)).local_lengths[state.rank] for name in state.lengths},
         "predicted": {"seconds": planner.seconds, "bytes": planner.bytes_sent},

@@ -11,13 +11,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import comfy.model_management
 import comfy.quant_ops
 import torch
+from comfy.cli_args import PerformanceFeature, args
 from torch import Tensor
 
 from ...engine.mesh import RankGroup
 
 LARGEST = 448.0 * 6.0  # of a block scale (float8_e4m3) times of a value (float4_e2m1)
+
+
+def own_formats(model: Any, device: torch.device) -> list[str]:
+    """In which quantised formats this device multiplies by itself what a model may multiply in them; elsewhere ComfyUI casts.
+
+    Args:
+        model: a `BaseModel`, or a VAE.
+    """
+    quantised = any(isinstance(weight, comfy.quant_ops.QuantizedTensor) for weight in model.parameters())
+    optimizations = model.model_config.optimizations if hasattr(model, "model_config") else {}
+    fast = optimizations.get("fp8", False) or PerformanceFeature.Fp8MatrixMultiplication in args.fast
+    if not (quantised or fast):
+        return []
+    management = comfy.model_management
+    able = {
+        "fp8": management.supports_fp8_compute(device),
+        "mxfp8": management.supports_mxfp8_compute(device),
+        "nvfp4": management.supports_nvfp4_compute(device),
+    }
+    return [name for name, supported in able.items() if supported]
 
 
 @contextmanager

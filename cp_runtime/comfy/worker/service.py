@@ -97,7 +97,11 @@ class ModelService:
                 out, done = call_vae(self._mirrors, header, arguments, worker.mesh, on_module)
             else:
                 out, done = self._mirrors.call(
-                    header, arguments, worker.mesh, lambda ranks: DegreePlanner(settings, ranks, worker.rates), on_module
+                    header,
+                    arguments,
+                    worker.mesh,
+                    lambda mesh, members: DegreePlanner(settings, mesh.size, worker.measured.of(members), mesh.shares),
+                    on_module,
                 )
             reply = worker.result(out)
         return {**reply, **done, **worker.figures(began)}

@@ -43,9 +43,10 @@ def call_vae(
             out: Any = _tiles(run, given, arguments["shapes"], arguments["out_dtype"], mesh.whole, mirrors.device, on_step)
             degrees = {"tiles": mesh.size}
         else:
-            shares = BatchShares(math.gcd(given.shape[0], mesh.size), given.shape[0], 1, frozenset({INPUT}))
+            groups = math.gcd(given.shape[0], mesh.size)
+            shares = BatchShares(groups, given.shape[0], 1, frozenset({INPUT}), mesh.group_shares(groups))
             sequence = mesh.sequence(shares.groups)
-            part = shares.take({INPUT: given}, mesh.whole.rank // sequence.size)[INPUT]
+            part = shares.take({INPUT: given}, mesh.index(groups))[INPUT]
             out = run_on_rows(
                 mirror.model, row_plan_for(mirror.model), run, part, mesh=sequence, ratio=arguments["ratio"],
                 first_only=shares.groups == 1, on_convolution=on_step,

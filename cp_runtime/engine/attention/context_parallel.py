@@ -121,7 +121,7 @@ def context_parallel_attention(
     if U > 1:
         k_BLKD, v_BLKD = (_enough_heads(t, H, U) for t in (k_BLKD, v_BLKD))
     K = k_BLKD.shape[2]
-    exchange = HeadExchange(axes.ulysses, K)
+    exchange = HeadExchange(axes.ulysses, K, mesh.head_shares(U))
     if U > 1:
         q, k, v = _to_heads(exchange, q_BLHD, k_BLKD, v_BLKD, q_chunks.member_lengths(chunk), k_chunks.member_lengths(chunk))
     else:
@@ -183,15 +183,16 @@ def _check(
     if not (ring_off or ulysses_off):
         return
     lengths = {*q_layout.lengths, *k_layout.lengths}
-    if any(length % mesh.size for length in lengths):
+    ranks = f"{mesh.size} ranks" + (f" with the shares {':'.join(map(str, mesh.shares))}" if mesh.shares else "")
+    if any(length % (sum(mesh.shares) or mesh.size) for length in lengths):
         name = "ulysses_anything" if ulysses_off else "ring_anything"
         raise PlanError(
-            f"{name} is off and {mesh.size} ranks do not divide streams of {', '.join(map(str, sorted(lengths)))} tokens. "
-            f"Turn {name} on, or change size or world size."
+            f"{name} is off and {ranks} do not divide streams of {', '.join(map(str, sorted(lengths)))} tokens. "
+            f"Turn {name} on, or change size, world size or shares."
         )
-    if ulysses_off and k.shape[2] % ulysses:
+    if ulysses_off and k.shape[2] % (sum(mesh.head_shares(ulysses)) or ulysses):
         raise PlanError(
-            f"ulysses_anything is off and ulysses_degree {ulysses} does not divide {k.shape[2]} key/value heads. "
+            f"ulysses_anything is off and ulysses_degree {ulysses}, on {ranks}, does not divide {k.shape[2]} key/value heads. "
             "Turn ulysses_anything on, or change ulysses_degree."
         )
 

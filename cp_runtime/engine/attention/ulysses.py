@@ -4,7 +4,7 @@ Source: Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509. Beyond it: exact u
 collective for all tensors of the same tokens.
 
 Shape suffixes: B batch, L tokens of this rank, C tokens of the chunk in gathered order, D head dimension. N heads come in *units*:
-one key/value head and its query heads. Units are dealt out to the ranks as `torch.tensor_split` would; with fewer units than ranks,
+one key/value head and its query heads. Units are dealt out to the ranks as tokens are (`sharding.split_sizes`); with too few,
 some ranks get none: they take part in the collectives and skip the attention.
 
 | step | shape on rank r |
@@ -21,11 +21,12 @@ a denoise step on a fast GPU is so short that what each launch takes would show.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from torch import Tensor
 
 from ..mesh import Pending, RankGroup
-from ..sharding import split_ranges, split_sizes
+from ..sharding import Shares, split_ranges, split_sizes
 
 
 def repeats(heads: int, kv_heads: int, ranks: int) -> int:
@@ -40,20 +41,26 @@ class HeadExchange:
     Args:
         group: the ranks of one chunk.
         units: head units that are dealt out.
+        shares: of the ranks.
     """
 
-    def __init__(self, group: RankGroup, units: int) -> None:
+    def __init__(self, group: RankGroup, units: int, shares: Shares = ()) -> None:
         self._group, self._units = group, units
-        self._sizes = split_sizes(units, group.size)
+        self._ranges = split_ranges(units, group.size, shares)
+        self._sizes = split_sizes(units, group.size, shares)
         # (first unit, number of ranks, units of each) of ranks side by side that get as many as each other, at least one
-        each, more = divmod(units, group.size)
-        self._runs = [run for run in ((0, more, each + 1), (more * (each + 1), group.size - more, each)) if run[1] and run[2]]
+        self._runs: list[tuple[int, int, int]] = []
+        first = 0
+        for each, same in groupby(self._sizes):
+            ranks = len(list(same))
+            self._runs += [(first, ranks, each)] if each else []
+            first += ranks * each
         self.own = self._sizes[group.rank]
 
     @property
     def own_range(self) -> tuple[int, int]:
         """Units that this rank attends with."""
-        return split_ranges(self._units, self._group.size)[self._group.rank]
+        return self._ranges[self._group.rank]
 
     def to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> PendingHeads:
         """Begin to send this rank's tokens, all heads, and to receive the chunk's tokens, own heads. One collective.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..sharding import JointLayout, Segment, split_range
+from ..sharding import JointLayout, Segment, Shares, split_ranges
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,27 @@ class RowLayout:
         total: rows.
         world_size: number of ranks.
         least: rows that a rank needs at least; with fewer per rank, some ranks have none.
+        shares: of the ranks, as far as each gets what it needs at least.
     """
 
     total: int
     world_size: int
     least: int = 1
+    shares: Shares = ()
 
     @cached_property
     def parts(self) -> int:
         """Ranks that have rows: the first ones."""
         return max(1, min(self.world_size, self.total // self.least))
 
+    @cached_property
+    def _ranges(self) -> tuple[Segment, ...]:
+        ranges = split_ranges(self.total, self.parts, self.shares[: self.parts])
+        return ranges if min(stop - start for start, stop in ranges) >= self.least else split_ranges(self.total, self.parts)
+
     def owned(self, rank: int) -> Segment:
         """(start, stop) of the rows whose result a rank contributes; may be empty."""
-        return split_range(self.total, self.parts, rank) if rank < self.parts else (0, 0)
+        return self._ranges[rank] if rank < self.parts else (0, 0)
 
     def held(self, rank: int) -> Segment:
         """(start, stop) of the rows that a rank computes."""

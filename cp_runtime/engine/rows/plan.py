@@ -94,7 +94,7 @@ def run_on_rows(
     if [rows * ratio, columns * ratio] != list(whole.shape[ROWS:]):
         raise PlanError(f"{tuple(whole.shape)} cannot be split: rows and columns must be multiples of {ratio}")
     dim = split_dim(rows, columns, mesh.size, plan.least)
-    layout = RowLayout(rows if dim == ROWS else columns, mesh.size, plan.least)
+    layout = RowLayout(rows if dim == ROWS else columns, mesh.size, plan.least, mesh.shares)
     start, stop = (ratio * row for row in layout.held(mesh.rank))
     split = SplitRows(layout, mesh, dim, on_convolution)
     with _attention(model, plan.attention, split), _budget(model, plan.budget, layout, mesh.whole):

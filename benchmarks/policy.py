@@ -1,0 +1,409 @@
+"""The automatic choice of ranks against every candidate, unequal shares against equal ones, and what the choice costs.
+
+    make bench, or python benchmarks/policy.py [--quick] [--only choice shares overhead]
+
+choice: 4 real ranks over gloo and real collectives. Link and devices are made up: a collective lasts until its bytes would have
+crossed the link of the worst pair (bytes per second and latency set for every pair), a layer as long as its operations would take.
+So four ranks are four devices also on two cores. All ranks choose by `engine.policy`, as a pool does, for the calls of one sampling
+run; then every candidate is measured, in alternation, with the choice among them. Medians. Wanted: at most 1.10 times the best, at
+most 1.05 times one rank.
+
+shares: 2 ranks that really compute, each pinned to a core; another process stops the second one half of the time, for some
+milliseconds at a time. (A process that only competes for the core gives it up whenever the rank has slept, in every collective.)
+Equal shares against 2:1, in alternation, all modes; the outputs are compared with one process. Wanted: 1.25 times as fast. Needs
+two idle cores.
+
+overhead: what choosing and noting adds to a call once the kind of call is known. Wanted: 50 µs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import torch
+import torch.distributed as dist
+from recorded import note
+from support.package import load_package
+from support.ranks import finish, report, run_ranks, start
+from torch import Tensor, nn
+
+load_package()
+
+from cp_runtime.engine.call import RunningCall
+from cp_runtime.engine.config import SequenceSettings
+from cp_runtime.engine.cost import AttentionShape, DegreePlanner
+from cp_runtime.engine.hooks import InstalledPlan
+from cp_runtime.engine.measuring import measure
+from cp_runtime.engine.mesh import BatchMesh, Pending, RankGroup
+from cp_runtime.engine.plan import ModulePlan, ShardingPlan
+from cp_runtime.engine.policy import CallSplit, CallWork, Known, Pool, Run, candidates
+from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput
+
+RANKS = 4
+# (bytes per second, seconds) of every pair. The devices do FLOPS operations per second, some hundred times less than a GPU: so does
+# the link, and names say what the ratio of both is like.
+LINKS: dict[str, Callable[[int, int], tuple[float, float]]] = {
+    "NVLink": lambda i, j: (4e9, 2e-5),
+    "PCIe 4": lambda i, j: (2e8, 5e-5),
+    "PCIe 3 x8, two pairs": lambda i, j: (2e8 if i // 2 == j // 2 else 4e7, 1e-4),
+    "10 Gbit/s": lambda i, j: (1.2e7, 2e-4),
+    "1 Gbit/s": lambda i, j: (1.2e6, 5e-4),
+}
+TOKENS = (1024, 2048, 4096, 8192)
+LAYERS, HEADS, HEAD_DIM = 4, 8, 8
+HIDDEN = 1024  # of the layers that are only timed
+FLOPS = 1e12
+CALLS = 10  # of a sampling run
+STREAM = ("img",)
+
+
+def work_for(tokens: int) -> CallWork:
+    """A call: attention of hidden size HIDDEN and the matrix products around it, of which little is really sent and computed."""
+    shape = AttentionShape(1, tokens, tokens, HEADS, HEADS, HEAD_DIM, 4)
+    return CallWork(1, True, ((shape, LAYERS),), LAYERS * 24.0 * HIDDEN**2 * tokens, LAYERS, tokens * HEADS * HEAD_DIM * 4)
+
+
+class Clock:
+    """The made-up devices and link of this rank.
+
+    Attributes:
+        link: of a pair of ranks.
+    """
+
+    def __init__(self) -> None:
+        self.link: Callable[[int, int], tuple[float, float]] | None = None
+
+    def compute(self, operations: float) -> None:
+        """Take as long as so many operations would."""
+        until(time.perf_counter() + operations / FLOPS)
+
+    def crossing(self, group: RankGroup, sent: Sequence[float]) -> float:
+        """Seconds until what a rank sends to every rank of a group has arrived: one port, the slowest first byte."""
+        if self.link is None:
+            return 0.0
+        here = group.global_rank(group.rank)
+        pairs = [
+            (n, *self.link(*sorted((here, group.global_rank(rank))))) for rank, n in enumerate(sent) if rank != group.rank and n
+        ]
+        return max((latency for _, _, latency in pairs), default=0.0) + sum(n / bandwidth for n, bandwidth, _ in pairs)
+
+
+def until(end: float) -> None:
+    while (left := end - time.perf_counter()) > 0:
+        time.sleep(max(0.0, left - 5e-5))
+
+
+CLOCK = Clock()
+
+
+@contextmanager
+def throttled() -> Iterator[None]:
+    """Collectives last as long as the made-up link takes, also for the ranks that receive."""
+    plain_all_to_all, plain_gather, plain_wait = RankGroup.all_to_all, RankGroup.all_gather, Pending.wait
+
+    def all_to_all(self: RankGroup, send: Tensor, sent: Any, received: Tensor, arriving: Any, kind: str = "all_to_all") -> Pending:
+        began, size = time.perf_counter(), send.element_size()
+        lasts = max(CLOCK.crossing(self, [n * size for n in counts]) for counts in (sent, arriving))
+        pending = plain_all_to_all(self, send, sent, received, arriving, kind)
+        pending.due = began + lasts  # type: ignore[attr-defined]
+        return pending
+
+    def wait(self: Pending) -> None:
+        began = time.perf_counter()
+        plain_wait(self)
+        spent = time.perf_counter()
+        until(getattr(self, "due", 0.0))
+        self._group.stats._seconds += time.perf_counter() - max(spent, began)
+
+    def all_gather(self: RankGroup, locals_: Any, lengths: Any, dim: int) -> Any:
+        began = time.perf_counter()
+        each = sum(t.nbytes // max(1, t.shape[dim]) for t in locals_)
+        lasts = max(
+            CLOCK.crossing(self, counts) for counts in ([each * lengths[self.rank]] * self.size, [each * n for n in lengths])
+        )
+        out = plain_gather(self, locals_, lengths, dim)
+        spent = time.perf_counter()
+        until(began + lasts)
+        self.stats._seconds += time.perf_counter() - spent
+        return out
+
+    RankGroup.all_to_all, RankGroup.all_gather, Pending.wait = all_to_all, all_gather, wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RankGroup.all_to_all, RankGroup.all_gather, Pending.wait = plain_all_to_all, plain_gather, plain_wait  # type: ignore[method-assign]
+
+
+class Block(nn.Module):
+    """A layer: what it computes is a little attention, how long it takes that of a large one."""
+
+    def forward(self, x: Tensor, call: RunningCall) -> Tensor:
+        CLOCK.compute(24.0 * HIDDEN**2 * x.shape[1])
+        q = x.unflatten(-1, (HEADS, HEAD_DIM))
+        if call.attention_is_local:
+            return x + attend(*(t.transpose(1, 2) for t in (q, q, q)), None).transpose(1, 2).flatten(2)
+        return x + call.attend(q, q, q, attend=attend).flatten(2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """`[B, H, L, D]`. In place of the sum, which would take the time of a real core: the first values."""
+    CLOCK.compute(4.0 * q.shape[1] / HEADS * q.shape[2] * k.shape[2] * HIDDEN)
+    return q + v[:, :, :1]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(Block() for _ in range(LAYERS)), nn.Identity()
+
+    def forward(self, x: Tensor, call: RunningCall) -> Tensor:
+        for block in self.blocks:
+            x = block(x, call)
+        return self.out(x)
+
+
+PLAN = ShardingPlan(
+    modules={"blocks.*": ModulePlan(inputs={"x": ContextParallelInput(1, 3, streams=STREAM)}, attention=STREAM)},
+    outputs={"out": ContextParallelOutput(1, 3, stream="img")},
+)
+
+
+def choice_ranks(quick: bool) -> None:
+    """On every rank."""
+    mesh = BatchMesh(dist.group.WORLD)
+    installed, settings = InstalledPlan(Model(), PLAN), SequenceSettings(rotate_method="allgather")
+    with throttled(), torch.inference_mode():
+        for name, link in LINKS.items():
+            CLOCK.link = link
+            measured = measure(mesh.sequence(), torch.device("cpu"))
+            # Devices are made up, the link is measured as ever. Attention is timed for a hidden size of HIDDEN, and has less.
+            attention = FLOPS * HEADS * HEAD_DIM / HIDDEN
+            each = tuple(replace(rates, flops=attention, linear=FLOPS, memory=1e12, overlap=0.0) for rates in measured.each)
+            pool = Pool(replace(measured, each=each), (), settings)
+            for tokens in TOKENS[:: 3 if quick else 1]:
+                choice(name, tokens, mesh, installed, pool, 2 if quick else 3)
+
+
+def choice(name: str, tokens: int, mesh: BatchMesh, installed: InstalledPlan[ShardingPlan], pool: Pool, rounds: int) -> None:
+    x, work = torch.zeros(1, tokens, HEADS * HEAD_DIM), work_for(tokens)
+
+    def run(split: CallSplit) -> Run:
+        """A call; every rank gets the same times."""
+        team = mesh.team(split.ranks, split.groups, split.ring, split.ulysses)
+        own = torch.zeros(2, dtype=torch.float64)
+        dist.barrier()
+        mesh.stats.reset()
+        began = time.perf_counter()
+        if team is not None:
+            sequence = team.sequence(split.batch)
+            forced = replace(pool.settings, ring_degree=split.ring, ulysses_degree=split.ulysses)
+            planner = DegreePlanner(forced, sequence.size, pool.measured.of(split.ranks))
+            with installed.call(sequence, planner) as call:
+                installed.forward(installed.model.forward, x, call)
+            own[:] = torch.tensor([time.perf_counter() - began, mesh.stats.seconds])
+        table = [torch.zeros_like(own) for _ in range(mesh.size)]
+        dist.all_gather(table, own)
+        busy = [times.tolist() for rank, times in enumerate(table) if rank in split.ranks]
+        return Run(max(s for s, _ in busy), max(s - c for s, c in busy), min(c for _, c in busy))
+
+    default = CallSplit(tuple(range(mesh.size)), 1, *first_degrees(work, pool))
+    known = Known(work, default)
+    known.note(default, run(default))
+    for _ in range(CALLS):
+        split = known.choose(pool, lambda _: True)
+        known.note(split, run(split))
+    chosen = known.choose(pool, lambda _: True)
+    every = list(candidates(work, pool))
+    times: dict[CallSplit, list[float]] = {split: [] for split in every}
+    for _ in range(rounds):
+        for split in every:
+            times[split].append(run(split).seconds)
+    if mesh.whole.rank == 0:
+        rows = [[asdict(split), median(found)] for split, found in times.items()]
+        report(link=name, tokens=tokens, chosen=asdict(chosen), tried=len(known.runs), rows=rows)
+
+
+def first_degrees(work: CallWork, pool: Pool) -> tuple[int, int]:
+    """What the planner of a pool takes for a call that it does not know."""
+    planner = DegreePlanner(pool.settings, pool.size, pool.measured.of(tuple(range(pool.size))))
+    return planner(work.attentions[0][0]).mesh_shape
+
+
+class Dense(nn.Module):
+    """A block that really computes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, call: RunningCall | None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 12, -1)).unbind(2)
+        if call is None:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        else:
+            attended = call.attend(q, k, v)
+        x = x + self.out(attended.flatten(2))
+        return x + self.mlp(x)
+
+
+class DenseModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.out = nn.ModuleList(Dense(384) for _ in range(2)), nn.Identity()
+
+    def forward(self, x: Tensor, call: RunningCall | None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, call)
+        return self.out(x)
+
+
+HOLD = """
+import os, signal, sys, time
+rank, ending = int(sys.argv[1]), []
+signal.signal(signal.SIGTERM, lambda *_: ending.append(1))
+while not ending and os.getppid() == rank:
+    for sign in (signal.SIGSTOP, signal.SIGCONT):
+        os.kill(rank, sign)
+        time.sleep(0.003)
+"""
+MODES = {"ulysses": (1, 2, "allgather"), "ring alltoall": (2, 1, "alltoall"), "ring allgather": (2, 1, "allgather")}
+
+
+def shares_ranks(quick: bool) -> None:
+    """On every rank."""
+    rank, cores = dist.get_rank(), sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    rival = None
+    model, x = DenseModel(), torch.randn(1, 1024 if quick else 2048, 384, generator=torch.Generator().manual_seed(1))
+    installed = InstalledPlan(model, PLAN)
+    with torch.inference_mode():
+        whole = model(x, None)
+        try:
+            if rank == 1:
+                rival = subprocess.Popen([sys.executable, "-c", HOLD, str(os.getpid())])
+            for mode, (ring, ulysses, method) in MODES.items():
+                config = SequenceSettings(rotate_method=method).with_degrees(ring, ulysses)  # type: ignore[arg-type]
+                meshes = {shares: BatchMesh(dist.group.WORLD, shares=shares).sequence() for shares in ((), (2, 1))}
+                times: dict[tuple[int, ...], list[float]] = {shares: [] for shares in meshes}
+                worst = 0.0
+                for number in range(4 if quick else 8):
+                    for shares, mesh in meshes.items():
+                        dist.barrier()
+                        began = time.perf_counter()
+                        with installed.call(mesh, lambda shape, config=config: config) as call:
+                            out = installed.forward(model.forward, x, call)
+                        dist.barrier()
+                        times[shares] += [time.perf_counter() - began] if number else []
+                        worst = max(worst, ((out - whole).abs().max() / whole.std()).item())
+                if rank == 0:
+                    report(mode=mode, equal=median(times[()]), uneven=median(times[2, 1]), worst=worst)
+        finally:
+            if rival is not None:
+                rival.terminate()
+                rival.wait()
+
+
+def overhead() -> float:
+    """Seconds that choosing and noting add to a call of a known kind."""
+    os.environ.setdefault("COMFYUI_PATH", "")
+    from cp_runtime.comfy.ui.choosing import Chooser
+    from cp_runtime.engine.cost import Rates
+    from cp_runtime.engine.measuring import Measured
+    from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+
+    rates = Rates(latency=2e-5, bandwidth=1e10, flops=1e14, memory=1e12, overlap=1.0, linear=1e14, launch=5e-6)
+    measured = Measured((rates,) * 8, (), (0,) * 8)
+    made = SimpleNamespace(measured=measured, shares=(), device_names=["x"] * 8, backend="nccl", peer_to_peer=True)
+    config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cuda", count=8))
+    chooser: Any = Chooser(made)  # type: ignore[arg-type]
+    arguments = {"x": torch.zeros(2, 16, 128, 128), "timestep": torch.zeros(2), "context": torch.zeros(2, 512, 64)}
+    arguments |= {"transformer_options": {"sample_sigmas": torch.zeros(21)}}
+    attentions = [[[1, 4608, 4608, 24, 24, 128, 2], 57]]
+    work = {"items": 2, "sequence": True, "attentions": attentions, "operations": 1e14}
+    reply = {
+        "idle": False, "seconds": 1.0, "prelude": 0.0, "communication": {"seconds": 0.1}, "modules": 57, "work": work, "nbytes": 1,
+        "degrees": {"batch": 2, "ring": 1, "ulysses": 4},
+    }  # fmt: skip
+    times = []
+    for _ in range(2000):
+        began = time.perf_counter()
+        chosen = chooser.choose(config, ("key", "forward", False, None), arguments, False, lambda _: True)
+        chooser.note(config, chosen, [reply] * 8, False)
+        times.append(time.perf_counter() - began)
+    return median(times[100:])
+
+
+def describe(split: dict[str, Any]) -> str:
+    at_work = split["batch"] * split["ring"] * split["ulysses"]
+    return f"{at_work} (ring {split['ring']} x ulysses {split['ulysses']})" if at_work > 1 else "1"
+
+
+def print_choice(found: list[dict[str, Any]]) -> None:
+    print(f"{'link':<24}{'tokens':>7}  {'chosen':<24}{'best':<24}{'s':>8}{'to best':>9}{'to one rank':>13}{'tried':>7}")
+    behind, alone = [], []
+    for each in found:
+        times = {json.dumps(split): seconds for split, seconds in each["rows"]}
+        best = min(times, key=lambda split: times[split])
+        chosen = times[json.dumps(each["chosen"])]
+        one = next(seconds for split, seconds in each["rows"] if split["ranks"] == [0])
+        behind.append(chosen / times[best])
+        alone.append(chosen / one)
+        print(
+            f"{each['link']:<24}{each['tokens']:>7}  {describe(each['chosen']):<24}{describe(json.loads(best)):<24}{chosen:>8.4f}"
+            f"{behind[-1]:>9.3f}{alone[-1]:>13.3f}{each['tried']:>7}"
+        )
+    print(f"at most {max(behind):.3f} times the best candidate (1.10 wanted), {max(alone):.3f} times one rank (1.05 wanted)")
+    note("policy, best candidate / choice, worst", 1 / max(behind))
+    note("policy, one rank / choice, worst", 1 / max(alone))
+
+
+def print_shares(found: list[dict[str, Any]]) -> None:
+    print(f"{'mode':<18}{'equal s':>10}{'2:1 s':>10}{'times as fast':>15}{'largest difference':>20}")
+    for each in found:
+        ratio = each["equal"] / each["uneven"]
+        print(f"{each['mode']:<18}{each['equal']:>10.4f}{each['uneven']:>10.4f}{ratio:>15.2f}{each['worst']:>20.1e}")
+        note(f"policy, shares 2:1 / equal, {each['mode']}", ratio)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer tokens and rounds")
+    parser.add_argument("--only", nargs="+", choices=("choice", "shares", "overhead"), default=("choice", "shares", "overhead"))
+    options = parser.parse_args()
+    quick = str(int(options.quick))
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo")
+    if "choice" in options.only:
+        print_choice(run_ranks(Path(__file__), RANKS, "choice", quick, timeout=1800))
+    if "shares" in options.only:
+        print_shares(run_ranks(Path(__file__), 2, "shares", quick, timeout=600))
+    if "overhead" in options.only:
+        if not os.environ.get("COMFYUI_PATH"):
+            sys.exit("COMFYUI_PATH is not set: run `make bench`, or set it to ComfyUI's folder.")
+        print(f"choosing and noting: {overhead() * 1e6:.0f} µs per call (50 wanted)")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3 and sys.argv[1].isdigit():
+        _, _, (what, quick) = start()
+        {"choice": choice_ranks, "shares": shares_ranks}[what](quick == "1")
+        finish()
+    else:
+        main()

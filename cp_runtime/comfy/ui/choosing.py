@@ -1,0 +1,138 @@
+"""How many ranks the calls of a pool run on: asks `engine.policy`, tells it what calls took, and says in words what it chose."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...engine.cost import AttentionShape
+from ...engine.policy import CallSplit, CallWork, Known, Pool, Run
+from ...nested import tensors
+from ...pool.call_times import CallTimes
+from ...pool.config import RuntimeConfig
+from ...pool.worker_pool import WorkerPool
+
+LEFT_OUT = ("context", "mask", "txt", "text", "llama", "t5", "clip", "embed", "num_tokens", "transformer_options")
+"""Parts of the names of arguments whose shapes do not tell kinds of calls apart: text, whose length changes with every prompt and
+hardly counts, and what ComfyUI notes, such as all sigmas of the run."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How a call runs.
+
+    Args:
+        kind: of the call.
+        split: the ranks that take part and their degrees; None = all of them, as nobody chose otherwise.
+    """
+
+    kind: str
+    split: CallSplit | None
+
+
+class Chooser:
+    """Chooses for the calls of one pool.
+
+    Args:
+        pool: whose ranks are ready.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._times: CallTimes | None = None
+
+    def choose(
+        self,
+        config: RuntimeConfig,
+        kind: Sequence[object],
+        arguments: Mapping[str, Any],
+        shared: bool,
+        fits: Callable[[float], bool],
+    ) -> Chosen | None:
+        """How a call is to run; None where the config leaves no choice.
+
+        Args:
+            kind: what else tells it from other calls, besides the shapes of its arguments.
+            shared: every rank keeps a part of the weights.
+            fits: whether the devices have the memory for this part of a call.
+        """
+        if not config.chooses_ranks:
+            return None
+        shapes = [(name, *t.shape) for name, value in sorted(arguments.items()) if not _is_left_out(name) for t in tensors(value)]
+        name = hashlib.sha256(repr((*kind, shared, config.sequence, shapes)).encode()).hexdigest()[:16]
+        known = self.times.get(name)
+        if known is None or not known.runs:
+            return Chosen(name, None)
+        split = known.choose(self._ranks(config, shared), fits)
+        return Chosen(name, None if split == known.default else split)
+
+    def note(self, config: RuntimeConfig, chosen: Chosen, replies: Sequence[Mapping[str, Any]], shared: bool) -> dict[str, Any]:
+        """A call has ended. Returns what the report says about the choice."""
+        busy = [reply for reply in replies if not reply["idle"]]
+        seconds = [reply["seconds"] - reply["prelude"] for reply in busy]
+        inside = [reply["communication"]["seconds"] for reply in busy]
+        compute = max(one - waited for one, waited in zip(seconds, inside, strict=True))
+        run = Run(max(seconds), max(0.0, compute), min(inside))
+        known = self.times.get(chosen.kind)
+        if known is None:
+            degrees = replies[0]["degrees"]
+            default = CallSplit(tuple(range(len(replies))), degrees["batch"], degrees["ring"], degrees["ulysses"])
+            if default.at_work != len(replies):  # such as groups without an item: nothing could be told from it
+                default = CallSplit(default.ranks, 1, 1, 1)
+            known = Known(_work_of(replies[0]), default)
+            self.times.put(chosen.kind, known)
+        split = chosen.split or known.default
+        if known.note(split, run):
+            self.times.save(chosen.kind)
+        return self._described(known, split, self._ranks(config, shared))
+
+    @property
+    def times(self) -> CallTimes:
+        """Of this pool's machine."""
+        if self._times is None:
+            pool = self._pool
+            driver = torch.version.cuda or torch.version.hip or ""
+            machine = (*pool.device_names, pool.backend, torch.__version__, driver, pool.peer_to_peer, pool.shares)
+            self._times = CallTimes(", ".join(map(str, machine)))
+        return self._times
+
+    def _ranks(self, config: RuntimeConfig, shared: bool) -> Pool:
+        if self._pool.measured is None:
+            raise RuntimeError("the ranks are not ready")
+        return Pool(self._pool.measured, self._pool.shares, config.sequence, shared)
+
+    def _described(self, known: Known, split: CallSplit, pool: Pool) -> dict[str, Any]:
+        """The ranks at work, and the best of the other numbers of ranks: all of them, or one."""
+        own = known.runs[split].seconds
+        told: dict[str, Any] = {"ranks": split.at_work, "of": pool.size, "seconds": own, "alternative": None}
+        other = 1 if split.at_work == pool.size else pool.size
+        best = known.alternative(pool, other)
+        if best is not None and own > 0:
+            seconds, measured = best
+            told["alternative"] = {"ranks": other, "seconds": seconds, "measured": measured, "times": seconds / own}
+        return told
+
+
+def in_words(choice: Mapping[str, Any] | None) -> str:
+    """What a report says about a choice: "1 of 4 devices; 4 would take 1.30 times as long (predicted)". Empty without a choice."""
+    if choice is None:
+        return ""
+    text, other = f"{choice['ranks']} of {choice['of']} devices", choice["alternative"]
+    if other is None:
+        return text
+    how = "measured" if other["measured"] else "predicted"
+    return f"{text}; {other['ranks']} would take {other['times']:.2f} times as long ({how})"
+
+
+def _work_of(reply: Mapping[str, Any]) -> CallWork:
+    work = reply["work"]
+    attentions = tuple((AttentionShape(*shape), count) for shape, count in work["attentions"])
+    return CallWork(work["items"], work["sequence"], attentions, work["operations"], reply["modules"], reply.get("nbytes", 0))
+
+
+def _is_left_out(name: str) -> bool:
+    return any(part in name for part in LEFT_OUT)

@@ -1,0 +1,178 @@
+"""What the ranks and the link between them do, measured when they start. Every rank gets to know the same numbers."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, pairwise
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from .attention.kernels import attend_with_lse
+from .cost import Rates
+from .mesh import RankGroup, SequenceMesh, wait_for
+from .sharding import Shares
+
+PAIRED = 16  # ranks of which every pair is measured; more would take too long
+SAME_SPEED = 0.1  # devices of different names that differ by less than this count as equal
+STEPS = 4  # shares are multiples of this part of the slowest rank's
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all ranks measured.
+
+    Args:
+        each: rates of every rank. Latency and bandwidth are those while all ranks send to each other.
+        pairs: of ranks -> (latency, bandwidth) while only these two send to each other; none where there are too many ranks.
+        devices: a number for the name of every rank's device.
+    """
+
+    each: tuple[Rates, ...]
+    pairs: tuple[tuple[tuple[int, int], tuple[float, float]], ...]
+    devices: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Measured:
+        """What `dataclasses.asdict` made of one, after it crossed as JSON."""
+        pairs = tuple(((i, j), (latency, bandwidth)) for (i, j), (latency, bandwidth) in value["pairs"])
+        return cls(tuple(Rates(**each) for each in value["each"]), pairs, tuple(value["devices"]))
+
+    @lru_cache(maxsize=256)  # noqa: B019  (there is one as long as the process lives, or its pool)
+    def of(self, ranks: tuple[int, ...]) -> Rates:
+        """The mean of some ranks, and the link while they send to each other and no others do.
+
+        Between a pair and all ranks, contention grows with the number of ranks: latency and bandwidth go from those of the worst
+        pair among the ranks to those of all in equal ratios.
+        """
+        some, all_ = [self.each[rank] for rank in ranks], self.each
+        latency, bandwidth = max(one.latency for one in all_), min(one.bandwidth for one in all_)
+        links = [link for pair, link in self.pairs if set(pair) <= set(ranks)]
+        if links and len(ranks) < len(all_):
+            every = [link for _, link in self.pairs]
+            part = (len(ranks) - 2) / (len(all_) - 2)
+            slower = max(1.0, latency / max(a for a, _ in every)), min(1.0, bandwidth / min(w for _, w in every))
+            latency, bandwidth = max(a for a, _ in links) * slower[0] ** part, min(w for _, w in links) * slower[1] ** part
+        return Rates(
+            latency=latency,
+            bandwidth=bandwidth,
+            flops=fmean(one.flops for one in some),
+            memory=fmean(one.memory for one in some),
+            overlap=min(one.overlap for one in all_),
+            linear=fmean(one.linear for one in some),
+            launch=max(one.launch for one in some),
+        )
+
+    @property
+    def shares(self) -> Shares:
+        """In proportion to the speeds of the ranks; none where the devices are of one kind, or as fast as each other.
+
+        A speed is that of attention and matrix products by halves. Shares are rounded: another measurement gives the same ones.
+        """
+        speeds = [2 / (1 / one.flops + 1 / one.linear) for one in self.each]
+        slowest = min(speeds)
+        if len(set(self.devices)) == 1 or max(speeds) <= slowest * (1 + SAME_SPEED):
+            return ()
+        return tuple(max(STEPS, round(STEPS * speed / slowest)) for speed in speeds)
+
+
+def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measured:
+    """Measure this rank and its links; all ranks do it together, in a fraction of a second.
+
+    Args:
+        name: of the kind of device.
+    """
+    whole, ranks = mesh.whole, mesh.size
+    cpu = device.type == "cpu"
+    tokens, elements = (512, 1 << 18) if cpu else (4096, 1 << 22)
+    dtype = torch.float32 if cpu else torch.bfloat16
+    qkv = torch.randn(3, 1, 4, tokens, 64, device=device).to(dtype)
+    side = 512 if cpu else 4096
+    matrix = torch.randn(side, side, device=device).to(dtype)
+    block = torch.zeros(elements * 4, dtype=dtype, device=device)
+
+    def delay() -> None:
+        for _ in range(16):
+            block.clone()
+
+    def link(members: Sequence[int]) -> tuple[float, float]:
+        def send(count: int) -> Callable[[], object]:
+            counts = [count if rank in members and whole.rank in members else 0 for rank in range(ranks)]
+            send, received = (torch.zeros(sum(counts), dtype=dtype, device=device) for _ in range(2))
+            return lambda: whole.all_to_all(send, counts, received, counts).wait()
+
+        latency = _seconds(send(1), device, delay)
+        sending = max(_seconds(send(elements), device, delay) - latency, 1e-9)  # latency may be most of it
+        return latency, elements * (len(members) - 1) * dtype.itemsize / sending
+
+    latency, bandwidth = link(range(ranks))
+    pairs = [*combinations(range(ranks), 2)] if 2 < ranks <= PAIRED else []
+    links = [link(pair) for pair in pairs]
+    rates = (
+        latency,
+        bandwidth,
+        4 * 4 * tokens**2 * 64 / _seconds(lambda: attend_with_lse(*qkv), device, delay),
+        2 * block.nbytes / _seconds(block.clone, device, delay),
+        0.0 if cpu or whole.via_host else 1.0,  # staging waits for the device
+        2 * side**3 / _seconds(lambda: matrix @ matrix, device, delay),
+        _launch(device),
+    )
+    table = _of_all([*rates, float(zlib.crc32(name.encode())), *(number for link in links for number in link)], whole, device)
+    mesh.stats.reset()
+    each = tuple(Rates(*row[: len(rates)]) for row in table)
+    found = []
+    for index, (i, j) in enumerate(pairs):
+        at = len(rates) + 1 + 2 * index
+        found.append(((i, j), (max(table[i][at], table[j][at]), min(table[i][at + 1], table[j][at + 1]))))
+    return Measured(each, tuple(found), tuple(int(row[len(rates)]) for row in table))
+
+
+def _of_all(numbers: list[float], whole: RankGroup, device: torch.device) -> list[list[float]]:
+    own = torch.tensor([numbers], dtype=torch.float64, device="cpu" if whole.via_host else device)
+    table: list[list[float]] = whole.all_gather([own], [1] * whole.size, 0)[0].tolist()
+    return table
+
+
+def _launch(device: torch.device) -> float:
+    """Seconds that the host takes to launch an operation."""
+    small, count = torch.zeros(1, device=device), 200
+    best = math.inf
+    for _ in range(3):
+        wait_for(device)
+        began = time.perf_counter()
+        for _ in range(count):
+            small.add_(1)
+        best = min(best, (time.perf_counter() - began) / count)
+    wait_for(device)
+    return best
+
+
+def _seconds(run: Callable[[], object], device: torch.device, delay: Callable[[], object]) -> float:
+    """The best of a few runs, after one to warm up; on the clock of the device where it has one, without what the host launches.
+
+    Args:
+        delay: keeps the device at work until the host has launched the runs.
+    """
+    run()
+    if device.type == "cpu":
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+        return max(min(times), 1e-9)
+    wait_for(device)
+    marks = [torch.get_device_module(device).Event(enable_timing=True) for _ in range(4)]
+    delay()
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    marks[-1].synchronize()
+    return max(min(float(start.elapsed_time(end)) for start, end in pairwise(marks)) / 1e3, 1e-9)

@@ -1,0 +1,286 @@
+"""How many ranks a call deserves, and how they share it: the prediction, and the choice among what was measured.
+
+A call is split into `batch` groups of `ring` x `ulysses` ranks (`CallSplit`). What it takes is predicted from one run of it on some
+split s0 (`Run`), the rates that the ranks measured when they started, and the cost of its attentions (`cost`):
+
+    seconds(s) = W load(s) + F + a attention(s) + k (communication(s) + gathers(s))
+
+| term | where it comes from |
+|---|---|
+| `load(s)` | part of the tokens and items that the slowest rank has, over its speed: 1 for one rank of mean speed |
+| `attention`, `communication` | the cost model, of the slowest group |
+| `gathers` | the output, once per call: `latency + bytes / bandwidth` |
+| `F` | what fewer tokens do not lessen: `launch` x `LAUNCHES` per planned module, but no more than s0 took beyond matrix products |
+| `W` | what else s0 computed, over load(s0) |
+| `a` | 1, or less where s0 computed for a shorter time than its attentions should have taken |
+| `k` | what s0 communicated over what it should have: the link as this call uses it |
+
+Whoever chooses has the same numbers for all ranks, so that nobody has to ask: the owner of a pool does it, and tells every rank
+with the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import log2
+from typing import Any
+
+from .config import SequenceSettings
+from .cost import AttentionShape, allowed, cost, factors
+from .measuring import Measured
+from .mesh import form_groups, reduced
+from .sharding import Shares, split_sizes
+
+LAUNCHES = 30  # operations per planned module
+TRIES = 3  # splits of one kind of call that are measured
+GAIN = 0.95  # of the best time so far: what another split must be predicted to take to be tried
+HOPELESS = 2.0  # times the best: a split that took longer is not given a second run, which would be a warm one
+DRIFT = 1.05  # a time that is not reached again counts for so much more with every call: machines change
+LINK = (0.2, 5.0)  # least and most that one run corrects the link by
+
+
+@dataclass(frozen=True)
+class CallSplit:
+    """Who computes a call, and how it is shared.
+
+    Args:
+        ranks: that take part, ascending, rank 0 among them. The others idle.
+        batch, ring, ulysses: degrees. Where their product is less than the ranks, several groups compute the same: that is for
+            weights of which every rank keeps a part, so that all must take part.
+    """
+
+    ranks: tuple[int, ...]
+    batch: int
+    ring: int
+    ulysses: int
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any] | None) -> CallSplit | None:
+        """What `dataclasses.asdict` made of one, after it crossed as JSON."""
+        return None if value is None else cls(**{**value, "ranks": tuple(value["ranks"])})
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share a sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def groups(self) -> int:
+        """Groups that compute, those that compute the same included."""
+        return len(self.ranks) // self.sequence
+
+    @property
+    def at_work(self) -> int:
+        """Ranks that compute something that no other does."""
+        return self.batch * self.sequence
+
+
+@dataclass(frozen=True)
+class CallWork:
+    """What a call is, whoever computes it.
+
+    Args:
+        items: of the batch that groups can share out; 1 = none can.
+        sequence: whether ranks can share a sequence.
+        attentions: that are shared, over the whole sequence, with the batch of one item, and how many there are.
+        operations: of matrix products, of one item.
+        modules: planned ones.
+        result: bytes of the output.
+    """
+
+    items: int
+    sequence: bool
+    attentions: tuple[tuple[AttentionShape, int], ...]
+    operations: float
+    modules: int
+    result: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a call took on a split.
+
+    Args:
+        seconds: until the last rank was done.
+        compute: of the rank that computed longest.
+        communication: of the rank that waited least: without waiting for late ranks.
+        count: runs that are in it; 0 = only the first, which warms up.
+    """
+
+    seconds: float
+    compute: float
+    communication: float
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Who may compute a call.
+
+    Args:
+        measured: of all ranks.
+        shares: of all ranks.
+        settings: of the sequence axes; its degrees are open.
+        all_take_part: every rank keeps a part of the weights.
+    """
+
+    measured: Measured
+    shares: Shares
+    settings: SequenceSettings
+    all_take_part: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.measured.each)
+
+    def fastest(self, count: int) -> tuple[int, ...]:
+        """Rank 0, which hands over the result, and the fastest others; of equal ones those with the better link to it."""
+        links = {pair[1]: round(log2(link[1])) for pair, link in self.measured.pairs if pair[0] == 0}
+        others = sorted(range(1, self.size), key=lambda rank: (-self.weight(rank), -links.get(rank, 0), rank))
+        return tuple(sorted((0, *others[: count - 1])))
+
+    def weight(self, rank: int) -> int:
+        """The share of a rank."""
+        return self.shares[rank] if self.shares else 1
+
+    def speed(self, rank: int) -> float:
+        """Of a rank, relative to the mean rank."""
+        return self.weight(rank) * self.size / (sum(self.shares) or self.size)
+
+    def shares_of(self, ranks: Sequence[int]) -> Shares:
+        """Of some ranks."""
+        return reduced(tuple(self.weight(rank) for rank in ranks))
+
+
+@dataclass
+class Known:
+    """What is known of one kind of call.
+
+    Args:
+        work: of the call.
+        default: the split that it runs on where nobody chooses.
+        runs: by split.
+    """
+
+    work: CallWork
+    default: CallSplit
+    runs: dict[CallSplit, Run] = field(default_factory=dict)
+    _predictions: tuple[object, list[tuple[float, CallSplit]]] = field(default=(None, []), compare=False, repr=False)
+
+    def note(self, split: CallSplit, run: Run) -> bool:
+        """A run has ended. Returns whether it is worth keeping on disk: a new split, or the second run of one."""
+        old = self.runs.get(split)
+        if old is None:
+            self.runs[split] = replace(run, count=0)
+        elif old.count == 0 or run.seconds <= old.seconds * DRIFT:
+            self.runs[split] = replace(run, count=old.count + 1)
+        else:
+            self.runs[split] = replace(old, seconds=old.seconds * DRIFT, count=old.count + 1)
+        return old is None or old.count == 0
+
+    def choose(self, pool: Pool, fits: Callable[[float], bool]) -> CallSplit:
+        """The split for the next run.
+
+        Args:
+            fits: whether the devices have the memory for this part of a call.
+        """
+        best = min(self.runs, key=lambda split: self.runs[split].seconds)
+        for split, run in self.runs.items():  # the first run warms up
+            if run.count == 0 and run.seconds < HOPELESS * self.runs[best].seconds:
+                return split
+        if len(self.runs) < TRIES:
+            for seconds, other in self.predictions(pool):
+                if seconds >= GAIN * self.runs[best].seconds:
+                    break
+                if fits(largest_part(self.work, pool, other)):
+                    return other
+        return best
+
+    def predictions(self, pool: Pool) -> list[tuple[float, CallSplit]]:
+        """Seconds of every split that has not run, the shortest first. Made anew when there is another run to go by."""
+        basis = pool, *((split, run.count > 0) for split, run in self.runs.items())
+        if self._predictions[0] != basis:
+            reference = max(self.runs, key=lambda split: (self.runs[split].communication > 0, -self.runs[split].seconds))
+            others = [split for split in candidates(self.work, pool) if split not in self.runs]
+            made = [(predict(self.work, pool, split, reference, self.runs[reference]), split) for split in others]
+            self._predictions = basis, sorted(made, key=lambda pair: pair[0])
+        return self._predictions[1]
+
+    def alternative(self, pool: Pool, ranks: int) -> tuple[float, bool] | None:
+        """(seconds, whether they were measured) with so many ranks at work: of the best split that has run, or else predicted."""
+        ran = [run.seconds for split, run in self.runs.items() if split.at_work == ranks]
+        if ran:
+            return min(ran), True
+        return next(((seconds, False) for seconds, split in self.predictions(pool) if split.at_work == ranks), None)
+
+
+def candidates(work: CallWork, pool: Pool) -> Iterator[CallSplit]:
+    """Every split of a call that the settings allow."""
+    for count in range(1, pool.size + 1):
+        if pool.all_take_part and pool.size % count:
+            continue
+        ranks = tuple(range(pool.size)) if pool.all_take_part else pool.fastest(count)
+        for batch in range(1, min(count, work.items) + 1):
+            if count % batch or (work.items % batch and not pool.shares):
+                continue
+            if batch < count and not (work.sequence and work.attentions):  # no sequence, or nobody knows what sharing it costs
+                continue
+            for ring, ulysses in factors(count // batch):
+                split = CallSplit(ranks, batch, ring, ulysses)
+                shares = [pool.shares_of([ranks[i] for i in group]) for group in _groups(pool, split)]
+                if all((ring, ulysses) in allowed(shape, ring * ulysses, pool.settings, own)
+                       for shape, _ in work.attentions for own in shares):  # fmt: skip
+                    yield split
+
+
+def largest_part(work: CallWork, pool: Pool, split: CallSplit) -> float:
+    """The part of the tokens and items that one rank has at most."""
+    groups = _groups(pool, split)
+    weights = [[pool.weight(split.ranks[i]) for i in group] for group in groups]
+    items = _items(work, pool, split)
+    return max(count / work.items * max(own) / sum(own) for count, own in zip(items, weights, strict=True))
+
+
+def predict(work: CallWork, pool: Pool, split: CallSplit, reference: CallSplit, run: Run) -> float:
+    """Seconds of a call on a split, given what it took on another one."""
+    load, attention, communication = _parts(work, pool, split)
+    load_0, attention_0, communication_0 = _parts(work, pool, reference)
+    scale = min(1.0, run.compute / attention_0) if attention_0 else 1.0
+    rates = pool.measured.of(reference.ranks)
+    rest = max(0.0, run.compute - scale * attention_0)
+    fixed = min(max(0.0, rest - work.items * work.operations * load_0 / rates.linear), LAUNCHES * work.modules * rates.launch)
+    link = min(max(run.communication / communication_0, LINK[0]), LINK[1]) if communication_0 else 1.0
+    return (rest - fixed) * load / load_0 + fixed + scale * attention + link * communication
+
+
+def _parts(work: CallWork, pool: Pool, split: CallSplit) -> tuple[float, float, float]:
+    """(load, seconds of attention, seconds of communication) of the group that has most."""
+    link = pool.measured.of(split.ranks)
+    load = attention = communication = 0.0
+    for group, items in zip(_groups(pool, split), _items(work, pool, split), strict=True):
+        ranks = tuple(split.ranks[i] for i in group)
+        rates = replace(pool.measured.of(ranks), latency=link.latency, bandwidth=link.bandwidth)
+        costs = [
+            (count, cost(replace(shape, batch=shape.batch * items), split.ring, split.ulysses, pool.settings.rotate_method, rates,
+                         pool.shares_of(ranks)))
+            for shape, count in work.attentions
+        ]  # fmt: skip
+        load = max(load, items / work.items / sum(map(pool.speed, ranks)))
+        attention = max(attention, sum(count * each.compute for count, each in costs))
+        communication = max(communication, sum(count * each.communication for count, each in costs))
+    gathers = (split.sequence > 1) + (split.batch > 1)
+    return load, attention, communication + gathers * (link.latency + work.result / link.bandwidth)
+
+
+def _groups(pool: Pool, split: CallSplit) -> list[list[int]]:
+    """Places in the ranks of a split of all groups that it computes in."""
+    return form_groups(len(split.ranks), split.groups, pool.shares_of(split.ranks))
+
+
+def _items(work: CallWork, pool: Pool, split: CallSplit) -> list[int]:
+    """How many items each of these groups computes."""
+    groups = _groups(pool, split)
+    shares = reduced(tuple(sum(pool.weight(split.ranks[i]) for i in group) for group in groups[: split.batch]))
+    return [split_sizes(work.items, split.batch, shares)[index % split.batch] for index in range(len(groups))]

@@ -1,0 +1,189 @@
+"""What a model would take on a machine that one does not have yet, by the cost model: nothing is run.
+
+    python -m cp_runtime.engine.scaling --model wan14b --tokens 75600 --devices 4 --link pcie4
+
+in a clone. The speed of one device is a guess for its name, or what you say by `--seconds`; the link is that of `LINKS`. Compare
+with `benchmarks/published.py`, where the same formula meets what others measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+
+from .config import SequenceSettings
+from .cost import AttentionShape, Rates
+from .measuring import Measured
+from .policy import CallSplit, CallWork, Pool, Run, candidates, predict
+
+PER_MACHINE = 8  # devices in one machine, where there are several
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformer, as far as its speed goes.
+
+    Args:
+        name: for people.
+        parameters: of the blocks.
+        layers, heads, head_dim: of attention over all tokens.
+        tokens: of the usual picture or video.
+        items: of a batch in one step: 2 with CFG.
+    """
+
+    name: str
+    parameters: float
+    layers: int
+    heads: int
+    head_dim: int
+    tokens: int
+    items: int = 1
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between devices.
+
+    Args:
+        bandwidth: bytes per second that one device sends while all do, about two thirds of what the data sheet says.
+        latency: seconds of a collective.
+        between: of several machines: bytes per second that one device sends, when its machine's network is shared by all of its
+            devices; None = one machine, however many devices.
+        flops: operations per second that a model gets out of a device that is often found on it, in half precision, attention and
+            all.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    flops: float
+    between: float | None = None
+
+
+MODELS = {
+    "flux": Model("Flux 1, 1024 x 1024", 12e9, 57, 24, 128, 4096 + 512),
+    "qwen": Model("Qwen-Image, 1328 x 1328, CFG", 20e9, 60, 24, 128, 6889 + 128, 2),
+    "wan14b": Model("Wan 14B, 720p, 81 frames, CFG", 14e9, 40, 40, 128, 75600, 2),
+    "hunyuan": Model("HunyuanVideo, 720p, 129 frames", 13e9, 60, 24, 128, 118800 + 256),
+}
+LINKS = {
+    "nvlink": Link("NVLink 4 (H100, H200)", 300e9, 2e-5, 4e14),
+    "nvlink5": Link("NVLink 5 (GB200)", 600e9, 2e-5, 1e15),
+    "pcie5": Link("PCIe 5 x16 (5090)", 40e9, 2e-5, 1.5e14),
+    "pcie4": Link("PCIe 4 x16 (4090)", 18e9, 3e-5, 1.2e14),
+    "pcie4x8": Link("PCIe 4 x8", 9e9, 3e-5, 6e13),
+    "pcie3x8": Link("PCIe 3 x8 (3090)", 4.5e9, 4e-5, 5e13),
+    "100gbit": Link("machines of 8 H100 over 100 Gbit/s", 300e9, 6e-5, 4e14, 10e9 / PER_MACHINE),
+    "25gbit": Link("machines of 8 H100 over 25 Gbit/s", 300e9, 6e-5, 4e14, 2.5e9 / PER_MACHINE),
+}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of one step, and the split that takes them."""
+
+    seconds: float
+    alone: float
+    split: CallSplit
+
+    @property
+    def speedup(self) -> float:
+        """Over one device."""
+        return self.alone / self.seconds
+
+    @property
+    def mode(self) -> str:
+        """In words."""
+        degrees = {"CFG": self.split.batch, "ulysses": self.split.ulysses, "ring": self.split.ring}
+        return " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one device"
+
+
+def work_of(model: Model, tokens: int | None = None) -> CallWork:
+    """One step of a model in half precision."""
+    count = tokens or model.tokens
+    shape = AttentionShape(1, count, count, model.heads, model.heads, model.head_dim, 2)
+    return CallWork(model.items, True, ((shape, model.layers),), 2 * model.parameters * count, model.layers, 0)
+
+
+def pool_of(devices: int, link: Link, flops: float, rotate_method: str = "alltoall", apart: bool = False) -> Pool:
+    """Equal devices on a link.
+
+    Args:
+        apart: those that share a sequence are in several machines. Then all that they send counts as sent between machines.
+    """
+    bandwidth = link.between if apart and link.between is not None else link.bandwidth
+    rates = Rates(latency=link.latency, bandwidth=bandwidth, flops=flops, memory=flops / 100, overlap=1.0, linear=flops)
+    settings = SequenceSettings(rotate_method=rotate_method)  # type: ignore[arg-type]
+    return Pool(Measured((rates,) * devices, (), (0,) * devices), (), settings)
+
+
+def operations(work: CallWork) -> float:
+    """Of a step: matrix products and attention."""
+    attention = sum(n * 4 * s.batch * s.queries * s.keys * s.heads * s.head_dim for s, n in work.attentions)
+    return work.items * (work.operations + attention)
+
+
+def forecast(work: CallWork, devices: int, link: Link, alone: float, rotate_method: str = "alltoall") -> Iterator[Forecast]:
+    """Every split of a call over some devices.
+
+    Args:
+        alone: seconds of a step on one device.
+    """
+    pools = [pool_of(devices, link, operations(work) / alone, rotate_method, apart) for apart in (False, True)]
+    one, run = CallSplit((0,), 1, 1, 1), Run(alone, alone, 0.0)
+    for split in candidates(work, pools[0]):
+        yield Forecast(predict(work, pools[split.sequence > PER_MACHINE], split, one, run), alone, split)
+
+
+def best(work: CallWork, devices: int, link: Link, alone: float) -> Forecast:
+    """The fastest of them."""
+    return min(forecast(work, devices, link, alone), key=lambda each: each.seconds)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print a forecast."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="flux")
+    parser.add_argument("--tokens", type=_count, help="of the whole sequence; the usual size without it")
+    parser.add_argument("--devices", type=_count, default=2)
+    parser.add_argument("--link", choices=LINKS, default="pcie4")
+    parser.add_argument("--seconds", type=_seconds, help="of a step on one of your devices; else a guess")
+    parser.add_argument("--no-cfg", action="store_true", help="one item in a step")
+    options = parser.parse_args(arguments)
+    model, link = MODELS[options.model], LINKS[options.link]
+    model = replace(model, items=1) if options.no_cfg else model
+    work = work_of(model, options.tokens)
+    alone, tokens = options.seconds or operations(work) / link.flops, options.tokens or model.tokens
+    found: dict[int, Forecast] = {}
+    for each in forecast(work, options.devices, link, alone):
+        if each.seconds < found.get(each.split.at_work, Forecast(inf, alone, each.split)).seconds:
+            found[each.split.at_work] = each
+    chosen = min(found.values(), key=lambda each: each.seconds)
+    lines = [
+        f"{model.name}: {tokens} tokens, {options.devices} devices, {link.name}. Predicted, not measured.",
+        f"{'devices at work':<17}{'split':<28}{'s per step':>11}{'speed-up':>10}",
+        *(f"{n:<17}{each.mode:<28}{each.seconds:>11.3g}{each.speedup:>9.2f}x" for n, each in sorted(found.items())),
+        f"CP Config would take {chosen.mode}: {chosen.speedup:.2f} times as fast as one device.",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 1 << 30:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed: a whole number from 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed: seconds above 0")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""How many ranks a call deserves: the prediction against made-up machines, and what is kept of what calls took."""
+
+import json
+import multiprocessing
+import random
+from dataclasses import replace
+
+import pytest
+
+from cp_runtime.engine.config import SequenceSettings
+from cp_runtime.engine.cost import AttentionShape, Rates, cost
+from cp_runtime.engine.measuring import Measured
+from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Pool, Run, candidates, largest_part, predict
+from cp_runtime.pool.call_times import MAX_KINDS, CallTimes
+
+GPU = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0, linear=4e14, launch=5e-6)
+SLOW_LINK = {"bandwidth": 5e8, "latency": 2e-4, "overlap": 0.0}
+
+
+def pool(ranks=4, speeds=None, shares=(), shared=False, rates=GPU, pairs=(), **settings):
+    speeds = speeds or [1.0] * ranks
+    each = tuple(replace(rates, flops=rates.flops * speed, linear=rates.linear * speed) for speed in speeds)
+    return Pool(Measured(each, pairs, tuple(range(len(speeds)))), shares, SequenceSettings(**settings), shared)
+
+
+def work(tokens=4608, items=1, heads=24, layers=57, parameters=12e9, sequence=True):
+    shape = AttentionShape(1, tokens, tokens, heads, heads, 128, 2)
+    attentions = ((shape, layers),) if sequence else ()
+    return CallWork(items, sequence, attentions, 2 * parameters * tokens, layers, 1 << 20)
+
+
+def took(call, ranks, split, noise=lambda: 1.0, link=1.0):
+    """What a call takes on a split, by the machine of `ranks`: what runs in place of a GPU."""
+    one = CallSplit((0,), 1, 1, 1)
+    alone = Run(1.0, call.items * (call.operations / ranks.measured.each[0].linear
+                + sum(n * cost(s, 1, 1, "alltoall", ranks.measured.each[0]).compute for s, n in call.attentions)), 0.0)  # fmt: skip
+    total = predict(call, ranks, split, one, alone) * noise()
+    communication = 0.0 if split.at_work == 1 else total - predict(call, endless(ranks), split, one, alone)
+    return Run(total + (link - 1) * communication, total - communication, link * communication)
+
+
+def endless(ranks):
+    """The same without a link to speak of."""
+    each = tuple(replace(rates, latency=0.0, bandwidth=float("inf")) for rates in ranks.measured.each)
+    return replace(ranks, measured=replace(ranks.measured, each=each, pairs=()))
+
+
+def everywhere(_):
+    return True
+
+
+def all_ranks(ranks):
+    return CallSplit(tuple(range(ranks.size)), 1, 1, ranks.size)
+
+
+def settled(call, ranks, calls=12, default=None, **machine):
+    """(split that runs in the end, seconds of every call until then) on a made-up machine."""
+    default = default or all_ranks(ranks)
+    known, seconds = Known(call, default), []
+    known.note(default, took(call, ranks, default, **machine))
+    for _ in range(calls):
+        split = known.choose(ranks, everywhere)
+        run = took(call, ranks, split, **machine)
+        known.note(split, run)
+        seconds.append(run.seconds)
+    return known.choose(ranks, everywhere), seconds, known
+
+
+FAST = pool()
+SLOW = pool(rates=replace(GPU, **SLOW_LINK))
+
+
+def test_a_fast_link_uses_all_ranks_and_a_slow_one_none():
+    assert settled(work(75600), FAST)[0].at_work == 4
+    assert settled(work(1024), SLOW)[0] == CallSplit((0,), 1, 1, 1)
+
+
+@pytest.mark.parametrize("items", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [1024, 4608, 16384, 75600])
+@pytest.mark.parametrize(
+    "link",
+    [{}, {"bandwidth": 2e10}, {"bandwidth": 8e9, "latency": 5e-5}, {"bandwidth": 2e9, "overlap": 0.0}, SLOW_LINK],
+    ids=["nvlink", "pcie 5", "pcie 4", "pcie 3", "ethernet"],
+)
+@pytest.mark.parametrize("speeds", [(1.0,) * 4, (1.0,) * 3, (2.0, 2.0, 1.0, 1.0), (1.0, 1.0, 1.0, 0.25), (1.0, 3.0)], ids=str)
+def test_the_choice_is_nearly_the_best_of_all_candidates(items, tokens, link, speeds):
+    """Fast and slow links, equal, unequal and one slow rank; the link is worse than measured, and runs scatter by 2 %."""
+    shares = () if len(set(speeds)) == 1 else tuple(round(4 * speed) for speed in speeds)
+    ranks, call, dice = pool(speeds=speeds, shares=shares, rates=replace(GPU, **link)), work(tokens, items), random.Random(1)
+    split, _, _ = settled(call, ranks, noise=lambda: dice.uniform(1, 1.02), link=1.5)
+    seconds = {each: took(call, ranks, each, link=1.5).seconds for each in candidates(call, ranks)}
+    best, alone = min(seconds.values()), seconds[CallSplit((0,), 1, 1, 1)]
+    assert seconds[split] <= 1.10 * best
+    assert seconds[split] <= 1.05 * alone
+
+
+def test_few_splits_are_tried():
+    for ranks in (FAST, SLOW, pool(8, rates=replace(GPU, **SLOW_LINK))):
+        for tokens in (512, 4096, 32768):
+            _, _, known = settled(work(tokens), ranks, calls=30)
+            assert len(known.runs) <= TRIES
+
+
+def test_ranks_that_are_near_each_other_are_taken_together():
+    near, far = (1e-5, 4e10), (1e-5, 1e9)
+    pairs = tuple(((i, j), near if (i, j) in ((0, 2), (1, 3)) else far) for i in range(4) for j in range(i + 1, 4))
+    assert pool(pairs=pairs).fastest(2) == (0, 2)
+    assert pool(speeds=[1.0, 1.0, 1.0, 2.0], shares=(4, 4, 4, 8), pairs=pairs).fastest(2) == (0, 3)
+    assert pool().fastest(3) == (0, 1, 2)
+
+
+def test_what_does_not_fit_is_no_candidate():
+    call, known = work(1024), Known(work(1024), all_ranks(SLOW))
+    known.note(all_ranks(SLOW), took(call, SLOW, all_ranks(SLOW)))
+    known.note(all_ranks(SLOW), took(call, SLOW, all_ranks(SLOW)))
+    assert known.choose(SLOW, everywhere).at_work == 1
+    assert known.choose(SLOW, lambda part: part < 0.3).at_work == 4
+    uneven = pool(2, speeds=[3.0, 1.0], shares=(3, 1))
+    parts = {split.at_work: largest_part(call, uneven, split) for split in candidates(call, uneven)}
+    assert parts == {1: 1.0, 2: 0.75}
+
+
+def test_what_settings_refuse_is_no_candidate():
+    odd = work(tokens=4609)
+    assert {split.at_work for split in candidates(odd, pool(ring_anything=False, ulysses_anything=False))} == {1}
+    assert {split.ulysses for split in candidates(odd, pool(ulysses_anything=False))} == {1}
+
+
+def test_a_model_that_all_ranks_hold_keeps_all_of_them_busy():
+    splits = list(candidates(work(items=2), pool(shared=True)))
+    assert {split.at_work for split in splits} == {1, 2, 4}
+    assert all(split.ranks == (0, 1, 2, 3) for split in splits)
+    assert {split.groups for split in splits if split.at_work == 1} == {4}
+
+
+def test_a_unet_shares_its_items_only():
+    splits = list(candidates(work(items=2, sequence=False), FAST))
+    assert splits == [CallSplit((0,), 1, 1, 1), CallSplit((0, 1), 2, 1, 1)]
+
+
+def test_the_first_run_of_a_split_warms_up():
+    known, split = Known(work(), all_ranks(FAST)), all_ranks(FAST)
+    assert known.note(split, Run(9.0, 8.0, 1.0))
+    assert known.choose(FAST, everywhere) == split
+    assert known.note(split, Run(1.0, 0.9, 0.1))
+    assert known.runs[split] == Run(1.0, 0.9, 0.1, 1)
+    assert not known.note(split, Run(2.0, 1.9, 0.1))
+    assert known.runs[split].seconds == pytest.approx(1.05)  # forgotten slowly
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------------
+
+
+def some(seconds=1.0):
+    known = Known(work(items=2), all_ranks(FAST))
+    known.runs = {all_ranks(FAST): Run(seconds, 0.5, 0.25, 3), CallSplit((0, 2), 2, 1, 1): Run(2.0, 1.0, 0.5, 1)}
+    return known
+
+
+def test_times_are_kept_by_machine(tmp_path):
+    file = tmp_path / "new" / "calls.json"
+    times = CallTimes("two 4090", file)
+    times.put("flux", some())
+    times.save("flux")
+    assert CallTimes("two 4090", file).get("flux") == some()
+    assert CallTimes("two 3090", file).get("flux") is None
+    assert CallTimes("two 4090", file).get("wan") is None
+    assert [path.name for path in file.parent.iterdir() if path.suffix not in (".json", ".lock")] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: entry["runs"][0][0].update(ranks=[1, 0]),
+        lambda entry: entry["runs"][0][0].update(ranks=[]),
+        lambda entry: entry["runs"][0][0].update(batch=0),
+        lambda entry: entry["runs"][0][0].update(ring="2"),
+        lambda entry: entry["runs"][0][1].update(seconds=-1),
+        lambda entry: entry["runs"][0][1].update(more=1),
+        lambda entry: entry["work"].pop("items"),
+        lambda entry: entry["work"].update(attentions=[[1, 2]]),
+        lambda entry: entry.update(runs=3),
+        lambda entry: entry.pop("default"),
+    ],
+)
+def test_an_entry_that_is_none_is_not_there(tmp_path, change):
+    file = tmp_path / "calls.json"
+    times = CallTimes("m", file)
+    for kind in ("bad", "good"):
+        times.put(kind, some())
+        times.save(kind)
+    content = json.loads(file.read_text())
+    change(content["machines"]["m"]["bad"])
+    file.write_text(json.dumps(content))
+    again = CallTimes("m", file)
+    assert (again.get("bad"), again.get("good")) == (None, some())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"version": 0, "machines": {"m": {}}}', '{"version": 1}', '{"version": 1, "machines": 3}']
+)
+def test_a_file_that_is_none_is_replaced(tmp_path, text):
+    file = tmp_path / "calls.json"
+    file.write_text(text)
+    times = CallTimes("m", file)
+    assert times.get("flux") is None
+    times.put("flux", some())
+    times.save("flux")
+    assert CallTimes("m", file).get("flux") == some()
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "file").touch()
+    times = CallTimes("m", tmp_path / "file" / "calls.json")
+    times.put("flux", some())
+    times.save("flux")
+    assert times.get("flux") == some()
+
+
+def _write(file, name):
+    times = CallTimes("m", file)
+    for number in range(10):
+        times.put(f"{name} {number}", some(number))
+        times.save(f"{name} {number}")
+
+
+def test_several_processes_lose_nothing(tmp_path):
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write, args=(tmp_path / "calls.json", name)) for name in "abc"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    kept = CallTimes("m", tmp_path / "calls.json")
+    assert [kept.get(f"{name} {number}") for name in "abc" for number in range(10)] == [some(n) for _ in "abc" for n in range(10)]
+
+
+def test_the_oldest_go(tmp_path, monkeypatch):
+    monkeypatch.setattr("cp_runtime.pool.call_times.MAX_KINDS", 3)
+    times = CallTimes("m", tmp_path / "calls.json")
+    for kind in "abcde":
+        times.put(kind, some())
+        times.save(kind)
+    assert [kind for kind in "abcde" if CallTimes("m", tmp_path / "calls.json").get(kind)] == ["c", "d", "e"]
+    assert MAX_KINDS >= 100

@@ -1,0 +1,69 @@
+"""The cost model against what others published, and what it says about machines that nobody has."""
+
+import importlib.util
+import sys
+from statistics import median
+
+import pytest
+from support.package import ROOT
+
+from cp_runtime.engine.scaling import LINKS, MODELS, best, forecast, main, operations, work_of
+
+spec = importlib.util.spec_from_file_location("published", ROOT / "benchmarks" / "published.py")
+published = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+spec.loader.exec_module(published)
+
+
+@pytest.mark.parametrize("table", published.TABLES, ids=lambda table: table.name)
+def test_published_times_follow_from_one_row(table):
+    """Or the table says what the model lacks, and needs to."""
+    middle, _ = published.errors(table)
+    if table.missing:
+        assert middle > published.BOUND, "the model does not lack it any more"
+    else:
+        assert middle <= published.BOUND
+
+
+def test_most_of_the_world_is_covered():
+    errors = [abs(each.error) for table in published.TABLES for each in published.replay(table)]
+    assert len(errors) >= 35
+    assert median(errors) <= 0.09
+    assert sum(bool(table.missing) for table in published.TABLES) <= 3
+
+
+def test_no_split_is_faster_than_its_devices_allow():
+    for link in LINKS.values():
+        for model in MODELS.values():
+            work = work_of(model)
+            for each in forecast(work, 8, link, operations(work) / link.flops):
+                assert each.speedup <= each.split.at_work * 1.001
+
+
+def test_a_better_link_is_no_slower():
+    work = work_of(MODELS["flux"])
+    found = [best(work, 8, LINKS[name], 1.0).speedup for name in ("pcie3x8", "pcie4x8", "pcie4", "pcie5", "nvlink")]
+    assert found == sorted(found)
+    assert best(work, 16, LINKS["25gbit"], 0.3).split.sequence <= 8  # a machine has them
+
+
+def test_the_command(capsys):
+    main(["--model", "wan14b", "--tokens", "75600", "--devices", "4", "--link", "pcie4", "--seconds", "100"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Wan 14B, 720p, 81 frames, CFG: 75600 tokens, 4 devices, PCIe 4 x16 (4090). Predicted, not measured."
+    assert [line.split()[0] for line in lines[2:6]] == ["1", "2", "3", "4"]
+    assert lines[2].split()[-2:] == ["100", "1.00x"]
+    assert lines[-1].startswith("CP Config would take CFG 2 x")
+
+
+@pytest.mark.parametrize("arguments", [["--devices", "0"], ["--tokens", "-3"], ["--seconds", "0"], ["--link", "string"]])
+def test_the_command_says_what_is_wrong(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_the_page_is_the_one_that_the_model_writes():
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    for table in published.TABLES:
+        for each in published.replay(table):
+            assert f"| {each.row.time:g} | {each.predicted:.3g} | {each.error:+.1%} |" in page, "run benchmarks/scaling.py"
