@@ -22,7 +22,7 @@ from support.server import CHECKOUT, PACK, ComfyServer, PromptRejected
 TOLERANCE = 2e-4
 FOLDER = CHECKOUT / "workflows"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
-OWN_NODES = {"CPConfig", "ApplyContextParallel", "CPSampler"}
+OWN_NODES = {"CPConfig", "ApplyContextParallel", "CPSampler", "CPVAEDecode"}
 NOTES = {"Note", "MarkdownNote"}
 """Nodes that exist in the browser only and are in no prompt."""
 
@@ -354,7 +354,7 @@ def tiny(name: str, *, world_size: int | None) -> dict[str, Json]:
                 prompt[node_id] = {"class_type": "TestImage", "inputs": {"seed": next(seeds), **size}}
             case "VAELoader":
                 prompt[node_id] = {"class_type": "TestVae", "inputs": {"seed": next(seeds), "channels": 16, "video": True}}
-            case "VAEDecode":
+            case "VAEDecode" | "CPVAEDecode":
                 saved = {"samples": inputs["samples"], "filename_prefix": name}
                 prompt[node_id] = {"class_type": "SaveLatent", "inputs": saved}
             case "ApplyContextParallel" if world_size is not None:
