@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernels, modes, NCCL, ComfyUI, memory, faults and time, in eleven minutes at most on one card.
+"""What only a GPU can show: kernels, modes, NCCL, ComfyUI, memory, faults and time, in nine minutes at most on one card.
 
     make gpu-check, or COMFYUI_PATH=... python benchmarks/gpu_check.py --out DIR [--rehearse] [--few] [--sections kernels modes]
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 SECTIONS = {
-    "environment": 20,
-    "kernels": 75,
-    "modes": 80,
-    "nccl": 50,
-    "streams": 30,
-    "comfy": 100,
-    "compiled": 100,
-    "memory": 70,
-    "faults": 65,
-    "timing": 40,
+    "environment": 15,
+    "kernels": 60,
+    "modes": 60,
+    "nccl": 40,
+    "streams": 20,
+    "comfy": 85,
+    "compiled": 75,
+    "vae": 40,
+    "memory": 55,
+    "faults": 50,
+    "timing": 30,
     "several": 120,  # ends at once where there is one card
 }
 """Seconds that each may take."""

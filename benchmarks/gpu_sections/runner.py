@@ -20,7 +20,7 @@ from .results import BAD, FAILED, OK, TIMED_OUT, WHOLE, Results, read
 from .table import markdown
 
 RESULTS, TABLE = "results.jsonl", "gpu.md"
-BUDGET = 640.0  # seconds of all sections on one card
+BUDGET = 540.0  # seconds of all sections on one card
 MARKER = "CP_GPU_CHECK"
 """Environment variable that every process of a section inherits, by which those that it leaves behind are found."""
 

@@ -141,5 +141,5 @@ def test_the_report_of_a_rehearsal_holds_no_paths(rehearsal, tmp_path):
         assert str(path) not in text
 
 
-def test_limits_of_the_sections_add_up_to_nine_minutes_on_one_card():
+def test_limits_of_the_sections_add_up_to_ten_minutes_on_one_card():
     assert sum(seconds for name, seconds in SECTIONS.items() if name != "several") + 10 <= runner.BUDGET

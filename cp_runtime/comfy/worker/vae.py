@@ -55,6 +55,7 @@ def call_vae(
             degrees = {"rows": sequence.size, "batch": shares.groups}
     return out, {
         "degrees": degrees,
+        "idle": False,
         "tokens": {},
         "predicted": {"seconds": 0.0, "bytes": 0},
         "room": room(mirrors.device),
