@@ -1,6 +1,5 @@
 """Context parallelism: sharded attention, sharding plans and the worker pool. Imports without ComfyUI."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,21 +20,13 @@ __all__ = [
     "map_weights",
     "remove_context_parallel",
 ]
-_HOME = {
-    "apply_context_parallel": ".diffusers.api",
-    "remove_context_parallel": ".diffusers.api",
-    "map_weights": ".diffusers.files",
-    "ContextParallelConfig": ".engine.config",
-    "ParallelConfig": ".engine.config",
-    "ModulePlan": ".engine.plan",
-    "ShardingPlan": ".engine.plan",
-    "ContextParallelInput": ".engine.transforms",
-    "ContextParallelOutput": ".engine.transforms",
-}
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for, and not before: a worker needs nothing of the Python API, which imports torch's compiler."""
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name], __name__), name)
+    from .diffusers import api, files
+    from .engine import config, plan, transforms
+
+    return next(vars(home)[name] for home in (api, files, config, plan, transforms) if name in vars(home))
