@@ -77,7 +77,7 @@ def test_out_of_memory(pool_server, expected, faults, mode):
 def test_free(pool_server, expected):
     assert_right(pool_server, expected, "exact")
     pids = pool_server.worker_pids()
-    assert "kl.safetensors" in pool_server.get("/context_parallel/status")["models"]
+    assert "kl_vae.safetensors" in pool_server.get("/context_parallel/status")["models"]
     pool_server.free()
     deadline = time.monotonic() + 20
     while pool_server.get("/context_parallel/status")["models"] and time.monotonic() < deadline:

@@ -41,7 +41,7 @@ def vae_prompt(
     tiles = {**tiles, "temporal_overlap": 4 * next(_nonces)} if again else tiles
     graph = Graph()
     channels, frames, ratio = LATENTS[name]
-    vae = graph.add("vae", "VAELoader", vae_name=f"{name}.safetensors")
+    vae = graph.add("vae", "VAELoader", vae_name=f"{name}_vae.safetensors")
     ours: dict[str, Any] = {"vae": vae}
     if mode == "tiled":
         ours |= tiles

@@ -211,17 +211,17 @@ FULL: dict[str, Callable[[], nn.Module]] = {"full_flux": _full_flux, "full_wan":
 
 
 def write(models: str, *names: str) -> None:
-    """Write files into a ComfyUI models folder, by default those of FILES."""
+    """Write files into the folder `vae` of a ComfyUI models folder: by default those of FILES."""
+    out = Path(models) / "vae"
+    out.mkdir(exist_ok=True)
     for name in names or FILES:
-        out = Path(models) / ("vae_approx" if name == "taehv" else "vae")  # where Load VAE looks for a file of that name
-        out.mkdir(exist_ok=True)
         make = (FILES | FULL)[name]
         tensors = build(TinyVAE(make=make, channels=4, ratio=8)).state_dict()
         metadata = {"config": json.dumps({"vae": LTXV_FILE})} if name == "ltxv" else None
         kept = {
             key: value.contiguous() for key, value in tensors.items() if not name.endswith("kl") or not key.startswith("encoder.")
         }
-        save_file(kept, out / f"{name}.safetensors", metadata)
+        save_file(kept, out / f"{name}_vae.safetensors", metadata)
 
 
 if __name__ == "__main__":
