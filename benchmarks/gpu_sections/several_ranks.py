@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
 from cp_runtime.engine.config import ContextParallelConfig, SequenceSettings
-from cp_runtime.engine.cost import AttentionShape, choose, factors, measure
+from cp_runtime.engine.cost import AttentionShape, choose, factors
+from cp_runtime.engine.measuring import measure
 from cp_runtime.engine.mesh import SequenceMesh
 from cp_runtime.engine.sharding import JointLayout
 
@@ -43,7 +44,7 @@ def seconds(config, layout, local):
 
 
 with torch.inference_mode():
-    rates = measure(mesh, device)
+    rates = measure(mesh, device).of(tuple(range(world)))
     report(latency_us=1e6 * rates.latency, GB_per_second=rates.bandwidth / 1e9, TFLOPS=rates.flops / 1e12)
     for total in map(int, lengths.split(",")):
         layout = JointLayout((total,), world)
