@@ -37,6 +37,7 @@ TRIES = 3  # splits of one kind of call that are measured
 GAIN = 0.95  # of the best time so far: what another split must be predicted to take to be tried
 HOPELESS = 2.0  # times the best: a split that took longer is not given a second run, which would be a warm one
 DRIFT = 1.05  # a time that is not reached again counts for so much more with every call: machines change
+NEVER = 1e8  # seconds
 LINK = (0.2, 5.0)  # least and most that one run corrects the link by
 
 
@@ -179,6 +180,10 @@ class Known:
         else:
             self.runs[split] = replace(old, seconds=old.seconds * DRIFT, count=old.count + 1)
         return old is None or old.count == 0
+
+    def fail(self, split: CallSplit) -> None:
+        """A split has failed for lack of memory: it is not taken again."""
+        self.runs[split] = Run(NEVER, NEVER, 0.0)
 
     def choose(self, pool: Pool, fits: Callable[[float], bool]) -> CallSplit:
         """The split for the next run.

@@ -148,6 +148,13 @@ def test_the_first_run_of_a_split_warms_up():
     assert known.runs[split].seconds == pytest.approx(1.05)  # forgotten slowly
 
 
+def test_a_split_that_ran_out_of_memory_is_not_taken_again():
+    split, _, known = settled(work(1024), SLOW)
+    assert split.at_work == 1
+    known.fail(split)
+    assert known.choose(SLOW, everywhere) != split
+
+
 # --- what is kept ----------------------------------------------------------------------------------------------------------
 
 

@@ -90,6 +90,12 @@ class Chooser:
             self.times.save(chosen.kind)
         return self._described(known, split, self._ranks(config, shared))
 
+    def failed(self, chosen: Chosen) -> None:
+        """A call ran out of memory as it was to run. It runs otherwise the next time, unless nobody chose."""
+        known = self.times.get(chosen.kind)
+        if known is not None and chosen.split is not None:
+            known.fail(chosen.split)
+
     @property
     def times(self) -> CallTimes:
         """Of this pool's machine."""

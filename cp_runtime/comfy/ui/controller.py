@@ -144,7 +144,7 @@ class Controller:
         """Run a call on workers that hold the model; returns its output and its record."""
         workers = self._loaded(config, target, cancelled)
         workers.attach_networks(call.patches.networks, cancelled)
-        return workers.call(config, target.key, call, node, cancelled)
+        return workers.call(config, target, call, node, cancelled)
 
     def _make_room(self, config: RuntimeConfig, target: Target) -> None:
         """Free the devices of the ranks: of the ranks' models, and of those of this process that do not sample.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...errors import RankOutOfMemory
 from ...nested import tensors
 from ...pool.config import RuntimeConfig
 from ...pool.protocol import TensorPacker, flatten
@@ -279,10 +280,10 @@ class Workers:
             weakref.finalize(networks[key], self._unused.append, key).atexit = False
 
     def call(
-        self, config: RuntimeConfig, key: str, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
+        self, config: RuntimeConfig, target: Target, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
     ) -> tuple[Any, CallRecord]:
-        """Run a call of the model `key`, which must be loaded. Returns its output and its record."""
-        began = time.monotonic()
+        """Run a call of the model `target`, which must be loaded. Returns its output and its record."""
+        began, key = time.monotonic(), target.key
         message, packer = self._encoder.encode(call.arguments, set(call.leading), IN_PLACE)
         shapes = [value.shape for value in call.arguments.values() if isinstance(value, Tensor)]
         kind = (key, call.method, shapes, [tile.shape for tile in tensors(call.arguments.get(INPUT))])
@@ -295,7 +296,7 @@ class Workers:
                 (key, call.method, call.patches.mixes_batch, call.compile),
                 call.arguments,
                 shared,
-                lambda part: self.room is None or part * resident.call <= self.room,
+                lambda part: self.room is None or part * target.demand.call <= self.room,
             )
         split = None if chosen is None else chosen.split
         sequence = (
@@ -318,7 +319,12 @@ class Workers:
         self._model = resident.name
         self._on_change()
         timeout = config.step_timeout if ranks <= self._warm.get(key, set()) else max(config.step_timeout, load_timeout())
-        replies = self.pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
+        try:
+            replies = self.pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
+        except RankOutOfMemory:
+            if chosen is not None:
+                self._chooser.failed(chosen)
+            raise
         self._encoder.delivered()
         self._warm.setdefault(key, set()).update(ranks)
         self._warn_of_left(replies)
