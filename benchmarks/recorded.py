@@ -22,8 +22,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE / "recorded.json"
-BENCHMARKS = ("call_overhead", "memory", "attention", "flux_step", "batch", "sharded", "compiled", "policy")
-TAKE_QUICK = ("attention", "flux_step", "batch", "sharded", "compiled", "policy")
+BENCHMARKS = ("call_overhead", "memory", "attention", "flux_step", "batch", "sharded", "compiled", "policy", "vae")
+TAKE_QUICK = ("attention", "flux_step", "batch", "sharded", "compiled", "policy", "vae")
 MOVED = 0.05  # share of a ratio; below it is the noise of these machines
 NOTES = "CP_BENCH_NOTES"  # file that a benchmark appends its ratios to, where it is set
 

@@ -1,0 +1,66 @@
+"""Rows of a picture by rank, and what is refused where ranks share them."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.rows.layout import RowLayout
+from cp_runtime.engine.rows.plan import COLUMNS, ROWS, split_dim
+from cp_runtime.engine.rows.split import SplitRows, Window, mean_and_variance
+from cp_runtime.errors import PlanError
+
+
+@pytest.mark.parametrize(("total", "world", "least"), [(7, 2, 1), (2, 4, 1), (5, 3, 2), (1, 4, 2), (4, 4, 1)])
+def test_every_row_has_one_owner_and_every_rank_has_enough(total, world, least):
+    layout = RowLayout(total, world, least)
+    owned = [layout.owned(rank) for rank in range(world)]
+    assert [row for start, stop in owned for row in range(start, stop)] == list(range(total))
+    for start, stop in (layout.held(rank) for rank in range(world)):
+        assert stop - start >= min(least, total)
+    tokens = layout.tokens(3)
+    assert sum(tokens.owned_lengths) == 3 * total
+    assert min(tokens.local_lengths) > 0
+
+
+def test_neighbours_may_be_several_ranks_away():
+    layout = RowLayout(4, 4)
+    assert layout.needed(2, 1, 2, 2) == ((0, 2), (3, 4))
+    assert layout.needed(0, 2, 1, 1) == ((0, 0), (2, 3))
+
+
+def test_columns_are_split_where_rows_are_too_few():
+    assert split_dim(8, 16, 4) == ROWS
+    assert split_dim(2, 16, 4) == COLUMNS
+    assert split_dim(7, 16, 4, least=2) == COLUMNS
+    assert split_dim(2, 2, 4) == ROWS
+
+
+def test_a_convolution_that_does_not_keep_rows_together_is_refused():
+    assert Window.of(10, 4, 3, 1, 0).given == 1  # padded before on either side
+    assert Window.of(9, 4, 3, 2, 0).given == 0  # padded below only, as encoders do
+    with pytest.raises(PlanError, match="cannot be split"):
+        Window.of(8, 4, 3, 1, 0)
+
+
+ACROSS = {
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
+    "size": lambda x: F.interpolate(x, size=(8, 8)),
+    "same": lambda x: F.conv2d(x, torch.ones(1, 1, 3, 3), padding="same"),
+    "masked": lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(4, 4, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_what_looks_across_rows_and_is_not_shared_is_refused(name):
+    with SplitRows(RowLayout(4, 1), SequenceMesh(None)), pytest.raises(PlanError):
+        ACROSS[name](torch.ones(1, 1, 4, 4))
+
+
+def test_mean_and_variance_of_half_precision_are_those_of_float32(monkeypatch):
+    x = torch.randn(2, 6, 500) + 10
+    half = x.to(torch.bfloat16)
+    monkeypatch.setattr("cp_runtime.engine.rows.split.STATISTICS", 4000)  # in several parts
+    for got, expected in zip(mean_and_variance(half), torch.var_mean(half.float(), -1, correction=0)[::-1], strict=True):
+        torch.testing.assert_close(got, expected)
