@@ -34,7 +34,7 @@ from .sharding import Shares, split_sizes
 
 LAUNCHES = 30  # operations per planned module
 TRIES = 3  # splits of one kind of call that are measured
-GAIN = 0.95  # of the best time so far: what another split must be predicted to take to be tried
+NEARLY = 1.1  # times the best time so far: what another split may be predicted to take and is tried all the same
 HOPELESS = 2.0  # times the best: a split that took longer is not given a second run, which would be a warm one
 DRIFT = 1.05  # a time that is not reached again counts for so much more with every call: machines change
 NEVER = 1e8  # seconds
@@ -197,7 +197,7 @@ class Known:
                 return split
         if len(self.runs) < TRIES:
             for seconds, other in self.predictions(pool):
-                if seconds >= GAIN * self.runs[best].seconds:
+                if seconds >= NEARLY * self.runs[best].seconds:
                     break
                 if fits(largest_part(self.work, pool, other)):
                     return other
