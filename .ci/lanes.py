@@ -69,8 +69,9 @@ def faults(*names: str) -> tuple[str, ...]:
 # The longest first. Few: every job has a session of pytest, checkpoints, servers and a process that ranks are forked from.
 JOBS = (
     Job(name="server", paths=("tests/server",)),
-    Job(name="faults", paths=("tests/faults",)),
     Job(name="gloo", paths=("tests/gloo",)),
+    Job(name="faults", paths=("tests/faults",)),
+    Job(name="pool", paths=server("compiled", "lifecycle", "status", "weights", "vae_life")),
     Job(name="owners", paths=faults("beyond", "leaks", "neighbours", "parent", "pool")),
     Job(
         name="graphs",

@@ -97,8 +97,10 @@ def in_place_with_the_same_time(base: Path) -> None:
     assert model_file(base).stat().st_ino == before.st_ino
 
 
-@pytest.mark.parametrize("change", [by_rename, by_rename_with_the_same_time, in_place_with_the_same_time])
-@pytest.mark.parametrize("weights", [{}, FP8], ids=["default", "fp8"])
+@pytest.mark.parametrize(
+    ("change", "weights"),
+    [(by_rename, {}), (by_rename_with_the_same_time, {}), (in_place_with_the_same_time, {}), (in_place_with_the_same_time, FP8)],
+)
 def test_a_file_that_is_replaced_before_the_ranks_load_it(file_server, models, change, weights):
     """ComfyUI holds the old model, from a prompt without context parallelism. The ranks must not take the new one for it."""
     old = latent(file_server, **weights)
