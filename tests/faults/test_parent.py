@@ -153,7 +153,7 @@ def test_signals_that_ask(temp, faults, kind, moment):
         code = owner.process.wait(10 * SLACK)
         watch.within(10, "it has exited")
         assert_alone(owner, watch, 10)
-        assert code == -kind
+        assert code == -kind, owner.log_text()
         assert list(temp.iterdir()) == []
 
 
