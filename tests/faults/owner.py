@@ -123,7 +123,8 @@ class Owner:
 
         found = with_environment(MARKER, self.marker)
         if self.process.poll() is None and self.pid not in [process.pid for process in found]:
-            found.append(psutil.Process(self.pid))  # forked, it has been started with another environment
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end between the two
+                found.append(psutil.Process(self.pid))  # forked, it has been started with another environment
         return [process for process in found if process.pid not in ignore]
 
     def wait_alone(self, timeout, ignore=()):
