@@ -45,11 +45,12 @@ from torch import Tensor, nn
 load_package()
 
 from cp_runtime.engine.call import RunningCall
+from cp_runtime.engine.collectives import Pending, RankGroup
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, DegreePlanner
 from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.measuring import measure
-from cp_runtime.engine.mesh import BatchMesh, Pending, RankGroup
+from cp_runtime.engine.mesh import BatchMesh
 from cp_runtime.engine.plan import ModulePlan, ShardingPlan
 from cp_runtime.engine.policy import CallSplit, CallWork, Known, Pool, Run, candidates
 from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput

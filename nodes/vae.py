@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..cp_runtime.comfy.ui.vae import AUTO, MODES, config_in_use, run_vae
+from ..cp_runtime.comfy.ui.vae import AUTO, MODES, run_vae
 from ..cp_runtime.pool.config import RuntimeConfig
 from .config import ALIASES, CATEGORY, CPConfigType
 
@@ -105,7 +105,7 @@ class CPVAEDecode(io.ComfyNode):
 
         image = run_vae(
             vae,
-            config_in_use() if cp_config is None else cp_config,
+            cp_config,
             mode,
             lambda each: VAEDecode().decode(each, samples)[0],
             lambda each: VAEDecodeTiled().decode(each, samples, tile_size, overlap, temporal_size, temporal_overlap)[0],
@@ -145,7 +145,7 @@ class CPVAEEncode(io.ComfyNode):
 
         latent = run_vae(
             vae,
-            config_in_use() if cp_config is None else cp_config,
+            cp_config,
             mode,
             lambda each: VAEEncode().encode(each, pixels)[0],
             lambda each: VAEEncodeTiled().encode(each, pixels, tile_size, overlap, temporal_size, temporal_overlap)[0],

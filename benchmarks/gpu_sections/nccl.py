@@ -1,6 +1,7 @@
 """NCCL with one rank, as far as one card can show it, and whether the memory of a killed process comes back.
 
-The collectives are those of `engine/mesh.py`: messages to itself, uneven and empty ones too, also in groups that were split off.
+The collectives are those of `engine/collectives.py`: messages to itself, uneven and empty ones too, also in groups that were
+split off.
 """
 
 from __future__ import annotations

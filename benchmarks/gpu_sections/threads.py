@@ -21,7 +21,8 @@ from torch import Tensor
 
 load_package()
 
-from cp_runtime.engine.mesh import CommStats, Pending, RankGroup, SequenceAxes, SequenceMesh
+from cp_runtime.engine.collectives import CommStats, Pending, RankGroup
+from cp_runtime.engine.mesh import SequenceAxes, SequenceMesh
 
 TIMEOUT = 30.0  # seconds that a thread waits for another one
 DELAY_CYCLES = 2_000_000  # of the device, about a millisecond; at most this much before every copy

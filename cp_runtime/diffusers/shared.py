@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import before_apply
-from ..engine.mesh import RankGroup, SequenceMesh
+from ..engine.collectives import RankGroup
+from ..engine.mesh import SequenceMesh
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import PlanError
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from .attention.kernels import attend_with_lse
+from .collectives import RankGroup, wait_for
 from .cost import Rates
-from .mesh import RankGroup, SequenceMesh, wait_for
+from .mesh import SequenceMesh
 from .sharding import Shares
 
 PAIRED = 16  # ranks of which every pair is measured; more would take too long

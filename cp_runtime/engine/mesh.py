@@ -1,10 +1,8 @@
-"""Process groups of the ranks, and how they exchange data."""
+"""Which ranks share a sequence, a batch, or an axis of them: process groups, made when they are needed."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..compat import flatten_mesh
 from ..errors import ConfigError, PlanError
-from .profiling import trace_range
+from .collectives import CommStats, RankGroup
 from .sharding import Shares
 
 AXES = ("ring", "ulysses")
@@ -26,227 +23,6 @@ MAKE_MESH = (
     'Make it by init_device_mesh(type, (1, 2), mesh_dim_names=("ring", "ulysses")); an axis that is not used has size 1, and there '
     "may be others."
 )
-KEPT_EVENTS = 1024  # pairs of device events; more are added up while the work goes on
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all it was given. A CPU has."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-
-
-class CommStats:
-    """What one rank sent, in how many collectives of each kind, how long it waited for them, and how many are under way.
-
-    Time is that of the device's clock where it has one. What overlaps with computation is not waited for and not counted.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-        self.pending = 0
-        self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
-
-    @property
-    def collectives(self) -> int:
-        """Collectives of every kind; an exchange with two neighbours is one."""
-        return self.counts.total()
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes sent in collectives of every kind."""
-        return self.bytes.total()
-
-    @property
-    def seconds(self) -> float:
-        """Time spent waiting for collectives. Waits for the last of them."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        self._add_up(len(self._events))
-        return self._seconds
-
-    def started(self, kind: str, sent: int) -> None:
-        """Count one collective that sends `sent` bytes from this rank to others."""
-        self.counts[kind] += 1
-        self.bytes[kind] += sent
-        self.pending += 1
-
-    def wait(self, works: Sequence[Any], device: torch.device, on_host: bool) -> None:
-        """Wait for the works of one collective and add the time that took."""
-        if on_host or device.type == "cpu":
-            began = time.perf_counter()
-            for work in works:
-                work.wait()
-            self._seconds += time.perf_counter() - began
-            self.pending -= 1
-            return
-        start, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for work in works:
-            work.wait()
-        end.record()
-        self._events.append((start, end))
-        self.pending -= 1
-        if len(self._events) > KEPT_EVENTS:
-            self._events[KEPT_EVENTS // 2][1].synchronize()
-            self._add_up(KEPT_EVENTS // 2)
-
-    def _add_up(self, count: int) -> None:
-        self._seconds += sum(float(start.elapsed_time(end)) for start, end in self._events[:count]) / 1e3
-        del self._events[:count]
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as a flat view of its bytes."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-class Pending:
-    """Messages under way. What is sent must stay as it is, and what is received is not there, before `wait`."""
-
-    def __init__(
-        self, group: RankGroup, kind: str, works: Sequence[Any], device: torch.device, staged: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        self._group, self._kind, self._works, self._device, self._staged = group, kind, works, device, staged
-
-    def wait(self) -> None:
-        """Wait until everything was sent and received."""
-        with trace_range("cp.wait", self._kind):
-            self._group.stats.wait(self._works, self._device, self._group.via_host)
-            self._works = ()  # they hold what was sent
-            for target, host in self._staged:
-                target.copy_(host)
-
-
-class RankGroup:
-    """Ranks that share something along one axis of the mesh.
-
-    Every collective moves exact sizes, which every rank derives on its own: none carries a size, and uneven ones need no padding.
-    On NCCL each is one kernel. Data crosses as bytes, because not every backend knows every dtype.
-
-    Args:
-        group: process group, or None for a single process.
-        stats: where to account for the collectives.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, stats: CommStats | None = None) -> None:
-        self.group = group
-        self.size = dist.get_world_size(group) if group is not None else 1
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self._global_ranks = dist.get_process_group_ranks(group) if group is not None else [0]
-        self.stats = stats or CommStats()
-        # gloo moves host memory only: accelerator tensors are staged through the host.
-        self.via_host = group is not None and dist.get_backend(group) == "gloo"
-
-    def all_to_all(
-        self, send: Tensor, sent: Sequence[int], received: Tensor, arriving: Sequence[int], kind: str = "all_to_all"
-    ) -> Pending:
-        """Send a part of `send` to every rank, and receive a part of `received` from every rank, this one included.
-
-        Args:
-            send, received: contiguous, of one dtype and on one device.
-            sent, arriving: elements for and from every rank, in the order of the ranks. Both sides know them.
-            kind: what to count it as, and its name in traces.
-        """
-        size = send.element_size()
-        staged: list[tuple[Tensor, Tensor]] = []
-        with trace_range("cp." + kind):
-            work = dist.all_to_all_single(
-                as_bytes(self._landing(received, staged)),
-                as_bytes(self._leaving(send)),
-                [count * size for count in arriving],
-                [count * size for count in sent],
-                group=self.group,
-                async_op=True,
-            )
-        self.stats.started(kind, send.nbytes - sent[self.rank] * size)
-        return Pending(self, kind, [work], send.device, staged)
-
-    def exchange(self, send: Tensor, received: Tensor) -> Pending:
-        """Send a tensor to the next rank, and receive one from the rank before into `received`."""
-        sent, arriving = [0] * self.size, [0] * self.size
-        sent[(self.rank + 1) % self.size], arriving[self.rank - 1] = send.numel(), received.numel()
-        return self.all_to_all(send, sent, received, arriving, "exchange")
-
-    def all_gather(self, locals_: Sequence[Tensor], lengths: Sequence[int], dim: int) -> list[Tensor]:
-        """Concatenate the shards of all ranks along `dim`, for each of some tensors; `lengths[r]` is rank r's size there.
-
-        One batch of messages between pairs of ranks: torch's own gathers want shards of one size, or copy the whole.
-        """
-        if self.size == 1:
-            return list(locals_)
-        moved = [tensor.movedim(dim, 0) for tensor in locals_]
-        whole = [tensor.new_empty((sum(lengths), *tensor.shape[1:])) for tensor in moved]
-        shards = list(zip(*(tensor.split(list(lengths)) for tensor in whole), strict=True))
-        for own, tensor in zip(shards[self.rank], moved, strict=True):
-            own.copy_(tensor)
-        operations: list[dist.P2POp] = []
-        staged: list[tuple[Tensor, Tensor]] = []
-        with trace_range("cp.all_gather"):
-            sends = [self._leaving(own) for own in shards[self.rank] if own.numel()]
-            for step in range(1, self.size):
-                to, source = self.global_rank(self.rank + step), self.global_rank(self.rank - step)
-                operations += [dist.P2POp(dist.isend, as_bytes(own), to, self.group) for own in sends]
-                arriving = [self._landing(shard, staged) for shard in shards[(self.rank - step) % self.size] if shard.numel()]
-                operations += [dist.P2POp(dist.irecv, as_bytes(shard), source, self.group) for shard in arriving]
-            works = dist.batch_isend_irecv(operations) if operations else []
-        self.stats.started("all_gather", sum(own.nbytes for own in shards[self.rank]) * (self.size - 1))
-        Pending(self, "all_gather", works, whole[0].device, staged).wait()
-        return [tensor.movedim(0, dim) for tensor in whole]
-
-    def gather_parts(self, part: Tensor, whole: Tensor) -> Pending:
-        """Put the parts of all ranks one behind the other into `whole`, `[size * part.numel()]`. All parts are of one size."""
-        works: list[Any] = []
-        staged: list[tuple[Tensor, Tensor]] = []
-        with trace_range("cp.weights"):
-            if self.size == 1:
-                whole.copy_(part)
-            else:
-                target, source = self._landing(whole, staged), self._leaving(part)
-                works.append(dist.all_gather_into_tensor(target, source, group=self.group, async_op=True))
-        self.stats.started("weights", part.nbytes * (self.size - 1))
-        return Pending(self, "weights", works, whole.device, staged)
-
-    def twin(self, timeout: timedelta | None = None) -> RankGroup:
-        """The same ranks with a process group of their own: what is sent on it waits for nothing that is sent on this one."""
-        if self.group is None:
-            return RankGroup(None, self.stats)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # as in make_groups
-        made = dist.new_group(self._global_ranks, timeout, dist.get_backend(self.group), use_local_synchronization=True)
-        dist.barrier(made)
-        return RankGroup(made, self.stats)
-
-    def largest(self, value: Tensor) -> Tensor:
-        """The largest of the values of all ranks, element by element. `value` is contiguous, and may be overwritten."""
-        if self.size == 1:
-            return value
-        with trace_range("cp.all_reduce"):
-            shared = self._leaving(value)
-            work = dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self.stats.started("all_reduce", value.nbytes)
-        Pending(self, "all_reduce", [work], value.device, ()).wait()
-        return shared.to(value.device)
-
-    def _leaving(self, tensor: Tensor) -> Tensor:
-        """What the backend sends in place of a tensor."""
-        return tensor.cpu() if self.via_host else tensor
-
-    def _landing(self, tensor: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Where the backend receives what is for a tensor; noted in `staged` where it has to be copied from there."""
-        if not self.via_host or tensor.device.type == "cpu":
-            return tensor
-        host = torch.empty_like(tensor, device="cpu")
-        staged.append((tensor, host))
-        return host
-
-    def global_rank(self, rank: int) -> int:
-        """A rank of this group, counted around, as torch's point-to-point functions want it."""
-        return self._global_ranks[rank % self.size]
 
 
 @dataclass(frozen=True)

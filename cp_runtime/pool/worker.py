@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..engine.collectives import CommStats, wait_for
 from ..engine.measuring import measure
-from ..engine.mesh import BatchMesh, CommStats, wait_for
+from ..engine.mesh import BatchMesh
 from ..errors import ProtocolError
 from .board import Board, resident_bytes, start_heartbeat
 from .cancel import CancelPoints

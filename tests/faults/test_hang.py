@@ -53,7 +53,7 @@ def test_a_rank_that_hangs_is_named(fault_server, expected, faults, kind, rank):
     assert parts[rank].startswith(f"pid {pids[rank]}, {'stopped' if kind == 'stop' else ''}")
     assert "faults.py" in parts[rank]
     assert "faults.py" not in parts[1 - rank]
-    assert "mesh.py" in parts[1 - rank]  # it waits in a collective
+    assert "collectives.py" in parts[1 - rank]  # it waits in a collective
     stacks.unlink()
     assert not set(pids) & set(assert_right(fault_server, expected))
 

@@ -11,8 +11,8 @@ from comfy.quant_ops import QuantizedTensor  # noqa: E402
 from torch import nn  # noqa: E402
 
 from cp_runtime.comfy.worker.quantised import shared_scales  # noqa: E402
+from cp_runtime.engine.collectives import RankGroup  # noqa: E402
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings  # noqa: E402
-from cp_runtime.engine.mesh import RankGroup  # noqa: E402
 from cp_runtime.engine.plan import ShardingPlan  # noqa: E402
 
 tokens = torch.randn(24, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.01, 30.0, 24)[:, None]

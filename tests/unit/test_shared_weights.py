@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from cp_runtime.engine.mesh import RankGroup
+from cp_runtime.engine.collectives import RankGroup
 from cp_runtime.engine.weights.blocks import blocks_of, sizes_of
 from cp_runtime.engine.weights.packing import Packing
 from cp_runtime.engine.weights.sharded import ShardedWeights

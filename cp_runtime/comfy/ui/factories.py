@@ -18,10 +18,8 @@ from torch import Tensor
 
 from ...errors import MirrorError, UnsupportedError
 from ...pool.protocol import flatten
-from ..wire.recipe import DECIDED_BY_WORKER, FACTORY, Factory, Recipe, file_digest, file_stamp, texts_in
+from ..wire.recipe import DECIDED_BY_WORKER, FACTORY, REMEDY, Factory, Recipe, file_digest, file_stamp, texts_in
 from .site import node_folders
-
-REMEDY = "Use Load Diffusion Model or Load Checkpoint."
 
 
 def factory_recipe(init: tuple[Any, ...]) -> Recipe:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import comfy.sd
 import torch
 
 from ...errors import MirrorError
-from ..wire.recipe import DECIDED_BY_WORKER, LOADERS, OPTIONS, FileStamp, Recipe, file_stamp
+from ..wire.recipe import DECIDED_BY_WORKER, LOADERS, OPTIONS, REMEDY, FileStamp, Recipe, file_stamp
 from .factories import factory_recipe
 from .model_notes import ModelNotes, notes_of
 
 
 def recipe_of(patcher: Any) -> Recipe:
-    """Return the recipe of a ModelPatcher. It is read once per model.
+    """Return the recipe of a diffusion model's ModelPatcher. It is read once per model.
 
     Where no stamp was taken when the file was loaded, its present state is taken; then only the comparison of weights
     (`target.verify`) notices that the file was replaced in between.
@@ -23,10 +24,20 @@ def recipe_of(patcher: Any) -> Recipe:
     Raises:
         MirrorError: its loader left none, or one that workers do not follow; or the file changed while ComfyUI loaded it.
     """
+    return once(patcher, _read_recipe)
+
+
+def once(patcher: Any, read: Callable[[Any, ModelNotes], Recipe]) -> Recipe:
+    """The recipe of a ModelPatcher, read when it is first asked for, and when another loader has made the model."""
     init, notes = patcher.cached_patcher_init, notes_of(patcher.model)
     if notes.recipe is None or notes.recipe[0] is not init:
-        notes.recipe = init, _read_recipe(patcher, notes)
+        notes.recipe = init, read(patcher, notes)
     return notes.recipe[1]
+
+
+def loader_name(function: Any, names: Sequence[str]) -> str | None:
+    """By which of these names ComfyUI knows a loader; None for another function."""
+    return next((name for name in names if getattr(comfy.sd, name) is function), None)
 
 
 def _read_recipe(patcher: Any, notes: ModelNotes) -> Recipe:
@@ -34,11 +45,10 @@ def _read_recipe(patcher: Any, notes: ModelNotes) -> Recipe:
     name = type(patcher.model).__name__
     if init is None:
         raise MirrorError(
-            f"the loader of this {name} model left no recipe (cached_patcher_init), so the workers cannot load it. "
-            "Use Load Diffusion Model or Load Checkpoint."
+            f"the loader of this {name} model left no recipe (cached_patcher_init), so the workers cannot load it. {REMEDY}"
         )
     function, args = init[0], init[1]
-    loader = next((known for known in LOADERS if getattr(comfy.sd, known) is function), None)
+    loader = loader_name(function, LOADERS)
     if loader is None:
         return factory_recipe(init)
     place = 1 if loader == LOADERS[0] else 6

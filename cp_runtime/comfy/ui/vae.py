@@ -44,16 +44,17 @@ ATTRIBUTE = "context_parallel_patcher"
 _REMEDY = "Use VAE Decode or VAE Encode, or set on_unsupported of CP Config to 'single device'."
 
 
-def config_in_use() -> RuntimeConfig:
+def _config_in_use() -> RuntimeConfig:
     """The config of the ranks that there are, or that of a node without one."""
     workers = CONTROLLER.workers
     return workers.pool.config if workers is not None else default_config()
 
 
-def run_vae(vae: Any, config: RuntimeConfig, mode: str, exact: Callable[[Any], Any], tiles: Callable[[Any], Any]) -> Any:
+def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[Any], Any], tiles: Callable[[Any], Any]) -> Any:
     """Run a VAE on the ranks of a config.
 
     Args:
+        config: None = on the ranks that there are, or else on all devices.
         mode: one of MODES; auto = exact where there is a plan for the VAE, else tiles.
         exact: calls `decode` or `encode` of the VAE that it is given; what ComfyUI's own node does.
         tiles: the same with `decode_tiled` or `encode_tiled`.
@@ -64,6 +65,7 @@ def run_vae(vae: Any, config: RuntimeConfig, mode: str, exact: Callable[[Any], A
     """
     if not isinstance(vae, comfy.sd.VAE):  # ComfyUI takes any JSON in the place of a link
         raise bad_value("vae", vae, "a VAE", "Connect the output of Load VAE or Load Checkpoint.")
+    config = _config_in_use() if config is None else config
     if not isinstance(config, RuntimeConfig):
         raise bad_value("cp_config", config, "the output of a CP Config node", "Connect one, or leave it open.")
     if mode not in MODES:

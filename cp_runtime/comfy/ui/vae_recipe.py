@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import comfy.sd
-
 from ...errors import MirrorError
 from ..wire.recipe import VAE_LOADERS, Recipe
-from .model_notes import notes_of
-from .recipes import stamp_of
+from .model_notes import ModelNotes
+from .recipes import loader_name, once, stamp_of
 
 _REMEDY = "Use Load VAE or Load Checkpoint."
 
@@ -24,13 +22,10 @@ def vae_recipe_of(patcher: Any) -> Recipe:
     Raises:
         MirrorError: its loader left none, or one that workers do not follow.
     """
-    init, notes = patcher.cached_patcher_init, notes_of(patcher.model)
-    if notes.recipe is None or notes.recipe[0] is not init:
-        notes.recipe = init, _read(patcher)
-    return notes.recipe[1]
+    return once(patcher, _read)
 
 
-def _read(patcher: Any) -> Recipe:
+def _read(patcher: Any, notes: ModelNotes) -> Recipe:
     init = patcher.cached_patcher_init
     if init is None:
         raise MirrorError(
@@ -38,7 +33,7 @@ def _read(patcher: Any) -> Recipe:
             f"load it: it is made of several files, or came from another node pack. {_REMEDY}"
         )
     function, args = init[0], init[1]
-    loader = next((known for known in VAE_LOADERS if getattr(comfy.sd, known) is function), None)
+    loader = loader_name(function, VAE_LOADERS)
     if loader is None:
         raise MirrorError(
             f"the loader function {function.__module__}.{function.__qualname__} is not one that the workers may call "
@@ -48,4 +43,4 @@ def _read(patcher: Any) -> Recipe:
     if metadata is not None and "tae_latent_channels" in metadata:
         raise MirrorError(f"this VAE is what its name says, and not what its file says. {_REMEDY}")
     path = os.path.abspath(args[0])
-    return Recipe(loader, path, {}, stamp_of(path, notes_of(patcher.model)))
+    return Recipe(loader, path, {}, stamp_of(path, notes))

@@ -20,6 +20,8 @@ VAE_LOADERS = ("load_vae_patcher", "load_checkpoint_vae_patcher")
 FACTORY = "factory"
 DTYPE_OPTIONS = ("dtype", "weight_dtype")
 OPTIONS = (*DTYPE_OPTIONS, "fp8_optimizations")
+REMEDY = "Use Load Diffusion Model or Load Checkpoint."
+"""Where a loader is not one that workers can repeat."""
 DECIDED_BY_WORKER = ("load_device", "offload_device")
 FileStamp = tuple[int, ...]
 """State of a file: bytes, time of change of its content and of its inode in nanoseconds, number of the inode. Two of the same

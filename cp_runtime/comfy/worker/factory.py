@@ -20,9 +20,7 @@ import comfy.model_patcher
 
 from ...errors import MirrorError, ProtocolError
 from ...pool.protocol import unflatten
-from ..wire.recipe import Factory, file_digest, is_inside, texts_in
-
-REMEDY = "Use Load Diffusion Model or Load Checkpoint."
+from ..wire.recipe import REMEDY, Factory, file_digest, is_inside, texts_in
 
 
 def call_factory(factory: Factory, node_folders: Sequence[str], model_folders: Sequence[str]) -> Any:

@@ -17,7 +17,7 @@ import torch
 from comfy.cli_args import PerformanceFeature, args
 from torch import Tensor
 
-from ...engine.mesh import RankGroup
+from ...engine.collectives import RankGroup
 
 LARGEST = 448.0 * 6.0  # of a block scale (float8_e4m3) times of a value (float4_e2m1)
 

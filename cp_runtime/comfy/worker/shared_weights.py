@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...engine.mesh import RankGroup
+from ...engine.collectives import RankGroup
 from ...engine.weights.blocks import Block, blocks_of
 from ...engine.weights.packing import round_up
 from ...engine.weights.sharded import ShardedWeights

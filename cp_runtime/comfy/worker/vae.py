@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...engine.batch import BatchShares
-from ...engine.mesh import BatchMesh, RankGroup
+from ...engine.collectives import RankGroup
+from ...engine.mesh import BatchMesh
 from ...engine.rows.plan import run_on_rows
 from ...errors import PlanError
 from ...nested import map_tensors
@@ -92,10 +93,6 @@ def _tiles(
                 "tile_size and overlap to multiples of 64, or mode to exact."
             )
         counts = [math.prod(shape) for shape in expected] + [0] * (group.size - len(expected))
-        received = out.new_empty(sum(counts) if group.rank == 0 else 0)
-        arriving = counts if group.rank == 0 else [0] * group.size
-        group.all_to_all(out.reshape(-1), [out.numel()] + [0] * (group.size - 1), received, arriving, "tiles").wait()
-        if group.rank == 0:
-            parts = received.to("cpu").split(counts[: len(expected)])
-            results += [part.view(shape) for part, shape in zip(parts, expected, strict=True)]
+        parts = group.to_first(out, counts, "tiles")
+        results += [part.to("cpu").view(shape) for part, shape in zip(parts, expected, strict=False)]
     return results if group.rank == 0 else None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..mesh import RankGroup
+from ..collectives import RankGroup
 from .merge import PartialAttention
 
 ChunkAttention = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]

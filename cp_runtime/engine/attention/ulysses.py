@@ -25,7 +25,7 @@ from itertools import groupby
 
 from torch import Tensor
 
-from ..mesh import Pending, RankGroup
+from ..collectives import Pending, RankGroup
 from ..sharding import Shares, split_ranges, split_sizes
 
 

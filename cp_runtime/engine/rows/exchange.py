@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..mesh import Pending, RankGroup
+from ..collectives import Pending, RankGroup
 from .layout import RowLayout
 
 

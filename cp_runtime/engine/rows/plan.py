@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import PlanError, UnsupportedError
-from ..mesh import RankGroup, SequenceMesh
+from ..collectives import RankGroup
+from ..mesh import SequenceMesh
 from .layout import RowLayout
 from .split import SplitRows
 

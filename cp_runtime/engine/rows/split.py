@@ -110,19 +110,13 @@ class SplitRows(TorchFunctionMode):
         own = local.narrow(dim, 0, lengths[group.rank])
         if not first_only:
             return group.all_gather([own], lengths, dim)[0]
-        per_row = local.numel() // local.shape[dim]
-        counts = [length * per_row if group.rank == 0 else 0 for length in lengths]
-        received = local.new_empty(sum(counts))
-        sent = [own.numel()] + [0] * (group.size - 1)
-        group.all_to_all(own.reshape(-1), sent, received, counts, "rows").wait()
-        if group.rank:
-            return None
         shape = list(local.shape)
+        per_row = local.numel() // shape[dim]
         parts = []
-        for part, length in zip(received.split(counts), lengths, strict=True):
+        for part, length in zip(group.to_first(own, [length * per_row for length in lengths], "rows"), lengths, strict=False):
             shape[dim] = length
             parts.append(part.view(shape))
-        return torch.cat(parts, dim)
+        return torch.cat(parts, dim) if parts else None
 
     # --- functions that look across rows ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import PlanError
-from ..mesh import Pending, RankGroup
+from ..collectives import Pending, RankGroup
 from .blocks import Block, blocks_of
 from .packing import ALIGNMENT, Packing, round_up
 
