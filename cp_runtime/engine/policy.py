@@ -33,8 +33,8 @@ from .mesh import form_groups, reduced
 from .sharding import Shares, split_sizes
 
 LAUNCHES = 30  # operations per planned module
-TRIES = 3  # splits of one kind of call that are measured
-NEARLY = 1.1  # times the best time so far: what another split may be predicted to take and is tried all the same
+TRIES = 4  # splits of one kind of call that are measured
+NEARLY = 1.25  # times the best time so far: what another split may be predicted to take and is tried all the same
 HOPELESS = 2.0  # times the best: a split that took longer is not given a second run, which would be a warm one
 DRIFT = 1.05  # a time that is not reached again counts for so much more with every call: machines change
 NEVER = 1e8  # seconds

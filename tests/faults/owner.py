@@ -28,6 +28,7 @@ TESTS = Path(__file__).resolve().parents[1]
 MARKER = "CONTEXT_PARALLEL_TEST_OWNER"
 """Environment variable that the process and everything it starts inherits."""
 FORKED_CHILD_LIVES = 120  # seconds
+THREAD_ENDS = 2  # seconds at most
 
 
 class OwnerError(Exception):
@@ -285,11 +286,15 @@ def main():
 
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s|%(message)s")
-    commands = Commands()
+    commands, threads = Commands(), []
+    # Once its pools are closed (what is registered later runs earlier), none of its threads has long to go on. A daemon thread that is
+    # inside of torch when Python ends has the process aborted.
+    atexit.register(lambda: [thread.join(THREAD_ENDS) for thread in threads])
     for line in sys.stdin:
         request = json.loads(line)
         if request.pop("thread", False):
-            threading.Thread(target=commands.run, kwargs=request, daemon=True).start()
+            threads.append(threading.Thread(target=commands.run, kwargs=request, daemon=True))
+            threads[-1].start()
         else:
             commands.run(**request)
 

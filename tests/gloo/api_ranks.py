@@ -6,6 +6,7 @@ import gc
 import inspect
 import io
 import sys
+import threading
 import weakref
 from collections import namedtuple
 from functools import partial
@@ -359,4 +360,6 @@ with torch.no_grad():
     apply_context_parallel(model, ulysses, PLAN)
     check("a new process group", (model(x).sample - expected).abs().max() < 1e-5)
     check("its mesh is gone", refused(lambda: apply_context_parallel(other, of_mesh, PLAN), ConfigError, "mesh: got one without"))
+    # One that is inside of torch when Python ends has the process aborted: docs/api.md, "Limits".
+    check("no thread is left", threading.enumerate() == [threading.main_thread()])
 finish()

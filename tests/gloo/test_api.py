@@ -12,4 +12,4 @@ SCRIPT = Path(__file__).with_name("api_ranks.py")
 def test_use_and_misuse(world):
     reports = run_ranks(SCRIPT, world)
     assert [r["name"] for r in reports if not r["held"]] == []
-    assert len(reports) == (86 if world == 2 else 79)
+    assert len(reports) == (87 if world == 2 else 80)
