@@ -287,8 +287,8 @@ def main():
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s|%(message)s")
     commands, threads = Commands(), []
-    # Once its pools are closed (what is registered later runs earlier), none of its threads has long to go on. A daemon thread that is
-    # inside of torch when Python ends has the process aborted.
+    # Once its pools are closed (what is registered later runs earlier), none of its threads has long to go on. A daemon thread that
+    # is inside of torch when Python ends has the process aborted.
     atexit.register(lambda: [thread.join(THREAD_ENDS) for thread in threads])
     for line in sys.stdin:
         request = json.loads(line)
