@@ -147,7 +147,7 @@ def test_mirrored_patch(name, served, world, server, family_checkpoints):
 
 ATTENTION = {  # other functions than the one that ComfyUI takes on a CPU
     "as ComfyUI sets it": {"kind": "backend", "name": "pytorch"},
-    "as a pack sets it": {"kind": "selector", "name": "split"},
+    "as a pack sets it": {"kind": "selector", "name": "pytorch"},
     "past ComfyUI's wrapper": {"kind": "per model", "name": "pytorch"},
 }
 
