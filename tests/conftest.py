@@ -24,15 +24,18 @@ CHECKOUT = TESTS.parent
 # `python -m pytest` puts the working directory first.
 sys.path[:] = [str(TESTS), *(entry for entry in sys.path if Path(entry).resolve() not in (CHECKOUT, TESTS))]
 
-from support import checkpoints, durations, exercised, preloaded  # noqa: E402
+from support import preloaded  # noqa: E402
+
+for name, value in preloaded.THREADS.items():  # before torch is imported: OpenMP reads it when it is loaded
+    os.environ.setdefault(name, value)
+
+from support import checkpoints, durations, exercised  # noqa: E402
 from support.faults import SOAK  # noqa: E402
 from support.package import load_package  # noqa: E402
 
 if TYPE_CHECKING:  # machines that only run tests/gpu may lack what a server's client needs
     from support.server import ComfyServer
 
-for name, value in preloaded.THREADS.items():
-    os.environ.setdefault(name, value)
 load_package()
 
 
