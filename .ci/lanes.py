@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from support import durations, preloaded
+from support import durations, preloaded, shared_models
 
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = [sys.executable, "-c", "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())"]
@@ -124,7 +124,8 @@ def main() -> int:
         with contextlib.ExitStack() as stack:
             # One server starts no sooner by a process that has to import first what it would import.
             environment = {} if options.quick else stack.enter_context(preloaded.running(Path(folder)))
-            outcomes = run(jobs, options.lanes, {**environment, "CP_TEST_DURATIONS": str(figures)})
+            environment |= {"CP_TEST_DURATIONS": str(figures), shared_models.VARIABLE: str(Path(folder) / "models")}
+            outcomes = run(jobs, options.lanes, environment)
         table = durations.table(durations.read(figures))
     failed = [outcome for outcome in outcomes if outcome.failed]
     for outcome in failed:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from support import preloaded  # noqa: E402
 for name, value in preloaded.THREADS.items():  # before torch is imported: OpenMP reads it when it is loaded
     os.environ.setdefault(name, value)
 
-from support import checkpoints, durations, exercised  # noqa: E402
+from support import checkpoints, durations, exercised, shared_models  # noqa: E402
 from support.faults import SOAK  # noqa: E402
 from support.package import load_package  # noqa: E402
 
@@ -97,9 +98,10 @@ def comfyui_path() -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoints_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ComfyUI `models` folder that holds every tiny checkpoint and LoRA file (120 MB, written in two seconds)."""
+    """A ComfyUI `models` folder that holds every tiny checkpoint and LoRA file (220 MB, written in two seconds of a core)."""
     models = tmp_path_factory.mktemp("models")
-    checkpoints.write_all([*(name for name in checkpoints.CHECKPOINTS if name != "flux_large"), *checkpoints.LORAS], models)
+    names = [*(name for name in checkpoints.CHECKPOINTS if name != "flux_large"), *checkpoints.LORAS]
+    shared_models.provide(models, partial(checkpoints.write_all, names))
     for folder in ("vae", "vae_approx"):  # a server that has looked for one in vain does not look again
         (models / folder).mkdir(exist_ok=True)
     return models

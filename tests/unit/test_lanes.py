@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from support import durations
+from support import durations, shared_models
 from support.package import ROOT
 
 
@@ -67,3 +67,21 @@ def test_durations_of_several_runs_are_added_up(tmp_path):
         ["0.5", "s", "tests/server"],
         ["3.0", "s", one],
     ]
+
+
+def test_jobs_share_the_models_that_one_of_them_wrote(tmp_path, monkeypatch):
+    monkeypatch.setenv(shared_models.VARIABLE, str(tmp_path / "shared"))
+    (tmp_path / "shared.part").mkdir()
+    (tmp_path / "shared.part" / "half a file").touch()
+    written = []
+
+    def write(folder):
+        written.append(folder)
+        (folder / "loras").mkdir(parents=True)
+        (folder / "loras" / "one").write_text("weights")
+
+    for job in ("first", "second"):
+        shared_models.provide(tmp_path / job, write)
+        assert [file.name for file in (tmp_path / job).rglob("*") if file.is_file()] == ["one"]
+        (tmp_path / job / "loras" / "one").write_text("")  # its own
+    assert len(written) == 1
