@@ -60,7 +60,15 @@ class PoolError(ContextParallelError):
 
 
 class PoolTimeout(PoolError):
-    """The workers did not answer within their deadline."""
+    """The workers did not answer within their deadline.
+
+    Args:
+        rank: the one that the others wait for; None = nobody knows.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        self.rank = rank
+        super().__init__(message)
 
 
 class RankError(PoolError):

@@ -83,6 +83,17 @@ class Measured:
         return tuple(max(STEPS, round(STEPS * speed / slowest)) for speed in speeds)
 
 
+def device_name(device: torch.device) -> str:
+    """The kind of a device: what torch calls it, or its type."""
+    name = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name is None else str(name(device))
+
+
+def device_driver() -> str:
+    """What the speed of devices depends on besides their kind: torch and its driver."""
+    return f"{torch.__version__}, {torch.version.cuda or torch.version.hip or ''}"
+
+
 def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measured:
     """Measure this rank and its links; all ranks do it together, in a fraction of a second.
 

@@ -123,7 +123,7 @@ def missed_deadline(
     except OSError as error:
         found = f"No stacks of the ranks: {error}."
     remedy = _STOPPED if stopped else f"{_SLOW.get(what, _SLOW['load'])} {advice}".rstrip()
-    return PoolTimeout(f"{text} {found} They are restarted on next use. {remedy}")
+    return PoolTimeout(f"{text} {found} They are restarted on next use. {remedy}", min(stopped, default=last))
 
 
 def _describe_memory(replies: Mapping[int, Reply]) -> str:

@@ -102,9 +102,13 @@ class ForkServer:
         environment: theirs.
 
     Start of the process returns at once; it imports meanwhile.
+
+    Attributes:
+        ready: it has imported all, and forked a rank.
     """
 
     def __init__(self, site: WorkerSite, environment: dict[str, str]) -> None:
+        self.ready = False
         self._numbers = itertools.count()
         self._ranks: dict[int, RankProcess] = {}  # those that have not ended
         self._lines = Lines("fork server")
@@ -205,6 +209,7 @@ class ForkServer:
 
     def _take(self, answer: dict[str, Any]) -> None:
         number = answer["id"]
+        self.ready |= "pid" in answer
         if number not in self._ranks:
             return  # `start` has given it up: its channel is closed, at which a rank ends
         if "pid" in answer:

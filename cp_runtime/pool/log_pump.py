@@ -37,10 +37,11 @@ class Lines:
     def _emit(self, line: str) -> None:
         if not line:
             return
-        self.last.append(line)
         name, separator, text = line.partition("|")
         level = _LEVELS.get(name) if separator else None
-        log.log(level or logging.INFO, "[%s] %s", self._name, text if level else line)
+        line = text if level else line
+        self.last.append(line)
+        log.log(level or logging.INFO, "[%s] %s", self._name, line)
 
 
 class LogPump:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.collectives import CommStats, wait_for
-from ..engine.measuring import measure
+from ..engine.measuring import device_name, measure
 from ..engine.mesh import BatchMesh
 from ..errors import ProtocolError
 from .board import Board, resident_bytes, start_heartbeat
@@ -250,12 +250,6 @@ class Worker:
     def _cancel_asked(self) -> bool:
         frame = self.channel.poll()
         return frame is not None and frame.get("command") == "cancel"
-
-
-def device_name(device: torch.device) -> str:
-    """The kind of a device: what torch calls it, or its type."""
-    name = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
-    return device.type if name is None else str(name(device))
 
 
 def describe(error: BaseException) -> dict[str, str]:

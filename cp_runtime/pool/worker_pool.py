@@ -58,6 +58,9 @@ class WorkerPool:
     Attributes:
         doing: the command that runs, or "start"; empty = none. From any thread.
         waiting_for: the ranks that have not reported on it.
+        stage: of the start: "importing" what ranks need, where no process has yet, or "starting processes", then "connecting" them.
+        since: when the start began, in seconds since the epoch.
+        imports: whether what ranks need had to be imported for this start, which takes most of its time.
         did, did_until: the command before, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
         measured, shares, device_names: of the ranks; none until they are ready.
@@ -76,6 +79,7 @@ class WorkerPool:
         self.shares: Shares = ()
         self.device_names: list[str] = []
         self.waiting_for: list[int] = []
+        self.stage, self.since, self.imports = "", time.time(), True
         self.seconds: dict[str, float] = {}
         self._startup_timeout, self._load_timeout = startup_timeout(), load_timeout()
         self._seq = 0
@@ -112,10 +116,12 @@ class WorkerPool:
         if self.config.shares_accelerators:
             log.warning("ranks share an accelerator, over gloo: that is for checking results; one rank alone is faster")
         began = time.monotonic()
+        self.since = time.time()
         self._begin("start")
         try:
             with starting():
                 self._spawn(began + self._startup_timeout, cancelled)
+            self.stage = "connecting"
             hellos = self._collect(0, "start", began, self._startup_timeout, cancelled)
             self.backend = hellos[0]["backend"]
             self.measured = Measured.from_json(hellos[0]["measured"])
@@ -264,6 +270,8 @@ class WorkerPool:
         """Have the ranks forked."""
         environment = child_environment(self.config.device_type, self.world_size)
         server = FORK_SERVERS.get(self.site, environment)
+        self.imports = not server.ready
+        self.stage = "importing" if self.imports else "starting processes"
         with contextlib.ExitStack() as outputs:
             read = []
             for rank, device in enumerate(self.config.devices):

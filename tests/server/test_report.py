@@ -77,11 +77,14 @@ def test_speedup_is_known_for_families_without_a_wrapper_of_the_transformer(serv
 def test_a_run_that_is_measured_on_one_device_has_it_for_itself(server):
     sampled(server, **CP)
     assert server.get("/context_parallel/status")["models"] == ["flux.safetensors"]
-    assert server.get("/context_parallel/status")["last_call"]["seconds_per_call"] > 0
-    sampled(server, world_size=1)
+    assert server.get("/context_parallel/status")["speed"]["seconds_per_call"] > 0
+    _, report = sampled(server, world_size=1)
     status = server.get("/context_parallel/status")
     assert status["models"] == []
-    assert status["last_call"]["seconds_per_call"] is None  # that of one device is not the ranks' own
+    assert status["last_call"] is None  # what the ranks did before is no news of a run on one device
+    assert [rank["tokens"] for rank in status["ranks"]] == [{}, {}]
+    assert status["speed"]["words"] == report["speed"] == "one device"
+    assert status["speed"]["seconds_per_call"] == pytest.approx(report["seconds_per_call"], abs=1e-4)
 
 
 def test_single_device_runs_are_measured(server):
@@ -110,10 +113,11 @@ def test_report_as_text_and_picture(server):
     began = time.monotonic()
     text, image, shown = picture(server, json.dumps(REPORT))
     assert text.splitlines() == [
+        "1.80 × faster than one device",
+        "1.25 s per step, 1.2 s per call (one device: 2.16 s)",
         "Flux on 2 ranks (ulysses 2)",
-        "1.25 s per step, 1.2 s per call (0.2 s of it in ComfyUI, outside of the ranks)",
-        "25% of rank 0's time spent waiting for the link and for other ranks",
-        "one device: 2.16 s per call, so 1.80 times as fast with all",
+        "25% of a call waiting for other devices and for the link",
+        "0.2 s of a call in ComfyUI, outside of the ranks",
         "rank 0 on cpu: tokens 8 img; host 1.50 GiB",
         "rank 1 on cpu: tokens 8 img; host 1.50 GiB, device 1.00 GiB",
     ]
@@ -130,12 +134,11 @@ def test_report_as_text_and_picture(server):
 def test_a_speedup_that_no_sharding_gives_is_explained(server):
     """ComfyUI's own attention on a CPU is one that is several times slower than the ranks' one."""
     text, _, _ = picture(server, changed(speedup=6.55))
-    assert text.splitlines()[3:5] == [
-        "one device: 2.16 s per call, so 6.55 times as fast with all",
-        "more than the number of ranks: one device worked otherwise (attention kernel, weights that did not fit)",
-    ]
+    assert text.splitlines()[0] == "6.55 × faster than one device (more than 2 can gain: the one worked otherwise)"
     text, _, _ = picture(server, changed(speedup=2.0))
-    assert "more than the number" not in text
+    assert text.splitlines()[0] == "2.00 × faster than one device"
+    text, _, _ = picture(server, changed(speedup=2.0, speed="in words"))
+    assert text.splitlines()[0] == "in words"
 
 
 def test_a_run_without_a_step(server):
@@ -178,6 +181,7 @@ NO_REPORTS = {
     "too many ranks": changed(ranks=REPORT["ranks"] * 600),
     "a rank of another kind": changed(ranks=[1]),
     "negative time": changed_rank(seconds={"compute": -1.0, "communication": 0.0, "wait": 0.0}),
+    "two lines of speed": changed(speed="1\n2"),
     "two lines": changed_rank(device="cpu\nrank 1"),
     "half a character": changed_rank(device="\ud800"),
     "a long name": changed_rank(device="x" * 10_000),
@@ -195,7 +199,7 @@ def test_something_else_than_a_report(text, server):
 def test_a_report_of_very_many_ranks(server):
     """All are in the text; the picture stays one that can be looked at."""
     text, image, _ = picture(server, changed(ranks=REPORT["ranks"] * 500))
-    assert len(text.splitlines()) == 1004
+    assert len(text.splitlines()) == 1005
     assert image.height < 2000
 
 
@@ -235,8 +239,9 @@ def test_events_follow_the_workers(fresh_server):
 
     texts = [event.data for event in server.events if event.type == "text"]
     assert {node for node, _ in texts} == {"sampler"}
-    assert texts[0][1] == "starting 2 ranks…"
-    assert texts[-1][1].startswith("2 ranks (ulysses 2), ")
+    assert texts[0][1].startswith("starting 2 workers: ")
+    assert texts[-1][1].startswith("not measured yet · ")
+    assert texts[-1][1].endswith(" s per call · 2 ranks (ulysses 2)")
 
     # Another node must not show what this one did, while its own first call is under way.
     since = time.monotonic()
@@ -247,7 +252,7 @@ def test_events_follow_the_workers(fresh_server):
     server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "idle", 10 * SLACK, since=since)
     seconds = server.get("/context_parallel/status")["last_call"]["seconds"]
     shown = [event.data for event in server.events if event.type == "text" and event.time >= since]
-    assert set(shown) == {("other", f"2 ranks (ulysses 2), {seconds:.3g} s per call")}
+    assert set(shown) == {("other", f"not measured yet · {seconds:.3g} s per call · 2 ranks (ulysses 2)")}
 
     quiet = time.monotonic()
     time.sleep(3)
@@ -265,13 +270,20 @@ def test_speedup_is_known_after_a_run_on_one_device(fresh_server):
     text, report = sampled(server, **CP)
     assert report["seconds_per_call_on_one_device"] == alone["seconds_per_call"]
     assert report["speedup"] == pytest.approx(alone["seconds_per_call"] / report["seconds_per_call"], abs=0.02)
+    # One figure everywhere.
     summary, _, _ = picture(server, text)
-    assert f"{report['speedup']:.2f} times as fast" in summary
-    status = server.get("/context_parallel/status")["last_call"]
-    assert status["seconds_per_call_on_one_device"] == pytest.approx(alone["seconds_per_call"], abs=1e-4)
-    assert 0 < status["seconds_per_call"] < 10
-    assert status["degrees"] == {"ulysses": 2, "ring": 1, "batch": 1}
-    assert 0 < status["communication_share"] < 1
+    assert summary.splitlines()[0] == report["speed"]
+    status = server.get("/context_parallel/status")
+    speed, call = status["speed"], status["last_call"]
+    assert speed["words"] == report["speed"]
+    assert speed["words"].startswith(f"{report['speedup']:.2f} × ")
+    assert speed["times"] == pytest.approx(report["speedup"], abs=0.005)
+    assert speed["seconds_per_call_on_one_device"] == pytest.approx(alone["seconds_per_call"], abs=1e-4)
+    assert speed["seconds_per_call"] == pytest.approx(report["seconds_per_call"], abs=1e-4)
+    assert call["waiting_share"] == pytest.approx(report["communication_share"], abs=1e-4)
+    assert call["degrees"] == {"ulysses": 2, "ring": 1, "batch": 1}
+    shown = f"{speed['words']} · {speed['seconds_per_call']:.3g} s per call · 2 ranks (ulysses 2)"
+    server.wait_event(lambda event: event.type == "text" and event.data == ("sampler", shown))
 
 
 def test_text_goes_to_the_client_that_queued(fresh_server):

@@ -2,28 +2,29 @@
 
 import pytest
 
-from cp_runtime.comfy.ui.journal import MAX_KINDS, CallRecord, CallSums, Journal, public_message, time_by_rank
+from cp_runtime.comfy.ui.journal import CallRecord, CallSums, Journal, public_message, time_by_rank
 from cp_runtime.comfy.ui.run_timer import RunTimer
+from cp_runtime.comfy.ui.speed import Speed
 from cp_runtime.errors import MirrorError, PoolTimeout, RankError
+from cp_runtime.pool.kept import KeptFile, KeptSeconds
 
 
 def record(*ranks):
     """A call in which each rank took (seconds, of these in communication)."""
-    reports = [
-        {"idle": not s, "seconds": s, "communication": {"seconds": c, "bytes": 10}, "predicted": {"seconds": c / 2, "bytes": 8}}
-        for s, c in ranks
-    ]
+    degrees = {"ulysses": len(ranks), "ring": 1, "batch": 1}
+    communication = [{"communication": {"seconds": c, "bytes": 10}, "predicted": {"seconds": c / 2, "bytes": 8}} for _, c in ranks]
+    reports = [{"idle": not s, "seconds": s, "degrees": degrees, **c} for (s, _), c in zip(ranks, communication, strict=True)]
     return CallRecord(seconds=1.0, ended=0.0, reports=reports, pids=list(range(len(ranks))), node=None)
 
 
 def test_the_first_call_counts_only_while_it_is_alone():
     sums = CallSums()
     sums.add(record((9.0, 5.0), (9.0, 4.0)))
-    assert (sums.count, sums.communication_share) == (1, 5 / 9)
+    assert (sums.count, sums.waiting_share) == (1, 5 / 9)
     for _ in range(3):
         sums.add(record((2.0, 1.0), (1.5, 0.5)))
     assert sums.count == 3
-    assert sums.communication_share == 0.5
+    assert sums.waiting_share == 0.5
     assert sums.rank_0["communication_bytes"] == 30
     assert sums.times == [
         {"compute": 3.0, "communication": 1.5, "wait": 1.5},
@@ -45,15 +46,113 @@ def test_other_ranks_begin_new_sums():
     assert (sums.count, len(sums.times), sums.rank_0["seconds"]) == (1, 3, 4.0)
 
 
-def test_times_on_one_device_are_bounded():
-    journal = Journal()
-    for number in range(MAX_KINDS + 5):
-        timer = RunTimer(f"k{number}")
+# --- one device against several --------------------------------------------------------------------------------------------
+
+
+def a_run(key="flux", calls=3):
+    """A timer whose calls have ended, of a run on one device called "cpu"."""
+    timer = RunTimer(key, "cpu")
+    for _ in range(calls):
         timer.enter({})
-        journal.begin_run(timer)
-        journal.note_one_device(float(number))
-    assert journal.on_one_device == MAX_KINDS + 4
-    assert len(journal._one_device) == MAX_KINDS
+        timer.leave()
+    return timer
+
+
+def test_times_on_one_device_are_kept_by_kind_and_device_for_another_process(tmp_path):
+    file = tmp_path / "one_device.json"
+    journal = Journal(file)
+    assert journal.speed is None
+    journal.begin_run(a_run())
+    journal.end_run()
+    alone = journal.on_one_device
+    assert alone == journal.run.per_call > 0
+    assert journal.speed.words == "one device"
+
+    again = Journal(file)
+    again.begin_run(a_run())
+    assert again.on_one_device == alone
+    for other in (a_run("wan"), RunTimer("flux", "cuda"), RunTimer(None, "cpu")):
+        if not other.calls:
+            other.enter({})
+        again.begin_run(other)
+        assert again.on_one_device is None
+
+
+def test_a_run_of_the_ranks_is_no_run_on_one_device(tmp_path):
+    journal = Journal(tmp_path / "one_device.json")
+    journal.begin_run(a_run())
+    journal.calls.add(record((2.0, 1.0), (2.0, 1.0)))
+    journal.end_run()
+    assert journal.on_one_device is None
+    assert journal.speed.words == "not measured yet"
+
+
+def test_a_call_that_is_repeated_on_one_device_counts_with_what_comes_between_calls(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("cp_runtime.comfy.ui.run_timer.time.monotonic", lambda: now)
+    timer = RunTimer("flux", "cpu")
+    journal = Journal(tmp_path / "one_device.json")
+    journal.begin_run(timer)
+    journal.measure()
+    for ranks, repeated in ((9.0, 0.0), (2.0, 6.0), (2.0, 0.0), (2.0, 0.0)):
+        timer.enter({})
+        now += ranks + repeated
+        journal.calls.add(record((ranks, 0.1), (ranks, 0.1)))
+        if repeated:
+            journal.measured(repeated)
+        timer.inside(ranks + repeated, repeated)
+        timer.leave()
+        now += 0.5  # the sampler
+    assert not journal.measuring
+    assert timer.per_call == pytest.approx((3 * 2.0 + 2 * 0.5) / 3)
+    assert journal.on_one_device == 6.5
+    assert journal.speed.words == "2.79 × faster than one device (more than 2 can gain: the one worked otherwise)"
+
+
+def test_what_cannot_be_measured_says_why_until_another_kind_runs(tmp_path):
+    journal = Journal(tmp_path / "one_device.json")
+    for key in ("flux", "wan"):
+        journal.begin_run(a_run(key))
+        journal.calls.add(record((2.0, 1.0), (2.0, 1.0)))
+        if key == "flux":
+            journal.measure()
+            journal.measured(None, "one device has too little memory")
+            assert journal.speed.words == "not measured: one device has too little memory"
+    assert journal.speed.words == "not measured yet"
+
+
+@pytest.mark.parametrize(
+    ("speed", "words"),
+    [
+        (Speed(ranks=2, per_call=1.0, on_one_device=1.87), "1.87 × faster than one device"),
+        (Speed(ranks=2, per_call=1.0, on_one_device=0.926), "0.93 × the speed of one device"),
+        (Speed(ranks=1, per_call=1.0, on_one_device=1.0), "one device"),
+        (Speed(ranks=2, per_call=None, on_one_device=1.0), "known after two calls"),
+        (Speed(ranks=2, per_call=None, on_one_device=None), "not measured yet"),
+        (Speed(ranks=2, per_call=1.0, on_one_device=2.004), "2.00 × faster than one device"),
+    ],
+)
+def test_speed_in_words(speed, words):
+    assert speed.words == words
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        '{"version": 1, "machines": {"cpu": {"a": {"time": 1}, "b": {"time": 1, "seconds": "2"}, "c": {"time": 1, "seconds": 0}}}}',
+    ],
+)
+def test_seconds_that_are_none_are_not_there(tmp_path, content):
+    file = tmp_path / "one_device.json"
+    file.write_text(content)
+    kept = KeptSeconds(KeptFile("one_device.json", file), "cpu")
+    assert [kept.get(name) for name in "abc"] == [None, None, None]
+    kept.put("a", 1.5)
+    assert KeptSeconds(KeptFile("one_device.json", file), "cpu").get("a") == 1.5
+
+
+# --- messages ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, Rates, cost
 from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Pool, Run, candidates, largest_part, predict
-from cp_runtime.pool.call_times import MAX_KINDS, CallTimes
+from cp_runtime.pool.call_times import CallTimes
+from cp_runtime.pool.kept import MAX_ENTRIES
 
 GPU = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0, linear=4e14, launch=5e-6)
 SLOW_LINK = {"bandwidth": 5e8, "latency": 2e-4, "overlap": 0.0}
@@ -243,10 +244,10 @@ def test_several_processes_lose_nothing(tmp_path):
 
 
 def test_the_oldest_go(tmp_path, monkeypatch):
-    monkeypatch.setattr("cp_runtime.pool.call_times.MAX_KINDS", 3)
+    monkeypatch.setattr("cp_runtime.pool.kept.MAX_ENTRIES", 3)
     times = CallTimes("m", tmp_path / "calls.json")
     for kind in "abcde":
         times.put(kind, some())
         times.save(kind)
     assert [kind for kind in "abcde" if CallTimes("m", tmp_path / "calls.json").get(kind)] == ["c", "d", "e"]
-    assert MAX_KINDS >= 100
+    assert MAX_ENTRIES >= 100

@@ -14,7 +14,6 @@ from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
-from .controller import CONTROLLER
 from .devices import default_config
 from .interception import check_forward
 from .obstacles import conditions_obstacle, model_obstacle
@@ -33,7 +32,7 @@ def check_model(model: Any) -> None:
 
 
 def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
-    """Return a MODEL that computes on `config`'s ranks, without one on all devices; the given one where there is nothing to do.
+    """Return a MODEL that computes on `config`'s ranks, without one on all devices; as it was where there is nothing to do.
 
     Raises:
         ConfigError: one of them is something else.
@@ -48,13 +47,13 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
         return model
     if config.world_size == 1:
         log.info("context parallelism over one device: the model passes through")
-        return without_context_parallel(model)
+        return timed(without_context_parallel(model).clone())
     obstacle = model_obstacle(model, config.device_type)
     if obstacle is not None:
         if config.on_unsupported == "error":
             raise UnsupportedError(f"Apply Context Parallel: {obstacle}")
         log.warning("the model passes through on a single device: %s", obstacle)
-        return model
+        return timed(model.clone())
     # A plain patcher over the same BaseModel, whatever kind of memory management the given one does.
     patcher = model.clone(disable_dynamic=True, model_override=model.get_clone_model_override())
     patcher.__class__ = ContextParallelPatcher
@@ -65,7 +64,13 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER, prepare_sampling)
     patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, WRAPPER)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, WRAPPER, check_forward)
-    time_calls(patcher, CONTROLLER.journal.begin_run)
+    return timed(patcher)
+
+
+def timed(patcher: Any) -> Any:
+    """The given patcher, whose runs are measured: those on one device, too, for comparison."""
+    parallel = isinstance(patcher, ContextParallelPatcher)
+    time_calls(patcher, patcher.cp_config.devices[0] if parallel else str(patcher.load_device))
     return patcher
 
 

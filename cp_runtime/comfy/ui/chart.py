@@ -14,6 +14,7 @@ from torch import Tensor
 from ...errors import ContextParallelError, bad_value
 from ...pool.config import MAX_RANKS
 from .report import axes
+from .speed import NOT_MEASURED, at_work, times_in_words
 
 WIDTH, MARGIN, LABEL = 960, 24, 190  # pixels
 BAR, GAP, LINE = 30, 12, 30
@@ -23,6 +24,7 @@ COLOURS = {"compute": "#3b82f6", "communication": "#f59e0b", "wait": "#9ca3af"}
 PAPER, INK = "#ffffff", "#111827"
 LONGEST = 1 << 20  # characters of a report
 LONGEST_NAME = 100  # characters
+LONGEST_WORDS = 300  # characters
 LARGEST = 1e18  # of any figure
 
 
@@ -64,6 +66,13 @@ def _counts(value: Any) -> dict[str, float]:
     return {_name(name): _number(count) for name, count in value.items()}
 
 
+def _words(value: Any) -> str | None:
+    """A text of ours in one line."""
+    if value is None or (isinstance(value, str) and len(value) <= LONGEST_WORDS and value.isprintable()):
+        return value
+    raise ValueError(value)
+
+
 def _choice(value: Any) -> str:
     """What was chosen in words; empty where there was no choice, and in reports from before there was one."""
     return "" if value is None else _name(value["words"])
@@ -79,7 +88,7 @@ def _times(value: Any) -> dict[str, float]:
     return {part: _number(value[part]) for part in COLOURS}
 
 
-_ONE_DEVICE = {"world_size": _number, "seconds_per_step": _number, "seconds_per_call": _number_or_none}
+_ONE_DEVICE = {"speed": _words, "world_size": _number, "seconds_per_step": _number, "seconds_per_call": _number_or_none}
 _SEVERAL = {
     "family": _name,
     "degrees": _counts,
@@ -89,7 +98,7 @@ _SEVERAL = {
     "ranks": _ranks,
     "choice": _choice,
 }
-_NEWER = {"choice"}  # than the first reports
+_NEWER = {"choice", "speed"}  # than the first reports
 _RANK = {"rank": _number, "device": _name, "tokens": _counts, "seconds": _times, "host_memory": _number, "device_memory": _number}
 
 
@@ -99,30 +108,33 @@ def _checked(value: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 def summarise(report: dict[str, Any]) -> list[str]:
     """What `read_report` returned in a few lines; a line per rank at the end, where there are ranks."""
-    speed = f"{report['seconds_per_step']:.3g} s per step"
+    seconds = f"{report['seconds_per_step']:.3g} s per step"
     if report["seconds_per_call"] is not None:
-        speed += f", {report['seconds_per_call']:.3g} s per call"
+        seconds += f", {report['seconds_per_call']:.3g} s per call"
     if report["world_size"] == 1:
-        return ["one device", speed]
+        return ["one device", seconds]
+    if report["seconds_per_call_on_one_device"] is not None:
+        seconds += f" (one device: {report['seconds_per_call_on_one_device']:.3g} s)"
+    lines = [
+        report["speed"] or _older_speed(report),
+        seconds,
+        f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'])})",
+        *([f"this call ran on {report['choice']}"] if report["choice"] else []),
+        f"{report['communication_share']:.0%} of a call waiting for other devices and for the link",
+    ]
     if report["seconds_per_call"] is not None:
         outside = report["seconds_per_call"] - max(sum(rank["seconds"].values()) for rank in report["ranks"])
-        speed += f" ({max(0.0, outside):.2g} s of it in ComfyUI, outside of the ranks)"
-    lines = [
-        f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'])})",
-        speed,
-        *([f"this call ran on {report['choice']}"] if report["choice"] else []),
-        f"{report['communication_share']:.0%} of rank 0's time spent waiting for the link and for other ranks",
-    ]
-    if report["speedup"] is not None and report["seconds_per_call_on_one_device"] is not None:
-        alone = report["seconds_per_call_on_one_device"]
-        lines.append(f"one device: {alone:.3g} s per call, so {report['speedup']:.2f} times as fast with all")
-        if report["speedup"] > report["world_size"]:
-            lines.append("more than the number of ranks: one device worked otherwise (attention kernel, weights that did not fit)")
+        lines.append(f"{max(0.0, outside):.2g} s of a call in ComfyUI, outside of the ranks")
     for rank in report["ranks"]:
         tokens = ", ".join(f"{count} {name}" for name, count in rank["tokens"].items())
         memory = f"host {_gib(rank['host_memory'])}" + (f", device {_gib(rank['device_memory'])}" if rank["device_memory"] else "")
         lines.append(f"rank {rank['rank']} on {rank['device']}: {f'tokens {tokens}; ' if tokens else ''}{memory}")
     return lines
+
+
+def _older_speed(report: dict[str, Any]) -> str:
+    """Of a report from before it had words for that."""
+    return NOT_MEASURED if report["speedup"] is None else times_in_words(report["speedup"], at_work(report["degrees"]))
 
 
 def draw(report: dict[str, Any]) -> Tensor:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ...engine.cost import AttentionShape
+from ...engine.measuring import device_driver
 from ...engine.policy import CallSplit, CallWork, Known, Pool, Run
 from ...nested import tensors
 from ...pool.call_times import CallTimes
@@ -101,8 +100,7 @@ class Chooser:
         """Of this pool's machine."""
         if self._times is None:
             pool = self._pool
-            driver = torch.version.cuda or torch.version.hip or ""
-            machine = (*pool.device_names, pool.backend, torch.__version__, driver, pool.peer_to_peer, pool.shares)
+            machine = (*pool.device_names, pool.backend, device_driver(), pool.peer_to_peer, pool.shares)
             self._times = CallTimes(", ".join(map(str, machine)))
         return self._times
 
@@ -124,11 +122,14 @@ class Chooser:
 
 
 def in_words(choice: Mapping[str, Any] | None) -> str:
-    """What a report says about a choice: "1 of 4 devices; 4 would take 1.30 times as long (predicted)". Empty without a choice."""
+    """What a report says about a choice: "1 of 4 devices; 4 would take 1.30 times as long (predicted)". Empty without a choice.
+
+    What one device was measured to take stands in the speed of the run.
+    """
     if choice is None:
         return ""
     text, other = f"{choice['ranks']} of {choice['of']} devices", choice["alternative"]
-    if other is None:
+    if other is None or (other["ranks"] == 1 and other["measured"]):
         return text
     how = "measured" if other["measured"] else "predicted"
     return f"{text}; {other['ranks']} would take {other['times']:.2f} times as long ({how})"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ...errors import MirrorError, PoolError, ProtocolError, RankOutOfMemory
+from ...errors import ContextParallelError, MirrorError, PoolError, ProtocolError, RankOutOfMemory
 from ...pool.config import RuntimeConfig
 from ...pool.worker_pool import CallCancelled
 from .journal import CallRecord, Failure, Journal, Node
@@ -113,6 +113,21 @@ class Controller:
                 threading.Thread(target=self._restart, args=(self._restarting,), name="restart of workers", daemon=True).start()
             return self._restarting
 
+    def measure(self) -> None:
+        """Have the next run measure one of its calls on one device."""
+        self.journal.measure()
+        self.changed.set()
+
+    def end_run(self) -> None:
+        """A sampling run has come to its end, on one device or on the workers."""
+        self.journal.end_run()
+        self.changed.set()
+
+    def fail(self, error: ContextParallelError, node: Node | None) -> None:
+        """A run fails with an error that comes before the workers."""
+        self.journal.last_error = Failure.of(error, (), node)
+        self.changed.set()
+
     def own(self, key: str) -> None:
         """A model of the UI process uses this key."""
         self._owners[key] += 1
@@ -163,7 +178,7 @@ class Controller:
         try:
             workers.unload(key)
         except Exception as error:  # noqa: BLE001  (any error would end the thread of ComfyUI's queue)
-            self.journal.last_error = Failure.of(error)
+            self._failed(error)
             log.error("the workers did not unload and are restarted on next use: %s: %s", type(error).__name__, error)
             workers.pool.kill()
         self.changed.set()
@@ -185,7 +200,7 @@ class Controller:
         log.info("starting %d ranks on %s", config.world_size, ", ".join(config.devices))
         workers = self.workers = Workers(config, self.changed.set)  # visible while they start, so that they can be aborted
         self.changed.set()
-        workers.pool.start(cancelled)
+        workers.start(cancelled)
         return workers
 
     def _end(self) -> None:
@@ -212,6 +227,7 @@ class Controller:
                 self.node = None  # no node waits for them
                 with self._noted():
                     self._start(workers.pool.config)
+                self.journal.last_error = None
         finally:
             self._lock.release()
         return True
@@ -229,14 +245,22 @@ class Controller:
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Keep an error of the workers for the status."""
+        """Keep an error of the workers for the status. One that is refused may be an error of the run, or not: see `fail`."""
         try:
             yield
+            if self.workers is not None:
+                self.workers.failure = None
         except (PoolError, MirrorError, ProtocolError) as error:
-            self.journal.last_error = Failure.of(error)
+            self._failed(error)
             raise
         finally:
             self.changed.set()
+
+    def _failed(self, error: BaseException) -> None:
+        workers = self.workers
+        self.journal.last_error = Failure.of(error, () if workers is None else workers.pool.config.devices, self.node)
+        if workers is not None:
+            workers.failure = self.journal.last_error
 
     def _take_forgotten(self, wanted: str) -> list[str]:
         """Return keys that no model of this process uses any more."""

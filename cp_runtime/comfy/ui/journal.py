@@ -1,5 +1,5 @@
 """What the status and the report of CP Sampler are made of: the last error, the calls of the last sampling run, and times on one
-device to compare them with.
+device to compare them with, which outlive this process.
 
 It does not grow with the number of calls: it keeps sums, and the last call.
 """
@@ -10,22 +10,30 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...engine.measuring import device_driver
 from ...errors import ContextParallelError
+from ...pool.kept import KeptFile, KeptSeconds
 from .run_timer import RunTimer
+from .speed import Speed, at_work
 
-MAX_KINDS = 100  # of sampling runs on one device whose times are kept
 PARTS = ("compute", "communication", "wait")
 # Folders of a path, up to its last slash. Their names may hold spaces.
 _FOLDERS = re.compile(r"(?<![\w/.])/(?:[^\s/]+(?: [^\s/]+)*/)+")
 
 
 class Node(NamedTuple):
-    """A node of a prompt that is executed."""
+    """A node of a prompt that is executed.
+
+    Args:
+        kind: its class, as workflows name it; None = nobody knows.
+    """
 
     prompt_id: str
     node_id: str
+    kind: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +57,45 @@ class CallRecord:
     choice: dict[str, Any] | None = None
 
     @property
-    def communication_share(self) -> float:
-        """Which part of the call rank 0 spent waiting for communication."""
+    def at_work(self) -> int:
+        """Ranks that shared the call."""
+        return at_work(self.reports[0]["degrees"])
+
+    @property
+    def waiting_share(self) -> float:
+        """Which part of the call rank 0 waited for other ranks and for the link."""
         seconds: float = self.reports[0]["communication"]["seconds"]
         return seconds / self.reports[0]["seconds"]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of the workers: when it happened (seconds since the epoch), its message, and the rank that caused it, if one did."""
+    """An error of a run.
+
+    Args:
+        time: when it happened, in seconds since the epoch.
+        message: for everyone.
+        rank: that caused it, if one did.
+        device: of that rank.
+        node: that failed with it; None = no node waited.
+    """
 
     time: float
     message: str
     rank: int | None
+    device: str | None
+    node: Node | None
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        return cls(time.time(), public_message(error), getattr(error, "rank", None))
+    def of(cls, error: BaseException, devices: Sequence[str], node: Node | None) -> Failure:
+        """Of an error.
+
+        Args:
+            devices: of the ranks.
+        """
+        rank = getattr(error, "rank", None)
+        device = devices[rank] if rank is not None and rank < len(devices) else None
+        return cls(time.time(), public_message(error), rank, device, node)
 
 
 def public_message(error: BaseException) -> str:
@@ -109,8 +139,8 @@ class CallSums:
                 total[part] += seconds
 
     @property
-    def communication_share(self) -> float:
-        """Which part of the calls rank 0 spent waiting for communication."""
+    def waiting_share(self) -> float:
+        """Which part of the calls rank 0 waited for other ranks and for the link."""
         return self.rank_0["communication_seconds"] / self.rank_0["seconds"]
 
     def _clear(self, ranks: int) -> None:
@@ -144,30 +174,78 @@ def time_by_rank(reports: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
 class Journal:
     """What this process remembers of its sampling runs.
 
+    Args:
+        file: of times on one device; None = in the user's cache folder.
+
     Attributes:
         run: the sampling run that goes on, or went on last, on one device or on the workers.
         calls: of the workers in that run.
-        last_error: of the workers.
+        last_error: of a run.
+        measuring: the next run of two calls or more repeats one on one device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path | None = None) -> None:
         self.run = RunTimer(None)
         self.calls = CallSums()
         self.last_error: Failure | None = None
-        self._one_device: dict[Any, float] = {}
+        self.measuring = False
+        self._obstacle: tuple[str | None, str] = None, ""  # a kind of run, and why it could not be measured on one device
+        self._file = KeptFile("one_device.json", file)
+        self._one_device: dict[str, KeptSeconds] = {}  # by device and driver
 
     def begin_run(self, timer: RunTimer) -> None:
         """Start over, for a new sampling run."""
         self.run, self.calls = timer, CallSums()
 
+    def end_run(self) -> None:
+        """The run has come to its end. One on one device is what others can be compared with."""
+        self.run.finish()
+        if self.calls.last is None and self.run.per_call:
+            self.note_one_device(self.run.per_call)
+
+    def measure(self) -> None:
+        """Have the next run measure a call on one device."""
+        self.measuring, self._obstacle = True, (None, "")
+
+    def measured(self, seconds: float | None, obstacle: str = "") -> None:
+        """A call was repeated on one device.
+
+        Args:
+            seconds: that it took there; None = it could not be done.
+            obstacle: why not.
+        """
+        self.measuring, self._obstacle = False, (self.run.kind, obstacle)
+        if seconds is not None:
+            self.note_one_device(seconds + self.run.between)
+
     def note_one_device(self, seconds: float) -> None:
-        """Keep how many seconds per call this run took on one device."""
-        self._one_device.pop(self.run.kind, None)
-        self._one_device[self.run.kind] = seconds
-        if len(self._one_device) > MAX_KINDS:
-            del self._one_device[next(iter(self._one_device))]
+        """Keep how many seconds per call a run like this one takes on one device."""
+        if self.run.kind is not None and seconds > 0:
+            self._times.put(self.run.kind, seconds)
 
     @property
     def on_one_device(self) -> float | None:
         """Seconds per call of a run like this one on one device; None where none was measured."""
-        return self._one_device.get(self.run.kind)
+        return None if self.run.kind is None else self._times.get(self.run.kind)
+
+    @property
+    def speed(self) -> Speed | None:
+        """Of the run; None before the end of its first call."""
+        run, last = self.run, self.calls.last
+        if not run.done and last is None:
+            return None
+        kind, obstacle = self._obstacle
+        return Speed(
+            ranks=1 if last is None else last.at_work,
+            per_call=run.per_call,
+            on_one_device=self.on_one_device,
+            obstacle=obstacle if kind == run.kind else "",
+        )
+
+    @property
+    def _times(self) -> KeptSeconds:
+        """On a device like that of the run."""
+        machine = f"{self.run.device}, {device_driver()}"
+        if machine not in self._one_device:
+            self._one_device[machine] = KeptSeconds(self._file, machine)
+        return self._one_device[machine]

@@ -18,6 +18,7 @@ import comfy.model_patcher
 import torch
 from comfy.patcher_extension import CallbacksMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
+from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 from torch import nn
 
@@ -153,7 +154,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def refuse(self, obstacle: str) -> None:
         """Raise, or switch to the stock path on one device with a warning, as on_unsupported says."""
         if self.cp_config.on_unsupported == "error":
-            raise UnsupportedError(f"Apply Context Parallel: {obstacle}")
+            error = UnsupportedError(f"Apply Context Parallel: {obstacle}")
+            CONTROLLER.fail(error, executing_node())
+            raise error
         log.warning("running on a single device: %s", obstacle)
         self.cp_local = True
         CONTROLLER.unload(notes_of(self.model).key)
@@ -211,4 +214,8 @@ def with_cancel(run: Callable[[Callable[[], bool]], Any]) -> Any:
 def executing_node() -> Node | None:
     """The node of the graph that runs in this thread."""
     context = get_executing_context()
-    return Node(context.prompt_id, context.node_id) if context is not None else None
+    if context is None:
+        return None
+    graph = get_progress_state().dynprompt
+    kind = graph.get_node(context.node_id)["class_type"] if graph.has_node(context.node_id) else None
+    return Node(context.prompt_id, context.node_id, kind)

@@ -9,14 +9,13 @@ from typing import Any
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
 from ...version import VERSION
-from .apply import apply_to_model, check_model
+from .apply import apply_to_model, check_model, timed
 from .choosing import in_words
 from .controller import CONTROLLER
 from .journal import CallRecord, CallSums
 from .model_notes import notes_of
 from .patcher import ContextParallelPatcher
 from .run_timer import RunTimer
-from .timing import time_calls
 
 
 def run_with_report(
@@ -28,17 +27,17 @@ def run_with_report(
     if config is not None:
         model = apply_to_model(model, config)
     if not isinstance(model, ContextParallelPatcher):
-        model = model.clone()
-        time_calls(model, journal.begin_run)
+        model = timed(model.clone())
     journal.begin_run(RunTimer(None))  # there may be nothing to sample
     began = time.monotonic()
     result = sample(model)
     ended = time.monotonic()
-    run, calls = journal.run, journal.calls
-    per_call = run.per_call(ended)
+    run, calls, speed = journal.run, journal.calls, journal.speed
+    per_call = run.per_call
     report = {
         "version": VERSION,
         "world_size": 1,
+        "speed": None if speed is None else speed.words,
         "steps": steps,
         "calls": run.calls,
         "seconds": round(ended - began, 4),
@@ -46,16 +45,13 @@ def run_with_report(
         "seconds_per_step": round((ended - began if per_call is None else per_call * run.calls) / steps, 4),
         "seconds_per_call": _rounded(per_call),
     }
-    if isinstance(model, ContextParallelPatcher) and not model.cp_local and calls.last is not None:
-        one_device = journal.on_one_device
+    if isinstance(model, ContextParallelPatcher) and not model.cp_local and calls.last is not None and speed is not None:
         report |= {
-            # Of the same model and sizes, where CP Sampler ran them on one device since ComfyUI started.
-            "seconds_per_call_on_one_device": _rounded(one_device),
-            "speedup": None if one_device is None or per_call is None else round(one_device / per_call, 2),
+            # Of the same model and sizes, where they ran on one device: by world_size 1, by choice, or to be measured.
+            "seconds_per_call_on_one_device": _rounded(speed.on_one_device),
+            "speedup": None if speed.times is None else round(speed.times, 2),
             **_of_ranks(model, calls, calls.last),
         }
-    elif run.kind is not None and per_call is not None:
-        journal.note_one_device(per_call)
     return result, report
 
 
@@ -79,7 +75,7 @@ def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) 
         "weights": _weights(model, last),
         # Of the last call: kinds of compiled blocks, those that are not and why, and what rank 0 has compiled since it started.
         "compiled": last.reports[0]["compiled"],
-        "communication_share": round(calls.communication_share, 4),
+        "communication_share": round(calls.waiting_share, 4),
         # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
         "communication": {
             "seconds": round(mean["communication_seconds"], 6),

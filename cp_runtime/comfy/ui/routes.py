@@ -15,6 +15,7 @@ from .journal import public_message
 from .status import status
 
 STATUS, RESTART, DEVICES = "/context_parallel/status", "/context_parallel/restart", "/context_parallel/devices"
+MEASURE = "/context_parallel/measure"
 
 
 async def get_status(server: Any, _: web.Request) -> web.Response:
@@ -33,6 +34,12 @@ async def post_restart(server: Any, _: web.Request) -> web.Response:
     return web.json_response(answer, status=200 if error is None else 500)
 
 
+async def post_measure(server: Any, _: web.Request) -> web.Response:
+    """Have the next run repeat one call on one device, to compare with: `{"status": {…}}`. Its result is not changed by that."""
+    CONTROLLER.measure()
+    return web.json_response({"status": await asyncio.to_thread(status, server)})
+
+
 async def get_devices(_: web.Request) -> web.Response:
     """What can be chosen in CP Config, see `named_devices`."""
     return web.json_response(await asyncio.to_thread(named_devices))
@@ -42,4 +49,5 @@ def add_routes(server: Any) -> None:
     """Add them to ComfyUI's `PromptServer`; ComfyUI serves each under `/api` as well."""
     server.routes.get(STATUS)(partial(get_status, server))
     server.routes.post(RESTART)(partial(post_restart, server))
+    server.routes.post(MEASURE)(partial(post_measure, server))
     server.routes.get(DEVICES)(get_devices)

@@ -11,8 +11,9 @@ from ...pool.worker_pool import WorkerPool
 from ...version import VERSION
 from .choosing import in_words
 from .controller import CONTROLLER, Controller
-from .journal import CallRecord, Node
+from .journal import CallRecord, Failure, Journal, Node
 from .report import axes
+from .speed import NOT_MEASURED
 from .workers import Workers
 
 LINGER = 1.0
@@ -30,58 +31,70 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     """State of the pool and of every rank, as plain data. `server` is ComfyUI's `PromptServer`.
 
     `state` is "off" (no workers: they start with the next prompt that needs them), "starting", "loading", "computing", "idle" or
-    "failed" (started again on next use); `activity` says more in words. A rank is "starting", "loading", "computing", "idle",
-    "silent" (no sign of life, see SILENT) or "gone". `backend` is the one in use, None until the ranks are ready; `peer_to_peer`,
-    of NCCL only, whether the driver lets all GPUs reach each other's memory. `last_call` is None before the first one. Times are
-    seconds, memory is bytes: `host` is resident now; `device` is the peak of the last call. `idle`: the last call left the rank
-    out. `version` is the pack's. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
+    "failed" (started again on next use); `activity` says more in words. `speed` is that of the last sampling run, on one device or
+    on several, None before the first call of it. `starting` is None but while the workers start. A rank is "starting", "loading",
+    "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it since), "failed" or "ended" (with
+    the one that failed); `culprit` is the one that failed. `backend` is the one in use, None until the ranks are ready;
+    `peer_to_peer`, of NCCL only, whether the driver lets all GPUs reach each other's memory. `last_call` is None before the first
+    one, and after a run on one device. Times are seconds, memory is bytes: `host` is resident now; `device` is the peak of the last
+    call. `idle`: the last call left the rank out. `version` is the pack's. Anyone who reaches ComfyUI's port can read it: it holds
+    no paths and no tracebacks.
     """
-    workers, error = controller.workers, controller.journal.last_error
-    failure = None if error is None else {"time": error.time, "rank": error.rank, "message": error.message}
-    always = {"version": VERSION, "last_error": failure}
+    workers, journal = controller.workers, controller.journal
+    always = {"version": VERSION, "speed": _speed(journal), "last_error": _failure(journal.last_error)}
     if workers is None:
         return {
             "state": "off", "activity": "", "world_size": 0, "backend": None, "peer_to_peer": None, "models": [], "weights": {},
-            "last_call": None, "ranks": [], **always
+            "starting": None, "last_call": None, "ranks": [], **always
         }  # fmt: skip
     pool = workers.pool
     loading, waiting = workers.loading, pool.waiting_for  # read once: state and words are to agree
+    record = last_call(controller, workers)
     work = _work(server, controller, pool) if loading is None else "loading"
     # One that has reported is done, while others are not.
-    ranks = [_rank(controller, workers, r, "idle" if waiting and r not in waiting else work) for r in range(len(pool.processes))]
+    ranks = [_rank(workers, record, r, "idle" if waiting and r not in waiting else work) for r in range(len(pool.processes))]
     return {
         "state": _state(pool, ranks, work),
         "activity": _activity(controller, workers, loading),
+        "starting": _starting(workers),
         "world_size": pool.world_size,
         "backend": pool.backend,
         "peer_to_peer": pool.peer_to_peer,
         "models": workers.models,
         "weights": workers.placements,
-        "last_call": _last_call(controller, workers.last_call),
+        "last_call": None if record is None else _described(controller, record),
         "ranks": ranks,
         **always,
     }
 
 
+def last_call(controller: Controller, workers: Workers) -> CallRecord | None:
+    """The last call of the ranks, unless a run on one device has begun since: what it left is no news of that one."""
+    run, record = controller.journal.run, workers.last_call
+    return None if record is None or (run.done and run.began > record.ended) else record
+
+
 def _activity(controller: Controller, workers: Workers, loading: tuple[str, float | None] | None) -> str:
     """What the workers do at the moment, or did last, in words."""
     pool = workers.pool
-    doing, waiting = pool.doing, pool.waiting_for
-    if doing == "start":
-        return f"starting {_ranks(pool, waiting)}…"
+    waiting = pool.waiting_for
+    if pool.doing == "start":
+        before = "" if workers.last_start is None else f" (took {workers.last_start:.0f} s last time)"
+        return f"starting {pool.world_size} workers: {pool.stage}{before}…"
     if loading is not None:
         model, loaded = loading
         return f"loading {model} on {_ranks(pool, waiting)}…" + ("" if loaded is None else f" {100 * loaded:.0f} %")
     if compiling := [rank for rank in waiting if pool.progress(rank).compiling]:
         return f"compiling blocks on {_ranks(pool, compiling)}…"
-    record = workers.last_call
+    record, speed = workers.last_call, controller.journal.speed
     if record is None or record.node != controller.node or not pool.alive:
         return ""  # what another node did says nothing about this one
-    seconds = _per_call(controller, record) or record.seconds
     ranks = f"{pool.world_size} ranks ({axes(record.reports[0]['degrees'])})"
     if record.choice is not None and record.choice["ranks"] < pool.world_size:
         ranks = in_words(record.choice)  # else it looks as if the others did not work
-    return f"{ranks}, {seconds:.3g} s per call"
+    if speed is None or record is not controller.journal.calls.last:  # of a VAE
+        return f"{ranks}, {record.seconds:.3g} s per call"
+    return f"{speed.words} · {speed.per_call or record.seconds:.3g} s per call · {ranks}"
 
 
 def ending(server: Any, node: Node | None) -> str | None:
@@ -96,32 +109,47 @@ def ending(server: Any, node: Node | None) -> str | None:
     return ""
 
 
+def _speed(journal: Journal) -> dict[str, Any] | None:
+    speed = journal.speed
+    if speed is None and not journal.measuring:
+        return None
+    return {
+        "times": speed and speed.times,
+        # Alike for both, so that they can be compared: with what the sampler does between two calls.
+        "seconds_per_call": speed and speed.per_call,
+        "seconds_per_call_on_one_device": speed and speed.on_one_device,
+        "measuring": journal.measuring,
+        "words": speed.words if speed else NOT_MEASURED,
+    }
+
+
+def _failure(error: Failure | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    node = None if error.node is None else {"id": error.node.node_id, "type": error.node.kind}
+    return {"time": error.time, "rank": error.rank, "device": error.device, "message": error.message, "node": node}
+
+
+def _starting(workers: Workers) -> dict[str, Any] | None:
+    pool = workers.pool
+    return {"since": pool.since, "stage": pool.stage, "last_took": workers.last_start} if pool.doing == "start" else None
+
+
 def _ranks(pool: WorkerPool, waiting: list[int]) -> str:
     if len(waiting) in (0, pool.world_size):
         return f"{pool.world_size} ranks"
     return "rank " + ", ".join(map(str, waiting))
 
 
-def _last_call(controller: Controller, record: CallRecord | None) -> dict[str, Any] | None:
-    if record is None:
-        return None
+def _described(controller: Controller, record: CallRecord) -> dict[str, Any]:
+    calls = controller.journal.calls
     return {
         "degrees": record.reports[0]["degrees"],
         "choice": in_words(record.choice),
         "seconds": record.seconds,
-        # Alike for both, so that they can be compared: with what the sampler does between two calls.
-        "seconds_per_call": _per_call(controller, record),
-        "seconds_per_call_on_one_device": controller.journal.on_one_device,
-        "communication_share": record.communication_share,
+        # Of the run that the call belongs to, as the report has it; a call of a VAE belongs to none.
+        "waiting_share": calls.waiting_share if record is calls.last else record.waiting_share,
     }
-
-
-def _per_call(controller: Controller, record: CallRecord) -> float | None:
-    """Seconds from one call of the ranks to the next; None where there were too few."""
-    # A run on one device may have come since. It was measured after the last call of the ranks had ended.
-    run = controller.journal.run
-    ours = (run.per_call(record.ended) or 0) > 0
-    return run.per_call() if ours else None
 
 
 def _work(server: Any, controller: Controller, pool: WorkerPool) -> str:
@@ -140,22 +168,25 @@ def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
     return work
 
 
-def _rank(controller: Controller, workers: Workers, rank: int, state: str) -> dict[str, Any]:
-    pool = workers.pool
+def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) -> dict[str, Any]:
+    pool, failure = workers.pool, workers.failure
     at, pid = pool.progress(rank), pool.pids[rank]
     since = time.monotonic() - at.beat if at.beat else None
     kernel = process_state(pid) if pid else "not forked yet"
+    culprit = failure is not None and failure.rank == rank
     if kernel in ("gone", "zombie", "dead"):
         state = "gone"
+        if not pool.alive and pool.doing != "start":  # somebody has noticed, and ended the others
+            state = "failed" if culprit else "ended"
     elif since is not None and since > SILENT:
         state = "silent"
-    record, error = workers.last_call, controller.journal.last_error
     report = record.reports[rank] if record else None
     return {
         "rank": rank,
         "device": pool.config.devices[rank],
         "pid": pid,
         "state": state,
+        "culprit": culprit,
         "idle": bool(report and report["idle"]),
         "process": kernel,
         "modules": at.modules,
@@ -163,5 +194,5 @@ def _rank(controller: Controller, workers: Workers, rank: int, state: str) -> di
         "memory": {"host": resident_bytes(pid), "device": report["memory"]["device"] if report else 0},
         "tokens": report["tokens"] if report else {},
         "models": workers.models if state in ("idle", "computing") else [],
-        "last_error": error.message if error is not None and error.rank == rank else None,
+        "last_error": failure.message if failure is not None and culprit else None,
     }

@@ -6,29 +6,43 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from comfy.patcher_extension import WrappersMP
 
+from ...engine.collectives import wait_for
+from ...engine.measuring import device_name
 from ...errors import MirrorError, UnsupportedError
+from .controller import CONTROLLER
 from .recipes import recipe_of
 from .run_timer import RunTimer
 
 TIMER = "context_parallel_timer"
 
 
-def time_calls(patcher: Any, begin: Callable[[RunTimer], None]) -> None:
-    """Have every sampling run with this ModelPatcher measured.
+_KINDS = (WrappersMP.PREPARE_SAMPLING, WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL)
+
+
+def time_calls(patcher: Any, device: str) -> None:
+    """Have every sampling run with this ModelPatcher measured, for the journal.
 
     Args:
-        begin: gets the timer when a run begins.
+        device: that would compute it alone, as torch names it.
     """
 
     timer = RunTimer(None)
 
     def prepare(executor: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal timer
-        timer = RunTimer(recipe_key(model))
-        begin(timer)
+        timer = RunTimer(recipe_key(model), device_name(torch.device(device)))
+        CONTROLLER.journal.begin_run(timer)
         return executor(model, *args, **kwargs)
+
+    def sample(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = executor(*args, **kwargs)
+        wait_for(torch.device(device))
+        if CONTROLLER.journal.run is timer:
+            CONTROLLER.end_run()
+        return out
 
     def call(
         executor: Callable[..., Any], x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
@@ -36,16 +50,18 @@ def time_calls(patcher: Any, begin: Callable[[RunTimer], None]) -> None:
     ) -> Any:  # fmt: skip
         # Not the text: its length varies with every prompt and hardly counts.
         timer.enter({"x": x, "concat": c_concat, "control": control, **kwargs})
-        return executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
+        out = executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
+        timer.leave()
+        return out
 
     stop_timing(patcher)
-    patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, TIMER, prepare)
-    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, TIMER, call)
+    for kind, wrapper in zip(_KINDS, (prepare, sample, call), strict=True):
+        patcher.add_wrapper_with_key(kind, TIMER, wrapper)
 
 
 def stop_timing(patcher: Any) -> None:
     """Undo `time_calls`, if it was done."""
-    for kind in (WrappersMP.PREPARE_SAMPLING, WrappersMP.APPLY_MODEL):
+    for kind in _KINDS:
         patcher.remove_wrappers_with_key(kind, TIMER)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...errors import RankOutOfMemory
 from ...nested import tensors
 from ...pool.config import RuntimeConfig
+from ...pool.kept import KeptFile, KeptSeconds
 from ...pool.protocol import TensorPacker, flatten
 from ...pool.settings import load_timeout
 from ...pool.tensor_cache import CallEncoder
@@ -26,7 +27,7 @@ from ..wire.placement import OFFLOADED, PLACEMENTS, WHOLE
 from ..wire.vae import INPUT
 from ..wire.weight_patches import encode_weight_patches, weight_patches_digest
 from .choosing import Chooser
-from .journal import CallRecord, Node
+from .journal import CallRecord, Failure, Node
 from .node_patches import PatchSet
 from .placement import GB, Choice, choose, next_smaller
 from .site import worker_site
@@ -108,11 +109,14 @@ class Workers:
 
     Attributes:
         last_call: None before the first one.
+        failure: with which the ranks were used last; None = they did well.
     """
 
     def __init__(self, config: RuntimeConfig, on_change: Callable[[], None]) -> None:
         self.pool = WorkerPool(config, worker_site())
         self.last_call: CallRecord | None = None
+        self.failure: Failure | None = None
+        self._starts = KeptSeconds(KeptFile("starts.json"), ", ".join(config.devices))
         self._on_change = on_change
         self._model = ""  # name of the one that the last load or call was about
         self._resident: dict[str, Resident] = {}  # by key
@@ -124,6 +128,16 @@ class Workers:
         self._left: set[str] = set()  # kinds of blocks that are not compiled, which the log says
         self._encoder = CallEncoder()
         self._pace = Pace(None, 0.0, 0)
+
+    def start(self, cancelled: Callable[[], bool] | None) -> None:
+        """Start the ranks. Raises what `WorkerPool.start` raises."""
+        self.pool.start(cancelled)
+        self._starts.put(str(self.pool.imports), self.pool.seconds["start"])
+
+    @property
+    def last_start(self) -> float | None:
+        """Seconds that such a start took the last time, in this process or one before; None where there was none."""
+        return self._starts.get(str(self.pool.imports))
 
     @property
     def loading(self) -> tuple[str, float | None] | None:

@@ -1,0 +1,59 @@
+"""How many times as fast several devices are as one: the one calculation that panel, nodes, report and picture show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+NOT_MEASURED = "not measured yet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Of a sampling run.
+
+    Args:
+        ranks: that shared a call; 1 = one device computed it.
+        per_call: seconds from one call to the next; None = there were too few calls.
+        on_one_device: the same on one device; None = it was not measured.
+        obstacle: why it could not be measured; empty = it could.
+    """
+
+    ranks: int
+    per_call: float | None
+    on_one_device: float | None
+    obstacle: str = ""
+
+    @property
+    def times(self) -> float | None:
+        """How many times as fast as one device. None on one device, and where one of both is not known."""
+        if self.ranks == 1 or not self.per_call or self.on_one_device is None:
+            return None
+        return self.on_one_device / self.per_call
+
+    @property
+    def words(self) -> str:
+        """The same for people."""
+        if self.ranks == 1:
+            return "one device"
+        if self.times is not None:
+            return times_in_words(self.times, self.ranks)
+        if self.on_one_device is not None:
+            return "known after two calls"
+        return f"not measured: {self.obstacle}" if self.obstacle else NOT_MEASURED
+
+
+def times_in_words(times: float, ranks: int) -> str:
+    """How many times as fast as one device these ranks are."""
+    if times < 1:
+        return f"{times:.2f} × the speed of one device"
+    words = f"{times:.2f} × faster than one device"
+    # Such as another attention kernel, or weights that did not fit.
+    return words if round(times, 2) <= ranks else f"{words} (more than {ranks} can gain: the one worked otherwise)"
+
+
+def at_work(degrees: Mapping[str, Any]) -> int:
+    """Ranks that share a call, from its degrees by axis."""
+    return prod(int(degree) for degree in degrees.values())
