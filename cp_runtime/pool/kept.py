@@ -23,6 +23,8 @@ log = logging.getLogger("context_parallel")
 VERSION = 1
 MAX_ENTRIES = 500  # that are kept; the oldest go
 
+NEWS = 0.05  # part by which a time differs from the one that is kept, so that it is worth writing
+
 Entry = dict[str, Any]
 
 
@@ -92,10 +94,11 @@ class KeptSeconds:
     def __init__(self, file: KeptFile, machine: str) -> None:
         self._file, self._machine = file, machine
         self._seconds: dict[str, float] = {}
+        self._written: dict[str, float] = {}
         for name, entry in file.read(machine).items():
             seconds = entry.get("seconds")
             if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < 1e9:
-                self._seconds[name] = seconds
+                self._seconds[name] = self._written[name] = seconds
 
     def get(self, name: str) -> float | None:
         """What it took; None where nobody knows."""
@@ -107,4 +110,6 @@ class KeptSeconds:
         self._seconds[name] = seconds
         if len(self._seconds) > MAX_ENTRIES:
             del self._seconds[next(iter(self._seconds))]
-        self._file.put(self._machine, name, {"seconds": seconds})
+        if abs(seconds - self._written.get(name, 0.0)) > NEWS * seconds:
+            self._written[name] = seconds
+            self._file.put(self._machine, name, {"seconds": seconds})

@@ -1,5 +1,5 @@
 """How many ranks a call runs on: chosen by what calls took, kept on disk, told in report and panel, and never a matter of the
-result.
+result. And how fast one device is, measured on request, which is no matter of the result either.
 
 Times are put into the file that a server keeps, so that what is chosen does not hang on the machine. `tests/unit/test_policy.py`
 has the formula.
@@ -89,3 +89,25 @@ def test_an_unknown_call_runs_on_all_ranks_first_and_a_broken_file_is_replaced(s
         report, _ = run(server, 2, steps=2)
         assert report["choice"]["ranks"] == 2
         assert json.loads(times_file(server).read_text())["version"] == 1
+
+
+# --- a call on one device, to compare with ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"cp": {"weights": "sharded"}}, {"cfg": 4.0, "batch": 3}, {"cp": {"ring_degree": 2, "shares": "3,1"}}],
+    ids=["whole", "weights shared out", "batch", "a ring, shares 3:1"],
+)
+def test_a_call_that_is_repeated_on_one_device_changes_no_bit(changes, server):
+    changes = {**changes, "cp": {"ranks_per_call": "all", **changes.get("cp", {})}}
+    before, expected = run(server, 2, **changes)
+    assert server.post("/context_parallel/measure")["status"]["speed"]["measuring"]
+    report, latent = run(server, 2, **changes)
+    assert (latent == expected).all()
+    assert report["calls"] == before["calls"]
+    assert report["degrees"] == before["degrees"]
+    assert report["seconds_per_call_on_one_device"] > 0
+    assert " one device" in report["speed"]
+    assert not server.get("/context_parallel/status")["speed"]["measuring"]
+    assert run(server, 2, **changes)[0]["seconds_per_call_on_one_device"] == report["seconds_per_call_on_one_device"]

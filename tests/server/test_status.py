@@ -17,7 +17,7 @@ from cp_runtime.version import VERSION
 
 TOLERANCE = 2e-4
 CP = {"world_size": 2}
-STATUS, RESTART = "/context_parallel/status", "/context_parallel/restart"
+STATUS, RESTART, MEASURE = (f"/context_parallel/{name}" for name in ("status", "restart", "measure"))
 LONG = {"width": 512, "height": 512, "steps": 60}
 
 
@@ -198,16 +198,39 @@ def test_restart_in_the_middle_of_a_step(pool_server, expected, stopped):
     assert len(assert_right(pool_server, expected)) == 2
 
 
-@pytest.mark.parametrize("path", [STATUS, RESTART, f"/api{STATUS}", f"/api{RESTART}"])
+@pytest.mark.parametrize(("way", "speed"), [("cancel", None), ("out of memory", "not measured: one device has too little memory")])
+def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, faults, way, speed):
+    """Cancel leaves it to the next run; what has no room on one device runs on all the same. It is one call, not the first."""
+    pids = assert_right(pool_server, expected)
+    before = call(pool_server, MEASURE, "POST")[1]["status"]["last_call"]
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=768, height=640, steps=3))
+    if way == "cancel":
+        wait_for(pool_server, lambda status: status["activity"] == "measuring a call on one device…")
+        pool_server.interrupt()
+        assert pool_server.wait(prompt_id).status == "interrupted"
+        assert pool_server.get(STATUS)["speed"]["measuring"]
+    else:
+        wait_for(pool_server, lambda now: now["last_call"] != before and 0 < now["ranks"][0]["modules"] < 3)  # the second call
+        faults.arm(0, "oom", module=4)
+        pool_server.wait(prompt_id).check()
+        assert faults.waiting == []
+        status = pool_server.get(STATUS)
+        assert status["speed"]["words"].startswith(speed)
+        assert (status["speed"]["measuring"], status["last_error"]) == (False, None)
+    assert assert_right(pool_server, expected) == pids
+
+
+@pytest.mark.parametrize("path", [STATUS, RESTART, MEASURE, f"/api{STATUS}", f"/api{RESTART}", f"/api{MEASURE}"])
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}], ids=["origin", "fetch"])
 def test_other_sites_are_refused(pool_server, expected, path, headers):
     pids = assert_right(pool_server, expected)
-    assert call(pool_server, path, "POST" if path.endswith(RESTART) else "GET", **headers) == (403, None)
+    assert call(pool_server, path, "GET" if path.endswith(STATUS) else "POST", **headers) == (403, None)
     assert pool_server.worker_pids() == pids
 
 
-def test_a_restart_is_no_get(pool_server, expected):
-    """A link or an image on a page must not restart anything."""
+@pytest.mark.parametrize("path", [RESTART, MEASURE])
+def test_what_changes_something_is_no_get(pool_server, expected, path):
+    """A link or an image on a page must not do it."""
     pids = assert_right(pool_server, expected)
-    assert call(pool_server, RESTART, "GET")[0] in (404, 405)
+    assert call(pool_server, path, "GET")[0] in (404, 405)
     assert pool_server.worker_pids() == pids

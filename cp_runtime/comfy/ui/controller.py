@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -77,7 +78,7 @@ class Controller:
         and the pool may have been lost since the last call. Where a rank runs out of memory, room is made and the call is tried
         once more. Raises what `load` raises, and RankOutOfMemory the second time.
         """
-        self.node = node
+        self.node, began = node, time.monotonic()
         with self._exclusive(cancelled), self._noted():
             try:
                 out, record = self._called(config, target, call, node, cancelled)
@@ -88,6 +89,8 @@ class Controller:
                 out, record = self._called(config, target, larger, node, cancelled)
             if call.sampling:
                 self.journal.calls.add(record)
+                extra = self._compare(config, target, call, record, cancelled)
+                self.journal.run.inside(time.monotonic() - began, extra)
             return out
 
     def unload(self, key: str) -> None:
@@ -160,6 +163,34 @@ class Controller:
         workers = self._loaded(config, target, cancelled)
         workers.attach_networks(call.patches.networks, cancelled)
         return workers.call(config, target, call, node, cancelled)
+
+    def _compare(
+        self, config: RuntimeConfig, target: Target, call: DenoiseCall, record: CallRecord, cancelled: Callable[[], bool]
+    ) -> float:
+        """Note what a call takes on one device: this one, if it ran there, or where that is asked for a repetition of it.
+
+        Returns the seconds that belong to no call of the run.
+        """
+        journal, workers = self.journal, self.workers
+        if journal.run.calls < 2 or workers is None:  # the first call warms up
+            return 0.0
+        if record.at_work == 1:
+            journal.measured(record.seconds)
+            return 0.0
+        if not journal.measuring:
+            return 0.0
+        if journal.run.kind is None:
+            journal.measured(None, "calls of this run differ in size")
+            return 0.0
+        log.info("running this call once more, on one device, to compare with")
+        began = time.monotonic()
+        try:
+            seconds = workers.seconds_alone(config, target, call, cancelled)
+        except PoolError:  # the next run need not fail as well
+            journal.measured(None, "the call failed there")
+            raise
+        journal.measured(seconds, "" if seconds is not None else "one device has too little memory for it")
+        return time.monotonic() - began
 
     def _make_room(self, config: RuntimeConfig, target: Target) -> None:
         """Free the devices of the ranks: of the ranks' models, and of those of this process that do not sample.

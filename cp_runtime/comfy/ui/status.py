@@ -86,6 +86,8 @@ def _activity(controller: Controller, workers: Workers, loading: tuple[str, floa
         return f"loading {model} on {_ranks(pool, waiting)}…" + ("" if loaded is None else f" {100 * loaded:.0f} %")
     if compiling := [rank for rank in waiting if pool.progress(rank).compiling]:
         return f"compiling blocks on {_ranks(pool, compiling)}…"
+    if workers.comparing:
+        return "measuring a call on one device…"
     record, speed = workers.last_call, controller.journal.speed
     if record is None or record.node != controller.node or not pool.alive:
         return ""  # what another node did says nothing about this one

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...engine.policy import CallSplit
 from ...errors import RankOutOfMemory
 from ...nested import tensors
 from ...pool.config import RuntimeConfig
@@ -110,12 +111,14 @@ class Workers:
     Attributes:
         last_call: None before the first one.
         failure: with which the ranks were used last; None = they did well.
+        comparing: a call runs once more, on one device.
     """
 
     def __init__(self, config: RuntimeConfig, on_change: Callable[[], None]) -> None:
         self.pool = WorkerPool(config, worker_site())
         self.last_call: CallRecord | None = None
         self.failure: Failure | None = None
+        self.comparing = False
         self._starts = KeptSeconds(KeptFile("starts.json"), ", ".join(config.devices))
         self._on_change = on_change
         self._model = ""  # name of the one that the last load or call was about
@@ -297,22 +300,70 @@ class Workers:
         self, config: RuntimeConfig, target: Target, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
     ) -> tuple[Any, CallRecord]:
         """Run a call of the model `target`, which must be loaded. Returns its output and its record."""
-        began, key = time.monotonic(), target.key
-        message, packer = self._encoder.encode(call.arguments, set(call.leading), IN_PLACE)
-        shapes = [value.shape for value in call.arguments.values() if isinstance(value, Tensor)]
-        kind = (key, call.method, shapes, [tile.shape for tile in tensors(call.arguments.get(INPUT))])
-        resident = self._resident[key]
-        shared = resident.choice.placement != WHOLE
+        shared = self._shares_weights(target.key)
         chosen = None
         if call.sampling:
             chosen = self._chooser.choose(
                 config,
-                (key, call.method, call.patches.mixes_batch, call.compile),
+                (target.key, call.method, call.patches.mixes_batch, call.compile),
                 call.arguments,
                 shared,
-                lambda part: self.room is None or part * target.demand.call <= self.room,
+                lambda part: self.fits(part * target.demand.call),
             )
-        split = None if chosen is None else chosen.split
+        try:
+            out, record = self._run(config, target, call, None if chosen is None else chosen.split, node, cancelled)
+        except RankOutOfMemory:
+            if chosen is not None:
+                self._chooser.failed(chosen)
+            raise
+        if chosen is not None:
+            record = replace(record, choice=self._chooser.note(config, chosen, record.reports, shared))
+        self.last_call = record
+        return out, record
+
+    def seconds_alone(
+        self, config: RuntimeConfig, target: Target, call: DenoiseCall, cancelled: Callable[[], bool]
+    ) -> float | None:
+        """Seconds of a call that has just run, once more, on one rank; what it computes is dropped. None where one rank has not the
+        memory for it. Where every rank keeps a part of the weights all compute the same, since they put blocks together."""
+        if not self.fits(target.demand.call):
+            return None
+        shared = self._shares_weights(target.key)
+        alone = CallSplit(tuple(range(self.pool.world_size)) if shared else (0,), 1, 1, 1)
+        pace = self._pace
+        self._pace = replace(pace, seconds=pace.seconds * self.pool.world_size)  # for Cancel
+        self.comparing = True
+        try:
+            return self._run(config, target, call, alone, None, cancelled)[1].seconds
+        except RankOutOfMemory as error:
+            if not self.pool.alive:
+                raise
+            log.warning("a call was not measured on one device: rank %d has too little memory for it", error.rank)
+            return None
+        finally:
+            self._pace, self.comparing = pace, False
+
+    def fits(self, nbytes: float) -> bool:
+        """Whether the devices have so much memory for a call, after the last one."""
+        return self.room is None or nbytes <= self.room
+
+    def _shares_weights(self, key: str) -> bool:
+        return self._resident[key].choice.placement != WHOLE
+
+    def _run(
+        self,
+        config: RuntimeConfig,
+        target: Target,
+        call: DenoiseCall,
+        split: CallSplit | None,
+        node: Node | None,
+        cancelled: Callable[[], bool],
+    ) -> tuple[Any, CallRecord]:
+        """Run a call on the ranks of a split, None = on all. Returns its output and its record."""
+        began, key = time.monotonic(), target.key
+        message, packer = self._encoder.encode(call.arguments, set(call.leading), IN_PLACE)
+        shapes = [value.shape for value in call.arguments.values() if isinstance(value, Tensor)]
+        kind = (key, call.method, shapes, [tile.shape for tile in tensors(call.arguments.get(INPUT))])
         sequence = (
             config.sequence if split is None else replace(config.sequence, ring_degree=split.ring, ulysses_degree=split.ulysses)
         )
@@ -330,15 +381,10 @@ class Workers:
             "cancel_every": self._pace.modules_per_check(kind),
             **message,
         }
-        self._model = resident.name
+        self._model = self._resident[key].name
         self._on_change()
         timeout = config.step_timeout if ranks <= self._warm.get(key, set()) else max(config.step_timeout, load_timeout())
-        try:
-            replies = self.pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
-        except RankOutOfMemory:
-            if chosen is not None:
-                self._chooser.failed(chosen)
-            raise
+        replies = self.pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
         self._encoder.delivered()
         self._warm.setdefault(key, set()).update(ranks)
         self._warn_of_left(replies)
@@ -346,11 +392,7 @@ class Workers:
         ended = time.monotonic()
         self._pace = Pace(kind, ended - began, replies[0]["modules"])
         reports = [{name: value for name, value in reply.items() if name != "value"} for reply in replies]
-        choice = None if chosen is None else self._chooser.note(config, chosen, reports, shared)
-        self.last_call = CallRecord(
-            seconds=ended - began, ended=ended, reports=reports, pids=self.pool.pids, node=node, choice=choice
-        )
-        return out, self.last_call
+        return out, CallRecord(seconds=ended - began, ended=ended, reports=reports, pids=self.pool.pids, node=node)
 
     def _warn_of_left(self, replies: list[dict[str, Any]]) -> None:
         """Say once which blocks run as they are although the graph asks for compiled ones."""
