@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from comfy_api.latest import io, ui
-from server import PromptServer
 
 from ..cp_runtime.comfy.ui.chart import draw, read_report, summarise
 from .config import ALIASES, CATEGORY
 
 
 class CPReport(io.ComfyNode):
-    """Shows a report as text and as bars."""
+    """Shows a report as a picture: the summary, and bars."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -25,18 +24,14 @@ class CPReport(io.ComfyNode):
                 io.String.Input("report", force_input=True, tooltip="From the report output of CP Sampler. Other text is refused.")
             ],
             outputs=[
-                io.String.Output(display_name="text", tooltip="The summary: a line for the whole, a line for each rank."),
+                io.String.Output(display_name="text", tooltip="The summary: speed first, a line for each rank at the end."),
                 io.Image.Output(display_name="image", tooltip="The same with bars. Connect it to Save Image to keep it."),
             ],
-            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 
     @classmethod
     def execute(cls, report: str) -> io.NodeOutput:
         read = read_report(report)
-        text, image = "\n".join(summarise(read)), draw(read)
-        server = getattr(PromptServer, "instance", None)
-        if server is not None and server.client_id is not None:
-            server.send_progress_text(text, cls.hidden.unique_id, server.client_id)
-        return io.NodeOutput(text, image, ui=ui.PreviewImage(image, cls=cls))
+        image = draw(read)
+        return io.NodeOutput("\n".join(summarise(read)), image, ui=ui.PreviewImage(image, cls=cls))

@@ -67,6 +67,24 @@ def test_no_worker_yet(off_server):
     assert call(off_server, RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
 
 
+def test_a_run_that_is_refused_is_an_error_of_the_node_that_refuses(off_server):
+    for place, node in (("model_nodes", ("cp_apply", "ApplyContextParallel")), ("after_apply", ("sampler", "KSampler"))):
+        error = off_server.run(flux_prompt(cp=CP, **{place: [("TestPatch", {"kind": "post_input"})]})).error
+        shown = off_server.get(STATUS)["last_error"]
+        assert shown["message"] == error.exception_message.strip()
+        assert shown["message"].startswith("Apply Context Parallel: ")
+        assert (shown["rank"], shown["device"], shown["node"]) == (None, None, dict(zip(("id", "type"), node, strict=True)))
+
+
+def test_a_run_on_one_device_needs_no_workers_and_is_told(off_server):
+    """By a plain KSampler: whoever compares has the figure from then on."""
+    since = time.monotonic()
+    off_server.run(flux_prompt(cp={"world_size": 1}, steps=4)).check()
+    status = off_server.wait_event(lambda event: event.type == "context_parallel.status", since=since).data
+    assert (status["state"], status["last_call"], status["speed"]["words"]) == ("off", None, "one device")
+    assert status["speed"]["seconds_per_call"] == status["speed"]["seconds_per_call_on_one_device"] > 0
+
+
 def test_idle(pool_server, expected):
     pids = assert_right(pool_server, expected)
     status = wait_for(pool_server, lambda status: status["state"] == "idle")

@@ -17,7 +17,7 @@ from ...pool.config import RuntimeConfig
 from .devices import default_config
 from .interception import check_forward
 from .obstacles import conditions_obstacle, model_obstacle
-from .patcher import ContextParallelPatcher
+from .patcher import ContextParallelPatcher, noted
 from .timing import stop_timing, time_calls
 
 log = logging.getLogger("context_parallel")
@@ -51,7 +51,7 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     obstacle = model_obstacle(model, config.device_type)
     if obstacle is not None:
         if config.on_unsupported == "error":
-            raise UnsupportedError(f"Apply Context Parallel: {obstacle}")
+            raise noted(UnsupportedError(f"Apply Context Parallel: {obstacle}"))
         log.warning("the model passes through on a single device: %s", obstacle)
         return timed(model.clone())
     # A plain patcher over the same BaseModel, whatever kind of memory management the given one does.

@@ -16,12 +16,15 @@ from ...pool.config import MAX_RANKS
 from .report import axes
 from .speed import NOT_MEASURED, at_work, times_in_words
 
-WIDTH, MARGIN, LABEL = 960, 24, 190  # pixels
-BAR, GAP, LINE = 30, 12, 30
+WIDTH, MARGIN, LABEL = 640, 20, 150  # pixels: nodes show it a third smaller
+BAR, GAP, LINE = 32, 12, 28
+ROOM = WIDTH - 2 * MARGIN
+TEXT, HEADLINE = 20, 28
 BARS = 32  # ranks that are drawn
 DESCRIBED = 8  # ranks that get a line in the picture; the text has all
 COLOURS = {"compute": "#3b82f6", "communication": "#f59e0b", "wait": "#9ca3af"}
-PAPER, INK = "#ffffff", "#111827"
+PAPER, INK = "#1f2937", "#f9fafb"  # to be read on a light page and on a dark one
+INK_IN_BARS = "#111827"
 LONGEST = 1 << 20  # characters of a report
 LONGEST_NAME = 100  # characters
 LONGEST_WORDS = 300  # characters
@@ -139,24 +142,31 @@ def _older_speed(report: dict[str, Any]) -> str:
 
 def draw(report: dict[str, Any]) -> Tensor:
     """The summary, and a bar per rank. Returns `[1, H, W, 3]` in 0..1, as ComfyUI's images are."""
-    lines, ranks = summarise(report), report.get("ranks", [])
+    lines, ranks = [line.replace("×", "x") for line in summarise(report)], report.get("ranks", [])  # the font has no ×
     if len(ranks) > DESCRIBED:
         lines = lines[: len(lines) - len(ranks)]
     if len(ranks) > BARS:
         lines.append(f"the first {BARS} ranks of {len(ranks)}:")
         ranks = ranks[:BARS]
-    height = 2 * MARGIN + len(lines) * LINE + (len(ranks) * (BAR + GAP) + LINE + 2 * GAP if ranks else 0)
+    font, large = ImageFont.load_default(TEXT), ImageFont.load_default(HEADLINE)
+    headline = _wrap(lines[0], large)
+    lines = [part for line in lines[1:] for part in _wrap(line, font)]
+    bars = len(ranks) * (BAR + GAP) + LINE + 2 * GAP if ranks else 0
+    height = 2 * MARGIN + len(headline) * (HEADLINE + GAP) + len(lines) * LINE + bars
     picture = Image.new("RGB", (WIDTH, height), PAPER)
-    pen, font = ImageDraw.Draw(picture), ImageFont.load_default(18)
+    pen = ImageDraw.Draw(picture)
     y = MARGIN
+    for line in headline:
+        pen.text((MARGIN, y), line, INK, large)
+        y += HEADLINE + GAP
     for line in lines:
-        pen.text((MARGIN, y), _fit(line, pen, font), INK, font)
+        pen.text((MARGIN, y), line, INK, font)
         y += LINE
     if ranks:
         y += GAP
         scale = (WIDTH - 2 * MARGIN - LABEL) / max(sum(rank["seconds"].values()) or 1.0 for rank in ranks)
         for rank in ranks:
-            pen.text((MARGIN, y + 4), _fit(f"rank {rank['rank']}  {rank['device']}", pen, font, LABEL - GAP), INK, font)
+            pen.text((MARGIN, y + 4), _fit(f"rank {rank['rank']}  {rank['device']}", font, LABEL - GAP), INK, font)
             x = float(MARGIN + LABEL)
             for part, colour in COLOURS.items():
                 end = x + rank["seconds"][part] * scale
@@ -168,23 +178,35 @@ def draw(report: dict[str, Any]) -> Tensor:
         x = float(MARGIN + LABEL)
         for part, colour in COLOURS.items():
             pen.rectangle((x, y + 4, x + 18, y + 22), colour)
-            pen.text((x + 26, y + 2), part, INK, font)
-            x += 60 + pen.textlength(part, font)
+            pen.text((x + 26, y), part, INK, font)
+            x += 48 + font.getlength(part)
     return torch.from_numpy(np.asarray(picture, dtype=np.float32) / 255)[None]
 
 
 def _inside(pen: ImageDraw.ImageDraw, font: Any, left: float, right: float, top: int, text: str) -> None:
-    width = pen.textlength(text, font)
+    width = font.getlength(text)
     if width + 8 <= right - left:
-        pen.text(((left + right - width) / 2, top + 4), text, INK, font)
+        pen.text(((left + right - width) / 2, top + 4), text, INK_IN_BARS, font)
 
 
-def _fit(text: str, pen: ImageDraw.ImageDraw, font: Any, width: int = WIDTH - 2 * MARGIN) -> str:
+def _wrap(text: str, font: Any) -> list[str]:
+    """The text in lines that have room, cut between words."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > ROOM:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return [_fit(line, font, ROOM) for line in lines]
+
+
+def _fit(text: str, font: Any, width: int) -> str:
     """The text, or as much of its beginning as there is room for."""
-    if len(text) <= width and pen.textlength(text, font) <= width:
+    if len(text) <= width and font.getlength(text) <= width:
         return text
     # A character is at least a pixel wide.
-    longest = bisect.bisect_right(range(width), width, key=lambda count: int(pen.textlength(f"{text[:count]}...", font)))
+    longest = bisect.bisect_right(range(width), width, key=lambda count: int(font.getlength(f"{text[:count]}...")))
     return f"{text[: longest - 1]}..."
 
 

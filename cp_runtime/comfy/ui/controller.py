@@ -127,7 +127,7 @@ class Controller:
         self.changed.set()
 
     def fail(self, error: ContextParallelError, node: Node | None) -> None:
-        """A run fails with an error that comes before the workers."""
+        """A run is refused before the workers have to do with it."""
         self.journal.last_error = Failure.of(error, (), node)
         self.changed.set()
 
@@ -276,7 +276,7 @@ class Controller:
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Keep an error of the workers for the status. One that is refused may be an error of the run, or not: see `fail`."""
+        """Keep an error of the workers for the status."""
         try:
             yield
             if self.workers is not None:

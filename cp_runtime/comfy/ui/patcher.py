@@ -154,9 +154,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def refuse(self, obstacle: str) -> None:
         """Raise, or switch to the stock path on one device with a warning, as on_unsupported says."""
         if self.cp_config.on_unsupported == "error":
-            error = UnsupportedError(f"Apply Context Parallel: {obstacle}")
-            CONTROLLER.fail(error, executing_node())
-            raise error
+            raise noted(UnsupportedError(f"Apply Context Parallel: {obstacle}"))
         log.warning("running on a single device: %s", obstacle)
         self.cp_local = True
         CONTROLLER.unload(notes_of(self.model).key)
@@ -209,6 +207,12 @@ def with_cancel(run: Callable[[Callable[[], bool]], Any]) -> Any:
     except CallCancelled:
         comfy.model_management.throw_exception_if_processing_interrupted()
         raise comfy.model_management.InterruptProcessingException from None
+
+
+def noted(error: UnsupportedError) -> UnsupportedError:
+    """The error with which a run is refused, once the status has it."""
+    CONTROLLER.fail(error, executing_node())
+    return error
 
 
 def executing_node() -> Node | None:

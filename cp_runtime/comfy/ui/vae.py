@@ -31,7 +31,7 @@ from .controller import CONTROLLER
 from .devices import default_config
 from .node_patches import PatchSet
 from .obstacles import replaced_code
-from .patcher import executing_node, with_cancel
+from .patcher import executing_node, noted, with_cancel
 from .vae_patcher import VAEPatcher
 from .vae_progress import StepBar
 from .workers import DenoiseCall
@@ -81,7 +81,7 @@ def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[
         return exact(ranked.exact()) if mode == EXACT else ranked.tiled(tiles)
     except UnsupportedError as error:
         if config.on_unsupported == "error":
-            raise
+            raise noted(error) from None
         log.warning("the VAE runs on a single device: %s", error)
         return on_one_device(vae)
 
