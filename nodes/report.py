@@ -24,7 +24,7 @@ class CPReport(io.ComfyNode):
                 io.String.Input("report", force_input=True, tooltip="From the report output of CP Sampler. Other text is refused.")
             ],
             outputs=[
-                io.String.Output(display_name="text", tooltip="The summary: speed first, a line for each rank at the end."),
+                io.String.Output(display_name="text", tooltip="The summary: a line for the whole, a line for each rank."),
                 io.Image.Output(display_name="image", tooltip="The same with bars. Connect it to Save Image to keep it."),
             ],
             is_output_node=True,

@@ -58,7 +58,7 @@ class WorkerPool:
     Attributes:
         doing: the command that runs, or "start"; empty = none. From any thread.
         waiting_for: the ranks that have not reported on it.
-        stage: of the start: "importing" what ranks need, where no process has yet, or "starting processes", then "connecting" them.
+        stage: of the start: "starting processes", "importing" what they need where no process has yet, "connecting" them.
         since: when the start began, in seconds since the epoch.
         imports: whether what ranks need had to be imported for this start, which takes most of its time.
         did, did_until: the command before, and when it ended, on the clock of `time.monotonic`.
@@ -79,7 +79,7 @@ class WorkerPool:
         self.shares: Shares = ()
         self.device_names: list[str] = []
         self.waiting_for: list[int] = []
-        self.stage, self.since, self.imports = "", time.time(), True
+        self.stage, self.since, self.imports = "starting processes", time.time(), True
         self.seconds: dict[str, float] = {}
         self._startup_timeout, self._load_timeout = startup_timeout(), load_timeout()
         self._seq = 0

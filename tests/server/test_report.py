@@ -251,7 +251,11 @@ def test_events_follow_the_workers(fresh_server):
     order = [status["state"] for status in statuses(server)]
     changes = [state for i, state in enumerate(order) if i == 0 or order[i - 1] != state]
     assert changes in (["starting", "loading", "computing", "idle"], ["starting", "computing", "idle"])  # loading may take no time
+    starts = [status["starting"] for status in statuses(server) if status["starting"]]
+    assert "importing" in {start["stage"] for start in starts}
+    assert {start["last_took"] for start in starts} == {None}  # this server has a cache folder of its own
     last = statuses(server)[-1]
+    assert last["starting"] is None
     assert [rank["pid"] for rank in last["ranks"]] == server.worker_pids()
     assert all(rank["tokens"] for rank in last["ranks"])
 
