@@ -85,7 +85,7 @@ class Measured:
 
 def device_name(device: torch.device) -> str:
     """The kind of a device: what torch calls it, or its type."""
-    name = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    name = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return device.type if name is None else str(name(device))
 
 
