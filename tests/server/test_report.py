@@ -159,6 +159,12 @@ def test_a_speedup_that_no_sharding_gives_is_explained(server):
     assert text.splitlines()[0] == "in words"
 
 
+def test_a_speed_that_is_not_known_says_how_to_know(server):
+    text, _, _ = picture(server, changed(speedup=None, seconds_per_call_on_one_device=None))
+    assert text.splitlines()[0] == "not measured yet"
+    assert "press Measure in the panel" in text.splitlines()[1]
+
+
 def test_a_run_without_a_step(server):
     """KSampler returns the latent as it is; what a run before needed is not told."""
     sampled(server, **CP)

@@ -29,6 +29,7 @@ LONGEST = 1 << 20  # characters of a report
 LONGEST_NAME = 100  # characters
 LONGEST_WORDS = 300  # characters
 LARGEST = 1e18  # of any figure
+HOW_TO_MEASURE = "To compare with one device, press Measure in the panel Context Parallel, or run once with world_size 1."
 
 
 def read_report(text: str) -> dict[str, Any]:
@@ -116,10 +117,12 @@ def summarise(report: dict[str, Any]) -> list[str]:
         seconds += f", {report['seconds_per_call']:.3g} s per call"
     if report["world_size"] == 1:
         return ["one device", seconds]
-    if report["seconds_per_call_on_one_device"] is not None:
-        seconds += f" (one device: {report['seconds_per_call_on_one_device']:.3g} s)"
+    alone = report["seconds_per_call_on_one_device"]
+    if alone is not None:
+        seconds += f" (one device: {alone:.3g} s)"
     lines = [
         report["speed"] or _older_speed(report),
+        *([HOW_TO_MEASURE] if alone is None else []),
         seconds,
         f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'])})",
         *([f"this call ran on {report['choice']}"] if report["choice"] else []),
