@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-NOT_MEASURED = "not measured yet"
+WORDS = {
+    "one_device": "one device",
+    "faster": "{times:.2f} × faster than one device",
+    "slower": "{times:.2f} × the speed of one device",
+    # Such as another attention kernel, or weights that did not fit.
+    "too_fast": "{times:.2f} × faster than one device (more than {ranks} can gain: the one worked otherwise)",
+    "too_few": "known after two calls",
+    "not_measured": "not measured yet",
+    "obstacle": "not measured: {obstacle}",
+}
+"""What there is to say, by case. The panel says it in other languages as well."""
+NOT_MEASURED = WORDS["not_measured"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +45,31 @@ class Speed:
         return self.on_one_device / self.per_call
 
     @property
+    def case(self) -> str:
+        """Key of what there is to say in WORDS."""
+        if self.ranks == 1:
+            return "one_device"
+        if self.times is not None:
+            return _case(self.times, self.ranks)
+        if self.on_one_device is not None:
+            return "too_few"
+        return "obstacle" if self.obstacle else "not_measured"
+
+    @property
     def words(self) -> str:
         """The same for people."""
-        if self.ranks == 1:
-            return "one device"
-        if self.times is not None:
-            return times_in_words(self.times, self.ranks)
-        if self.on_one_device is not None:
-            return "known after two calls"
-        return f"not measured: {self.obstacle}" if self.obstacle else NOT_MEASURED
+        return WORDS[self.case].format(times=self.times, ranks=self.ranks, obstacle=self.obstacle)
 
 
 def times_in_words(times: float, ranks: int) -> str:
     """How many times as fast as one device these ranks are."""
+    return WORDS[_case(times, ranks)].format(times=times, ranks=ranks)
+
+
+def _case(times: float, ranks: int) -> str:
     if times < 1:
-        return f"{times:.2f} × the speed of one device"
-    words = f"{times:.2f} × faster than one device"
-    # Such as another attention kernel, or weights that did not fit.
-    return words if round(times, 2) <= ranks else f"{words} (more than {ranks} can gain: the one worked otherwise)"
+        return "slower"
+    return "faster" if round(times, 2) <= ranks else "too_fast"
 
 
 def at_work(degrees: Mapping[str, Any]) -> int:

@@ -31,21 +31,21 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     """State of the pool and of every rank, as plain data. `server` is ComfyUI's `PromptServer`.
 
     `state` is "off" (no workers: they start with the next prompt that needs them), "starting", "loading", "computing", "idle" or
-    "failed" (started again on next use); `activity` says more in words. `speed` is that of the last sampling run, on one device or
-    on several, None before the first call of it. `starting` is None but while the workers start. A rank is "starting", "loading",
-    "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it since), "failed" or "ended" (with
-    the one that failed); `culprit` is the one that failed. `backend` is the one in use, None until the ranks are ready;
-    `peer_to_peer`, of NCCL only, whether the driver lets all GPUs reach each other's memory. `last_call` is None before the first
-    one, and after a run on one device. Times are seconds, memory is bytes: `host` is resident now; `device` is the peak of the last
-    call. `idle`: the last call left the rank out. `version` is the pack's. Anyone who reaches ComfyUI's port can read it: it holds
-    no paths and no tracebacks.
+    "failed" (started again on next use); `activity` says more in words, `loading` and `compiling` what of that takes its time.
+    `speed` is that of the last sampling run, on one device or on several, None before the first call of it. `starting` is None but
+    while the workers start. A rank is "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone"
+    (nobody has asked for it since), "failed" or "ended" (with the one that failed); `culprit` is the one that failed. `backend` is
+    the one in use, None until the ranks are ready; `peer_to_peer`, of NCCL only, whether the driver lets all GPUs reach each
+    other's memory. `last_call` is None before the first one, and after a run on one device. Times are seconds, memory is bytes:
+    `host` is resident now; `device` is the peak of the last call. `idle`: the last call left the rank out. `version` is the
+    pack's. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
     """
     workers, journal = controller.workers, controller.journal
     always = {"version": VERSION, "speed": _speed(journal), "last_error": _failure(journal.last_error)}
     if workers is None:
         return {
             "state": "off", "activity": "", "world_size": 0, "backend": None, "peer_to_peer": None, "models": [], "weights": {},
-            "starting": None, "last_call": None, "ranks": [], **always
+            "starting": None, "loading": None, "compiling": False, "last_call": None, "ranks": [], **always
         }  # fmt: skip
     pool = workers.pool
     loading, waiting = workers.loading, pool.waiting_for  # read once: state and words are to agree
@@ -57,6 +57,8 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
         "state": _state(pool, ranks, work),
         "activity": _activity(controller, workers, loading),
         "starting": _starting(workers),
+        "loading": None if loading is None else {"model": loading[0], "part": loading[1]},
+        "compiling": bool(_compiling(pool)),
         "world_size": pool.world_size,
         "backend": pool.backend,
         "peer_to_peer": pool.peer_to_peer,
@@ -84,7 +86,7 @@ def _activity(controller: Controller, workers: Workers, loading: tuple[str, floa
     if loading is not None:
         model, loaded = loading
         return f"loading {model} on {_ranks(pool, waiting)}…" + ("" if loaded is None else f" {100 * loaded:.0f} %")
-    if compiling := [rank for rank in waiting if pool.progress(rank).compiling]:
+    if compiling := _compiling(pool):
         return f"compiling blocks on {_ranks(pool, compiling)}…"
     if workers.comparing:
         return "measuring a call on one device…"
@@ -97,6 +99,10 @@ def _activity(controller: Controller, workers: Workers, loading: tuple[str, floa
     if speed is None or record is not controller.journal.calls.last:  # of a VAE
         return f"{ranks}, {record.seconds:.3g} s per call"
     return f"{speed.words} · {speed.per_call or record.seconds:.3g} s per call · {ranks}"
+
+
+def _compiling(pool: WorkerPool) -> list[int]:
+    return [rank for rank in pool.waiting_for if pool.progress(rank).compiling]
 
 
 def ending(server: Any, node: Node | None) -> str | None:
@@ -122,6 +128,10 @@ def _speed(journal: Journal) -> dict[str, Any] | None:
         "seconds_per_call_on_one_device": speed and speed.on_one_device,
         "measuring": journal.measuring,
         "words": speed.words if speed else NOT_MEASURED,
+        # For those who say it in another language.
+        "case": speed.case if speed else "not_measured",
+        "ranks": speed and speed.ranks,
+        "obstacle": speed and speed.obstacle,
     }
 
 
