@@ -11,9 +11,8 @@ from cp_runtime.pool.kept import KeptFile, KeptSeconds
 
 def record(*ranks):
     """A call in which each rank took (seconds, of these in communication)."""
-    degrees = {"ulysses": len(ranks), "ring": 1, "batch": 1}
     communication = [{"communication": {"seconds": c, "bytes": 10}, "predicted": {"seconds": c / 2, "bytes": 8}} for _, c in ranks]
-    reports = [{"idle": not s, "seconds": s, "degrees": degrees, **c} for (s, _), c in zip(ranks, communication, strict=True)]
+    reports = [{"idle": not s, "seconds": s, "at_work": len(ranks), **c} for (s, _), c in zip(ranks, communication, strict=True)]
     return CallRecord(seconds=1.0, ended=0.0, reports=reports, pids=list(range(len(ranks))), node=None)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...errors import ContextParallelError, bad_value
 from ...pool.config import MAX_RANKS
 from .report import axes
-from .speed import NOT_MEASURED, at_work, times_in_words
+from .speed import NOT_MEASURED, times_in_words
 
 WIDTH, MARGIN, LABEL = 640, 20, 150  # pixels: nodes show it a third smaller
 BAR, GAP, LINE = 32, 12, 28
@@ -96,13 +96,14 @@ _ONE_DEVICE = {"speed": _words, "world_size": _number, "seconds_per_step": _numb
 _SEVERAL = {
     "family": _name,
     "degrees": _counts,
+    "at_work": _number_or_none,
     "seconds_per_call_on_one_device": _number_or_none,
     "speedup": _number_or_none,
     "communication_share": _number,
     "ranks": _ranks,
     "choice": _choice,
 }
-_NEWER = {"choice", "speed"}  # than the first reports
+_NEWER = {"choice", "speed", "at_work"}  # than the first reports
 _RANK = {"rank": _number, "device": _name, "tokens": _counts, "seconds": _times, "host_memory": _number, "device_memory": _number}
 
 
@@ -124,7 +125,7 @@ def summarise(report: dict[str, Any]) -> list[str]:
         report["speed"] or _older_speed(report),
         *([HOW_TO_MEASURE] if alone is None else []),
         seconds,
-        f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'])})",
+        f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'], report['at_work'])})",
         *([f"this call ran on {report['choice']}"] if report["choice"] else []),
         f"{report['communication_share']:.0%} of a call waiting for other devices and for the link",
     ]
@@ -140,7 +141,7 @@ def summarise(report: dict[str, Any]) -> list[str]:
 
 def _older_speed(report: dict[str, Any]) -> str:
     """Of a report from before it had words for that."""
-    return NOT_MEASURED if report["speedup"] is None else times_in_words(report["speedup"], at_work(report["degrees"]))
+    return NOT_MEASURED if report["speedup"] is None else times_in_words(report["speedup"], report["world_size"])
 
 
 def draw(report: dict[str, Any]) -> Tensor:

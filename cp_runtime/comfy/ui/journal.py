@@ -17,7 +17,7 @@ from ...engine.measuring import device_driver
 from ...errors import ContextParallelError
 from ...pool.kept import KeptFile, KeptSeconds
 from .run_timer import RunTimer
-from .speed import Speed, at_work
+from .speed import Speed
 
 PARTS = ("compute", "communication", "wait")
 # Folders of a path, up to its last slash. Their names may hold spaces.
@@ -58,8 +58,9 @@ class CallRecord:
 
     @property
     def at_work(self) -> int:
-        """Ranks that shared the call."""
-        return at_work(self.reports[0]["degrees"])
+        """Ranks that shared the call, which is not one of a VAE."""
+        ranks: int = self.reports[0]["at_work"]
+        return ranks
 
     @property
     def waiting_share(self) -> float:

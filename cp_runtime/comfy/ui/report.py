@@ -55,9 +55,10 @@ def run_with_report(
     return result, report
 
 
-def axes(degrees: Mapping[str, int]) -> str:
-    """The mesh of a call in words, from a rank's degrees by axis."""
-    return " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one at work"
+def axes(degrees: Mapping[str, float], at_work: float | None) -> str:
+    """The mesh of a call in words, from a rank's degrees by axis, and how many ranks shared it, where that is known."""
+    named = " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    return named or ("one at work" if at_work in (None, 1) else f"{at_work} at work")
 
 
 def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) -> dict[str, Any]:
@@ -67,6 +68,7 @@ def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) 
         "world_size": config.world_size,
         "devices": list(config.devices),
         "degrees": degrees,
+        "at_work": last.at_work,
         # Of the last call: ranks at work, and what the other number of ranks would take. None where all had to take part.
         "choice": None if last.choice is None else {**last.choice, "words": in_words(last.choice)},
         "shares": list(CONTROLLER.workers.pool.shares) if CONTROLLER.workers is not None else [],

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import Any
 
 WORDS = {
     "one_device": "one device",
@@ -70,8 +67,3 @@ def _case(times: float, ranks: int) -> str:
     if times < 1:
         return "slower"
     return "faster" if round(times, 2) <= ranks else "too_fast"
-
-
-def at_work(degrees: Mapping[str, Any]) -> int:
-    """Ranks that share a call, from its degrees by axis."""
-    return prod(int(degree) for degree in degrees.values())

@@ -93,7 +93,8 @@ def _activity(controller: Controller, workers: Workers, loading: tuple[str, floa
     record, speed = workers.last_call, controller.journal.speed
     if record is None or record.node != controller.node or not pool.alive:
         return ""  # what another node did says nothing about this one
-    ranks = f"{pool.world_size} ranks ({axes(record.reports[0]['degrees'])})"
+    report = record.reports[0]
+    ranks = f"{pool.world_size} ranks ({axes(report['degrees'], report.get('at_work'))})"
     if record.choice is not None and record.choice["ranks"] < pool.world_size:
         ranks = in_words(record.choice)  # else it looks as if the others did not work
     if speed is None or record is not controller.journal.calls.last:  # of a VAE

@@ -374,6 +374,7 @@ def _report(shares: BatchShares, planner: DegreePlanner, state: CallState) -> di
     return {
         "idle": False,
         "degrees": {"ulysses": ulysses, "ring": ring, "batch": shares.groups},
+        "at_work": shares.groups * planner.ranks,  # more than the degrees say, where no attention is shared
         "tokens": {name: state.layout((name,)).local_lengths[state.rank] for name in state.lengths},
         "predicted": {"seconds": planner.seconds, "bytes": planner.bytes_sent},
     }
