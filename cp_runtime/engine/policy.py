@@ -215,7 +215,7 @@ class Known:
 
     def alternative(self, pool: Pool, ranks: int) -> tuple[float, bool] | None:
         """(seconds, whether they were measured) with so many ranks at work: of the best split that has run, or else predicted."""
-        ran = [run.seconds for split, run in self.runs.items() if split.at_work == ranks]
+        ran = [run.seconds for split, run in self.runs.items() if split.at_work == ranks and run.seconds < NEVER]
         if ran:
             return min(ran), True
         return next(((seconds, False) for seconds, split in self.predictions(pool) if split.at_work == ranks), None)

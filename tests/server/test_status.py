@@ -139,8 +139,9 @@ def test_ranks_and_state_agree(pool_server, expected):
 def test_the_text_in_a_node_that_did_not_end_says_so(pool_server, expected, way, text):
     """The browser would show what was said before for ever."""
     pids, since = assert_right(pool_server, expected), time.monotonic()
-    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))  # seconds per step
-    pool_server.wait_event(lambda event: event.type == "text" and "· 2 ranks (" in event.data[1], since=since)
+    ring = {**CP, "ulysses_degree": 1, "ring_degree": 2}  # what is said of it was not said of the prompt before
+    prompt_id = pool_server.queue(flux_prompt(cp=ring, width=1024, height=1024, steps=20))  # seconds per step
+    pool_server.wait_event(lambda event: event.type == "text" and "· 2 ranks (ring 2)" in event.data[1], since=since)
     wait_for(pool_server, lambda status: status["ranks"][0]["modules"] > 0)
     if way == "cancel":
         pool_server.interrupt()

@@ -152,8 +152,10 @@ def test_the_first_run_of_a_split_warms_up():
 def test_a_split_that_ran_out_of_memory_is_not_taken_again():
     split, _, known = settled(work(1024), SLOW)
     assert split.at_work == 1
+    assert known.alternative(SLOW, 1) is not None
     known.fail(split)
     assert known.choose(SLOW, everywhere) != split
+    assert known.alternative(SLOW, 1) is None  # the only one on one rank: nobody knows what it would take
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------------
