@@ -2,6 +2,7 @@
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
+import { loadTexts, t } from "./panel/texts.js";
 
 const SMALLEST = { ApplyContextParallel: [240, 0], CPReport: [440, 380] }; // pixels
 const DEVICES = "/context_parallel/devices";
@@ -10,6 +11,7 @@ let devices = null; // what the machine has, asked for when the first node that 
 
 app.registerExtension({
   name: "context_parallel.nodes",
+  setup: loadTexts,
   nodeCreated(node) {
     // A workflow that is loaded sets its own sizes after this.
     if (node.comfyClass === "CPConfig") prepareConfig(node);
@@ -40,12 +42,12 @@ function prepareConfig(node) {
     // The frontend's new nodes do this by themselves; those on the canvas show everything.
     const hidden = { get: () => !LiteGraph.vueNodesMode && !node.showAdvanced };
     for (const widget of advanced(node)) Object.defineProperty(widget, "hidden", hidden);
-    addButton(node, "Advanced inputs", () => unfold(node, !node.showAdvanced));
+    addButton(node, t("nodes.advanced"), () => unfold(node, !node.showAdvanced));
     unfold(node, false);
   }
   devices ??= api.fetchApi(DEVICES).then((answer) => (answer.ok ? answer.json() : []));
   devices.then((found) => {
-    if (found.length > 1) addButton(node, "Choose devices…", (event) => choose(node, found, event));
+    if (found.length > 1) addButton(node, t("nodes.choose"), (event) => choose(node, found, event));
   });
 }
 
@@ -65,7 +67,7 @@ function choose(node, found, event) {
   const entries = found.map(({ name, label }) => ({ content: `${chosen.has(name) ? "☑" : "☐"} ${label}`, name }));
   new LiteGraph.ContextMenu(entries, {
     event,
-    title: "Devices",
+    title: t("nodes.devices"),
     callback({ name }) {
       if (!chosen.delete(name)) chosen.add(name);
       const names = found.map((device) => device.name).filter((each) => chosen.has(each));

@@ -135,8 +135,6 @@ def tab(profile: BrowserContext, browser_server: ComfyServer) -> Iterator[Tab]:
 @pytest.fixture
 def page(tab: Tab, request: pytest.FixtureRequest) -> Iterator[Page]:
     """ComfyUI, with more SETTINGS as parameter. An error of ours that the page did not catch fails the test."""
-    if "tell" in request.fixturenames:
-        tab.spoil()
     tab.show(SETTINGS | getattr(request, "param", {}))
     tab.errors.clear()
     yield tab.page

@@ -35,6 +35,15 @@ def test_a_saved_width_stays(page, width):
     assert [page.evaluate(SIZE, kind)[0] for kind in ("ApplyContextParallel", "CPReport")] == [width, width]
 
 
+@pytest.mark.parametrize(("language", "label"), [("zh", "高级输入"), ("ja", "詳細な入力")])
+def test_buttons_of_nodes_in_other_languages(page, language, label):
+    choose = "language => app.extensionManager.setting.set('Comfy.Locale', language)"
+    page.evaluate(choose, language)
+    page.evaluate("app.graph.clear(); app.graph.add(LiteGraph.createNode('CPConfig'))")
+    assert label in page.evaluate("app.graph.nodes[0].widgets.map(widget => widget.name)")
+    page.evaluate(choose, "en")
+
+
 WORDS = (
     "faster", "speed up", "two gpus", "2 gpu", "multi gpu", "multiple gpu", "distributed", "nvlink", "cp", "sequence",
     "context parallel", "多显卡", "多卡", "加速", "複数GPU", "高速化",

@@ -1,13 +1,14 @@
-"""A run as a person sees it: Queue, progress, the status panel, Cancel, a rank that dies, Restart."""
+"""A run as a person sees it: Queue, progress, the status panel, Measure, Cancel, a rank that dies, Restart; in three languages."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
+import time
 
 import pytest
-from browser.conftest import THEMES
 from playwright.sync_api import expect
 from support.faults import SLACK
 from support.graphs import flux_prompt
@@ -15,6 +16,7 @@ from support.graphs import flux_prompt
 PATIENCE = 20_000 * SLACK  # milliseconds
 CP = {"world_size": 2, "ulysses_degree": 2}
 LONG = {"width": 512, "height": 512, "steps": 30}
+SHORT = {**LONG, "steps": 10}
 WATCH = """() => {
     const panel = document.querySelector('.cp-panel');
     const states = () => [...panel.querySelectorAll('.cp-headline, .cp-state')].map(element => element.textContent);
@@ -35,6 +37,48 @@ CONTRAST = """elements => elements.map(element => {
     return [element.className || element.tagName, (light + 0.05) / (dark + 0.05)];
 })"""
 """Contrast of each element's text to what is behind it, as WCAG defines it."""
+WORDS = ".cp-speed, .cp-headline, .cp-activity, strong, .cp-state, .cp-name, .cp-value, pre, button, summary"
+"""What the panel says."""
+TRANSLATED = ".cp-speed, .cp-headline, .cp-activity, .cp-error strong, .cp-state, button, summary"
+TIGHT = """panel => {
+    const inside = panel.getBoundingClientRect(), texts = [], wrong = [];
+    const walk = document.createTreeWalker(panel, NodeFilter.SHOW_TEXT);
+    for (let node = walk.nextNode(); node; node = walk.nextNode()) {
+        if (!node.parentElement.checkVisibility() || node.parentElement.tagName === 'PRE') continue;
+        const range = document.createRange();
+        range.selectNodeContents(node);
+        for (const box of range.getClientRects()) texts.push([node, box]);
+    }
+    for (const [node, box] of texts) {
+        if (box.left < inside.left || box.right > inside.right) wrong.push(`${node.data} sticks out`);
+        for (const [other, its] of texts) {
+            const across = Math.min(box.right, its.right) - Math.max(box.left, its.left);
+            const down = Math.min(box.bottom, its.bottom) - Math.max(box.top, its.top);
+            if (node !== other && across > 1 && down > 6) wrong.push(`${node.data} lies on ${other.data}`);
+        }
+    }
+    if (panel.scrollWidth > panel.clientWidth) wrong.push(`${panel.scrollWidth} pixels wide`);
+    return wrong;
+}"""
+"""Texts that do not fit into the panel's width."""
+UNEXPLAINED = """(panel, word) => {
+    const walk = document.createTreeWalker(panel, NodeFilter.SHOW_TEXT), found = [];
+    for (let node = walk.nextNode(); node; node = walk.nextNode())
+        if (node.data.toLowerCase().includes(word) && node.parentElement.checkVisibility()) found.push(node.parentElement);
+    const explains = element => new RegExp(`^[^:]*${word}[^:]*: .+`, 'im').test(element.closest('[title]')?.title ?? '');
+    return found.length ? found.filter(element => !explains(element)).map(element => element.innerText) : ['is not there'];
+}"""
+CLOCKS = """() => {
+    const [begin, end] = [window.setInterval, window.clearInterval];
+    window.cpClocks = new Set();
+    window.setInterval = (...args) => {
+        const id = begin(...args);
+        if (new Error().stack.includes('status_panel.js')) window.cpClocks.add(id);
+        return id;
+    };
+    window.clearInterval = id => { window.cpClocks.delete(id); end(id); };
+}"""
+"""Notes the clocks of the panel that run, in `window.cpClocks`."""
 
 
 @pytest.fixture
@@ -77,35 +121,63 @@ def expect_text_in_node(page, text):
     )
 
 
-@pytest.fixture
-def tell(browser_server, tab, page, panel):
-    """Gives the panel the server's status with changes, as an event of the server does; those do not reach it any more.
+MUTE = """() => {
+    const send = EventTarget.prototype.dispatchEvent;
+    EventTarget.prototype.dispatchEvent = function (event) {
+        return (event.type === 'context_parallel.status' && !event.detail.told) || send.call(this, event);
+    };
+    return () => { EventTarget.prototype.dispatchEvent = send; };
+}"""
+"""Keeps the server's events from the page until what it returns is called."""
+TELL = "status => app.api.dispatchCustomEvent('context_parallel.status', status)"
 
-    A panel knows what it was told, and what was dismissed: the page is loaded before (by `page`) and after.
-    """
+
+@pytest.fixture
+def tell(browser_server, page, panel):
+    """Gives the panel the server's status with changes, as an event of the server does; those do not reach it meanwhile."""
     browser_server.run(flux_prompt(cp=CP)).check()
-    page.evaluate(
-        """() => {
-            const send = EventTarget.prototype.dispatchEvent;
-            EventTarget.prototype.dispatchEvent = function (event) {
-                return (event.type === 'context_parallel.status' && !event.detail.told) || send.call(this, event);
-            };
-        }"""
-    )
+    speak = page.evaluate_handle(MUTE)
     status = {**browser_server.get("/context_parallel/status"), "told": True}
 
     def send(**changes):
-        page.evaluate("status => app.api.dispatchCustomEvent('context_parallel.status', status)", {**status, **changes})
+        page.evaluate(TELL, {**status, **changes})
 
-    send.rank = status["ranks"][0]
+    send.status = status
     yield send
-    tab.spoil()
+    speak.evaluate("speak => speak()")
+    page.evaluate(TELL, browser_server.get("/context_parallel/status"))
 
 
-def a_call(**changes):
-    """What a status says about the last call."""
-    call = {"degrees": {"ulysses": 2}, "seconds": 1.83, "seconds_per_call": None, "seconds_per_call_on_one_device": None}
-    return {**call, "communication_share": 0.1, **changes}
+LOOKS = (("zh", "light"), ("ja", "dark"), ("en", "light"))
+
+
+@pytest.fixture
+def look(page):
+    """Chooses a language and a theme. There may be no font for the language, so letters are set as wide as those of one."""
+
+    def choose(language, theme):
+        for name, value in (("Comfy.Locale", language), ("Comfy.ColorPalette", theme)):
+            page.evaluate("([name, value]) => app.extensionManager.setting.set(name, value)", [name, value])
+        wide = "normal" if language == "en" else "0.5em"
+        page.evaluate("wide => document.documentElement.style.setProperty('letter-spacing', wide)", wide)
+
+    yield choose
+    choose("en", "dark")
+
+
+def open_details(panel):
+    panel.locator("summary").click()
+    expect(panel.locator(".cp-lists")).to_be_visible()
+
+
+ERROR_TIMES = itertools.count(10**9)  # each is another error
+
+
+def an_error(**changes):
+    """What a status says about the last one."""
+    message = "\n".join(f"line {i} of what a rank wrote" for i in range(100))
+    node = {"id": "7", "type": "KSampler"}
+    return {"time": next(ERROR_TIMES), "rank": 1, "device": "cuda:1", "node": node, "message": message, **changes}
 
 
 def test_quiet_without_workers(browser_server, panel):
@@ -113,7 +185,8 @@ def test_quiet_without_workers(browser_server, panel):
         pytest.skip("runs first, on a server that has started no workers")
     headline(panel, "no workers")
     expect(panel).to_contain_text("Workers start with the next prompt")
-    expect(panel.get_by_role("button")).to_have_count(0)
+    expect(panel.locator(".cp-speed")).to_have_text("not measured yet")
+    expect(panel.get_by_role("button")).to_have_text(["Measure"])
 
 
 def test_a_run(browser_server, page, panel, picture, theme):
@@ -123,26 +196,27 @@ def test_a_run(browser_server, page, panel, picture, theme):
     page.evaluate(WATCH)
     press_queue(page)
     headline(panel, "starting")
-    expect(panel.locator(".cp-activity")).to_have_text("starting 2 ranks…")
-    expect(page.get_by_text("starting 2 ranks…")).to_have_count(2)  # the panel, and the node that waits
+    expect(panel.locator(".cp-activity")).to_have_text(re.compile(r"^starting 2 workers, \d+ s, \w+"))
+    expect(page.get_by_text(re.compile("^starting 2 workers: "))).to_have_count(1)  # in the node that waits
     picture(f"docs/images/panel-starting-{theme}.png")
 
     headline(panel, "computing")
     pids = browser_server.worker_pids()
     assert len(pids) == 2
+    expect(panel.locator(".cp-speed")).to_have_text("not measured yet")
+    expect(panel.locator(".cp-activity")).to_have_text(re.compile(r"^[\d.]+ m?s per call$"))
+    expect(panel.locator(".cp-lists")).to_be_hidden()
     for rank, pid in enumerate(pids):
-        card = panel.locator(f"[data-rank='{rank}']")
-        expect(card).to_contain_text(f"Rank {rank}")
-        expect(card).to_contain_text("cpu")
-        expect(card).to_contain_text(str(pid))
+        expect(panel.locator(f"[data-rank='{rank}']")).to_have_text(f"Process {rank}computing")
+        card = panel.locator(f"[data-details-of='{rank}']")
         expect(card).to_contain_text(re.compile(r"Memory\s*host \d+\.\d\d GiB"))
         expect(card).to_contain_text(re.compile(r"Tokens.*\d+ img"))
+        expect(card).to_contain_text(str(pid))
     expect(panel).to_contain_text(re.compile(r"Workers\s*2 ranks, gloo"))
     expect(panel).to_contain_text("ulysses 2")
-    expect(panel).to_contain_text(re.compile(r"Denoise call\s*[\d.]+ m?s"))
-    expect(panel).to_contain_text("not measured")
-    expect(panel).to_contain_text(re.compile(r"Communication\s*\d+ %"))
-    expect(page.get_by_text(re.compile(r"^2 ranks \(ulysses 2\), [\d.e-]+ s per call"))).to_have_count(2)
+    expect(panel).to_contain_text(re.compile(r"Denoise call\s*[\d.]+ m?s\s*On one device\s*not measured"))
+    expect(panel).to_contain_text(re.compile(r"Waiting\s*\d+ %"))
+    expect(page.get_by_text(re.compile(r"^not measured yet · [\d.e-]+ s per call · 2 ranks \(ulysses 2\)"))).to_have_count(1)
     expect(page.locator("body")).to_contain_text(re.compile(r"Current node:\s*KSampler\s*[1-9]\d*%"))
     picture(f"docs/images/panel-computing-{theme}.png")
 
@@ -153,6 +227,29 @@ def test_a_run(browser_server, page, panel, picture, theme):
     seen = [(head, *ranks) for head, *ranks in page.evaluate("window.cpSeen") if head in ("loading", "computing", "idle")]
     assert {head for head, *_ in seen} >= {"computing", "idle"}
     assert [states for states in seen if states[0] not in states[1:]] == []
+
+
+def test_measure(browser_server, page, panel):
+    """The next run says how many times as fast it is; so do the status and the node, and later runs."""
+    load(page, **SHORT)
+    press_queue(page)
+    speed, button = panel.locator(".cp-speed"), panel.get_by_role("button", name="Measure")
+    expect(speed).to_have_text("not measured yet", timeout=PATIENCE)
+    headline(panel, "idle")
+    button.click()
+    expect(speed).to_have_text("The next run measures")
+    expect(button).to_be_hidden()
+    for _ in range(2):
+        load(page, **SHORT)
+        press_queue(page)
+        headline(panel, "computing")
+        headline(panel, "idle")
+        expect(speed).to_have_text(re.compile(r"^\d\.\d\d × "))
+        now = browser_server.get("/context_parallel/status")["speed"]
+        expect(speed).to_have_text(now["words"])
+        assert now["times"] == now["seconds_per_call_on_one_device"] / now["seconds_per_call"]
+        expect(page.get_by_text(re.compile(f"^{re.escape(now['words'])} · "))).to_have_count(1)
+    expect(button).to_be_hidden()
 
 
 def test_cancel(browser_server, page, panel):
@@ -171,14 +268,16 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     load(page, width=512, height=512, steps=2000)
     press_queue(page)
     headline(panel, "computing")
-    expect(page.get_by_text(re.compile(r"^2 ranks \("))).to_have_count(2)
+    expect(page.get_by_text(re.compile(r"2 ranks \("))).to_have_count(1)
     pids = browser_server.worker_pids()
     os.kill(pids[1], signal.SIGKILL)
     headline(panel, "failed")
     error = panel.locator(".cp-error")
-    expect(error).to_contain_text(re.compile(r"Last error, at \d+:\d\d:\d\d.*, rank 1"))
+    expect(error).to_contain_text(re.compile(r"Error: \d+:\d\d:\d\d.*, Process 1, KSampler \(node sampler\)"))
     expect(error).to_contain_text(f"rank 1 (pid {pids[1]}) failed: SIGKILL")
-    expect(panel.locator("[data-rank='1'] .cp-state")).to_have_text("gone")
+    expect(panel.locator(".cp-culprit")).to_have_text("Process 1failed")
+    expect(panel.locator("[data-rank='0']")).to_have_text("Process 0ended")
+    expect(panel.locator("[data-rank='0']")).to_have_attribute("title", re.compile("ended because Process 1 failed"))
     # ComfyUI shows the error of the prompt in its own way, too.
     expect(page.get_by_text("failed: SIGKILL").last).to_be_visible()
     expect_text_in_node(page, "failed")
@@ -194,32 +293,51 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     started = browser_server.worker_pids()
     assert len(started) == 2
     assert not set(started) & set(pids)
-    expect(panel.locator("[data-rank='1']")).to_contain_text(str(started[1]))
-
-    error.get_by_role("button", name="Dismiss").click()
-    load(page, **{**LONG, "steps": 20})
-    press_queue(page)
-    headline(panel, "computing")
-    headline(panel, "idle")
-    assert browser_server.worker_pids() == started
+    expect(panel.locator("[data-details-of='1']")).to_contain_text(str(started[1]))
     expect(error).to_be_hidden()
+    expect(panel.locator(".cp-culprit")).to_have_count(0)
 
 
-@pytest.mark.parametrize("theme", THEMES, indirect=True)
-def test_a_long_error_in_a_small_window(page, panel, theme, tell):
-    """It can be read, and dismissed until there is another; Restart is within reach, with many ranks as well."""
-    page.set_viewport_size({"width": 1280, "height": 720})
-    error = {"time": 1e9, "rank": 1, "message": "\n".join(f"line {i} of what a rank wrote" for i in range(100))}
+def test_a_small_window(page, panel, tell, look):
+    """Everything can be read, and what can be pressed is within reach, in every language."""
+    page.set_viewport_size({"width": 1024, "height": 640})
+    states = ["computing", "loading", "idle", "gone", "silent", "failed", "ended", "starting"]
+    ranks = [{**tell.status["ranks"][0], "rank": i, "device": f"cuda:{i}", "state": name} for i, name in enumerate(states)]
+    ranks[5]["culprit"] = True
+    fast = {"times": 2.711, "ranks": 2, "case": "too_fast", "measuring": False, "seconds_per_call_on_one_device": None}
+    start = {"since": time.time() - 12, "stage": "importing", "last_took": 9.4}
+    file = "an_architecture_14b_high_noise_fp8_scaled_by_someone.safetensors"
+    loading = {"model": file, "part": 0.34}
+    shown = [
+        {"state": "failed", "speed": fast, "last_error": an_error()},
+        {"state": "computing", "speed": {**fast, "case": "not_measured", "times": None}, "weights": {file: "sharded: 2 × 35 GB"}},
+        {"state": "starting", "starting": start},
+        {"state": "loading", "loading": loading},
+        {"state": "off", "ranks": [], "speed": None},
+    ]
+    for language, theme in LOOKS:
+        look(language, theme)
+        for status in shown:
+            tell(**{"ranks": ranks, **status})
+            for button in panel.get_by_role("button").all():
+                box = button.bounding_box()
+                assert box["y"] + box["height"] <= 640
+            if status["state"] == "computing":
+                open_details(panel)
+            assert panel.evaluate(TIGHT) == []
+            texts = panel.locator(WORDS)
+            assert [weak for weak in texts.evaluate_all(CONTRAST) if weak[1] < 4.5] == []
+            if language != "en":
+                texts = panel.locator(TRANSLATED).evaluate_all("elements => elements.map(element => element.innerText)")
+                assert [text for text in texts if text and not re.search("[\u3040-\u9fff]", text)] == []
+
+
+def test_an_error_that_is_dismissed(page, panel, tell):
+    """Until there is another, also after the panel was closed."""
+    error, card = an_error(), panel.locator(".cp-error")
     tell(last_error=error)
-    card = panel.locator(".cp-error")
-    for name in ("Restart workers", "Copy", "Dismiss"):
-        box = panel.get_by_role("button", name=name).bounding_box()
-        assert box["y"] + box["height"] <= 720
     text = card.locator("pre")
     assert text.evaluate("element => element.scrollHeight > element.clientHeight")
-    again = panel.get_by_role("button", name="Restart workers")
-    assert again.bounding_box()["y"] < card.bounding_box()["y"]
-
     card.get_by_role("button", name="Dismiss").click()
     expect(card).to_be_hidden()
     tell(last_error=error)
@@ -229,23 +347,34 @@ def test_a_long_error_in_a_small_window(page, panel, theme, tell):
     page.locator(".context-parallel-tab-button").click()
     expect(panel).to_be_visible()
     expect(card).to_be_hidden()
-    tell(last_error={**error, "time": 1e9 + 1})
+    tell(last_error=an_error(message="\n".join("all of this is seen" for _ in range(12))))
     expect(card).to_be_visible()
-
-    names = ["computing", "loading", "idle", "gone", "silent", "starting", "computing", "idle"]
-    ranks = [{**tell.rank, "rank": i, "state": name} for i, name in enumerate(names)]
-    for state in ("failed", "computing", "starting"):
-        tell(ranks=ranks, last_error=error, state=state)
-        texts = panel.locator(".cp-headline, .cp-activity, .cp-state, .cp-name, .cp-value, .cp-error strong, .cp-error pre, button")
-        assert [weak for weak in texts.evaluate_all(CONTRAST) if weak[1] < 4.5] == []
-        assert again.bounding_box()["y"] < 200
+    assert text.evaluate("element => element.scrollHeight == element.clientHeight")
 
 
-def test_the_factor_is_the_quotient_of_what_is_shown(panel, tell):
-    tell(last_call=a_call())
-    expect(panel).to_contain_text(re.compile(r"Denoise call\s*1\.83 s\s*On one device\s*not measured"))
-    tell(last_call=a_call(seconds_per_call=1.37, seconds_per_call_on_one_device=3.07))
-    expect(panel).to_contain_text(re.compile(r"Denoise call\s*1\.37 s\s*On one device\s*3\.07 s \(2\.24 ×\)"))
+def test_words_of_the_field_are_explained(panel, tell):
+    """Where they stand, in a tooltip."""
+    call = {**tell.status["last_call"], "degrees": {"batch": 1, "ring": 2, "ulysses": 2}}
+    tell(last_call=call)
+    open_details(panel)
+    for word in ("rank", "gloo", "mesh", "ring", "ulysses", "denoise call", "tokens"):
+        assert panel.evaluate(UNEXPLAINED, word) == [], word
+    tell(ranks=[{**rank, "device": f"cuda:{1 + rank['rank']}"} for rank in tell.status["ranks"]])
+    expect(panel.locator(".cp-ranks strong")).to_have_text(["GPU 1", "GPU 2"])
+
+
+def test_the_clock_ticks_while_workers_start(page, panel, tell):
+    page.evaluate(CLOCKS)
+    tell(state="starting", starting={"since": time.time() - 12, "stage": "importing", "last_took": 9.4})
+    activity = panel.locator(".cp-activity")
+    first = activity.inner_text()
+    assert re.fullmatch(r"starting 2 workers, 1\d s, importing\. Last time it took 9 s\.", first, re.IGNORECASE)
+    expect(activity).not_to_have_text(first, ignore_case=True)
+    assert page.evaluate("window.cpClocks.size") == 1
+    tell(state="starting", starting={"since": time.time(), "stage": "connecting", "last_took": None})
+    expect(activity).to_have_text(re.compile(r"^starting 2 workers, [01] s, connecting$"))
+    tell()
+    assert page.evaluate("window.cpClocks.size") == 0
 
 
 def test_gpus_that_do_not_reach_each_other_are_mentioned(panel, tell):
@@ -267,7 +396,7 @@ def test_restart_asks_while_a_prompt_runs(browser_server, page, panel):
     assert browser_server.worker_pids() == pids
     panel.get_by_role("button", name="Restart workers").click()
     dialog.get_by_role("button", name="Confirm").click()
-    expect(panel.locator("[data-rank='0']")).not_to_contain_text(str(pids[0]), timeout=PATIENCE)
+    expect(panel.locator("[data-details-of='0']")).not_to_contain_text(str(pids[0]), timeout=PATIENCE)
     browser_server.interrupt()  # the prompt goes on with the new workers if it was between two steps
     headline(panel, "idle")
     assert not set(browser_server.worker_pids()) & set(pids)

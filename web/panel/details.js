@@ -1,0 +1,52 @@
+// What stands behind the panel's few words, for those who open it: how a call was split, what it took, what each rank holds.
+
+import { fact, gibibytes, make, seconds } from "./elements.js";
+import { deviceName } from "./ranks.js";
+import { t } from "./texts.js";
+
+/** Details of a status: a list about all ranks, and one for each. */
+export function details(now) {
+  return [ofAll(now), ...now.ranks.map(ofRank)];
+}
+
+function ofAll(now) {
+  const workers = [t("ranks", { count: now.world_size })];
+  if (now.backend) workers.push(now.backend);
+  if (now.peer_to_peer === false) workers.push(t("no_peer_to_peer"));
+  const list = make("div", "cp-facts", null, fact(t("fact.workers"), workers.join(", "), t("hint.workers")));
+  const models = Object.entries(now.weights); // "sharded: 64 GB of weights as 2 × 35 GB of 48 GB", by file
+  const names = models.map(([model, reason]) => `${model} (${t(`weights.${reason.match(/^\w+/)[0]}`)})`);
+  const reasons = models.map(([, reason]) => reason);
+  if (models.length) list.append(fact(t("fact.models"), names.join(", "), [t("hint.models"), ...reasons].join("\n")));
+  const call = now.last_call;
+  if (!call) return list;
+  const mesh = [t("hint.mesh")];
+  if (call.choice) mesh.push(call.choice);
+  list.append(fact(t("fact.mesh"), meshOf(now, call), mesh.join("\n")));
+  const [together, alone] = [now.speed?.seconds_per_call, now.speed?.seconds_per_call_on_one_device];
+  const hint = together ? t("hint.call_between") : t("hint.call_last");
+  list.append(fact(t("fact.call"), seconds(together ?? call.seconds), hint));
+  list.append(fact(t("fact.alone"), alone ? seconds(alone) : t("not_measured"), t("hint.alone")));
+  list.append(fact(t("fact.waiting"), `${(call.waiting_share * 100).toFixed(0)} %`, t("hint.waiting")));
+  return list;
+}
+
+function meshOf(now, call) {
+  const axes = Object.entries(call.degrees).filter(([, degree]) => degree > 1);
+  const mesh = axes.map(([axis, degree]) => `${axis} ${degree}`).join(" × ") || t("one_rank");
+  const fewer = now.ranks.filter((rank) => rank.idle).length;
+  return fewer ? t("mesh_of_some", { mesh, count: now.world_size - fewer, all: now.world_size }) : mesh;
+}
+
+function ofRank(rank) {
+  const memory = [t("memory.host", { size: gibibytes(rank.memory.host) })];
+  if (rank.memory.device) memory.push(t("memory.device", { size: gibibytes(rank.memory.device) }));
+  const title = make("strong", "", t("rank_title", { device: deviceName(rank.rank, rank.device), rank: rank.rank }));
+  title.title = t("hint.rank", { rank: rank.rank, device: rank.device });
+  const list = make("div", "cp-facts", null, title, fact(t("fact.memory"), memory.join(", "), t("hint.memory")));
+  const tokens = Object.entries(rank.tokens).map(([stream, count]) => `${count} ${stream}`);
+  if (tokens.length) list.append(fact(t("fact.tokens"), tokens.join(", "), t("hint.tokens")));
+  list.append(fact(t("fact.process"), String(rank.pid), t("hint.process")));
+  list.dataset.detailsOf = rank.rank;
+  return list;
+}

@@ -1,0 +1,35 @@
+// What the panel is made of.
+
+/** An element with text and children. Text is never parsed as HTML: errors hold what other programs wrote. */
+export function make(tag, className, text, ...children) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined && text !== null) element.textContent = text;
+  element.append(...children);
+  return element;
+}
+
+export function button(icon, onClick) {
+  const element = make("button", "cp-button", null, make("i", `pi ${icon}`), make("span"));
+  element.type = "button";
+  element.addEventListener("click", () => onClick(element));
+  element.say = (text) => {
+    element.lastChild.textContent = text;
+  };
+  return element;
+}
+
+/** A line of a name and what it stands for. The hint says what can be done about it, and explains the words. */
+export function fact(name, value, hint) {
+  const row = make("div", "cp-fact", null, make("span", "cp-name", name), make("span", "cp-value", value));
+  row.title = hint;
+  return row;
+}
+
+export function seconds(value) {
+  return value < 0.1 ? `${(value * 1000).toFixed(1)} ms` : `${value.toPrecision(3)} s`;
+}
+
+export function gibibytes(value) {
+  return `${(value / 2 ** 30).toFixed(2)} GiB`;
+}

@@ -1,0 +1,52 @@
+// The error that ended a run: of which device, in which node, and what it says.
+
+import { button, make } from "./elements.js";
+import { deviceName } from "./ranks.js";
+import { t } from "./texts.js";
+
+let dismissed = null; // the time of the error that need not be shown any more
+
+/** The last error. Kept until it is dismissed or there is another, so that it can be read and selected while events come in. */
+export function errorCard() {
+  const title = make("strong");
+  const text = make("pre");
+  const copy = button("pi-copy", async () => copy.say((await copyText(text.textContent)) ? t("copied") : t("not_copied")));
+  const dismiss = button("pi-times", () => {
+    dismissed = shown;
+    card.hidden = true;
+  });
+  dismiss.say(t("dismiss"));
+  const card = make("div", "cp-error", null, title, text, make("div", "cp-buttons", null, copy, dismiss));
+  let shown = null;
+  card.update = (error) => {
+    card.hidden = !error || error.time === dismissed;
+    if (!error || error.time === shown) return;
+    shown = error.time;
+    title.textContent = titleOf(error);
+    text.textContent = error.message;
+    copy.say(t("copy"));
+  };
+  return card;
+}
+
+function titleOf(error) {
+  const parts = [new Date(error.time * 1000).toLocaleTimeString()];
+  if (error.rank !== null) parts.push(deviceName(error.rank, error.device));
+  if (error.node) parts.push(t("in_node", { node: error.node.type, id: error.node.id }));
+  return t("error_title", { what: parts.join(", ") });
+}
+
+/** The clipboard's own interface is there on https and localhost only; ComfyUI is often used over plain http. */
+async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = make("textarea", "", text);
+    document.body.append(area);
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    return copied;
+  }
+}

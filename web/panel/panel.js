@@ -1,0 +1,86 @@
+// The panel itself. Only what has nothing to click or select is made anew by an event.
+
+import { details } from "./details.js";
+import { button, make, seconds } from "./elements.js";
+import { errorCard } from "./error_card.js";
+import { rankList } from "./ranks.js";
+import { find, t } from "./texts.js";
+
+const MEASURABLE = ["not_measured", "obstacle"]; // cases of a speed
+const BUSY = ["starting", "loading", "computing"];
+
+/** The panel; its `update` takes the status and what this page is doing about the workers at the moment. */
+export function makePanel({ restart, measure }) {
+  const speed = make("div", "cp-speed");
+  speed.title = t("hint.speed");
+  const measuring = button("pi-stopwatch", measure);
+  measuring.say(t("measure"));
+  measuring.title = t("hint.measure");
+  const first = make("div", "cp-head", null, speed, measuring);
+  const headline = make("div", "cp-headline");
+  const again = button("pi-refresh", restart);
+  again.title = t("hint.restart");
+  const head = make("div", "cp-head", null, headline, again); // above what may be long
+  const activity = make("p", "cp-activity");
+  const error = errorCard();
+  const body = make("div", "cp-body");
+  const list = make("div", "cp-lists");
+  const more = make("details", "cp-details", null, make("summary", "", t("details")), list);
+  const element = make("div", "cp-panel", null, first, head, activity, error, body, more);
+  element.dataset.testid = "context-parallel-panel";
+
+  let tick = null; // while workers start, for the seconds that they have taken
+  element.update = (now, { restarting, skew }) => {
+    const state = restarting ? "starting" : now?.state;
+    const working = Boolean(now) && now.state !== "off";
+    // A run that has begun knows its speed after its first calls.
+    const known = now?.speed ?? { case: "not_measured" };
+    first.hidden = !now || (!now.speed && BUSY.includes(state));
+    speed.textContent = speedOf(known);
+    measuring.hidden = known.measuring || !MEASURABLE.includes(known.case);
+    headline.textContent = now ? (find(`state.${state}`) ?? state) : t("waiting_for_server");
+    headline.className = `cp-headline cp-${state}`;
+    headline.title = now?.version ? `Context Parallel ${now.version}` : "";
+    again.hidden = !working;
+    again.disabled = restarting;
+    again.say(restarting ? t("restarting") : t("restart"));
+    const say = () => {
+      activity.textContent = activityOf(now, state, skew);
+      activity.hidden = !activity.textContent;
+    };
+    say();
+    clearInterval(tick);
+    if (now?.starting) tick = setInterval(() => (element.isConnected ? say() : clearInterval(tick)), 1000);
+    error.update(now?.last_error);
+    body.replaceChildren(...(working ? [rankList(now)] : []));
+    list.replaceChildren(...(working ? details(now) : []));
+    more.hidden = !working;
+  };
+  return element;
+}
+
+function speedOf(speed) {
+  if (speed.measuring) return t("speed.measuring");
+  return find(`speed.${speed.case}`, { ...speed, times: speed.times?.toFixed(2) }) ?? speed.words;
+}
+
+/** What the workers do at the moment, in a line. `skew` is what this clock is ahead of the server's, in seconds. */
+function activityOf(now, state, skew) {
+  if (now?.starting) return startOf(now, skew);
+  if (state === "off" || state === "failed") return t(`next.${state}`);
+  if (now?.loading) return loadingOf(now.loading);
+  if (now?.compiling) return t("compiling");
+  const each = now?.speed?.seconds_per_call ?? now?.last_call?.seconds;
+  return state === "computing" && each ? t("per_call", { time: seconds(each) }) : "";
+}
+
+function loadingOf({ model, part }) {
+  return part === null ? t("loading", { model }) : t("loading_part", { model, part: Math.round(100 * part) });
+}
+
+function startOf({ starting, world_size }, skew) {
+  const soFar = Math.max(0, Math.round(Date.now() / 1000 - skew - starting.since));
+  const values = { count: world_size, seconds: soFar, stage: find(`stage.${starting.stage}`) ?? starting.stage };
+  if (starting.last_took === null) return t("starting", values);
+  return t("starting_again", { ...values, last: Math.round(starting.last_took) });
+}
