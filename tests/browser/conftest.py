@@ -142,12 +142,13 @@ def page(tab: Tab, request: pytest.FixtureRequest) -> Iterator[Page]:
 
 
 THEMES = ("dark", "light")
+THEME = "theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)"
 
 
 @pytest.fixture(params=THEMES if KEEP else THEMES[:1])
 def theme(page: Page, request: pytest.FixtureRequest) -> str:
     """The page's colours: the test takes its pictures with each."""
-    page.evaluate("theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)", request.param)
+    page.evaluate(THEME, request.param)
     return request.param
 
 

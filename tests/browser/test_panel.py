@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import time
+from functools import partial
 
 import pytest
+from browser.conftest import THEME, THEMES
 from playwright.sync_api import expect
 from support.faults import SLACK
 from support.graphs import flux_prompt
@@ -24,6 +26,7 @@ WATCH = """() => {
     new MutationObserver(() => window.cpSeen.push(states())).observe(panel, { childList: true, subtree: true });
 }"""
 """Notes the headline and the state of every rank, in `window.cpSeen`, whenever the panel changes."""
+CENTRE = "app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.nodes.find(node => node.type === 'KSampler'))"
 CONTRAST = """elements => elements.map(element => {
     const parse = colour => colour.match(/[\\d.]+/g).map(Number);
     const luminance = colour => {
@@ -192,7 +195,7 @@ def test_quiet_without_workers(browser_server, panel):
 def test_a_run(browser_server, page, panel, picture, theme):
     restart_pool(browser_server)
     load(page, **LONG)
-    page.evaluate("app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.nodes.find(node => node.type === 'KSampler'))")
+    page.evaluate(CENTRE)
     page.evaluate(WATCH)
     press_queue(page)
     headline(panel, "starting")
@@ -218,7 +221,6 @@ def test_a_run(browser_server, page, panel, picture, theme):
     expect(panel).to_contain_text(re.compile(r"Waiting\s*\d+ %"))
     expect(page.get_by_text(re.compile(r"^not measured yet · [\d.e-]+ s per call · 2 ranks \(ulysses 2\)"))).to_have_count(1)
     expect(page.locator("body")).to_contain_text(re.compile(r"Current node:\s*KSampler\s*[1-9]\d*%"))
-    picture(f"docs/images/panel-computing-{theme}.png")
 
     headline(panel, "idle")
     assert browser_server.worker_pids() == pids
@@ -229,22 +231,29 @@ def test_a_run(browser_server, page, panel, picture, theme):
     assert [states for states in seen if states[0] not in states[1:]] == []
 
 
-def test_measure(browser_server, page, panel):
+def test_measure(browser_server, page, panel, picture):
     """The next run says how many times as fast it is; so do the status and the node, and later runs."""
     load(page, **SHORT)
     press_queue(page)
     speed, button = panel.locator(".cp-speed"), panel.get_by_role("button", name="Measure")
-    expect(speed).to_have_text("not measured yet", timeout=PATIENCE)
+    headline(panel, "computing")
     headline(panel, "idle")
+    expect(speed).to_have_text("not measured yet")
     button.click()
     expect(speed).to_have_text("The next run measures")
     expect(button).to_be_hidden()
-    for _ in range(2):
-        load(page, **SHORT)
+    times = re.compile(r"^\d+\.\d\d × ")
+    for run in (SHORT, LONG):
+        load(page, **run)
+        page.evaluate(CENTRE)
         press_queue(page)
         headline(panel, "computing")
+        if run is LONG:  # it was measured before
+            expect(speed).to_have_text(times)
+            for theme in reversed(THEMES):
+                picture(f"docs/images/panel-computing-{theme}.png", prepare=partial(page.evaluate, THEME, theme))
         headline(panel, "idle")
-        expect(speed).to_have_text(re.compile(r"^\d\.\d\d × "))
+        expect(speed).to_have_text(times)
         now = browser_server.get("/context_parallel/status")["speed"]
         expect(speed).to_have_text(now["words"])
         assert now["times"] == now["seconds_per_call_on_one_device"] / now["seconds_per_call"]
