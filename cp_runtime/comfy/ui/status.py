@@ -57,7 +57,7 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
         "state": _state(pool, ranks, work),
         "activity": _activity(controller, workers, loading),
         "starting": _starting(workers),
-        "loading": None if loading is None else {"model": loading[0], "part": loading[1]},
+        "loading": _loading(loading),
         "compiling": bool(_compiling(pool)),
         "world_size": pool.world_size,
         "backend": pool.backend,
@@ -100,6 +100,13 @@ def _activity(controller: Controller, workers: Workers, loading: tuple[str, floa
     if speed is None or record is not controller.journal.calls.last:  # of a VAE
         return f"{ranks}, {record.seconds:.3g} s per call"
     return f"{speed.words} · {speed.per_call or record.seconds:.3g} s per call · {ranks}"
+
+
+def _loading(loading: tuple[str, float | None] | None) -> dict[str, Any] | None:
+    if loading is None:
+        return None
+    model, part = loading
+    return {"model": model, "part": None if part is None else round(part, 2)}  # finer, it would be news too often
 
 
 def _compiling(pool: WorkerPool) -> list[int]:
