@@ -159,6 +159,8 @@ def test_loading_says_how_far_it_is(pool_server, whole, faults, weights):
         status = pool_server.get("/context_parallel/status")
         if status["activity"].endswith(" %"):
             said.append(status["activity"])
+            assert status["loading"]["model"] == "flux_deep.safetensors"
+            assert 100 * status["loading"]["part"] == pytest.approx(int(re.search(r"(\d+) %", said[-1])[1]), abs=1)
             states |= {status["state"], status["ranks"][1]["state"]}
         time.sleep(0.02)
     same(pool_server.latent(pool_server.wait(prompt).check()), whole["deep"])
