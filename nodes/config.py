@@ -191,5 +191,34 @@ class CPConfig(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(
+        cls,
+        world_size: Any = 0,
+        devices: Any = "",
+        ulysses_degree: Any = 0,
+        ring_degree: Any = 0,
+        batch_degree: Any = 0,
+        backend: Any = "auto",
+        shares: Any = "",
+    ) -> bool:
+        """The same check before the prompt is queued, of the inputs that depend on the machine and on each other.
+
+        It raises: ComfyUI repeats a text that is returned for each of these inputs, and the frontend then shows it in none of its
+        toasts; an exception is shown once, in its own words.
+        """
+        given = {
+            "world_size": world_size,
+            "devices": devices,
+            "ulysses_degree": ulysses_degree,
+            "ring_degree": ring_degree,
+            "batch_degree": batch_degree,
+            "backend": backend,
+            "shares": shares,
+        }
+        if None not in given.values():  # a linked input has no value yet
+            cls.execute(**given)
+        return True
+
+    @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
         return io.NodeOutput(RuntimeConfig.resolve(inventory=device_inventory(), **inputs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from playwright.sync_api import expect
 from support.graphs import flux_prompt
 
 SIZE = "kind => [...app.graph.nodes.find(node => node.type === kind).size]"
@@ -42,6 +43,17 @@ def test_buttons_of_nodes_in_other_languages(page, language, label):
     page.evaluate("app.graph.clear(); app.graph.add(LiteGraph.createNode('CPConfig'))")
     assert label in page.evaluate("app.graph.nodes[0].widgets.map(widget => widget.name)")
     page.evaluate(choose, "en")
+
+
+def test_a_wrong_setting_is_named_where_a_person_looks(browser_server, page):
+    """In the message that Run brings, and on the node; nothing is queued."""
+    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt(cp={"devices": "cuda:7"}))
+    page.get_by_test_id("queue-button").first.click()
+    said = page.get_by_test_id("error-overlay-messages")
+    expect(said).to_contain_text("CP Config couldn't validate cp_config: devices: got 'cuda:7'; allowed: names with commas")
+    assert page.evaluate("app.graph.nodes.filter(node => node.has_errors).map(node => node.type)") == ["CPConfig"]
+    assert browser_server.get("/prompt")["exec_info"]["queue_remaining"] == 0
+    page.get_by_test_id("error-overlay-dismiss").click()
 
 
 WORDS = (

@@ -28,11 +28,31 @@ SETTINGS = {
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_bad_settings(case, off_server):
+    """The queue says so, once, and in the words of the run; the run itself does where a setting comes by a link."""
     settings, words = SETTINGS[case]
-    error = refused(off_server, flux_prompt(cp=settings))
-    assert error.node_type == "CPConfig"
+    prompt = flux_prompt(cp=settings)
+    with pytest.raises(PromptRejected) as rejected:
+        off_server.queue(prompt)
+    ((node, said),) = rejected.value.node_errors.items()
+    (error,) = said["errors"]
+    assert node == "cp_config"
     for word in words:
-        assert word in error.exception_message
+        assert word in error["details"]
+    name = next(iter(settings))
+    kind = "PrimitiveInt" if isinstance(settings[name], int) else "PrimitiveString"
+    prompt["linked"] = {"class_type": kind, "inputs": {"value": settings[name]}}
+    prompt["cp_config"]["inputs"][name] = ["linked", 0]
+    at_run = refused(off_server, prompt)
+    assert (at_run.node_type, at_run.exception_message.strip()) == ("CPConfig", error["details"])
+
+
+def test_other_branches_run_beside_bad_settings(off_server):
+    """As beside any node that ComfyUI finds invalid."""
+    prompt = flux_prompt(cp={"devices": "cuda:7"})
+    prompt["text"] = {"class_type": "PrimitiveString", "inputs": {"value": "a good branch"}}
+    prompt["good"] = {"class_type": "PreviewAny", "inputs": {"source": ["text", 0]}}
+    result = off_server.run(prompt).check()
+    assert list(result.outputs) == ["good"]
 
 
 @pytest.mark.parametrize(
