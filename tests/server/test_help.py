@@ -33,7 +33,7 @@ def info(server) -> dict[str, Json]:
 @pytest.fixture(scope="module")
 def pages(server) -> dict[str, str]:
     """Help pages, from where the frontend looks for them."""
-    return {node: fetch(server, f"/extensions/{PACK}/docs/{node}.md").decode() for node in NODES}
+    return {node: page_of(server, f"{node}/en") for node in NODES}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,10 @@ def translations(server) -> dict[str, Json]:
 def fetch(server, path: str) -> bytes:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=30) as answer:
         return answer.read()
+
+
+def page_of(server, name: str) -> str:
+    return fetch(server, f"/extensions/{PACK}/docs/{name}.md").decode()
 
 
 def inputs_of(node: Json) -> dict[str, Json]:
@@ -237,6 +241,69 @@ def test_a_wrong_quotation_is_noticed():
     assert any(occurs("world_size: got …; allowed: 0 (choose)", text) for text in known)
     assert not any(occurs("world_size: got …; allowed: 1 (choose)", text) for text in known)
     assert not any(occurs("The worker pool could not do what", text) for text in known)  # of a docstring
+
+
+# --- help pages in other languages ------------------------------------------------------------------------------------
+
+HEADING = re.compile(r"^#+ ", re.MULTILINE)
+CODE = re.compile(r"`([^`]+)`")
+WORDS = {"zh": {"on": "开", "off": "关", "empty": "空"}, "ja": {"on": "オン", "off": "オフ", "empty": "空"}}
+"""Defaults that are words."""
+TRANSLATED_TROUBLE = {
+    "zh": re.compile(r'\*\*"[^"]+"[^*]*\*\*<br> 原因：\S.*。<br> 处理：\S.*。'),
+    "ja": re.compile(r'\*\*"[^"]+"[^*]*\*\*<br> 原因：\S.*。<br> 対処：\S.*。'),
+}
+
+
+def sections(page: str) -> list[str]:
+    """What is under each heading of the second level."""
+    return page.split("\n## ")[1:]
+
+
+def beginnings(translated: Json, wanted: dict[str, str | None], words: dict[str, str]) -> list[str]:
+    """How the entries of inputs or outputs begin: with the name that the node shows, its own name, and the default."""
+    found = []
+    for (name, default), texts in zip(wanted.items(), translated, strict=True):
+        shown = texts.get("name", name)
+        own = "" if shown == name else f" `{name}`"
+        found.append(f"**{shown}**{own}" + ("" if default is None else f"（{words.get(default, default)}）") + "：")
+    return found
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_languages_without_a_page_get_the_english_one(node, pages, server):
+    """The frontend asks for it where it finds none in the language."""
+    assert page_of(server, node) == pages[node]
+
+
+@pytest.mark.parametrize("node", NODES)
+@pytest.mark.parametrize("language", TRANSLATED_TROUBLE)
+def test_the_translated_page_says_what_the_english_one_says(language, node, pages, info, translations, server):
+    page, english, texts = page_of(server, f"{node}/{language}"), pages[node], translations[language][node]
+    assert page.splitlines()[0] == f"# {texts['display_name']}"
+    assert page.splitlines()[4] == english.splitlines()[4]
+    assert HEADING.findall(page) == HEADING.findall(english)
+    assert len(cells(page)) == len(cells(english))
+    parts = dict(zip((part.partition("\n")[0] for part in sections(english)), sections(page), strict=True))
+
+    defaults = {name: written(settings.get("default")) for name, settings in inputs_of(info[node]).items()}
+    inputs = [texts["inputs"][name] for name in defaults]
+    for heading, wanted, shown in (
+        ("Inputs", defaults, inputs),
+        ("Outputs", dict.fromkeys(info[node]["output_name"]), texts["outputs"].values()),
+    ):
+        entries = items(parts[heading])
+        begin = beginnings(list(shown), wanted, WORDS[language])
+        assert [entry[: len(start)] for entry, start in zip(entries, begin, strict=True)] == begin
+        assert all(entry.endswith("。") and len(entry) > len(start) + 3 for entry, start in zip(entries, begin, strict=True))
+    assert sorted(CODE.findall(parts["Connections"])) == sorted(CODE.findall(section(english, "Connections")))
+    titles = {spec["display_name"]: translations[language][name]["display_name"] for name, spec in info.items()}
+    ends = {title for _, _, title in LINK_END.findall(section(english, "Connections"))}
+    assert [titles[title] for title in ends if titles[title] not in parts["Connections"]] == []
+
+    troubles = items(parts["Troubleshooting"])
+    assert [entry for entry in troubles if not TRANSLATED_TROUBLE[language].fullmatch(entry)] == []
+    assert [QUOTE.findall(entry) for entry in troubles] == [QUOTE.findall(entry) for entry in items(section(english, "Troubleshooting"))]
 
 
 # --- languages --------------------------------------------------------------------------------------------------------
