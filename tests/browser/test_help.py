@@ -1,15 +1,21 @@
-"""Help pages in the panel that Node Info opens: all of a page is inside it, at its default width and at others."""
+"""Help pages in the panel that Node Info opens: all of a page is inside it, at its default width and at others; other languages."""
 
 from __future__ import annotations
 
-from browser.canvas import point_in, show_node
+import json
+
+import pytest
+from browser.canvas import add_node, point_in
 from playwright.sync_api import Page, expect
+from support.server import CHECKOUT
 
 NODES = {
     "CPConfig": "CP Config",
     "ApplyContextParallel": "Apply Context Parallel",
     "CPSampler": "CP Sampler",
     "CPReport": "CP Report",
+    "CPVAEDecode": "CP VAE Decode",
+    "CPVAEEncode": "CP VAE Encode",
 }
 WIDTHS = {1280: 220, 1400: 245, 2560: 480}  # of the window, and at most of the content: the panel takes a fifth by default
 OVERFLOWS = """content => {
@@ -24,19 +30,41 @@ OVERFLOWS = """content => {
 """Parts of the page that are wider than there is room, and boxes around it that have to be scrolled sideways."""
 
 
-def test_nothing_is_wider_than_the_panel(page: Page) -> None:
+def open_help(page: Page, kind: str, language: str) -> None:
+    """Select a new node and read its page, which must be there in the language: the frontend asks for that first."""
     content = page.locator(".node-help-content")
-    for kind, title in NODES.items():
-        page.evaluate("kind => { app.graph.clear(); app.graph.add(LiteGraph.createNode(kind)); }", kind)
-        show_node(page, kind)
+    with page.expect_response(f"**/docs/{kind}/{language}.md") as answer:
+        add_node(page, kind)
         page.mouse.click(*point_in(page, kind))
         if not content.is_visible():  # once open, it shows the node that is selected
             page.get_by_test_id("info-button").click()
+    assert answer.value.status < 400
+    page.wait_for_function("() => document.querySelector('.node-help-content img')?.naturalWidth > 0")
+
+
+def test_nothing_is_wider_than_the_panel(page: Page) -> None:
+    content = page.locator(".node-help-content")
+    for kind, title in NODES.items():
+        open_help(page, kind, "en")
         expect(content.locator("h1")).to_have_text(title)
         expect(content).to_contain_text("Troubleshooting")
-        page.wait_for_function("() => document.querySelector('.node-help-content img').naturalWidth > 0")
         for window, most in WIDTHS.items():
             page.set_viewport_size({"width": window, "height": 900})
             page.wait_for_function("most => document.querySelector('.node-help-content').clientWidth <= most", arg=most)
             assert 200 < content.evaluate("content => content.clientWidth") <= most
             assert content.evaluate(OVERFLOWS) == [], f"{kind} in a window of {window} pixels"
+
+
+@pytest.mark.parametrize("page", [{"Comfy.Locale": "zh"}, {"Comfy.Locale": "ja"}], ids=["zh", "ja"], indirect=True)
+def test_other_languages(page: Page, request: pytest.FixtureRequest) -> None:
+    """Title, tooltip and help page."""
+    language = request.node.callspec.id
+    texts = json.loads((CHECKOUT / "locales" / language / "nodeDefs.json").read_text())["CPConfig"]
+    add_node(page, "CPConfig")
+    page.mouse.move(*point_in(page, "CPConfig", "devices"))
+    expect(page.locator(".node-tooltip")).to_have_text(texts["inputs"]["devices"]["tooltip"])
+    assert page.evaluate("LiteGraph.registered_node_types.CPConfig.title") == texts["display_name"]
+    open_help(page, "CPConfig", language)
+    content = page.locator(".node-help-content")
+    expect(content.locator("h1")).to_have_text(texts["display_name"])
+    assert content.evaluate(OVERFLOWS) == []

@@ -303,7 +303,8 @@ def test_the_translated_page_says_what_the_english_one_says(language, node, page
 
     troubles = items(parts["Troubleshooting"])
     assert [entry for entry in troubles if not TRANSLATED_TROUBLE[language].fullmatch(entry)] == []
-    assert [QUOTE.findall(entry) for entry in troubles] == [QUOTE.findall(entry) for entry in items(section(english, "Troubleshooting"))]
+    theirs = items(section(english, "Troubleshooting"))
+    assert [QUOTE.findall(entry) for entry in troubles] == [QUOTE.findall(entry) for entry in theirs]
 
 
 # --- languages --------------------------------------------------------------------------------------------------------
