@@ -1,44 +1,63 @@
-"""ComfyUI with this pack and a tiny random Flux model, to click around in without a GPU: `make play`.
+"""ComfyUI with this pack and a tiny random model, to click around in without a GPU: `make play`.
 
-Nothing of it is kept. The nodes "Test …" in its node library stand in for text encoders.
+Nothing of it is kept. All nodes are ComfyUI's and this pack's own: beside the model there is a text encoder in its full size.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support import checkpoints
-from support.graphs import flux_prompt
-from support.server import ComfyServer
+from support.checkpoints import SD3, Checkpoint, ClipL
+from support.server import PACK, ComfyServer
+
+NAME = "tiny-model"
+"""Of the template, and of the node pack without nodes that brings it: the browser opens templates of a pack by a link."""
 
 OPEN = """
-ComfyUI runs at http://127.0.0.1:{port}/
-Drag this file onto its canvas, or open it with Ctrl+O, and press Run:
-  {workflow}
-The tab "Context Parallel" on the left shows the ranks. The latents are noise: the model's weights are random.
+Open this in a browser, and press Run:
+  http://127.0.0.1:{port}/?template={name}&source={name}
+The tab "Context Parallel" on the left shows the ranks. The pictures are noise: the model's weights are random.
 Ctrl-C ends it."""
+
+
+def write_models(folder: Path) -> None:
+    model = SD3(blocks=4, context_dim=4096, pooled_dim=2048, grid=64)
+    checkpoints.write("tiny_sd3", folder, checkpoint=Checkpoint(architecture=model))
+    encoder = Checkpoint(architecture=ClipL(), folder="text_encoders")
+    checkpoints.write("tiny_clip_l", folder, dtype=torch.float16, file_stem="tiny_clip_l", checkpoint=encoder)
+
+
+def write_template(pack: Path) -> None:
+    (pack / "example_workflows").mkdir(parents=True)
+    (pack / "__init__.py").write_text("NODE_CLASS_MAPPINGS = {}\n")
+    shutil.copy(ROOT / ".ci" / "play.json", pack / "example_workflows" / f"{NAME}.json")
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="context-parallel-play-") as folder:
-        models = Path(folder) / "models"
-        checkpoints.write("flux", models)
-        workflow = Path(folder) / "tiny_flux.json"
-        graph = flux_prompt(node="CPSampler", width=512, height=512, steps=20, cp={})
-        graph["report"] = {"class_type": "CPReport", "inputs": {"report": ["sampler", 1]}}
-        workflow.write_text(json.dumps(graph))
-        arguments = ["--preview-method", "latent2rgb"]
-        with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models, args=arguments) as server:
-            sys.stdout.write(OPEN.format(port=server.port, workflow=workflow) + "\n")
+        models, pack = Path(folder) / "models", Path(folder) / NAME
+        write_models(models)
+        write_template(pack)
+        server = ComfyServer(
+            Path(os.environ["COMFYUI_PATH"]),
+            models=models,
+            custom_nodes={PACK: ROOT, NAME: pack},
+            args=["--preview-method", "latent2rgb"],
+        )
+        with server:
+            sys.stdout.write(OPEN.format(port=server.port, name=NAME) + "\n")
             sys.stdout.flush()
             try:
                 signal.pause()

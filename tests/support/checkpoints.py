@@ -313,6 +313,31 @@ class SD3:
         return [f"joint_blocks.{i}.x_block.attn.qkv" for i in range(self.blocks)]
 
 
+class ClipL:
+    """The text encoder CLIP-L, in its full size: ComfyUI does not read that from the file."""
+
+    def tensors(self) -> Iterator[Init]:
+        dim = 768
+        yield Init(name="text_model.embeddings.token_embedding.weight", shape=(49408, dim), std=1.0)
+        yield Init(name="text_model.embeddings.position_embedding.weight", shape=(77, dim), std=0.1)
+        for i in range(12):
+            block = f"text_model.encoder.layers.{i}"
+            for norm in ("layer_norm1", "layer_norm2"):
+                yield from _norm(f"{block}.{norm}.weight", dim, bias=True)
+            for projection in ("q", "k", "v", "out"):
+                yield from _linear(f"{block}.self_attn.{projection}_proj", dim, dim)
+            yield from _linear(f"{block}.mlp.fc1", 4 * dim, dim)
+            yield from _linear(f"{block}.mlp.fc2", dim, 4 * dim)
+        yield from _norm("text_model.final_layer_norm.weight", dim, bias=True)
+        yield Init(name="text_projection.weight", shape=(dim, dim), std=1 / math.sqrt(dim))
+
+    def metadata(self) -> dict[str, str]:
+        return {}
+
+    def lora_targets(self) -> list[str]:
+        return []
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A named checkpoint file.

@@ -1,0 +1,134 @@
+"""The first two minutes, in an empty profile: `make play`, its link, Run; then one's own graph, a search, one node, Run."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser.conftest import SIZE
+from playwright.sync_api import Browser, Page, expect
+from support.faults import SLACK
+from support.server import CHECKOUT, PACK
+
+PATIENCE = 30_000 * SLACK  # milliseconds
+SPEED = re.compile(r"2 ranks.*s per call")
+"""What the node that samples says of its speed."""
+ALL_IN_VIEW = """() => {
+    const { width, height } = app.canvas.canvas.getBoundingClientRect();
+    const seen = ([x, y]) => x >= 0 && y >= 0 && x <= width && y <= height;
+    const place = at => app.canvas.ds.convertOffsetToCanvas(at);
+    const corners = ({ pos: [x, y], size: [w, h] }) => [[x, y - 30], [x + w, y + h]].map(place);
+    return app.graph.nodes.every(node => corners(node).every(seen));
+}"""
+SLOT = """([kind, input, name]) => {
+    const node = app.graph.nodes.find(node => node.type === kind);
+    const slot = (input ? node.inputs : node.outputs).findIndex(slot => slot.name === name);
+    const { left, top } = app.canvas.canvas.getBoundingClientRect();
+    const [x, y] = app.canvas.ds.convertOffsetToCanvas(node.getConnectionPos(input, slot));
+    return [x + left, y + top];
+}"""
+FEW = (
+    "() => { app.graph.nodes.find(node => node.type.endsWith('Sampler')).widgets.find(({ name }) => name === 'steps').value = 3; }"
+)
+STOCK = {
+    "1": {"class_type": "UNETLoader", "inputs": {"unet_name": "tiny_sd3.safetensors", "weight_dtype": "default"}},
+    "2": {"class_type": "CLIPLoader", "inputs": {"clip_name": "tiny_clip_l.safetensors", "type": "sd3", "device": "default"}},
+    "3": {"class_type": "CLIPTextEncode", "inputs": {"clip": ["2", 0], "text": "a fox"}},
+    "4": {"class_type": "EmptySD3LatentImage", "inputs": {"width": 512, "height": 512, "batch_size": 1}},
+    "5": {
+        "class_type": "KSampler",
+        "inputs": {
+            "model": ["1", 0], "positive": ["3", 0], "negative": ["3", 0], "latent_image": ["4", 0],
+            "seed": 1, "steps": 3, "cfg": 4.5, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0,
+        },
+    },
+    "6": {"class_type": "SaveLatent", "inputs": {"samples": ["5", 0], "filename_prefix": "first"}},
+}  # fmt: skip
+"""A graph as somebody has it who does not know this pack."""
+
+
+@pytest.fixture(scope="module")
+def link(comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What `make play` says is to be opened. Ctrl-C ends it, and leaves nothing behind."""
+    folder = tmp_path_factory.mktemp("play")
+    command = [sys.executable, str(CHECKOUT / ".ci" / "play.py")]
+    env = {"COMFYUI_PATH": str(comfyui_path), "TMPDIR": str(folder), "PATH": "/usr/bin:/bin"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        said = ""
+        while not said.endswith("Ctrl-C ends it.\n"):
+            line = process.stdout.readline()
+            assert line, f"it ended with status {process.wait(30)}"
+            said += line
+        yield re.search(r"http://127.0.0.1:\S+", said)[0]
+    finally:
+        process.send_signal(signal.SIGINT)  # a kill would leave its server behind
+        status = process.wait(30)
+    assert status == 0
+    assert [path for path in folder.iterdir() if path.name.startswith(("context-parallel-play-", "comfy-server-"))] == []
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser, link: str) -> Iterator[Page]:
+    """The link, opened by somebody who has never opened ComfyUI."""
+    with browser.new_context(viewport=SIZE) as context:
+        opened = context.new_page()
+        opened.goto(link)
+        opened.wait_for_function("window.app?.graph?.nodes.length > 0 && window.app.extensionManager", timeout=PATIENCE)
+        yield opened
+
+
+def run(page: Page, kind: str) -> None:
+    """Press Run, and read on the node what it says of its speed."""
+    page.get_by_test_id("queue-button").first.click()
+    page.wait_for_function(
+        """([kind, speed]) => new RegExp(speed).test(app.graph.nodes.find(node => node.type === kind)
+            .widgets.find(widget => widget.name === '$$node-text-preview')?.value)""",
+        arg=[kind, SPEED.pattern],
+        timeout=PATIENCE,
+    )
+
+
+def test_the_link_shows_a_graph_that_runs(page: Page) -> None:
+    """All of it in view and large enough to read; of nodes, ComfyUI's and this pack's."""
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    page.wait_for_function(ALL_IN_VIEW)
+    assert page.evaluate("app.canvas.ds.scale") > 0.6
+    info = page.evaluate("async () => (await app.api.fetchApi('/object_info')).json()")
+    assert {node["python_module"] for node in info.values() if node["python_module"].startswith("custom_nodes.")} == {
+        f"custom_nodes.{PACK}"
+    }
+    assert {*page.evaluate("app.graph.nodes.map(node => node.type)")} - {*info} == {"MarkdownNote"}
+    page.evaluate(FEW)
+    run(page, "CPSampler")
+    page.wait_for_function("() => app.graph.nodes.find(node => node.type === 'CPReport').imgs?.length", timeout=PATIENCE)
+
+
+def test_one_node_found_by_a_search_makes_a_graph_faster(page: Page) -> None:
+    page.evaluate("prompt => app.loadApiJson(prompt, 'mine')", STOCK)
+    page.evaluate("app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+    empty = (600, 160)
+    page.wait_for_function(ALL_IN_VIEW)
+    page.mouse.dblclick(*empty)
+    search = page.get_by_placeholder("Add a node...")
+    search.fill("faster")
+    expect(page.get_by_test_id("result-item").first).to_contain_text("Apply Context Parallel")
+    page.keyboard.press("Enter")
+    expect(search).to_have_count(0)
+    page.wait_for_function("() => app.canvas.state.ghostNodeId !== null")  # the node follows the mouse
+    page.mouse.click(*empty)
+    page.wait_for_function("() => app.canvas.state.ghostNodeId === null")
+    for (kind, output), (other, name) in (
+        (("UNETLoader", "MODEL"), ("ApplyContextParallel", "model")),
+        (("ApplyContextParallel", "MODEL"), ("KSampler", "model")),
+    ):
+        page.mouse.move(*page.evaluate(SLOT, [kind, False, output]))
+        page.mouse.down()
+        page.mouse.move(*page.evaluate(SLOT, [other, True, name]), steps=5)
+        page.mouse.up()
+    run(page, "KSampler")
