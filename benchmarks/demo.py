@@ -27,7 +27,7 @@ from support import checkpoints
 from support.graphs import cp_config
 from support.server import ComfyServer
 
-WORKFLOW = ROOT / "workflows" / "api" / "flux_context_parallel.json"
+WORKFLOW = ROOT / "workflows" / "api" / "Flux on all GPUs.json"
 TEXT_TOKENS = 256
 
 

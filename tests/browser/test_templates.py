@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from browser.canvas import add_node, box_of, load_workflow, point_in, show_node
+from browser.cards import SIDE, card
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
 from support.server import CHECKOUT, PACK
@@ -21,22 +22,27 @@ def open_template(page, name):
     page.locator(".templates-tab-button").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_text(PACK).first.click()
-    dialog.get_by_text(name.replace("_", " "), exact=True).first.click()
+    dialog.get_by_text(name, exact=True).first.click()
     expect(dialog).to_have_count(0)
     page.wait_for_function("() => app.graph.nodes.some(node => node.type === 'ApplyContextParallel')")
 
 
 def test_the_template_browser_has_them(page, picture):
+    """Under the name of the pack, and for the search under All Templates: it looks through the list that is open."""
     page.locator(".templates-tab-button").click()
     dialog = page.get_by_role("dialog")
+    dialog.get_by_text("All Templates").first.click()
+    dialog.get_by_placeholder("Search").fill("all GPUs")
+    expect(dialog.get_by_text(NAMES[0], exact=True).first).to_be_visible()
+    dialog.get_by_placeholder("Search").fill("")
     dialog.get_by_text(PACK).first.click()
     for name in NAMES:
-        expect(dialog.get_by_text(name.replace("_", " "), exact=True).first).to_be_visible()
+        expect(dialog.get_by_text(name, exact=True).first).to_be_visible()
     picture("docs/images/templates.png", settle=1000)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_template_opens_without_a_warning(page, name, picture):
+def test_a_template_opens_without_a_warning(page, name, picture, tab):
     open_template(page, name)
     page.wait_for_timeout(1000)  # the browser looks for what is missing
     assert page.get_by_role("dialog").count() == 0
@@ -45,18 +51,16 @@ def test_a_template_opens_without_a_warning(page, name, picture):
     registered = page.evaluate("app.graph.nodes.map(node => [node.type, node.type in LiteGraph.registered_node_types])")
     assert [kind for kind, known in registered if not known and kind not in ("MarkdownNote", "Note")] == []
 
-    def fit():
-        large_window(page)
-        page.evaluate("app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+    def draw():
+        tab.spoil()
+        page.set_content(card(name))
 
-    # A square about the nodes that make the difference: cards in the template browser are small.
-    kinds = ["UNETLoader", "CheckpointLoaderSimple", "ApplyContextParallel", "CLIPTextEncode", "KSampler", "KSamplerAdvanced"]
-    picture(f"workflows/{name}.jpg", settle=1500, prepare=fit, clip=lambda: box_of(page, kinds, margin=20), width=700)
+    picture(f"workflows/{name}.jpg", prepare=draw, clip=lambda: {"x": 0, "y": 0, "width": SIDE, "height": SIDE})
 
 
 def test_the_picture_of_the_graph(page, picture):
     """The part of the Flux template that help pages and README show."""
-    load_workflow(page, "flux_context_parallel")
+    load_workflow(page, "Flux on all GPUs")
     large_window(page)
     show_node(page, "ApplyContextParallel")
     box = box_of(page, ["UNETLoader", "ApplyContextParallel", "KSampler"], margin=30)

@@ -12,9 +12,10 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 from support import checkpoints
 from support.graphs import cp_config
 from support.server import CHECKOUT, PACK, ComfyServer, PromptRejected
@@ -31,6 +32,8 @@ TITLE_HEIGHT = 30
 
 PICTURE_BYTES = 200_000
 PICTURE_WIDTH = 400
+DIFFERENT = 20
+"""Mean difference of two pictures' values, of 255."""
 
 FILE_INPUTS = {"ckpt_name", "unet_name", "clip_name", "clip_name1", "clip_name2", "vae_name"}
 UPLOAD = "IMAGEUPLOAD"
@@ -137,7 +140,7 @@ def test_templates_of_the_pack(server):
     """The browser is offered the workflows and not their API twins."""
     assert sorted(server.get("/workflow_templates")[PACK]) == NAMES
     for template in NAMES:
-        assert server.get(f"/api/workflow_templates/{PACK}/{template}.json") == load(template)
+        assert server.get(f"/api/workflow_templates/{PACK}/{quote(template)}.json") == load(template)
 
 
 def test_every_workflow_has_a_twin():
@@ -155,6 +158,14 @@ def test_picture(name):
     with Image.open(file) as picture:
         assert picture.format == "JPEG"
         assert picture.width >= PICTURE_WIDTH
+
+
+def test_pictures_differ_at_a_glance():
+    """Small and out of focus, as somebody sees them who reads none."""
+    small = [Image.open(FOLDER / f"{name}.jpg").convert("RGB").resize((12, 12)) for name in NAMES]
+    for (one, first), (other, second) in itertools.combinations(zip(NAMES, small, strict=True), 2):
+        difference = ImageStat.Stat(ImageChops.difference(first, second)).mean
+        assert sum(difference) / 3 > DIFFERENT, (one, other)
 
 
 def test_nodes(workflow, info):
@@ -310,17 +321,17 @@ TINY_MODELS = {
     "z_image_turbo_bf16.safetensors": "family-z-image.safetensors",
     "sd_xl_base_1.0.safetensors": "family-sdxl.safetensors",
 }
-SERVED = {"qwen_image_context_parallel": "qwen", "sdxl_cfg_context_parallel": "sdxl", "z_image_context_parallel": "z-image"}
+SERVED = {"Qwen-Image on all GPUs": "qwen", "SDXL with CFG on all GPUs": "sdxl", "Z-Image on all GPUs": "z-image"}
 """Templates whose tiny model is one of `support.families`, and its name there."""
 
 CONDITIONING = {
-    "flux_context_parallel": {"tokens": 12, "width": 64, "pooled_width": 64},
-    "flux_easycache_context_parallel": {"tokens": 12, "width": 64, "pooled_width": 64},
-    "qwen_image_context_parallel": {"tokens": 9, "width": 48},
-    "sdxl_cfg_context_parallel": {"tokens": 7, "width": 32, "pooled_width": 16},
-    "wan_context_parallel": {"tokens": 16, "width": 64},
-    "wan_i2v_context_parallel": {"tokens": 16, "width": 64},
-    "z_image_context_parallel": {"tokens": 7, "width": 48},
+    "Flux on all GPUs": {"tokens": 12, "width": 64, "pooled_width": 64},
+    "Flux with EasyCache on all GPUs": {"tokens": 12, "width": 64, "pooled_width": 64},
+    "Qwen-Image on all GPUs": {"tokens": 9, "width": 48},
+    "SDXL with CFG on all GPUs": {"tokens": 7, "width": 32, "pooled_width": 16},
+    "Wan 2.2 text to video on all GPUs": {"tokens": 16, "width": 64},
+    "Wan 2.2 image to video on all GPUs": {"tokens": 16, "width": 64},
+    "Z-Image on all GPUs": {"tokens": 7, "width": 48},
 }
 SMALLER = {"width": 64, "height": 80, "length": 9}
 FEWER_STEPS = 5
@@ -394,7 +405,7 @@ def test_unet_shares_the_batch(served, server, family_checkpoints, as_checkpoint
     """Two ranks compute one half of CFG each, by the CP Sampler's report."""
     assert served not in family_checkpoints, family_checkpoints[served]
     as_checkpoint(served)
-    prompt = tiny("sdxl_cfg_context_parallel", world_size=2)
+    prompt = tiny("SDXL with CFG on all GPUs", world_size=2)
     (sampler,) = [node_id for node_id, node in prompt.items() if node["class_type"] == "KSampler"]
     prompt[sampler]["class_type"] = "CPSampler"
     prompt["report"] = {"class_type": "PreviewAny", "inputs": {"source": [sampler, 1]}}

@@ -1,0 +1,86 @@
+"""Pictures of the templates, drawn: what the model makes, and how devices, each a colour, share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+SIDE = 480
+DEVICES = ("#38bdf8", "#fbbf24", "#fb7185", "#4ade80")
+PAGE = """<body style="margin: 0"><svg xmlns="http://www.w3.org/2000/svg" width="{side}" height="{side}" font-family="DejaVu Sans">
+<linearGradient id="sky" x2="1" y2="1"><stop stop-color="{light}"/><stop offset="1" stop-color="{dark}"/></linearGradient>
+<rect width="100%" height="100%" fill="url(#sky)"/>
+<text x="30" y="84" font-size="{size}" font-weight="bold" fill="white">{title}</text>
+<text x="32" y="124" font-size="25" fill="white" opacity=".85">{subtitle}</text>
+{drawing}
+</svg></body>"""
+
+
+def shared(x: float, y: float, width: float, height: float, devices: tuple[str, ...] = DEVICES) -> str:
+    """A picture whose rows devices share."""
+    row = height / len(devices)
+    rows = (f'<rect x="{x}" y="{y + i * row}" width="{width}" height="{row - 3}" fill="{c}"/>' for i, c in enumerate(devices))
+    hill = f"M{x} {y + height - 3} L{x + width * 0.35} {y + height * 0.4} L{x + width * 0.55} {y + height * 0.7} "
+    hill += f"L{x + width * 0.7} {y + height * 0.55} L{x + width} {y + height - 3} Z"
+    sun = f'<circle cx="{x + width * 0.75}" cy="{y + height * 0.25}" r="{height * 0.11}" fill="white" opacity=".8"/>'
+    return "".join(rows) + f'<path d="{hill}" fill="black" opacity=".35"/>' + sun
+
+
+def picture() -> str:
+    return shared(110, 165, 260, 260)
+
+
+def tall() -> str:
+    return shared(150, 150, 180, 300)
+
+
+def wide() -> str:
+    return shared(40, 190, 400, 220)
+
+
+def video(x: float = 40, count: int = 4) -> str:
+    return "".join(frames(x, count))
+
+
+def frames(x: float, count: int) -> Iterator[str]:
+    for i in range(count):
+        left, top = x + 62 * i, 300 - 36 * i
+        yield f'<rect x="{left - 5}" y="{top - 5}" width="212" height="132" fill="black" opacity=".7"/>'
+        yield shared(left, top, 202, 122)
+
+
+def animated_picture() -> str:
+    start = '<rect x="28" y="245" width="120" height="120" fill="white"/>' + shared(34, 251, 108, 108, ("#94a3b8",))
+    arrow = '<path d="M156 305 h30 m-14 -14 l14 14 l-14 14" stroke="white" stroke-width="7" fill="none"/>'
+    return start + arrow + video(198, 2)
+
+
+def halves() -> str:
+    """Prompt and negative prompt."""
+    sign = '<text x="{}" y="440" font-size="54" font-weight="bold" fill="white" text-anchor="middle">{}</text>'
+    drawn = shared(30, 180, 195, 195, DEVICES[:2]) + shared(255, 180, 195, 195, DEVICES[2:])
+    return drawn + sign.format(127, "+") + sign.format(352, "–")
+
+
+def steps() -> str:
+    """Some are computed, some are left out."""
+    out = '<rect x="{}" y="{}" width="118" height="118" fill="none" stroke="white" stroke-width="4" stroke-dasharray="10 9"/>'
+    places = [(x, y) for y in (165, 310) for x in (32, 181, 330)]
+    return "".join(out.format(x, y) if i in (1, 3, 4) else shared(x, y, 118, 118) for i, (x, y) in enumerate(places))
+
+
+CARDS = {
+    "Flux on all GPUs": ("Flux", "text to picture", "#6d28d9", "#1e1b4b", picture),
+    "Flux with EasyCache on all GPUs": ("EasyCache", "Flux, without needless steps", "#334155", "#020617", steps),
+    "Qwen-Image on all GPUs": ("Qwen-Image", "text to picture", "#0f766e", "#022c22", wide),
+    "SDXL with CFG on all GPUs": ("SDXL", "CFG: a half each", "#b91c1c", "#450a0a", halves),
+    "Wan 2.2 image to video on all GPUs": ("Wan 2.2", "picture to video", "#c2410c", "#431407", animated_picture),
+    "Wan 2.2 text to video on all GPUs": ("Wan 2.2", "text to video", "#1d4ed8", "#172554", video),
+    "Z-Image on all GPUs": ("Z-Image", "text to picture", "#a8a29e", "#44403c", tall),
+}
+
+
+def card(name: str) -> str:
+    """The page to take the picture of a template from."""
+    title, subtitle, light, dark, drawing = CARDS[name]
+    size = min(64, round(560 / len(title)))
+    return PAGE.format(side=SIDE, title=title, subtitle=subtitle, light=light, dark=dark, drawing=drawing(), size=size)
