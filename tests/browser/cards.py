@@ -69,13 +69,13 @@ def steps() -> str:
 
 
 CARDS = {
-    "Flux on all GPUs": ("Flux", "text to picture", "#6d28d9", "#1e1b4b", picture),
+    "Flux on all GPUs": ("Flux", "text to image", "#6d28d9", "#1e1b4b", picture),
     "Flux with EasyCache on all GPUs": ("EasyCache", "Flux, without needless steps", "#334155", "#020617", steps),
-    "Qwen-Image on all GPUs": ("Qwen-Image", "text to picture", "#0f766e", "#022c22", wide),
+    "Qwen-Image on all GPUs": ("Qwen-Image", "text to image", "#0f766e", "#022c22", wide),
     "SDXL with CFG on all GPUs": ("SDXL", "CFG: a half each", "#b91c1c", "#450a0a", halves),
-    "Wan 2.2 image to video on all GPUs": ("Wan 2.2", "picture to video", "#c2410c", "#431407", animated_picture),
+    "Wan 2.2 image to video on all GPUs": ("Wan 2.2", "image to video", "#c2410c", "#431407", animated_picture),
     "Wan 2.2 text to video on all GPUs": ("Wan 2.2", "text to video", "#1d4ed8", "#172554", video),
-    "Z-Image on all GPUs": ("Z-Image", "text to picture", "#a8a29e", "#44403c", tall),
+    "Z-Image on all GPUs": ("Z-Image", "text to image", "#a8a29e", "#44403c", tall),
 }
 
 
