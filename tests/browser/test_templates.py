@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 from browser.canvas import add_node, box_of, load_workflow, point_in, show_node
 from browser.cards import SIDE, card
