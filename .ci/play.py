@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support import checkpoints
+from support import checkpoints, preloaded
 from support.checkpoints import SD3, Checkpoint, ClipL
 from support.server import PACK, ComfyServer
 
@@ -36,6 +36,10 @@ def write_models(folder: Path) -> None:
     checkpoints.write("tiny_sd3", folder, checkpoint=Checkpoint(architecture=model))
     encoder = Checkpoint(architecture=ClipL(), folder="text_encoders")
     checkpoints.write("tiny_clip_l", folder, dtype=torch.float16, file_stem="tiny_clip_l", checkpoint=encoder)
+    env = {**os.environ, "PYTHONPATH": os.environ["COMFYUI_PATH"]}
+    made = preloaded.run(["-m", "support.vaes", str(folder), "sd3_kl"], cwd=ROOT / "tests", env=env)
+    if made.returncode:
+        sys.exit(made.stderr)
 
 
 def write_template(pack: Path) -> None:

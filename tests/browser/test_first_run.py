@@ -106,7 +106,8 @@ def test_the_link_shows_a_graph_that_runs(page: Page) -> None:
     assert {*page.evaluate("app.graph.nodes.map(node => node.type)")} - {*info} == {"MarkdownNote"}
     page.evaluate(FEW)
     run(page, "CPSampler")
-    page.wait_for_function("() => app.graph.nodes.find(node => node.type === 'CPReport').imgs?.length", timeout=PATIENCE)
+    for kind in ("CPReport", "SaveImage"):  # of the report, and what CP VAE Decode has made
+        page.wait_for_function("kind => app.graph.nodes.find(node => node.type === kind).imgs?.length", arg=kind, timeout=PATIENCE)
 
 
 def test_one_node_found_by_a_search_makes_a_graph_faster(page: Page) -> None:

@@ -209,13 +209,16 @@ FILES: dict[str, Callable[[], nn.Module]] = {
 FULL: dict[str, Callable[[], nn.Module]] = {"full_flux": _full_flux, "full_wan": _full_wan}
 """Of the width that is published, for measurements."""
 
+MORE: dict[str, Callable[[], nn.Module]] = {"sd3_kl": lambda: _legacy(**KL_FILE | {"z_channels": 16})}
+"""For `make play`."""
+
 
 def write(models: str, *names: str) -> None:
     """Write files into the folder `vae` of a ComfyUI models folder: by default those of FILES."""
     out = Path(models) / "vae"
     out.mkdir(exist_ok=True)
     for name in names or FILES:
-        make = (FILES | FULL)[name]
+        make = (FILES | FULL | MORE)[name]
         tensors = build(TinyVAE(make=make, channels=4, ratio=8)).state_dict()
         metadata = {"config": json.dumps({"vae": LTXV_FILE})} if name == "ltxv" else None
         kept = {
