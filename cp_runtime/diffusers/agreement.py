@@ -20,6 +20,7 @@ from ..nested import map_tensors, tensors
 # Largest difference in float32 and root mean square in half precision, in standard deviations of the output. Sharding leaves 1e-5
 # and the rounding of the dtype; what is over the wrong tokens is off by 0.1 and more.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
+SETTINGS = "the arguments of apply_context_parallel"
 MESSAGE = 512  # characters of an error that other ranks get to know
 
 
@@ -31,6 +32,7 @@ def check_inputs(
     args: Any,
     kwargs: Mapping[str, Any],
     error: PlanError | None = None,
+    settings: tuple[Any, ...] = (),
 ) -> None:
     """Raise PlanError, on all ranks alike, unless all ranks have the same arguments. One collective of some bytes.
 
@@ -39,13 +41,15 @@ def check_inputs(
         forward: the module's own.
         group: ranks that share the sequence.
         error: what keeps this rank from the call; all raise it.
+        settings: that the module was applied with.
     """
     signature = inspect.signature(forward)
-    names = [*signature.parameters, "arguments"]
+    names = [*signature.parameters, "arguments", SETTINGS]
     try:
         given: Mapping[str, Any] = signature.bind(*args, **kwargs).arguments
     except TypeError:  # torch says it when forward is called
         given = {"arguments": (args, dict(kwargs))}
+    given = {**given, SETTINGS: settings}
     device = next((tensor.device for tensor in tensors([args, dict(kwargs)])), torch.device("cpu"))
     sums = torch.tensor([[int(error is not None), *(digest(given.get(name)) for name in names)]], device=device)
     (table,) = group.all_gather([sums], [1] * group.size, 0)
@@ -60,7 +64,7 @@ def check_inputs(
     raise PlanError(
         f"{module}: {', '.join(wrong)} on rank {', '.join(ranks)}: not what rank {group.global_rank(0)} was given. The ranks of a "
         "sequence compute one call together: give all of them the same inputs, such as noise from generators of the same seed, or "
-        "broadcast them."
+        "broadcast them; and apply with the same arguments."
     )
 
 

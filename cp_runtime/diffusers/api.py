@@ -92,6 +92,10 @@ def apply_context_parallel(
         PlanError: the plan does not fit the module, or one is applied already; weights that cannot be shared out. A call raises
             it, on all ranks alike, where arguments differ, attention is out of reach, or the output is not gathered.
     """
+    if not isinstance(module, nn.Module):
+        raise bad_value(
+            "module", type(module).__name__, "a torch.nn.Module", "Pass the part of a pipeline that samples: pipe.transformer."
+        )
     module = uncompiled(module)
     config = ContextParallelConfig.of(parallel_config)
     if verify not in (None, "first"):
@@ -100,8 +104,8 @@ def apply_context_parallel(
         raise bad_value("device", device, "None without shard_weights", "Move the module there before: module.to(device).")
     _check_free(module)
     vae = vae_of(module)
-    if vae is not None and plan is None:
-        return _apply_to_vae(module, vae, config, shard_weights=shard_weights, verify=verify)
+    if vae is not None:
+        return _apply_to_vae(module, vae, config, check_inputs, plan=plan, shard_weights=shard_weights or None, verify=verify)
     plan = _plan_of(module, plan, config)
     if config.of_all_ranks.mesh_shape == (1, 1):
         return AppliedPlan(None, SequenceMesh(None), None)
@@ -165,16 +169,18 @@ def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | Shardin
         installed.remove()
 
 
-def _apply_to_vae(module: nn.Module, vae: VAE, config: ContextParallelConfig, **not_for_vaes: object) -> AppliedPlan:
+def _apply_to_vae(
+    module: nn.Module, vae: VAE, config: ContextParallelConfig, check_inputs: bool, **not_for_vaes: object
+) -> AppliedPlan:
     for setting, value in not_for_vaes.items():
-        if value:
+        if value is not None:
             raise bad_value(setting, value, "nothing for a VAE", "Leave it out.")
     if config.batch_degree > 1:
         raise bad_value("batch_degree", config.batch_degree, "1 for a VAE", "Apply another config to the VAE.")
     if config.mesh_shape == (1, 1):
         return AppliedPlan(None, SequenceMesh(None), None)
     mesh = _mesh(module, config)
-    split = SplitVAE(module, vae, mesh)
+    split = SplitVAE(module, vae, mesh, (*config.compared, check_inputs), check_inputs=check_inputs)
     _installed[module] = ref(split)
     split.on_remove(lambda: _installed.pop(module, None))
     return AppliedPlan(split, mesh, None)

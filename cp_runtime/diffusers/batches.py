@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..engine.batch import BatchShares
 from ..engine.mesh import BatchMesh
+from ..engine.plan import ModulePlan
 from ..errors import PlanError
 from ..nested import rebuild, tensors
 
@@ -34,6 +35,21 @@ class Share:
         """
         items = next((tensor.shape[0] for tensor in tensors([args, dict(kwargs)]) if tensor.ndim >= 3), 0)
         return cls(mesh, BatchShares(groups, items, 1, frozenset(), mesh.group_shares(groups))) if items >= groups > 1 else None
+
+    def take_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str], whole: Collection[str]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """This group's part of the arguments of a call.
+
+        Args:
+            names: of the positional ones.
+            whole: those that every group gets as they are, see `rows_of_tokens`.
+        """
+        positional = [value if name in whole else self.take(value) for name, value in zip(names, args, strict=False)]
+        return (
+            (*positional, *map(self.take, args[len(positional) :])),
+            {name: value if name in whole else self.take(value) for name, value in kwargs.items()},
+        )
 
     def take(self, value: Any) -> Any:
         """This group's part of arguments: of tensors with as many rows as items, and of lists that have one entry for each."""
@@ -64,3 +80,9 @@ class Share:
                     "together by items. Set batch_degree=1."
                 )
         return self._shares.gather(out, self._mesh)
+
+
+def rows_of_tokens(plan: ModulePlan | None) -> frozenset[str]:
+    """Arguments whose rows are tokens, as those of positions: there may be as many of them as items."""
+    inputs = plan.inputs if plan is not None else {}
+    return frozenset(name for name, split in inputs.items() if getattr(split, "split_dim", None) == 0)

@@ -13,12 +13,12 @@ from ..compat import attention_backend_of, not_compiled, not_compiled_itself
 from ..engine.config import ContextParallelConfig
 from ..engine.hooks import InstalledPlan
 from ..engine.mesh import SequenceMesh
-from ..engine.plan import ShardingPlan
+from ..engine.plan import ShardingPlan, argument_names
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import PlanError, bad_value
 from ..nested import form_of
 from . import agreement
-from .batches import Share
+from .batches import Share, rows_of_tokens
 from .torch_function import Record, SharedAttention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
@@ -57,7 +57,9 @@ class ShardedCalls:
         self._module, self._stock, self._installed = module, stock, installed
         self._config, self._mesh, self._weights = config, mesh, weights
         self._check_inputs, self._verify = check_inputs, verify
+        self._settings = (*config.compared, weights is not None, check_inputs, verify)
         self._processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
+        self._names, self._whole = argument_names(module), rows_of_tokens(installed.plan.modules.get(""))
         self._records: dict[object, Record] = {}
         self._calls = 0
 
@@ -72,7 +74,7 @@ class ShardedCalls:
         _check_call(called, self._module, self._mesh)
         error = _mode_error(self._module)
         if self._check_inputs or not self._calls:
-            agreement.check_inputs(name, self._stock, self._mesh.whole, args, kwargs, error)
+            agreement.check_inputs(name, self._stock, self._mesh.whole, args, kwargs, error, self._settings)
         if error is not None:
             raise error
         backends = tuple(attention_backend_of(attention.processor) for attention in self._processors)
@@ -104,7 +106,7 @@ class ShardedCalls:
         share = Share.of(config.batch, config.batch_degree, args, kwargs)
         sequence, degrees = (self._mesh, config.of_all_ranks) if share is None else (share.sequence, config)
         if share is not None:
-            args, kwargs = share.take(args), share.take(kwargs)
+            args, kwargs = share.take_call(args, kwargs, self._names, self._whole)
         installed = self._installed
         with (
             installed.call(sequence, lambda shape: degrees, weights=self._weights) as call,

@@ -19,6 +19,7 @@ from ..engine.transforms import ContextParallelInput, ContextParallelOutput
 from ..errors import PlanError
 from ..nested import rebuild
 
+NAMED = ("the plan: ", "Correct the plan.")  # where a module is not there
 TOKENS = (None, 3)  # dimensions of what may be tokens
 HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
 
@@ -38,9 +39,9 @@ def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan
             modules[path] = _module_plan(path, entry)
         else:
             outputs[path] = entry
-    gathered = {inner for path in outputs for _, inner in find_modules(module, path)}
+    gathered = {inner for path in outputs for _, inner in find_modules(module, path, *NAMED)}
     for path, plan in modules.items():
-        if path and plan.inputs and gathered.intersection(inner for _, inner in find_modules(module, path)):
+        if path and plan.inputs and gathered.intersection(inner for _, inner in find_modules(module, path, *NAMED)):
             modules[path] = replace(plan, separate=True)
     streams = _streams(_arguments(modules))
     if not streams:

@@ -99,7 +99,10 @@ class SharedAttention(TorchFunctionMode):
     def _decision(self, query: Tensor, key: Tensor) -> Decision:
         scope = self._call.scope
         if not scope.derived or not self._call.state.lengths:  # said by the plan; nothing split
-            return Decision(None, self._call.attention_is_local)
+            local = self._call.attention_is_local
+            if local and self._provenance is not None:
+                self._provenance.refused = self._provenance.refused or self._not_said(self._provenance, key)
+            return Decision(None, local)
         made, numbers = self.record.setdefault(scope.name, []), (query.shape[-2], key.shape[-2])
         if self._provenance is not None:
             try:
@@ -121,6 +124,18 @@ class SharedAttention(TorchFunctionMode):
                 )
         made.append((decision, numbers))
         return decision
+
+    def _not_said(self, provenance: Provenance, key: Tensor) -> PlanError | None:
+        """What is wrong where each rank would attend to its own keys alone, and the plan does not say so."""
+        scope, lengths = self._call.scope, self._call.state.lengths
+        if (scope.said and not scope.streams) or not lengths or provenance.of(key) is None:
+            return None
+        streams = dict.fromkeys(name for pair in scope.streams for names in pair for name in names if name not in lengths)
+        what = f"names {' and '.join(streams)}, of which nothing was split" if streams else "does not say what it is over"
+        return PlanError(
+            f"{scope.name or 'the model'}: attention over {key.shape[-2]} keys of split tokens, and the plan {what}. Streams of "
+            f"this call: {', '.join(lengths)}. {REMEDY}"
+        )
 
     def _told(self, q: Mark | None, k: Mark | None, query: Tensor, key: Tensor) -> Decision:
         """What an attention is over, by the marks of its queries and keys."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..engine.mesh import SequenceMesh
 from ..engine.rows.plan import RowPlan, run_on_rows
 from ..errors import PlanError
+from . import agreement
 
 _MODULE = "diffusers.models.autoencoders."
 
@@ -53,10 +54,13 @@ class SplitVAE:
         module: the VAE.
         vae: what is known about it.
         mesh: the ranks.
+        settings: that it was applied with.
+        check_inputs: compare what all ranks decode or encode in every call, not in the first one alone.
     """
 
-    def __init__(self, module: nn.Module, vae: VAE, mesh: SequenceMesh) -> None:
+    def __init__(self, module: nn.Module, vae: VAE, mesh: SequenceMesh, settings: tuple[Any, ...], *, check_inputs: bool) -> None:
         self._undo: list[Callable[[], object]] = []
+        self._settings, self._check_inputs = settings, check_inputs
         for name, ratio in (("encoder", vae.ratio(module)), ("decoder", 1)):
             part = getattr(module, name)
             if "forward" in vars(part):
@@ -74,12 +78,18 @@ class SplitVAE:
             self._undo.pop()()
 
     def _shared(self, plan: RowPlan, mesh: SequenceMesh, ratio: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        checked = False
+
         @wraps(stock)
         def forward(part: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not self._undo:
                 raise PlanError("context parallelism was removed from the VAE that this is a part, or a copy, of")
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in part.parameters()):
                 raise PlanError("this VAE would record gradients. Call it under torch.inference_mode() or torch.no_grad().")
+            nonlocal checked
+            if self._check_inputs or not checked:  # `x` alone: what a video's VAE keeps of the frames before is a rank's own
+                agreement.check_inputs(type(part).__name__, stock, mesh.whole, (part, x), {}, settings=self._settings)
+            checked = True
             out = run_on_rows(part, plan, lambda rows: stock(part, rows, *args, **kwargs), x, mesh=mesh, ratio=ratio)
             if out is None:
                 raise PlanError("a rank without a result")

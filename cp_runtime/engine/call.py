@@ -18,7 +18,7 @@ from .plan import ModulePlan, ShardingPlan
 from .profiling import trace_range
 from .sharding import JointLayout
 from .state import AttentionStreams, CallState
-from .transforms import ContextParallelOutput, Transform
+from .transforms import ContextParallelInput, ContextParallelOutput, Transform
 
 Planner = Callable[[AttentionShape], ContextParallelConfig]
 """Degrees and method of an attention. Every rank must get the same answer."""
@@ -32,16 +32,22 @@ class Scope(NamedTuple):
         shared_before: attentions that had been shared when it began.
         derived: the streams were told from names of arguments; nobody said what attention is over.
         name: of the module.
+        said: the plan says what attention is over, even if that is nothing.
     """
 
     streams: Sequence[AttentionStreams]
     shared_before: int
     derived: bool
     name: str
+    said: bool = True
 
 
 class Followed(Protocol):
     """Knows which tensors of a call hold split tokens."""
+
+    left_torch: bool
+
+    def of(self, value: object) -> object | None: ...
 
     def mark(self, value: Any, mark: tuple[tuple[str | None, int], ...] | None) -> None: ...
 
@@ -78,7 +84,7 @@ class RunningCall:
         self._plan, self._model_name, self._planner, self._on_module = plan, model_name, planner, on_module
         self._after_attention = after_attention
         self._shared = 0
-        self._scopes = [Scope(plan.attention, 0, plan.attention_rule is not None, "")]
+        self._scopes = [Scope(plan.attention, 0, plan.attention_rule is not None, "", bool(plan.attention))]
         self.followed: Followed | None = None
         self._ranges: list[AbstractContextManager[Any]] = []
 
@@ -97,7 +103,7 @@ class RunningCall:
         if plan.separate:
             self.state.begin()
         if plan.attention is None:
-            self.enter_scope(self.scope.streams, self.scope.derived, name)
+            self.enter_scope(self.scope.streams, self.scope.derived, name, said=self.scope.said)
         else:
             self.enter_scope([(plan.attention, plan.keys or plan.attention)] if plan.attention else (), name=name)
 
@@ -108,9 +114,9 @@ class RunningCall:
             self.state.end()
         self._ranges.pop().__exit__(None, None, None)
 
-    def enter_scope(self, streams: Sequence[AttentionStreams], derived: bool = False, name: str = "") -> None:
+    def enter_scope(self, streams: Sequence[AttentionStreams], derived: bool = False, name: str = "", *, said: bool = True) -> None:
         """From here on, attention may be over these streams; none = it needs no communication. See `Scope`."""
-        self._scopes.append(Scope(streams, self._shared, derived, name))
+        self._scopes.append(Scope(streams, self._shared, derived, name, said))
 
     def leave_scope(self) -> None:
         """Attention is over what it was before `enter_scope`."""
@@ -140,6 +146,8 @@ class RunningCall:
                 raise
             return value
         if self.followed is not None and self.mesh.size > 1:
+            if local is value:
+                self._check_split(self.followed, transform, value, where)
             self.followed.mark(local, self._tokens(transform))
         return local
 
@@ -253,6 +261,20 @@ class RunningCall:
                     "row for this rank's keys."
                 )
         return keys, None if queries is None else queries[(None,) * (4 - queries.ndim)].transpose(1, 2)
+
+    def _check_split(self, followed: Followed, transform: Transform, value: Any, where: str) -> None:
+        """Raise PlanError where a value was taken for split tokens by its length alone."""
+        if not isinstance(transform, ContextParallelInput) or not transform.streams or transform.side:
+            return
+        if not isinstance(value, Tensor) or value.ndim <= transform.split_dim or followed.left_torch:
+            return
+        layout, length = self.state.layout(transform.streams), value.shape[transform.split_dim]
+        if length == layout.local_lengths[self.state.rank] != layout.total and length > 1 and followed.of(value) is None:
+            raise PlanError(
+                f"{where}: {tuple(value.shape)} is as long as this rank's part of {' and '.join(transform.streams)}, and holds "
+                "none of their tokens. Other tokens under the same name need a stream of their own: "
+                'ContextParallelInput(..., streams=("another name",)).'
+            )
 
     def _tokens(self, transform: Transform) -> tuple[tuple[str | None, int], ...]:
         """What a value that a transform has split holds; nothing where that is none of the streams that attend."""

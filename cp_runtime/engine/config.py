@@ -142,6 +142,11 @@ class ContextParallelConfig:
         return batch
 
     @property
+    def compared(self) -> tuple[Any, ...]:
+        """What is the same on every rank."""
+        return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.compare)
+
+    @property
     def of_all_ranks(self) -> ContextParallelConfig:
         """The same for a call of which all ranks share the sequence."""
         if self.batch_degree == 1:

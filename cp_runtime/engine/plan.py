@@ -81,7 +81,7 @@ class ShardingPlan:
                 for argument in plan.inputs:
                     if argument.partition(".")[0] not in parameters:
                         raise PlanError(
-                            f"{self.origin}: {name} ({type(module).__name__}) has no argument {argument!r}; "
+                            f"{self.origin}: {name or 'the module'} ({type(module).__name__}) has no argument {argument!r}; "
                             f"it has {', '.join(parameters)}. {self.remedy}"
                         )
                 for local in plan.local:

@@ -64,7 +64,10 @@ class CallState:
         if layout is None:
             missing = [name for name in streams if name not in self.lengths]
             if missing:
-                raise UnknownStreamError(f"stream {missing[0]!r} is used before any planned argument defined its length")
+                raise UnknownStreamError(
+                    f"stream {missing[0]!r} is used before any planned argument defined its length. Name one that an argument is "
+                    "split as, and put what defines it before what uses it."
+                )
             splits = tuple(self._splits.get(name, CONTIGUOUS) for name in streams)
             layout = joint_layout(
                 tuple(self.lengths[name] for name in streams),

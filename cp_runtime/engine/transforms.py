@@ -83,7 +83,8 @@ class ContextParallelInput:
         raise PlanError(
             f"{where}: dimension {dim} of {tuple(value.shape)} is {length}; expected {layout.total} tokens "
             f"({' + '.join(f'{name} {state.lengths[name]}' for name in self.streams)}) or this rank's "
-            f"{layout.local_lengths[state.rank]}"
+            f"{layout.local_lengths[state.rank]}. Other tokens under the same name need a stream of their own: "
+            'ContextParallelInput(..., streams=("another name",)).'
         )
 
 

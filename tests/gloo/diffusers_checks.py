@@ -27,6 +27,7 @@ from diffusers_tokens import (
     out_of_reach,
     own_model,
     own_model_marked_at_the_block,
+    plans_that_say_too_little,
     text_left_out,
     unknown_tokens,
     what_becomes_of_tokens,
@@ -63,6 +64,12 @@ def other_inputs(rank: int, world: int) -> dict[str, Any]:
     apply_context_parallel(model, config, check_inputs=True)
     forward(model, flux())
     results["second, checked"] = message_of(lambda: forward(model, mine))
+    for name, more in [("option", dict(check_inputs=rank == 0)), ("shares", {})]:
+        remove_context_parallel(model)
+        shares = (1 + (rank == 0 and not more),) + (1,) * (world - 1)
+        other = ContextParallelConfig(ulysses_degree=world, **ANYTHING, shares=shares)
+        apply_context_parallel(model, other, **more)
+        results[f"other {name}"] = message_of(lambda: forward(model, flux()))
     return results
 
 
@@ -82,8 +89,15 @@ def batch_axis(rank: int, world: int) -> dict[str, Any]:
                 if world == groups <= items:  # each group is one rank
                     results["only outputs"] = applied.mesh.stats.collectives == 1
             remove_context_parallel(model)
-    apply_context_parallel(model, ContextParallelConfig(1, world // groups, **ANYTHING, batch_degree=groups), verify="first")
+    config = ContextParallelConfig(1, world // groups, **ANYTHING, batch_degree=groups)
+    apply_context_parallel(model, config, verify="first")
     results["output class"] = type(model(**masked_qwen(batch=groups))).__name__
+    model = build("flux")  # positions have a row for each token
+    for name, inputs in [("text", flux(batch=groups, text=groups)), ("image", flux(batch=groups, height=1, width=groups))]:
+        expected = forward(model, inputs)
+        apply_context_parallel(model, config)
+        results[f"difference of as many tokens of {name} as items"] = relative(forward(model, inputs), expected)
+        remove_context_parallel(model)
     return results
 
 
@@ -96,8 +110,10 @@ def pipeline(rank: int, world: int) -> dict[str, Any]:
     pipe, groups = pipelines.load("sd3"), 3 if world == 3 else 2
     expected = pipelines.run("sd3", pipe)
     batches = ContextParallelConfig(ulysses_degree=world // groups, **ANYTHING, batch_degree=groups)
+    refusal = message_of(lambda: apply_context_parallel(pipe, batches))
     apply_context_parallel(pipe.transformer, batches, plan_of(pipe.transformer))
-    results: dict[str, Any] = {"difference sd3": relative((pipelines.run("sd3", pipe),), (expected,)), "clean": True}
+    difference = relative((pipelines.run("sd3", pipe),), (expected,))
+    results: dict[str, Any] = {"difference sd3": difference, "clean": True, "refusal": refusal}
     if world == 4:
         return results
     for i, name in enumerate(name for name in pipelines.PIPELINES if name != "sd3"):
@@ -114,11 +130,13 @@ def pipeline(rank: int, world: int) -> dict[str, Any]:
 CHECKS = (
     applied_removed_applied, applied_twice, configs, meshes, degrees_that_do_not_fit, anything_off, wrong_plans, gradients,
     unknown_tokens, own_model, own_model_marked_at_the_block, out_of_reach, text_left_out, not_gathered, backends,
-    what_is_wrong_is_seen, what_becomes_of_tokens, other_ways, one_rank_alone, other_inputs, batch_axis, pipeline, fsdp,
+    plans_that_say_too_little, what_is_wrong_is_seen, what_becomes_of_tokens, other_ways, one_rank_alone, other_inputs,
+    batch_axis, pipeline, fsdp,
 )  # fmt: skip
 
 
 # What is refused, and with which words, is the same on any number of ranks.
 ON_TWO_RANKS = (
     applied_twice, degrees_that_do_not_fit, wrong_plans, gradients, unknown_tokens, not_gathered, backends,
+    plans_that_say_too_little,
 )  # fmt: skip

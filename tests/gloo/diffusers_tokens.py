@@ -30,6 +30,7 @@ from cp_runtime import (
     ContextParallelInput,
     ContextParallelOutput,
     ModulePlan,
+    ShardingPlan,
     apply_context_parallel,
     remove_context_parallel,
 )
@@ -141,6 +142,30 @@ def not_gathered(rank: int, world: int) -> dict[str, Any]:
     model = build("flux")
     plan = {path: entry for path, entry in model._cp_plan.items() if path != "proj_out"}
     return dict(refusal=refusal(model, world, plan, flux()))
+
+
+def plans_that_say_too_little(rank: int, world: int) -> dict[str, Any]:
+    """A whole plan that leaves an attention out, or misspells its stream, and one name for tokens of two kinds."""
+    model, results = fill(TwoWays()), dict[str, Any]()
+    inputs = dict(hidden_states=normal(2, 6 * world, 8), context=normal(2, 6, 32), crosses=1)
+    config, expected = ContextParallelConfig(ulysses_degree=world, **ANYTHING), model(**inputs)
+    modules = {"inp": ModulePlan(inputs={"input": ContextParallelInput(1, 3, streams=("image",))})}
+    right = {**modules, "attention": ModulePlan(attention=()), "last": ModulePlan(attention=("image",))}
+    cases = {
+        "right": right,
+        "left out": {**right, "last": ModulePlan()},
+        "misspelt": {**right, "last": ModulePlan(attention=("img",))},
+        "one name": {**right, "attention": ModulePlan(inputs={"context": ContextParallelInput(1, 3, streams=("image",))})},
+    }
+    for name, plans in cases.items():
+        plan = ShardingPlan(modules=plans, outputs={"out": ContextParallelOutput(1, 3, stream="image")})
+        applied = apply_context_parallel(model, config, plan)
+        try:
+            results[name] = relative(model(**inputs), expected)
+        except ContextParallelError as error:
+            results[name] = str(error)
+        applied.remove()
+    return results
 
 
 def what_is_wrong_is_seen(rank: int, world: int) -> dict[str, Any]:

@@ -93,6 +93,11 @@ def test_the_batch_axis_sends_outputs_alone_and_keeps_their_class(reports):
     assert reports["batch_axis"]["output class"] == "Transformer2DModelOutput"
 
 
+@on_every_world
+def test_a_pipeline_is_refused_with_what_to_pass(reports):
+    assert "pipe.transformer" in reports["pipeline"]["refusal"]
+
+
 @on_two_ranks
 def test_degrees_that_do_not_fit_the_ranks_are_refused(reports):
     assert reports["degrees_that_do_not_fit"]["error"] == "ConfigError"
@@ -143,6 +148,15 @@ def test_the_attention_backend_is_the_one_that_was_chosen_or_refused_by_name(rep
     assert all(word in result["refusal"] for word in ("got 'flex'", "allowed: _native_cudnn", "set_attention_backend"))
 
 
+@on_two_ranks
+def test_a_plan_that_says_too_little_is_refused(reports):
+    result = reports["plans_that_say_too_little"]
+    assert result["right"] <= TOLERANCE
+    assert "last: attention over 6 keys of split tokens, and the plan does not say what it is over" in result["left out"]
+    assert "the plan names img, of which nothing was split. Streams of this call: image" in result["misspelt"]
+    assert "holds none of their tokens. Other tokens under the same name need a stream of their own" in result["one name"]
+
+
 @on_every_world
 def test_products_over_tokens_and_windows_are_seen_in_the_first_call(reports):
     result = reports["what_is_wrong_is_seen"]
@@ -189,6 +203,7 @@ def test_inputs_that_differ_between_ranks_are_named(reports):
     assert "guidance on rank 1" in result["guidance"]
     assert result["second"] is None  # as documented: said in the first call, and in each with check_inputs
     assert differ in result["second, checked"]
+    assert all("the arguments of apply_context_parallel on rank" in result[f"other {name}"] for name in ("option", "shares"))
 
 
 @on_every_world

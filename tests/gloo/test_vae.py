@@ -38,3 +38,5 @@ def test_vaes_of_diffusers(ran):
         assert report["difference"] <= BOUND
         assert report["sent"] > 0
         assert report["restored"]
+        assert len(report["refusals"]) == 2
+        assert all("on rank 1: not what rank 0 was given" in refusal for refusal in report["refusals"])

@@ -15,6 +15,7 @@ from support.vaes import TINY_VAES, build  # noqa: E402
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel  # noqa: E402
 from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
 from cp_runtime.engine.rows.plan import run_on_rows  # noqa: E402
+from cp_runtime.errors import ContextParallelError  # noqa: E402
 from cp_runtime.vaes import row_plan_for  # noqa: E402
 
 torch.set_grad_enabled(False)
@@ -106,9 +107,19 @@ if world == 2:
         ours = both(model, z, x)
         sent = applied.mesh.stats.bytes["halo"]
         remove_context_parallel(model)
+        other = torch.zeros_like(z) if rank else z
+        refusals = []
+        for decoded in (z, other):  # the first call is compared without being asked to
+            trial = apply_context_parallel(model, ContextParallelConfig(ring_degree=world), check_inputs=decoded is z)
+            try:
+                model.decode(decoded)
+                model.decode(other)
+            except ContextParallelError as error:
+                refusals.append(str(error))
+            trial.remove()
         restored = all(torch.equal(*pair) for pair in zip(stock, both(model, z, x), strict=True))
         for _ in range(2):
             apply_context_parallel(model, ContextParallelConfig(ring_degree=world)).remove()
         worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, stock, strict=True))
-        report(diffusers=type(model).__name__, difference=worst, sent=sent, restored=restored)
+        report(diffusers=type(model).__name__, difference=worst, sent=sent, restored=restored, refusals=refusals)
 finish()
