@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..engine.batch import BatchShares
 from ..engine.mesh import BatchMesh
 from ..engine.plan import ModulePlan
 from ..errors import PlanError
 from ..nested import rebuild, tensors
+
+# Of diffusers: noise levels that tokens name by their index, and a number for each layer.
+FOR_ALL_ITEMS = {
+    "MiniMaxH3Transformer3DModel": frozenset({
+        "timestep", "timestep_indices", "token_tags", "position_ids", "text_indices", "audio_indices", "video_indices",
+    }),
+    "WanVACETransformer3DModel": frozenset({"control_hidden_states_scale"}),
+}  # fmt: skip
 
 
 class Share:
@@ -43,7 +51,7 @@ class Share:
 
         Args:
             names: of the positional ones.
-            whole: those that every group gets as they are, see `rows_of_tokens`.
+            whole: those that every group gets as they are, see `for_all_items`.
         """
         positional = [value if name in whole else self.take(value) for name, value in zip(names, args, strict=False)]
         return (
@@ -82,7 +90,8 @@ class Share:
         return self._shares.gather(out, self._mesh)
 
 
-def rows_of_tokens(plan: ModulePlan | None) -> frozenset[str]:
-    """Arguments whose rows are tokens, as those of positions: there may be as many of them as items."""
+def for_all_items(module: nn.Module, plan: ModulePlan | None) -> frozenset[str]:
+    """Arguments whose rows are no items, though there may be as many of them: the tokens of positions, and what is known."""
     inputs = plan.inputs if plan is not None else {}
-    return frozenset(name for name, split in inputs.items() if getattr(split, "split_dim", None) == 0)
+    tokens = {name for name, split in inputs.items() if getattr(split, "split_dim", None) == 0}
+    return FOR_ALL_ITEMS.get(type(module).__name__, frozenset()) | tokens

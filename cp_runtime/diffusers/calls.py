@@ -18,7 +18,7 @@ from ..engine.weights.sharded import ShardedWeights
 from ..errors import PlanError, bad_value
 from ..nested import form_of
 from . import agreement
-from .batches import Share, rows_of_tokens
+from .batches import Share, for_all_items
 from .torch_function import Record, SharedAttention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
@@ -59,7 +59,7 @@ class ShardedCalls:
         self._check_inputs, self._verify = check_inputs, verify
         self._settings = (*config.compared, weights is not None, check_inputs, verify)
         self._processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
-        self._names, self._whole = argument_names(module), rows_of_tokens(installed.plan.modules.get(""))
+        self._names, self._whole = argument_names(module), for_all_items(module, installed.plan.modules.get(""))
         self._records: dict[object, Record] = {}
         self._calls = 0
 

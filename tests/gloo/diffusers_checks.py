@@ -19,7 +19,7 @@ from diffusers_applying import (
     meshes,
     wrong_plans,
 )
-from diffusers_cases import MODES, degrees, flux, normal, padding, qwen
+from diffusers_cases import CASES, MODES, degrees, flux, normal, padding, qwen
 from diffusers_models import build, forward, plan_of, relative
 from diffusers_tokens import (
     not_gathered,
@@ -98,6 +98,12 @@ def batch_axis(rank: int, world: int) -> dict[str, Any]:
         apply_context_parallel(model, config)
         results[f"difference of as many tokens of {name} as items"] = relative(forward(model, inputs), expected)
         remove_context_parallel(model)
+    # Two noise levels, and a number for each of two layers.
+    for case in (case for case in CASES if case.name in ("minimax h3 odd batch 2", "wan vace batch 2 odd")):
+        model, inputs = build(case.model), case.make()
+        expected = forward(model, inputs)
+        apply_context_parallel(model, config, plan_of(model))
+        results[f"difference of {case.name}"] = relative(forward(model, inputs), expected)
     return results
 
 
