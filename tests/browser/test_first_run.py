@@ -16,7 +16,7 @@ from support.faults import SLACK
 from support.server import CHECKOUT, PACK
 
 PATIENCE = 30_000 * SLACK  # milliseconds
-SPEED = re.compile(r"2 ranks.*s per call")
+NOT_MEASURED, MEASURED = r"^not measured yet · .* s per call · 2 ranks", r"^\d+\.\d\d × (faster than|the speed of) one device"
 """What the node that samples says of its speed."""
 ALL_IN_VIEW = """() => {
     const { width, height } = app.canvas.canvas.getBoundingClientRect();
@@ -89,13 +89,13 @@ def page(browser: Browser, link: str) -> Iterator[Page]:
         yield opened
 
 
-def run(page: Page, kind: str) -> None:
+def run(page: Page, kind: str, says: str = NOT_MEASURED) -> None:
     """Press Run, and read on the node what it says of its speed."""
     page.get_by_test_id("queue-button").first.click()
     page.wait_for_function(
         """([kind, speed]) => new RegExp(speed).test(app.graph.nodes.find(node => node.type === kind)
             .widgets.find(widget => widget.name === '$$node-text-preview')?.value)""",
-        arg=[kind, SPEED.pattern],
+        arg=[kind, says],
         timeout=PATIENCE,
     )
 
@@ -139,3 +139,9 @@ def test_one_node_found_by_a_search_makes_a_graph_faster(page: Page) -> None:
         page.mouse.move(*page.evaluate(SLOT, [other, True, name]), steps=5)
         page.mouse.up()
     run(page, "KSampler")
+    page.locator(".context-parallel-tab-button").click()
+    panel = page.get_by_test_id("context-parallel-panel")
+    panel.get_by_role("button", name="Measure").click()
+    page.evaluate(FEW.replace("'steps').value = 3", "'seed').value = 2"))  # else ComfyUI has nothing to do
+    run(page, "KSampler", MEASURED)
+    expect(panel.locator(".cp-speed")).to_have_text(re.compile(MEASURED))
