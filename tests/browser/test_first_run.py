@@ -16,8 +16,9 @@ from support.faults import SLACK
 from support.server import CHECKOUT, PACK
 
 PATIENCE = 30_000 * SLACK  # milliseconds
-NOT_MEASURED, MEASURED = r"^not measured yet · .* s per call · 2 ranks", r"^\d+\.\d\d × (faster than|the speed of) one device"
-"""What the node that samples says of its speed."""
+MEASURED = r"^(\d+\.\d\d × (faster than|the speed of) one device|one device)"
+SPEED = rf"({MEASURED}|^not measured yet).* · .* s per call"
+"""What the node that samples says of its speed; "one device" where that was chosen for the call."""
 ALL_IN_VIEW = """() => {
     const { width, height } = app.canvas.canvas.getBoundingClientRect();
     const seen = ([x, y]) => x >= 0 && y >= 0 && x <= width && y <= height;
@@ -89,7 +90,7 @@ def page(browser: Browser, link: str) -> Iterator[Page]:
         yield opened
 
 
-def run(page: Page, kind: str, says: str = NOT_MEASURED) -> None:
+def run(page: Page, kind: str, says: str = SPEED) -> None:
     """Press Run, and read on the node what it says of its speed."""
     page.get_by_test_id("queue-button").first.click()
     page.wait_for_function(
@@ -141,7 +142,9 @@ def test_one_node_found_by_a_search_makes_a_graph_faster(page: Page) -> None:
     run(page, "KSampler")
     page.locator(".context-parallel-tab-button").click()
     panel = page.get_by_test_id("context-parallel-panel")
-    panel.get_by_role("button", name="Measure").click()
+    measure = panel.get_by_role("button", name="Measure")
+    if measure.is_visible():  # one device was not tried, as the choice does where it may be as fast
+        measure.click()
     page.evaluate(FEW.replace("'steps').value = 3", "'seed').value = 2"))  # else ComfyUI has nothing to do
     run(page, "KSampler", MEASURED)
     expect(panel.locator(".cp-speed")).to_have_text(re.compile(MEASURED))
