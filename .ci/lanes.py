@@ -68,16 +68,16 @@ def faults(*names: str) -> tuple[str, ...]:
 
 # The longest first. Few: every job has a session of pytest, checkpoints, servers and a process that ranks are forked from.
 JOBS = (
-    Job(name="server", paths=("tests/server",)),
     Job(name="gloo", paths=("tests/gloo",)),
     Job(name="faults", paths=("tests/faults",)),
+    Job(name="server", paths=("tests/server",)),
     Job(name="pool", paths=server("compiled", "lifecycle", "status", "weights", "vae_life")),
+    Job(name="browser", paths=("tests/browser",)),
     Job(name="owners", paths=faults("beyond", "leaks", "neighbours", "parent", "pool")),
     Job(
         name="graphs",
         paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files", "families", "workflows", "blueprint"),
     ),
-    Job(name="browser", paths=("tests/browser",)),
     Job(name="tables", paths=("tests/families", "tests/unit", "tests/gpu")),
 )
 # One prompt per mode, and what needs no ComfyUI.
