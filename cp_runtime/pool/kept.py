@@ -104,12 +104,16 @@ class KeptSeconds:
         """What it took; None where nobody knows."""
         return self._seconds.get(name)
 
-    def put(self, name: str, seconds: float) -> None:
-        """Know and keep what it took."""
+    def know(self, name: str, seconds: float) -> None:
+        """Know what it took, in this process."""
         self._seconds.pop(name, None)
         self._seconds[name] = seconds
         if len(self._seconds) > MAX_ENTRIES:
             del self._seconds[next(iter(self._seconds))]
+
+    def put(self, name: str, seconds: float) -> None:
+        """Know and keep what it took."""
+        self.know(name, seconds)
         if abs(seconds - self._written.get(name, 0.0)) > NEWS * seconds:
             self._written[name] = seconds
             self._file.put(self._machine, name, {"seconds": seconds})

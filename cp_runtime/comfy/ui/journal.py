@@ -201,28 +201,26 @@ class Journal:
     def end_run(self) -> None:
         """The run has come to its end. One on one device is what others can be compared with."""
         self.run.finish()
-        if self.calls.last is None and self.run.per_call:
-            self.note_one_device(self.run.per_call)
+        seconds = self.run.per_call if self.calls.last is None else self.on_one_device
+        if self.run.kind is not None and seconds:
+            self._times.put(self.run.kind, seconds)
 
     def measure(self) -> None:
         """Have the next run measure a call on one device."""
         self.measuring, self._obstacle = True, (None, "")
 
     def measured(self, seconds: float | None, obstacle: str = "") -> None:
-        """A call was repeated on one device.
+        """A call ran on one device, by choice, or was repeated there.
+
+        The time is kept on disk when the run ends: all its calls may be such.
 
         Args:
             seconds: that it took there; None = it could not be done.
             obstacle: why not.
         """
         self.measuring, self._obstacle = False, (self.run.kind, obstacle)
-        if seconds is not None:
-            self.note_one_device(seconds + self.run.between)
-
-    def note_one_device(self, seconds: float) -> None:
-        """Keep how many seconds per call a run like this one takes on one device."""
-        if self.run.kind is not None and seconds > 0:
-            self._times.put(self.run.kind, seconds)
+        if self.run.kind is not None and seconds is not None:
+            self._times.know(self.run.kind, seconds + self.run.between)
 
     @property
     def on_one_device(self) -> float | None:

@@ -49,7 +49,7 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
         }  # fmt: skip
     pool = workers.pool
     loading, waiting = workers.loading, pool.waiting_for  # read once: state and words are to agree
-    record = last_call(controller, workers)
+    record = _last_call(controller, workers)
     work = _work(server, controller, pool) if loading is None else "loading"
     # One that has reported is done, while others are not.
     ranks = [_rank(workers, record, r, "idle" if waiting and r not in waiting else work) for r in range(len(pool.processes))]
@@ -70,7 +70,7 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     }
 
 
-def last_call(controller: Controller, workers: Workers) -> CallRecord | None:
+def _last_call(controller: Controller, workers: Workers) -> CallRecord | None:
     """The last call of the ranks, unless a run on one device has begun since: what it left is no news of that one."""
     run, record = controller.journal.run, workers.last_call
     return None if record is None or (run.done and run.began > record.ended) else record

@@ -308,7 +308,7 @@ class Workers:
                 (target.key, call.method, call.patches.mixes_batch, call.compile),
                 call.arguments,
                 shared,
-                lambda part: self.fits(part * target.demand.call),
+                lambda part: self._fits(part * target.demand.call),
             )
         try:
             out, record = self._run(config, target, call, None if chosen is None else chosen.split, node, cancelled)
@@ -326,7 +326,7 @@ class Workers:
     ) -> float | None:
         """Seconds of a call that has just run, once more, on one rank; what it computes is dropped. None where one rank has not the
         memory for it. Where every rank keeps a part of the weights all compute the same, since they put blocks together."""
-        if not self.fits(target.demand.call):
+        if not self._fits(target.demand.call):
             return None
         shared = self._shares_weights(target.key)
         alone = CallSplit(tuple(range(self.pool.world_size)) if shared else (0,), 1, 1, 1)
@@ -343,7 +343,7 @@ class Workers:
         finally:
             self._pace, self.comparing = pace, False
 
-    def fits(self, nbytes: float) -> bool:
+    def _fits(self, nbytes: float) -> bool:
         """Whether the devices have so much memory for a call, after the last one."""
         return self.room is None or nbytes <= self.room
 
