@@ -22,12 +22,13 @@ from ..cp_runtime.pool.config import (
 
 CPConfigType = io.Custom("CP_CONFIG")
 CATEGORY = "context parallel"
-ALIASES = [
-    "context parallel", "multi gpu", "multiple gpu", "2 gpu", "two gpus", "several gpus", "distributed", "parallel", "cp",
-    "ulysses", "ring attention", "sequence parallel", "usp", "nvlink", "xdit", "raylight", "多显卡", "多卡", "複数GPU",
+ALIASES = ["context parallel", "cp", "ulysses", "ring attention", "usp", "xdit", "raylight"]
+WANTED = [
+    "faster", "speed up", "slow", "gpu speed", "split", "2 gpu", "two gpus", "dual gpu", "second gpu", "multi gpu", "multiple gpu",
+    "several gpus", "all gpus", "nvlink", "distributed", "parallel", "sequence parallel",
+    "加速", "多显卡", "多卡", "双卡", "多GPU", "并行", "高速化", "複数GPU", "並列",
 ]  # fmt: skip
-WANTED = ["faster", "speed up", "gpu speed", "split", "加速", "高速化"]
-"""What people type who know nothing of context parallelism: it leads to the one node that they need."""
+"""What people type who know nothing of context parallelism: it leads to the one node that they need, and to no other."""
 
 
 class CPConfig(io.ComfyNode):

@@ -273,6 +273,12 @@ def test_layout(workflow):
         assert sum(inside) == 1, node["type"]
 
 
+def test_a_window_of_usual_width_shows_everything(workflow):
+    """A template opens with all of its nodes in view: a wider one so small that nothing can be read."""
+    boxes = [box(node) for node in workflow["nodes"]]
+    assert max(x + width for x, _, width, _ in boxes) - min(x for x, *_ in boxes) <= (2400 if len(boxes) > 15 else 2000)
+
+
 def box(node: Json) -> tuple[float, float, float, float]:
     (x, y), (width, height) = node["pos"], node["size"]
     return x, y - TITLE_HEIGHT, width, height + TITLE_HEIGHT

@@ -6,7 +6,7 @@ import { errorCard } from "./error_card.js";
 import { rankList } from "./ranks.js";
 import { find, t } from "./texts.js";
 
-const MEASURABLE = ["not_measured", "obstacle"]; // cases of a speed
+const MEASURABLE = ["not_measured", "obstacle", "too_fast"]; // cases of a speed
 const BUSY = ["starting", "loading", "computing"];
 
 /** The panel; its `update` takes the status and what this page is doing about the workers at the moment. */

@@ -8,8 +8,8 @@ WORDS = {
     "one_device": "one device",
     "faster": "{times:.2f} × faster than one device",
     "slower": "{times:.2f} × the speed of one device",
-    # Such as another attention kernel, or weights that did not fit.
-    "too_fast": "{times:.2f} × faster than one device (more than {ranks} can gain: the one worked otherwise)",
+    # The one device had other work, or another attention kernel, or too little memory for the weights.
+    "too_fast": "{times:.2f} × faster than one device (more than {ranks} can gain: measure again)",
     "too_few": "known after two calls",
     "not_measured": "not measured yet",
     "obstacle": "not measured: {obstacle}",
