@@ -20,7 +20,8 @@ from .forking import RankProcess
 SIGNAL = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is only imported
 PREFIX = "context-parallel-stacks-"
 KEEP = 5  # files of this user
-PATIENCE = 0.4  # seconds that ranks get to write
+PATIENCE = 0.6  # seconds that ranks get to write
+QUIET = 0.15  # seconds without another byte: all is written, and the main thread is the last that a rank writes
 LOOK_INTERVAL = 0.5  # seconds between two looks at the states of all ranks
 
 
@@ -37,25 +38,32 @@ def collect_stacks(files: Sequence[int], processes: Sequence[RankProcess], title
         OSError: it cannot be written, such as without room or descriptors.
     """
     states = [process_state(process.pid) for process in processes]
-    for process in processes:
+    asked = []
+    for fd, process in zip(files, processes, strict=True):
         if process.poll() is None:
             _signal_main_thread(process.pid)
             process.send_signal(signal.SIGCONT)  # a stopped one has to run to write
-    deadline = time.monotonic() + PATIENCE
-    sizes = [0] * len(files)
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        before, sizes = sizes, [os.fstat(fd).st_size for fd in files]
-        if all(sizes) and sizes == before:
-            break
+            asked.append(fd)
+    _wait_written(asked)
     handle, name = tempfile.mkstemp(prefix=PREFIX, suffix=".txt")
     with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as out:
         out.write(f"{title}\nVersion {VERSION}\n")
-        for rank, (process, state, fd, size) in enumerate(zip(processes, states, files, sizes, strict=True)):
+        for rank, (process, state, fd) in enumerate(zip(processes, states, files, strict=True)):
             out.write(f"\n=== rank {rank}, pid {process.pid}, {state}\n")
-            out.write(os.pread(fd, size, 0).decode(errors="replace"))
+            out.write(os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace"))
     _remove_old()
     return Path(name)
+
+
+def _wait_written(files: Sequence[int]) -> None:
+    """Wait until all have written and none writes on, for at most PATIENCE."""
+    now = time.monotonic()
+    deadline, quiet_since, sizes = now + PATIENCE, now, [0] * len(files)
+    while now < deadline and not (all(sizes) and now - quiet_since >= QUIET):
+        time.sleep(0.03)
+        before, sizes, now = sizes, [os.fstat(fd).st_size for fd in files], time.monotonic()
+        if sizes != before:
+            quiet_since = now
 
 
 def _signal_main_thread(pid: int) -> None:
