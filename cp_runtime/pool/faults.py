@@ -32,6 +32,13 @@ def _spin() -> NoReturn:
         pass
 
 
+def _hold_lock() -> None:
+    """Stay in C, holding the GIL. Unlike a sleep, the signal that asks for stacks does not end it."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # zeros: a mutex that its own thread can wait for
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
 def _device_memory() -> None:
     torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
@@ -63,7 +70,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "sleep": lambda: time.sleep(3600),
     "spin": _spin,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "lock": lambda: ctypes.PyDLL(None).sleep(3600),  # in C, holding the GIL
+    "lock": _hold_lock,
     # on a GPU
     "device memory": _device_memory,
     "device assert": _device_assert,

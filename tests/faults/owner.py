@@ -28,7 +28,7 @@ TESTS = Path(__file__).resolve().parents[1]
 MARKER = "CONTEXT_PARALLEL_TEST_OWNER"
 """Environment variable that the process and everything it starts inherits."""
 FORKED_CHILD_LIVES = 120  # seconds
-THREAD_ENDS = 2  # seconds at most
+THREAD_ENDS = 6  # seconds at most, where other tests take the cores; tests give it ten to exit
 
 
 class OwnerError(Exception):
@@ -165,18 +165,21 @@ class Commands:
     """What the process can do."""
 
     def __init__(self):
-        self.pools, self.busy = {}, set()
+        self.pools, self.busy, self._threads = {}, set(), []
         self._writing, self._afterwards = threading.Lock(), None
         atexit.register(self.at_exit)
 
     def at_exit(self):
-        """Close what is idle, kill what is busy, and say how the ranks ended."""
+        """Close what is idle, kill what is busy, say how the ranks ended, and let the threads end that used them."""
         for name, pool in self.pools.items():
             if name in self.busy:
                 pool.kill_processes()
             else:
                 pool.close()
             logging.info("pool %s is closed, exit codes %s", name, [process.poll() for process in pool.processes])
+        # With its pool it has little left to do. One that is inside of torch when Python ends has the process aborted.
+        for thread in self._threads:
+            thread.join(THREAD_ENDS)
 
     def hello(self):
         return {}
@@ -249,6 +252,10 @@ class Commands:
         finally:
             self.busy.discard(name)
 
+    def run_in_thread(self, **request):
+        self._threads.append(threading.Thread(target=self.run, kwargs=request, daemon=True))
+        self._threads[-1].start()
+
     def run(self, id, do, **arguments):
         try:
             answer = {"ok": True, **getattr(self, do)(**arguments)}
@@ -286,15 +293,11 @@ def main():
 
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s|%(message)s")
-    commands, threads = Commands(), []
-    # Once its pools are closed (what is registered later runs earlier), none of its threads has long to go on. A daemon thread that
-    # is inside of torch when Python ends has the process aborted.
-    atexit.register(lambda: [thread.join(THREAD_ENDS) for thread in threads])
+    commands = Commands()
     for line in sys.stdin:
         request = json.loads(line)
         if request.pop("thread", False):
-            threads.append(threading.Thread(target=commands.run, kwargs=request, daemon=True))
-            threads[-1].start()
+            commands.run_in_thread(**request)
         else:
             commands.run(**request)
 

@@ -51,9 +51,9 @@ def test_a_rank_that_hangs_is_named(fault_server, expected, faults, kind, rank):
     assert stacks.stat().st_mode & 0o777 == 0o600
     parts = dict(zip((0, 1), re.split(r"=== rank \d, ", text)[1:], strict=True))
     assert parts[rank].startswith(f"pid {pids[rank]}, {'stopped' if kind == 'stop' else ''}")
-    assert "faults.py" in parts[rank]
-    assert "faults.py" not in parts[1 - rank]
-    assert "collectives.py" in parts[1 - rank]  # it waits in a collective
+    assert "faults.py" in parts[rank], text
+    assert "faults.py" not in parts[1 - rank], text
+    assert "collectives.py" in parts[1 - rank], text  # it waits in a collective
     stacks.unlink()
     assert not set(pids) & set(assert_right(fault_server, expected))
 
