@@ -25,12 +25,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 from support import durations, preloaded, shared_models
 
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
-PYTEST = [sys.executable, "-c", "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())"]
+PYTEST = str(Path(pytest.__file__).with_name("__main__.py"))
 NOTHING_SELECTED = 5
 """pytest's status where no test was there to run."""
 
@@ -51,11 +53,9 @@ class Job:
     command: tuple[str, ...] = ()
 
     def arguments(self, others: Iterable[Job]) -> list[str]:
-        """The command line, without files that other jobs name."""
-        if self.command:
-            return list(self.command)
+        """What the interpreter gets to run pytest, without files that other jobs name."""
         inside = [path for job in others for path in job.paths if any(path.startswith(f"{mine}/") for mine in self.paths)]
-        return [*PYTEST, *self.paths, *(f"--ignore={path}" for path in inside), *self.options]
+        return [PYTEST, *self.paths, *(f"--ignore={path}" for path in inside), *self.options]
 
 
 def server(*names: str) -> tuple[str, ...]:
@@ -116,6 +116,8 @@ def main() -> int:
     )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Not to write bytecode is meant for images that run a program once; here hundreds of processes would compile this package.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     jobs = QUICK if options.quick else JOBS
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="context-parallel-tests-") as folder:
@@ -123,8 +125,9 @@ def main() -> int:
         figures.touch()
         with contextlib.ExitStack() as stack:
             # One server starts no sooner by a process that has to import first what it would import.
-            environment = {} if options.quick else stack.enter_context(preloaded.running(Path(folder)))
-            environment |= {"CP_TEST_DURATIONS": str(figures), shared_models.VARIABLE: str(Path(folder) / "models")}
+            if not options.quick:
+                os.environ.update(stack.enter_context(preloaded.running(Path(folder))))
+            environment = {"CP_TEST_DURATIONS": str(figures), shared_models.VARIABLE: str(Path(folder) / "models")}
             outcomes = run(jobs, options.lanes, environment)
         table = durations.table(durations.read(figures))
     failed = [outcome for outcome in outcomes if outcome.failed]
@@ -155,7 +158,7 @@ def run(jobs: tuple[Job, ...], lanes: int, environment: dict[str, str]) -> list[
                 return
             outcomes.append(run_job(job, [other for other in jobs if other is not job], environment, running))
 
-    running: list[subprocess.Popen[str]] = []
+    running: list[preloaded.Process] = []
     threads = [threading.Thread(target=lane) for _ in range(min(lanes, len(jobs)))]
     for thread in threads:
         thread.start()
@@ -172,19 +175,24 @@ def run(jobs: tuple[Job, ...], lanes: int, environment: dict[str, str]) -> list[
     return outcomes
 
 
-def run_job(job: Job, others: list[Job], environment: dict[str, str], running: list[subprocess.Popen[str]]) -> Outcome:
+def run_job(job: Job, others: list[Job], environment: dict[str, str], running: list[preloaded.Process]) -> Outcome:
     """Run one job, and show its progress: pytest's lines of dots, one per file."""
     began = time.monotonic()
     env = {**os.environ, **environment}
-    process = subprocess.Popen(
-        job.arguments(others), cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
+    printed, output = os.pipe()
+    with open(os.devnull, "rb") as nothing, os.fdopen(output, "wb"):
+        process: preloaded.Process
+        if job.command:
+            process = subprocess.Popen(job.command, cwd=ROOT, env=env, stdin=nothing, stdout=output, stderr=output)
+        else:
+            process = preloaded.start(job.arguments(others), cwd=ROOT, env=env, files=(nothing.fileno(), output, output))
     running.append(process)
     lines = []
-    for line in process.stdout or ():
-        lines.append(line.rstrip())
-        if job.command or re.match(r"\S+\.py [.FEsxX]", line):
-            say(f"{job.name:>8} | {lines[-1]}")
+    with open(printed, errors="replace") as reader:
+        for line in reader:
+            lines.append(line.rstrip())
+            if job.command or re.match(r"\S+\.py [.FEsxX]", line):
+                say(f"{job.name:>8} | {lines[-1]}")
     outcome = Outcome(job, process.wait(), time.monotonic() - began, lines)
     say(f"{job.name:>8} | {'FAILED' if outcome.failed else 'done'} after {outcome.seconds:.0f} s")
     return outcome

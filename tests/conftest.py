@@ -27,7 +27,7 @@ sys.path[:] = [str(TESTS), *(entry for entry in sys.path if Path(entry).resolve(
 
 from support import preloaded  # noqa: E402
 
-for name, value in preloaded.THREADS.items():  # before torch is imported: OpenMP reads it when it is loaded
+for name, value in preloaded.ENVIRONMENT.items():  # before torch is imported: OpenMP reads it when it is loaded
     os.environ.setdefault(name, value)
 
 from support import checkpoints, durations, exercised, shared_models  # noqa: E402

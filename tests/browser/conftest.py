@@ -42,6 +42,13 @@ IS_TIDY = """() => [...document.querySelectorAll(
     "[role='dialog'], [data-testid^='error-overlay'], .node-help-content, .cp-panel, .node-tooltip, .p-toast-message"
 )].every(element => !element.checkVisibility())"""
 FORGET = "localStorage.clear(); sessionStorage.clear();"
+# Nothing moves: a core paints every picture.
+STILL = """document.addEventListener('DOMContentLoaded', () => {
+    const style = document.createElement('style');
+    style.textContent = '*, *::before, *::after { animation-iteration-count: 1 !important; animation-duration: 1ms !important; '
+        + 'animation-delay: 0s !important; transition-duration: 0s !important; transition-delay: 0s !important }';
+    document.head.append(style);
+})"""
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +67,7 @@ def profile(browser: Browser) -> Iterator[BrowserContext]:
     """A page starts without what another has stored."""
     with browser.new_context(viewport=SIZE) as context:
         context.add_init_script(FORGET)
+        context.add_init_script(STILL)
         yield context
 
 

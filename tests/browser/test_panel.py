@@ -258,7 +258,8 @@ def test_measure(browser_server, page, panel, picture):
         expect(speed).to_have_text(now["words"])
         assert now["times"] == now["seconds_per_call_on_one_device"] / now["seconds_per_call"]
         expect(page.get_by_text(re.compile(f"^{re.escape(now['words'])} · "))).to_have_count(1)
-    expect(button).to_be_hidden()
+        # Where other work disturbed the repeated call, it may seem to gain more than there are ranks.
+        expect(button).to_be_visible(visible="measure again" in now["words"])
 
 
 def test_cancel(browser_server, page, panel):
@@ -331,6 +332,8 @@ def test_a_small_window(page, panel, tell, look):
             for button in panel.get_by_role("button").all():
                 box = button.bounding_box()
                 assert box["y"] + box["height"] <= 640
+            if status["state"] == "failed":
+                assert panel.locator(".pi-stopwatch").is_visible()  # the figure asks for another measurement
             if status["state"] == "computing":
                 open_details(panel)
             assert panel.evaluate(TIGHT) == []

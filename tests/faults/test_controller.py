@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from support import preloaded
 
 TESTS = Path(__file__).resolve().parents[1]
 CODE = """
-import logging, sys
-sys.path.insert(0, sys.argv.pop(1))
 import comfy.cli_args
 comfy.cli_args.args.cpu = True
 from support.package import load_package
@@ -33,15 +31,11 @@ print(controller.journal.last_error.message)
 """
 
 
-def test_unload_raises_nothing_and_ends_the_workers():
+def test_unload_raises_nothing_and_ends_the_workers(tmp_path):
     """ComfyUI's queue ends by whatever it raises."""
+    program = tmp_path / "controller.py"
+    program.write_text(CODE)
     path = os.pathsep.join([os.environ["COMFYUI_PATH"], str(TESTS)])
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(TESTS)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = preloaded.run([str(program)], env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     assert "is above the limit" in done.stdout

@@ -6,13 +6,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from support import preloaded
 from support.evil import Evil
 from support.faults import note
 from support.graphs import flux_prompt
@@ -43,6 +42,7 @@ def model_ranks(comfyui_path, shelf):
         service="comfy.worker.service",
         arguments={"model_folders": [str(shelf / "models" / "diffusion_models")], "node_folders": [str(shelf / "packs")]},
         path=(str(comfyui_path),),
+        preload=("torch", "cp_runtime.comfy.worker.preload"),
         argv=("main.py", "--cpu", "--base-directory", str(shelf)),
     )
     pool = WorkerPool(config, site)
@@ -105,12 +105,13 @@ print(json.dumps(worker_site().arguments["model_folders"]))
 """
 
 
-def test_model_folders_are_those_of_weights(comfyui_path):
+def test_model_folders_are_those_of_weights(comfyui_path, tmp_path):
     """Not those of node packs and data sets, which ComfyUI keeps in the same table."""
+    program = tmp_path / "folders.py"
+    program.write_text(SITE)
     path = os.pathsep.join([str(comfyui_path), str(Path(__file__).parents[1])])
-    done = subprocess.run(
-        [sys.executable, "-c", SITE], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
-    )
+    done = preloaded.run([str(program)], env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
     names = {Path(folder).name for folder in json.loads(done.stdout.splitlines()[-1])}
     assert {"diffusion_models", "unet", "checkpoints"} <= names
     assert not names & {"custom_nodes", "datasets", "configs"}

@@ -157,6 +157,13 @@ def test_signals_that_ask(temp, faults, kind, moment):
         assert list(temp.iterdir()) == []
 
 
+def assert_no_module_was_left_out(ranks):
+    """What makes it unfit to be forked is named in its command line. With --cpu, ComfyUI's own code is among what it imports."""
+    (command,) = {tuple(rank.parent().cmdline()) for rank in ranks}
+    program = next(i for i, argument in enumerate(command) if argument.endswith("fork_server.py"))
+    assert len(command[program + 1 :]) == 2  # two descriptors
+
+
 @pytest.mark.parametrize(
     ("kind", "usual"),
     # It catches SIGINT, and ends by the others at once: with full length only, because no code of ours runs then.
@@ -170,6 +177,7 @@ def test_signals_that_ask_comfyui(comfyui_path, checkpoints_dir, kind, usual):
         server.run(flux_prompt(cp=CP), timeout=120).check()
         ranks = server.workers()
         assert len(ranks) == 2
+        assert_no_module_was_left_out(ranks)
         printed = len(server.log_text())
         watch = Stopwatch("17 Ctrl-C to ComfyUI's process group" if group else f"16 {kind.name} to ComfyUI")
         (os.killpg if group else os.kill)(server.pid, kind)

@@ -8,7 +8,7 @@ from functools import partial
 
 from support.faults import SOAK, Stopwatch, note
 from support.graphs import flux_prompt, wan_prompt
-from support.processes import pss
+from support.processes import held
 from support.server import ComfyServer
 
 TOLERANCE = 2e-4
@@ -54,7 +54,7 @@ def test_soak(comfyui_path, checkpoints_dir, faults):
                 continue
             out = server.latent(result.check())
             wrong += int((out - expected[name]).abs().max() > TOLERANCE * expected[name].std())
-            memory.append(pss(server.pid))
+            memory.append(held(server.pid))
         growth = max(memory[-len(memory) // 4 :]) / max(memory[len(memory) // 4 : len(memory) // 2])
         case = f"32 soak: {PROMPTS} prompts, {failed} faults"
         note(case, "wrong latents", 0, wrong)

@@ -50,8 +50,13 @@ class Case:
 
 
 def cases(world: int) -> Iterator[Case]:
-    """Every case for a number of ranks, in an order that all ranks share."""
+    """Every case for a number of ranks, in an order that all ranks share.
+
+    Two ranks meet every combination. More of them meet every two of tokens, heads and mask in every mode: a third of the cases.
+    """
     for number, (mode, lengths, heads, mask) in enumerate(itertools.product(modes(world), LENGTHS, HEADS, MASKS)):
+        if world > 2 and (LENGTHS.index(lengths) + HEADS.index(heads) + MASKS.index(mask)) % 3:
+            continue
         batch = 1 + number % 2  # by turns: with 11 masks and 5 pairs of heads, everything meets both
         yield Case(mode, lengths, heads, batch, mask, "float32")
         if mask in HALF_MASKS:

@@ -11,7 +11,9 @@ sys.path.append(str(Path(__file__).parent))
 import torch  # noqa: E402
 from diffusers_cases import CASES, MODELS, MODES, TWO_AXES, degrees, turns  # noqa: E402
 from diffusers_checks import CHECKS, ON_TWO_RANKS  # noqa: E402
-from diffusers_models import build, forward, plan_of, relative  # noqa: E402
+from diffusers_models import forward, plan_of, relative  # noqa: E402
+from diffusers_stock import model as model_of  # noqa: E402
+from diffusers_stock import stock  # noqa: E402
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel  # noqa: E402
 
@@ -30,14 +32,9 @@ modes = (*MODES, *(TWO_AXES if world == 4 else ()))
 configs = {mode: ContextParallelConfig(**degrees(mode, world), ulysses_anything=True, ring_anything=True) for mode in modes}
 with torch.inference_mode():
     for name in MODELS:
-        model, cases = build(name), [case for case in CASES if case.model == name]
-        stock = {}
-        for case in cases:
-            inputs = case.make()
-            expected = stock[case.name] = forward(model, inputs)
-            if world > 2:  # what follows is the same in every process
-                continue
-            unmasked = None
+        model, cases = model_of(name), [case for case in CASES if case.model == name]
+        for case in cases if world == 2 else ():  # it is the same on any number of ranks
+            inputs, expected, unmasked = case.make(), stock(case), None
             if case.mask:
                 unmasked = relative(forward(model, {**inputs, case.mask: torch.ones_like(inputs[case.mask])})[:1], expected[:1])
             std, moved = min(out.std().item() for out in expected), reach(model, inputs, expected, case.causal)
@@ -51,7 +48,7 @@ with torch.inference_mode():
                 stats.reset()
                 try:
                     out = forward(model, case.make())
-                    report(case=case.name, mode=mode, difference=relative(out, stock[case.name]), collectives=stats.collectives)
+                    report(case=case.name, mode=mode, difference=relative(out, stock(case)), collectives=stats.collectives)
                 except Exception as error:  # noqa: BLE001  (the other cases still count)
                     report(case=case.name, mode=mode, difference=float("inf"), error=f"{type(error).__name__}: {error}")
             remove_context_parallel(model, plan_of(model))

@@ -29,8 +29,8 @@ peak, over = 0, threading.Event()
 
 
 def private_bytes():
-    with open("/proc/self/smaps_rollup") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous"))
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 def look():

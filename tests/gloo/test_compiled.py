@@ -45,7 +45,7 @@ def reports_of(tmp_path_factory):
                 *map(str, RUNS[run]),
                 json.dumps(CASES[run]),
                 timeout=600,
-                preload=(*COMFY, "family_stock"),
+                preload=COMFY,
                 prepare=sorted({family for family, _ in CASES[run]}),
             )
         return {(r["family"], r["case"]): r for r in done[run]}

@@ -22,9 +22,8 @@ RUNS = [(case, world, mode) for world in WORLDS for case in CASES for mode in tu
 def ran(world):
     """Reports of all cases and checks on `world` ranks; the error if a rank failed, which is not tried again either."""
     try:
-        return {
-            r.get("check") or (r["case"], r["mode"]): r for r in run_ranks(HERE / "diffusers_ranks.py", world, preload=DIFFUSERS)
-        }
+        reports = run_ranks(HERE / "diffusers_ranks.py", world, preload=DIFFUSERS, prepare=[])
+        return {r.get("check") or (r["case"], r["mode"]): r for r in reports}
     except AssertionError as error:
         return error
 

@@ -72,7 +72,7 @@ def reports_of(mode, request):
             json.dumps([key[1:] for key in CASES if key[0] == mode and key[1] in names]),
             json.dumps([model for model in SHARED if SHARED[model] == mode and model[0] in names]),
             timeout=600,
-            preload=(*COMFY, "family_stock"),
+            preload=COMFY,
             prepare=names,
         )
         _runs[mode] = {(r["family"], r["case"]): r for r in found}

@@ -146,7 +146,7 @@ def test_free_drops_the_node_cache(server: ComfyServer) -> None:
 def test_process_helpers(server: ComfyServer) -> None:
     assert processes.fd_count(server.pid) > 3
     assert processes.thread_count(server.pid) > 1
-    assert 0 < processes.pss(server.pid) <= processes.rss(server.pid) * 1.01
+    assert 0 < processes.held(server.pid) <= processes.rss(server.pid) * 1.01
 
 
 def test_server_has_its_own_folders_and_takes_no_import_path(server: ComfyServer, checkpoints_dir: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -25,13 +26,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 VARIABLE = "CP_TEST_PRELOADED"
-THREADS = {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 """Of everything that tests start, unless they or the caller say something else. OpenMP's threads wait for each other by spinning:
-with as many as cores, on cores that are taken, a server needs four times the seconds."""
+with as many as cores, on cores that are taken, a server needs four times the seconds. And inductor asks the processor what it can
+do, without compiling a program for every set of instructions first."""
 MODULES = (
     "comfy_kitchen", "torchaudio", "torchsde", "spandrel", "kornia",
     "scipy.integrate", "scipy.ndimage", "scipy.signal", "scipy.stats",
@@ -44,7 +47,16 @@ MODULES = (
 _READ_ONCE = ("OMP_", "MKL_", "OPENBLAS_", "GOMP_", "MALLOC_", "LD_")
 _MESSAGE = 1 << 17
 _TAKES = 120.0  # seconds for all imports, and for a fork
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+
+
+SPARES = hasattr(subprocess, "_fork_exec")
+"""Whether this Python starts programs by a function that can be replaced: 3.11 and newer."""
+
+
+def name_process(program: str | Path) -> None:
+    """Have `ps` and the like call this process by a file's name: the command line is that of what it was forked from."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, Path(program).stem.encode())
 
 
 class Program:
@@ -83,21 +95,35 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
 
-def fork(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int]) -> Program | None:
+Process = Program | subprocess.Popen[bytes]
+
+
+def fork(
+    argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int], spare: bool = False
+) -> Program | None:
     """Run a program, in a session of its own; None where it has to be started as any other.
 
     Args:
         argv: what the interpreter gets: a file, or `-m` and a module, and arguments.
         files: descriptors of its standard input, output and errors.
+        spare: it has a pool, whose fork server needs no new interpreter either (see `_Spare`).
     """
     path = os.environ.get(VARIABLE)
     if path is None or any(os.environ.get(name) != env.get(name) for name in {*os.environ, *env} if name.startswith(_READ_ONCE)):
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(path)
-    request = json.dumps({"argv": list(argv), "cwd": str(cwd), "env": dict(env)}).encode()
+    request = json.dumps({"argv": list(argv), "cwd": str(cwd), "env": dict(env), "spare": spare}).encode()
     socket.send_fds(connection, [request], list(files))
     return Program(connection)
+
+
+def start(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int]) -> Process:
+    """Run a program, forked where that can be. Arguments as those of `fork`."""
+    stdin, stdout, stderr = files
+    return fork(argv, cwd=cwd, env=env, files=files) or subprocess.Popen(
+        [sys.executable, *argv], cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr
+    )
 
 
 def run(argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -105,10 +131,7 @@ def run(argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path 
     env, cwd = env if env is not None else os.environ, cwd if cwd is not None else Path.cwd()
     with open(os.devnull, "rb") as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         files = (nothing.fileno(), out.fileno(), err.fileno())
-        program: Program | subprocess.Popen[bytes] | None = fork(argv, cwd=cwd, env=env, files=files)
-        if program is None:
-            program = subprocess.Popen([sys.executable, *argv], cwd=cwd, env=env, stdin=nothing, stdout=out, stderr=err)
-        code = program.wait()
+        code = start(argv, cwd=cwd, env=env, files=files).wait()
         for file in (out, err):
             file.seek(0)
         return subprocess.CompletedProcess(list(argv), code, out.read(), err.read())
@@ -128,7 +151,7 @@ def running(folder: Path, modules: Sequence[str] = MODULES) -> Iterator[dict[str
         process = subprocess.Popen(
             [sys.executable, "-u", str(Path(__file__).resolve()), str(listener.fileno()), *modules],
             # As a test's server has it, of which a package asks while it is imported.
-            env={**THREADS, **os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**ENVIRONMENT, **os.environ, "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE, stdout=2, pass_fds=[listener.fileno()], start_new_session=True,
         )  # fmt: skip
     try:
@@ -213,6 +236,66 @@ class _Preloaded:
             held.close()
 
 
+class _Spare:
+    """A copy of a program from before its first line, to become the process that the ranks of its pool are forked from.
+
+    That one would import for five seconds too. It has to be a child of the program, and a program with threads cannot be forked.
+    """
+
+    PROGRAM = "fork_server.py"
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._pid = os.fork()
+            if self._pid == 0:
+                self._socket.close()
+                self._wait(theirs)
+        self._fork_exec = subprocess._fork_exec  # type: ignore[attr-defined]
+        subprocess._fork_exec = self._start  # type: ignore[attr-defined]
+
+    def _start(self, argv: Sequence[str], *how: Any) -> int:
+        """What `subprocess` calls to start a program: the arguments of CPython's `_posixsubprocess.fork_exec`."""
+        (_, _, kept, _, env, stdin, _, _, stdout, _, stderr, _, failed, *_) = how
+        start = partial(self._fork_exec, argv, *how)
+        if os.getpid() != self._owner or not any(str(argument).endswith(self.PROGRAM) for argument in argv):
+            return start()
+        subprocess._fork_exec = self._fork_exec  # type: ignore[attr-defined]
+        variables = dict(item.decode().split("=", 1) for item in env)
+        inherited = [fd for fd in kept if fd != failed]
+        standard = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
+        request = {"argv": list(argv), "env": variables, "cwd": os.getcwd(), "fds": [0, 1, 2, *inherited]}
+        with self._socket:
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], [*standard, *inherited])
+            except OSError:  # it is gone
+                return start()
+        return self._pid
+
+    def _wait(self, connection: socket.socket) -> NoReturn:
+        """In the copy: wait to be needed, and be that program."""
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._owner:
+            os._exit(1)
+        data, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 32, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            os._exit(0)
+        connection.close()
+        os.setsid()
+        request = json.loads(data)
+        above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
+        for fd in fds:
+            os.close(fd)
+        for fd, wanted in zip(above, request["fds"], strict=True):
+            os.dup2(fd, wanted)
+            os.close(fd)
+        sys.orig_argv = request["argv"]
+        first = next(i for i, argument in enumerate(sys.orig_argv) if argument.endswith(self.PROGRAM))
+        _run({**request, "argv": sys.orig_argv[first:]})
+        os._exit(0)
+
+
 def _run(request: dict[str, Any]) -> None:
     """Be the program, as if the interpreter had just started with it."""
     os.chdir(request["cwd"])
@@ -225,6 +308,7 @@ def _run(request: dict[str, Any]) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module("sitecustomize")
     program, *arguments = request["argv"]
+    name_process(arguments[0] if program == "-m" else program)
     if program == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv = arguments
@@ -247,7 +331,10 @@ def main() -> None:
             importlib.import_module(name)
     gc.enable()
     gc.freeze()  # else the collector copies what the programs share
-    _run(_Preloaded(listener).run())
+    request = _Preloaded(listener).run()
+    if request["spare"] and SPARES:
+        _Spare()
+    _run(request)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import psutil
 
@@ -49,10 +50,19 @@ def with_environment(name: str, value: str) -> list[psutil.Process]:
 
     Finds children whose parents are gone as well, which no walk down the tree does.
     """
+    return _living(lambda process: process.environ().get(name) == value)
+
+
+def inside(folder: Path) -> list[psutil.Process]:
+    """Living processes of this user whose working directory is `folder`."""
+    return _living(lambda process: process.cwd() == str(folder))
+
+
+def _living(wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(name) == value and alive(process):
+        with contextlib.suppress(psutil.Error, OSError):  # it is gone, or another user's
+            if wanted(process) and alive(process):
                 found.append(process)
     return found
 
@@ -89,6 +99,7 @@ def rss(pid: int) -> int:
     return psutil.Process(pid).memory_info().rss
 
 
-def pss(pid: int) -> int:
-    """Resident bytes, each shared page divided by the number of processes that share it."""
-    return psutil.Process(pid).memory_full_info().pss
+def held(pid: int) -> int:
+    """Resident bytes that are no pages of files: they do not change when another process that shares some of them ends."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))

@@ -20,13 +20,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from . import preloaded
+
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-COMFY = ("comfy.sd", "support.models")
-DIFFUSERS = ("diffusers_checks",)
+COMFY = ("comfy.sd", "support.models", "family_stock")
+DIFFUSERS = ("diffusers_checks", "diffusers_stock")
 """What scripts with ComfyUI or diffusers have imported for them."""
 
-_servers: dict[tuple[str, ...], subprocess.Popen[str]] = {}
+_servers: dict[tuple[str, ...], _Server] = {}
 
 
 def run_ranks(
@@ -59,35 +61,38 @@ def run_ranks(
 def _ask(preload: tuple[str, ...], request: dict[str, Any], timeout: float) -> list[int] | None:
     """The exit codes of one run; None where it took too long or the server ended."""
     server = _servers.get(preload)
-    if server is None or server.poll() is not None:
-        server = _servers[preload] = _start(preload)
-    if server.stdin is None or server.stdout is None:
-        raise RuntimeError("a server of ranks without pipes")
+    if server is None or server.process.poll() is not None:
+        server = _servers[preload] = _Server(preload)
     with contextlib.suppress(BrokenPipeError):
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        if select.select([server.stdout], [], [], timeout)[0] and (answer := server.stdout.readline()):
+        server.requests.write(json.dumps(request) + "\n")
+        server.requests.flush()
+        if select.select([server.answers], [], [], timeout)[0] and (answer := server.answers.readline()):
             codes: list[int] = json.loads(answer)
             return codes
-    _end(server)
+    server.end()
     return None
 
 
-def _start(preload: tuple[str, ...]) -> subprocess.Popen[str]:
-    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT / "tests")}
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("rank_server.py")), *preload],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True,
-    )  # fmt: skip
-    atexit.register(_end, server)
-    return server
+class _Server:
+    """A process that ranks are forked from, and the pipes to it."""
 
+    def __init__(self, preload: tuple[str, ...]) -> None:
+        argv = [str(Path(__file__).with_name("rank_server.py")), *preload]
+        env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT / "tests")}
+        (stdin, requests), (answers, stdout) = os.pipe(), os.pipe()
+        self.process: preloaded.Program | subprocess.Popen[bytes] = preloaded.fork(
+            argv, cwd=Path.cwd(), env=env, files=(stdin, stdout, 2)
+        ) or subprocess.Popen([sys.executable, *argv], stdin=stdin, stdout=stdout, env=env, start_new_session=True)
+        os.close(stdin)
+        os.close(stdout)
+        self.requests, self.answers = os.fdopen(requests, "w"), os.fdopen(answers)
+        atexit.register(self.end)
 
-def _end(server: subprocess.Popen[str]) -> None:
-    """End a server and its ranks."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
+    def end(self) -> None:
+        """End it and its ranks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def start() -> tuple[int, int, list[str]]:

@@ -147,6 +147,8 @@ class ComfyServer:
         cpu: run with `--cpu`.
         fresh: start an interpreter, also where `support.preloaded` could fork the server: for what an interpreter's start, its
             environment and the parent's view of its end are part of.
+        spare: of a server that is forked, the process that its ranks are forked from starts no interpreter either. It has hardly
+            anything to import then.
         startup_timeout: seconds until the server must answer.
 
     Start it from a thread that lives as long as the server is needed.
@@ -162,11 +164,12 @@ class ComfyServer:
         env: Mapping[str, str | None] | None = None,
         cpu: bool = True,
         fresh: bool = False,
+        spare: bool = True,
         startup_timeout: float = 120.0,
     ) -> None:
         self.comfyui_path, self.startup_timeout = Path(comfyui_path), startup_timeout
         self.args = ["--cpu", *args] if cpu else list(args)
-        self.fresh = fresh
+        self.fresh, self.spare = fresh, spare
         self.env = dict(env or {})
         self.port = 0
         self.leftovers: list[str] = []
@@ -235,7 +238,8 @@ class ComfyServer:
         command += self.args
         with self.log_file.open("ab") as log, open(os.devnull, "rb") as nothing:
             files = (nothing.fileno(), log.fileno(), log.fileno())
-            self._process = None if self.fresh else preloaded.fork(command, cwd=self.base, env=env, files=files)
+            if not self.fresh:
+                self._process = preloaded.fork(command, cwd=self.base, env=env, files=files, spare=self.spare)
             if self._process is None:
                 launched = [sys.executable, "-c", _LAUNCHER, "-u", *command]
                 self._process = subprocess.Popen(
@@ -276,7 +280,9 @@ class ComfyServer:
                 process.wait()
         if listener is not None:
             listener.close()
-        family |= {child.pid: child for child in processes.with_environment(MARKER, self._marker)}
+        # One that was forked before its program was known has the environment of another, but this folder.
+        found = [*processes.with_environment(MARKER, self._marker), *processes.inside(self.base)]
+        family |= {child.pid: child for child in found}
         left = processes.wait_gone(family.values(), grace)
         self.leftovers = [f"{child.pid}: {processes.command_line(child)}" for child in left]
         processes.kill_all(left)

@@ -105,7 +105,7 @@ def test_a_call_that_is_repeated_on_one_device_counts_with_what_comes_between_ca
     assert not journal.measuring
     assert timer.per_call == pytest.approx((3 * 2.0 + 2 * 0.5) / 3)
     assert journal.on_one_device == 6.5
-    assert journal.speed.words == "2.79 × faster than one device (more than 2 can gain: the one worked otherwise)"
+    assert journal.speed.words == "2.79 × faster than one device (more than 2 can gain: measure again)"
     assert list(tmp_path.iterdir()) == []  # no file is written between calls
     journal.end_run()
     again = Journal(tmp_path / "one_device.json")

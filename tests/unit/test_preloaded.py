@@ -7,8 +7,10 @@ import os
 import select
 import signal
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from support import preloaded
 
@@ -21,6 +23,32 @@ print(json.dumps({
     "read": sys.stdin.read(), "imported": sys.modules.keys() >= {"this", "sitecustomize"}, "open": len(os.listdir("/proc/self/fd")),
     "name": __name__, "file": __file__,
 }), flush=True)
+"""
+
+
+OWNER = """
+import json, os, subprocess, sys
+reading, writing = os.pipe()
+for _ in range(2):  # there is one copy: the second time it is an interpreter
+    command = [sys.executable, "-u", "fork_server.py", str(writing)]
+    child = subprocess.Popen(
+        command, env={"WORD": "here"}, pass_fds=[writing], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    )
+    found = json.loads(child.communicate()[0])
+    assert os.read(reading, 10) == b"hello"
+    right = found["pid"] == child.pid and found["parent"] == os.getpid()
+    print(json.dumps({**found, "right": right, "pid": 0, "parent": 0, "status": child.returncode}), flush=True)
+"""
+FORK_SERVER = """
+import json, os, sys
+os.write(int(sys.argv[1]), b"hello")
+print(json.dumps({
+    "pid": os.getpid(), "parent": os.getppid(), "arguments": len(sys.argv), "word": os.environ["WORD"],
+    "started": sys.orig_argv[1:3], "own session": os.getsid(0) == os.getpid(), "folder": os.getcwd(),
+    "open": len(os.listdir("/proc/self/fd")), "name": __name__,
+    "imported": "this" in sys.modules,
+}))
+raise SystemExit(5)
 """
 
 
@@ -40,13 +68,13 @@ class Start:
         self.folder, self.output = folder, folder / "output"
         (folder / "sitecustomize.py").write_text("import os; os.environ['CUSTOMIZED'] = 'yes'")
 
-    def __call__(self, text: str, *arguments: str, **variables: str) -> preloaded.Program | None:
+    def __call__(self, text: str, *arguments: str, spare: bool = False, **variables: str) -> preloaded.Program | None:
         program = self.folder / "program.py"
         program.write_text(text)
         with open(os.devnull, "rb") as nothing, self.output.open("wb") as out:
             env = {**os.environ, "PYTHONPATH": str(self.folder), **variables}
             files = (nothing.fileno(), out.fileno(), out.fileno())
-            return preloaded.fork([str(program), *arguments], cwd=self.folder, env=env, files=files)
+            return preloaded.fork([str(program), *arguments], cwd=self.folder, env=env, files=files, spare=spare)
 
 
 @pytest.fixture
@@ -109,6 +137,31 @@ def test_a_module_that_is_run_to_its_end(start):
     assert (forked.returncode, forked.stdout, forked.stderr) == (started.returncode, started.stdout, started.stderr)
     assert forked.returncode == 4
     assert forked.stdout.strip() == str(start.folder)
+
+
+spares = pytest.mark.skipif(not preloaded.SPARES, reason="needs Python 3.11: see support.preloaded.SPARES")
+
+
+@spares
+def test_a_spare_is_what_an_interpreter_would_be(start):
+    (start.folder / "fork_server.py").write_text(FORK_SERVER)
+    program = start(OWNER, spare=True)
+    assert program.wait(30) == 0, start.output.read_text()
+    spare, interpreter = map(json.loads, start.output.read_text().splitlines())
+    assert (spare.pop("imported"), interpreter.pop("imported")) == (True, False)
+    assert spare == interpreter
+    assert (spare["right"], spare["status"]) == (True, 5)
+
+
+@spares
+def test_a_spare_that_is_not_needed_ends_with_its_program(start):
+    program = start("import time; print('runs', flush=True); time.sleep(60)", spare=True)
+    while not start.output.read_text():
+        time.sleep(0.01)
+    (spare,) = (child for child in psutil.Process(program.pid).children())
+    program.kill()
+    program.wait(30)
+    assert psutil.wait_procs([spare], 10)[1] == []
 
 
 def test_what_libraries_read_once_needs_an_interpreter(start):
