@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ def file_server(comfyui_path, models, pack):
 def fresh(models, file_server):
     """The original file, and nothing loaded."""
     replace(models, "original")
-    forget(file_server)
+    file_server.free_first()
 
 
 def model_file(base: Path) -> Path:
@@ -64,12 +63,6 @@ def replace(base: Path, source: str) -> None:
     """Put another file in the place of the model file, as programs do that write it completely before."""
     shutil.copy(base / source, base / "new")
     os.replace(base / "new", model_file(base))
-
-
-def forget(server: ComfyServer) -> None:
-    """Free models and node cache."""
-    server.free()
-    time.sleep(1)
 
 
 def latent(server: ComfyServer, **settings: object) -> torch.Tensor:
@@ -111,7 +104,7 @@ def test_a_file_that_is_replaced_before_the_ranks_load_it(file_server, models, c
     assert "flux.safetensors changed on disk after ComfyUI had loaded it" in said
     assert "node changed" not in said
     assert (latent(file_server, **weights) == old).all()  # of its own copy
-    forget(file_server)
+    file_server.free_first()
     new = latent(file_server, **weights)
     assert (new - old).abs().max() > 0.5 * old.std()  # or nothing would be proved
     out = latent(file_server, cp=CP, **weights)
@@ -148,7 +141,7 @@ def test_a_file_that_is_cut_off_does_not_end_comfyui(file_server, models, placem
         assert f"it has {size // 2} bytes, and had {size}" in said
     replace(models, "original")
     assert "was cut off" in error(file_server)  # it is another file, and the pages are of the old one
-    forget(file_server)
+    file_server.free_first()
     assert (latent(file_server) == stock).all()
     out = latent(file_server, cp=cp)
     assert (out - stock).abs().max() <= TOLERANCE * stock.std()

@@ -125,8 +125,7 @@ def test_a_start_that_hangs_ends_within_its_budget(tmp_path, monkeypatch):
 
 def test_a_slow_first_step_is_not_killed(fault_server, expected, faults):
     """Compilation and the move to the device may take longer than a step is allowed to."""
-    fault_server.free(unload_models=True, free_memory=True)
-    time.sleep(1)
+    fault_server.free_first()
     faults.arm(1, "slow", module=1, seconds=DEADLINE / 3)
     began = time.monotonic()
     assert_right(fault_server, expected)

@@ -154,8 +154,7 @@ def test_free_unloads_the_workers_and_the_next_prompt_reloads(pool_server, expec
     assert_right(pool_server, expected)
     loads = pool_server.log_text().count("[rank 0] loading")
     pids = pool_server.worker_pids()
-    pool_server.free(unload_models=True, free_memory=True)
-    time.sleep(1.5)
+    pool_server.free_first()
     assert_right(pool_server, expected)
     assert pool_server.worker_pids() == pids
     assert pool_server.log_text().count("[rank 0] loading") == loads + 1
@@ -327,13 +326,11 @@ def test_a_file_that_changes_after_loading(own_models_server, own_models):
     time.sleep(0.5)
     errors = [server.run(flux_prompt(cp=CP), timeout=60).error for _ in range(2)]
     assert any("flux.safetensors changed on disk" in error.exception_message for error in errors if error)
-    server.free(unload_models=True, free_memory=True)
-    time.sleep(1)
+    server.free_first()
     last = server.latent(server.run(flux_prompt(cp=CP), timeout=60).check())
     assert (last - first).abs().max() <= TOLERANCE * first.std()
     # A weight that a node changes in place is not in the file: refused, and the stock graph keeps the change.
-    server.free(unload_models=True, free_memory=True)
-    time.sleep(1)
+    server.free_first()
     changed = {"model_nodes": [("TestPatch", {"kind": "changed_weight"})]}
     stock = server.latent(server.run(flux_prompt(**changed), timeout=60).check())
     error = server.run(flux_prompt(cp=CP, **changed), timeout=60).error
@@ -354,7 +351,7 @@ def test_linked_model_files_and_folders(own_models_server, ckpt):
 def test_free_with_a_stopped_worker_does_not_end_the_queue(pool_server, expected):
     assert_right(pool_server, expected)
     os.kill(pool_server.worker_pids()[1], signal.SIGSTOP)
-    pool_server.free(unload_models=True, free_memory=True)
+    pool_server.free_first()
     assert_right(pool_server, expected)
 
 

@@ -138,19 +138,10 @@ def activity(server):
     return server.get("/context_parallel/status")["activity"]
 
 
-def free(server):
-    """Have all models dropped, before a prompt that is queued now could come first."""
-    server.free()
-    deadline = time.monotonic() + 10 * SLACK
-    while server.get("/context_parallel/status")["weights"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("weights", ["whole", "sharded"])
 def test_loading_says_how_far_it_is(pool_server, whole, faults, weights):
     """In the status, as text in the node, and in its progress bar, which then counts steps."""
-    free(pool_server)
+    pool_server.free_first()
     faults.arm(1, "slow", at="weights", seconds=0.1 if weights == "sharded" else 0.02)  # block by block, weight by weight
     since = time.monotonic()
     prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": weights}, **DEEP))
@@ -180,7 +171,7 @@ def test_loading_says_how_far_it_is(pool_server, whole, faults, weights):
 
 def test_cancel_while_a_model_loads(pool_server, whole, faults):
     """The prompt ends; workers that cannot leave a load start again with the next one."""
-    free(pool_server)
+    pool_server.free_first()
     faults.arm(1, "slow", at="weights", seconds=0.5)
     prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": "sharded"}, **DEEP))
     deadline = time.monotonic() + 60
@@ -245,6 +236,6 @@ def test_cancel_in_the_middle(pool_server, whole):
 
 def test_free_lets_go_of_everything(pool_server, whole):
     run(pool_server, "sharded")
-    free(pool_server)
+    pool_server.free_first()
     out, _ = run(pool_server, "sharded")
     same(out, whole["plain"])

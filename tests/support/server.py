@@ -45,6 +45,11 @@ CUSTOM_NODES = {
     "context-parallel-test-nodes": Path(__file__).parent / "comfy_nodes",
 }
 
+_WITHOUT_MODELS = {
+    "latent": {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 64, "batch_size": 1}},
+    "out": {"class_type": "SaveLatent", "inputs": {"samples": ["latent", 0], "filename_prefix": "nothing"}},
+}
+
 DETECTION = Path(__file__).parent / "detection"
 """Import path of server and workers, for the tiny models of `families`; its docstring says more."""
 
@@ -342,8 +347,13 @@ class ComfyServer:
         self._call("/interrupt", {"prompt_id": prompt_id} if prompt_id else {})
 
     def free(self, *, unload_models: bool = True, free_memory: bool = True) -> None:
-        """Ask for models and caches to be dropped. Takes effect after the call, once the queue is idle."""
+        """Ask for models and caches to be dropped. Takes effect after the call, maybe after a prompt that is queued next."""
         self._call("/free", {"unload_models": unload_models, "free_memory": free_memory})
+
+    def free_first(self) -> None:
+        """Have models and caches dropped before any prompt that is queued from now on."""
+        self.free()
+        self.run(_WITHOUT_MODELS).check()  # the server looks at what it was asked before or after a prompt, never in the next
 
     def object_info(self, node: str | None = None) -> dict[str, Any]:
         """What the server says about all its nodes, or about one."""
