@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+import support.server
 import torch
 from support import processes
 from support.checkpoints import CHECKPOINTS, state_dict
@@ -155,9 +157,14 @@ def test_server_has_its_own_folders_and_takes_no_import_path(server: ComfyServer
     assert {path.name for path in (server.base / "custom_nodes").iterdir()} >= {"comfyui-context-parallel"}
 
 
-def test_options_previews_and_leftovers(comfyui_path: Path, checkpoints_dir: Path) -> None:
+def test_options_previews_and_leftovers(comfyui_path: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first port is one that another process has taken."""
     options = {"args": ("--preview-method", "latent2rgb"), "env": {"OMP_NUM_THREADS": "1"}}
-    with ComfyServer(comfyui_path, models=checkpoints_dir, **options) as server:
+    other = socket.create_server(("127.0.0.1", 0))
+    ports = [support.server.free_port(), other.getsockname()[1]]
+    monkeypatch.setattr("support.server.free_port", ports.pop)
+    with other, ComfyServer(comfyui_path, models=checkpoints_dir, **options) as server:
+        assert ports == []
         assert server.run({"child": {"class_type": "TestChild", "inputs": {"marker": "left_behind"}}}).status == "success"
         sample(server, flux_prompt(steps=4))
         assert server.previews()

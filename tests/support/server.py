@@ -11,8 +11,10 @@ clone does, and the test nodes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -45,6 +47,7 @@ CUSTOM_NODES = {
     "context-parallel-test-nodes": Path(__file__).parent / "comfy_nodes",
 }
 
+_RANDOM = random.SystemRandom()  # runs of pytest are copies of one process, with one seed
 _WITHOUT_MODELS = {
     "latent": {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 64, "batch_size": 1}},
     "out": {"class_type": "SaveLatent", "inputs": {"samples": ["latent", 0], "filename_prefix": "nothing"}},
@@ -222,12 +225,12 @@ class ComfyServer:
                 return
             except ServerError:
                 self.stop()
-                # Another process may have taken the free port first.
-                if attempt == 2 or "address already in use" not in self.log_text().lower():
+                # Another process may have taken the free port first. These are ComfyUI's words.
+                if attempt == 2 or f"Port {self.port} is already in use" not in self.log_text():
                     raise
 
     def _start(self) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         command = [str(self.comfyui_path / "main.py")]
         command += ["--base-directory", str(self.base), "--database-url", f"sqlite:///{self.base}/user/comfyui.db"]
         command += ["--listen", "127.0.0.1", "--port", str(self.port), "--disable-auto-launch", "--disable-api-nodes"]
@@ -533,7 +536,10 @@ def _result(prompt_id: str, entry: dict[str, Any]) -> Result:
     )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port() -> int:
+    """A port for a server. None of those that the kernel gives away: the next connection may get it before the server binds it."""
+    while True:
+        port = _RANDOM.randrange(20_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
