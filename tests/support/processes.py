@@ -103,3 +103,8 @@ def held(pid: int) -> int:
     """Resident bytes that are no pages of files: they do not change when another process that shares some of them ends."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def pss(pid: int) -> int:
+    """Resident bytes, each shared page divided by the number of processes that share it: those of several processes add up."""
+    return psutil.Process(pid).memory_full_info().pss
