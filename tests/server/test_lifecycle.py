@@ -154,7 +154,7 @@ def test_free_unloads_the_workers_and_the_next_prompt_reloads(pool_server, expec
     assert_right(pool_server, expected)
     loads = pool_server.log_text().count("[rank 0] loading")
     pids = pool_server.worker_pids()
-    pool_server.free_first()
+    pool_server.free_workers()
     assert_right(pool_server, expected)
     assert pool_server.worker_pids() == pids
     assert pool_server.log_text().count("[rank 0] loading") == loads + 1
@@ -351,7 +351,7 @@ def test_linked_model_files_and_folders(own_models_server, ckpt):
 def test_free_with_a_stopped_worker_does_not_end_the_queue(pool_server, expected):
     assert_right(pool_server, expected)
     os.kill(pool_server.worker_pids()[1], signal.SIGSTOP)
-    pool_server.free_first()
+    pool_server.free_workers()
     assert_right(pool_server, expected)
 
 

@@ -141,7 +141,7 @@ def activity(server):
 @pytest.mark.parametrize("weights", ["whole", "sharded"])
 def test_loading_says_how_far_it_is(pool_server, whole, faults, weights):
     """In the status, as text in the node, and in its progress bar, which then counts steps."""
-    pool_server.free_first()
+    pool_server.free_workers()
     faults.arm(1, "slow", at="weights", seconds=0.1 if weights == "sharded" else 0.02)  # block by block, weight by weight
     since = time.monotonic()
     prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": weights}, **DEEP))
@@ -171,7 +171,7 @@ def test_loading_says_how_far_it_is(pool_server, whole, faults, weights):
 
 def test_cancel_while_a_model_loads(pool_server, whole, faults):
     """The prompt ends; workers that cannot leave a load start again with the next one."""
-    pool_server.free_first()
+    pool_server.free_workers()
     faults.arm(1, "slow", at="weights", seconds=0.5)
     prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": "sharded"}, **DEEP))
     deadline = time.monotonic() + 60
@@ -236,6 +236,6 @@ def test_cancel_in_the_middle(pool_server, whole):
 
 def test_free_lets_go_of_everything(pool_server, whole):
     run(pool_server, "sharded")
-    pool_server.free_first()
+    pool_server.free_workers()
     out, _ = run(pool_server, "sharded")
     same(out, whole["plain"])

@@ -354,9 +354,18 @@ class ComfyServer:
         self._call("/free", {"unload_models": unload_models, "free_memory": free_memory})
 
     def free_first(self) -> None:
-        """Have models and caches dropped before any prompt that is queued from now on."""
+        """Have models and caches dropped before any prompt that is queued from now on: by this, or as no prompt uses them."""
         self.free()
         self.run(_WITHOUT_MODELS).check()  # the server looks at what it was asked before or after a prompt, never in the next
+
+    def free_workers(self, timeout: float = 60.0) -> None:
+        """Have the workers drop their models, and wait for it: a prompt that is queued at once may come first."""
+        self.free()
+        deadline = time.monotonic() + timeout
+        while models := self.get("/context_parallel/status")["models"]:
+            if time.monotonic() > deadline:
+                raise ServerError(f"the workers hold {models} {timeout} s after they were to drop them")
+            time.sleep(0.05)
 
     def object_info(self, node: str | None = None) -> dict[str, Any]:
         """What the server says about all its nodes, or about one."""
