@@ -358,7 +358,7 @@ class ComfyServer:
         self.free()
         self.run(_WITHOUT_MODELS).check()  # the server looks at what it was asked before or after a prompt, never in the next
 
-    def free_workers(self, timeout: float = 60.0) -> None:
+    def free_workers(self, timeout: float = 20.0) -> None:
         """Have the workers drop their models, and wait for it: a prompt that is queued at once may come first."""
         self.free()
         deadline = time.monotonic() + timeout
