@@ -20,7 +20,7 @@ its attention is shared out as that of any other stream, and the results are gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -52,6 +52,15 @@ def split_sizes(length: int, parts: int, shares: Shares = ()) -> tuple[int, ...]
 def split_ranges(length: int, parts: int, shares: Shares = ()) -> tuple[tuple[int, int], ...]:
     """Return (start, stop) of every part, one behind the other. See `split_sizes`."""
     return tuple(pairwise(accumulate(split_sizes(length, parts, shares), initial=0)))
+
+
+def in_rounds(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which of some pieces the ranks compute side by side, round by round: lists of at most `ranks` indices.
+
+    The largest come first: pieces of a round are of like sizes then, and no rank waits long for another's.
+    """
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    return [order[first : first + ranks] for first in range(0, len(order), ranks)]
 
 
 @dataclass(frozen=True)

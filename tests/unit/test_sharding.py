@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from cp_runtime.engine.attention.layout import in_gathered_order
-from cp_runtime.engine.sharding import JointLayout, Split, clip_range, split_ranges, split_sizes
+from cp_runtime.engine.sharding import JointLayout, Split, clip_range, in_rounds, split_ranges, split_sizes
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 17, 64])
@@ -104,3 +104,14 @@ def test_take_local_copies():
 )
 def test_clip_range(start, stop, expected):
     assert clip_range(start, stop, (3, 7)) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 12])
+def test_pieces_of_a_round_are_of_like_sizes(ranks):
+    """As those that ComfyUI cuts a picture into: whole ones, and what is left at the right and at the bottom."""
+    sizes = [64, 64, 16, 64, 64, 16, 16, 16, 4]
+    rounds = in_rounds(sizes, ranks)
+    assert sorted(index for now in rounds for index in now) == [*range(9)]
+    assert [len(now) for now in rounds[:-1]] == [ranks] * (len(rounds) - 1)
+    in_order = [sizes[index] for now in rounds for index in now]
+    assert in_order == [64] * 4 + [16] * 4 + [4]

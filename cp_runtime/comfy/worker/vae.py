@@ -14,6 +14,7 @@ from ...engine.batch import BatchShares
 from ...engine.collectives import RankGroup
 from ...engine.mesh import BatchMesh
 from ...engine.rows.plan import run_on_rows
+from ...engine.sharding import in_rounds
 from ...errors import PlanError
 from ...nested import map_tensors
 from ...vaes import row_plan_for
@@ -80,19 +81,19 @@ def _tiles(
     on_step: Callable[[], None],
 ) -> list[Tensor] | None:
     """Run one tile on every rank at a time, and bring the results to rank 0. So no rank keeps them, or runs ahead of a Cancel."""
-    results: list[Tensor] = []
-    for first in range(0, len(tiles), group.size):
+    results: dict[int, Tensor] = {}
+    for now in in_rounds([tile.numel() for tile in tiles], group.size):
         on_step()
-        mine, expected = first + group.rank, shapes[first : first + group.size]
-        out = run(tiles[mine]) if mine < len(tiles) else torch.empty(0, dtype=dtype, device=device)
-        wrong = float(mine < len(tiles) and list(out.shape) != shapes[mine])
+        mine = now[group.rank] if group.rank < len(now) else None
+        out = torch.empty(0, dtype=dtype, device=device) if mine is None else run(tiles[mine])
+        wrong = float(mine is not None and list(out.shape) != shapes[mine])
         # All ranks hear of it: else they would wait for what does not come.
         if group.largest(torch.tensor([wrong], device=device)).item():
             raise PlanError(
-                f"tiles of {tuple(tiles[first].shape)} do not become what the VAE says of itself, {tuple(shapes[first])}. Set "
+                f"tiles of {tuple(tiles[now[0]].shape)} do not become what the VAE says of itself, {tuple(shapes[now[0]])}. Set "
                 "tile_size and overlap to multiples of 64, or mode to exact."
             )
-        counts = [math.prod(shape) for shape in expected] + [0] * (group.size - len(expected))
-        parts = group.to_first(out, counts, "tiles")
-        results += [part.to("cpu").view(shape) for part, shape in zip(parts, expected, strict=False)]
-    return results if group.rank == 0 else None
+        counts = [math.prod(shapes[index]) for index in now] + [0] * (group.size - len(now))
+        for index, part in zip(now, group.to_first(out, counts, "tiles"), strict=False):
+            results[index] = part.to("cpu").view(shapes[index])
+    return [results[index] for index in range(len(tiles))] if group.rank == 0 else None
