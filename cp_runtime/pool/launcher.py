@@ -6,6 +6,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -45,8 +46,6 @@ class Launcher:
 
 
 LAUNCHER = Launcher()
-
-_COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # now, because torch writes its own default there when it is first used
 
 
 def memory_file(content: bytes = b"") -> int:
@@ -91,12 +90,23 @@ def cache_folder() -> str:
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "comfyui-context-parallel")
 
 
+def _compiled_folder() -> str:
+    """Where what torch.compile makes is kept: where the user says, else for this user.
+
+    torch's own default is a folder in /tmp, which another user may have made. It writes that into the environment when it is first
+    used, and ComfyUI uses it before it imports this pack.
+    """
+    said = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    folder, name = os.path.split(said)
+    by_torch = folder == tempfile.gettempdir() and name.startswith("torchinductor_")
+    return os.path.join(cache_folder(), "inductor") if by_torch or not said else said
+
+
 def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     """Environment of a rank, built for it: the UI process's own is never written."""
     env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith("TORCHELASTIC_")}
     env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = "lo"
-    # What torch.compile makes is kept for this user. torch's own default is a folder in /tmp, which another user may have made.
-    env["TORCHINDUCTOR_CACHE_DIR"] = _COMPILED or os.path.join(cache_folder(), "inductor")
+    env["TORCHINDUCTOR_CACHE_DIR"] = _compiled_folder()
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the rank itself: more are processes that would outlive it
     if device_type == "cuda":
         env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # what a ring sends beside attention gets processors of the device in time

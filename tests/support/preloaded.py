@@ -31,18 +31,28 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 VARIABLE = "CP_TEST_PRELOADED"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_CACHE_DIR": os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "comfyui-context-parallel", "inductor"
+    ),
+}
 """Of everything that tests start, unless they or the caller say something else. OpenMP's threads wait for each other by spinning:
 with as many as cores, on cores that are taken, a server needs four times the seconds. And inductor asks the processor what it can
-do, without compiling a program for every set of instructions first."""
+do, without compiling a program for every set of instructions first; it compiles where it is called; and what it has compiled is
+kept for the next run."""
 MODULES = (
     "comfy_kitchen", "torchaudio", "torchsde", "spandrel", "kornia",
     "scipy.integrate", "scipy.ndimage", "scipy.signal", "scipy.stats",
     "transformers", "transformers.models.clip.tokenization_clip", "transformers.models.t5.tokenization_t5",
     "transformers.models.qwen2.tokenization_qwen2", "aiohttp.web", "alembic.command", "av", "OpenGL.EGL", "OpenGL.GL",
     "OpenGL.GLES3", "psutil", "pydantic_settings", "requests", "sqlalchemy.orm", "sqlalchemy.dialects.sqlite",
+    "torch._dynamo.backends.debugging", "torch._inductor.compile_fx",
 )  # fmt: skip
-"""What ComfyUI's server imports of other packages. Its own code looks at the command line while it is imported."""
+"""What ComfyUI's server imports of other packages, and the compiler when it is first used. ComfyUI's own code looks at the command
+line while it is imported."""
 # Read when a library is loaded: a program that sets them otherwise is not forked.
 _READ_ONCE = ("OMP_", "MKL_", "OPENBLAS_", "GOMP_", "MALLOC_", "LD_")
 _MESSAGE = 1 << 17

@@ -236,10 +236,7 @@ class ComfyServer:
         command += ["--listen", "127.0.0.1", "--port", str(self.port), "--disable-auto-launch", "--disable-api-nodes"]
         # Neither the caller's import path nor its working directory may reach the server: both could hold this
         # checkout, whose `nodes` folder shadows ComfyUI's `nodes.py`.
-        # Times of calls are this server's own; what was compiled is good for all.
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        kept = {"XDG_CACHE_HOME": str(self.base / "cache")}
-        kept["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{cache}/comfyui-context-parallel/inductor")
+        kept = {"XDG_CACHE_HOME": str(self.base / "cache")}  # times of calls are this server's own
         changes = {"PYTHONPATH": str(DETECTION), "HF_HUB_OFFLINE": "1", **kept, **self.env, MARKER: self._marker}
         env = {name: value for name, value in os.environ.items() if name not in changes}
         env |= {name: value for name, value in changes.items() if value is not None}
