@@ -55,12 +55,21 @@ def test_nothing_is_wider_than_the_panel(page: Page) -> None:
             assert content.evaluate(OVERFLOWS) == [], f"{kind} in a window of {window} pixels"
 
 
-@pytest.mark.parametrize("page", [{"Comfy.Locale": "zh"}, {"Comfy.Locale": "ja"}], ids=["zh", "ja"], indirect=True)
-def test_other_languages(page: Page, request: pytest.FixtureRequest) -> None:
-    """Title, tooltip and help page."""
-    language = request.node.callspec.id
+@pytest.mark.parametrize(
+    ("page", "language", "button"),
+    [({"Comfy.Locale": "zh"}, "zh", "高级输入"), ({"Comfy.Locale": "ja"}, "ja", "詳細な入力")],
+    ids=["zh", "ja"],
+    indirect=["page"],
+)
+def test_other_languages(page: Page, language: str, button: str) -> None:
+    """Title, tooltip, our button and the help page.
+
+    The page is loaded in the language: where it is chosen later, ComfyUI loads its texts, the nodes and the graph again by and by,
+    and nothing says when it is done.
+    """
     texts = json.loads((CHECKOUT / "locales" / language / "nodeDefs.json").read_text())["CPConfig"]
     add_node(page, "CPConfig")
+    assert button in page.evaluate("app.graph.nodes[0].widgets.map(widget => widget.name)")
     page.mouse.move(*point_in(page, "CPConfig", "devices"))
     expect(page.locator(".node-tooltip")).to_have_text(texts["inputs"]["devices"]["tooltip"])
     assert page.evaluate("LiteGraph.registered_node_types.CPConfig.title") == texts["display_name"]

@@ -36,15 +36,6 @@ def test_a_saved_width_stays(page, width):
     assert [page.evaluate(SIZE, kind)[0] for kind in ("ApplyContextParallel", "CPReport")] == [width, width]
 
 
-@pytest.mark.parametrize(("language", "label"), [("zh", "高级输入"), ("ja", "詳細な入力")])
-def test_buttons_of_nodes_in_other_languages(page, language, label):
-    choose = "language => app.extensionManager.setting.set('Comfy.Locale', language)"
-    page.evaluate(choose, language)
-    page.evaluate("app.graph.clear(); app.graph.add(LiteGraph.createNode('CPConfig'))")
-    assert label in page.evaluate("app.graph.nodes[0].widgets.map(widget => widget.name)")
-    page.evaluate(choose, "en")
-
-
 def test_a_wrong_setting_is_named_where_a_person_looks(browser_server, page):
     """In the message that Run brings, and on the node; nothing is queued."""
     page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt(cp={"devices": "cuda:7"}))
