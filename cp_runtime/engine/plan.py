@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -96,26 +97,34 @@ def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = 
     Raises:
         PlanError: if there is none.
     """
-    parts = pattern.split(".")
-    found = [
-        (name, module)
-        for name, module in root.named_modules()
-        if len(split := name.split(".")) == len(parts)
-        and all(p == s or (p == "*" and s) or (p == "-1" and s.isdigit()) for p, s in zip(parts, split, strict=True))
-    ]
-    for i in (i for i, part in enumerate(parts) if part == "-1"):
-        ends = max((int(name.split(".")[i]) for name, _ in found), default=0)
-        found = [(name, module) for name, module in found if int(name.split(".")[i]) == ends]
+    found: list[tuple[str, nn.Module]] = [("", root)]
+    for part in pattern.split(".") if pattern else ():
+        found = [(f"{path}.{name}".lstrip("."), inner) for path, module in found for name, inner in _inside(module, part)]
+    unique: dict[nn.Module, str] = {}  # a list may hold one module several times
+    for path, module in found:
+        unique.setdefault(module, path)
     if not found:
         there = dict(root.named_modules()).get(pattern.removesuffix(".*"))
         if not (isinstance(there, nn.ModuleList) and len(there) == 0):  # some models have no blocks of one kind
             raise PlanError(f"{prefix}no module {pattern!r} in {type(root).__name__}. {remedy}".rstrip())
-    return found
+    return [(path, module) for module, path in unique.items()]
+
+
+def _inside(module: nn.Module, part: str) -> list[tuple[str, nn.Module]]:
+    """The children of a module that one component of a pattern names."""
+    children = module._modules
+    names = [*children] if part == "*" else [name for name in [*children][-1:] if name.isdigit()] if part == "-1" else [part]
+    return [(name, child) for name in names if (child := children.get(name)) is not None]
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the arguments of a module's forward, in order, without `self`; of `*args`, `args[0]` and so on."""
+    return _argument_names(type(module).forward)
+
+
+@lru_cache(maxsize=1024)
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     names: list[str] = []
-    for name, parameter in list(inspect.signature(type(module).forward).parameters.items())[1:]:
+    for name, parameter in list(inspect.signature(forward).parameters.items())[1:]:
         names += [f"{name}[{i}]" for i in range(8)] if parameter.kind is parameter.VAR_POSITIONAL else [name]
     return tuple(names)

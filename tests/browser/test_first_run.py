@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from browser.conftest import SIZE
 from playwright.sync_api import Browser, Page, expect
+from support import preloaded
 from support.faults import SLACK
 from support.server import CHECKOUT, PACK
 
@@ -64,7 +66,8 @@ def link(comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """What `make play` says is to be opened. Ctrl-C ends it, and leaves nothing behind."""
     folder = tmp_path_factory.mktemp("play")
     command = [sys.executable, str(CHECKOUT / ".ci" / "play.py")]
-    env = {"COMFYUI_PATH": str(comfyui_path), "TMPDIR": str(folder), "PATH": "/usr/bin:/bin"}
+    shared = {name: os.environ[name] for name in (preloaded.VARIABLE, *preloaded.ENVIRONMENT) if name in os.environ}
+    env = {"COMFYUI_PATH": str(comfyui_path), "TMPDIR": str(folder), "PATH": "/usr/bin:/bin", **shared}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         said = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,10 +86,10 @@ def watched(model: nn.Module, enter: Enter, leave: Leave, attend: Attend) -> Ite
                 handles.append(module.register_forward_pre_hook(functools.partial(entered, path), with_kwargs=True))
                 handles.append(module.register_forward_hook(functools.partial(left, path)))
         for owner in [module for name, module in sys.modules.items() if name.startswith("comfy.ldm.")]:
-            for name, function in list(vars(owner).items()):
-                if name in ("optimized_attention", "optimized_attention_masked"):
-                    replaced.append((owner, name, function))
-                    setattr(owner, name, _reporting(f"{owner.__name__}.{name}", function, attend))
+            for name in vars(owner).keys() & {"optimized_attention", "optimized_attention_masked"}:
+                function = vars(owner)[name]
+                replaced.append((owner, name, function))
+                setattr(owner, name, _reporting(f"{owner.__name__}.{name}", function, attend))
         yield
     finally:
         for handle in handles:
@@ -108,10 +108,16 @@ def _reporting(name: str, function: Callable[..., Tensor], attend: Attend) -> Ca
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a module's forward by the names that plans use."""
-    parameters = inspect.signature(type(module).forward).parameters
-    rest = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), "")
+    parameters, rest = _parameters(type(module).forward)
     named = dict(zip(argument_names(module), args, strict=False))
     return named | {name if name in parameters else f"{rest}.{name}": value for name, value in kwargs.items()}
+
+
+@functools.cache
+def _parameters(forward: Callable[..., Any]) -> tuple[Set[str], str]:
+    """Names of all of them, and of the one that takes what is left."""
+    parameters = inspect.signature(forward).parameters
+    return parameters.keys(), next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), "")
 
 
 def record(model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Recording:

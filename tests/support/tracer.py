@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cp_runtime.comfy.ui.interception import innermost_method
@@ -122,12 +121,16 @@ class _Replay:
             for whole in self._wholes:
                 if whole.ndim != local.ndim or whole.movedim(dim, 0).shape[1:] != local.movedim(dim, 0).shape[1:]:
                     continue
-                for offset in range(whole.shape[dim] - layout.total + 1):  # other streams may lie in front
-                    first = whole.select(dim, offset + int(order[start]))  # compared alone, to pass most of them by
-                    if self._same(local.select(dim, 0), first.to(local.dtype), whole):
-                        gathered = whole.narrow(dim, offset, layout.total).index_select(dim, order).to(local.dtype)
-                        if self._same(local, gathered.narrow(dim, start, count), whole):
-                            return gathered
+                spots = whole.shape[dim] - layout.total + 1  # other streams may lie in front
+                if spots < 1:
+                    continue
+                # The first token alone, at all of them, to pass most of them by.
+                firsts = whole.narrow(dim, int(order[start]), spots).to(local.dtype)
+                near = self._near(local.narrow(dim, 0, 1), firsts, whole).movedim(dim, 0).reshape(spots, -1).all(1)
+                for offset in near.nonzero().flatten().tolist():
+                    gathered = whole.narrow(dim, offset, layout.total).index_select(dim, order).to(local.dtype)
+                    if self._same(local, gathered.narrow(dim, start, count), whole):
+                        return gathered
         raise MismatchError(
             f"what this rank has, {tuple(local.shape)}, is not its part of what the stock forward has: other tokens, streams in "
             "another order, or computed with something that is not split as they are"
@@ -135,12 +138,14 @@ class _Replay:
 
     def _same(self, local: Tensor, other: Tensor, whole: Tensor) -> bool:
         """Whether two parts of `whole` are equal but for rounding."""
-        if local.shape != other.shape:
-            return False
+        return local.shape == other.shape and bool(self._near(local, other, whole).all())
+
+    def _near(self, local: Tensor, other: Tensor, whole: Tensor) -> Tensor:
+        """Which elements are equal but for rounding."""
+        equal = local == other
         if not local.is_floating_point() or not whole.is_floating_point():
-            return torch.equal(local, other)
-        near = (local - other).abs() <= self._closeness(whole)
-        return bool((near | (local == other)).all())
+            return equal
+        return equal | ((local - other).abs() <= self._closeness(whole))
 
     def _closeness(self, whole: Tensor) -> float:
         key = id(whole)  # the recording and its output live as long as this

@@ -134,5 +134,13 @@ def test_patterns_name_one_all_or_the_last_of_a_list():
     model = nn.ModuleDict({"blocks": nn.ModuleList([Block() for _ in range(11)]), "out": Block()})
     assert [name for name, _ in find_modules(model, "blocks.*")] == [f"blocks.{i}" for i in range(11)]
     assert find_modules(model, "blocks.-1") == [("blocks.10", model["blocks"][10])]
+    assert find_modules(model, "") == [("", model)]
     with pytest.raises(PlanError, match=r"no module 'out\.-1'"):
         find_modules(model, "out.-1")
+
+
+def test_a_module_that_a_list_holds_twice_is_planned_once():
+    """It would split its input twice."""
+    block = Block()
+    assert find_modules(nn.ModuleList([block, Block(), block]), "*")[0] == ("0", block)
+    assert len(find_modules(nn.ModuleList([block, Block(), block]), "*")) == 2
