@@ -102,10 +102,10 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
     """
     whole, ranks = mesh.whole, mesh.size
     cpu = device.type == "cpu"
-    tokens, elements = (512, 1 << 18) if cpu else (4096, 1 << 22)
+    tokens, elements = (256, 1 << 18) if cpu else (4096, 1 << 22)
     dtype = torch.float32 if cpu else torch.bfloat16
     qkv = torch.randn(3, 1, 4, tokens, 64, device=device).to(dtype)
-    side = 512 if cpu else 4096
+    side = 256 if cpu else 4096
     matrix = torch.randn(side, side, device=device).to(dtype)
     block = torch.zeros(elements * 4, dtype=dtype, device=device)
 
