@@ -236,8 +236,8 @@ class ComfyServer:
         command += ["--listen", "127.0.0.1", "--port", str(self.port), "--disable-auto-launch", "--disable-api-nodes"]
         # Neither the caller's import path nor its working directory may reach the server: both could hold this
         # checkout, whose `nodes` folder shadows ComfyUI's `nodes.py`.
-        kept = {"XDG_CACHE_HOME": str(self.base / "cache")}  # times of calls are this server's own
-        changes = {"PYTHONPATH": str(DETECTION), "HF_HUB_OFFLINE": "1", **kept, **self.env, MARKER: self._marker}
+        own = str(self.base / "cache")  # for times of calls; what was compiled is good for all
+        changes = {"PYTHONPATH": str(DETECTION), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": own, **self.env, MARKER: self._marker}
         env = {name: value for name, value in os.environ.items() if name not in changes}
         env |= {name: value for name, value in changes.items() if value is not None}
         command += self.args
