@@ -46,7 +46,7 @@ def main() -> int:
         runner.Section(
             name=name,
             seconds=SECTIONS[name] * (REHEARSAL if arguments.rehearse else 1),
-            command=(sys.executable, __file__, "--inside", name, "--out", str(out), *flags),
+            command=(__file__, "--inside", name, "--out", str(out), *flags),
         )
         for name in arguments.sections
     ]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from support import processes
+from support import preloaded, processes
 
 from .options import Options
 from .results import BAD, FAILED, OK, TIMED_OUT, WHOLE, Results, read
@@ -31,7 +31,7 @@ class Section:
 
     Args:
         seconds: that it may take.
-        command: that runs it.
+        command: what the interpreter gets to run it: a file and arguments.
     """
 
     name: str
@@ -71,15 +71,11 @@ def _run(section: Section, out: Path, left: float) -> tuple[str, str]:
         return TIMED_OUT, "the sections before it took all the time there is"
     log, marker = out / f"{section.name}.log", uuid.uuid4().hex
     limit = min(section.seconds, left)
-    with log.open("wb") as output, tempfile.TemporaryDirectory(prefix="context-parallel-gpu-") as temporary:
-        process = subprocess.Popen(
-            section.command,
-            env={**os.environ, MARKER: marker, "TMPDIR": temporary, "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    temporary = tempfile.TemporaryDirectory(prefix="context-parallel-gpu-")
+    with log.open("wb") as output, open(os.devnull, "rb") as nothing, temporary as folder:
+        environment = {**os.environ, MARKER: marker, "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
+        files = (nothing.fileno(), output.fileno(), output.fileno())
+        process = preloaded.start(section.command, cwd=Path.cwd(), env=environment, files=files)
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -92,7 +88,7 @@ def _run(section: Section, out: Path, left: float) -> tuple[str, str]:
     return FAILED, f"{how}; the last lines: {_last_lines(log)}"
 
 
-def _end(process: subprocess.Popen[bytes], marker: str) -> None:
+def _end(process: preloaded.Process, marker: str) -> None:
     """Kill a section that still runs, and whatever it left behind."""
     if process.poll() is None:
         process.kill()

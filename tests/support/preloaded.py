@@ -132,7 +132,7 @@ def start(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tupl
     """Run a program, forked where that can be. Arguments as those of `fork`."""
     stdin, stdout, stderr = files
     return fork(argv, cwd=cwd, env=env, files=files) or subprocess.Popen(
-        [sys.executable, *argv], cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr
+        [sys.executable, *argv], cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
     )
 
 
@@ -329,6 +329,19 @@ def _run(request: dict[str, Any]) -> None:
         runpy.run_path(program, run_name="__main__")
 
 
+def settle_processor() -> None:
+    """Have inductor know what the processor can do, before anybody asks.
+
+    `TORCHINDUCTOR_VEC_ISA_OK` answers for the usual sets of instructions. For newer ones a program is compiled, and loaded by an
+    interpreter that imports torch, in every process that compiles: three times three seconds. They are left out.
+    """
+    isa = sys.modules.get("torch._inductor.cpu_vec_isa")
+    if isa is not None:
+        check, isa.VecISA.check_build = isa.VecISA.check_build, lambda *_: False
+        isa.valid_vec_isa_list()  # keeps its result
+        isa.VecISA.check_build = check
+
+
 def main() -> None:
     del sys.path[0]  # this file's folder
     listener = socket.socket(fileno=int(sys.argv[1]))
@@ -340,6 +353,7 @@ def main() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.enable()
+    settle_processor()
     gc.freeze()  # else the collector copies what the programs share
     request = _Preloaded(listener).run()
     if request["spare"] and SPARES:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import preloaded
 
 import cp_runtime
 
@@ -40,13 +41,13 @@ import cp_runtime.comfy.ui.stock_loads
 """
 
 
-def test_import_without_what_only_linux_has():
+def test_import_without_what_only_linux_has(tmp_path):
     comfyui = os.environ.get("COMFYUI_PATH")
     if not comfyui:
         pytest.fail("COMFYUI_PATH is not set; `make test` sets it")
-    code = CODE.format(missing=MISSING, modules=MODULES)
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    done = subprocess.run([sys.executable, "-c", code, comfyui], env=environment, capture_output=True, text=True, check=False)
+    program = tmp_path / "elsewhere.py"
+    program.write_text(CODE.format(missing=MISSING, modules=MODULES))
+    done = preloaded.run([str(program), comfyui], env={**os.environ, "PYTHONPATH": str(TESTS)})
     assert done.returncode == 0, done.stderr
 
 

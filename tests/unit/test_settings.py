@@ -1,10 +1,9 @@
 """Environment variables of the pool: a bad one is named where a pool is to be started, and stops no import."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+from support import preloaded
 from support.package import ROOT
 from support.pools import make_pool
 
@@ -43,9 +42,11 @@ def test_what_is_no_number_of_seconds_is_refused_by_name(monkeypatch, name, text
     assert len(str(caught.value)) < 500
 
 
-def test_a_bad_setting_stops_no_import():
+def test_a_bad_setting_stops_no_import(tmp_path):
+    program = tmp_path / "import.py"
+    program.write_text(IMPORT)
     env = {**os.environ, "CP_STARTUP_TIMEOUT": "5m", "CP_LOAD_TIMEOUT": "-1"}
-    done = subprocess.run([sys.executable, "-c", IMPORT, str(ROOT / "tests")], env=env, capture_output=True, text=True, check=False)
+    done = preloaded.run([str(program), str(ROOT / "tests")], env=env)
     assert done.returncode == 0, done.stderr
 
 
