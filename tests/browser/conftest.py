@@ -42,8 +42,11 @@ IS_TIDY = """() => [...document.querySelectorAll(
     "[role='dialog'], [data-testid^='error-overlay'], .node-help-content, .cp-panel, .node-tooltip, .p-toast-message"
 )].every(element => !element.checkVisibility())"""
 FORGET = "localStorage.clear(); sessionStorage.clear();"
-# Nothing moves: a core paints every picture.
-STILL = """document.addEventListener('DOMContentLoaded', () => {
+# Nothing moves, and ComfyUI looks ten times a second for what to paint: a core paints every picture.
+STILL = """const nextFrame = requestAnimationFrame.bind(window);
+window.requestAnimationFrame = callback => setTimeout(() => nextFrame(callback), 80);
+window.cancelAnimationFrame = clearTimeout;
+document.addEventListener('DOMContentLoaded', () => {
     const style = document.createElement('style');
     style.textContent = '*, *::before, *::after { animation-iteration-count: 1 !important; animation-duration: 1ms !important; '
         + 'animation-delay: 0s !important; transition-duration: 0s !important; transition-delay: 0s !important }';
@@ -147,6 +150,15 @@ def page(tab: Tab, request: pytest.FixtureRequest) -> Iterator[Page]:
     tab.errors.clear()
     yield tab.page
     assert [error for error in tab.errors if "comfyui-context-parallel" in error] == []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with settings of their own come last, together: the page is loaded for every change of them."""
+
+    def settings(item: pytest.Item) -> str:
+        return json.dumps(item.callspec.params.get("page", {}), sort_keys=True) if hasattr(item, "callspec") else "{}"
+
+    items.sort(key=settings)
 
 
 THEMES = ("dark", "light")

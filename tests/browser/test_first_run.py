@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser.conftest import SIZE
+from browser.conftest import SIZE, STILL
 from playwright.sync_api import Browser, Page, expect
 from support import preloaded
 from support.faults import SLACK
@@ -87,6 +87,7 @@ def link(comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def page(browser: Browser, link: str) -> Iterator[Page]:
     """The link, opened by somebody who has never opened ComfyUI."""
     with browser.new_context(viewport=SIZE) as context:
+        context.add_init_script(STILL)
         opened = context.new_page()
         opened.goto(link)
         opened.wait_for_function("window.app?.graph?.nodes.length > 0 && window.app.extensionManager", timeout=PATIENCE)
