@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,17 +120,25 @@ def _parameters(forward: Callable[..., Any]) -> tuple[Set[str], str]:
     return parameters.keys(), next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), "")
 
 
-def record(model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Recording:
-    """Call `forward`, a method of `model`, and write down what happens."""
+def record(
+    model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], paths: Container[str] | None = None
+) -> Recording:
+    """Call `forward`, a method of `model`, and write down what happens.
+
+    Args:
+        paths: modules whose calls are of interest; by default all. What goes through an encoder of pictures is large.
+    """
     found = Recording()
     running: list[tuple[str, Mapping[str, Any]]] = []
 
     def enter(path: str, _: nn.Module, named: Mapping[str, Any]) -> None:
-        running.append((path, copied({k: v for k, v in named.items() if not k.endswith("transformer_options")})))
+        wanted = paths is None or path in paths
+        running.append((path, copied({k: v for k, v in named.items() if wanted and not k.endswith("transformer_options")})))
 
     def leave(path: str, output: Any) -> None:
         _, named = running.pop()
-        found.modules.append(ModuleCall(path=path, arguments=named, output=copied(output)))
+        if paths is None or path in paths:
+            found.modules.append(ModuleCall(path=path, arguments=named, output=copied(output)))
 
     def attend(name: str, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         out = function(*args, **kwargs)

@@ -10,7 +10,7 @@ So these are only listed when the forward went wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,21 +53,23 @@ def trace(model: nn.Module, plan: FamilyPlan, arguments: Mapping[str, Any], opti
     """
     forward = getattr(model, innermost_method(model))
     call = {**arguments, "transformer_options": dict(options)}
-    recording = record(model, forward, copied(call))
+    planned: dict[str, set[str]] = {}  # path -> arguments in the table
+    for pattern in (*plan.modules, *plan.outputs):
+        for path, _ in find_modules(model, pattern):
+            planned.setdefault(path, set()).update(plan.modules[pattern].inputs if pattern in plan.modules else ())
+    recording = record(model, forward, copied(call), planned)
     try:
-        return _Replay(model, plan, recording, rank=1).run(forward, call)
+        return _Replay(model, plan, planned, recording, rank=1).run(forward, call)
     except NothingToCompareError:
-        return _Replay(model, plan, recording, rank=0).run(forward, call)
+        return _Replay(model, plan, planned, recording, rank=0).run(forward, call)
 
 
 class _Replay:
-    def __init__(self, model: nn.Module, plan: FamilyPlan, recording: Recording, rank: int) -> None:
-        self._model, self._plan, self._recording, self._rank = model, plan, recording, rank
+    def __init__(
+        self, model: nn.Module, plan: FamilyPlan, planned: Mapping[str, Set[str]], recording: Recording, rank: int
+    ) -> None:
+        self._model, self._plan, self._planned, self._recording, self._rank = model, plan, planned, recording, rank
         self._installed = InstalledPlan(model, plan)
-        self._planned: dict[str, set[str]] = {}  # path -> arguments in the table
-        for pattern in (*plan.modules, *plan.outputs):
-            for path, _ in find_modules(model, pattern):
-                self._planned.setdefault(path, set()).update(plan.modules[pattern].inputs if pattern in plan.modules else ())
         self._wholes = list(self._recorded())
         self._close: dict[int, float] = {}  # by id
         self._running: list[str] = []
@@ -101,11 +103,10 @@ class _Replay:
             if call.mask is not None:
                 yield from (call.mask, call.mask.unsqueeze(1), call.mask[:, None, None])
         for module in self._recording.modules:
-            if module.path in self._planned:
-                for tensor in tensors([dict(module.arguments), module.output]):
-                    yield tensor
-                    if tensor.ndim == 5:  # tokens in frames, rows and columns
-                        yield tensor.flatten(1, 3)
+            for tensor in tensors([dict(module.arguments), module.output]):
+                yield tensor
+                if tensor.ndim == 5:  # tokens in frames, rows and columns
+                    yield tensor.flatten(1, 3)
 
     def _answer(self, local: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         """What an all-gather of this rank's `local` returns: the tokens of all ranks, one rank after the other."""
