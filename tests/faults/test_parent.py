@@ -173,7 +173,7 @@ def assert_no_module_was_left_out(ranks):
 def test_signals_that_ask_comfyui(comfyui_path, checkpoints_dir, kind, usual):
     """ComfyUI ends as it does without ranks. SIGINT goes to the whole process group: that is Ctrl-C."""
     group = kind == signal.SIGINT
-    with ComfyServer(comfyui_path, models=checkpoints_dir, fresh=True) as server:  # a child, whose exit code can be seen
+    with ComfyServer(comfyui_path, models=checkpoints_dir, spare=False) as server:
         server.run(flux_prompt(cp=CP), timeout=120).check()
         ranks = server.workers()
         assert len(ranks) == 2
@@ -181,7 +181,7 @@ def test_signals_that_ask_comfyui(comfyui_path, checkpoints_dir, kind, usual):
         printed = len(server.log_text())
         watch = Stopwatch("17 Ctrl-C to ComfyUI's process group" if group else f"16 {kind.name} to ComfyUI")
         (os.killpg if group else os.kill)(server.pid, kind)
-        code = psutil.Process(server.pid).wait(10 * SLACK)
+        code = server.exit_code(10 * SLACK)
         watch.within(10, "it has exited")
         left = wait_gone(ranks, 10 * SLACK)
         watch.within(10, "no rank is left")

@@ -153,10 +153,8 @@ class ComfyServer:
         args: more command line arguments, e.g. `("--preview-method", "latent2rgb")`.
         env: environment variables to set; None removes one. Thread counts are the caller's unless set here.
         cpu: run with `--cpu`.
-        fresh: start an interpreter, also where `support.preloaded` could fork the server: for what an interpreter's start, its
-            environment and the parent's view of its end are part of.
-        spare: of a server that is forked, the process that its ranks are forked from starts no interpreter either. It has hardly
-            anything to import then.
+        spare: where `support.preloaded` forks the server, the process that its ranks are forked from starts no interpreter either.
+            It has hardly anything to import then.
         startup_timeout: seconds until the server must answer.
 
     Start it from a thread that lives as long as the server is needed.
@@ -171,20 +169,19 @@ class ComfyServer:
         args: Sequence[str] = (),
         env: Mapping[str, str | None] | None = None,
         cpu: bool = True,
-        fresh: bool = False,
         spare: bool = True,
         startup_timeout: float = 120.0,
     ) -> None:
         self.comfyui_path, self.startup_timeout = Path(comfyui_path), startup_timeout
         self.args = ["--cpu", *args] if cpu else list(args)
-        self.fresh, self.spare = fresh, spare
+        self.spare = spare
         self.env = dict(env or {})
         self.port = 0
         self.leftovers: list[str] = []
         """Command lines of the processes that outlived the server and had to be killed by the last stop()."""
         self._marker = uuid.uuid4().hex
         self._prompts: dict[str, Mapping[str, Any]] = {}
-        self._process: subprocess.Popen[bytes] | preloaded.Program | None = None
+        self._process: preloaded.Process | None = None
         self._listener: _Listener | None = None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self.base = Path(tempfile.mkdtemp(prefix="comfy-server-"))
@@ -211,9 +208,13 @@ class ComfyServer:
     @property
     def pid(self) -> int:
         """Process id of the server."""
+        return self._running.pid
+
+    @property
+    def _running(self) -> preloaded.Process:
         if self._process is None:
             raise ServerError("the server is not running: call start(), or use it in a with statement")
-        return self._process.pid
+        return self._process
 
     def start(self) -> None:
         """Start the server and wait until it answers. A stopped server starts again with the same base directory."""
@@ -243,8 +244,7 @@ class ComfyServer:
         command += self.args
         with self.log_file.open("ab") as log, open(os.devnull, "rb") as nothing:
             files = (nothing.fileno(), log.fileno(), log.fileno())
-            if not self.fresh:
-                self._process = preloaded.fork(command, cwd=self.base, env=env, files=files, spare=self.spare)
+            self._process = preloaded.fork(command, cwd=self.base, env=env, files=files, spare=self.spare)
             if self._process is None:
                 launched = [sys.executable, "-c", _LAUNCHER, "-u", *command]
                 self._process = subprocess.Popen(
@@ -261,6 +261,10 @@ class ComfyServer:
                     raise ServerError(self._with_log(f"the server did not answer within {self.startup_timeout} s")) from None
                 time.sleep(0.1)
         self._listener = _Listener(self.port)
+
+    def exit_code(self, timeout: float) -> int:
+        """Wait for the server's own end, however it comes; negative for a signal."""
+        return self._running.wait(timeout)
 
     def stop(self, sig: signal.Signals = signal.SIGTERM, *, timeout: float = 10.0, grace: float = 5.0) -> list[str]:
         """End the server: `sig`, then SIGKILL after `timeout` seconds, then SIGKILL for whatever it left behind.
