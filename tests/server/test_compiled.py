@@ -98,8 +98,9 @@ def test_a_unet(served, pool_server, family_checkpoints):
 
 def test_one_device_compiles_as_without_the_pack(pool_server):
     """Another node makes the graph run on one device, where ComfyUI's own wrapper compiles."""
-    nodes = {"after_apply": [("TestPatch", {"kind": "compile_eager"}), ("TestPatch", {"kind": "attention_override"})]}
-    expected = pool_server.latent(pool_server.run(wan_prompt(**nodes), timeout=120).check())
+    override = [("TestPatch", {"kind": "attention_override"})]
+    nodes = {"after_apply": [("TestPatch", {"kind": "compile_eager"}), *override]}
+    expected = pool_server.latent(pool_server.run(wan_prompt(after_apply=override), timeout=120).check())
     out = pool_server.latent(
         pool_server.run(wan_prompt(cp={**CP, "on_unsupported": "single device"}, **nodes), timeout=120).check()
     )

@@ -252,7 +252,7 @@ def test_events_follow_the_workers(fresh_server):
     server.run(flux_prompt()).check()
     assert statuses(server) == []  # nothing is said where there are no workers
 
-    prompt_id = server.queue(flux_prompt(width=512, height=512, steps=20, cp=CP))
+    prompt_id = server.queue(flux_prompt(width=512, height=512, steps=10, cp=CP))
     assert server.wait(prompt_id, 120).status == "success"
     server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "idle", 10 * SLACK)
     order = [status["state"] for status in statuses(server)]

@@ -37,7 +37,7 @@ class Case:
         served: name of the family's model.
         nodes: by id; `node` is the one that the case is about.
         wiring: inputs of the sampler or its guider.
-        settings: of `sampling_prompt`.
+        settings: of `sampling_prompt`; one step unless it says more, as it is about what the model is given.
         loader: class of the node that loads the model.
         change: what else is other than in the family's graph.
         matters: whether the latent must be another one without all this.
@@ -55,7 +55,7 @@ class Case:
         _, entry, _ = SERVED[self.served]
         if self.nodes:
             entry = replace(entry, cond={name: value for name, value in entry.cond.items() if name in OF_TEXT})
-        prompt = family_prompt(entry, cp=cp, others=self.nodes, **{"cfg": 3.0, "node": "CPSampler", **self.settings})
+        prompt = family_prompt(entry, cp=cp, others=self.nodes, **{"cfg": 3.0, "steps": 1, "node": "CPSampler", **self.settings})
         for sampler in ("sampler", "guider"):
             inputs = prompt.get(sampler, {"inputs": {}})["inputs"]
             inputs.update({name: link for name, link in self.wiring.items() if name in inputs})
@@ -409,7 +409,7 @@ VIDEOS = {
             ),
         },
         ALL,
-        {"model_nodes": [("VideoLinearCFGGuidance", {"min_cfg": 1.0})]},
+        {"model_nodes": [("VideoLinearCFGGuidance", {"min_cfg": 1.0})], "steps": 2},
         IMAGE_ONLY,
     ),
 }
