@@ -118,6 +118,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # Not to write bytecode is meant for images that run a program once; here hundreds of processes would compile this package.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # More ranks than cores: gloo's event thread spins while the thread that holds its connection's lock is not running, and a
+    # thread that is woken takes the core from that very thread. Here it waits for its turn, in all that is started from here.
+    with contextlib.suppress(AttributeError, OSError):  # other systems have no such policy, or do not let one choose
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     jobs = QUICK if options.quick else JOBS
     began = time.monotonic()
     psutil.cpu_percent()  # the next one is of the time since this one
