@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from support import preloaded
 from support.package import ROOT
 from support.server import DETECTION, ComfyServer, Result
 from torch import Tensor
@@ -43,10 +42,8 @@ def write_families(options: Options, models: Path, names: Sequence[str]) -> None
     out = models / "diffusion_models"
     out.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, (str(options.comfyui), os.environ.get("PYTHONPATH", ""))))
-    done = subprocess.run(
-        [sys.executable, "-m", "support.models", str(out), *names],
-        cwd=ROOT / "tests", env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = preloaded.run(["-m", "support.models", str(out), *names], cwd=ROOT / "tests", env=environment)
     if done.returncode or done.stdout.splitlines()[-1] != "{}":
         raise RuntimeError(f"tiny models: {done.stderr[-300:]} {done.stdout[-300:]}")
 

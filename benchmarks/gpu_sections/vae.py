@@ -8,11 +8,10 @@ and the device memory of a rank are noted beside the stock node's seconds.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from support import preloaded
 from support.package import ROOT
 from support.server import ComfyServer
 from support.vae_graphs import vae_prompt
@@ -79,9 +78,7 @@ def _large(server: ComfyServer, options: Options, results: Results, name: str) -
 
 def _write(options: Options, models: Path, *names: str) -> None:
     path = os.pathsep.join(filter(None, (str(options.comfyui), os.environ.get("PYTHONPATH", ""))))
-    done = subprocess.run(
-        [sys.executable, "-m", "support.vaes", str(models), *names],
-        cwd=ROOT / "tests", env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = preloaded.run(["-m", "support.vaes", str(models), *names], cwd=ROOT / "tests", env=environment)
     if done.returncode:
         raise RuntimeError(f"VAE files: {done.stderr[-300:]}")
