@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support import checkpoints
-from support.faults import Faults
+from support.faults import SLACK, Faults
 from support.graphs import flux_prompt
 from support.server import ComfyServer
 from torch import Tensor
@@ -89,9 +89,10 @@ def _strike(
     message = result.error.exception_message if result.error else f"the prompt ended: {result.status}"
     out, _ = sample(server, flux_prompt(cp=_config(options)))
     right, missing = largest(out, expected) <= LARGEST, used_device_memory(options) - held
-    good = right and seconds <= fault.seconds and all(word in message for word in fault.words) and missing <= BACK
+    allowed = fault.seconds * (SLACK if options.rehearse else 1)  # a rehearsal may be one of several jobs on its machine
+    good = right and seconds <= allowed and all(word in message for word in fault.words) and missing <= BACK
     results.check(
-        name, good, seconds=seconds, allowed=fault.seconds, next_prompt="right" if right else "wrong", missing_GB=missing,
+        name, good, seconds=seconds, allowed=allowed, next_prompt="right" if right else "wrong", missing_GB=missing,
         message=message.splitlines()[0],
     )  # fmt: skip
 
