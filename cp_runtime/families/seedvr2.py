@@ -24,7 +24,7 @@ class LocalCounts:
             return value
         start, stop = state.layout((self.stream,)).window(state.rank)
         ends = value.vid.cumsum(0).clamp(start, stop)
-        return type(value)(ends.diff(prepend=ends.new_tensor([start])), value.txt)
+        return type(value)(ends.diff(prepend=ends.new_full((1,), start)), value.txt)
 
 
 SEEDVR2 = FamilyPlan(

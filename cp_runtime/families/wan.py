@@ -34,13 +34,17 @@ class Repeated:
 
     def _local(self, state: CallState, value: Tensor) -> Tensor:
         layout, runs = state.layout(self.streams), value.shape[1]
-        # The tokens of a run are rounded up where they are not whole; so the last run may be shorter.
-        due = layout.take_local(torch.arange(layout.total) // -(-layout.total // runs), state.rank, 0)
+
+        def due_on(device: torch.device | str) -> Tensor:
+            # The tokens of a run are rounded up where they are not whole; so the last run may be shorter.
+            return layout.take_local(torch.arange(layout.total, device=device) // -(-layout.total // runs), state.rank, 0)
+
+        due = due_on("cpu")
         # It does not repeat values that it finds once per token, and takes them for that below two tokens per run.
         fits = len(due) == runs or len(due) // runs != 1
         if fits and torch.equal(due, torch.arange(len(due)) // -(-len(due) // runs)):
             return value
-        return value.index_select(1, due.to(value.device))
+        return value.index_select(1, due_on(value.device))  # a copy to a GPU makes the host wait
 
 
 def timed_frames(state: CallState) -> int:

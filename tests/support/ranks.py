@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from . import preloaded
+from . import preloaded, stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -78,7 +78,8 @@ class _Server:
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         argv = [str(Path(__file__).with_name("rank_server.py")), *preload]
-        env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT / "tests")}
+        path = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH", ""))))
+        env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
         (stdin, requests), (answers, stdout) = os.pipe(), os.pipe()
         self.process: preloaded.Program | subprocess.Popen[bytes] = preloaded.fork(
             argv, cwd=Path.cwd(), env=env, files=(stdin, stdout, 2)
@@ -95,18 +96,25 @@ class _Server:
         self.process.wait()
 
 
-def start() -> tuple[int, int, list[str]]:
-    """In a rank script: load the package, join the group; return (rank, world, arguments)."""
+def start(backend: str = "gloo", cards: stand_in.Cards | None = None) -> tuple[int, int, list[str]]:
+    """In a rank script: load the package, join the group; return (rank, world, arguments).
+
+    Args:
+        cards: that the ranks have, although they are not there.
+    """
     from support.package import load_package
 
     load_package()
     import torch
     import torch.distributed as dist
 
+    if cards is not None:
+        stand_in.use(cards)
+
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     store = dist.FileStore(sys.argv[3], world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     return rank, world, sys.argv[4:]
 
 

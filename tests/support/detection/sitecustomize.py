@@ -3,38 +3,49 @@
 Python imports this module in every process that has its folder on PYTHONPATH: the server under test and, because they inherit the
 environment, its worker ranks. A file with the metadata entry `test_model`, written by `support.models`, is taken at its word; any
 other goes through ComfyUI's own detection. Nothing is imported before ComfyUI does.
+
+Where the environment says so, torch has cards that are not there (`support/stand_in`).
 """
 
 import ast
 import importlib.abc
 import importlib.util
+import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-MODULE = "comfy.model_detection"
+STAND_IN = Path(__file__).resolve().parents[1] / "stand_in" / "__init__.py"
 
 
 class PatchOnImport(importlib.abc.MetaPathFinder):
-    """Finds the module as everybody else would, and patches it once it has been executed."""
+    """Finds a module as everybody else would, and patches it once it has been executed."""
+
+    def __init__(self, module: str, patch: Callable[[Any], None]) -> None:
+        self._module, self._patch = module, patch
 
     def find_spec(self, name: Any, path: Any = None, target: Any = None) -> Any:
-        if name != MODULE:
+        if name != self._module or self not in sys.meta_path:
             return None
+        place = sys.meta_path.index(self)
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(place, self)  # who looks for it does not always import it
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
+            sys.meta_path.remove(self)
             execute(module)
-            patch(module)
+            self._patch(module)
 
         vars(spec.loader)["exec_module"] = exec_module
         return spec
 
 
-def patch(detection: Any) -> None:
+def take_at_its_word(detection: Any) -> None:
     """Make `model_config_from_unet` read the metadata entry."""
     detect = detection.model_config_from_unet
 
@@ -54,4 +65,20 @@ def patch(detection: Any) -> None:
     detection.model_config_from_unet = model_config_from_unet
 
 
-sys.meta_path.insert(0, PatchOnImport())
+def put_cards_in(_: Any) -> None:
+    """Have the cards that the environment names."""
+    spec = importlib.util.spec_from_file_location("stand_in", STAND_IN, submodule_search_locations=[str(STAND_IN.parent)])
+    if spec is None or spec.loader is None:
+        raise ImportError(STAND_IN)
+    module = sys.modules["stand_in"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cards = module.wanted()
+    module.use(cards)
+
+
+sys.meta_path.insert(0, PatchOnImport("comfy.model_detection", take_at_its_word))
+if os.environ.get("CP_TEST_CARDS"):
+    if "torch" in sys.modules:
+        put_cards_in(None)
+    else:
+        sys.meta_path.insert(0, PatchOnImport("torch", put_cards_in))

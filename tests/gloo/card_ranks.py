@@ -1,0 +1,61 @@
+"""Rank script: cases of families on cards that are not there (`support/stand_in`), one per rank, with a stand-in for NCCL.
+
+The sharded forward against the stock forward on the CPU. Rank 0 reports both, and what of this project made its host wait for the
+card. Arguments: ring degree, Ulysses degree, rotate method, and as JSON the cases, (family, name) each.
+"""
+
+import json
+
+from support import stand_in
+from support.ranks import finish, report, start, use_comfyui
+
+rank, world, (ring, ulysses, rotate_method, wanted) = start("nccl", stand_in.Cards(count=8))
+wanted = [tuple(case) for case in json.loads(wanted)]
+use_comfyui()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from family_stock import clone, distance, models, stock  # noqa: E402
+from support import families  # noqa: E402
+from support.stand_in import tensors  # noqa: E402
+
+from cp_runtime.comfy.ui.interception import innermost_method  # noqa: E402
+from cp_runtime.comfy.worker.sharded import run_sharded  # noqa: E402
+from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
+from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
+from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
+from cp_runtime.families import plan_for  # noqa: E402
+from cp_runtime.nested import map_tensors  # noqa: E402
+
+torch.cuda.set_device(rank)
+mesh = BatchMesh(dist.group.WORLD)
+config = ContextParallelConfig(
+    ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
+)
+
+
+def on_card(value):
+    return map_tensors(value, lambda tensor: tensor.to("cuda", copy=True))
+
+
+def own_waits():
+    return {place: count for place, count in tensors.waits.items() if "cp_runtime" in place}
+
+
+with torch.inference_mode():
+    for family, name in wanted:
+        (case,) = [case for case in families.load(family).CASES if case.name == name]
+        expected, _ = stock(family, name)
+        model, inputs = models(family)[case.model].to("cuda"), clone(case.make())
+        control = inputs.pop("control", None)  # ranks get residuals in the memory that they share with the controller
+        arguments = on_card({**inputs, "transformer_options": dict(case.options)})
+        if control is not None:
+            arguments["control"] = control
+        plan = InstalledPlan(model, plan_for(model))
+        tensors.waits.clear()
+        out, _ = run_sharded(plan, getattr(model, innermost_method(model)), arguments, mesh.sequence(), lambda shape: config)
+        waits = own_waits()
+        plan.remove()
+        on_host = map_tensors(out, torch.Tensor.cpu)
+        report(family=family, case=name, difference=distance(on_host, expected)[0], device=str(out[0].device), waits=waits)
+finish()

@@ -1,0 +1,46 @@
+"""Families on CUDA tensors, with cards that are not there (`support/stand_in`): every line of a sharded call that a card would run.
+
+A card refuses operands on two devices, and what a CPU rank does in passing makes the host wait for it.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from support import families
+from support.ranks import COMFY, run_ranks
+
+from cp_runtime.families import PLANS
+
+MODES = {"ulysses 2": (1, 2, "allgather"), "ring 2": (2, 1, "alltoall")}
+CASES = {
+    (list(MODES)[number % len(MODES)], family, case.name): case
+    for family in families.NAMES
+    for number, case in enumerate(families.load(family).CASES)
+    if PLANS[families.load(family).MODELS[case.model].cls].shares_sequence
+}
+_runs: dict[str, dict] = {}
+
+
+@pytest.fixture
+def result(key, request):
+    mode, family, name = key
+    if mode not in _runs:
+        wanted = [item.callspec.params["key"][1:] for item in request.session.items if _is_of(item, request, mode)]
+        found = run_ranks(
+            Path(__file__).with_name("card_ranks.py"), 2, *map(str, MODES[mode]), json.dumps(wanted),
+            timeout=150, preload=COMFY, prepare=sorted({family for family, _ in wanted}),
+        )  # fmt: skip
+        _runs[mode] = {(report["family"], report["case"]): report for report in found}
+    return _runs[mode][family, name]
+
+
+def _is_of(item, request, mode):
+    return item.fspath == request.fspath and item.callspec.params["key"][0] == mode
+
+
+@pytest.mark.parametrize("key", CASES, ids="-".join)
+def test_a_card_takes_every_step_and_no_host_waits(key, result):
+    assert result["device"] == "cuda:0"
+    assert result["difference"] <= CASES[key].tolerance
+    assert result["waits"] == {}

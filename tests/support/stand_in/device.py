@@ -1,0 +1,226 @@
+"""`torch.cuda`, as far as this project, ComfyUI and torch itself ask it, for cards that are not there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import torch
+
+from . import Cards, kernels, memory, tensors
+
+NAME = "Stand-in card"
+_local = threading.local()
+_opened = False
+
+
+class Properties:
+    """Of a card of the Hopper generation."""
+
+    name, major, minor, multi_processor_count, warp_size = NAME, 9, 0, 132, 32
+    L2_cache_size, gcnArchName, is_integrated, pci_bus_id, uuid = 50 << 20, "", 0, 0, "stand-in"
+    max_threads_per_multi_processor, regs_per_multiprocessor = 2048, 65536
+    shared_memory_per_block_optin = shared_memory_per_multiprocessor = 227 << 10
+
+    def __init__(self) -> None:
+        self.total_memory = memory.LEDGER.capacity
+
+
+class Event:
+    """When the program came by, because everything has been done by then."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.at = 0.0
+
+    def record(self, _: Any = None) -> None:
+        self.at = time.perf_counter()
+
+    def wait(self, _: Any = None) -> None:
+        """It was."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        tensors._wait("event")
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+class Stream:
+    """Has done what it was given."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.device = torch.device("cuda", index(device))
+        self.priority, self.cuda_stream = priority, id(self)
+
+    def wait_event(self, event: Event) -> None:
+        """It was."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        """It has."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        tensors._wait("stream")
+
+    def __enter__(self) -> Stream:
+        self._before = getattr(_local, "stream", None)
+        _local.stream = self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _local.stream = self._before
+
+
+class Device(contextlib.ContextDecorator):
+    """`with torch.cuda.device(1)`."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = index(device)
+
+    def __enter__(self) -> None:
+        self._before = current_device()
+        set_device(self.idx)
+
+    def __exit__(self, *_: Any) -> None:
+        set_device(self._before)
+
+
+class Runtime:
+    """`torch.cuda.cudart()`."""
+
+    class cudaError:
+        success = 0
+
+    def cudaHostRegister(self, *_: Any) -> int:
+        return 0
+
+    def cudaHostUnregister(self, *_: Any) -> int:
+        return 0
+
+
+def index(device: Any = None) -> int:
+    """The number of a card, however it is named."""
+    if device is None:
+        return current_device()
+    if isinstance(device, int):
+        return device
+    found = torch.device(device).index
+    return current_device() if found is None else found
+
+
+def current_device() -> int:
+    """Of this thread."""
+    return getattr(_local, "device", 0)
+
+
+def set_device(device: Any) -> None:
+    """For this thread."""
+    _local.device = index(device)
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Of this thread."""
+    return getattr(_local, "stream", None) or Stream(device)
+
+
+def _open() -> None:
+    global _opened
+    _opened = True
+
+
+def _stats(device: Any = None) -> dict[str, int]:
+    held = memory.LEDGER.allocated(index(device))
+    return {f"{kind}_bytes.all.current": held for kind in ("active", "reserved", "allocated")} | {
+        "allocated_bytes.all.peak": memory.LEDGER.peak[index(device)]
+    }
+
+
+def _allocated(device: Any = None) -> int:
+    return memory.LEDGER.allocated(index(device))
+
+
+def _peak(device: Any = None) -> int:
+    memory.LEDGER.allocated(index(device))
+    return memory.LEDGER.peak[index(device)]
+
+
+def _reset_peak(device: Any = None) -> None:
+    memory.LEDGER.peak[index(device)] = memory.LEDGER.allocated(index(device))
+
+
+def install(cards: Cards) -> None:
+    """Have `torch.cuda`, `torch.accelerator` and `torch.backends.cuda` answer for the cards."""
+    answers = {
+        "_lazy_init": _open,
+        "is_available": lambda: True,
+        "is_initialized": lambda: _opened,
+        "device_count": lambda: cards.count,
+        "current_device": current_device,
+        "set_device": set_device,
+        "device": Device,
+        "get_device_name": lambda _=None: NAME,
+        "get_device_properties": lambda _=None: Properties(),
+        "get_device_capability": lambda _=None: (Properties.major, Properties.minor),
+        "get_arch_list": lambda: ["sm_90"],
+        "is_bf16_supported": lambda *_, **__: True,
+        "can_device_access_peer": lambda *_: True,
+        "synchronize": lambda _=None: tensors._wait("synchronize"),
+        "set_sync_debug_mode": tensors.set_sync_debug_mode,
+        "empty_cache": lambda: None,
+        "ipc_collect": lambda: None,
+        "mem_get_info": lambda device=None: (memory.LEDGER.free(index(device)), memory.LEDGER.capacity),
+        "memory_stats": _stats,
+        "memory_allocated": _allocated,
+        "memory_reserved": _allocated,
+        "max_memory_allocated": _peak,
+        "max_memory_reserved": _peak,
+        "reset_peak_memory_stats": _reset_peak,
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": current_stream,
+        "default_stream": Stream,
+        "stream": lambda stream: stream or contextlib.nullcontext(),
+        "cudart": Runtime,
+        "_sleep": lambda _: None,
+        "manual_seed": lambda _: None,
+        "manual_seed_all": lambda _: None,
+        "get_allocator_backend": lambda: "native",
+        "is_current_stream_capturing": lambda: False,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    accelerator: Any = torch.accelerator
+    accelerator.is_available = lambda: True
+    accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+    accelerator.device_count = lambda: cards.count
+    accelerator.synchronize = lambda _=None: tensors._wait("synchronize")
+    backend: Any = torch.backends.cuda
+    backend.SDPAParams = kernels.Params
+    backend.can_use_flash_attention = kernels.can_use_flash
+    backend.can_use_cudnn_attention = kernels.can_use_cudnn
+    backend.can_use_efficient_attention = kernels.can_use_efficient
+    made: Any = torch.Generator
+
+    class OfCpu(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, made)
+
+    class Generator(metaclass=OfCpu):
+        """Random numbers of a card are those of the CPU."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return made("cpu")
+
+    torch.Generator = Generator  # type: ignore[misc]

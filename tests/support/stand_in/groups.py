@@ -1,0 +1,63 @@
+"""NCCL between cards that are not there: gloo, under NCCL's name, for tensors on cards only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+_of_nccl: set[str] = set()
+"""Names of process groups."""
+
+
+def check(func: Any, args: Any, kwargs: Any, on_card: bool) -> None:
+    """Raise where a tensor of this kind of device is not for the group that an operation is given. A barrier's has no numbers."""
+    if func is torch.ops.c10d.barrier.default:
+        return
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            name = dist.ProcessGroup.unbox(value).group_name
+            if on_card != (name in _of_nccl):
+                raise RuntimeError(
+                    f"group {name} is one of {'nccl' if name in _of_nccl else 'gloo'}: it takes no tensors "
+                    f"{'of the CPU' if name in _of_nccl else 'on a card'}"
+                )
+
+
+def install() -> None:
+    """Replace the functions that make groups and tell their backend."""
+    join, make, tell, send = c10d.init_process_group, c10d.new_group, c10d.get_backend, c10d.batch_isend_irecv
+
+    def init_process_group(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+        join("gloo" if backend == "nccl" else backend, *args, **kwargs)
+        _note(dist.group.WORLD, backend)
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        backend = backend or get_backend()
+        group = make(ranks, timeout, "gloo" if backend == "nccl" else backend, *args, **kwargs)
+        _note(group, backend)
+        return group
+
+    def get_backend(group: Any = None) -> str:
+        name = (group or c10d._get_default_group()).group_name
+        return "nccl" if name in _of_nccl else tell(group)
+
+    def batch_isend_irecv(operations: list[Any]) -> list[Any]:
+        own = [op for op in operations if op.peer == dist.get_rank()]  # which gloo refuses
+        arriving = (op.tensor for op in own if op.op is dist.irecv)
+        for leaving, target in zip((op.tensor for op in own if op.op is dist.isend), arriving, strict=True):
+            target.copy_(leaving)
+        others = [op for op in operations if op.peer != dist.get_rank()]
+        return send(others) if others else []
+
+    for module in (dist, c10d):
+        changed: Any = module
+        changed.init_process_group, changed.new_group, changed.get_backend = init_process_group, new_group, get_backend
+        changed.batch_isend_irecv = batch_isend_irecv
+
+
+def _note(group: Any, backend: str | None) -> None:
+    if backend == "nccl" and isinstance(group, dist.ProcessGroup):
+        _of_nccl.add(group.group_name)

@@ -1,0 +1,105 @@
+"""Kernels of a card: attention is the formula, returned in the forms of torch's CUDA kernels.
+
+Ranks measure a card with products that take a CPU seconds, and look at nothing but the clock. These give nan at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+TOO_LARGE = 1 << 30  # multiplications
+aten = torch.ops.aten
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Output and natural log-sum-exp. A row without visible keys is nan, as a softmax over nothing."""
+    if q.numel() * k.shape[2] > TOO_LARGE:
+        return torch.full_like(q, torch.nan), q.new_full(q.shape[:3], torch.nan, dtype=torch.float32)
+    scores = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias.float()
+    lse = scores.logsumexp(-1)
+    out = torch.exp(scores - lse.unsqueeze(-1)) @ v.float()
+    return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse  # these kernels write [B, L, H, D]
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False,
+    *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    out, lse = _attend(q, k, v, None, scale)
+    none = torch.empty(0)
+    return out, lse, none, none, q.shape[2], k.shape[2], none, none, none
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, compute_log_sumexp: bool, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    _aligned(bias)
+    out, lse = _attend(q, k, v, bias, scale)
+    rows = -(-q.shape[2] // 32) * 32
+    padded = lse.new_full((*lse.shape[:2], rows), torch.inf)
+    padded[..., : lse.shape[2]] = lse
+    return out, padded, torch.empty(0), torch.empty(0)
+
+
+def _cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, compute_log_sumexp: bool, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    _aligned(bias)
+    out, lse = _attend(q, k, v, bias, scale)
+    none = torch.empty(0)
+    return out, lse.unsqueeze(-1), none, none, q.shape[2], k.shape[2], none, none, none
+
+
+def _aligned(bias: Tensor | None) -> None:
+    """What the kernels want of a mask: rows that lie close, each from an aligned address on."""
+    if bias is None:
+        return
+    *steps, step = bias.stride()
+    if (step != 1 and bias.shape[-1] > 1) or any(number % 8 for number in (bias.storage_offset(), *steps)):
+        raise RuntimeError(f"attn_bias is not correctly aligned: strides {bias.stride()}, offset {bias.storage_offset()}")
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    if a.ndim == b.ndim == 2 and a.numel() * b.shape[1] > TOO_LARGE:
+        return a.new_full((a.shape[0], b.shape[1]), torch.nan)
+    return a @ b
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention.default: _flash,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    aten.mm.default: _product,
+    aten.matmul.default: _product,
+}
+
+
+class Params:
+    """`torch.backends.cuda.SDPAParams`."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool) -> None:
+        self.q, self.k, self.mask = q, k, mask
+
+
+def can_use_flash(params: Params, debug: bool = False) -> bool:
+    """Half precision without a mask."""
+    return params.q.dtype in HALF and params.mask is None and params.q.shape[-1] <= 256
+
+
+def can_use_cudnn(params: Params, debug: bool = False) -> bool:
+    """Half precision."""
+    return params.q.dtype in HALF and params.q.shape[-1] <= 128
+
+
+def can_use_efficient(params: Params, debug: bool = False) -> bool:
+    """Always."""
+    return True

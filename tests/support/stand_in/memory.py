@@ -1,0 +1,123 @@
+"""How much of every card is taken, by all processes that share them.
+
+Every process has a row in a file that all have mapped: its number, and the bytes that it holds of every card.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import Cards
+
+MAX_CARDS, MAX_PROCESSES = 8, 64
+COLUMNS = 1 + MAX_CARDS
+
+
+class Ledger:
+    """What this process and others hold."""
+
+    def __init__(self, cards: Cards) -> None:
+        self.capacity = int(cards.gigabytes * (1 << 30))
+        size = 8 * COLUMNS * MAX_PROCESSES
+        self._file: Any = None
+        if cards.ledger is not None:
+            cards.ledger.touch()
+            os.truncate(cards.ledger, size)
+            self._file = cards.ledger.open("r+b")
+        self._table = memoryview(mmap.mmap(self._file.fileno() if self._file else -1, size)).cast("q")
+        self._own()
+
+    def _own(self) -> None:
+        """Take a row. What a process had before it forked is not the child's."""
+        self._pid = os.getpid()
+        self.storages: dict[tuple[int, int], list[int]] = {}  # by storage and card: how many tensors have it, and its bytes
+        self.peak = [0] * MAX_CARDS
+        if self._file:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._forget_dead()
+        self._row = COLUMNS * next(row for row in range(MAX_PROCESSES) if not self._table[row * COLUMNS])
+        self._table[self._row] = self._pid
+        if self._file:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def allocated(self, card: int) -> int:
+        """Bytes that this process holds."""
+        if os.getpid() != self._pid:
+            self._own()
+        return self._table[self._row + 1 + card]
+
+    def free(self, card: int) -> int:
+        """Bytes that no living process holds."""
+        self._forget_dead()
+        return max(0, self.capacity - self._taken(card))
+
+    def check(self, card: int, wanted: int) -> None:
+        """Raise as a card does that has not got so many bytes."""
+        if self._taken(card) + wanted > self.capacity and self.free(card) < wanted:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {wanted / (1 << 20):.2f} MiB. GPU {card} has a total capacity of "
+                f"{self.capacity / (1 << 30):.2f} GiB of which {self.free(card) / (1 << 20):.2f} MiB is free."
+            )
+
+    def note(self, card: int, change: int) -> None:
+        """Take bytes, or give them back."""
+        held = self.allocated(card) + change
+        self._table[self._row + 1 + card] = held
+        self.peak[card] = max(self.peak[card], held)
+
+    def _taken(self, card: int) -> int:
+        return sum(self._table[1 + card :: COLUMNS])
+
+    def _forget_dead(self) -> None:
+        for start in range(0, len(self._table), COLUMNS):
+            pid = self._table[start]
+            if pid and pid != os.getpid() and not _lives(pid):
+                for column in range(COLUMNS):
+                    self._table[start + column] = 0
+
+
+class Hold:
+    """Keeps the memory of a tensor taken as long as the tensor has it. Tensors of one storage share it."""
+
+    def __init__(self, tensor: Tensor, card: int) -> None:
+        storage = tensor.untyped_storage()
+        self._card, self._key = card, (storage._cdata, card)
+        LEDGER.allocated(card)  # which of them there are, after a fork
+        entry = LEDGER.storages.get(self._key)
+        if entry is None:
+            LEDGER.check(card, storage.nbytes())
+            LEDGER.note(card, storage.nbytes())
+            entry = LEDGER.storages[self._key] = [0, storage.nbytes()]
+        entry[0] += 1
+        self._entry = entry
+
+    def __del__(self) -> None:
+        if LEDGER.storages.get(self._key) is not self._entry:
+            return  # another process's
+        self._entry[0] -= 1
+        if not self._entry[0]:
+            del LEDGER.storages[self._key]
+            LEDGER.note(self._card, -self._entry[1])
+
+
+def start(cards: Cards) -> None:
+    """Begin to count."""
+    global LEDGER
+    LEDGER = Ledger(cards)
+
+
+LEDGER: Ledger
+
+
+def _lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(") ")[2][:1] not in "ZX"
+    except OSError:
+        return False

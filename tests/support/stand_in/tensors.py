@@ -1,0 +1,302 @@
+"""Tensors that are on a card by their own account, with their numbers on the CPU.
+
+Every operation of torch comes by here: its operands' numbers go through the CPU's kernel, and the result is on the card again.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from . import groups, kernels, memory
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+TO_OTHER = {aten.to.other, aten.type_as.default}
+COPIES = {aten.copy_.default, aten._to_copy.default, aten.to.device, aten.to.dtype, aten.to.dtype_layout, *TO_OTHER}
+INDEXED = {
+    aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor,
+}  # fmt: skip
+READ = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
+"""Numbers that the host gets."""
+WAITED = READ | {
+    aten.nonzero.default, aten.masked_select.default, aten.equal.default, aten.unique_dim.default, aten._unique2.default,
+}  # fmt: skip
+EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default, aten.full.default}
+
+waits: Counter[str] = Counter()
+"""What made the host wait for a card, and where: `item, folder/file.py: the line`."""
+_mode = threading.local()
+_pinned_storages: dict[int, torch.UntypedStorage] = {}
+
+
+def set_sync_debug_mode(mode: str | int) -> None:
+    """See torch's; of this thread."""
+    _mode.raises = mode in ("error", 2)
+
+
+class _Kind(type(Tensor)):  # type: ignore[misc]
+    """Is `torch.Tensor` to who compares types."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is Tensor
+
+    def __hash__(cls) -> int:
+        return type.__hash__(cls)
+
+
+class OnCard(Tensor, metaclass=_Kind):
+    """A tensor on a card.
+
+    Attributes:
+        numbers: of it, on the CPU.
+    """
+
+    numbers: Tensor
+    _hold: memory.Hold
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, card: int) -> OnCard:
+        tensor: OnCard = Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            layout=inner.layout, device=torch.device("cuda", card),
+        )  # fmt: skip
+        tensor._hold = memory.Hold(inner, card)
+        tensor.numbers = inner
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if _foreign(types):
+            return NotImplemented
+        return _run(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{self.numbers!r} on {self.device}"
+
+    def __deepcopy__(self, memo: Any) -> OnCard:
+        return OnCard(self.numbers.clone(), self.device.index)
+
+    def data_ptr(self) -> int:
+        return self.numbers.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.numbers.untyped_storage()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first")
+
+    def tolist(self) -> Any:
+        _wait("tolist")
+        return self.numbers.tolist()
+
+    def record_stream(self, _: Any) -> None:
+        """The numbers live as long as the tensor."""
+
+
+class Everywhere(TorchDispatchMode):
+    """Brings operations here that make a tensor on a card from nothing or from the CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _foreign(types):
+            return NotImplemented
+        return _run(func, args, kwargs or {})
+
+
+def install() -> None:
+    """From now on, in every thread of this process."""
+    torch._C._ensureCUDADeviceGuardSet()
+    data: Any = Tensor.data
+
+    def put_data(self: Tensor, value: Tensor) -> None:
+        if isinstance(self, OnCard) or isinstance(value, OnCard):
+            new = torch.nn.Parameter(value, self.requires_grad) if isinstance(self, torch.nn.Parameter) else value.detach()
+            torch.utils.swap_tensors(self, new)
+        else:
+            data.__set__(self, value)
+
+    changed: Any = Tensor
+    changed.pin_memory = lambda self, *_: _pinned(self.clone())
+    changed.is_pinned = lambda self, *_: _is_pinned(self)
+    changed.cuda = lambda self, device=None, non_blocking=False, **_: self.to(device or "cuda", non_blocking=non_blocking)
+    changed.data = property(data.__get__, put_data)
+    run_thread: Any = threading.Thread.run
+
+    def run(self: threading.Thread) -> None:
+        _in_thread()
+        with Everywhere():
+            run_thread(self)
+
+    threading.Thread.run = run  # type: ignore[method-assign]
+    _in_thread()
+    Everywhere().__enter__()
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Note that a tensor's memory is pinned."""
+    storage = tensor.untyped_storage()
+    _pinned_storages[storage._cdata] = storage  # kept, so that no other gets its number
+    return tensor
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return not isinstance(tensor, OnCard) and tensor.untyped_storage()._cdata in _pinned_storages
+
+
+def _in_thread() -> None:
+    torch._C._set_only_lift_cpu_tensors(True)  # a list of numbers becomes a tensor of the CPU first, and is then copied
+
+
+def _foreign(types: Any) -> bool:
+    """Whether a tensor is of a kind with operations of its own: a quantised weight, whose parts are on the card."""
+    return any(kind is not OnCard and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types)
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    leaves = list(_tensors((args, kwargs)))
+    theirs = [leaf for leaf in leaves if isinstance(leaf, OnCard)]
+    if func.namespace == "c10d":
+        groups.check(func, args, kwargs, bool(theirs))
+    device = _asked_for(func, args, kwargs)
+    if not theirs and (device is None or device.type != "cuda"):
+        if kwargs.get("pin_memory"):
+            return _pinned(func(*args, **{**kwargs, "pin_memory": False}))
+        return func(*args, **kwargs)
+    if theirs and torch.is_inference_mode_enabled() and not all(tensor.is_inference() for tensor in theirs):
+        with torch.inference_mode(False), torch.no_grad():  # a view of a tensor from before is none of inference mode
+            return _on_card(func, args, kwargs, leaves, theirs, device)
+    return _on_card(func, args, kwargs, leaves, theirs, device)
+
+
+def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: list[OnCard], device: torch.device | None) -> Any:
+    if func is aten._has_compatible_shallow_copy_type.default:
+        return True  # see `put_data`
+    card = theirs[0].device.index if theirs else 0
+    if device is not None and device.type == "cuda":
+        card = torch.cuda.current_device() if device.index is None else device.index
+    to_card = bool(theirs) if device is None else device.type == "cuda"
+    if func in COPIES:
+        to_card = _copied(func, args, kwargs, to_card)
+    elif func.namespace in ("aten", "prims"):
+        _check_devices(func, args, leaves, theirs)
+    if func in EMPTY and to_card:
+        memory.LEDGER.check(card, math.prod(args[0]) * (kwargs.get("dtype") or torch.get_default_dtype()).itemsize)
+
+    owners: list[tuple[Tensor, OnCard]] = []
+
+    def on_host(value: Any) -> Any:
+        if isinstance(value, OnCard):
+            owners.append((value.numbers, value))
+            return value.numbers
+        return CPU if isinstance(value, torch.device) and value.type == "cuda" else value
+
+    cpu_args, cpu_kwargs = _mapped(args, on_host), _mapped(kwargs, on_host)
+    cpu_kwargs.pop("pin_memory", None)
+    with _disable_current_modes():
+        out = kernels.KERNELS.get(func, func)(*cpu_args, **cpu_kwargs)
+
+    def result(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        owner = next((tensor for inner, tensor in owners if inner is value), None)
+        if not to_card:
+            return value.clone() if owner is not None else value
+        if owner is not None and owner.device.index == card:
+            return owner
+        between = func in COPIES and func is not aten.copy_.default
+        if between and any(_same_memory(value, leaf) for leaf in leaves if leaf.device != torch.device("cuda", card)):
+            value = value.clone()
+        return OnCard(value, card)
+
+    return _mapped(out, result)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those of an operation's arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Arguments or results, with everything in them replaced."""
+    if isinstance(value, dict):
+        return {name: _mapped(item, function) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(item, function) for item in value)
+    return function(value)
+
+
+def _asked_for(func: Any, args: Any, kwargs: Any) -> torch.device | None:
+    """The device that an operation was given."""
+    if func in TO_OTHER:
+        other: torch.device = args[1].device
+        return other
+    device = kwargs.get("device")
+    return device if device is not None else next((arg for arg in args if isinstance(arg, torch.device)), None)
+
+
+def _copied(func: Any, args: Any, kwargs: Any, to_card: bool) -> bool:
+    """Note that a copy makes the host wait; return whether its result is on a card."""
+    into = func is aten.copy_.default
+    source = args[1] if into else args[0]
+    target = isinstance(args[0], OnCard) if into else to_card
+    non_blocking = kwargs.get("non_blocking", args[2] if into and len(args) > 2 else False)
+    from_card = isinstance(source, OnCard)
+    beside = non_blocking and (from_card or _is_pinned(source))
+    if from_card != target and source.numel() and not beside and not (into and not from_card and source.ndim == 0):
+        _wait("copy from the card" if from_card else "copy to the card")
+    return target
+
+
+def _check_devices(func: Any, args: Any, leaves: list[Tensor], theirs: list[OnCard]) -> None:
+    """Raise as a card does where operands are on two devices; note what makes the host wait for a result."""
+    indices: list[Any] = list(_tensors(args[1])) if func in INDEXED else []
+    if theirs and (func in WAITED or any(index.dtype in (torch.bool, torch.uint8) for index in indices)):
+        _wait(func.overloadpacket.__name__)
+    if any(index.ndim and not isinstance(index, OnCard) for index in indices):
+        _wait("index from the CPU")
+    others = [leaf for leaf in leaves if leaf.ndim and not any(leaf is index for index in indices)]
+    found = {str(leaf.device) for leaf in others if leaf.device.type in ("cuda", "cpu")}
+    if theirs and len(found) > 1:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {', '.join(sorted(found))}: {func}"
+        )
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    inner = b.numbers if isinstance(b, OnCard) else b
+    return type(a) is type(inner) is Tensor and a.untyped_storage()._cdata == inner.untyped_storage()._cdata
+
+
+def _wait(what: str) -> None:
+    if getattr(_mode, "raises", False):
+        raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+    place = next(_callers(), None)
+    if place is not None:
+        name, line = place.f_code.co_filename, place.f_lineno
+        waits[f"{what}, {'/'.join(name.split('/')[-3:])}: {linecache.getline(name, line).strip()}"] += 1
+
+
+def _callers() -> Iterator[Any]:
+    """Frames of who called torch."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename != __file__ and "/torch/" not in frame.f_code.co_filename:
+            yield frame
+        frame = frame.f_back

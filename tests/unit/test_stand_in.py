@@ -1,0 +1,150 @@
+"""Cards that are not there (`support/stand_in`) refuse and note what cards do. Each in a process, because torch stays changed."""
+
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+from support import preloaded
+
+TESTS = Path(__file__).resolve().parents[1]
+START = """
+import sys
+import torch
+from support import stand_in
+from support.stand_in import memory, tensors
+
+MB = 1 << 20
+stand_in.use(stand_in.Cards(count=2, gigabytes=0.01, ledger=stand_in.Path(sys.argv[1])))
+
+
+def refused(kind, words, act):
+    try:
+        act()
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"{words}: not refused")
+
+
+card = torch.arange(6.0, device="cuda").view(2, 3)
+"""
+CASES = {
+    "operands on two devices": """
+        refused(RuntimeError, "cpu, cuda:0", lambda: card + torch.ones(2, 3))
+        refused(RuntimeError, "cuda:0, cuda:1", lambda: card + card.to("cuda:1"))
+        assert (card + torch.tensor(1.0)).device.index == 0
+    """,
+    "views and numbers": """
+        view = card[1]
+        view += 1
+        assert card.cpu().tolist() == [[0, 1, 2], [4, 5, 6]]
+        assert card.dtype == torch.float32 and type(card) == torch.Tensor and isinstance(card, torch.Tensor)
+        refused(TypeError, "numpy", lambda: card.numpy())
+        copy = torch.ones(2, 3).to("cuda")
+        copy.zero_()
+        assert copy.to("cuda:1").sum().item() == 0
+    """,
+    "inference mode": """
+        with torch.inference_mode():
+            view = card[0]
+            out = torch.nn.functional.linear(card, torch.ones(4, 3, device="cuda"))
+        assert out.device.type == view.device.type == "cuda" and not view.is_inference()
+    """,
+    "a module and its parameters": """
+        module = torch.nn.Linear(3, 2)
+        weight = module.weight
+        module.to("cuda")
+        assert module.weight is weight and weight.is_cuda and module(card).shape == (2, 2)
+    """,
+    "waits of the host": """
+        def waited(act):
+            tensors.waits.clear()
+            act()
+            return sum(tensors.waits.values())
+
+        host, pinned = torch.ones(3), torch.ones(3).pin_memory()
+        mask = card > 1
+        assert [waited(act) for act in (
+            lambda: host.to("cuda"), lambda: host.to("cuda", non_blocking=True), lambda: card.cpu(), lambda: card.sum().item(),
+            lambda: card[mask], lambda: card[:, torch.tensor([0, 2])], lambda: torch.tensor([1, 2], device="cuda"),
+        )] == [1] * 7
+        assert [waited(act) for act in (
+            lambda: pinned.to("cuda", non_blocking=True), lambda: card @ card.T, lambda: torch.arange(3, device="cuda"),
+            lambda: card[:, torch.arange(2, device="cuda")], lambda: card.new_full((1,), 3),
+        )] == [0] * 5
+        torch.cuda.set_sync_debug_mode("error")
+        refused(RuntimeError, "synchronizing", lambda: card.sum().item())
+    """,
+    "memory": """
+        before = torch.cuda.mem_get_info(1)[0]
+        block = torch.zeros(MB, dtype=torch.uint8, device="cuda:1")
+        part = block[5:]
+        assert (before - torch.cuda.mem_get_info(1)[0], torch.cuda.memory_allocated(1)) == (MB, MB)
+        refused(torch.OutOfMemoryError, "out of memory", lambda: torch.empty(1 << 50, device="cuda"))
+        refused(torch.OutOfMemoryError, "GPU 1", lambda: torch.cat([block] * 20))
+        del block
+        assert torch.cuda.memory_allocated(1) == MB
+        del part
+        assert torch.cuda.memory_allocated(1) == 0 and torch.cuda.max_memory_allocated(1) == MB
+    """,
+    "memory of other processes": """
+        import os, signal, time
+        ready, told = os.pipe()
+        pid = os.fork()
+        if not pid:
+            held = torch.zeros(MB, dtype=torch.uint8, device="cuda")
+            os.write(told, b".")
+            time.sleep(60)
+        os.read(ready, 1)
+        taken = torch.cuda.mem_get_info(0)[0]
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert torch.cuda.mem_get_info(0)[0] - taken == MB
+    """,
+    "threads": """
+        import threading
+        made = []
+
+        def make():
+            made.append(torch.zeros(2, device="cuda:1") + torch.tensor([1, 2], device="cuda:1"))
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        assert str(made[0].device) == "cuda:1"
+    """,
+    "groups": """
+        import torch.distributed as dist
+        store = dist.HashStore()
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+        control = dist.new_group(backend="gloo")
+        assert (dist.get_backend(), dist.get_backend(control)) == ("nccl", "gloo")
+        dist.all_reduce(card)
+        refused(RuntimeError, "no tensors of the CPU", lambda: dist.all_reduce(torch.ones(2)))
+        refused(RuntimeError, "no tensors on a card", lambda: dist.all_reduce(card, group=control))
+        dist.all_reduce(torch.ones(2), group=control)
+    """,
+    "kernels": """
+        from support.package import load_package
+        load_package()
+        from cp_runtime.engine.attention.kernels import attend_with_lse, select
+        q = torch.randn(1, 2, 33, 64, device="cuda")
+        mask = torch.randn(1, 1, 33, 40, device="cuda")[..., 3:36]
+        for half, given, name in ((True, None, "flash"), (True, mask, "cudnn"), (False, mask, "efficient")):
+            one = q.to(torch.bfloat16 if half else torch.float32)
+            assert select(one, one, given).name == name
+            exact, exact_lse = attend_with_lse(one.float(), one.float(), one.float(), given, None, "math")
+            out, lse = attend_with_lse(one, one, one, given)
+            assert (out.float() - exact).abs().max() < 2e-2 and (lse - exact_lse).abs().max() < 2e-2
+        refused(RuntimeError, "aligned", lambda: torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, mask, True))
+    """,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_card_that_is_not_there(case, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(START + textwrap.dedent(CASES[case]))
+    done = preloaded.run([str(program), str(tmp_path / "ledger")], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(TESTS)})
+    assert done.returncode == 0, done.stderr
