@@ -17,30 +17,38 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from gpu_sections import SECTIONS, runner
+from gpu_sections import BY_SERVER, SECTIONS, runner
 from gpu_sections.options import Options
+from support import stand_in
+from support.server import DETECTION
 
 REHEARSAL = 3.0  # times its limit that a section may take there: a CPU has less to give
-WITHOUT_CUDA = "torch sees no CUDA device. With --rehearse the sections run on CPU ranks, as far as they can."
+WITHOUT_CUDA = "torch sees no CUDA device. With --rehearse the sections run on cards that are not there, as far as they can."
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="where results.jsonl, gpu.md and the sections' logs go; a new folder by default")
-    parser.add_argument("--rehearse", action="store_true", help="on CPU ranks with small sizes; what needs CUDA says so")
+    parser.add_argument("--rehearse", action="store_true", help="small sizes, computed by the CPU for cards that are not there")
     parser.add_argument("--few", action="store_true", help="few cases of each section: to see whether the command works")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="NAME", help=", ".join(SECTIONS))
     parser.add_argument("--inside", choices=SECTIONS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     out: Path = arguments.out or Path(tempfile.mkdtemp(prefix="context-parallel-gpu-"))
     if arguments.inside:
-        return runner.run_inside(arguments.inside, out / runner.RESULTS, Options(rehearse=arguments.rehearse, few=arguments.few))
+        # What is compiled for a card is nothing that a CPU could stand in for; and a server starts sooner without cards.
+        on_cpu = arguments.rehearse and (arguments.inside == "compiled" or (arguments.few and arguments.inside in BY_SERVER))
+        options = Options(rehearse=arguments.rehearse, few=arguments.few, device="cpu" if on_cpu else "cuda:0")
+        return runner.run_inside(arguments.inside, out / runner.RESULTS, options)
     if not os.environ.get("COMFYUI_PATH"):
         sys.exit("COMFYUI_PATH is not set: run `make gpu-check`, or set it to ComfyUI's folder.")
     if not arguments.rehearse and not Options.has_cuda():
         sys.exit(WITHOUT_CUDA)
     if arguments.rehearse:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of torch spin where cores are taken
+        out.mkdir(parents=True, exist_ok=True)
+        os.environ |= stand_in.environment(stand_in.Cards(count=2, ledger=out.resolve() / "cards"))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(DETECTION), os.environ.get("PYTHONPATH", ""))))
     flags = [f"--{name}" for name in ("rehearse", "few") if getattr(arguments, name)]
     sections = [
         runner.Section(

@@ -17,3 +17,5 @@ SECTIONS = {
     "several": 120,  # ends at once where there is one card
 }
 """Seconds that each may take."""
+BY_SERVER = ("comfy", "vae", "faults")
+"""Those that ask a server, and are the same lines on any device."""

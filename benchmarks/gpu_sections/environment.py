@@ -15,7 +15,7 @@ from support.package import load_package
 from torch.cuda import nccl
 
 from .options import Options
-from .results import NEEDS_CUDA, NEEDS_SEVERAL, Results
+from .results import NEEDS_SEVERAL, Results
 
 load_package()
 
@@ -33,9 +33,6 @@ def run(options: Options, results: Results) -> None:
     found = re.search(r'"(.+)"', file.read_text()) if file.exists() else None
     results.add("ComfyUI", version=found[1] if found else "unknown")
     results.add("packages", **{name: _version(name) for name in PACKAGES})
-    if not Options.has_cuda():
-        results.add("GPUs", NEEDS_CUDA)
-        return
     with results.part("libraries"):
         version = ".".join(map(str, nccl.version()))
         results.add("libraries", nccl=version, cudnn=str(torch.backends.cudnn.version()), driver=_driver())

@@ -17,7 +17,7 @@ from support.server import ComfyServer
 from torch import Tensor
 
 from .options import Options
-from .results import NEEDS_CUDA, Results
+from .results import NEEDS_CARD, Results
 from .server import TIMEOUT, largest, sample, start, used_device_memory
 
 LARGEST = 2e-4
@@ -34,22 +34,22 @@ class Fault:
         kind: as in `pool/faults.py`.
         seconds: from the queue to the error, at most.
         words: in the message.
-        cuda: whether only a GPU can have it.
+        card: whether it takes one that is there.
     """
 
     kind: str
     seconds: float
     words: tuple[str, ...]
-    cuda: bool = False
+    card: bool = False
 
 
 FAULTS = {
     "SIGKILL in a call": Fault(kind="kill", seconds=5, words=("rank 1", "SIGKILL")),
     "an error on one rank": Fault(kind="error", seconds=5, words=("rank 1", "injected")),
     "a hang": Fault(kind="sleep", seconds=STEP_TIMEOUT + 5, words=("rank 1", "within")),
-    "out of device memory": Fault(kind="device memory", seconds=5, words=("rank 1", "OutOfMemory"), cuda=True),
-    "an assertion in a kernel": Fault(kind="device assert", seconds=10, words=("rank 1", "CUDA error"), cuda=True),
-    "a kernel that does not end": Fault(kind="device hang", seconds=STEP_TIMEOUT + 10, words=("rank 1",), cuda=True),
+    "out of device memory": Fault(kind="device memory", seconds=5, words=("rank 1", "OutOfMemory")),
+    "an assertion in a kernel": Fault(kind="device assert", seconds=10, words=("rank 1", "CUDA error"), card=True),
+    "a kernel that does not end": Fault(kind="device hang", seconds=STEP_TIMEOUT + 10, words=("rank 1",), card=True),
 }
 
 
@@ -59,12 +59,12 @@ def run(options: Options, results: Results) -> None:
         models, faults = Path(folder) / "models", Faults(Path(folder) / "faults")
         faults.folder.mkdir()
         checkpoints.write("flux", models)
-        with start(options, models, env=faults.environment) as server:
+        with start(options, models, "--fp32-unet", env=faults.environment) as server:
             expected, _ = sample(server, flux_prompt(cp=_config(options)))
-            held = used_device_memory(options)
+            held = used_device_memory()
             for name, fault in list(FAULTS.items())[: 1 if options.few else None]:
-                if fault.cuda and options.rehearse:
-                    results.add(name, NEEDS_CUDA)
+                if fault.card and options.rehearse:
+                    results.add(name, NEEDS_CARD)
                     continue
                 with results.part(name):
                     _strike(name, fault, server, faults, options, expected, held, results)
@@ -88,7 +88,7 @@ def _strike(
     seconds = time.monotonic() - began
     message = result.error.exception_message if result.error else f"the prompt ended: {result.status}"
     out, _ = sample(server, flux_prompt(cp=_config(options)))
-    right, missing = largest(out, expected) <= LARGEST, used_device_memory(options) - held
+    right, missing = largest(out, expected) <= LARGEST, used_device_memory() - held
     allowed = fault.seconds * (SLACK if options.rehearse else 1)  # a rehearsal may be one of several jobs on its machine
     good = right and seconds <= allowed and all(word in message for word in fault.words) and missing <= BACK
     results.check(

@@ -20,7 +20,7 @@ from support.processes import pss, rss
 from support.server import ComfyServer, Result
 
 from .options import Options
-from .results import NEEDS_CUDA, Results
+from .results import Results
 from .server import TIMEOUT, start, used_device_memory
 
 RANKS = 2
@@ -28,7 +28,7 @@ FULL = checkpoints.Flux(hidden=3072, double_blocks=3, single_blocks=6)  # 3.8 GB
 SMALL = checkpoints.Flux(hidden=768, double_blocks=2, single_blocks=4)
 HOST_PER_GB = 1.6  # GB of host memory per GB of checkpoint, at most
 LEFT = 1.0  # GB; what may stay on the device after /free, besides what was there before
-CAP = 10.0  # GB of the device that are left to ComfyUI where memory is short
+CAP, REHEARSED_CAP = 10.0, 1.0  # GB of the device that are left to ComfyUI where memory is short
 BIG, LORA = "gpu_check", "gpu_check_lora"
 SETTLE = 2.0  # seconds until memory that was given back is seen
 
@@ -47,9 +47,7 @@ def run(options: Options, results: Results) -> None:
         with start(options, models, "--bf16-unet") as server:
             Steps(server, options, results).run(size)
         for name, arguments in (("little device memory", _short_of_memory(options)), ("--highvram", ["--highvram"])):
-            if options.rehearse:
-                results.add(name, NEEDS_CUDA)
-            elif not options.few:
+            if not options.few:
                 with results.part(name), start(options, models, "--bf16-unet", *arguments) as server:
                     steps = Steps(server, options, results)
                     steps.step(f"{name}: stock", lambda run=steps.prompt: run(cp=None))
@@ -58,9 +56,8 @@ def run(options: Options, results: Results) -> None:
 
 
 def _short_of_memory(options: Options) -> list[str]:
-    if options.rehearse:
-        return []
-    return ["--disable-dynamic-vram", "--reserve-vram", f"{max(0.0, torch.cuda.mem_get_info()[1] / 1e9 - CAP):.0f}"]
+    left = REHEARSED_CAP if options.rehearse else CAP
+    return ["--disable-dynamic-vram", "--reserve-vram", f"{max(0.0, torch.cuda.mem_get_info()[1] / 1e9 - left):.2f}"]
 
 
 class Steps:
@@ -76,7 +73,7 @@ class Steps:
         self.prompt(64, ckpt="flux")
         self.server.free()
         time.sleep(SETTLE)
-        base, device = self.host(), used_device_memory(self.options)
+        base, device = self.host(), used_device_memory()
         self.results.add("server and ranks without a model", host_GB=base, device_GB=device)
         self.step("load and first prompt", self.prompt)
         per_gb = (self.host() - base) / size
@@ -92,7 +89,7 @@ class Steps:
         peak = max(rss(worker.pid) for worker in self.server.workers()) / 1e9
         self.results.add("resident memory of the largest rank, shared pages included", GB=peak)
         self.step("/free", self.free)
-        left = used_device_memory(self.options) - device
+        left = used_device_memory() - device
         self.results.check("left after /free", left <= LEFT, device_GB=left, host_GB=self.host() - base)
 
     def shared(self) -> None:
@@ -101,7 +98,7 @@ class Steps:
         for weights in ("whole", "sharded", "offloaded"):
             cp = {**self.cp, "weights": weights}
             self.step(f"weights {weights}", lambda cp=cp: latents.update({cp["weights"]: self.server.latent(self.prompt(cp=cp))}))
-            device[weights] = used_device_memory(self.options)
+            device[weights] = used_device_memory()
         for weights in ("sharded", "offloaded"):
             with self.results.part(f"weights {weights}"):
                 difference = (latents[weights] - latents["whole"]).abs().max() / latents["whole"].std()
@@ -115,7 +112,7 @@ class Steps:
             began = time.monotonic()
             act()
             seconds = time.monotonic() - began
-            self.results.add(name, seconds=seconds, host_GB=self.host(), device_GB=used_device_memory(self.options))
+            self.results.add(name, seconds=seconds, host_GB=self.host(), device_GB=used_device_memory())
 
     def prompt(self, side: int | None = None, ckpt: str = BIG, **settings: Any) -> Result:
         """A prompt of one step that must succeed."""

@@ -12,17 +12,14 @@ class Options:
     """How to run.
 
     Args:
-        rehearse: on CPU ranks, with small sizes.
+        rehearse: with small sizes, on cards that are not there (`support.stand_in`).
         few: few cases of each section.
+        device: where tensors lie.
     """
 
     rehearse: bool = False
     few: bool = False
-
-    @property
-    def device(self) -> str:
-        """Where tensors lie."""
-        return "cpu" if self.rehearse else "cuda:0"
+    device: str = "cuda:0"
 
     def devices(self, ranks: int) -> str:
         """The input `devices` of CP Config for ranks that share this machine's one device."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 OK, FAILED, TIMED_OUT = "ok", "failed", "timed out"
-NEEDS_CUDA, NEEDS_SEVERAL = "needs CUDA", "needs several GPUs"
+NEEDS_CARD, NEEDS_SEVERAL = "needs a card", "needs several GPUs"
 BAD = (FAILED, TIMED_OUT)
 WHOLE = "section"
 """Name of the result that the runner adds for the section itself."""

@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import preloaded
+from support import preloaded, stand_in
 from support.package import ROOT
 from support.server import DETECTION, ComfyServer, Result
 from torch import Tensor
 
 from .options import Options
 
+ROUNDING = 1.2
+"""Times the stock result's distance to the exact one that another one in its precision may have."""
 TIMEOUT = 90.0  # seconds of a prompt; the section's own limit is shorter where it must be
 
 
 def start(options: Options, models: Path, *arguments: str, env: Mapping[str, str] | None = None) -> ComfyServer:
     """A server to be used in a with statement. On a GPU float32 is float32: without TF32, as on the CPU."""
+    cpu = options.device == "cpu"
     page = models / "front" / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("<html></html>")
@@ -28,8 +31,8 @@ def start(options: Options, models: Path, *arguments: str, env: Mapping[str, str
         options.comfyui,
         models=models,
         args=["--front-end-root", str(page.parent), "--use-pytorch-cross-attention", *arguments],
-        env={"PYTHONPATH": path, "NVIDIA_TF32_OVERRIDE": "0", **(env or {})},
-        cpu=options.rehearse,
+        env={"PYTHONPATH": path, "NVIDIA_TF32_OVERRIDE": "0", **({stand_in.VARIABLE: None} if cpu else {}), **(env or {})},
+        cpu=cpu,
     )
 
 
@@ -41,11 +44,23 @@ def write_families(options: Options, models: Path, names: Sequence[str]) -> None
     """
     out = models / "diffusion_models"
     out.mkdir(parents=True, exist_ok=True)
+    failed = write_models(options, "support.models", out, *names).splitlines()[-1]
+    if failed != "{}":
+        raise RuntimeError(f"tiny models: {failed[-300:]}")
+
+
+def write_models(options: Options, program: str, out: Path, *names: str) -> str:
+    """Have a module of `tests/support` write models; returns what it printed.
+
+    Raises:
+        RuntimeError: it failed, with the end of what it said.
+    """
     path = os.pathsep.join(filter(None, (str(options.comfyui), os.environ.get("PYTHONPATH", ""))))
     environment = {**os.environ, "PYTHONPATH": path}
-    done = preloaded.run(["-m", "support.models", str(out), *names], cwd=ROOT / "tests", env=environment)
-    if done.returncode or done.stdout.splitlines()[-1] != "{}":
-        raise RuntimeError(f"tiny models: {done.stderr[-300:]} {done.stdout[-300:]}")
+    done = preloaded.run(["-m", program, str(out), *names], cwd=ROOT / "tests", env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{program}: {done.stderr[-300:]} {done.stdout[-300:]}")
+    return done.stdout
 
 
 def sample(server: ComfyServer, prompt: Mapping[str, Any]) -> tuple[Tensor, Result]:
@@ -59,9 +74,13 @@ def largest(out: Tensor, expected: Tensor) -> float:
     return ((out - expected).abs().max() / expected.std()).item()
 
 
-def used_device_memory(options: Options) -> float:
-    """GB of the device that are taken, by all processes; 0 on the CPU."""
-    if options.rehearse:
-        return 0.0
+def over_stock(out: Tensor, stock: Tensor, exact: Tensor) -> float:
+    """Distance to the exact result, relative to that of the stock one."""
+    ours, theirs = ((latent - exact).square().mean().sqrt().item() for latent in (out, stock))
+    return ours / theirs
+
+
+def used_device_memory() -> float:
+    """GB of the device that are taken, by all processes."""
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 1e9

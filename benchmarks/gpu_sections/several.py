@@ -1,6 +1,6 @@
 """What takes several GPUs: NCCL between them, how fast they talk, the planner's choices, and the gain.
 
-A rehearsal runs the same on CPU ranks over gloo; on cores that others use, its figures say nothing.
+The figures of a rehearsal say nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS = 6
 
 def run(options: Options, results: Results) -> None:
     """Nothing on a machine with one GPU."""
-    ranks = 2 if options.rehearse else torch.cuda.device_count()
+    ranks = torch.cuda.device_count()
     if ranks < 2:
         results.add("NCCL between GPUs, their speed, the gain", NEEDS_SEVERAL)
         return
@@ -56,9 +56,8 @@ def run(options: Options, results: Results) -> None:
 
 
 def _attention(ranks: int, options: Options, results: Results) -> None:
-    lengths = "256,1024" if options.rehearse else "1024,4608,32768"
-    kind = "cpu" if options.rehearse else "cuda"
-    rates, *rows = run_ranks(Path(__file__).with_name("several_ranks.py"), ranks, kind, lengths, timeout=90)
+    lengths = "256" if options.rehearse else "1024,4608,32768"
+    rates, *rows = run_ranks(Path(__file__).with_name("several_ranks.py"), ranks, lengths, timeout=90)
     results.add("rates", **rates)
     for row in rows:
         loss = row["ms"][row["chosen"]] / min(row["ms"].values())

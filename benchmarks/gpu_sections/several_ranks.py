@@ -1,13 +1,13 @@
 """Rank script: rates of the machine, and attention in every mode against what the planner chooses. Rank 0 reports.
 
-Arguments: "cuda", for NCCL with a device per rank, or "cpu"; lengths of the sequence, with commas between them.
+Argument: lengths of the sequence, with commas between them. Every rank has a device of its own, and NCCL.
 """
 
 import time
 
 from support.ranks import finish, report, start
 
-rank, world, (kind, lengths) = start()
+rank, world, (lengths,) = start()
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,9 @@ from cp_runtime.engine.mesh import SequenceMesh
 from cp_runtime.engine.sharding import JointLayout
 
 HEADS, HEAD_DIM, REPETITIONS = 24, 128, 5
-cuda = kind == "cuda"
-device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-if cuda:
-    torch.cuda.set_device(device)
-mesh = SequenceMesh(dist.new_group(backend="nccl") if cuda else dist.group.WORLD)
-dtype = torch.bfloat16 if cuda else torch.float32
+device, dtype = torch.device("cuda", rank), torch.bfloat16
+torch.cuda.set_device(device)
+mesh = SequenceMesh(dist.new_group(backend="nccl"))
 
 
 def seconds(config, layout, local):
@@ -35,8 +32,7 @@ def seconds(config, layout, local):
         dist.barrier()
         began = time.perf_counter()
         context_parallel_attention(*local, mesh=mesh, config=config, q_layout=layout)
-        if cuda:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         took = torch.tensor(time.perf_counter() - began)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         times.append(took.item())

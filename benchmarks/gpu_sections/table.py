@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .results import NEEDS_CUDA, NEEDS_SEVERAL, WHOLE
+from .results import NEEDS_CARD, NEEDS_SEVERAL, WHOLE
 
 NOT_FIGURES = ("section", "check", "result", "detail", "reason")
 
@@ -37,7 +37,7 @@ def _counts(parts: Iterable[Mapping[str, Any]]) -> str:
 
 def _figures(line: Mapping[str, Any]) -> str:
     figures = [f"{name.replace('_', ' ')} {_text(value)}" for name, value in line.items() if name not in NOT_FIGURES]
-    if line["result"] not in (NEEDS_CUDA, NEEDS_SEVERAL) and "reason" in line:
+    if line["result"] not in (NEEDS_CARD, NEEDS_SEVERAL) and "reason" in line:
         figures.append(line["reason"])
     return ", ".join(figures)
 

@@ -31,11 +31,10 @@ def run(options: Options, results: Results) -> None:
     """Calls, then blocks."""
     with results.part("calls"):
         _calls(make_pool(2), "CPU ranks", options, results)
-    if not options.rehearse:
-        with results.part("calls, ranks on the card"):
-            inventory = DeviceInventory(type="cuda", count=torch.cuda.device_count())
-            config = RuntimeConfig.resolve(inventory=inventory, devices=options.devices(2), backend="gloo")
-            _calls(WorkerPool(config, WorkerSite()), "ranks on the card", options, results)
+    with results.part("calls, ranks on the card"):
+        inventory = DeviceInventory(type="cuda", count=torch.cuda.device_count())
+        config = RuntimeConfig.resolve(inventory=inventory, devices=options.devices(2), backend="gloo")
+        _calls(WorkerPool(config, WorkerSite()), "ranks on the card", options, results)
     with results.part("Flux block"):
         _blocks(options, results)
 
@@ -55,7 +54,7 @@ def _calls(pool: WorkerPool, kind: str, options: Options, results: Results) -> N
 def _blocks(options: Options, results: Results) -> None:
     """A double block of Flux with the tokens of one rank of 1, 2, 4 and 8, its attention over those tokens alone."""
     sys.path.insert(0, str(options.comfyui))
-    sys.argv = ["main.py", *(["--cpu"] if options.rehearse else [])]
+    sys.argv = ["main.py"]
     import comfy.options
 
     comfy.options.enable_args_parsing()
@@ -68,7 +67,7 @@ def _blocks(options: Options, results: Results) -> None:
     block = DoubleStreamBlock(hidden, hidden // 128, 4.0, True, dtype=dtype, device=device, operations=disable_weight_init)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    for ranks in SHARES:
+    for ranks in SHARES[-1:] if options.few else SHARES:
         img, txt = (torch.randn(1, count // ranks, hidden, dtype=dtype, device=device) for count in (image, TEXT))
         pe = torch.eye(2, device=device).expand(1, 1, img.shape[1] + txt.shape[1], 64, 2, 2)
         vec = torch.randn(1, hidden, dtype=dtype, device=device)

@@ -7,21 +7,18 @@ and the device memory of a rank are noted beside the stock node's seconds.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
-from support import preloaded
-from support.package import ROOT
 from support.server import ComfyServer
 from support.vae_graphs import vae_prompt
 from torch import Tensor
 
 from .options import Options
 from .results import Results
-from .server import sample, start
+from .server import ROUNDING, over_stock, sample, start, write_models
 
-EXACT, ROUNDING = 1e-5, 1.2
+EXACT = 1e-5
 RANKS = 2
 CASES = (("wan", "decode"), ("kl", "decode"), ("wan", "encode"), ("ltxv", "decode"), ("ltxv", "encode"))
 TILED = (("taesd", "decode"), ("taesd", "encode"), ("wan", "decode"), ("kl", "decode"))
@@ -33,7 +30,7 @@ def run(options: Options, results: Results) -> None:
     large = () if options.rehearse else ("full_flux",)
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder)
-        _write(options, models, *sorted({name for name, _ in (*cases, *tiled)}), *large)
+        write_models(options, "support.vaes", models, *sorted({name for name, _ in (*cases, *tiled)}), *large)
         stock: dict[tuple[str, str], Tensor] = {}
         with results.part("float32"), start(options, models, "--fp32-vae") as server:
             for case in cases:
@@ -52,9 +49,9 @@ def run(options: Options, results: Results) -> None:
         if not options.few:
             with results.part("bfloat16"), start(options, models, "--bf16-vae") as server:
                 for case, exact in stock.items():
-                    pair = sample(server, vae_prompt(*case))[0], _on_ranks(server, options, *case, "exact")
-                    theirs, ours = ((out - exact).square().mean().sqrt().item() for out in pair)
-                    results.check(f"{' '.join(case)}, bfloat16", ours <= ROUNDING * theirs, rms_over_stock=ours / theirs)
+                    theirs, ours = sample(server, vae_prompt(*case))[0], _on_ranks(server, options, *case, "exact")
+                    ratio = over_stock(ours, theirs, exact)
+                    results.check(f"{' '.join(case)}, bfloat16", ratio <= ROUNDING, rms_over_stock=ratio)
 
 
 def _on_ranks(server: ComfyServer, options: Options, name: str, method: str, mode: str) -> Tensor:
@@ -74,11 +71,3 @@ def _large(server: ComfyServer, options: Options, results: Results, name: str) -
     results.check(
         name, difference <= EXACT, largest=difference, stock_seconds=before.seconds, seconds=after.seconds, device_GB=memory
     )
-
-
-def _write(options: Options, models: Path, *names: str) -> None:
-    path = os.pathsep.join(filter(None, (str(options.comfyui), os.environ.get("PYTHONPATH", ""))))
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = preloaded.run(["-m", "support.vaes", str(models), *names], cwd=ROOT / "tests", env=environment)
-    if done.returncode:
-        raise RuntimeError(f"VAE files: {done.stderr[-300:]}")

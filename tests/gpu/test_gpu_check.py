@@ -15,7 +15,7 @@ from support.package import ROOT
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 from gpu_sections import SECTIONS, runner  # noqa: E402
-from gpu_sections.results import NEEDS_CUDA, WHOLE, Results, anonymous, read  # noqa: E402
+from gpu_sections.results import NEEDS_CARD, WHOLE, Results, anonymous, read  # noqa: E402
 from gpu_sections.table import markdown  # noqa: E402
 
 SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
@@ -86,7 +86,7 @@ def test_markdown():
         {"section": "kernels", "check": "flash, a|b", "result": "ok", "ms": 1.23456, "parts": {"x": 1}, "names": ["a", "b"]},
         {"section": "kernels", "check": "one of many", "result": "ok", "detail": True},
         {"section": "kernels", "check": WHOLE, "result": "ok", "seconds": 3.0},
-        {"section": "nccl", "check": "groups", "result": NEEDS_CUDA},
+        {"section": "nccl", "check": "groups", "result": NEEDS_CARD},
         {"section": "nccl", "check": WHOLE, "result": "failed", "seconds": 1.0, "reason": "exit code 1"},
     ]
     assert markdown(lines).splitlines() == [
@@ -95,7 +95,7 @@ def test_markdown():
         "| Section | Result | Seconds | Checks | Why |",
         "|---|---|---|---|---|",
         "| kernels | ok | 3.0 | 2 ok |  |",
-        "| nccl | failed | 1.0 | 1 needs CUDA | exit code 1 |",
+        "| nccl | failed | 1.0 | 1 needs a card | exit code 1 |",
         "",
         "## kernels",
         "",
@@ -107,7 +107,7 @@ def test_markdown():
         "",
         "| Check | Result | Figures |",
         "|---|---|---|",
-        "| groups | needs CUDA |  |",
+        "| groups | needs a card |  |",
     ]
 
 
@@ -126,7 +126,7 @@ def test_every_section_reports(rehearsal):
     assert whole == dict.fromkeys(SECTIONS, "ok")
     for name in SECTIONS:
         assert [line for line in lines if line["section"] == name and line["check"] != WHOLE]
-    assert {line["section"] for line in lines if line["result"] == NEEDS_CUDA} >= {"environment", "nccl", "streams"}
+    assert {line["section"] for line in lines if line["result"] == NEEDS_CARD} == {"nccl"}
     assert (out / runner.TABLE).read_text().startswith("# GPU check")
 
 
