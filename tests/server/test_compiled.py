@@ -96,7 +96,7 @@ def test_a_unet(served, pool_server, family_checkpoints):
     assert report["compiled"]["left"] == {}
 
 
-def test_one_device_compiles_as_without_the_pack(pool_server):
+def test_one_device_with_torch_compile_gives_the_stock_result(pool_server):
     """Another node makes the graph run on one device, where ComfyUI's own wrapper compiles."""
     override = [("TestPatch", {"kind": "attention_override"})]
     nodes = {"after_apply": [("TestPatch", {"kind": "compile_eager"}), *override]}

@@ -136,12 +136,24 @@ def start(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tupl
     )
 
 
-def run(argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, forked where that can be, and return what it printed."""
+def run(
+    argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 300.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, forked where that can be, and return what it printed.
+
+    Raises:
+        subprocess.TimeoutExpired: it took too long, and was ended.
+    """
     env, cwd = env if env is not None else os.environ, cwd if cwd is not None else Path.cwd()
     with open(os.devnull, "rb") as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         files = (nothing.fileno(), out.fileno(), err.fileno())
-        code = start(argv, cwd=cwd, env=env, files=files).wait()
+        process = start(argv, cwd=cwd, env=env, files=files)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
         for file in (out, err):
             file.seek(0)
         return subprocess.CompletedProcess(list(argv), code, out.read(), err.read())

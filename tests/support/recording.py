@@ -129,15 +129,17 @@ def record(
         paths: modules whose calls are of interest; by default all. What goes through an encoder of pictures is large.
     """
     found = Recording()
-    running: list[tuple[str, Mapping[str, Any]]] = []
+    running: list[tuple[str, Mapping[str, Any] | None]] = []  # without arguments, where they are of no interest
 
     def enter(path: str, _: nn.Module, named: Mapping[str, Any]) -> None:
         wanted = paths is None or path in paths
-        running.append((path, copied({k: v for k, v in named.items() if wanted and not k.endswith("transformer_options")})))
+        running.append(
+            (path, copied({k: v for k, v in named.items() if not k.endswith("transformer_options")}) if wanted else None)
+        )
 
     def leave(path: str, output: Any) -> None:
         _, named = running.pop()
-        if paths is None or path in paths:
+        if named is not None:
             found.modules.append(ModuleCall(path=path, arguments=named, output=copied(output)))
 
     def attend(name: str, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -172,3 +172,11 @@ def test_what_libraries_read_once_needs_an_interpreter(start):
 def test_without_the_process_nothing_is_forked(start, monkeypatch):
     monkeypatch.delenv(preloaded.VARIABLE)
     assert start("pass") is None
+
+
+def test_a_program_that_takes_too_long_is_ended_with_what_it_started(start, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import subprocess, time; print(subprocess.Popen(['sleep', '61.25']).pid, flush=True); time.sleep(60)")
+    with pytest.raises(subprocess.TimeoutExpired):
+        preloaded.run([str(program)], timeout=1.0)
+    assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "61.25"]]
