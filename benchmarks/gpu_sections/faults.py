@@ -32,14 +32,16 @@ class Fault:
 
     Args:
         kind: as in `pool/faults.py`.
-        seconds: from the queue to the error, at most.
-        words: in the message.
+        seconds: from the queue to the end of the prompt, at most.
+        words: in its message; without any, the prompt succeeds.
+        times: calls in a row that have it.
         card: whether it takes one that is there.
     """
 
     kind: str
     seconds: float
     words: tuple[str, ...]
+    times: int = 1
     card: bool = False
 
 
@@ -47,7 +49,8 @@ FAULTS = {
     "SIGKILL in a call": Fault(kind="kill", seconds=5, words=("rank 1", "SIGKILL")),
     "an error on one rank": Fault(kind="error", seconds=5, words=("rank 1", "injected")),
     "a hang": Fault(kind="sleep", seconds=STEP_TIMEOUT + 5, words=("rank 1", "within")),
-    "out of device memory": Fault(kind="device memory", seconds=5, words=("rank 1", "OutOfMemory")),
+    "out of device memory, until room is made": Fault(kind="device memory", seconds=10, words=()),
+    "out of device memory": Fault(kind="device memory", seconds=10, words=("rank 1", "OutOfMemory"), times=2),
     "an assertion in a kernel": Fault(kind="device assert", seconds=10, words=("rank 1", "CUDA error"), card=True),
     "a kernel that does not end": Fault(kind="device hang", seconds=STEP_TIMEOUT + 10, words=("rank 1",), card=True),
 }
@@ -82,7 +85,7 @@ def _strike(
     name: str, fault: Fault, server: ComfyServer, faults: Faults, options: Options, expected: Tensor, held: float, results: Results
 ) -> None:
     sample(server, flux_prompt(cp=_config(options)))  # workers that are there and warm
-    faults.arm(1, fault.kind, module=2)
+    faults.arm(1, fault.kind, module=2, times=fault.times)
     began = time.monotonic()
     result = server.run(flux_prompt(cp=_config(options)), timeout=TIMEOUT)
     seconds = time.monotonic() - began
@@ -90,7 +93,8 @@ def _strike(
     out, _ = sample(server, flux_prompt(cp=_config(options)))
     right, missing = largest(out, expected) <= LARGEST, used_device_memory() - held
     allowed = fault.seconds * (SLACK if options.rehearse else 1)  # a rehearsal may be one of several jobs on its machine
-    good = right and seconds <= allowed and all(word in message for word in fault.words) and missing <= BACK
+    told = all(word in message for word in fault.words) and bool(fault.words) == bool(result.error)
+    good = right and seconds <= allowed and told and missing <= BACK
     results.check(
         name, good, seconds=seconds, allowed=allowed, next_prompt="right" if right else "wrong", missing_GB=missing,
         message=message.splitlines()[0],

@@ -50,9 +50,9 @@ def run(options: Options, results: Results) -> None:
             if not options.few:
                 with results.part(name), start(options, models, "--bf16-unet", *arguments) as server:
                     steps = Steps(server, options, results)
-                    steps.step(f"{name}: stock", lambda run=steps.prompt: run(cp=None))
-                    steps.step(f"{name}: small, then", lambda run=steps.prompt: run(512))
-                    steps.step(f"{name}: large", lambda run=steps.prompt: run(2048))
+                    steps.step(f"{name}: stock", lambda run=steps: run.prompt(cp=None))
+                    steps.step(f"{name}: small, then", lambda run=steps: run.prompt(run.side // 2))
+                    steps.step(f"{name}: large", lambda run=steps: run.prompt(2 * run.side))
 
 
 def _short_of_memory(options: Options) -> list[str]:

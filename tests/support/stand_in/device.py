@@ -182,6 +182,7 @@ def install(cards: Cards) -> None:
         "ipc_collect": lambda: None,
         "mem_get_info": lambda device=None: (memory.LEDGER.free(index(device)), memory.LEDGER.capacity),
         "memory_stats": _stats,
+        "memory_summary": lambda *_, **__: "",
         "memory_allocated": _allocated,
         "memory_reserved": _allocated,
         "max_memory_allocated": _peak,
@@ -201,6 +202,8 @@ def install(cards: Cards) -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+        if hasattr(torch.cuda.memory, name):
+            setattr(torch.cuda.memory, name, answer)
     accelerator: Any = torch.accelerator
     accelerator.is_available = lambda: True
     accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
