@@ -130,6 +130,12 @@ class RankGroup:
         # gloo moves host memory only: accelerator tensors are staged through the host.
         self.via_host = group is not None and dist.get_backend(group) == "gloo"
 
+    @property
+    def device(self) -> torch.device:
+        """Where the backend takes tensors from, for numbers that no device has yet: NCCL takes none of the host."""
+        accelerator = None if self.group is None or self.via_host else torch.accelerator.current_accelerator()
+        return accelerator or torch.device("cpu")
+
     def all_to_all(
         self, send: Tensor, sent: Sequence[int], received: Tensor, arriving: Sequence[int], kind: str = "all_to_all"
     ) -> Pending:

@@ -5,9 +5,14 @@ float32 throughout, so that the latents are those of the stock graph on one card
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from support import stand_in
-from support.graphs import flux_prompt, wan_prompt
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from support import families, stand_in
+from support.graphs import family_prompt, flux_prompt, wan_prompt
 from support.server import ComfyServer
 from support.stand_in.memory import Ledger
 from support.vae_graphs import vae_prompt
@@ -61,10 +66,52 @@ def test_two_cards_are_as_one(card_server, case):
     assert (status["backend"], [rank["device"] for rank in status["ranks"]]) == ("nccl", ["cuda:0", "cuda:1"])
 
 
-def test_a_picture_is_decoded_on_both_cards(card_server, vae_files):
-    prompts = vae_prompt("wan", "decode"), vae_prompt("wan", "decode", "auto", world=0)
+@pytest.mark.parametrize(("name", "method"), [("wan", "decode"), ("ltxv", "decode"), ("ltxv", "encode"), ("kl", "decode")])
+@pytest.mark.usefixtures("vae_files")
+def test_a_picture_is_decoded_on_both_cards(card_server, name, method):
+    prompts = vae_prompt(name, method), vae_prompt(name, method, "exact", world=0)
     stock, ours = (latent(card_server, prompt) for prompt in prompts)
     assert ((ours - stock).abs().max() / stock.abs().max()).item() <= BOUND
+
+
+SERVED = {name: entry for name, (_, entry, _) in families.served().items()}
+TEXTS = {
+    "minimax": ({}, "token_refiner"),
+    "anima": ({"t5xxl_ids": torch.arange(3, 10), "t5xxl_weights": torch.linspace(0.5, 1.5, 7)}, "llm_adapter"),
+}
+"""Conditions whose texts ComfyUI sends through a part of the transformer before sampling, in its own process; and that part."""
+
+
+def write_lora(models, served, part):
+    """A LoRA for the matrices of that part; returns its name."""
+    found, name = {}, f"{served}_texts"
+    with safe_open(models / "diffusion_models" / families.checkpoint_of(SERVED[served]), "pt") as file:
+        for key in file.keys():  # noqa: SIM118  (it is no mapping)
+            if part in key and key.endswith(".weight") and len(shape := file.get_slice(key).get_shape()) == 2:
+                generator = torch.Generator().manual_seed(len(found))
+                path = f"diffusion_model.{key.removeprefix('model.diffusion_model.').removesuffix('.weight')}"
+                found[f"{path}.lora_up.weight"] = torch.randn(shape[0], 2, generator=generator)
+                found[f"{path}.lora_down.weight"] = torch.randn(2, shape[1], generator=generator)
+    assert found
+    (models / "loras").mkdir(exist_ok=True)
+    save_file(found, models / "loras" / f"{name}.safetensors")
+    return name
+
+
+@pytest.mark.parametrize("served", TEXTS)
+def test_texts_are_prepared_with_patched_weights_on_the_card(served, card_server, family_checkpoints, checkpoints_dir):
+    assert served not in family_checkpoints, family_checkpoints[served]
+    conditions, part = TEXTS[served]
+    entry = replace(SERVED[served], cond={**SERVED[served].cond, **conditions})
+    lora = write_lora(checkpoints_dir, served, part)
+
+    def first(**settings):
+        result = card_server.run(family_prompt(entry, **settings)).check()
+        return card_server.latent(result, next(node for node, output in result.outputs.items() if "latents" in output))
+
+    plain, stock, ours = first(), first(loras=[lora]), first(loras=[lora], cp={})
+    assert (plain - stock).abs().max() > 1e-2 * stock.std()
+    assert ((ours - stock).abs().max() / stock.std()).item() <= BOUND
 
 
 def test_every_card_holds_the_model_once_and_gives_it_back(card_server, cards):

@@ -29,6 +29,7 @@ from .obstacles import (
     patcher_obstacle,
     patches_of_call,
 )
+from .texts import METHOD, LocalTexts
 from .workers import DenoiseCall
 
 # Entries of transformer_options that only code of the UI process reads: functions, and ids of its bookkeeping.
@@ -43,6 +44,7 @@ class Owner(Protocol):
 
     def call_workers(self, call: DenoiseCall) -> Any: ...
     def refuse_call(self, obstacle: str) -> None: ...
+    def patch_weight_to_device(self, key: str, device_to: torch_device, *, return_weight: bool) -> Tensor: ...
 
 
 class WorkerForward:
@@ -169,11 +171,13 @@ def intercept(owner: Owner, model: nn.Module) -> None:
     setattr(model, innermost_method(model), WorkerForward(owner, model))
     if goes_past(model):
         model.forward = GuardedForward(owner, model)
+    if hasattr(type(model), METHOD):
+        setattr(model, METHOD, LocalTexts(owner, model))
 
 
 def release(owner: Owner, model: nn.Module) -> None:
     """Undo `intercept`, unless another owner has taken over."""
-    for method in {innermost_method(model), "forward"}:
+    for method in {innermost_method(model), "forward", METHOD}:
         installed = vars(model).get(method)
-        if isinstance(installed, (WorkerForward, GuardedForward)) and installed.owner() in (owner, None):
+        if isinstance(installed, (WorkerForward, GuardedForward, LocalTexts)) and installed.owner() in (owner, None):
             delattr(model, method)

@@ -129,7 +129,7 @@ def _budget(model: nn.Module, name: str | None, layout: RowLayout, group: RankGr
     held = [stop - start for start, stop in map(layout.held, range(group.size))]
 
     def share(*args: Any, **kwargs: Any) -> int:
-        budget = torch.tensor([-float(own(*args, **kwargs))], dtype=torch.float64)
+        budget = torch.tensor([-float(own(*args, **kwargs))], dtype=torch.float64, device=group.device)
         least = -int(group.largest(budget).item())
         # A multiple of this rank's rows, as its tensors are: the quotient is the same whole number on every rank.
         return max(1, least // max(held)) * held[group.rank]
