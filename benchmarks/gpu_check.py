@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from gpu_sections import BY_SERVER, SECTIONS, runner
 from gpu_sections.options import Options
 from support import stand_in
-from support.server import DETECTION
 
 REHEARSAL = 3.0  # times its limit that a section may take there: a CPU has less to give
 WITHOUT_CUDA = "torch sees no CUDA device. With --rehearse the sections run on cards that are not there, as far as they can."
@@ -45,6 +44,8 @@ def main() -> int:
     if not arguments.rehearse and not Options.has_cuda():
         sys.exit(WITHOUT_CUDA)
     if arguments.rehearse:
+        from support.server import DETECTION  # needs packages that a section may do without
+
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of torch spin where cores are taken
         out.mkdir(parents=True, exist_ok=True)
         os.environ |= stand_in.environment(stand_in.Cards(count=2, ledger=out.resolve() / "cards"))

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from support import preloaded  # noqa: E402
 for name, value in preloaded.ENVIRONMENT.items():  # before torch is imported: OpenMP reads it when it is loaded
     os.environ.setdefault(name, value)
 
-from support import checkpoints, durations, exercised, shared_models  # noqa: E402
+from support import checkpoints, durations, exercised, shared_models, stand_in  # noqa: E402
 from support.faults import SOAK  # noqa: E402
 from support.package import load_package  # noqa: E402
 
@@ -123,8 +124,12 @@ def family_checkpoints(comfyui_path: Path, checkpoints_dir: Path, request: pytes
 
 @pytest.fixture(scope="session")
 def server(comfyui_path: Path, checkpoints_dir: Path) -> Iterator[ComfyServer]:
-    """A real server, shared by all tests that neither end it nor need options of their own."""
+    """A real server, shared by all tests that neither end it nor need options of their own; with cards if the caller has some."""
     from support.server import ComfyServer
 
-    with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
+    cards, options = stand_in.wanted(), {}
+    if cards is not None:
+        ledger = checkpoints_dir / "cards"
+        options = {"cpu": False, "args": stand_in.FLOAT32, "env": stand_in.environment(replace(cards, ledger=ledger))}
+    with ComfyServer(comfyui_path, models=checkpoints_dir, **options) as running:
         yield running

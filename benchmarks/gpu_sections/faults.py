@@ -49,6 +49,7 @@ FAULTS = {
     "SIGKILL in a call": Fault(kind="kill", seconds=5, words=("rank 1", "SIGKILL")),
     "an error on one rank": Fault(kind="error", seconds=5, words=("rank 1", "injected")),
     "a hang": Fault(kind="sleep", seconds=STEP_TIMEOUT + 5, words=("rank 1", "within")),
+    # Room is made, and the call tried once more.
     "out of device memory, until room is made": Fault(kind="device memory", seconds=10, words=()),
     "out of device memory": Fault(kind="device memory", seconds=10, words=("rank 1", "OutOfMemory"), times=2),
     "an assertion in a kernel": Fault(kind="device assert", seconds=10, words=("rank 1", "CUDA error"), card=True),
@@ -93,7 +94,8 @@ def _strike(
     out, _ = sample(server, flux_prompt(cp=_config(options)))
     right, missing = largest(out, expected) <= LARGEST, used_device_memory() - held
     allowed = fault.seconds * (SLACK if options.rehearse else 1)  # a rehearsal may be one of several jobs on its machine
-    told = all(word in message for word in fault.words) and bool(fault.words) == bool(result.error)
+    taken = not faults.waiting and result.status == ("error" if fault.words else "success")
+    told = taken and all(word in message for word in fault.words)
     good = right and seconds <= allowed and told and missing <= BACK
     results.check(
         name, good, seconds=seconds, allowed=allowed, next_prompt="right" if right else "wrong", missing_GB=missing,

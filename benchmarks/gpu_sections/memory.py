@@ -28,7 +28,7 @@ FULL = checkpoints.Flux(hidden=3072, double_blocks=3, single_blocks=6)  # 3.8 GB
 SMALL = checkpoints.Flux(hidden=768, double_blocks=2, single_blocks=4)
 HOST_PER_GB = 1.6  # GB of host memory per GB of checkpoint, at most
 LEFT = 1.0  # GB; what may stay on the device after /free, besides what was there before
-CAP, REHEARSED_CAP = 10.0, 1.0  # GB of the device that are left to ComfyUI where memory is short
+CAP, REHEARSED_CAP = 10.0, 1.0  # GiB of the device that are left to ComfyUI where memory is short
 BIG, LORA = "gpu_check", "gpu_check_lora"
 SETTLE = 2.0  # seconds until memory that was given back is seen
 
@@ -57,7 +57,7 @@ def run(options: Options, results: Results) -> None:
 
 def _short_of_memory(options: Options) -> list[str]:
     left = REHEARSED_CAP if options.rehearse else CAP
-    return ["--disable-dynamic-vram", "--reserve-vram", f"{max(0.0, torch.cuda.mem_get_info()[1] / 1e9 - left):.2f}"]
+    return ["--disable-dynamic-vram", "--reserve-vram", f"{max(0.0, torch.cuda.mem_get_info()[1] / (1 << 30) - left):.2f}"]
 
 
 class Steps:

@@ -27,7 +27,7 @@ def run(options: Options, results: Results) -> None:
     """A result per number of ranks and mode."""
     for world in WORLDS[:1] if options.few else WORLDS:
         with results.part(f"{world} ranks"):
-            every = "5" if options.few else "1"
+            every = "5" if options.few and options.rehearse else "1"
             reports = run_ranks(GLOO / "attention_ranks.py", world, options.device, str(HEAD_DIM), every, timeout=240)
             modes: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
             for report in reports:

@@ -1,15 +1,14 @@
 """Rank script: cases of families on cards that are not there (`support/stand_in`), one per rank, with a stand-in for NCCL.
 
-The sharded forward against the stock forward on the CPU. Rank 0 reports both, and what of this project made its host wait for the
+The sharded forward against the stock forward on the CPU. Rank 0 reports both, and what of this project made a host wait for its
 card. Arguments: ring degree, Ulysses degree, rotate method, and as JSON the cases, (family, name) each.
 """
 
 import json
 
-from support import stand_in
 from support.ranks import finish, report, start, use_comfyui
 
-rank, world, (ring, ulysses, rotate_method, wanted) = start("nccl", stand_in.Cards(count=8))
+rank, world, (ring, ulysses, rotate_method, wanted) = start("nccl", cards=True)
 wanted = [tuple(case) for case in json.loads(wanted)]
 use_comfyui()
 
@@ -28,7 +27,7 @@ from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.nested import map_tensors  # noqa: E402
 
 torch.cuda.set_device(rank)
-mesh = BatchMesh(dist.group.WORLD)
+mesh, hosts = BatchMesh(dist.group.WORLD), dist.new_group(backend="gloo")
 config = ContextParallelConfig(
     ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
 )
@@ -39,7 +38,11 @@ def on_card(value):
 
 
 def own_waits():
-    return {place: count for place, count in tensors.waits.items() if "cp_runtime" in place}
+    """Of all ranks: a line -> how often."""
+    found = {place: count for place, count in tensors.waits.items() if ", cp_runtime/" in place}
+    everybody = [None] * world
+    dist.all_gather_object(everybody, found, hosts)
+    return {place: count for each in everybody for place, count in each.items()}
 
 
 with torch.inference_mode():

@@ -115,7 +115,7 @@ def test_markdown():
 def rehearsal(tmp_path_factory, comfyui_path):
     out = tmp_path_factory.mktemp("rehearsal")
     command = [str(BENCHMARKS / "gpu_check.py"), "--rehearse", "--few", "--out", str(out)]
-    return out, preloaded.run(command, env={**os.environ, "COMFYUI_PATH": str(comfyui_path)})
+    return out, preloaded.run(command, env={**os.environ, "COMFYUI_PATH": str(comfyui_path)}, timeout=500)
 
 
 def test_every_section_reports(rehearsal):

@@ -5,6 +5,7 @@ float32 throughout, so that the latents are those of the stock graph on one card
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -120,4 +121,7 @@ def test_every_card_holds_the_model_once_and_gives_it_back(card_server, cards):
     latent(card_server, flux_prompt(seed=2, cp={}))
     assert all(0.9 < taken / FLUX_BYTES < 1.5 for taken in held(cards)), held(cards)
     card_server.free_workers()
-    assert held(cards)[1] < 1e6
+    deadline = time.monotonic() + 20
+    while held(cards)[1] > 1e6:
+        assert time.monotonic() < deadline, held(cards)
+        time.sleep(0.05)

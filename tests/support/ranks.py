@@ -96,11 +96,11 @@ class _Server:
         self.process.wait()
 
 
-def start(backend: str = "gloo", cards: stand_in.Cards | None = None) -> tuple[int, int, list[str]]:
+def start(backend: str = "gloo", cards: bool = False) -> tuple[int, int, list[str]]:
     """In a rank script: load the package, join the group; return (rank, world, arguments).
 
     Args:
-        cards: that the ranks have, although they are not there.
+        cards: every rank has one, although it is not there.
     """
     from support.package import load_package
 
@@ -108,10 +108,9 @@ def start(backend: str = "gloo", cards: stand_in.Cards | None = None) -> tuple[i
     import torch
     import torch.distributed as dist
 
-    if cards is not None:
-        stand_in.use(cards)
-
     rank, world = int(sys.argv[1]), int(sys.argv[2])
+    if cards:
+        stand_in.use(stand_in.Cards(count=world))
     torch.set_num_threads(1)
     store = dist.FileStore(sys.argv[3], world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))

@@ -33,6 +33,11 @@ CASES = {
     "operands on two devices": """
         refused(RuntimeError, "cpu, cuda:0", lambda: card + torch.ones(2, 3))
         refused(RuntimeError, "cuda:0, cuda:1", lambda: card + card.to("cuda:1"))
+        refused(RuntimeError, "cpu, cuda:0", lambda: torch.ones(3) * card.sum())
+        refused(RuntimeError, "cpu, cuda:0", lambda: torch.ones(3).add_(card.sum()))
+        refused(RuntimeError, "cpu, cuda:0", lambda: torch.ones(3)[torch.arange(2, device="cuda")])
+        refused(RuntimeError, "cuda:0, cuda:1", lambda: card[torch.arange(2, device="cuda:1")])
+        refused(RuntimeError, "invalid device ordinal", lambda: torch.ones(3, device="cuda:2"))
         assert (card + torch.tensor(1.0)).device.index == 0
     """,
     "views and numbers": """
@@ -44,6 +49,7 @@ CASES = {
         copy = torch.ones(2, 3).to("cuda")
         copy.zero_()
         assert copy.to("cuda:1").sum().item() == 0
+        refused(NotImplementedError, "in place", lambda: copy.unsqueeze_(0))
     """,
     "inference mode": """
         with torch.inference_mode():
@@ -75,6 +81,9 @@ CASES = {
         )] == [0] * 5
         torch.cuda.set_sync_debug_mode("error")
         refused(RuntimeError, "synchronizing", lambda: card.sum().item())
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor(1) as threads:
+            refused(RuntimeError, "synchronizing", lambda: threads.submit(lambda: card.sum().item()).result())
     """,
     "memory": """
         before = torch.cuda.mem_get_info(1)[0]
@@ -93,6 +102,8 @@ CASES = {
         ready, told = os.pipe()
         pid = os.fork()
         if not pid:
+            del card
+            assert torch.cuda.memory_allocated(0) == 0  # what was the parent's is none of it
             held = torch.zeros(MB, dtype=torch.uint8, device="cuda")
             os.write(told, b".")
             time.sleep(60)
@@ -122,6 +133,8 @@ CASES = {
         assert (dist.get_backend(), dist.get_backend(control)) == ("nccl", "gloo")
         dist.all_reduce(card)
         refused(RuntimeError, "no tensors of the CPU", lambda: dist.all_reduce(torch.ones(2)))
+        refused(ValueError, "contiguous", lambda: dist.all_reduce(card.T))
+        refused(RuntimeError, "NCCL of cuda:0", lambda: dist.all_reduce(card.to("cuda:1")))
         refused(RuntimeError, "no tensors on a card", lambda: dist.all_reduce(card, group=control))
         dist.all_reduce(torch.ones(2), group=control)
     """,

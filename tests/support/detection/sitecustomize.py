@@ -77,7 +77,7 @@ def put_cards_in(_: Any) -> None:
 
 
 sys.meta_path.insert(0, PatchOnImport("comfy.model_detection", take_at_its_word))
-if os.environ.get("CP_TEST_CARDS"):
+if os.environ.get("CP_TEST_CARDS"):  # as in stand_in, which is not to be imported where there are none
     if "torch" in sys.modules:
         put_cards_in(None)
     else:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VARIABLE = "CP_TEST_CARDS"
+FLOAT32 = ("--fp32-unet", "--force-fp32", "--fp32-vae", "--fp32-text-enc")
+"""What makes ComfyUI compute on a card as precisely as on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,7 @@ class Cards:
     Args:
         count: how many.
         gigabytes: of each.
-        ledger: a file in which all processes note what they hold; without one each has the cards for itself.
+        ledger: a file in which all processes note what they hold; without one, those that were forked share it.
     """
 
     count: int = 1
@@ -45,7 +47,9 @@ def wanted() -> Cards | None:
     """What the environment says."""
     count, _, rest = os.environ.get(VARIABLE, "").partition(":")
     gigabytes, _, ledger = rest.partition(":")
-    return Cards(count=int(count), gigabytes=float(gigabytes), ledger=Path(ledger) if ledger else None) if count else None
+    if not count:
+        return None
+    return Cards(count=int(count), gigabytes=float(gigabytes or Cards.gigabytes), ledger=Path(ledger) if ledger else None)
 
 
 def use(cards: Cards) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from typing import Any
@@ -75,12 +76,11 @@ class Stream:
         tensors._wait("stream")
 
     def __enter__(self) -> Stream:
-        self._before = getattr(_local, "stream", None)
-        _local.stream = self
+        _entered().append(self)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        _local.stream = self._before
+        _entered().pop()
 
 
 class Device(contextlib.ContextDecorator):
@@ -114,10 +114,12 @@ def index(device: Any = None) -> int:
     """The number of a card, however it is named."""
     if device is None:
         return current_device()
-    if isinstance(device, int):
-        return device
-    found = torch.device(device).index
-    return current_device() if found is None else found
+    found: int | None = device if isinstance(device, int) else torch.device(device).index
+    if found is None:
+        return current_device()
+    if found >= torch.cuda.device_count():
+        raise RuntimeError(f"CUDA error: invalid device ordinal: {found} of {torch.cuda.device_count()}")
+    return found
 
 
 def current_device() -> int:
@@ -132,7 +134,27 @@ def set_device(device: Any) -> None:
 
 def current_stream(device: Any = None) -> Stream:
     """Of this thread."""
-    return getattr(_local, "stream", None) or Stream(device)
+    card = index(device)
+    return next((stream for stream in reversed(_entered()) if stream.device.index == card), None) or default_stream(card)
+
+
+@functools.cache
+def default_stream(card: int | None = None) -> Stream:
+    """That of a card."""
+    return Stream(card)
+
+
+def _entered() -> list[Stream]:
+    """Streams of this thread's with statements."""
+    if not hasattr(_local, "streams"):
+        _local.streams = []
+    streams: list[Stream] = _local.streams
+    return streams
+
+
+def _properties(device: Any = None) -> Properties:
+    index(device)  # which must be there
+    return Properties()
 
 
 def _open() -> None:
@@ -171,7 +193,7 @@ def install(cards: Cards) -> None:
         "set_device": set_device,
         "device": Device,
         "get_device_name": lambda _=None: NAME,
-        "get_device_properties": lambda _=None: Properties(),
+        "get_device_properties": _properties,
         "get_device_capability": lambda _=None: (Properties.major, Properties.minor),
         "get_arch_list": lambda: ["sm_90"],
         "is_bf16_supported": lambda *_, **__: True,
@@ -191,7 +213,7 @@ def install(cards: Cards) -> None:
         "Event": Event,
         "Stream": Stream,
         "current_stream": current_stream,
-        "default_stream": Stream,
+        "default_stream": lambda device=None: default_stream(index(device)),
         "stream": lambda stream: stream or contextlib.nullcontext(),
         "cudart": Runtime,
         "_sleep": lambda _: None,

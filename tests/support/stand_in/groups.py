@@ -12,18 +12,25 @@ _of_nccl: set[str] = set()
 """Names of process groups."""
 
 
-def check(func: Any, args: Any, kwargs: Any, on_card: bool) -> None:
-    """Raise where a tensor of this kind of device is not for the group that an operation is given. A barrier's has no numbers."""
+def check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+    """Raise where tensors are not what the group that an operation is given takes. A barrier's has no numbers."""
     if func is torch.ops.c10d.barrier.default:
         return
+    kinds = {tensor.device.type for tensor in tensors}
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             name = dist.ProcessGroup.unbox(value).group_name
-            if on_card != (name in _of_nccl):
+            if kinds - {"cuda" if name in _of_nccl else "cpu"}:
                 raise RuntimeError(
                     f"group {name} is one of {'nccl' if name in _of_nccl else 'gloo'}: it takes no tensors "
                     f"{'of the CPU' if name in _of_nccl else 'on a card'}"
                 )
+            if name not in _of_nccl:
+                continue
+            if not all(tensor.is_contiguous() for tensor in tensors):
+                raise ValueError("Tensors must be contiguous")
+            if {tensor.device.index for tensor in tensors} - {torch.cuda.current_device()}:
+                raise RuntimeError(f"NCCL of cuda:{torch.cuda.current_device()}: {[str(tensor.device) for tensor in tensors]}")
 
 
 def install() -> None:

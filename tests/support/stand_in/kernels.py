@@ -32,6 +32,9 @@ def _flash(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False,
     *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
+    _plain(dropout_p, is_causal)
+    if q.dtype not in HALF or q.shape[-1] % 8:
+        raise RuntimeError(f"FlashAttention takes half precision and head sizes in eights: {q.dtype}, {q.shape[-1]}")
     out, lse = _attend(q, k, v, None, scale)
     none = torch.empty(0)
     return out, lse, none, none, q.shape[2], k.shape[2], none, none, none
@@ -41,6 +44,7 @@ def _efficient(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, compute_log_sumexp: bool, dropout_p: float = 0.0, is_causal: bool = False,
     *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
+    _plain(dropout_p, is_causal, compute_log_sumexp)
     _aligned(bias)
     out, lse = _attend(q, k, v, bias, scale)
     rows = -(-q.shape[2] // 32) * 32
@@ -53,10 +57,16 @@ def _cudnn(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, compute_log_sumexp: bool, dropout_p: float = 0.0, is_causal: bool = False,
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
+    _plain(dropout_p, is_causal, compute_log_sumexp)
     _aligned(bias)
     out, lse = _attend(q, k, v, bias, scale)
     none = torch.empty(0)
     return out, lse.unsqueeze(-1), none, none, q.shape[2], k.shape[2], none, none, none
+
+
+def _plain(dropout: float, is_causal: bool, with_lse: bool = True) -> None:
+    if dropout or is_causal or not with_lse:
+        raise NotImplementedError("the stand-in for this kernel has no dropout, no causal mask, and always a log-sum-exp")
 
 
 def _aligned(bias: Tensor | None) -> None:
@@ -92,7 +102,7 @@ class Params:
 
 def can_use_flash(params: Params, debug: bool = False) -> bool:
     """Half precision without a mask."""
-    return params.q.dtype in HALF and params.mask is None and params.q.shape[-1] <= 256
+    return params.q.dtype in HALF and params.mask is None and params.q.shape[-1] <= 256 and params.q.shape[-1] % 8 == 0
 
 
 def can_use_cudnn(params: Params, debug: bool = False) -> bool:

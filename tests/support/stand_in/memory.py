@@ -8,7 +8,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from typing import Any
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -25,12 +27,10 @@ class Ledger:
     def __init__(self, cards: Cards) -> None:
         self.capacity = int(cards.gigabytes * (1 << 30))
         size = 8 * COLUMNS * MAX_PROCESSES
-        self._file: Any = None
-        if cards.ledger is not None:
-            cards.ledger.touch()
-            os.truncate(cards.ledger, size)
-            self._file = cards.ledger.open("r+b")
-        self._table = memoryview(mmap.mmap(self._file.fileno() if self._file else -1, size)).cast("q")
+        # Without a name it is that of this process and those that it forks.
+        self._file = tempfile.TemporaryFile() if cards.ledger is None else cards.ledger.open("a+b")  # noqa: SIM115  (as long as the process)
+        os.truncate(self._file.fileno(), size)
+        self._table = memoryview(mmap.mmap(self._file.fileno(), size)).cast("q")
         self._own()
 
     def _own(self) -> None:
@@ -38,13 +38,10 @@ class Ledger:
         self._pid = os.getpid()
         self.storages: dict[tuple[int, int], list[int]] = {}  # by storage and card: how many tensors have it, and its bytes
         self.peak = [0] * MAX_CARDS
-        if self._file:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._forget_dead()
-        self._row = COLUMNS * next(row for row in range(MAX_PROCESSES) if not self._table[row * COLUMNS])
-        self._table[self._row] = self._pid
-        if self._file:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+        with self._alone():
+            self._forget_dead()
+            self._row = COLUMNS * next(row for row in range(MAX_PROCESSES) if not self._table[row * COLUMNS])
+            self._table[self._row] = self._pid
 
     def allocated(self, card: int) -> int:
         """Bytes that this process holds."""
@@ -54,7 +51,8 @@ class Ledger:
 
     def free(self, card: int) -> int:
         """Bytes that no living process holds."""
-        self._forget_dead()
+        with self._alone():
+            self._forget_dead()
         return max(0, self.capacity - self._taken(card))
 
     def check(self, card: int, wanted: int) -> None:
@@ -70,6 +68,15 @@ class Ledger:
         held = self.allocated(card) + change
         self._table[self._row + 1 + card] = held
         self.peak[card] = max(self.peak[card], held)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While active, no other process changes who has which row."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     def _taken(self, card: int) -> int:
         return sum(self._table[1 + card :: COLUMNS])
@@ -98,6 +105,7 @@ class Hold:
         self._entry = entry
 
     def __del__(self) -> None:
+        LEDGER.allocated(self._card)
         if LEDGER.storages.get(self._key) is not self._entry:
             return  # another process's
         self._entry[0] -= 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import os
 import sys
 import threading
 from collections import Counter
@@ -15,34 +16,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from . import groups, kernels, memory
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
+HERE = os.path.dirname(__file__) + os.sep
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__)))) + os.sep
 
 TO_OTHER = {aten.to.other, aten.type_as.default}
 COPIES = {aten.copy_.default, aten._to_copy.default, aten.to.device, aten.to.dtype, aten.to.dtype_layout, *TO_OTHER}
 INDEXED = {
     aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor,
 }  # fmt: skip
-READ = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
-"""Numbers that the host gets."""
-WAITED = READ | {
-    aten.nonzero.default, aten.masked_select.default, aten.equal.default, aten.unique_dim.default, aten._unique2.default,
+WAITED = {
+    aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.nonzero.default, aten.masked_select.default,
+    aten.equal.default, aten.unique_dim.default, aten._unique2.default, aten.unique_consecutive.default, aten.bincount.default,
+    aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor,
 }  # fmt: skip
 EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default, aten.full.default}
 
 waits: Counter[str] = Counter()
 """What made the host wait for a card, and where: `item, folder/file.py: the line`."""
-_mode = threading.local()
-_pinned_storages: dict[int, torch.UntypedStorage] = {}
+_raises = False
+_pinned_storages: dict[int, StorageWeakRef] = {}
 
 
 def set_sync_debug_mode(mode: str | int) -> None:
-    """See torch's; of this thread."""
-    _mode.raises = mode in ("error", 2)
+    """See torch's."""
+    global _raises
+    _raises = mode in ("error", 2)
 
 
 class _Kind(type(Tensor)):  # type: ignore[misc]
@@ -52,7 +57,7 @@ class _Kind(type(Tensor)):  # type: ignore[misc]
         return other is cls or other is Tensor
 
     def __hash__(cls) -> int:
-        return type.__hash__(cls)
+        return hash(Tensor)
 
 
 class OnCard(Tensor, metaclass=_Kind):
@@ -60,9 +65,11 @@ class OnCard(Tensor, metaclass=_Kind):
 
     Attributes:
         numbers: of it, on the CPU.
+        taken: bytes of their memory.
     """
 
     numbers: Tensor
+    taken: int
     _hold: memory.Hold
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -73,7 +80,7 @@ class OnCard(Tensor, metaclass=_Kind):
             layout=inner.layout, device=torch.device("cuda", card),
         )  # fmt: skip
         tensor._hold = memory.Hold(inner, card)
-        tensor.numbers = inner
+        tensor.numbers, tensor.taken = inner, inner.untyped_storage().nbytes()
         return tensor
 
     @classmethod
@@ -85,8 +92,9 @@ class OnCard(Tensor, metaclass=_Kind):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{self.numbers!r} on {self.device}"
 
-    def __deepcopy__(self, memo: Any) -> OnCard:
-        return OnCard(self.numbers.clone(), self.device.index)
+    def __deepcopy__(self, memo: Any) -> Any:
+        copy = OnCard(self.numbers.clone(), self.device.index)
+        return torch.nn.Parameter(copy, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copy
 
     def data_ptr(self) -> int:
         return self.numbers.data_ptr()
@@ -119,6 +127,11 @@ def install() -> None:
     torch._C._ensureCUDADeviceGuardSet()
     data: Any = Tensor.data
 
+    def pin_memory(self: Tensor, *_: Any) -> Tensor:
+        if isinstance(self, OnCard):
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        return self if _is_pinned(self) else _pinned(self.clone())
+
     def put_data(self: Tensor, value: Tensor) -> None:
         if isinstance(self, OnCard) or isinstance(value, OnCard):
             new = torch.nn.Parameter(value, self.requires_grad) if isinstance(self, torch.nn.Parameter) else value.detach()
@@ -127,7 +140,7 @@ def install() -> None:
             data.__set__(self, value)
 
     changed: Any = Tensor
-    changed.pin_memory = lambda self, *_: _pinned(self.clone())
+    changed.pin_memory = pin_memory
     changed.is_pinned = lambda self, *_: _is_pinned(self)
     changed.cuda = lambda self, device=None, non_blocking=False, **_: self.to(device or "cuda", non_blocking=non_blocking)
     changed.data = property(data.__get__, put_data)
@@ -145,13 +158,18 @@ def install() -> None:
 
 def _pinned(tensor: Tensor) -> Tensor:
     """Note that a tensor's memory is pinned."""
+    for number in [number for number, kept in _pinned_storages.items() if kept.expired()]:
+        del _pinned_storages[number]
     storage = tensor.untyped_storage()
-    _pinned_storages[storage._cdata] = storage  # kept, so that no other gets its number
+    _pinned_storages[storage._cdata] = StorageWeakRef(storage)
     return tensor
 
 
 def _is_pinned(tensor: Tensor) -> bool:
-    return not isinstance(tensor, OnCard) and tensor.untyped_storage()._cdata in _pinned_storages
+    if isinstance(tensor, OnCard):
+        return False
+    kept = _pinned_storages.get(tensor.untyped_storage()._cdata)
+    return kept is not None and not kept.expired()
 
 
 def _in_thread() -> None:
@@ -167,7 +185,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     leaves = list(_tensors((args, kwargs)))
     theirs = [leaf for leaf in leaves if isinstance(leaf, OnCard)]
     if func.namespace == "c10d":
-        groups.check(func, args, kwargs, bool(theirs))
+        groups.check(func, args, kwargs, leaves)
     device = _asked_for(func, args, kwargs)
     if not theirs and (device is None or device.type != "cuda"):
         if kwargs.get("pin_memory"):
@@ -185,6 +203,8 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
     card = theirs[0].device.index if theirs else 0
     if device is not None and device.type == "cuda":
         card = torch.cuda.current_device() if device.index is None else device.index
+        if card >= torch.cuda.device_count():
+            raise RuntimeError(f"CUDA error: invalid device ordinal: {card} of {torch.cuda.device_count()}")
     to_card = bool(theirs) if device is None else device.type == "cuda"
     if func in COPIES:
         to_card = _copied(func, args, kwargs, to_card)
@@ -205,6 +225,10 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
     cpu_kwargs.pop("pin_memory", None)
     with _disable_current_modes():
         out = kernels.KERNELS.get(func, func)(*cpu_args, **cpu_kwargs)
+
+    for inner, owner in owners:
+        if (inner.shape, inner.stride(), inner.untyped_storage().nbytes()) != (owner.shape, owner.stride(), owner.taken):
+            raise NotImplementedError(f"{func} changes the form of a tensor in place")
 
     def result(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -258,8 +282,11 @@ def _copied(func: Any, args: Any, kwargs: Any, to_card: bool) -> bool:
     target = isinstance(args[0], OnCard) if into else to_card
     non_blocking = kwargs.get("non_blocking", args[2] if into and len(args) > 2 else False)
     from_card = isinstance(source, OnCard)
-    beside = non_blocking and (from_card or _is_pinned(source))
-    if from_card != target and source.numel() and not beside and not (into and not from_card and source.ndim == 0):
+    # torch takes pinned memory of its own for what it makes; what is given must be pinned, in either direction.
+    beside = non_blocking and (_is_pinned(args[0] if into else source) if from_card else _is_pinned(source))
+    if from_card and not into:
+        beside = non_blocking
+    if from_card != target and source.numel() and not beside:
         _wait("copy from the card" if from_card else "copy to the card")
     return target
 
@@ -271,8 +298,13 @@ def _check_devices(func: Any, args: Any, leaves: list[Tensor], theirs: list[OnCa
         _wait(func.overloadpacket.__name__)
     if any(index.ndim and not isinstance(index, OnCard) for index in indices):
         _wait("index from the CPU")
-    others = [leaf for leaf in leaves if leaf.ndim and not any(leaf is index for index in indices)]
-    found = {str(leaf.device) for leaf in others if leaf.device.type in ("cuda", "cpu")}
+    # Numbers of the CPU go along as arguments of a kernel, and its indices are copied to a card.
+    free = [leaf for leaf in leaves if not isinstance(leaf, OnCard) and (not leaf.ndim or any(leaf is index for index in indices))]
+    if indices and not isinstance(args[0], OnCard):
+        free = []
+    found = {str(leaf.device) for leaf in leaves if leaf.device.type in ("cuda", "cpu") and not any(leaf is one for one in free)}
+    if free and func.overloadpacket.__name__.endswith("_") and args[0] is free[0]:
+        found.add("cpu")  # what is written lies there
     if theirs and len(found) > 1:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, {', '.join(sorted(found))}: {func}"
@@ -285,18 +317,18 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _wait(what: str) -> None:
-    if getattr(_mode, "raises", False):
+    if _raises:
         raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
     place = next(_callers(), None)
     if place is not None:
         name, line = place.f_code.co_filename, place.f_lineno
-        waits[f"{what}, {'/'.join(name.split('/')[-3:])}: {linecache.getline(name, line).strip()}"] += 1
+        waits[f"{what}, {name.removeprefix(ROOT)}: {linecache.getline(name, line).strip()}"] += 1
 
 
 def _callers() -> Iterator[Any]:
     """Frames of who called torch."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename != __file__ and "/torch/" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith(HERE) and "/torch/" not in frame.f_code.co_filename:
             yield frame
         frame = frame.f_back
