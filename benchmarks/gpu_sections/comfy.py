@@ -65,10 +65,7 @@ def run(options: Options, results: Results) -> None:
         with results.part("float32"), start(options, models, "--fp32-unet") as server:
             exact = _compare(server, cases, options, results, "float32")
             if not options.few:
-                if options.device == "cpu":
-                    _compare(server, QUANTISED, options, results, "float32")
-                else:
-                    _compare_rounding(server, QUANTISED, dict.fromkeys(QUANTISED, exact["Flux"]), options, results, "quantised")
+                _compare_rounding(server, QUANTISED, dict.fromkeys(QUANTISED, exact["Flux"]), options, results, "quantised")
         again = {name: cases[name] for name in AGAIN if name in cases}
         if not options.few:
             with results.part("bfloat16"), start(options, models, "--bf16-unet") as server:

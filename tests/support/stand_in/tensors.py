@@ -282,10 +282,9 @@ def _copied(func: Any, args: Any, kwargs: Any, to_card: bool) -> bool:
     target = isinstance(args[0], OnCard) if into else to_card
     non_blocking = kwargs.get("non_blocking", args[2] if into and len(args) > 2 else False)
     from_card = isinstance(source, OnCard)
-    # torch takes pinned memory of its own for what it makes; what is given must be pinned, in either direction.
-    beside = non_blocking and (_is_pinned(args[0] if into else source) if from_card else _is_pinned(source))
-    if from_card and not into:
-        beside = non_blocking
+    # The side that is on the host must be pinned; what torch makes there itself is.
+    on_host = source if not from_card else args[0] if into else None
+    beside = non_blocking and (on_host is None or _is_pinned(on_host))
     if from_card != target and source.numel() and not beside:
         _wait("copy from the card" if from_card else "copy to the card")
     return target
