@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
 from cp_runtime.engine.config import ContextParallelConfig, SequenceSettings
-from cp_runtime.engine.cost import AttentionShape, choose, factors
+from cp_runtime.engine.cost import AttentionShape, choose
 from cp_runtime.engine.measuring import measure
-from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.mesh import SequenceMesh, factors
 from cp_runtime.engine.sharding import JointLayout
 
 HEADS, HEAD_DIM, REPETITIONS = 24, 128, 5

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..compat import before_apply
-from ..engine.collectives import RankGroup
 from ..engine.mesh import SequenceMesh
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import PlanError
 
 REMEDY = "Call remove_context_parallel on all ranks, do this with whole weights, and call apply_context_parallel again."
-
-# One for all models of a mesh, as for a pipeline with two transformers: they run one after the other.
-_groups: WeakKeyDictionary[SequenceMesh, RankGroup] = WeakKeyDictionary()
 
 
 class SharedModel:
@@ -40,9 +35,8 @@ class SharedModel:
         self._model = model
         self._home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         place = self._home if device is None else torch.empty(0, device=device).device  # with its index
-        if mesh not in _groups:
-            _groups[mesh] = mesh.whole.twin()
-        self.weights = ShardedWeights(model, _groups[mesh], place, remedy=REMEDY)
+        # One group for all models of a mesh, as for a pipeline with two transformers: they run one after the other.
+        self.weights = ShardedWeights(model, mesh.weights, place, remedy=REMEDY)
         if not self.weights.blocks:
             self.weights.remove()
             raise PlanError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -218,16 +217,6 @@ class RankGroup:
                 works.append(dist.all_gather_into_tensor(target, source, group=self.group, async_op=True))
         self.stats.started("weights", part.nbytes * (self.size - 1))
         return Pending(self, "weights", works, whole.device, staged)
-
-    def twin(self, timeout: timedelta | None = None) -> RankGroup:
-        """The same ranks with a process group of their own: what is sent on it waits for nothing that is sent on this one."""
-        if self.group is None:
-            return RankGroup(None, self.stats)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # as in make_groups
-        made = dist.new_group(self._global_ranks, timeout, dist.get_backend(self.group), use_local_synchronization=True)
-        dist.barrier(made)
-        return RankGroup(made, self.stats)
 
     def largest(self, value: Tensor) -> Tensor:
         """The largest of the values of all ranks, element by element. `value` is contiguous, and may be overwritten."""

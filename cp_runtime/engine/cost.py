@@ -24,12 +24,12 @@ says what a whole call costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from .attention.ulysses import repeats
 from .config import ContextParallelConfig, SequenceSettings
+from .mesh import factors
 from .sharding import Shares, split_sizes
 
 
@@ -138,11 +138,6 @@ def allowed(shape: AttentionShape, ranks: int, settings: SequenceSettings, share
         if (ring == 1 or settings.ring_anything or even)
         and (ulysses == 1 or settings.ulysses_anything or (even and shape.kv_heads % (units // ring) == 0))
     ]
-
-
-def factors(ranks: int) -> Iterator[tuple[int, int]]:
-    """Every (ring, ulysses) whose product is the number of ranks."""
-    return ((ring, ranks // ring) for ring in range(1, ranks + 1) if ranks % ring == 0)
 
 
 @lru_cache(maxsize=1024)

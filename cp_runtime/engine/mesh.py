@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,7 +36,10 @@ class SequenceAxes:
 
 
 class Groups:
-    """The process groups of some ranks, each made when it is first asked for.
+    """The process groups of a mesh, each made when it is first asked for: by all ranks of the world, in the same order.
+
+    torch numbers the groups that a process makes and names them by that number, so one that only some ranks make leaves all later
+    ones waiting for each other.
 
     Args:
         like: with this backend.
@@ -42,15 +47,42 @@ class Groups:
     """
 
     def __init__(self, like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
-        self._like, self._timeout = like, timeout
-        self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+        self._like, self._timeout, self._closed = like, timeout, False
+        self._made: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
 
-    def of(self, lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """This rank's group of the given ones; None where it is in none of them. All ranks ask alike. See `make_groups`."""
-        key = tuple(map(tuple, lists))
+    def of(self, lists: Sequence[Sequence[int]], use: str = "tokens") -> dist.ProcessGroup | None:
+        """Return this rank's group of the given ones; None where it is in none of them. See `make_groups`.
+
+        Args:
+            lists: global ranks of every group.
+            use: what is sent on it waits for nothing that is sent on a group of the same ranks for another use.
+
+        Raises:
+            PlanError: only some ranks are here, and it was not made before.
+        """
+        key = use, tuple(map(tuple, lists))
         if key not in self._made:
-            self._made[key] = make_groups(key, self._like, self._timeout)
+            if self._closed:
+                raise PlanError(f"process groups of the ranks {list(key[1])} were not made while all ranks were there")
+            self._made[key] = make_groups(key[1], self._like, self._timeout)
         return self._made[key]
+
+    def closed(self) -> Groups:
+        """Return the same groups for a team, whose ranks cannot make more of them on their own."""
+        known = copy(self)
+        known._closed = True
+        return known
+
+
+_of_worlds: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Groups]] = WeakKeyDictionary()
+
+
+def groups_of_world(like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Groups:
+    """Return the one `Groups` of this world for a backend and a timeout: all meshes share it, so that none is made twice."""
+    world = dist.group.WORLD
+    if like is None or world is None:
+        return Groups(None)
+    return _of_worlds.setdefault(world, {}).setdefault((dist.get_backend(like), timeout), Groups(like, timeout))
 
 
 class SequenceMesh:
@@ -60,7 +92,7 @@ class SequenceMesh:
 
     Args:
         group: process group of those ranks, or None for a single process.
-        groups: makes those of its axes; None = new ones, with torch's default timeout.
+        groups: makes those of its axes; None = those of the world, with torch's default timeout.
         stats: where to account for the collectives.
         peers: ranks of all meshes that make their groups together with this one, itself included; None = it is the only one.
         shares: of the ranks.
@@ -77,7 +109,8 @@ class SequenceMesh:
         self.stats = stats or CommStats()
         self.whole = RankGroup(group, self.stats)
         self.shares = reduced(shares)
-        self._groups, self._peers, self._world = groups or Groups(group), peers, dist.group.WORLD
+        self._groups, self._world = groups or groups_of_world(group), dist.group.WORLD
+        self._peers = peers or [[self.whole.global_rank(rank) for rank in range(self.size)]]
         self._axes: dict[tuple[int, int], SequenceAxes] = {}
 
     @classmethod
@@ -94,9 +127,11 @@ class SequenceMesh:
                 "Build it with init_device_mesh."
             )
         groups = flatten_mesh(mesh[AXES]), mesh["ring"], mesh["ulysses"]
+        axes = [list(mesh.mesh_dim_names or ()).index(axis) for axis in AXES]
+        rows = mesh.mesh.movedim(axes, (-2, -1)).flatten(-2).reshape(-1, len(ranks)).tolist()
         try:
             whole, ring, ulysses = (axis.get_group() for axis in groups)
-            made = cls(whole, shares=shares)
+            made = cls(whole, peers=rows, shares=shares)
             made._axes[groups[1].size(), groups[2].size()] = SequenceAxes(
                 RankGroup(ring, made.stats), RankGroup(ulysses, made.stats)
             )
@@ -105,6 +140,16 @@ class SequenceMesh:
                 f"mesh: got one without process groups ({error!r}); allowed: one made since init_process_group. Make it again."
             ) from error
         return made
+
+    @cached_property
+    def weights(self) -> RankGroup:
+        """These ranks, on a process group for weights, made by all ranks of the world.
+
+        It is that of the tokens where the meshes of all ranks are not known: weights wait for tokens then.
+        """
+        if self.size == 1 or sum(map(len, self._peers)) < dist.get_world_size():
+            return self.whole
+        return RankGroup(self._groups.of(self._peers, "weights"), self.stats)
 
     @property
     def is_alive(self) -> bool:
@@ -148,8 +193,12 @@ class SequenceMesh:
             return SequenceAxes(ring=alone, ulysses=self.whole)
         if ulysses == 1:
             return SequenceAxes(ring=self.whole, ulysses=alone)
-        peers = self._peers or [dist.get_process_group_ranks(self.whole.group)]
-        return SequenceAxes(*(RankGroup(self._groups.of(lists), self.stats) for lists in axis_ranks(peers, ring, ulysses)))
+        return SequenceAxes(*(RankGroup(self._groups.of(lists), self.stats) for lists in axis_ranks(self._peers, ring, ulysses)))
+
+
+def factors(ranks: int) -> Iterator[tuple[int, int]]:
+    """Every (ring, ulysses) whose product is the number of ranks."""
+    return ((ring, ranks // ring) for ring in range(1, ranks + 1) if ranks % ring == 0)
 
 
 def axis_ranks(peers: Sequence[Sequence[int]], ring: int, ulysses: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -169,7 +218,7 @@ class BatchMesh:
         timeout: of the groups made for an axis.
         stats: where to account for the collectives.
         shares: of the ranks.
-        groups: makes those of its axes; None = new ones.
+        groups: makes those of its axes; None = those of the world.
     """
 
     def __init__(
@@ -183,15 +232,9 @@ class BatchMesh:
         self.stats = stats or CommStats()
         self.whole = RankGroup(group, self.stats)
         self.shares = reduced(shares)
-        self._timeout = timeout
-        self._groups = groups or Groups(group, timeout)
+        self._groups = groups or groups_of_world(group, timeout)
         self._meshes = {1: SequenceMesh(group, self._groups, self.stats, shares=shares)}
         self._teams: dict[tuple[int, ...], BatchMesh] = {}
-
-    @cached_property
-    def weights(self) -> RankGroup:
-        """All ranks, on a process group for weights. All ranks ask alike."""
-        return self.whole.twin(self._timeout)
 
     @property
     def size(self) -> int:
@@ -211,7 +254,10 @@ class BatchMesh:
             peers = [[self.whole.global_rank(rank) for rank in ranks] for ranks in members]
             group = self._groups.of(peers) if groups < self.size else None
             own = tuple(self.shares[rank] for rank in members[self.index(groups)]) if self.shares else ()
-            self._meshes[groups] = SequenceMesh(group, self._groups, self.stats, peers, own)
+            made = self._meshes[groups] = SequenceMesh(group, self._groups, self.stats, peers, own)
+            if self.shares:  # unequal groups may choose different degrees: no rank could wait for all others then
+                for ring, ulysses in factors(made.size):
+                    made.axes(ring, ulysses)
         return self._meshes[groups]
 
     def team(self, ranks: Sequence[int], groups: int, ring: int, ulysses: int) -> BatchMesh | None:
@@ -233,7 +279,7 @@ class BatchMesh:
         if self.whole.rank not in ranks:
             return None
         if tuple(ranks) not in self._teams:
-            self._teams[tuple(ranks)] = BatchMesh(group, self._timeout, self.stats, own, self._groups)
+            self._teams[tuple(ranks)] = BatchMesh(group, None, self.stats, own, self._groups.closed())
         return self._teams[tuple(ranks)]
 
     def members(self, groups: int) -> list[list[int]]:

@@ -27,9 +27,9 @@ from math import log2
 from typing import Any
 
 from .config import SequenceSettings
-from .cost import AttentionShape, allowed, cost, factors
+from .cost import AttentionShape, allowed, cost
 from .measuring import Measured
-from .mesh import form_groups, reduced
+from .mesh import factors, form_groups, reduced
 from .sharding import Shares, split_sizes
 
 LAUNCHES = 30  # operations per planned module

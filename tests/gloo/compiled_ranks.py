@@ -30,7 +30,7 @@ from cp_runtime.engine.weights.sharded import ShardedWeights  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 
 mesh = BatchMesh(dist.group.WORLD)
-own = mesh.whole.twin()
+own = mesh.sequence().weights
 config = ContextParallelConfig(
     ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
 )

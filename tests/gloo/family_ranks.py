@@ -42,7 +42,7 @@ def put_back(parameters):
 
 
 mesh = BatchMesh(dist.group.WORLD, shares=tuple(json.loads(given)))
-own = mesh.whole.twin()
+own = mesh.sequence().weights
 config = ContextParallelConfig(
     ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
 )

@@ -107,7 +107,7 @@ def one_rank_loads_again():
     """Its peers know the order of blocks, and hold the last two; it does not. Returns the outputs of the calls that follow."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    whole, x, group = copy.deepcopy(model), torch.randn(3, 64), mesh.weights
+    whole, x, group = copy.deepcopy(model), torch.randn(3, 64), mesh.sequence().weights
 
     def shared():
         weights = ShardedWeights(model, group, CPU)

@@ -8,8 +8,9 @@ from support.devices import SlowDevice
 
 from cp_runtime.engine.collectives import CommStats
 from cp_runtime.engine.config import SequenceSettings
-from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates, choose, cost, factors
+from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates, choose, cost
 from cp_runtime.engine.measuring import Measured, measure
+from cp_runtime.engine.mesh import factors
 
 FAST = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0)  # NVLink and a big GPU
 SLOW = replace(FAST, bandwidth=1e10)  # PCIe

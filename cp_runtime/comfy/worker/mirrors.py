@@ -153,7 +153,7 @@ class Mirrors:
             _free_dropped()
         mirror = self.entries.get(key)
         if mirror is None:
-            path, ranks = header["recipe"]["path"], None if placement == WHOLE or mesh is None else mesh.weights
+            path, ranks = header["recipe"]["path"], None if placement == WHOLE or mesh is None else mesh.sequence().weights
             loaded = self._load_file(Recipe.from_json(header["recipe"]), cast_later=ranks is not None)
             patcher = loaded.patcher
             if ranks is None:

@@ -1,0 +1,122 @@
+"""Rank script: process groups of four ranks in every order in which a pool may need them. Rank 0 reports.
+
+Argument: "fresh" makes new groups for every pair of steps, "once" keeps them through all steps.
+"""
+
+import itertools
+from datetime import timedelta
+
+from support.ranks import finish, report, start
+
+rank, world, (mode,) = start()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+
+from cp_runtime.engine.attention.context_parallel import context_parallel_attention  # noqa: E402
+from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
+from cp_runtime.engine.mesh import BatchMesh, Groups, SequenceMesh  # noqa: E402
+from cp_runtime.engine.rows.plan import RowPlan, run_on_rows  # noqa: E402
+from cp_runtime.engine.sharding import JointLayout  # noqa: E402
+from cp_runtime.engine.weights.sharded import ShardedWeights  # noqa: E402
+
+TIMEOUT = timedelta(seconds=20)  # of every group: what waits for a rank that never comes ends the script
+CPU = torch.device("cpu")
+torch.set_grad_enabled(False)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+own = [dict(layer._parameters) for layer in model]
+device_mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("ring", "ulysses", "data"))
+vae, picture = torch.nn.Conv2d(1, 1, 3, padding=1), torch.randn(2, 1, 8, 3)
+x = torch.randn(3, 8)
+right, tokens = model(x), torch.randn(2, 12, 4, 8)
+expected = torch.nn.functional.scaled_dot_product_attention(*[tokens.transpose(1, 2)] * 3).transpose(1, 2)
+
+
+def attend(mesh, ring, ulysses, items=tokens, outs=expected):
+    """Whether this rank's tokens attend as on one process."""
+    layout = JointLayout((tokens.shape[1],), mesh.size)
+    q = layout.take_local(items, mesh.rank, 1)
+    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, ulysses_anything=True, ring_anything=True)
+    out = context_parallel_attention(q, q, q, mesh=mesh, config=config, q_layout=layout)
+    return torch.allclose(out, layout.take_local(outs, mesh.rank, 1), atol=1e-5)
+
+
+class Ranks:
+    """One pool's groups and weights."""
+
+    def __init__(self):
+        self.mesh, self.weights = BatchMesh(dist.group.WORLD, groups=Groups(dist.group.WORLD, TIMEOUT)), None
+
+    def on(self, ranks, groups, ring, ulysses):
+        """A call on some ranks, in batch groups."""
+        team = self.mesh.team(ranks, groups, ring, ulysses)
+        if team is None:
+            return True
+        index = slice(team.index(groups), team.index(groups) + 1) if groups > 1 else slice(None)
+        return attend(team.sequence(groups), ring, ulysses, tokens[index], expected[index])
+
+    def small(self):
+        return self.on((0, 1), 1, 1, 2)
+
+    def team(self):
+        return self.on((0, 1, 3), 1, 3, 1)
+
+    def halves(self):
+        return self.on((0, 1, 2, 3), 2, 1, 2)
+
+    def degrees(self):
+        return attend(self.mesh.sequence(), 2, 2)
+
+    def load(self, mesh=None):
+        self.unload()
+        self.weights = ShardedWeights(model, (mesh or self.mesh.sequence()).weights, CPU)
+        for name in self.weights.blocks:
+            self.weights.keep(name)
+        with self.weights.call():
+            return torch.equal(model(x), right)
+
+    def load_rows_of_a_device_mesh(self):
+        return self.load(SequenceMesh.from_device_mesh(device_mesh))
+
+    def unload(self):
+        if self.weights is not None:
+            self.weights.remove()
+            self.weights = None
+            for layer, parameters in zip(model, own, strict=True):
+                layer._parameters.update(parameters)
+        return True
+
+    def rows(self):
+        sequence = self.mesh.sequence(2)
+        part = picture[self.mesh.index(2) :][:1]
+        return torch.allclose(run_on_rows(vae, RowPlan(family="", model_class=""), vae, part, mesh=sequence), vae(part), atol=1e-6)
+
+
+STEPS = [name for name in vars(Ranks) if name not in ("on",) and not name.startswith("_")]
+
+
+def every_pair(steps):
+    """A walk through every ordered pair of steps: an Euler circuit of the complete graph with loops."""
+    walk = []
+    for i, first in enumerate(steps):
+        walk.append(first)
+        walk += itertools.chain.from_iterable((first, second) for second in steps[i + 1 :])
+    return [*walk, steps[0]]
+
+
+walks = [every_pair(STEPS)] if mode == "once" else [list(pair) for pair in itertools.permutations(STEPS, 2)]
+if True:
+    wrong = []
+    for walk in walks:
+        ranks = Ranks()
+        wrong += [f"{step} in {walk}" for step in walk if not getattr(ranks, step)()]
+        ranks.unload()
+        made = len(ranks.mesh._groups._made)
+pair = dist.new_group([0, 1])
+if rank < 2:  # the others do not come, and need not: a mesh of some ranks makes no group
+    apart = SequenceMesh(pair)
+    wrong += [] if apart.weights is apart.whole else ["weights of some ranks"]
+report(mode=mode, wrong=wrong, groups=made)
+finish()
