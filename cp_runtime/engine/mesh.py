@@ -327,9 +327,10 @@ def make_groups(lists: Sequence[Sequence[int]], like: dist.ProcessGroup | None, 
     That happens in the middle of a forward, when degrees are chosen for the first time: each NCCL group takes device memory, and
     most that might be chosen never are.
     """
-    if torch.accelerator.is_available():
+    backend = dist.get_backend(like)
+    if backend != "gloo":  # it knows no device, and on CPU ranks this would open one
         torch.accelerator.synchronize()  # NCCL splits a communicator while nothing is under way on it
-    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists], timeout=timeout, backend=dist.get_backend(like))
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists], timeout=timeout, backend=backend)
     if group is not None:
         dist.barrier(group)  # later a rank may have nothing to send at first
     return group
