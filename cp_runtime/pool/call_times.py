@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..engine.cost import AttentionShape
 from ..engine.policy import CallSplit, CallWork, Known, Run
-from .kept import KeptFile
+from .kept import KeptFile, decode
+
+LARGEST = 1e9  # seconds that are believed
 
 
 class CallTimes:
@@ -17,15 +18,16 @@ class CallTimes:
 
     Args:
         machine: says in words what the times depend on: devices, driver, torch, backend, shares.
+        world_size: number of ranks; what is kept of other ranks counts as absent.
         file: where they are kept; None = in the user's cache folder.
     """
 
-    def __init__(self, machine: str, file: Path | None = None) -> None:
+    def __init__(self, machine: str, world_size: int, file: Path | None = None) -> None:
         self._machine, self._file = machine, KeptFile("calls.json", file)
         self._known: dict[str, Known] = {}
         for kind, entry in self._file.read(machine).items():
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                self._known[kind] = _known_of(entry)
+            with contextlib.suppress(ValueError):
+                self._known[kind] = _known_of(entry, world_size)
 
     def get(self, kind: str) -> Known | None:
         """What is known of a kind of call."""
@@ -37,31 +39,22 @@ class CallTimes:
 
     def save(self, kind: str) -> None:
         """Keep what is known of a kind of call on disk."""
-        self._file.put(self._machine, kind, _entry_of(self._known[kind]))
+        known = self._known[kind]
+        runs = [[asdict(split), asdict(run)] for split, run in known.runs.items()]
+        self._file.put(self._machine, kind, {"work": asdict(known.work), "default": asdict(known.default), "runs": runs})
 
 
-def _entry_of(known: Known) -> dict[str, Any]:
-    work = {**asdict(known.work), "attentions": [[astuple(shape), count] for shape, count in known.work.attentions]}
-    runs = [[asdict(split), asdict(run)] for split, run in known.runs.items()]
-    return {"work": work, "default": asdict(known.default), "runs": runs}
-
-
-def _known_of(entry: dict[str, Any]) -> Known:
-    """Raises ValueError, TypeError or KeyError where it is none."""
-    attentions = tuple((AttentionShape(*shape), int(count)) for shape, count in entry["work"]["attentions"])
-    runs = {}
-    for split, run in entry["runs"]:
-        runs[_split_of(split)] = made = Run(**run)
-        if not all(isinstance(value, (int, float)) and 0 <= value < 1e9 for value in astuple(made)):
-            raise ValueError(run)
-    return Known(CallWork(**{**entry["work"], "attentions": attentions}), _split_of(entry["default"]), runs)
-
-
-def _split_of(value: dict[str, Any]) -> CallSplit:
-    split = CallSplit.from_json(value)
-    numbers = () if split is None else (*split.ranks, split.batch, split.ring, split.ulysses)
-    if split is None or not split.ranks or split.ranks[0] != 0 or not all(isinstance(n, int) and n >= 0 for n in numbers):
-        raise ValueError(value)
-    if not split.at_work or len(split.ranks) % split.at_work or list(split.ranks) != sorted(set(split.ranks)):
-        raise ValueError(value)
-    return split
+def _known_of(entry: dict[str, Any], world_size: int) -> Known:
+    """Raises ValueError where it is none of so many ranks."""
+    work, default = decode(CallWork, entry.get("work")), decode(CallSplit, entry.get("default"))
+    runs = dict(decode(tuple[tuple[CallSplit, Run], ...], entry.get("runs")))
+    everyone, sizes = tuple(range(world_size)), [size for shape, _ in work.attentions for size in vars(shape).values()]
+    for split in (default, *runs):
+        at_work = split.at_work  # 0 where a degree is
+        if split.ranks[:1] != (0,) or not set(split.ranks) <= set(everyone) or tuple(sorted(set(split.ranks))) != split.ranks:
+            raise ValueError(split)
+        if not at_work or len(split.ranks) % at_work or split.batch > work.items:
+            raise ValueError(split)
+    if default.ranks != everyone or not work.items or not all(sizes) or any(run.seconds >= LARGEST for run in runs.values()):
+        raise ValueError(entry)
+    return Known(work, default, runs)

@@ -1,7 +1,8 @@
 """Files in the user's cache folder that keep from one ComfyUI to the next what would have to be measured again.
 
-A file is a convenience: one that cannot be read or is of another version counts as empty, and is replaced. Several processes may
-write it: each reads it anew under a lock, puts its own entry in, and renames a new file over it.
+A file is a convenience: what cannot be read, or is no entry of this version, counts as absent and is replaced. Several processes
+may write one: each reads it anew under a lock, puts its own entry in, and renames a new file over it. A home on a network may hang,
+and another process may hold the lock, so reading and writing have a moment: after it nothing is known, and what was new is dropped.
 """
 
 from __future__ import annotations
@@ -9,23 +10,32 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
-import tempfile
+import stat
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from .launcher import cache_folder
 
 log = logging.getLogger("context_parallel")
 
-VERSION = 1
+VERSION = 2
 MAX_ENTRIES = 500  # that are kept; the oldest go
+MAX_BYTES = 16 << 20  # of a file that is read: hundreds of times what this writes
+PATIENCE = 0.2  # seconds that a prompt waits for a file
+LARGEST = 1e18  # number that is believed
+DAY = 86400.0  # seconds
 
 NEWS = 0.05  # part by which a time differs from the one that is kept, so that it is worth writing
 
 Entry = dict[str, Any]
+T = TypeVar("T")
 
 
 class KeptFile:
@@ -40,34 +50,44 @@ class KeptFile:
         self._file = path or Path(cache_folder(), name)
 
     def read(self, machine: str) -> dict[str, Entry]:
-        """Entries of a machine by name, those that look like some."""
-        return self._read().get(machine, {})
+        """Return the entries of a machine by name."""
+        return (_in_a_moment(self._read, self._file.name) or {}).get(machine, {})
 
     def put(self, machine: str, name: str, entry: Entry) -> None:
-        """Keep an entry. A disk that is full or read-only is no error."""
-        try:
-            os.makedirs(self._file.parent, exist_ok=True)
-            with self._locked():
-                machines = self._read()
-                machines.setdefault(machine, {})[name] = {"time": time.time(), **entry}
-                oldest = sorted((e["time"], group, name) for group, entries in machines.items() for name, e in entries.items())
-                for _, group, gone in oldest[: max(0, len(oldest) - MAX_ENTRIES)]:
-                    del machines[group][gone]
-                with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as new:
-                    json.dump({"version": VERSION, "machines": machines}, new)
-                os.replace(new.name, self._file)
-        except OSError as error:
-            log.debug("%s is not kept: %s", self._file.name, error)
+        """Keep an entry, unless that takes long. A disk that is full or read-only is no error."""
+        _in_a_moment(partial(self._put, machine, name, entry), self._file.name)
+
+    def _put(self, machine: str, name: str, entry: Entry) -> None:
+        os.makedirs(self._file.parent, exist_ok=True)
+        with self._locked():
+            machines = self._read()
+            machines.setdefault(machine, {})[name] = {**entry, "time": time.time()}
+            oldest = sorted((e["time"], group, name) for group, entries in machines.items() for name, e in entries.items())
+            for _, group, gone in oldest[: max(0, len(oldest) - MAX_ENTRIES)]:
+                del machines[group][gone]
+            new = self._file.with_suffix(".new")  # one name: what a killed process leaves is written over by the next one
+            try:
+                new.write_text(json.dumps({"version": VERSION, "machines": machines}))
+                os.replace(new, self._file)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    new.unlink()
+                raise
 
     def _read(self) -> dict[str, dict[str, Entry]]:
         try:
-            content = json.loads(self._file.read_text())
+            with open(os.open(self._file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                found = os.fstat(file.fileno())
+                if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+                    return {}
+                content = json.loads(file.read(MAX_BYTES))
             machines = content["machines"] if content["version"] == VERSION else {}
+            latest = time.time() + DAY  # clocks differ
             return {
                 machine: {
                     name: entry
                     for name, entry in entries.items()
-                    if isinstance(entry, dict) and isinstance(entry.get("time"), (int, float))
+                    if isinstance(entry, dict) and _is_number(entry.get("time")) and entry["time"] < latest
                 }
                 for machine, entries in machines.items()
             }
@@ -78,9 +98,78 @@ class KeptFile:
     def _locked(self) -> Iterator[None]:
         import fcntl  # Linux has it, and only there are pools
 
-        with open(self._file.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        until = time.monotonic() + PATIENCE / 2  # the rest is for reading and writing
+        with open(
+            os.open(self._file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600), "r+"
+        ) as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(0.005)
             yield
+
+
+_hung: threading.Thread | None = None  # works with a file and was not done in time
+
+
+def _in_a_moment(work: Callable[[], T], name: str) -> T | None:
+    """Do what nobody waits for longer than a moment: no system call on a file system that hangs can be interrupted.
+
+    None where it failed, was not done in time, or one before it hangs still.
+    """
+    global _hung
+    done: list[T] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except OSError as error:
+            log.debug("%s is not kept: %s", name, error)
+
+    if _hung is not None and _hung.is_alive():
+        return None
+    thread = threading.Thread(target=run, name="kept files", daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    if thread.is_alive():
+        _hung = thread
+        log.debug("%s is not read or written: the file system does not answer", name)
+    return done[0] if done else None
+
+
+def decode(kind: Any, value: Any) -> Any:
+    """Make of JSON what `dataclasses.asdict` made it of, field by field.
+
+    Args:
+        kind: a dataclass, `tuple[X, ...]`, `tuple[X, Y]`, int, float or bool. Numbers are finite and not negative.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = _hints(kind)
+        if isinstance(value, dict) and value.keys() == hints.keys():
+            return kind(**{name: decode(hint, value[name]) for name, hint in hints.items()})
+    elif get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        if isinstance(value, list) and kinds[-1] is Ellipsis:
+            return tuple(decode(kinds[0], each) for each in value)
+        if isinstance(value, list) and len(value) == len(kinds):
+            return tuple(map(decode, kinds, value))
+    elif isinstance(value, bool) if kind is bool else _is_number(value) and (kind is float or isinstance(value, int)):
+        return value
+    raise ValueError(f"no {kind}: {value!r:.100}")
+
+
+_hints = lru_cache(get_type_hints)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LARGEST and math.isfinite(value)
 
 
 class KeptSeconds:
@@ -97,7 +186,7 @@ class KeptSeconds:
         self._written: dict[str, float] = {}
         for name, entry in file.read(machine).items():
             seconds = entry.get("seconds")
-            if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < 1e9:
+            if _is_number(seconds) and 0 < seconds < 1e9:
                 self._seconds[name] = self._written[name] = seconds
 
     def get(self, name: str) -> float | None:

@@ -144,7 +144,7 @@ def test_speed_in_words(speed, words):
     "content",
     [
         "{",
-        '{"version": 1, "machines": {"cpu": {"a": {"time": 1}, "b": {"time": 1, "seconds": "2"}, "c": {"time": 1, "seconds": 0}}}}',
+        '{"version": 2, "machines": {"cpu": {"a": {"time": 1}, "b": {"time": 1, "seconds": "2"}, "c": {"time": 1, "seconds": 0}}}}',
     ],
 )
 def test_seconds_that_are_none_are_not_there(tmp_path, content):

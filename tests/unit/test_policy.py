@@ -1,9 +1,13 @@
 """How many ranks a call deserves: the prediction against made-up machines, and what is kept of what calls took."""
 
+import fcntl
 import json
 import multiprocessing
+import os
 import random
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +16,7 @@ from cp_runtime.engine.cost import AttentionShape, Rates, cost
 from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Pool, Run, candidates, largest_part, predict
 from cp_runtime.pool.call_times import CallTimes
-from cp_runtime.pool.kept import MAX_ENTRIES
+from cp_runtime.pool.kept import MAX_ENTRIES, KeptFile, KeptSeconds
 
 GPU = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0, linear=4e14, launch=5e-6)
 SLOW_LINK = {"bandwidth": 5e8, "latency": 2e-4, "overlap": 0.0}
@@ -169,12 +173,12 @@ def some(seconds=1.0):
 
 def test_times_are_kept_by_machine(tmp_path):
     file = tmp_path / "new" / "calls.json"
-    times = CallTimes("two 4090", file)
+    times = CallTimes("two 4090", 4, file)
     times.put("flux", some())
     times.save("flux")
-    assert CallTimes("two 4090", file).get("flux") == some()
-    assert CallTimes("two 3090", file).get("flux") is None
-    assert CallTimes("two 4090", file).get("wan") is None
+    assert CallTimes("two 4090", 4, file).get("flux") == some()
+    assert CallTimes("two 3090", 4, file).get("flux") is None
+    assert CallTimes("two 4090", 4, file).get("wan") is None
     assert [path.name for path in file.parent.iterdir() if path.suffix not in (".json", ".lock")] == []
 
 
@@ -189,46 +193,54 @@ def test_times_are_kept_by_machine(tmp_path):
         lambda entry: entry["runs"][0][1].update(more=1),
         lambda entry: entry["work"].pop("items"),
         lambda entry: entry["work"].update(attentions=[[1, 2]]),
+        lambda entry: entry["work"].update(operations=float("inf")),
+        lambda entry: entry["work"].update(operations="1"),
+        lambda entry: entry["work"].update(items=10**400),
+        lambda entry: entry["work"].update(sequence=1),
+        lambda entry: entry["work"]["attentions"][0][0].update(heads=0),
+        lambda entry: entry["runs"][0][0].update(ranks=[0, 1, 2, 3, 4]),
+        lambda entry: entry["default"].update(ranks=[0, 1]),
+        lambda entry: entry["runs"][0][1].update(compute=float("nan")),
         lambda entry: entry.update(runs=3),
         lambda entry: entry.pop("default"),
     ],
 )
 def test_an_entry_that_is_none_is_not_there(tmp_path, change):
     file = tmp_path / "calls.json"
-    times = CallTimes("m", file)
+    times = CallTimes("m", 4, file)
     for kind in ("bad", "good"):
         times.put(kind, some())
         times.save(kind)
     content = json.loads(file.read_text())
     change(content["machines"]["m"]["bad"])
     file.write_text(json.dumps(content))
-    again = CallTimes("m", file)
+    again = CallTimes("m", 4, file)
     assert (again.get("bad"), again.get("good")) == (None, some())
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", '{"version": 0, "machines": {"m": {}}}', '{"version": 1}', '{"version": 1, "machines": 3}']
+    "text", ["", "{", "[1]", '{"version": 0, "machines": {"m": {}}}', '{"version": 2}', '{"version": 2, "machines": 3}']
 )
 def test_a_file_that_is_none_is_replaced(tmp_path, text):
     file = tmp_path / "calls.json"
     file.write_text(text)
-    times = CallTimes("m", file)
+    times = CallTimes("m", 4, file)
     assert times.get("flux") is None
     times.put("flux", some())
     times.save("flux")
-    assert CallTimes("m", file).get("flux") == some()
+    assert CallTimes("m", 4, file).get("flux") == some()
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").touch()
-    times = CallTimes("m", tmp_path / "file" / "calls.json")
+    times = CallTimes("m", 4, tmp_path / "file" / "calls.json")
     times.put("flux", some())
     times.save("flux")
     assert times.get("flux") == some()
 
 
 def _write(file, name):
-    times = CallTimes("m", file)
+    times = CallTimes("m", 4, file)
     for number in range(10):
         times.put(f"{name} {number}", some(number))
         times.save(f"{name} {number}")
@@ -241,15 +253,110 @@ def test_several_processes_lose_nothing(tmp_path):
         writer.start()
     for writer in writers:
         writer.join()
-    kept = CallTimes("m", tmp_path / "calls.json")
+    kept = CallTimes("m", 4, tmp_path / "calls.json")
     assert [kept.get(f"{name} {number}") for name in "abc" for number in range(10)] == [some(n) for _ in "abc" for n in range(10)]
+
+
+def test_a_lock_that_is_held_delays_nobody(tmp_path):
+    """By a ComfyUI that was stopped, say. The figure is dropped, and the next one is written."""
+    file = tmp_path / "calls.json"
+    times = CallTimes("m", 4, file)
+    times.put("flux", some())
+    with open(tmp_path / "calls.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = threading.Thread(target=times.save, args=["flux"], daemon=True)
+        done.start()
+        done.join(10)  # 0.2 s, and what a busy machine adds
+        assert not done.is_alive()
+        assert CallTimes("m", 4, file).get("flux") is None
+    times.save("flux")
+    assert CallTimes("m", 4, file).get("flux") == some()
+
+
+def test_a_file_system_that_hangs_delays_nobody(tmp_path, monkeypatch):
+    """A read that never returns is waited for once; afterwards nothing is known, and nothing is asked."""
+    asked, answer = [], threading.Event()
+    monkeypatch.setattr("cp_runtime.pool.kept._hung", None)
+    monkeypatch.setattr("cp_runtime.pool.kept.KeptFile._read", lambda self: asked.append(1) or (answer.wait(30) and {}))
+    times = [CallTimes("m", 4, tmp_path / "calls.json") for _ in range(3)]
+    times[0].put("flux", some())
+    times[0].save("flux")
+    answer.set()
+    assert len(asked) == 1
+
+
+def _fifo(file):
+    os.mkfifo(file)
+
+
+def _loop(file):
+    file.symlink_to(file)
+
+
+def _large(file):
+    with open(file, "wb") as sparse:
+        sparse.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, _fifo, _loop, _large])
+def test_what_is_no_file_counts_as_absent_and_nothing_is_left(tmp_path, make):
+    file = tmp_path / "calls.json"
+    make(file)
+    times = CallTimes("m", 4, file)
+    times.put("flux", some())
+    times.save("flux")
+    assert CallTimes("m", 4, file).get("flux") == (None if make is Path.mkdir else some())
+    assert {path.name for path in tmp_path.iterdir()} <= {"calls.json", "calls.lock"}
+
+
+ODD = [None, True, -1, 0, 3, 1.5, 1e400, float("nan"), 10**30, "1", "", [], {}, [0, 1, 2, 3], {"ranks": [0]}]
+
+
+def _places(value):
+    """Every (container, key) in nested lists and dicts."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], (dict, list)):
+            yield from _places(value[key])
+
+
+def test_no_file_breaks_a_prompt(tmp_path):
+    """A thousand files in which fields have another value, are gone, or the text is cut off or changed."""
+    file, draw = tmp_path / "kept.json", random.Random(0)
+    times = CallTimes("m", 4, file)
+    times.put("flux", some())
+    times.save("flux")
+    KeptFile("", file).put("m", "seconds", {"seconds": 1.5})
+    text, read = file.read_text(), 0
+    for _ in range(1000):
+        content = json.loads(text)
+        for _ in range(draw.randint(1, 2)):
+            where, key = draw.choice(list(_places(content)))
+            if draw.random() < 0.2:
+                del where[key]
+            else:
+                where[key] = draw.choice(ODD)
+        changed = json.dumps(content)
+        if draw.random() < 0.1:
+            at = draw.randrange(len(changed))
+            changed = changed[:at] + draw.choice(["", "\x00", "9" * 5000, "[" * 100_000]) + changed[at + draw.randint(0, 1) :]
+        file.write_text(changed)
+        seconds = KeptSeconds(KeptFile("", file), "m").get("seconds")
+        assert seconds is None or 0 < seconds < 1e9
+        known = CallTimes("m", 4, file).get("flux")
+        if known is not None and known.runs:
+            read += 1
+            assert max(known.choose(FAST, everywhere).ranks) < 4
+            known.note(all_ranks(FAST), Run(1.0, 0.5, 0.25))
+            assert known.alternative(FAST, 1)[0] > 0
+    assert 10 < read < 990
 
 
 def test_the_oldest_go(tmp_path, monkeypatch):
     monkeypatch.setattr("cp_runtime.pool.kept.MAX_ENTRIES", 3)
-    times = CallTimes("m", tmp_path / "calls.json")
+    times = CallTimes("m", 4, tmp_path / "calls.json")
     for kind in "abcde":
         times.put(kind, some())
         times.save(kind)
-    assert [kind for kind in "abcde" if CallTimes("m", tmp_path / "calls.json").get(kind)] == ["c", "d", "e"]
+    assert [kind for kind in "abcde" if CallTimes("m", 4, tmp_path / "calls.json").get(kind)] == ["c", "d", "e"]
     assert MAX_ENTRIES >= 100

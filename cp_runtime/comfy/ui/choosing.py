@@ -101,7 +101,7 @@ class Chooser:
         if self._times is None:
             pool = self._pool
             machine = (*pool.device_names, pool.backend, device_driver(), pool.peer_to_peer, pool.shares)
-            self._times = CallTimes(", ".join(map(str, machine)))
+            self._times = CallTimes(", ".join(map(str, machine)), pool.world_size)
         return self._times
 
     def _ranks(self, config: RuntimeConfig, shared: bool) -> Pool:
