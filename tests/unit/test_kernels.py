@@ -1,11 +1,14 @@
 """Kernels that return (out, lse): all that run here agree with the formula, and with each other about empty rows."""
 
+import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from support import preloaded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cp_runtime.engine.attention import kernels
@@ -13,6 +16,7 @@ from cp_runtime.engine.attention.kernels import KERNELS, attend_with_lse, select
 from cp_runtime.engine.attention.merge import PartialAttention
 from cp_runtime.errors import ConfigError
 
+TESTS = Path(__file__).resolve().parents[1]
 HERE = [
     kernel.name
     for kernel in KERNELS
@@ -131,7 +135,9 @@ def test_sage_where_it_returns_the_log_sum_exp(monkeypatch, sageattn, dim, chose
         module.__spec__, module.sageattn = object(), sageattn
     monkeypatch.setitem(sys.modules, "sageattention", module)
     monkeypatch.setattr(kernels, "_torch_can", lambda check, *_: check == "can_use_flash_attention")
-    for remembered in (kernels.installed, kernels._sage_returns_lse):
+    monkeypatch.setattr(kernels, "wait_for", lambda _: None)
+    caches = kernels.installed, kernels._sage_returns_lse, kernels._runs
+    for remembered in caches:
         remembered.cache_clear()
     try:
         with FakeTensorMode():  # tensors of a device that this machine need not have
@@ -141,7 +147,7 @@ def test_sage_where_it_returns_the_log_sum_exp(monkeypatch, sageattn, dim, chose
                 out, lse = attend_with_lse(q, k, k, kernel="sage")
                 assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     finally:
-        for remembered in (kernels.installed, kernels._sage_returns_lse):
+        for remembered in caches:
             remembered.cache_clear()
 
 
@@ -202,3 +208,77 @@ def test_merging_in_half_precision_is_worse_than_in_float32():
         assert result.dtype == (torch.float32 if convert_to_fp32 else torch.bfloat16)
         errors[convert_to_fp32] = (result.to(torch.bfloat16).float() - exact).pow(2).mean().sqrt()
     assert errors[True] < 0.8 * errors[False]
+
+
+PROGRAM = """
+import logging
+import sys
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from support import stand_in
+from support.package import load_package
+
+load_package()
+stand_in.use(stand_in.Cards(count=2, gigabytes=2))
+from cp_runtime.engine.attention.kernels import attend_with_lse, select
+from cp_runtime.engine.measuring import measure
+from cp_runtime.engine.mesh import SequenceMesh
+
+logging.basicConfig(format="%(message)s")
+tried, error = [], None
+
+
+def attend(package, q, k, v):
+    tried.append((package, q.device.index))
+    if q.device.index == 0:
+        raise error
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
+    return out, lse
+
+
+def flash_attn_func(q, k, v, softmax_scale, return_attn_probs):
+    out, lse = attend("flash_attn", *(t.transpose(1, 2) for t in (q, k, v)))
+    return out.transpose(1, 2), lse, None
+
+
+def sageattn(q, k, v, tensor_layout, sm_scale, return_lse):
+    return attend("sageattention", q, k, v)
+
+
+for name, function in {"flash_attn": flash_attn_func, "sageattention": sageattn}.items():
+    package = sys.modules[name] = ModuleType(name)
+    package.__spec__ = object()
+    setattr(package, function.__name__, function)
+first, second = (torch.randn(1, 2, 40, 64, device=f"cuda:{number}").bfloat16() for number in range(2))
+
+error = torch.OutOfMemoryError("full")
+for _ in range(2):  # which says nothing about the package
+    try:
+        attend_with_lse(first, first, first)
+    except torch.OutOfMemoryError:
+        continue
+    raise AssertionError("the package was left")
+assert tried == [("flash_attn", 0)] * 2
+
+error = RuntimeError("only Ampere GPUs or newer")
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+assert measure(SequenceMesh(dist.group.WORLD), torch.device("cuda", 0)).each[0].flops > 0
+exact, exact_lse = attend_with_lse(*[first.float()] * 3, kernel="math")
+for kernel in (None, "flash_attn", "sage", "sage"):
+    out, lse = attend_with_lse(first, first, first, kernel=kernel)
+    assert (out.float() - exact).abs().max() < 2e-2 and (lse - exact_lse).abs().max() < 2e-2
+assert tried[2:] == [("flash_attn", 0), ("sageattention", 0)]
+assert [select(second, second, None, kernel).name for kernel in (None, "sage")] == ["flash_attn", "sage"]
+"""
+
+
+def test_a_package_that_fails_on_a_device_is_tried_once_and_left(tmp_path):
+    """Through the measurement of a rank and through attention, on fake CUDA devices of which the first takes no package."""
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    done = preloaded.run([str(file)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(TESTS)})
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "cuda:0" in line and "only Ampere GPUs or newer" in line]
+    assert [line.split()[0] for line in said] == ["flash_attn", "sageattention"]

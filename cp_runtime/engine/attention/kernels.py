@@ -5,8 +5,8 @@ its result into one form, and falls back to float32 matrix products.
 
 | kernel | where | log-sum-exp it returns |
 |---|---|---|
-| flash_attn | flash-attn installed, CUDA, half precision | `[B, H, L]` |
-| sage | SageAttention 2 installed, CUDA, D up to 128, only on request: it quantises | `[B, H, L]` |
+| flash_attn | flash-attn installed and runs on this device, CUDA, half precision | `[B, H, L]` |
+| sage | SageAttention 2 installed and runs on this device, CUDA, D up to 128, only on request: it quantises | `[B, H, L]` |
 | flash, cudnn | CUDA, half precision | `[B, H, L]`, cuDNN `[B, H, L, 1]` |
 | efficient | CUDA, masks, float32 | `[B, H, L rounded up to 32]` |
 | cpu | CPU | `[B, H, L]` |
@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +32,9 @@ from torch.backends import cuda as switches
 
 from ...compat import load_op
 from ...errors import ConfigError
+from ..collectives import wait_for
+
+log = logging.getLogger("context_parallel")
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], tuple[Tensor, Tensor]]
 
@@ -156,6 +160,25 @@ def _sage_returns_lse() -> bool:
     return sage is not None and "return_lse" in inspect.signature(sage.sageattn).parameters
 
 
+@cache
+def _runs(package: str, run: Run, device: torch.device, dtype: torch.dtype) -> bool:
+    """Try an installed package's kernel on a device, once: it may have been built for others. Return whether it runs there.
+
+    Raises:
+        OutOfMemoryError: of the device, which says nothing about the kernel.
+    """
+    tokens = torch.zeros(1, 1, 128, 64, device=device, dtype=dtype)
+    try:
+        run(tokens, tokens, tokens, None, None)
+        wait_for(device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  (packages, and the compilers that they call, raise errors of any kind)
+        log.warning("%s is installed, but fails on %s with %s; another attention kernel is used: %r", package, device, dtype, error)
+        return False
+    return True
+
+
 def _cuda(q: Tensor) -> bool:
     return q.device.type == "cuda"
 
@@ -226,6 +249,16 @@ def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
+def _flash_attn_can(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    there = _plain_half(q, k, mask) and installed("flash_attn") is not None
+    return there and _runs("flash_attn", _flash_attn, q.device, q.dtype)
+
+
+def _sage_can(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    there = _plain_half(q, k, mask) and q.shape[-1] <= 128 and _sage_returns_lse()
+    return there and _runs("sageattention", _sage, q.device, q.dtype)
+
+
 def _cpu_can(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
     return (
         q.device.type == "cpu"
@@ -235,8 +268,8 @@ def _cpu_can(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("flash_attn", _flash_attn, lambda q, k, m: _plain_half(q, k, m) and installed("flash_attn") is not None),
-    Kernel("sage", _sage, lambda q, k, m: _plain_half(q, k, m) and q.shape[-1] <= 128 and _sage_returns_lse(), on_request=True),
+    Kernel("flash_attn", _flash_attn, _flash_attn_can),
+    Kernel("sage", _sage, _sage_can, on_request=True),
     Kernel("flash", _flash, lambda q, k, m: _plain_half(q, k, m) and _torch_can("can_use_flash_attention", q, k, m)),
     Kernel(
         "cudnn",
