@@ -6,6 +6,7 @@ Argument: "fresh" makes new groups for every pair of steps, "once" keeps them th
 import itertools
 from datetime import timedelta
 
+from support import operations
 from support.ranks import finish, report, start
 
 rank, world, (mode,) = start()
@@ -25,11 +26,11 @@ TIMEOUT = timedelta(seconds=20)  # of every group: what waits for a rank that ne
 CPU = torch.device("cpu")
 torch.set_grad_enabled(False)
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))  # large enough to be shared out
 own = [dict(layer._parameters) for layer in model]
 device_mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("ring", "ulysses", "data"))
 vae, picture = torch.nn.Conv2d(1, 1, 3, padding=1), torch.randn(2, 1, 8, 3)
-x = torch.randn(3, 8)
+x = torch.randn(3, 64)
 right, tokens = model(x), torch.randn(2, 12, 4, 8)
 expected = torch.nn.functional.scaled_dot_product_attention(*[tokens.transpose(1, 2)] * 3).transpose(1, 2)
 
@@ -107,16 +108,18 @@ def every_pair(steps):
 
 
 walks = [every_pair(STEPS)] if mode == "once" else [list(pair) for pair in itertools.permutations(STEPS, 2)]
-if True:
-    wrong = []
-    for walk in walks:
-        ranks = Ranks()
-        wrong += [f"{step} in {walk}" for step in walk if not getattr(ranks, step)()]
-        ranks.unload()
-        made = len(ranks.mesh._groups._made)
+wrong, log = [], operations.record()
+for walk in walks:
+    ranks = Ranks()
+    wrong += [f"{step} in {walk}" for step in walk if not getattr(ranks, step)()]
+    ranks.unload()
+    made = len(ranks.mesh._groups._made)
+own_log, logs = log.copy(), [None] * world
+dist.all_gather_object(logs, own_log)
 pair = dist.new_group([0, 1])
 if rank < 2:  # the others do not come, and need not: a mesh of some ranks makes no group
     apart = SequenceMesh(pair)
     wrong += [] if apart.weights is apart.whole else ["weights of some ranks"]
-report(mode=mode, wrong=wrong, groups=made)
+kinds = sorted({entry[2] for entry in own_log if not entry[2].startswith("groups")})
+report(mode=mode, wrong=wrong, groups=made, disagreements=operations.disagreements(logs), kinds=kinds)
 finish()
