@@ -22,6 +22,8 @@ MAX_RANKS = 1024  # that can be asked for
 DEFAULT_STEP_TIMEOUT = 600.0
 CPU_RANKS_PER_CORE = 4  # more than that is a typing error, not a plan
 RANKS_PER_ACCELERATOR = 8  # the same, where ranks share one over gloo
+ONE_CARD = "CP_TEST_ONE_CARD"
+"""Environment variable by which tests have NCCL connect ranks on one GPU: see `launcher.as_host`."""
 _DEVICE = re.compile(r"([a-z]+)(?::(\d{1,3}))?")
 
 
@@ -189,7 +191,8 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
     if not isinstance(devices, str):
         raise bad_value("devices", devices, "a text such as 'cuda:0,cuda:2'", "Leave it empty for the first devices.")
     # Ranks share an accelerator only where `devices` says so: a number alone is more likely a mistake.
-    sharing = bool(devices.strip()) and backend == "gloo" and inventory.type != "cpu"
+    shared_by = ("gloo", "nccl") if os.environ.get(ONE_CARD) == "1" else ("gloo",)
+    sharing = bool(devices.strip()) and backend in shared_by and inventory.type != "cpu"
     limit = inventory.max_ranks * (RANKS_PER_ACCELERATOR if sharing else 1)
     if not is_int(world_size) or not 0 <= world_size <= limit:
         raise bad_value("world_size", world_size, f"0 (choose) to {limit}", _remedy("Lower it", inventory))

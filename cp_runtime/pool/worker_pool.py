@@ -27,7 +27,7 @@ from .collection import Collection, Outcome, Reply, SendCancel
 from .config import RuntimeConfig
 from .failures import death, first_death, missed_deadline, reported_failure, start_advice, unforked
 from .forking import FORK_SERVERS, RankProcess
-from .launcher import child_environment, memory_file
+from .launcher import as_host, child_environment, memory_file
 from .limits import starting
 from .log_pump import LogPump
 from .module_times import ModuleTimes
@@ -114,7 +114,7 @@ class WorkerPool:
             CallCancelled: `cancelled` returned True.
         """
         if self.config.shares_accelerators:
-            log.warning("ranks share an accelerator, over gloo: that is for checking results; one rank alone is faster")
+            log.warning("ranks share an accelerator: that is for checking results; one rank alone is faster")
         began = time.monotonic()
         self.since = time.time()
         self._begin("start")
@@ -269,6 +269,7 @@ class WorkerPool:
     def _spawn(self, deadline: float, cancelled: Callable[[], bool] | None) -> None:
         """Have the ranks forked."""
         environment = child_environment(self.config.device_type, self.world_size)
+        hosts = self.config.shares_accelerators and self.config.backend == "nccl"
         server = FORK_SERVERS.get(self.site, environment)
         self.imports = not server.ready
         self.stage = "importing" if self.imports else "starting processes"
@@ -281,10 +282,9 @@ class WorkerPool:
                     output, written = os.pipe()
                     outputs.callback(os.close, output)
                     read.append(output)
+                    own = environment | as_host(rank) if hosts else environment
                     try:
-                        self.processes.append(
-                            server.start(self._spec(rank, device), environment, self._shared(rank, theirs), written)
-                        )
+                        self.processes.append(server.start(self._spec(rank, device), own, self._shared(rank, theirs), written))
                     finally:
                         os.close(written)
             self._log = LogPump(read)

@@ -40,6 +40,14 @@ def test_ranks_share_an_accelerator_where_devices_says_so():
     assert not resolve(CPU).shares_accelerators
 
 
+def test_nccl_takes_one_card_twice_for_tests_only(monkeypatch):
+    monkeypatch.setenv("CP_TEST_ONE_CARD", "1")
+    config = resolve(DeviceInventory(type="cuda", count=1), devices="cuda:0,cuda:0", backend="nccl")
+    assert (config.devices, config.shares_accelerators) == (("cuda:0", "cuda:0"), True)
+    with pytest.raises(ConfigError, match="each device once"):
+        resolve(devices="cuda:0,cuda:0")
+
+
 def test_equal_inputs_give_equal_configs():
     assert resolve(world_size=2, ulysses_degree=2) == resolve(devices="cuda:0,cuda:1", ring_degree=1)
 

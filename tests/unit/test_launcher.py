@@ -2,18 +2,25 @@
 
 import errno
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 from support.package import ROOT
 from torch._inductor.runtime import cache_dir_utils
 
+from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.errors import PoolError
+from cp_runtime.pool.config import RuntimeConfig
+from cp_runtime.pool.forking import FORK_SERVERS
 from cp_runtime.pool.launcher import child_environment
 from cp_runtime.pool.limits import name_limit, starting
+from cp_runtime.pool.site import WorkerSite
+from cp_runtime.pool.worker_pool import WorkerPool
 
 OPTIONS = """
 import importlib.util, json, sys
@@ -78,6 +85,18 @@ def test_communication_goes_before_computation_unless_the_user_says_otherwise(mo
     assert (child_environment("cuda", 2)[name], name in child_environment("cpu", 2)) == ("1", False)
     monkeypatch.setenv(name, "0")
     assert child_environment("cuda", 2)[name] == "0"
+
+
+@pytest.mark.parametrize(("device", "backend", "hosts"), [("cuda:0", "nccl", 2), ("cuda:0", "gloo", 0), ("cpu", "gloo", 0)])
+def test_ranks_on_one_card_are_computers_of_their_own_to_nccl(device, backend, hosts, monkeypatch):
+    rank = SimpleNamespace(wait_started=lambda _: True, kill=lambda: None, wait=lambda _: True)
+    server = SimpleNamespace(ready=True, start=lambda spec, environment, *_: given.append(environment) or rank)
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(FORK_SERVERS, "get", lambda *_: server)
+    pool = WorkerPool(RuntimeConfig(devices=(device, device), backend=backend, sequence=SequenceSettings()), WorkerSite())
+    pool._spawn(math.inf, None)
+    pool.kill()
+    assert len({environment["NCCL_HOSTID"] for environment in given if "NCCL_HOSTID" in environment}) == hosts
 
 
 def test_what_is_compiled_is_kept_in_the_users_own_folder(monkeypatch):
