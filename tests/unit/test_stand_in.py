@@ -85,6 +85,40 @@ CASES = {
         with ThreadPoolExecutor(1) as threads:
             refused(RuntimeError, "synchronizing", lambda: threads.submit(lambda: card.sum().item()).result())
     """,
+    "pinned memory": """
+        import ctypes, mmap, os
+
+        def resident():
+            ctypes.CDLL(None).malloc_trim(0)
+            return int(open("/proc/self/statm").read().split()[1]) * mmap.PAGESIZE
+
+        before = resident()
+        blocks = [torch.zeros(5 * MB, dtype=torch.uint8, pin_memory=True), torch.ones(2 * MB, 2).T[1].pin_memory()]
+        assert torch.cuda.host_memory_stats() == {
+            "allocated_bytes.current": 24 * MB, "active_bytes.current": 24 * MB, "registered_bytes": 0
+        }  # 8 for 5, 16 for what lies between the first and the last of 2 * 2 numbers
+        assert 24 * MB <= resident() - before < 30 * MB
+        assert blocks[1].sum().item() == 2 * MB and all(block[3:].is_pinned() for block in blocks)
+        del blocks
+        assert resident() - before >= 24 * MB  # /free of a model gives nothing back
+        reused = torch.zeros(6 * MB, dtype=torch.uint8).pin_memory()
+        assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == 24 * MB
+        del reused
+        torch._C._host_emptyCache()
+        assert resident() - before < 6 * MB and not torch.cuda.host_memory_stats()["allocated_bytes.current"]
+
+        before, runtime = resident(), torch.cuda.cudart()
+        exact = torch.frombuffer(mmap.mmap(-1, 5 * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+        assert runtime.cudaHostRegister(exact.data_ptr(), exact.nbytes, 0) == 0 and exact.is_pinned()
+        assert torch.cuda.host_memory_stats()["registered_bytes"] == 5 * MB <= resident() - before < 6 * MB
+        assert runtime.cudaHostRegister(exact.data_ptr() + MB, MB, 0) == 712
+        assert runtime.cudaHostUnregister(exact.data_ptr() + MB) == 713
+        assert runtime.cudaHostUnregister(exact.data_ptr()) == 0 and not exact.is_pinned()
+        (page := mmap.mmap(-1, mmap.PAGESIZE)).write(b"x")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.PROT_READ)
+        assert runtime.cudaHostRegister(address, mmap.PAGESIZE, 0) == 1
+    """,
     "memory": """
         before = torch.cuda.mem_get_info(1)[0]
         block = torch.zeros(MB, dtype=torch.uint8, device="cuda:1")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import Cards, kernels, memory, tensors
+from . import Cards, kernels, memory, pinned, tensors
 
 NAME = "Stand-in card"
 _local = threading.local()
@@ -95,19 +95,6 @@ class Device(contextlib.ContextDecorator):
 
     def __exit__(self, *_: Any) -> None:
         set_device(self._before)
-
-
-class Runtime:
-    """`torch.cuda.cudart()`."""
-
-    class cudaError:
-        success = 0
-
-    def cudaHostRegister(self, *_: Any) -> int:
-        return 0
-
-    def cudaHostUnregister(self, *_: Any) -> int:
-        return 0
 
 
 def index(device: Any = None) -> int:
@@ -215,7 +202,8 @@ def install(cards: Cards) -> None:
         "current_stream": current_stream,
         "default_stream": lambda device=None: default_stream(index(device)),
         "stream": lambda stream: stream or contextlib.nullcontext(),
-        "cudart": Runtime,
+        "cudart": pinned.Runtime,
+        "host_memory_stats": pinned.stats,
         "_sleep": lambda _: None,
         "manual_seed": lambda _: None,
         "manual_seed_all": lambda _: None,
@@ -236,6 +224,7 @@ def install(cards: Cards) -> None:
     backend.can_use_flash_attention = kernels.can_use_flash
     backend.can_use_cudnn_attention = kernels.can_use_cudnn
     backend.can_use_efficient_attention = kernels.can_use_efficient
+    torch._C._host_emptyCache = pinned.empty_cache
     made: Any = torch.Generator
 
     class OfCpu(type):

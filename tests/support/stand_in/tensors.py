@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import groups, kernels, memory
+from . import groups, kernels, memory, pinned
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -41,7 +40,7 @@ EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.zeros.defaul
 waits: Counter[str] = Counter()
 """What made the host wait for a card, and where: `item, folder/file.py: the line`."""
 _raises = False
-_pinned_storages: dict[int, StorageWeakRef] = {}
+_stock_is_pinned: Any = Tensor.is_pinned
 
 
 def set_sync_debug_mode(mode: str | int) -> None:
@@ -130,7 +129,7 @@ def install() -> None:
     def pin_memory(self: Tensor, *_: Any) -> Tensor:
         if isinstance(self, OnCard):
             raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
-        return self if _is_pinned(self) else _pinned(self.clone())
+        return self if _is_pinned(self) else pinned.pinned(self)
 
     def put_data(self: Tensor, value: Tensor) -> None:
         if isinstance(self, OnCard) or isinstance(value, OnCard):
@@ -156,20 +155,10 @@ def install() -> None:
     Everywhere().__enter__()
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    """Note that a tensor's memory is pinned."""
-    for number in [number for number, kept in _pinned_storages.items() if kept.expired()]:
-        del _pinned_storages[number]
-    storage = tensor.untyped_storage()
-    _pinned_storages[storage._cdata] = StorageWeakRef(storage)
-    return tensor
-
-
 def _is_pinned(tensor: Tensor) -> bool:
-    if isinstance(tensor, OnCard):
-        return False
-    kept = _pinned_storages.get(tensor.untyped_storage()._cdata)
-    return kept is not None and not kept.expired()
+    if _foreign([type(tensor)]):
+        return _stock_is_pinned(tensor)
+    return tensor.device.type == "cpu" and pinned.is_pinned(tensor)
 
 
 def _in_thread() -> None:
@@ -189,7 +178,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     device = _asked_for(func, args, kwargs)
     if not theirs and (device is None or device.type != "cuda"):
         if kwargs.get("pin_memory"):
-            return _pinned(func(*args, **{**kwargs, "pin_memory": False}))
+            return pinned.pinned(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)
     if theirs and torch.is_inference_mode_enabled() and not all(tensor.is_inference() for tensor in theirs):
         with torch.inference_mode(False), torch.no_grad():  # a view of a tensor from before is none of inference mode
