@@ -7,9 +7,12 @@ With --check nothing is written, and the exit status says whether the file is cu
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import sys
+from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -31,10 +34,12 @@ class, over ComfyUI's own forward, checked against ComfyUI {version}. A class th
 device (`on_unsupported`).
 
 *Streams* are the token sequences that are split over ranks; a family without any shares the batch axis only: CFG halves, batch
-items, areas. Every family has the batch axis. *Residuals* are those of ControlNets that the family's forward adds. *Cases* are
-calls of the forward that `tests/gloo/test_families.py` compares with the stock forward in one process, at 2 ranks (Ulysses), 3
-ranks (ring) and, where the batch divides, 2 x 2 (batch x Ulysses); {total} in all. `tests/server/test_families.py` samples
-{served} graphs of them on a real server at 2 and 3 ranks, with and without CFG.
+items, areas. Every family has the batch axis. *Residuals* are those of ControlNets that the family's forward adds.
+
+*Cases* are calls of the forward, {total} in all. `tests/gloo/test_families.py` compares them with the stock forward in one process:
+{modes}.
+`tests/server/test_families.py` samples {served} graphs of these models on a real server, each once, with {world} ranks, CFG {cfg:g}
+and a batch of {batch}; models that refuse batches ({single}) get one item.
 
 | Family | Class | Streams | Residuals | Cases | What they cover |
 |---|---|---|---|---|---|
@@ -96,14 +101,30 @@ def row(plan: FamilyPlan) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
+def tests_in(folder: str) -> ModuleType:
+    """The tests of all families in a folder of `tests`, which hold what they run."""
+    spec = importlib.util.spec_from_file_location(f"{folder}_families", ROOT / "tests" / folder / "test_families.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def render() -> str:
     plans = sorted(PLANS.values(), key=lambda plan: plan.family.lower())
     files = [file for file in sorted((ROOT / "cp_runtime" / "families").glob("*.py")) if file.name != "__init__.py"]
     lengths = [len(file.read_text().splitlines()) for file in files]
+    compared, sampled = tests_in("gloo"), tests_in("server")
+    modes = Counter(mode for mode, _, _ in compared.CASES)
     head = HEAD.format(
         version=COMFYUI,
-        total=sum(len(families.load(name).CASES) for name in families.NAMES),
-        served=len(families.served()),
+        total=len({(family, case) for _, family, case in compared.CASES}),
+        modes=", ".join(f"{count} with {mode}" for mode, count in modes.items()),
+        served=len(sampled.SERVED),
+        world=sampled.WORLD,
+        **sampled.GUIDED,
+        single=sum(entry.single for _, entry, _ in sampled.SERVED.values()),
     )
     refused = REFUSALS.format(batch=", ".join(plan.family for plan in plans if plan.shares_batch is not None))
     size = SIZE.format(count=len(plans), files=len(files), lines=sum(lengths), median=round(statistics.median(lengths)))

@@ -1,4 +1,4 @@
-"""Links of the documents lead somewhere, also in what the registry ships, which leaves out what .comfyignore names."""
+"""Links of the documents lead somewhere, anchors included, also in what the registry ships (.comfyignore)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-LINK = re.compile(r"\]\(([^)#\s]+)")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LEFT_OUT = tuple(line for line in (CHECKOUT / ".comfyignore").read_text().splitlines() if line and not line.startswith("#"))
 
 
@@ -22,18 +24,39 @@ def documents() -> list[str]:
     return sorted(path.as_posix() for path in paths if not path.parts[0].startswith(".") or path.parts[0] == ".github")
 
 
-@pytest.mark.parametrize("document", documents())
-def test_links(document):
+def anchors(text: str) -> set[str]:
+    """What links into a document may name: its headings, as GitHub makes anchors of them."""
+    found: set[str] = set()
+    for heading in HEADING.findall(FENCED.sub("", text)):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        plain = anchor = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        again = 0
+        while anchor in found:
+            again += 1
+            anchor = f"{plain}-{again}"
+        found.add(anchor)
+    return found
+
+
+def lost_links(text: str, document: str) -> list[str]:
+    """Links of a document, whose text is given, that lead nowhere: to no file, to no heading, or to what is not shipped with it."""
     # The frontend puts the path of this folder before what a help page names, also where the page is in a folder of its node.
     folder = CHECKOUT / "web/docs" if document.startswith("web/docs/") else (CHECKOUT / document).parent
-    missing = []
-    for link in LINK.findall((CHECKOUT / document).read_text()):
+    lost = []
+    for link in LINK.findall(text):
         if "://" in link or link.startswith("mailto:"):
             continue
-        target = (folder / link).resolve()
-        if not target.exists() or (shipped(document) and not shipped(target.relative_to(CHECKOUT).as_posix())):
-            missing.append(link)
-    assert missing == []
+        path, _, anchor = link.partition("#")
+        target = (folder / path).resolve() if path else CHECKOUT / document
+        there = target.exists() and (not shipped(document) or shipped(target.relative_to(CHECKOUT).as_posix()))
+        if not there or (anchor and anchor not in anchors(target.read_text() if path else text)):
+            lost.append(link)
+    return lost
+
+
+@pytest.mark.parametrize("document", documents())
+def test_links(document):
+    assert lost_links((CHECKOUT / document).read_text(), document) == []
 
 
 # `pool/worker.py`, `engine/sharding.split_ranges`, `comfy/ui/patcher.ContextParallelPatcher.clone`, `tests/gloo/test_api.py`
@@ -87,7 +110,9 @@ def test_a_reference_to_code_that_is_not_there_is_noticed():
     assert len(lost_references("`engine/sharding.split` `pool/mirror.py` `engine/mesh.SequenceMesh.axe` `comfy/ui/session`")) == 4
 
 
-def test_a_document_with_a_link_to_what_is_not_shipped_is_noticed():
+def test_a_link_that_leads_nowhere_is_noticed():
     assert shipped("docs/images/panel-idle-dark.png")
     assert not shipped("tests/support/server.py")
-    assert LINK.findall("![a](b.png) [c](d.md#e) [f](https://g)") == ["b.png", "d.md", "https://g"]
+    text = "## A heading, of `two` things: [one](gpu.md)\n## Twice\n## Twice\n[a](#twice-1) [b](#a-heading-of-two-things-one) "
+    lost = ["../tests/support", "images/none.png", "gpu.md#none", "#thrice"]
+    assert lost_links(text + " ".join(f"![c]({link})" for link in lost), "docs/api.md") == lost

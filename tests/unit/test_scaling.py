@@ -17,18 +17,18 @@ spec.loader.exec_module(published)
 @pytest.mark.parametrize("table", published.TABLES, ids=lambda table: table.name)
 def test_published_times_follow_from_one_row(table):
     """Or the table says what the model lacks, and needs to."""
-    middle, _ = published.errors(table)
+    _, worst = published.errors(table)
     if table.missing:
-        assert middle > published.BOUND, "the model does not lack it any more"
+        assert worst > published.BOUND, "the model does not lack it any more"
     else:
-        assert middle <= published.BOUND
+        assert worst <= published.BOUND
 
 
 def test_most_of_the_world_is_covered():
     errors = [abs(each.error) for table in published.TABLES for each in published.replay(table)]
     assert len(errors) >= 35
     assert median(errors) <= 0.09
-    assert sum(bool(table.missing) for table in published.TABLES) <= 3
+    assert sum(published.errors(table)[0] > published.BOUND for table in published.TABLES) <= 4
 
 
 def test_no_split_is_faster_than_its_devices_allow():
@@ -66,4 +66,6 @@ def test_the_page_is_the_one_that_the_model_writes():
     page = (ROOT / "docs" / "scaling.md").read_text()
     for table in published.TABLES:
         for each in published.replay(table):
-            assert f"| {each.row.time:g} | {each.predicted:.3g} | {each.error:+.1%} |" in page, "run benchmarks/scaling.py"
+            lacks = published.lacks(table, each.error)
+            row = f"| {each.row.time:g} | {each.predicted:.3g} | {each.error:+.1%} | {lacks} |"
+            assert row in page, "run benchmarks/scaling.py"
