@@ -212,6 +212,8 @@ class RankGroup:
         with trace_range("cp.weights"):
             if self.size == 1:
                 whole.copy_(part)
+                if whole.device.type != "cpu":  # no collective is there to wait for, and who waits may be on another stream
+                    works.append(torch.get_device_module(whole.device).current_stream(whole.device).record_event())
             else:
                 target, source = self._landing(whole, staged), self._leaving(part)
                 works.append(dist.all_gather_into_tensor(target, source, group=self.group, async_op=True))
