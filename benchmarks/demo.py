@@ -16,6 +16,7 @@ import platform
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,43 @@ sys.path.insert(0, str(ROOT / "tests"))
 import torch
 from support import checkpoints
 from support.graphs import cp_config
+from support.processes import OtherPrograms
 from support.server import ComfyServer
 
 WORKFLOW = ROOT / "workflows" / "api" / "Flux on all GPUs.json"
 TEXT_TOKENS = 256
+LEFT_OVER = 0.95  # of the cores that the ranks need, at least: else other programs have changed what is measured
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A run of the workflow.
+
+    Args:
+        seconds: per step, without the first one.
+        others: cores that other programs used in that time.
+        file: that ComfyUI saved.
+    """
+
+    latent: torch.Tensor
+    seconds: float
+    others: float
+    file: Path
+
+
+def disturbance(others: dict[int, float], cores: int) -> str:
+    """What is to be said where other programs used cores that the ranks needed; empty where they left enough.
+
+    Args:
+        others: cores that they used, by the number of ranks that computed meanwhile.
+    """
+    if all(cores - used >= LEFT_OVER * min(ranks, cores) for ranks, used in others.items()):
+        return ""
+    beside = " and ".join(f"{used:.2f} beside {ranks} rank{'s' if ranks > 1 else ''}" for ranks, used in others.items())
+    return (
+        f"Other programs used {beside} of {cores} cores: this is not the ratio of an idle machine. "
+        "Run it again when nothing else computes."
+    )
 
 
 def prompt(ranks: int, size: int, steps: int) -> dict[str, Any]:
@@ -58,8 +92,8 @@ def prompt(ranks: int, size: int, steps: int) -> dict[str, Any]:
     return {name: graph[name] for name in keep}
 
 
-def sample(server: ComfyServer, ranks: int, size: int, steps: int) -> tuple[torch.Tensor, float, Path]:
-    """Queue the workflow, print its progress, return (latent, seconds per step without the first one, output file)."""
+def sample(server: ComfyServer, ranks: int, size: int, steps: int) -> Sampled:
+    """Queue the workflow and print its progress."""
     label = "1 rank, ComfyUI's own path" if ranks == 1 else f"{ranks} ranks, context parallel"
     print(f"\n{label}:", flush=True)
     began, seen = time.monotonic(), 0
@@ -71,17 +105,19 @@ def sample(server: ComfyServer, ranks: int, size: int, steps: int) -> tuple[torc
     def over() -> bool:
         return any(e.type in ("execution_success", "execution_error") and e.data["prompt_id"] == prompt_id for e in server.events)
 
-    finished = False
+    finished, load, others = False, None, 0.0
     while not finished:
         finished = over()  # before looking at the steps, so that the last one is printed
         for event in progress()[seen:]:
             seen += 1
             print(f"  step {event.data['value']} of {event.data['max']} after {event.time - began:.1f} s", flush=True)
+            load = load or OtherPrograms()
+            others = load.cores()
         time.sleep(0.1)
     result = server.wait(prompt_id, 30).check()
     times = [event.time for event in progress()]
-    name = result.outputs["save"]["latents"][0]["filename"]
-    return server.latent(result), (times[-1] - times[0]) / (len(times) - 1), server.base / "output" / name
+    file = server.base / "output" / result.outputs["save"]["latents"][0]["filename"]
+    return Sampled(server.latent(result), (times[-1] - times[0]) / (len(times) - 1), others, file)
 
 
 def main() -> None:
@@ -106,14 +142,17 @@ def main() -> None:
     print(f"starting ComfyUI; {tokens} tokens per step", flush=True)
     arguments = ["--use-pytorch-cross-attention"]
     with models, ComfyServer(Path(comfyui), models=Path(models.name), args=arguments, env={"OMP_NUM_THREADS": "1"}) as server:
-        one, one_seconds, one_file = sample(server, 1, options.size, options.steps)
-        many, many_seconds, many_file = sample(server, options.ranks, options.size, options.steps)
-        for file in (one_file, many_file):
-            (out / file.name).write_bytes(file.read_bytes())
+        one, many = (sample(server, ranks, options.size, options.steps) for ranks in (1, options.ranks))
+        for run in (one, many):
+            (out / run.file.name).write_bytes(run.file.read_bytes())
         (out / "server.log").write_text(server.log_text())
-    print(f"\n1 rank:  {one_seconds:.2f} s per step\n{options.ranks} ranks: {many_seconds:.2f} s per step")
-    print(f"ratio: {one_seconds / many_seconds:.2f} ({options.ranks} is the limit)")
-    print(f"max |difference| of the latents: {(one - many).abs().max():.1e} (standard deviation {one.std():.2f})")
+    print(f"\n1 rank:  {one.seconds:.2f} s per step\n{options.ranks} ranks: {many.seconds:.2f} s per step")
+    print(f"ratio: {one.seconds / many.seconds:.2f} ({options.ranks} is the limit)")
+    if said := disturbance({1: one.others, options.ranks: many.others}, len(os.sched_getaffinity(0))):
+        print(said)
+    print(
+        f"max |difference| of the latents: {(one.latent - many.latent).abs().max():.1e} (standard deviation {one.latent.std():.2f})"
+    )
     print(f"latents and the server's log: {out}")
     print(f"{time.monotonic() - began:.0f} s in all")
 

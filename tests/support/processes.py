@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -82,6 +83,33 @@ def kill_all(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(*GONE):
             process.kill()
+
+
+class OtherPrograms:
+    """How many cores everything but a process and its descendants uses, from here on. A hypervisor that takes a core away counts.
+
+    Args:
+        pid: of the process; None = this one.
+    """
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._process = psutil.Process(pid)
+        self._began, self._before = time.monotonic(), self._seconds()
+
+    def cores(self) -> float:
+        """The mean since the begin, of the cores that this process may use."""
+        return max(0.0, (self._seconds() - self._before) / (time.monotonic() - self._began))
+
+    def _seconds(self) -> float:
+        """Seconds for which those cores were busy with others, as /proc/stat and the processes count them."""
+        times = psutil.cpu_times(percpu=True)
+        cores = [times[core] for core in os.sched_getaffinity(0)]
+        busy = sum(core.user + core.nice + core.system + core.irq + core.softirq + core.steal for core in cores)
+        for process in [self._process, *self._process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                own = process.cpu_times()  # of children that have ended, too
+                busy -= own.user + own.system + own.children_user + own.children_system
+        return busy
 
 
 def fd_count(pid: int) -> int:

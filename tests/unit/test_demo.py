@@ -1,0 +1,52 @@
+"""`make demo` says where other programs used the cores that it measures on."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+
+import pytest
+from support.package import ROOT
+from support.processes import OtherPrograms
+
+SPIN = "import time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass\n{then}"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "benchmarks" / "demo.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+    sys.path[:] = before
+
+
+def test_what_a_process_and_its_descendants_use_is_not_that_of_others():
+    """One computes in a child that ends, and in itself; the other sleeps."""
+    child = [sys.executable, "-c", SPIN.format(seconds=0.5, then="")]
+    then = f"import subprocess; subprocess.run({child!r}); time.sleep(60)"
+    programs = [[sys.executable, "-c", code] for code in (SPIN.format(seconds=0.5, then=then), "import time; time.sleep(60)")]
+    busy, idle = started = [subprocess.Popen(program) for program in programs]
+    try:
+        of_busy, of_idle = OtherPrograms(busy.pid), OtherPrograms(idle.pid)
+        time.sleep(1.5)
+        for_busy, for_idle = of_busy.cores(), of_idle.cores()
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert for_idle > 0.2
+    assert for_idle - for_busy > 0.2
+
+
+def test_the_demo_says_where_others_used_the_cores(demo):
+    assert demo.disturbance({1: 0.9, 2: 0.05}, 2) == demo.disturbance({1: 0.0, 4: 0.05}, 2) == ""
+    said = demo.disturbance({1: 0.9, 2: 0.8}, 2)
+    assert said.startswith(
+        "Other programs used 0.90 beside 1 rank and 0.80 beside 2 ranks of 2 cores: this is not the ratio of an idle"
+    )
+    assert demo.disturbance({1: 1.2, 2: 0.0}, 2)
