@@ -327,6 +327,7 @@ def overhead() -> float:
     """Seconds that choosing and noting add to a call of a known kind."""
     os.environ.setdefault("COMFYUI_PATH", "")
     from cp_runtime.comfy.ui.choosing import Chooser
+    from cp_runtime.comfy.ui.shortages import Shortages
     from cp_runtime.engine.cost import Rates
     from cp_runtime.engine.measuring import Measured
     from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
@@ -335,7 +336,7 @@ def overhead() -> float:
     measured = Measured((rates,) * 8, (), (0,) * 8)
     made = SimpleNamespace(measured=measured, shares=(), device_names=["x"] * 8, backend="nccl", peer_to_peer=True)
     config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cuda", count=8))
-    chooser: Any = Chooser(made)  # type: ignore[arg-type]
+    chooser: Any = Chooser(made, Shortages())  # type: ignore[arg-type]
     arguments = {"x": torch.zeros(2, 16, 128, 128), "timestep": torch.zeros(2), "context": torch.zeros(2, 512, 64)}
     arguments |= {"transformer_options": {"sample_sigmas": torch.zeros(21)}}
     attentions = [[[1, 4608, 4608, 24, 24, 128, 2], 57]]

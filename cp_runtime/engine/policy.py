@@ -21,7 +21,7 @@ with the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import log2
 from typing import Any
@@ -37,7 +37,6 @@ TRIES = 4  # splits of one kind of call that are measured
 NEARLY = 1.25  # times the best time so far: what another split may be predicted to take and is tried all the same
 HOPELESS = 2.0  # times the best: a split that took longer is not given a second run, which would be a warm one
 DRIFT = 1.05  # a time that is not reached again counts for so much more with every call: machines change
-NEVER = 1e8  # seconds
 LINK = (0.2, 5.0)  # least and most that one run corrects the link by
 
 
@@ -163,11 +162,13 @@ class Known:
         work: of the call.
         default: the split that it runs on where nobody chooses.
         runs: by split.
+        failed: splits that took more memory than there is; they are not taken.
     """
 
     work: CallWork
     default: CallSplit
     runs: dict[CallSplit, Run] = field(default_factory=dict)
+    failed: Set[CallSplit] = field(default=frozenset(), compare=False)
     _predictions: tuple[object, list[tuple[float, CallSplit]]] = field(default=(None, []), compare=False, repr=False)
 
     def note(self, split: CallSplit, run: Run) -> bool:
@@ -181,23 +182,20 @@ class Known:
             self.runs[split] = replace(old, seconds=old.seconds * DRIFT, count=old.count + 1)
         return old is None or old.count == 0
 
-    def fail(self, split: CallSplit) -> None:
-        """A split has failed for lack of memory: it is not taken again."""
-        self.runs[split] = Run(NEVER, NEVER, 0.0)
-
     def choose(self, pool: Pool, fits: Callable[[float], bool]) -> CallSplit:
         """The split for the next run.
 
         Args:
             fits: whether the devices have the memory for this part of a call.
         """
-        best = min(self.runs, key=lambda split: self.runs[split].seconds)
-        for split, run in self.runs.items():  # the first run warms up
-            if run.count == 0 and run.seconds < HOPELESS * self.runs[best].seconds:
+        runs = {split: run for split, run in self.runs.items() if split not in self.failed}
+        best = min(runs, key=lambda split: runs[split].seconds, default=self.default)
+        for split, run in runs.items():  # the first run warms up
+            if run.count == 0 and run.seconds < HOPELESS * runs[best].seconds:
                 return split
-        if len(self.runs) < TRIES:
+        if len(self.runs) < TRIES and runs:
             for seconds, other in self.predictions(pool):
-                if seconds >= NEARLY * self.runs[best].seconds:
+                if seconds >= NEARLY * runs[best].seconds:
                     break
                 if fits(largest_part(self.work, pool, other)):
                     return other
@@ -205,17 +203,17 @@ class Known:
 
     def predictions(self, pool: Pool) -> list[tuple[float, CallSplit]]:
         """Seconds of every split that has not run, the shortest first. Made anew when there is another run to go by."""
-        basis = pool, *((split, run.count > 0) for split, run in self.runs.items())
+        basis = pool, self.failed, *((split, run.count > 0) for split, run in self.runs.items())
         if self._predictions[0] != basis:
             reference = max(self.runs, key=lambda split: (self.runs[split].communication > 0, -self.runs[split].seconds))
-            others = [split for split in candidates(self.work, pool) if split not in self.runs]
+            others = [split for split in candidates(self.work, pool) if split not in self.runs and split not in self.failed]
             made = [(predict(self.work, pool, split, reference, self.runs[reference]), split) for split in others]
             self._predictions = basis, sorted(made, key=lambda pair: pair[0])
         return self._predictions[1]
 
     def alternative(self, pool: Pool, ranks: int) -> tuple[float, bool] | None:
         """(seconds, whether they were measured) with so many ranks at work: of the best split that has run, or else predicted."""
-        ran = [run.seconds for split, run in self.runs.items() if split.at_work == ranks and run.seconds < NEVER]
+        ran = [run.seconds for split, run in self.runs.items() if split.at_work == ranks and split not in self.failed]
         if ran:
             return min(ran), True
         return next(((seconds, False) for seconds, split in self.predictions(pool) if split.at_work == ranks), None)

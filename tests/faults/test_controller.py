@@ -15,13 +15,14 @@ from support.package import load_package
 load_package()
 from cp_runtime.comfy.ui.controller import Controller
 from cp_runtime.comfy.ui.placement import Choice
+from cp_runtime.comfy.ui.shortages import Shortages
 from cp_runtime.comfy.ui.workers import Resident, Workers
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.protocol import MAX_HEADER
 
 config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2)
 controller = Controller()
-workers = controller.workers = Workers(config, controller.changed.set)
+workers = controller.workers = Workers(config, controller.changed.set, Shortages())
 workers.pool.start()
 key = "x" * (MAX_HEADER + 1)  # no message can carry it: an error that is no PoolError
 workers._resident[key] = Resident("x", "u", Choice("whole", ""), asked=("auto", 0.0), call=0.0, device_bytes=0)

@@ -54,7 +54,7 @@ def model_ranks(comfyui_path, shelf):
 def mirror(pool: WorkerPool, path: str, **changes: object) -> str:
     """Ask the ranks to load a model file; what their error says, or nothing."""
     recipe = {"loader": "load_diffusion_model", "path": path, "options": {}, "stamp": list(file_stamp(path)), **changes}
-    body = {"key": f"k{time.monotonic_ns()}", "recipe": recipe, "patches": [], "patches_uuid": "u", "forget": []}
+    body = {"key": f"k{time.monotonic_ns()}", "recipe": recipe, "patches": [], "patches_uuid": "u"}
     try:
         pool.request("load", body, timeout=60)
     except RankError as error:

@@ -42,7 +42,7 @@ def look():
 
 mirrors = Mirrors(torch.device("cpu"), [], LoadProgress(lambda _: None))
 recipe = Recipe("load_diffusion_model", path, {}, file_stamp(path)).as_json()
-header = {"key": "k", "forget": [], "recipe": recipe, "patches": [], "patches_uuid": "none", "placement": "sharded"}
+header = {"key": "k", "recipe": recipe, "patches": [], "patches_uuid": "none", "placement": "sharded"}
 mirrors.load({**header, "device_bytes": 1 << 20}, torch.empty(0, dtype=torch.uint8), BatchMesh(dist.group.WORLD))
 patcher = mirrors.entries["k"].patcher
 keys = comfy.lora.model_lora_keys_unet(patcher.model, {})

@@ -52,7 +52,7 @@ def load(uuid, patches):
     block = torch.empty(packer.nbytes, dtype=torch.uint8)
     packer.write(block)
     recipe = Recipe("load_diffusion_model", checkpoint, {}, file_stamp(checkpoint)).as_json()
-    mirrors.load({"key": "k", "forget": [], "recipe": recipe, "patches": tree, "patches_uuid": uuid}, block)
+    mirrors.load({"key": "k", "recipe": recipe, "patches": tree, "patches_uuid": uuid}, block)
     patcher = mirrors.entries["k"].patcher
     patcher.load_device = META
     for module in patcher.model.modules():  # small, and not in the file: they stay

@@ -67,7 +67,8 @@ def offload(key, options):
     pinned.clear()
     packer = TensorPacker()
     recipe = Recipe("load_diffusion_model", checkpoint, options, file_stamp(checkpoint)).as_json()
-    body = {"key": key, "forget": list(mirrors.entries), "recipe": recipe, "patches": flatten({}, packer.add), "patches_uuid": "u"}
+    mirrors.drop(list(mirrors.entries))
+    body = {"key": key, "recipe": recipe, "patches": flatten({}, packer.add), "patches_uuid": "u"}
     mirrors.load(body, torch.empty(0, dtype=torch.uint8))
     mirror = mirrors.entries[key]
     mirror.patcher.load_device = META

@@ -25,6 +25,7 @@ from cp_runtime.comfy.ui.apply import apply_to_model, without_context_parallel  
 from cp_runtime.comfy.ui.controller import CONTROLLER  # noqa: E402
 from cp_runtime.comfy.ui.journal import CallRecord  # noqa: E402
 from cp_runtime.comfy.ui.residency import free_for_ranks  # noqa: E402
+from cp_runtime.comfy.ui.shortages import Shortages  # noqa: E402
 from cp_runtime.comfy.ui.stock_loads import _drop_from_ranks, watch_stock_loads  # noqa: E402
 from cp_runtime.comfy.ui.timing import recipe_key  # noqa: E402
 from cp_runtime.comfy.ui.workers import Workers  # noqa: E402
@@ -121,7 +122,7 @@ report(step="freed", freed=freed)
 def batches(rooms, inventory=CUDA, **inputs):
     inputs = inputs or {"world_size": len(rooms) or 2}
     parallel.cp_config = RuntimeConfig.resolve(inventory=inventory, **inputs)
-    CONTROLLER.workers = workers = Workers(parallel.cp_config, lambda: None)
+    CONTROLLER.workers = workers = Workers(parallel.cp_config, lambda: None, Shortages())
     workers.pool.alive = True
     if rooms:
         reports = [{"room": room and int(room * one)} for room in rooms]

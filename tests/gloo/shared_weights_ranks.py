@@ -48,7 +48,7 @@ def load(mirrors, path, options, placement, uuid="none", patches=None):
     block = torch.empty(packer.nbytes, dtype=torch.uint8)
     packer.write(block)
     recipe = Recipe("load_diffusion_model", path, options, file_stamp(path)).as_json()
-    header = {"key": "k", "forget": [], "recipe": recipe, "patches": tree, "patches_uuid": uuid, "placement": placement}
+    header = {"key": "k", "recipe": recipe, "patches": tree, "patches_uuid": uuid, "placement": placement}
     return mirrors.load({**header, "device_bytes": DEVICE_BYTES}, block, mesh)
 
 

@@ -41,8 +41,8 @@ def cards(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def card_server(comfyui_path, checkpoints_dir, cards):
-    options = {"args": ["--fp32-unet", "--fp32-vae"], "env": stand_in.environment(cards)}
+def card_server(comfyui_path, checkpoints_dir, cards, faults):
+    options = {"args": ["--fp32-unet", "--fp32-vae"], "env": stand_in.environment(cards) | faults.environment}
     with ComfyServer(comfyui_path, models=checkpoints_dir, cpu=False, **options) as running:
         yield running
 
@@ -125,3 +125,23 @@ def test_every_card_holds_the_model_once_and_gives_it_back(card_server, cards):
     while held(cards)[1] > 1e6:
         assert time.monotonic() < deadline, held(cards)
         time.sleep(0.05)
+
+
+def test_what_ran_out_of_memory_is_remembered_beyond_the_pool_that_it_ended(card_server, faults):
+    """Rank 0 waits for rank 1, so both are killed. The retry and later prompts take less, until the user restarts the workers."""
+    stock = latent(card_server, flux_prompt(seed=3))
+
+    def placement():
+        ours = latent(card_server, flux_prompt(seed=3, cp={}))
+        assert ((ours - stock).abs().max() / stock.std()).item() <= BOUND
+        return card_server.get("/context_parallel/status")["weights"]["flux.safetensors"].partition(":")[0]
+
+    assert placement() == "whole"
+    before = card_server.worker_pids()
+    faults.arm(1, "oom", module=2)
+    assert placement() == "offloaded"  # with few large blocks, sharded ones take no less than whole ones
+    assert not faults.waiting
+    assert not set(before) & set(card_server.worker_pids())
+    assert placement() == "offloaded"
+    card_server.post("/context_parallel/restart")
+    assert placement() == "whole"

@@ -239,3 +239,19 @@ def test_free_lets_go_of_everything(pool_server, whole):
     pool_server.free_workers()
     out, _ = run(pool_server, "sharded")
     same(out, whole["plain"])
+
+
+def test_ranks_drop_a_model_that_comfyui_has_dropped(pool_server):
+    """Also where no other one is loaded: the prompts that follow find theirs on the ranks, one of them for a larger call."""
+
+    def models():
+        return pool_server.get("/context_parallel/status")["models"]
+
+    one, other = (flux_prompt(cp=CP, **settings) for settings in ({}, DEEP))
+    for node in other.values():
+        inputs = node["inputs"]
+        inputs.update({name: [f"other {link[0]}", link[1]] for name, link in inputs.items() if isinstance(link, list)})
+    pool_server.run(one | {f"other {name}": node for name, node in other.items()}).check()
+    assert models() == ["flux.safetensors", "flux_deep.safetensors"]
+    pool_server.run(flux_prompt(cp=CP, width=128)).check()
+    assert models() == ["flux.safetensors"]

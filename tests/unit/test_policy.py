@@ -8,14 +8,19 @@ import random
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from cp_runtime.comfy.ui.choosing import Chooser
+from cp_runtime.comfy.ui.shortages import LIMIT, Shortages
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, Rates, cost
 from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Pool, Run, candidates, largest_part, predict
 from cp_runtime.pool.call_times import CallTimes
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.kept import MAX_ENTRIES, KeptFile, KeptSeconds
 
 GPU = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0, linear=4e14, launch=5e-6)
@@ -157,9 +162,62 @@ def test_a_split_that_ran_out_of_memory_is_not_taken_again():
     split, _, known = settled(work(1024), SLOW)
     assert split.at_work == 1
     assert known.alternative(SLOW, 1) is not None
-    known.fail(split)
+    known.failed = frozenset({split})
     assert known.choose(SLOW, everywhere) != split
     assert known.alternative(SLOW, 1) is None  # the only one on one rank: nobody knows what it would take
+
+
+def chooser(ranks, shortages=None, devices=(0, 1, 2, 3)):
+    """(the chooser of a new pool, config)."""
+    config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cuda", count=8), devices=",".join(f"cuda:{n}" for n in devices))
+    names = {"device_names": ["x"] * ranks.size, "backend": "nccl", "peer_to_peer": True, "world_size": ranks.size}
+    return Chooser(SimpleNamespace(config=config, measured=ranks.measured, shares=(), **names), shortages or Shortages()), config
+
+
+def replies(call, ranks, split):
+    """What the ranks report of a call."""
+    run = took(call, ranks, split)
+    attentions = [[[*vars(shape).values()], count] for shape, count in call.attentions]
+    work = {"items": call.items, "sequence": call.sequence, "attentions": attentions, "operations": call.operations}
+    degrees = {"batch": split.batch, "ring": split.ring, "ulysses": split.ulysses}
+    common = {"work": work, "degrees": degrees, "modules": call.modules, "nbytes": call.result, "prelude": 0.0}
+    spent = {"seconds": run.seconds, "communication": {"seconds": run.communication}}
+    return [{"idle": rank not in split.ranks, **spent, **common} for rank in range(ranks.size)]
+
+
+def called(choose, config, call, ranks, size=64):
+    """Have a call run as it is chosen; returns the choice and its split."""
+    arguments = {"x": torch.zeros(call.items, 16, size, size)}
+    chosen = choose.choose(config, ("model", "forward"), arguments, False, everywhere)
+    split = chosen.split or all_ranks(ranks)
+    choose.note(config, chosen, replies(call, ranks, split), False)
+    return chosen, split
+
+
+def test_the_pool_after_one_that_ran_out_of_memory_knows_the_split(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shortages, call = Shortages(), work(1024)
+    first, config = chooser(SLOW, shortages)
+    for _ in range(6):
+        chosen, split = called(first, config, call, SLOW)
+    assert split.at_work == 1
+    first.failed(chosen)
+    second, _ = chooser(SLOW, shortages)
+    assert called(second, config, call, SLOW)[1].at_work > 1
+    other, others = chooser(SLOW, shortages, devices=(4, 5, 6, 7))
+    assert called(other, others, call, SLOW)[1] == split
+    shortages.forget()  # what is kept on disk does not say it either
+    assert called(chooser(SLOW, shortages)[0], config, call, SLOW)[1] == split
+
+
+def test_what_ran_out_of_memory_is_forgotten_when_there_is_too_much_of_it():
+    shortages = Shortages()
+    for number in range(LIMIT + 1):
+        shortages.note(("cuda:0",), f"model {number}", "whole")
+        shortages.note(("cuda:0",), "model 0", "sharded")
+    assert shortages.of(("cuda:0",), "model 0") == {"whole", "sharded"}
+    assert shortages.of(("cuda:0",), "model 1") == set()
+    assert shortages.of(("cuda:0",), f"model {LIMIT}") == {"whole"}
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------------

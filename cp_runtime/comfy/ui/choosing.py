@@ -14,6 +14,7 @@ from ...nested import tensors
 from ...pool.call_times import CallTimes
 from ...pool.config import RuntimeConfig
 from ...pool.worker_pool import WorkerPool
+from .shortages import Shortages
 
 LEFT_OUT = ("context", "mask", "txt", "text", "llama", "t5", "clip", "embed", "num_tokens", "transformer_options")
 """Parts of the names of arguments whose shapes do not tell kinds of calls apart: text, whose length changes with every prompt and
@@ -38,10 +39,11 @@ class Chooser:
 
     Args:
         pool: whose ranks are ready.
+        shortages: what ranks ran out of memory with, in this pool or one before.
     """
 
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: WorkerPool, shortages: Shortages) -> None:
+        self._pool, self._shortages = pool, shortages
         self._times: CallTimes | None = None
 
     def choose(
@@ -66,6 +68,7 @@ class Chooser:
         known = self.times.get(name)
         if known is None or not known.runs:
             return Chosen(name, None)
+        known.failed = self._shortages.of(config.devices, name)
         split = known.choose(self._ranks(config, shared), fits)
         return Chosen(name, None if split == known.default else split)
 
@@ -91,9 +94,8 @@ class Chooser:
 
     def failed(self, chosen: Chosen) -> None:
         """A call ran out of memory as it was to run. It runs otherwise the next time, unless nobody chose."""
-        known = self.times.get(chosen.kind)
-        if known is not None and chosen.split is not None:
-            known.fail(chosen.split)
+        if chosen.split is not None:
+            self._shortages.note(self._pool.config.devices, chosen.kind, chosen.split)
 
     @property
     def times(self) -> CallTimes:

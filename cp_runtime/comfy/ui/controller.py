@@ -18,6 +18,7 @@ from ...pool.config import RuntimeConfig
 from ...pool.worker_pool import CallCancelled
 from .journal import CallRecord, Failure, Journal, Node
 from .residency import free_for_ranks
+from .shortages import Shortages
 from .target import Target
 from .workers import DenoiseCall, Workers
 
@@ -46,6 +47,7 @@ class Controller:
         self.node: Node | None = None
         self.changed = threading.Event()
         self._lock = threading.RLock()
+        self._shortages = Shortages()
         self._owners: Counter[str] = Counter()
         self._forgotten: deque[str] = deque()
         self._restarting: Future[bool] | None = None
@@ -200,7 +202,7 @@ class Controller:
         """
         workers = self.workers
         if workers is not None:
-            workers.use_less_memory(config, target)
+            workers.use_less_memory(target)
         while workers is not None and workers.keys:  # none, where the pool failed
             self._unload(workers, workers.keys[0])
         free_for_ranks(config.devices)
@@ -219,9 +221,10 @@ class Controller:
         workers = self.workers
         if workers is None or not workers.serves(config):
             workers = self._start(config, cancelled)
+        workers.drop(self._take_forgotten(target.key), cancelled)
         if not workers.has(config, target):
             choice = workers.place(config, target, cancelled)
-            workers.load(config, target, choice, self._take_forgotten(target.key), cancelled)
+            workers.load(config, target, choice, cancelled)
         return workers
 
     def _start(self, config: RuntimeConfig, cancelled: Callable[[], bool] | None = None) -> Workers:
@@ -229,7 +232,8 @@ class Controller:
         if self._closing:
             raise PoolError("ComfyUI is shutting down")
         log.info("starting %d ranks on %s", config.world_size, ", ".join(config.devices))
-        workers = self.workers = Workers(config, self.changed.set)  # visible while they start, so that they can be aborted
+        # Visible while they start, so that they can be aborted.
+        workers = self.workers = Workers(config, self.changed.set, self._shortages)
         self.changed.set()
         workers.start(cancelled)
         return workers
@@ -256,6 +260,7 @@ class Controller:
         try:
             if self.workers is workers:  # else the next prompt was faster
                 self.node = None  # no node waits for them
+                self._shortages.forget()
                 with self._noted():
                     self._start(workers.pool.config)
                 self.journal.last_error = None

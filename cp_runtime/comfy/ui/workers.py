@@ -31,6 +31,7 @@ from .choosing import Chooser
 from .journal import CallRecord, Failure, Node
 from .node_patches import PatchSet
 from .placement import GB, Choice, choose, next_smaller
+from .shortages import Shortages
 from .site import worker_site
 from .target import Target, verify
 
@@ -107,6 +108,7 @@ class Workers:
     Args:
         config: of the pool.
         on_change: called when the status has changed.
+        shortages: what ranks ran out of memory with, in this pool or one before.
 
     Attributes:
         last_call: None before the first one.
@@ -114,7 +116,7 @@ class Workers:
         comparing: a call runs once more, on one device.
     """
 
-    def __init__(self, config: RuntimeConfig, on_change: Callable[[], None]) -> None:
+    def __init__(self, config: RuntimeConfig, on_change: Callable[[], None], shortages: Shortages) -> None:
         self.pool = WorkerPool(config, worker_site())
         self.last_call: CallRecord | None = None
         self.failure: Failure | None = None
@@ -124,8 +126,7 @@ class Workers:
         self._model = ""  # name of the one that the last load or call was about
         self._resident: dict[str, Resident] = {}  # by key
         self._warm: dict[str, set[int]] = {}  # models, and the ranks whose devices hold their weights
-        self._chooser = Chooser(self.pool)
-        self._at_least: dict[str, str] = {}  # placements of models with which a rank ran out of memory otherwise
+        self._shortages, self._chooser = shortages, Chooser(self.pool, shortages)
         self._networks: set[str] = set()
         self._unused: deque[str] = deque()  # networks that are gone from this process
         self._left: set[str] = set()  # kinds of blocks that are not compiled, which the log says
@@ -208,19 +209,17 @@ class Workers:
             return choose(config, target.demand, None)
         room = config.memory_per_rank * GB or self._available(cancelled)
         resident = self.resident(target.key)
-        known = [self._at_least.get(target.key, WHOLE)]
+        tried = self._shortages.of(config.devices, target.key)
+        known = [next_smaller(target.demand, each, config.world_size) or each for each in tried]
         if resident is not None and resident.asked == _asked(config):
             known.append(resident.choice.placement)  # for a larger call
-        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index))
+        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE))
 
-    def use_less_memory(self, config: RuntimeConfig, target: Target) -> None:
+    def use_less_memory(self, target: Target) -> None:
         """A rank ran out of memory: a model that may be kept in a smaller way is, from its next load on."""
         resident = self._resident.get(target.key)
-        if resident is None or config.weights != "auto" or config.device_type == "cpu":
-            return
-        smaller = next_smaller(target.demand, resident.choice.placement, config.world_size)
-        if smaller is not None:
-            self._at_least[target.key] = smaller
+        if resident is not None:
+            self._shortages.note(self.pool.config.devices, target.key, resident.choice.placement)
 
     def _available(self, cancelled: Callable[[], bool]) -> int | None:
         replies = self.pool.request("available", {}, timeout=load_timeout(), cancelled=cancelled)
@@ -234,14 +233,19 @@ class Workers:
             return None
         return min(known) * len(set(devices)) // len(devices)  # ranks that share a device count its memory each
 
-    def load(
-        self, config: RuntimeConfig, target: Target, choice: Choice, forget: Collection[str], cancelled: Callable[[], bool]
-    ) -> None:
+    def drop(self, forgotten: Collection[str], cancelled: Callable[[], bool]) -> None:
+        """Have the ranks drop models that this process no longer has, by their keys, and networks of patches that are gone."""
+        gone = [self._unused.popleft() for _ in range(len(self._unused))]
+        self._networks.difference_update(gone)
+        gone += [key for key in forgotten if self._resident.pop(key, None) is not None]
+        if gone:
+            self.pool.request("drop", {"keys": gone}, timeout=load_timeout(), cancelled=cancelled)
+
+    def load(self, config: RuntimeConfig, target: Target, choice: Choice, cancelled: Callable[[], bool]) -> None:
         """Make the ranks' model equal to `target`.
 
         Args:
             choice: where they keep its weights.
-            forget: keys of models that this process no longer has; the ranks drop them.
 
         Raises:
             MirrorError: a rank's model is not the UI's.
@@ -262,7 +266,6 @@ class Workers:
             "patches_uuid": target.patches_uuid,
             "placement": choice.placement,
             "device_bytes": target.demand.on_device(choice.placement, self.pool.world_size),
-            "forget": [key for key in forget if self._resident.pop(key, None) is not None],
         }
         name = self._model = name_of(target.recipe.path, self.pool.site.arguments["model_folders"])
         self._on_change()
@@ -283,11 +286,7 @@ class Workers:
         )
 
     def attach_networks(self, networks: Mapping[str, nn.Module], cancelled: Callable[[], bool]) -> None:
-        """Send the networks that patches of a call refer to, by key, each once; have the ranks drop those that are gone."""
-        gone = [self._unused.popleft() for _ in range(len(self._unused))]
-        if gone:
-            self.pool.request("detach_networks", {"keys": gone}, timeout=load_timeout(), cancelled=cancelled)
-            self._networks.difference_update(gone)
+        """Send the networks that patches of a call refer to, by key, each once."""
         for key in networks.keys() - self._networks:
             packer = TensorPacker()
             body = {"key": key, "network": flatten(encode_module(networks[key]), packer.add)}

@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -144,13 +144,8 @@ class Mirrors:
         """
         began = time.perf_counter()
         key, placement = header["key"], header.get("placement", WHOLE)
-        gone = list(header["forget"])
         if key in self.entries and self.entries[key].placement != placement:
-            gone.append(key)
-        for name in gone:
-            self._drop(name)
-        if gone:
-            _free_dropped()
+            self.drop([key])
         mirror = self.entries.get(key)
         if mirror is None:
             path, ranks = header["recipe"]["path"], None if placement == WHOLE or mesh is None else mesh.sequence().weights
@@ -277,9 +272,10 @@ class Mirrors:
         tree = unflatten(header["network"], lambda leaf: read_tensor(block, leaf).clone())
         attach_network(header["key"], tree, self.device)
 
-    def detach_networks(self, keys: list[str]) -> None:
-        """Drop networks of patches that are gone."""
+    def drop(self, keys: Iterable[str]) -> None:
+        """Drop models and networks of patches that are gone."""
         for key in keys:
+            self._drop(key)
             self._drop_network(key)
         _free_dropped()
 

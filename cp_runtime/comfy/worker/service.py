@@ -54,7 +54,7 @@ class ModelService:
         return {
             "load": self._load,
             "attach_network": self._attach_network,
-            "detach_networks": self._detach_networks,
+            "drop": self._drop,
             "call": self._call,
             "unload": self._unload,
             "available": self._available,
@@ -68,8 +68,8 @@ class ModelService:
         self._mirrors.attach_network(header, block)
         return {}
 
-    def _detach_networks(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
-        self._mirrors.detach_networks(header["keys"])
+    def _drop(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
+        self._mirrors.drop(header["keys"])
         return {}
 
     def _unload(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
