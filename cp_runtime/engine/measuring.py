@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, pairwise
@@ -22,6 +22,8 @@ from .sharding import Shares
 
 PAIRED = 16  # ranks of which every pair is measured; more would take too long
 SAME_SPEED = 0.1  # devices of different names that differ by less than this count as equal
+SLOWER = 2.0  # times as long: a link has become slower, and no rank was merely late
+ENOUGH, LONG = 0.02, 1.0  # seconds that a link is measured, and at most where it becomes slower
 STEPS = 4  # shares are multiples of this part of the slowest rank's
 
 
@@ -101,7 +103,7 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
         name: of the kind of device.
     """
     whole, ranks = mesh.whole, mesh.size
-    cpu = device.type == "cpu"
+    cpu, place = device.type == "cpu", torch.device("cpu") if whole.via_host else device
     tokens, elements = (256, 1 << 18) if cpu else (4096, 1 << 22)
     dtype = torch.float32 if cpu else torch.bfloat16
     qkv = torch.randn(3, 1, 4, tokens, 64, device=device).to(dtype)
@@ -113,29 +115,44 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
         for _ in range(16):
             block.clone()
 
-    def link(members: Sequence[int]) -> tuple[float, float]:
+    def best(run: Callable[[], object]) -> float:
+        return min(_times(run, device, delay))
+
+    def lasting(run: Callable[[], object]) -> float:
+        """Seconds in the long run: a link may take a burst at once. All ranks go on alike."""
+        found: list[float] = []
+        began = time.perf_counter()
+        while True:
+            own = torch.tensor([*_times(run, device, delay), time.perf_counter() - began], device=place)
+            *times, spent = whole.largest(own).tolist()
+            found += times
+            seconds, slower = in_the_long_run(found)
+            if spent >= (LONG if slower else ENOUGH):
+                return seconds
+
+    def link(members: Sequence[int], seconds: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
         def send(count: int) -> Callable[[], object]:
             counts = [count if rank in members and whole.rank in members else 0 for rank in range(ranks)]
             send, received = (torch.zeros(sum(counts), dtype=dtype, device=device) for _ in range(2))
             return lambda: whole.all_to_all(send, counts, received, counts).wait()
 
-        latency = _seconds(send(1), device, delay)
-        sending = max(_seconds(send(elements), device, delay) - latency, 1e-9)  # latency may be most of it
+        latency = best(send(1))
+        sending = max(seconds(send(elements)) - latency, 1e-9)  # latency may be most of it
         return latency, elements * (len(members) - 1) * dtype.itemsize / sending
 
-    latency, bandwidth = link(range(ranks))
+    latency, bandwidth = link(range(ranks), lasting)
     pairs = [*combinations(range(ranks), 2)] if 2 < ranks <= PAIRED else []
-    links = [link(pair) for pair in pairs]
+    links = [link(pair, best) for pair in pairs]
     rates = (
         latency,
         bandwidth,
-        4 * 4 * tokens**2 * 64 / _seconds(lambda: attend_with_lse(*qkv), device, delay),
-        2 * block.nbytes / _seconds(block.clone, device, delay),
+        4 * 4 * tokens**2 * 64 / best(lambda: attend_with_lse(*qkv)),
+        2 * block.nbytes / best(block.clone),
         0.0 if cpu or whole.via_host else 1.0,  # staging waits for the device
-        2 * side**3 / _seconds(lambda: matrix @ matrix, device, delay),
+        2 * side**3 / best(lambda: matrix @ matrix),
         _launch(device),
     )
-    table = _of_all([*rates, float(zlib.crc32(name.encode())), *(number for link in links for number in link)], whole, device)
+    table = _of_all([*rates, float(zlib.crc32(name.encode())), *(number for link in links for number in link)], whole, place)
     mesh.stats.reset()
     each = tuple(Rates(*row[: len(rates)]) for row in table)
     found = []
@@ -145,8 +162,8 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
     return Measured(each, tuple(found), tuple(int(row[len(rates)]) for row in table))
 
 
-def _of_all(numbers: list[float], whole: RankGroup, device: torch.device) -> list[list[float]]:
-    own = torch.tensor([numbers], dtype=torch.float64, device="cpu" if whole.via_host else device)
+def _of_all(numbers: list[float], whole: RankGroup, place: torch.device) -> list[list[float]]:
+    own = torch.tensor([numbers], dtype=torch.float64, device=place)
     table: list[list[float]] = whole.all_gather([own], [1] * whole.size, 0)[0].tolist()
     return table
 
@@ -165,8 +182,17 @@ def _launch(device: torch.device) -> float:
     return best
 
 
-def _seconds(run: Callable[[], object], device: torch.device, delay: Callable[[], object]) -> float:
-    """The best of a few runs, after one to warm up; on the clock of the device where it has one, without what the host launches.
+def in_the_long_run(times: Iterable[float]) -> tuple[float, bool]:
+    """(the best of a run's times since it became slower, whether it became so with the last one)."""
+    best, slower = math.inf, False
+    for each in times:
+        slower = each > SLOWER * best
+        best = each if slower else min(each, best)
+    return best, slower
+
+
+def _times(run: Callable[[], object], device: torch.device, delay: Callable[[], object]) -> list[float]:
+    """Seconds of a few runs, after one to warm up; on the clock of the device where it has one, without what the host launches.
 
     Args:
         delay: keeps the device at work until the host has launched the runs.
@@ -178,7 +204,7 @@ def _seconds(run: Callable[[], object], device: torch.device, delay: Callable[[]
             began = time.perf_counter()
             run()
             times.append(time.perf_counter() - began)
-        return max(min(times), 1e-9)
+        return [max(seconds, 1e-9) for seconds in times]
     wait_for(device)
     marks = [torch.get_device_module(device).Event(enable_timing=True) for _ in range(4)]
     delay()
@@ -187,4 +213,4 @@ def _seconds(run: Callable[[], object], device: torch.device, delay: Callable[[]
         run()
         mark.record()
     marks[-1].synchronize()
-    return max(min(float(start.elapsed_time(end)) for start, end in pairwise(marks)) / 1e3, 1e-9)
+    return [max(float(start.elapsed_time(end)) / 1e3, 1e-9) for start, end in pairwise(marks)]

@@ -13,7 +13,7 @@ split s0 (`Run`), the rates that the ranks measured when they started, and the c
 | `F` | what fewer tokens do not lessen: `launch` x `LAUNCHES` per planned module, but no more than s0 took beyond matrix products |
 | `W` | what else s0 computed, over load(s0) |
 | `a` | 1, or less where s0 computed for a shorter time than its attentions should have taken |
-| `k` | what s0 communicated over what it should have: the link as this call uses it |
+| `k` | what s0 communicated over what it should have: the link as this call uses it; if s0 is one rank, as other calls did |
 
 Whoever chooses has the same numbers for all ranks, so that nobody has to ask: the owner of a pool does it, and tells every rank
 with the call.
@@ -36,8 +36,9 @@ LAUNCHES = 30  # operations per planned module
 TRIES = 4  # splits of one kind of call that are measured
 NEARLY = 1.25  # times the best time so far: what another split may be predicted to take and is tried all the same
 HOPELESS = 2.0  # times the best: a split that took longer is not given a second run, which would be a warm one
+WARM_UP = 2.0  # seconds that connections take at most, which a first run makes
 DRIFT = 1.05  # a time that is not reached again counts for so much more with every call: machines change
-LINK = (0.2, 5.0)  # least and most that one run corrects the link by
+LINK = 0.2  # least that a run corrects the link by
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,12 @@ class Run:
     communication: float
     count: int = 1
 
+    @property
+    def warm(self) -> Run:
+        """What the same takes at best without making connections."""
+        spared = 0.0 if self.count else min(WARM_UP, self.communication)
+        return replace(self, seconds=self.seconds - spared, communication=self.communication - spared)
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -123,12 +130,14 @@ class Pool:
         shares: of all ranks.
         settings: of the sequence axes; its degrees are open.
         all_take_part: every rank keeps a part of the weights.
+        link: what communication takes over what was measured, as calls have shown; for those that do not show it themselves.
     """
 
     measured: Measured
     shares: Shares
     settings: SequenceSettings
     all_take_part: bool = False
+    link: float = 1.0
 
     @property
     def size(self) -> int:
@@ -190,6 +199,9 @@ class Known:
         """
         runs = {split: run for split, run in self.runs.items() if split not in self.failed}
         best = min(runs, key=lambda split: runs[split].seconds, default=self.default)
+        for seconds, other in self.predictions(pool) if runs else ():
+            if other.at_work == 1 and runs[best].warm.seconds >= HOPELESS * seconds and fits(largest_part(self.work, pool, other)):
+                return other
         for split, run in runs.items():  # the first run warms up
             if run.count == 0 and run.seconds < HOPELESS * runs[best].seconds:
                 return split
@@ -205,11 +217,15 @@ class Known:
         """Seconds of every split that has not run, the shortest first. Made anew when there is another run to go by."""
         basis = pool, self.failed, *((split, run.count > 0) for split, run in self.runs.items())
         if self._predictions[0] != basis:
-            reference = max(self.runs, key=lambda split: (self.runs[split].communication > 0, -self.runs[split].seconds))
             others = [split for split in candidates(self.work, pool) if split not in self.runs and split not in self.failed]
-            made = [(predict(self.work, pool, split, reference, self.runs[reference]), split) for split in others]
+            made = [(self.predict(pool, split), split) for split in others]
             self._predictions = basis, sorted(made, key=lambda pair: pair[0])
         return self._predictions[1]
+
+    def predict(self, pool: Pool, split: CallSplit, size: float = 1.0) -> float:
+        """Seconds on a split, by what is known of others. See `predict`."""
+        reference = max(self.runs, key=lambda split: (self.runs[split].communication > 0, -self.runs[split].seconds))
+        return predict(self.work, pool, split, reference, self.runs[reference], size)
 
     def alternative(self, pool: Pool, ranks: int) -> tuple[float, bool] | None:
         """(seconds, whether they were measured) with so many ranks at work: of the best split that has run, or else predicted."""
@@ -246,16 +262,35 @@ def largest_part(work: CallWork, pool: Pool, split: CallSplit) -> float:
     return max(count / work.items * max(own) / sum(own) for count, own in zip(items, weights, strict=True))
 
 
-def predict(work: CallWork, pool: Pool, split: CallSplit, reference: CallSplit, run: Run) -> float:
-    """Seconds of a call on a split, given what it took on another one."""
-    load, attention, communication = _parts(work, pool, split)
+def predict(work: CallWork, pool: Pool, split: CallSplit, reference: CallSplit, run: Run, size: float = 1.0) -> float:
+    """Seconds of a call on a split, given what it took on another one.
+
+    Args:
+        size: predict a call with so many times the tokens of the one that ran.
+    """
+    load, attention, communication = _parts(resized(work, size), pool, split)
     load_0, attention_0, communication_0 = _parts(work, pool, reference)
     scale = min(1.0, run.compute / attention_0) if attention_0 else 1.0
     rates = pool.measured.of(reference.ranks)
     rest = max(0.0, run.compute - scale * attention_0)
     fixed = min(max(0.0, rest - work.items * work.operations * load_0 / rates.linear), LAUNCHES * work.modules * rates.launch)
-    link = min(max(run.communication / communication_0, LINK[0]), LINK[1]) if communication_0 else 1.0
-    return (rest - fixed) * load / load_0 + fixed + scale * attention + link * communication
+    link = _link(run, communication_0) or pool.link
+    return (rest - fixed) * size * load / load_0 + fixed + scale * attention + link * communication
+
+
+def link_of(work: CallWork, pool: Pool, split: CallSplit, run: Run) -> float | None:
+    """What a run's communication took over what it should have; None where it sent nothing."""
+    return _link(run, _parts(work, pool, split)[2])
+
+
+def resized(work: CallWork, size: float) -> CallWork:
+    """A call with so many times the tokens."""
+    shapes = [(replace(s, queries=round(s.queries * size), keys=round(s.keys * size)), count) for s, count in work.attentions]
+    return replace(work, attentions=tuple(shapes), operations=work.operations * size, result=round(work.result * size))
+
+
+def _link(run: Run, communication: float) -> float | None:
+    return max(run.warm.communication / communication, LINK) if communication else None
 
 
 def _parts(work: CallWork, pool: Pool, split: CallSplit) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ from support.devices import SlowDevice
 from cp_runtime.engine.collectives import CommStats
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates, choose, cost
-from cp_runtime.engine.measuring import Measured, measure
+from cp_runtime.engine.measuring import Measured, in_the_long_run, measure
 from cp_runtime.engine.mesh import factors
 
 FAST = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0)  # NVLink and a big GPU
@@ -101,11 +101,18 @@ def test_rates_of_a_device_are_timed_by_it_and_nothing_hides_behind_staging(monk
         return SimpleNamespace(wait=lambda: None)
 
     gathered = lambda tensors, lengths, dim: [tensors[0].expand(2, -1)]  # noqa: E731
-    whole = SimpleNamespace(all_to_all=all_to_all, via_host=True, rank=0, size=2, all_gather=gathered)
+    whole = SimpleNamespace(all_to_all=all_to_all, via_host=True, rank=0, size=2, all_gather=gathered, largest=lambda own: own)
     rates = measure(SimpleNamespace(whole=whole, size=2, stats=CommStats()), torch.device("meta")).each[1]
     assert rates.latency == pytest.approx(0.001)
     assert rates.flops == pytest.approx(4 * 4 * 4096**2 * 64 / 0.002)
     assert rates.overlap == 0.0
+
+
+def test_a_link_is_measured_beyond_a_burst():
+    """Some sends are fast, the next ones slow and about equal. A rank that is late once is no slower link."""
+    assert in_the_long_run([0.01, 0.011, 0.05]) == (0.05, True)
+    assert in_the_long_run([0.01, 0.011, 0.05, 0.01, 0.011, 0.01]) == (0.01, False)
+    assert in_the_long_run([0.01, 0.011, 0.5, 0.4, 0.45, 0.5]) == (0.4, False)
 
 
 def machine(*speeds, pairs=(), devices=(), **link):

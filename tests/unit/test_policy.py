@@ -174,9 +174,9 @@ def chooser(ranks, shortages=None, devices=(0, 1, 2, 3)):
     return Chooser(SimpleNamespace(config=config, measured=ranks.measured, shares=(), **names), shortages or Shortages()), config
 
 
-def replies(call, ranks, split):
+def replies(call, ranks, split, **machine):
     """What the ranks report of a call."""
-    run = took(call, ranks, split)
+    run = took(call, ranks, split, **machine)
     attentions = [[[*vars(shape).values()], count] for shape, count in call.attentions]
     work = {"items": call.items, "sequence": call.sequence, "attentions": attentions, "operations": call.operations}
     degrees = {"batch": split.batch, "ring": split.ring, "ulysses": split.ulysses}
@@ -185,12 +185,12 @@ def replies(call, ranks, split):
     return [{"idle": rank not in split.ranks, **spent, **common} for rank in range(ranks.size)]
 
 
-def called(choose, config, call, ranks, size=64):
+def called(choose, config, call, ranks, size=64, **machine):
     """Have a call run as it is chosen; returns the choice and its split."""
     arguments = {"x": torch.zeros(call.items, 16, size, size)}
     chosen = choose.choose(config, ("model", "forward"), arguments, False, everywhere)
     split = chosen.split or all_ranks(ranks)
-    choose.note(config, chosen, replies(call, ranks, split), False)
+    choose.note(config, chosen, replies(call, ranks, split, **machine), False)
     return chosen, split
 
 
@@ -218,6 +218,53 @@ def test_what_ran_out_of_memory_is_forgotten_when_there_is_too_much_of_it():
     assert shortages.of(("cuda:0",), "model 0") == {"whole", "sharded"}
     assert shortages.of(("cuda:0",), "model 1") == set()
     assert shortages.of(("cuda:0",), f"model {LIMIT}") == {"whole"}
+
+
+LOOPBACK = {"bandwidth": 1e9, "latency": 1e-4, "overlap": 0.0}
+CPU = replace(GPU, flops=2e11, linear=2e11, **LOOPBACK)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_after_a_call_far_slower_than_one_device_should_take_the_next_runs_there(size):
+    """A link that is two hundred times slower than it measured; also where two of four ranks should do better than one."""
+    ranks, call = pool(size, rates=CPU), work(4352, parameters=3e8)
+    alone = CallSplit((0,), 1, 1, 1)
+    expected, known = took(call, ranks, alone), Known(call, all_ranks(ranks))
+    known.note(all_ranks(ranks), took(call, ranks, all_ranks(ranks), link=200.0))
+    assert known.runs[all_ranks(ranks)].seconds > 3 * expected.seconds > 6
+    assert known.choose(ranks, lambda part: part < 1) != alone  # for which there is no memory
+    for _ in range(8):
+        assert known.choose(ranks, everywhere) == alone
+        known.note(alone, expected)
+
+
+def test_a_first_run_that_makes_connections_is_not_held_against_its_split():
+    known, split = Known(work(), all_ranks(FAST)), all_ranks(FAST)
+    run = took(work(), FAST, split)
+    assert run.seconds < 0.5
+    known.note(split, replace(run, seconds=run.seconds + 1.5, communication=run.communication + 1.5))
+    assert known.choose(FAST, everywhere) == split
+
+
+def test_what_calls_show_about_the_link_goes_into_every_prediction():
+    slow, call = replace(SLOW, link=10.0), work(16384)
+    one, two = CallSplit((0,), 1, 1, 1), CallSplit((0, 1), 1, 1, 2)
+    alone = took(call, SLOW, one)
+    told, untold = (predict(call, ranks, two, one, alone) for ranks in (slow, SLOW))
+    communication = took(call, SLOW, two).communication
+    assert told - untold == pytest.approx(9 * communication)
+    run = took(call, SLOW, two, link=2.0)  # a call that has been sending knows it better
+    assert predict(call, slow, all_ranks(SLOW), two, run) == pytest.approx(predict(call, SLOW, all_ranks(SLOW), two, run))
+
+
+def test_other_sizes_and_kinds_hear_what_one_call_showed_about_the_link(tmp_path, monkeypatch):
+    """Its first call, on all ranks, took three times as long as one device would: no other one does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ranks = pool(2, rates=CPU)
+    choose, config = chooser(ranks, devices=(0, 1))
+    assert [called(choose, config, work(4352, parameters=3e8), ranks, 64, link=200.0)[1].at_work for _ in range(4)] == [2, 1, 1, 1]
+    for size, tokens in ((48, 2448), (96, 9792), (64, 4352)):
+        assert called(choose, config, work(tokens, parameters=3e8), ranks, size, link=200.0)[1].at_work == 1
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from ...engine.cost import AttentionShape
 from ...engine.measuring import device_driver
-from ...engine.policy import CallSplit, CallWork, Known, Pool, Run
+from ...engine.policy import CallSplit, CallWork, Known, Pool, Run, link_of, resized
 from ...nested import tensors
 from ...pool.call_times import CallTimes
 from ...pool.config import RuntimeConfig
@@ -28,10 +29,14 @@ class Chosen:
     Args:
         kind: of the call.
         split: the ranks that take part and their degrees; None = all of them, as nobody chose otherwise.
+        sizes: which kinds are other sizes of this one, and how large this one is.
+        expected: what the call should be, where it first runs on one device, which does not report its attentions.
     """
 
     kind: str
     split: CallSplit | None
+    sizes: tuple[str, int]
+    expected: Known | None = None
 
 
 class Chooser:
@@ -45,6 +50,8 @@ class Chooser:
     def __init__(self, pool: WorkerPool, shortages: Shortages) -> None:
         self._pool, self._shortages = pool, shortages
         self._times: CallTimes | None = None
+        self._link = 1.0  # what communication takes over what was measured
+        self._last: dict[str, tuple[int, Known]] = {}  # the last size of every model, and what is known of it
 
     def choose(
         self,
@@ -64,13 +71,26 @@ class Chooser:
         if not config.chooses_ranks:
             return None
         shapes = [(name, *t.shape) for name, value in sorted(arguments.items()) if not _is_left_out(name) for t in tensors(value)]
-        name = hashlib.sha256(repr((*kind, shared, config.sequence, shapes)).encode()).hexdigest()[:16]
+        model = repr((*kind, shared, config.sequence))
+        name = hashlib.sha256(repr((model, shapes)).encode()).hexdigest()[:16]
+        sizes = repr((model, [(each[0], len(each), each[1:2]) for each in shapes])), sum(prod(each[1:]) for each in shapes)
         known = self.times.get(name)
         if known is None or not known.runs:
-            return Chosen(name, None)
+            return self._first(name, sizes, self._ranks(config, shared), fits)
         known.failed = self._shortages.of(config.devices, name)
         split = known.choose(self._ranks(config, shared), fits)
-        return Chosen(name, None if split == known.default else split)
+        return Chosen(name, None if split == known.default else split, sizes)
+
+    def _first(self, name: str, sizes: tuple[str, int], pool: Pool, fits: Callable[[float], bool]) -> Chosen:
+        """How a call runs of which nothing is known: on all ranks, unless that should be slower than one device, as far as another
+        size of it can tell."""
+        size, known = self._last.get(sizes[0], (0, None))
+        if known is not None and known.runs and size and fits(1.0):
+            alone = CallSplit(tuple(range(pool.size)) if pool.all_take_part else (0,), 1, 1, 1)
+            on_one, on_all = (known.predict(pool, split, sizes[1] / size) for split in (alone, known.default))
+            if on_one < on_all:
+                return Chosen(name, alone, sizes, Known(resized(known.work, sizes[1] / size), known.default))
+        return Chosen(name, None, sizes)
 
     def note(self, config: RuntimeConfig, chosen: Chosen, replies: Sequence[Mapping[str, Any]], shared: bool) -> dict[str, Any]:
         """A call has ended. Returns what the report says about the choice."""
@@ -86,10 +106,14 @@ class Chooser:
             if default.at_work != len(replies):  # such as groups without an item: nothing could be told from it
                 default = CallSplit(default.ranks, 1, 1, 1)
             known = Known(_work_of(replies[0]), default)
+            if chosen.expected is not None:
+                known = replace(chosen.expected, work=replace(known.work, attentions=chosen.expected.work.attentions))
             self.times.put(chosen.kind, known)
-        split = chosen.split or known.default
+        split, pool = chosen.split or known.default, self._ranks(config, shared)
         if known.note(split, run):
+            self._link = link_of(known.work, pool, split, known.runs[split]) or self._link
             self.times.save(chosen.kind)
+        self._last[chosen.sizes[0]] = chosen.sizes[1], known
         return self._described(known, split, self._ranks(config, shared))
 
     def failed(self, chosen: Chosen) -> None:
@@ -109,7 +133,7 @@ class Chooser:
     def _ranks(self, config: RuntimeConfig, shared: bool) -> Pool:
         if self._pool.measured is None:
             raise RuntimeError("the ranks are not ready")
-        return Pool(self._pool.measured, self._pool.shares, config.sequence, shared)
+        return Pool(self._pool.measured, self._pool.shares, config.sequence, shared, self._link)
 
     def _described(self, known: Known, split: CallSplit, pool: Pool) -> dict[str, Any]:
         """The ranks at work, and the best of the other numbers of ranks: all of them, or one."""
