@@ -30,6 +30,7 @@ from ..wire.weight_patches import encode_weight_patches, weight_patches_digest
 from .choosing import Chooser
 from .journal import CallRecord, Failure, Node
 from .node_patches import PatchSet
+from .pace import Pace
 from .placement import GB, Choice, choose, next_smaller
 from .shortages import Shortages
 from .site import worker_site
@@ -39,8 +40,6 @@ log = logging.getLogger("context_parallel")
 
 UNLOAD_TIMEOUT = 15.0
 IN_PLACE = frozenset({"control", INPUT})  # arguments of which each rank copies only its part
-SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between blocks
-CHECK_INTERVAL = 0.125  # seconds between two polls for Cancel on the ranks; they leave at the second one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,21 +86,6 @@ class Resident:
     device_bytes: int
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How fast the last call was. `kind`: its model and shapes; `modules`: the planned ones that a rank passed."""
-
-    kind: object
-    seconds: float
-    modules: int
-
-    def modules_per_check(self, kind: object) -> int:
-        """How many planned modules the ranks may pass between two polls for Cancel; 0 = they need not poll."""
-        if kind != self.kind:
-            return 1
-        return max(1, int(self.modules * CHECK_INTERVAL / self.seconds)) if self.seconds > SLOW_CALL else 0
-
-
 class Workers:
     """The ranks of one pool and what they hold. One caller at a time; any thread may read the attributes.
 
@@ -131,7 +115,7 @@ class Workers:
         self._unused: deque[str] = deque()  # networks that are gone from this process
         self._left: set[str] = set()  # kinds of blocks that are not compiled, which the log says
         self._encoder = CallEncoder()
-        self._pace = Pace(None, 0.0, 0)
+        self._pace = Pace()
 
     def start(self, cancelled: Callable[[], bool] | None) -> None:
         """Start the ranks. Raises what `WorkerPool.start` raises."""
@@ -329,8 +313,6 @@ class Workers:
             return None
         shared = self._shares_weights(target.key)
         alone = CallSplit(tuple(range(self.pool.world_size)) if shared else (0,), 1, 1, 1)
-        pace = self._pace
-        self._pace = replace(pace, seconds=pace.seconds * self.pool.world_size)  # for Cancel
         self.comparing = True
         try:
             return self._run(config, target, call, alone, None, cancelled)[1].seconds
@@ -340,7 +322,7 @@ class Workers:
             log.warning("a call was not measured on one device: rank %d has too little memory for it", error.rank)
             return None
         finally:
-            self._pace, self.comparing = pace, False
+            self.comparing = False
 
     def _fits(self, nbytes: float) -> bool:
         """Whether the devices have so much memory for a call, after the last one."""
@@ -361,12 +343,13 @@ class Workers:
         """Run a call on the ranks of a split, None = on all. Returns its output and its record."""
         began, key = time.monotonic(), target.key
         message, packer = self._encoder.encode(call.arguments, set(call.leading), IN_PLACE)
-        shapes = [value.shape for value in call.arguments.values() if isinstance(value, Tensor)]
-        kind = (key, call.method, shapes, [tile.shape for tile in tensors(call.arguments.get(INPUT))])
+        shapes = tuple(value.shape for value in call.arguments.values() if isinstance(value, Tensor))
+        kind = (key, call.method, shapes, tuple(tile.shape for tile in tensors(call.arguments.get(INPUT))))
         sequence = (
             config.sequence if split is None else replace(config.sequence, ring_degree=split.ring, ulysses_degree=split.ulysses)
         )
         ranks = set(range(self.pool.world_size) if split is None else split.ranks)
+        at_work = len(ranks) if split is None else split.at_work
         body = {
             "key": key,
             "method": call.method,
@@ -377,7 +360,7 @@ class Workers:
             "memory_scale": call.memory_scale,
             "compile": call.compile,
             "compile_or_raise": config.on_unsupported == "error",
-            "cancel_every": self._pace.modules_per_check(kind),
+            "cancel_every": self._pace.modules_per_check(kind, at_work),
             **message,
         }
         self._model = self._resident[key].name
@@ -389,7 +372,7 @@ class Workers:
         self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
         ended = time.monotonic()
-        self._pace = Pace(kind, ended - began, replies[0]["modules"])
+        self._pace.note(kind, at_work, ended - began, replies[0]["modules"])
         reports = [{name: value for name, value in reply.items() if name != "value"} for reply in replies]
         return out, CallRecord(seconds=ended - began, ended=ended, reports=reports, pids=self.pool.pids, node=node)
 
