@@ -24,6 +24,7 @@ PAIRED = 16  # ranks of which every pair is measured; more would take too long
 SAME_SPEED = 0.1  # devices of different names that differ by less than this count as equal
 SLOWER = 2.0  # times as long: a link has become slower, and no rank was merely late
 ENOUGH, LONG = 0.02, 1.0  # seconds that a link is measured, and at most where it becomes slower
+RISING = 0.3  # seconds of work that bring the clocks of an idle accelerator up
 STEPS = 4  # shares are multiples of this part of the slowest rank's
 
 
@@ -111,6 +112,11 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
     matrix = torch.randn(side, side, device=device).to(dtype)
     block = torch.zeros(elements * 4, dtype=dtype, device=device)
 
+    began = time.perf_counter()
+    while not cpu and time.perf_counter() - began < RISING:
+        matrix @ matrix
+        wait_for(device)
+
     def delay() -> None:
         for _ in range(16):
             block.clone()
@@ -120,8 +126,7 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
 
     def lasting(run: Callable[[], object]) -> float:
         """Seconds in the long run: a link may take a burst at once. All ranks go on alike."""
-        found: list[float] = []
-        began = time.perf_counter()
+        began, found = time.perf_counter(), list[float]()
         while True:
             own = torch.tensor([*_times(run, device, delay), time.perf_counter() - began], device=place)
             *times, spent = whole.largest(own).tolist()
