@@ -343,7 +343,7 @@ def overhead() -> float:
     work = {"items": 2, "sequence": True, "attentions": attentions, "operations": 1e14}
     reply = {
         "idle": False, "seconds": 1.0, "prelude": 0.0, "communication": {"seconds": 0.1}, "modules": 57, "work": work, "nbytes": 1,
-        "degrees": {"batch": 2, "ring": 1, "ulysses": 4},
+        "degrees": {"batch": 2, "ring": 1, "ulysses": 4}, "bytes": {},
     }  # fmt: skip
     times = []
     for _ in range(2000):

@@ -3,13 +3,15 @@
 A call is split into `batch` groups of `ring` x `ulysses` ranks (`CallSplit`). What it takes is predicted from one run of it on some
 split s0 (`Run`), the rates that the ranks measured when they started, and the cost of its attentions (`cost`):
 
-    seconds(s) = W load(s) + F + a attention(s) + k (communication(s) + gathers(s))
+    compute(s) = W load(s) + F + a attention(s)
+    seconds(s) = compute(s) + k (communication(s) + gathers(s) + weights(compute(s)))
 
 | term | where it comes from |
 |---|---|
 | `load(s)` | part of the tokens and items that the slowest rank has, over its speed: 1 for one rank of mean speed |
 | `attention`, `communication` | the cost model, of the slowest group |
 | `gathers` | the output, once per call: `latency + bytes / bandwidth` |
+| `weights` | where every rank keeps a part of them, once per call: `max(0, bytes / bandwidth - overlap compute(s))` |
 | `F` | what fewer tokens do not lessen: `launch` x `LAUNCHES` per planned module, but no more than s0 took beyond matrix products |
 | `W` | what else s0 computed, over load(s0) |
 | `a` | 1, or less where s0 computed for a shorter time than its attentions should have taken |
@@ -88,6 +90,7 @@ class CallWork:
         operations: of matrix products, of one item.
         modules: planned ones.
         result: bytes of the output.
+        weights: bytes of its part that every rank sends to the others, where each keeps one.
     """
 
     items: int
@@ -96,6 +99,7 @@ class CallWork:
     operations: float
     modules: int
     result: int
+    weights: int = 0
 
 
 @dataclass(frozen=True)
@@ -274,13 +278,14 @@ def predict(work: CallWork, pool: Pool, split: CallSplit, reference: CallSplit, 
     rates = pool.measured.of(reference.ranks)
     rest = max(0.0, run.compute - scale * attention_0)
     fixed = min(max(0.0, rest - work.items * work.operations * load_0 / rates.linear), LAUNCHES * work.modules * rates.launch)
-    link = _link(run, communication_0) or pool.link
-    return (rest - fixed) * size * load / load_0 + fixed + scale * attention + link * communication
+    link = _link(run, communication_0 + _weights(work, pool, run.compute)) or pool.link
+    compute = (rest - fixed) * size * load / load_0 + fixed + scale * attention
+    return compute + link * (communication + _weights(work, pool, compute))
 
 
 def link_of(work: CallWork, pool: Pool, split: CallSplit, run: Run) -> float | None:
     """What a run's communication took over what it should have; None where it sent nothing."""
-    return _link(run, _parts(work, pool, split)[2])
+    return _link(run, _parts(work, pool, split)[2] + _weights(work, pool, run.compute))
 
 
 def resized(work: CallWork, size: float) -> CallWork:
@@ -310,6 +315,12 @@ def _parts(work: CallWork, pool: Pool, split: CallSplit) -> tuple[float, float, 
         communication = max(communication, sum(count * each.communication for count, each in costs))
     gathers = (split.sequence > 1) + (split.batch > 1)
     return load, attention, communication + gathers * (link.latency + work.result / link.bandwidth)
+
+
+def _weights(work: CallWork, pool: Pool, compute: float) -> float:
+    """Seconds of waiting for weights of which every rank keeps a part, beside so many seconds of computing."""
+    rates = pool.measured.of(tuple(range(pool.size)))
+    return max(0.0, work.weights / rates.bandwidth - rates.overlap * compute)
 
 
 def _groups(pool: Pool, split: CallSplit) -> list[list[int]]:

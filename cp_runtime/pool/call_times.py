@@ -57,4 +57,6 @@ def _known_of(entry: dict[str, Any], world_size: int) -> Known:
             raise ValueError(split)
     if default.ranks != everyone or not work.items or not all(sizes) or any(run.seconds >= LARGEST for run in runs.values()):
         raise ValueError(entry)
+    if any(shape.heads % shape.kv_heads for shape, _ in work.attentions):
+        raise ValueError(work.attentions)
     return Known(work, default, runs)

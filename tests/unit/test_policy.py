@@ -18,7 +18,7 @@ from cp_runtime.comfy.ui.shortages import LIMIT, Shortages
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, Rates, cost
 from cp_runtime.engine.measuring import Measured
-from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Pool, Run, candidates, largest_part, predict
+from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Pool, Run, candidates, largest_part, link_of, predict
 from cp_runtime.pool.call_times import CallTimes
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.kept import MAX_ENTRIES, KeptFile, KeptSeconds
@@ -180,7 +180,7 @@ def replies(call, ranks, split, **machine):
     attentions = [[[*vars(shape).values()], count] for shape, count in call.attentions]
     work = {"items": call.items, "sequence": call.sequence, "attentions": attentions, "operations": call.operations}
     degrees = {"batch": split.batch, "ring": split.ring, "ulysses": split.ulysses}
-    common = {"work": work, "degrees": degrees, "modules": call.modules, "nbytes": call.result, "prelude": 0.0}
+    common = {"work": work, "degrees": degrees, "modules": call.modules, "nbytes": call.result, "prelude": 0.0, "bytes": {}}
     spent = {"seconds": run.seconds, "communication": {"seconds": run.communication}}
     return [{"idle": rank not in split.ranks, **spent, **common} for rank in range(ranks.size)]
 
@@ -257,6 +257,26 @@ def test_what_calls_show_about_the_link_goes_into_every_prediction():
     assert predict(call, slow, all_ranks(SLOW), two, run) == pytest.approx(predict(call, SLOW, all_ranks(SLOW), two, run))
 
 
+def test_weights_that_ranks_keep_parts_of_travel_in_every_call():
+    """12 GB, half of which each of two 4090 has to send: what the device computes meanwhile hides it."""
+    card = Rates(latency=3e-5, bandwidth=4e9, flops=1.2e14, memory=1e12, overlap=1.0, linear=1.2e14, launch=5e-6)
+    ranks, call = pool(2, rates=card, shared=True), replace(work(4608), weights=6 << 30)
+    one, two = CallSplit((0, 1), 1, 1, 1), CallSplit((0, 1), 1, 1, 2)
+    seconds = call.weights / card.bandwidth
+    plain = {split: took(replace(call, weights=0), ranks, split) for split in (one, two)}
+    assert plain[two].compute < plain[one].compute < seconds
+    runs = {}
+    for split, run in plain.items():
+        communication = run.communication + seconds - run.compute
+        runs[split] = Run(run.compute + communication, run.compute, communication)
+        assert link_of(call, ranks, split, runs[split]) == pytest.approx(1.0)
+    assert predict(call, ranks, two, one, runs[one]) == pytest.approx(runs[two].seconds)
+    assert predict(call, ranks, one, two, runs[two]) == pytest.approx(runs[one].seconds)
+    slow = Run(2 * seconds, 2 * seconds, 0.0)  # hides all of it
+    assert link_of(call, ranks, one, slow) is None
+    assert predict(call, ranks, two, one, slow) == pytest.approx(seconds + plain[two].communication, rel=0.1)
+
+
 def test_other_sizes_and_kinds_hear_what_one_call_showed_about_the_link(tmp_path, monkeypatch):
     """Its first call, on all ranks, took three times as long as one device would: no other one does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -303,6 +323,7 @@ def test_times_are_kept_by_machine(tmp_path):
         lambda entry: entry["work"].update(items=10**400),
         lambda entry: entry["work"].update(sequence=1),
         lambda entry: entry["work"]["attentions"][0][0].update(heads=0),
+        lambda entry: entry["work"]["attentions"][0][0].update(heads=12),  # fewer than of keys
         lambda entry: entry["runs"][0][0].update(ranks=[0, 1, 2, 3, 4]),
         lambda entry: entry["default"].update(ranks=[0, 1]),
         lambda entry: entry["runs"][0][1].update(compute=float("nan")),

@@ -164,7 +164,8 @@ def in_words(choice: Mapping[str, Any] | None) -> str:
 def _work_of(reply: Mapping[str, Any]) -> CallWork:
     work = reply["work"]
     attentions = tuple((AttentionShape(*shape), count) for shape, count in work["attentions"])
-    return CallWork(work["items"], work["sequence"], attentions, work["operations"], reply["modules"], reply.get("nbytes", 0))
+    result, weights = reply.get("nbytes", 0), reply["bytes"].get("weights", 0)
+    return CallWork(work["items"], work["sequence"], attentions, work["operations"], reply["modules"], result, weights)
 
 
 def _is_left_out(name: str) -> bool:
