@@ -7,10 +7,12 @@ use_comfyui()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from comfy.ldm.hidream.model import MOEFeedForwardSwiGLU  # noqa: E402
+from comfy.ldm.hunyuan3dv2_1.hunyuandit import MoEBlock  # noqa: E402
 from comfy.quant_ops import QuantizedTensor  # noqa: E402
 from torch import nn  # noqa: E402
 
-from cp_runtime.comfy.worker.quantised import shared_scales  # noqa: E402
+from cp_runtime.comfy.worker.quantised import Experts, shared_scales  # noqa: E402
 from cp_runtime.engine.collectives import RankGroup  # noqa: E402
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings  # noqa: E402
 from cp_runtime.engine.plan import ShardingPlan  # noqa: E402
@@ -56,7 +58,36 @@ with torch.inference_mode():
     for _ in range(2):
         with shared_scales(ranks):
             compiled.append(difference(model[0](tokens[own]), whole[own]))
-report(
-    alone=alone, together=together, from_file=from_file, after=after, counts=counts, compiled=max(compiled), left=list(blocks.left)
-)
+
+
+class Linear(nn.Linear):
+    """Rounds its input as ComfyUI's layers of NVFP4 do."""
+
+    def forward(self, x):
+        return super().forward(quantised(x.reshape(-1, x.shape[-1])).reshape(x.shape))
+
+
+class Operations:
+    Linear = Linear
+
+
+def experts(cls, *args, **kwargs):
+    """How far a block with experts is from one process: of two experts with tokens on every rank, two have none."""
+    torch.manual_seed(0)
+    block = cls(64, *args, operations=Operations, **kwargs).eval()
+    wanted = torch.stack([torch.eye(4)[expert] + torch.eye(4)[expert + 1] for expert in range(world)])
+    block.gate.weight = nn.Parameter(torch.cat([9 * torch.eye(4), torch.zeros(4, 60)], 1))
+    x = tokens.view(1, 24, 64).clone()
+    x[..., :4] = wanted.repeat_interleave(8, 0) + 0.01 * torch.randn(24, 4)
+    right, _ = block(x), Experts.find(block)
+    began = ranks.stats.counts["all_reduce"]
+    with shared_scales(ranks):
+        far = difference(block(x[:, own]), right[:, own])
+    return far / right.abs().max().item(), ranks.stats.counts["all_reduce"] - began
+
+
+with torch.inference_mode():
+    moe = [experts(MOEFeedForwardSwiGLU, 96, 4, 2), experts(MoEBlock, 4, 2, ff_inner_dim=96)]
+report(experts=moe, alone=alone, together=together, from_file=from_file, after=after, counts=counts)
+report(compiled=max(compiled), left=list(blocks.left))
 finish()

@@ -46,7 +46,7 @@ from .factory import call_factory
 from .file_weights import FileWeightsPatcher, forget
 from .node_patches import ATTACHED, attach_network
 from .progress import LoadProgress
-from .quantised import own_formats, shared_scales
+from .quantised import Experts, own_formats, shared_scales
 from .room import available, room
 from .sharded import run_sharded
 from .shared_weights import SharedWeightsPatcher, trim_heap
@@ -157,6 +157,8 @@ class Mirrors:
                 SharedWeightsPatcher.share(
                     loaded, path, ranks, header["device_bytes"], self.progress, on_host=placement == OFFLOADED
                 )
+            if own_formats(patcher.model, self.device):
+                Experts.find(network_of(patcher))
             # What the file does not have is not initialised, and differs from process to process.
             samples = sample_weights(network_of(patcher), without=loaded.missing)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
