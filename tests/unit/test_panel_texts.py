@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cp_runtime.comfy.ui.alone import WORDS as ALONE
 from cp_runtime.comfy.ui.speed import WORDS
 from cp_runtime.comfy.wire.placement import PLACEMENTS
 
@@ -57,8 +58,9 @@ def test_what_is_asked_for_is_there_and_nothing_else():
 
 
 def test_what_the_server_names_has_a_text():
-    """A speed is said in the same words by the server and the panel."""
+    """In the same words, where both say it."""
     assert {text.replace(":.2f", "") for text in WORDS.values()} == {TEXTS["en"][f"speed.{case}"] for case in WORDS}
+    assert {case: TEXTS["en"][f"alone.{case}"] for case in ALONE} == ALONE
     assert [placement for placement in PLACEMENTS if f"weights.{placement}" not in TEXTS["en"]] == []
 
 

@@ -67,6 +67,7 @@ function speedOf(speed) {
 /** What the workers do at the moment, in a line. `skew` is what this clock is ahead of the server's, in seconds. */
 function activityOf(now, state, skew) {
   if (now?.starting) return startOf(now, skew);
+  if (state === "off" && now.alone) return t(`alone.${now.alone.case}`, now.alone);
   if (state === "off" || state === "failed") return t(`next.${state}`);
   if (now?.loading) return loadingOf(now.loading);
   if (now?.compiling) return t("compiling");

@@ -14,10 +14,11 @@ from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
-from .devices import default_config
+from .controller import CONTROLLER
+from .devices import default_config, nothing_to_share
 from .interception import check_forward
 from .obstacles import conditions_obstacle, model_obstacle
-from .patcher import ContextParallelPatcher, noted
+from .patcher import ContextParallelPatcher, executing_node, noted
 from .timing import stop_timing, time_calls
 
 log = logging.getLogger("context_parallel")
@@ -42,8 +43,11 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     config = default_config() if config is None else config
     if not isinstance(config, RuntimeConfig):  # ComfyUI takes any JSON in the place of a link
         raise bad_value("cp_config", config, "the output of a CP Config node, or nothing", "Connect one, or none for all devices.")
+    alone = nothing_to_share()
+    if alone is not None and (config.world_size == 1 or sys.platform != "linux"):
+        log.warning("the model passes through: %s", alone.words)
+        CONTROLLER.pass_through(executing_node())
     if sys.platform != "linux":
-        log.warning("context parallelism needs Linux (or WSL2); the model passes through on one device")
         return model
     if config.world_size == 1:
         log.info("context parallelism over one device: the model passes through")

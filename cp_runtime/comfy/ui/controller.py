@@ -128,6 +128,11 @@ class Controller:
         self.journal.end_run()
         self.changed.set()
 
+    def pass_through(self, node: Node | None) -> None:
+        """A node passes its model through, because this machine has nothing to share it out to."""
+        self.node = node
+        self.changed.set()
+
     def fail(self, error: ContextParallelError, node: Node | None) -> None:
         """A run is refused before the workers have to do with it."""
         self.journal.last_error = Failure.of(error, (), node)

@@ -8,6 +8,7 @@ import comfy.model_management
 import torch
 
 from ...pool.config import DeviceInventory, RuntimeConfig
+from .alone import Alone, why_alone
 
 
 def device_inventory() -> DeviceInventory:
@@ -23,6 +24,11 @@ def device_inventory() -> DeviceInventory:
 def default_config() -> RuntimeConfig:
     """What a node does without a CP Config: every device, and all choices automatic."""
     return RuntimeConfig.resolve(inventory=device_inventory())
+
+
+def nothing_to_share() -> Alone | None:
+    """Why one device computes alone here; None = there are several, or CPU ranks."""
+    return why_alone(device_inventory())
 
 
 def named_devices() -> list[dict[str, Any]]:

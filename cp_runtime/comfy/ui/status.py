@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from ...pool.board import SILENT, resident_bytes
@@ -11,6 +12,7 @@ from ...pool.worker_pool import WorkerPool
 from ...version import VERSION
 from .choosing import in_words
 from .controller import CONTROLLER, Controller
+from .devices import nothing_to_share
 from .journal import CallRecord, Failure, Journal, Node
 from .report import axes
 from .speed import NOT_MEASURED
@@ -32,19 +34,25 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
 
     `state` is "off" (no workers: they start with the next prompt that needs them), "starting", "loading", "computing", "idle" or
     "failed" (started again on next use); `activity` says more in words, `loading` and `compiling` what of that takes its time.
-    `speed` is that of the last sampling run, on one device or on several, None before the first call of it. `starting` is None but
-    while the workers start. A rank is "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone"
-    (nobody has asked for it since), "failed" or "ended" (with the one that failed); `culprit` is the one that failed. `backend` is
-    the one in use, None until the ranks are ready; `peer_to_peer`, of NCCL only, whether the driver lets all GPUs reach each
-    other's memory. `last_call` is None before the first one, and after a run on one device. Times are seconds, memory is bytes:
-    `host` is resident now; `device` is the peak of the last call. `idle`: the last call left the rank out. `version` is the
-    pack's. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
+    `alone` is why one device computes alone on this machine, None where several can share. `speed` is that of the last sampling
+    run, on one device or on several, None before the first call of it. `starting` is None but while the workers start. A rank is
+    "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it since),
+    "failed" or "ended" (with the one that failed); `culprit` is the one that failed. `backend` is the one in use, None until the
+    ranks are ready; `peer_to_peer`, of NCCL only, whether the driver lets all GPUs reach each other's memory. `last_call` is None
+    before the first one, and after a run on one device. Times are seconds, memory is bytes: `host` is resident now; `device` is the
+    peak of the last call. `idle`: the last call left the rank out. `version` is the pack's. Anyone who reaches ComfyUI's port can
+    read it: it holds no paths and no tracebacks.
     """
     workers, journal = controller.workers, controller.journal
-    always = {"version": VERSION, "speed": _speed(journal), "last_error": _failure(journal.last_error)}
+    alone = nothing_to_share()
+    always = {
+        "version": VERSION, "speed": _speed(journal), "last_error": _failure(journal.last_error),
+        "alone": alone and {**asdict(alone), "words": alone.words},
+    }  # fmt: skip
     if workers is None:
         return {
-            "state": "off", "activity": "", "world_size": 0, "backend": None, "peer_to_peer": None, "models": [], "weights": {},
+            "state": "off", "activity": "" if alone is None else alone.words,
+            "world_size": 0, "backend": None, "peer_to_peer": None, "models": [], "weights": {},
             "starting": None, "loading": None, "compiling": False, "last_call": None, "ranks": [], **always
         }  # fmt: skip
     pool = workers.pool

@@ -1,0 +1,50 @@
+"""Why a machine has nothing to share a model out to: the one answer that panel, node and log give."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...pool.config import DeviceInventory
+
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""Variables that hide devices from a process. ComfyUI's --cuda-device sets them."""
+WORDS = {
+    "platform": "One device: sharing a model out needs Linux or WSL2.",
+    "hidden": "1 GPU visible, nothing to share. {variable} is {value}: if the computer has more GPUs, name them there.",
+    "single": "1 GPU visible, nothing to share. If the computer has more, its driver does not show them: look at nvidia-smi -L.",
+}
+"""What there is to say, by case. The panel says it in other languages as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """One device computes, whatever is asked for.
+
+    Args:
+        case: key of WORDS.
+        variable, value: that hide devices, where some do.
+    """
+
+    case: str
+    variable: str = ""
+    value: str = ""
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return WORDS[self.case].format(variable=self.variable, value=self.value)
+
+
+def why_alone(
+    inventory: DeviceInventory, platform: str = sys.platform, environment: Mapping[str, str] = os.environ
+) -> Alone | None:
+    """Why one device computes alone on this machine; None = there are several, or CPU ranks."""
+    if platform != "linux":
+        return Alone(case="platform")
+    if inventory.default_ranks > 1:
+        return None
+    hiding = next((name for name in HIDING if environment.get(name)), None)
+    return Alone(case="single") if hiding is None else Alone(case="hidden", variable=hiding, value=environment[hiding])
