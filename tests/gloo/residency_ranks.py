@@ -17,6 +17,7 @@ import comfy.samplers  # noqa: E402
 import comfy.sd  # noqa: E402
 import torch  # noqa: E402
 from comfy import model_management as mm  # noqa: E402
+from comfy.patcher_extension import CallbacksMP  # noqa: E402
 from support import families  # noqa: E402
 from support.models import build  # noqa: E402
 
@@ -62,7 +63,9 @@ def unload(key):
 
 
 CONTROLLER.load, CONTROLLER.unload, CONTROLLER.holds = load, unload, lambda key: key in held
-CONTROLLER.workers = SimpleNamespace(pool=SimpleNamespace(config=config), resident=lambda key: None)
+CONTROLLER.workers = SimpleNamespace(
+    pool=SimpleNamespace(config=config), resident=lambda key: None, holds=lambda key: key in held, aside=()
+)
 mm.soft_empty_cache = lambda force=False: told.append("empty cache")
 watch_stock_loads()
 
@@ -106,6 +109,23 @@ model.to(META)
 fresh.offload_device = META
 parallel = apply_to_model(fresh, config)
 step("ranks load behind --highvram", lambda: mm.load_models_gpu([parallel]))
+
+# What ComfyUI books of a model on this process's device, and what a clone takes there once it runs without ranks.
+whole = stock.model_size()
+elsewhere = apply_to_model(stock, RuntimeConfig.resolve(inventory=CUDA, devices="cuda:1,cuda:2"))
+CONTROLLER.workers.resident = lambda key: SimpleNamespace(device_bytes=whole // 2)
+clone = parallel.clone()
+sizes = {"sharded": parallel.model_size(), "on other devices": elsewhere.model_size()}
+clone.cp_local = True
+removed = without_context_parallel(parallel.clone())
+report(step="sizes", whole=whole, **sizes, clone_on_one_device=clone.model_size(), removed=removed.model_size())
+CONTROLLER.workers.resident = lambda key: None
+
+# A second Apply Context Parallel, behind a node that cannot run on ranks.
+blocked = parallel.clone()
+blocked.add_callback(CallbacksMP.ON_LOAD, lambda *_: None)
+one_device = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2, on_unsupported="single device")
+report(step="applied again", kind=type(apply_to_model(blocked, one_device)).__name__)
 
 # A rank has no memory left.
 freed = []

@@ -46,6 +46,11 @@ def test_a_recipe_without_options_is_read(steps):
     assert steps["loaded by a pack that names no options"]["told"] == []
 
 
+def test_the_size_of_a_model_is_what_it_takes_of_this_process_s_device(steps):
+    sizes = steps["sizes"]
+    assert (sizes["sharded"], sizes["on other devices"]) == (sizes["whole"] // 2, 0)
+
+
 def test_comfyui_frees_what_does_not_sample_where_a_rank_has_no_memory_left(steps):
     assert steps["a rank has no memory left"]["told"] == ["empty cache"]
     assert steps["freed"]["freed"] == [["cpu", [True]]]

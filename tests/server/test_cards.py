@@ -48,9 +48,15 @@ def card_server(comfyui_path, checkpoints_dir, cards, faults):
 
 
 def held(cards):
-    """Bytes of each card that are taken."""
+    """Bytes of tensors on each card."""
     ledger = Ledger(cards)
-    return [ledger.capacity - ledger.free(card) for card in range(cards.count)]
+    return [ledger.tensors(card) for card in range(cards.count)]
+
+
+def cached(cards, card=0):
+    """Bytes of a card that processes keep of freed tensors."""
+    ledger = Ledger(cards)
+    return ledger.capacity - ledger.free(card) - ledger.tensors(card)
 
 
 def latent(server, prompt):
@@ -145,3 +151,40 @@ def test_what_ran_out_of_memory_is_remembered_beyond_the_pool_that_it_ended(card
     assert placement() == "offloaded"
     card_server.post("/context_parallel/restart")
     assert placement() == "whole"
+
+
+def make_room(server, graph):
+    """Have ComfyUI free 1 MB more of its card than is free, with the nodes of a graph, which has run, in its cache."""
+    server.run({**graph, "room": {"class_type": "TestRoom", "inputs": {"more": 1.0}}}).check()
+
+
+def loads(server):
+    """How often ranks have loaded a model."""
+    return server.log_text().count(" is on 2 ranks after ")
+
+
+@pytest.mark.parametrize("weights", ["whole", "sharded"])
+def test_a_text_encoder_takes_what_it_needs_of_the_first_card_and_the_ranks_keep_the_model(card_server, cards, weights):
+    """First what rank 0 keeps of freed memory, and for blocks on their way; then the model, of this card alone where every card has
+    all of it."""
+    graph = flux_prompt(seed=3, width=256, height=256, cp={"weights": weights})
+    expected = latent(card_server, flux_prompt(seed=3, width=256, height=256))
+    latent(card_server, graph)
+    loaded, size = loads(card_server), FLUX_BYTES * (1 if weights == "whole" else 0.5)
+    kept, of_torch = held(cards), cached(cards)
+    assert of_torch > 2e6
+
+    make_room(card_server, graph)
+    assert cached(cards) < of_torch - 1e6
+    assert 0.9 * size < held(cards)[0] < 1.2 * size
+    assert held(cards)[1] == kept[1]
+
+    make_room(card_server, graph)
+    assert held(cards)[0] < 0.3 * size, held(cards)
+    assert (held(cards)[1] > 0.9 * size) == (weights == "whole"), held(cards)
+
+    again = latent(card_server, flux_prompt(seed=4, width=256, height=256, cp={"weights": weights}))
+    assert not torch.equal(again, expected)
+    assert all(taken > 0.9 * size for taken in held(cards)), held(cards)
+    assert ((latent(card_server, graph) - expected).abs().max() / expected.std()).item() <= BOUND
+    assert loads(card_server) == loaded

@@ -130,6 +130,12 @@ CASES = {
         assert torch.cuda.memory_allocated(1) == MB
         del part
         assert torch.cuda.memory_allocated(1) == 0 and torch.cuda.max_memory_allocated(1) == MB
+        assert (torch.cuda.memory_reserved(1), before - torch.cuda.mem_get_info(1)[0]) == (MB, MB)  # kept for the next tensor
+        block = torch.zeros(MB, dtype=torch.uint8, device="cuda:1")
+        assert before - torch.cuda.mem_get_info(1)[0] == MB
+        del block
+        torch.cuda.empty_cache()
+        assert (torch.cuda.memory_reserved(1), before - torch.cuda.mem_get_info(1)[0]) == (0, 0)
     """,
     "memory of other processes": """
         import os, signal, time

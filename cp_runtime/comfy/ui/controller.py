@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from ...errors import ContextParallelError, MirrorError, PoolError, ProtocolError, RankOutOfMemory
 from ...pool.config import RuntimeConfig
@@ -59,6 +62,11 @@ class Controller:
         workers = self.workers
         return workers is not None and workers.holds(key)
 
+    def on_device(self, key: str) -> bool:
+        """Whether the workers hold a model, and have it on this process's device, or put it there with the next call."""
+        workers = self.workers
+        return workers is not None and workers.holds(key) and key not in workers.aside
+
     def load(self, config: RuntimeConfig, target: Target, node: Node | None, cancelled: Callable[[], bool]) -> None:
         """Make the workers' model equal to `target`, and start the workers if there are none.
 
@@ -103,6 +111,19 @@ class Controller:
             workers = self.workers
             if workers is not None and workers.holds(key):
                 self._unload(workers, key)
+
+    def make_room(self, device: torch.device, key: str | None = None) -> None:
+        """Have the ranks on a device give back what they keep of freed memory there. Never raises.
+
+        Args:
+            key: of a model that leaves the device until its next call as well; the ranks keep it.
+        """
+        workers = self.workers
+        if workers is None or str(device) not in workers.pool.config.devices or not (key is None or self.on_device(key)):
+            return  # do not wait for the lock with nothing to do
+        with self._lock:
+            if workers is self.workers and workers.pool.alive:
+                self._free(workers, partial(workers.make_room, str(device), key))
 
     def restart(self) -> Future[bool]:
         """Kill the workers, whatever they do, and start them again; a running prompt fails. Returns at once, in any thread.
@@ -213,11 +234,14 @@ class Controller:
         free_for_ranks(config.devices)
 
     def _unload(self, workers: Workers, key: str) -> None:
+        self._free(workers, partial(workers.unload, key))
+
+    def _free(self, workers: Workers, free: Callable[[], None]) -> None:
         try:
-            workers.unload(key)
+            free()
         except Exception as error:  # noqa: BLE001  (any error would end the thread of ComfyUI's queue)
             self._failed(error)
-            log.error("the workers did not unload and are restarted on next use: %s: %s", type(error).__name__, error)
+            log.error("the workers did not free their devices and are restarted on next use: %s: %s", type(error).__name__, error)
             workers.pool.kill()
         self.changed.set()
 
@@ -230,6 +254,7 @@ class Controller:
         if not workers.has(config, target):
             choice = workers.place(config, target, cancelled)
             workers.load(config, target, choice, cancelled)
+        workers.aside.discard(target.key)
         return workers
 
     def _start(self, config: RuntimeConfig, cancelled: Callable[[], bool] | None = None) -> Workers:

@@ -63,7 +63,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def clone(self, *args: Any, **kwargs: Any) -> ContextParallelPatcher:
         clone = super().clone(*args, **kwargs)
         if isinstance(clone, ContextParallelPatcher):
-            clone.cp_config = self.cp_config
+            clone.cp_config, clone.size = self.cp_config, self.size  # not `model_size`: it may run on one device
         return clone
 
     def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., Any]) -> None:
@@ -74,7 +74,10 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     # --- what the memory manager asks and tells -------------------------------------------------------------------------
 
     def model_size(self) -> int:
-        """Bytes that the model takes of a device: less than all of it, where the ranks share it out."""
+        """Bytes that the model takes of this process's device: none where no rank has it, and less than all of it where the ranks
+        share it out."""
+        if not self.cp_local and str(self.load_device) not in self.cp_config.devices:
+            return 0
         workers = None if self.cp_local else CONTROLLER.workers
         resident = workers.resident(notes_of(self.model).key) if workers is not None else None
         return super().model_size() if resident is None else resident.device_bytes
@@ -82,12 +85,12 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def loaded_size(self) -> int:
         if self.cp_local:
             return super().loaded_size()
-        return self.model_size() if self._resident() else 0
+        return self.model_size() if self._on_device() else 0
 
     def current_loaded_device(self) -> torch.device:
         if self.cp_local:
             return super().current_loaded_device()
-        return self.load_device if self._resident() else self.offload_device
+        return self.load_device if self._on_device() else self.offload_device
 
     def lowvram_patch_counter(self) -> int:
         return super().lowvram_patch_counter() if self.cp_local else 0
@@ -133,7 +136,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         if self.cp_local:
             return super().partially_unload(device_to, memory_to_free, force_patch_weights)
         freed = self.loaded_size()
-        CONTROLLER.unload(notes_of(self.model).key)
+        CONTROLLER.make_room(self.load_device, notes_of(self.model).key)
         return freed
 
     def detach(self, unpatch_all: bool = True) -> nn.Module:
@@ -144,7 +147,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         self.model_patches_to(self.offload_device)
         if unpatch_all:
             super().unpatch_model(None, unpatch_weights=False)
-            CONTROLLER.unload(notes_of(self.model).key)
+            CONTROLLER.make_room(self.load_device, notes_of(self.model).key)
         for callback in self.get_all_callbacks(CallbacksMP.ON_DETACH):
             callback(self, unpatch_all)
         return self.model
@@ -187,8 +190,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             if released:
                 log.info("this process shares %.0f MB of weights with the workers through the file", released / 1e6)
 
-    def _resident(self) -> bool:
-        return CONTROLLER.holds(notes_of(self.model).key)
+    def _on_device(self) -> bool:
+        return CONTROLLER.on_device(notes_of(self.model).key)
 
 
 def with_cancel(run: Callable[[Callable[[], bool]], Any]) -> Any:

@@ -10,7 +10,9 @@
 | The ranks hold | given back |
 |---|---|
 | a model that is loaded without them | `stock_loads`, before ComfyUI loads it |
-| a model while ComfyUI loads another one | ComfyUI's memory manager, which sees an ordinary model (`patcher`) |
+| what torch keeps of freed memory | `stock_loads`, before ComfyUI's memory manager looks at the device |
+| a model while ComfyUI loads another one | that memory manager, which sees an ordinary model (`patcher`), until its next call |
+| all models, with `/free` | `stock_loads` |
 """
 
 from __future__ import annotations

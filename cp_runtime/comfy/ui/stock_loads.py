@@ -1,4 +1,4 @@
-"""Has the ranks drop a model that ComfyUI is about to load without them, onto a device of theirs: see `residency`."""
+"""What ranks give back of a device that they share with ComfyUI's process, when that loads or frees something: see `residency`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import comfy.model_management
+import torch
 from comfy.model_base import BaseModel
 
 from .controller import CONTROLLER
+from .model_notes import notes_of
 from .patcher import ContextParallelPatcher
 from .timing import recipe_key
 
+EVERYTHING = 1e30
+"""Bytes that ComfyUI asks for when it means all that a device has, as for `/free`."""
+
 
 def watch_stock_loads() -> None:
-    """Wrap the function by which ComfyUI loads models onto devices. Call it once."""
-    stock = comfy.model_management.load_models_gpu
+    """Wrap the functions by which ComfyUI loads models onto devices and frees devices. Call it once."""
+    stock, stock_free = comfy.model_management.load_models_gpu, comfy.model_management.free_memory
 
     @functools.wraps(stock)
     def load_models_gpu(models: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -24,7 +29,15 @@ def watch_stock_loads() -> None:
             _drop_from_ranks(patcher)
         return stock(models, *args, **kwargs)
 
-    comfy.model_management.load_models_gpu = load_models_gpu
+    @functools.wraps(stock_free)
+    def free_memory(memory_required: float, device: torch.device, keep_loaded: Sequence[Any] = (), **kwargs: Any) -> Any:
+        if memory_required >= EVERYTHING:
+            _drop_all_but(keep_loaded, device)
+        elif comfy.model_management.get_free_memory(device) < memory_required:
+            CONTROLLER.make_room(device)  # before any model has to go
+        return stock_free(memory_required, device, keep_loaded, **kwargs)
+
+    comfy.model_management.load_models_gpu, comfy.model_management.free_memory = load_models_gpu, free_memory
 
 
 def _drop_from_ranks(patcher: Any) -> None:
@@ -33,6 +46,15 @@ def _drop_from_ranks(patcher: Any) -> None:
         return
     if str(patcher.load_device) in workers.pool.config.devices:
         CONTROLLER.unload(recipe_key(patcher) or "")
+
+
+def _drop_all_but(kept: Sequence[Any], device: torch.device) -> None:
+    """Have the ranks drop what they hold, when this process frees the device that it books their models on."""
+    workers = CONTROLLER.workers
+    if workers is not None and device == comfy.model_management.get_torch_device():
+        used = {notes_of(loaded.model.model).key for loaded in kept if isinstance(loaded.model, ContextParallelPatcher)}
+        for key in set(workers.keys) - used:
+            CONTROLLER.unload(key)
 
 
 def _is_diffusion_model(patcher: Any) -> bool:

@@ -55,7 +55,7 @@ class VAEPatcher(ContextParallelPatcher):
 
     def detach(self, unpatch_all: bool = True) -> nn.Module:
         if unpatch_all:
-            CONTROLLER.unload(notes_of(self.model).key)
+            CONTROLLER.make_room(self.load_device, notes_of(self.model).key)
         return self.model
 
     def target(self) -> Target:

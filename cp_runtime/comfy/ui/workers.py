@@ -98,6 +98,7 @@ class Workers:
         last_call: None before the first one.
         failure: with which the ranks were used last; None = they did well.
         comparing: a call runs once more, on one device.
+        aside: keys of models that have left the device of this process until their next call.
     """
 
     def __init__(self, config: RuntimeConfig, on_change: Callable[[], None], shortages: Shortages) -> None:
@@ -105,6 +106,7 @@ class Workers:
         self.last_call: CallRecord | None = None
         self.failure: Failure | None = None
         self.comparing = False
+        self.aside: set[str] = set()
         self._starts = KeptSeconds(KeptFile("starts.json"), ", ".join(config.devices))
         self._on_change = on_change
         self._model = ""  # name of the one that the last load or call was about
@@ -390,6 +392,21 @@ class Workers:
         self._networks.clear()
         self.pool.request("unload", {"key": key}, timeout=UNLOAD_TIMEOUT)
         self.pool.trim()
+
+    def make_room(self, device: str, key: str | None) -> None:
+        """Make the ranks on a device give back what they keep of freed memory there, and of a model all of it until its next call.
+
+        Args:
+            key: of that model; None = of none. One whose weights are shared out leaves all devices, and the host's memory as well,
+                since what the other ranks keep of it would be of no use.
+        """
+        ranks = {rank for rank, other in enumerate(self.pool.config.devices) if other == device}
+        if key is not None:
+            ranks = set(range(self.pool.world_size)) if self._shares_weights(key) else ranks
+            self.aside.add(key)
+            self._warm.get(key, set()).difference_update(ranks)
+            self._encoder.reset()
+        self.pool.request("make_room", {"key": key, "ranks": sorted(ranks)}, timeout=UNLOAD_TIMEOUT)
 
 
 def name_of(path: str, folders: Collection[str]) -> str:

@@ -288,6 +288,22 @@ class Mirrors:
             self._drop_network(network)
         _free_dropped()
 
+    def make_room(self, key: str | None) -> None:
+        """Give back what is kept of freed memory of the device.
+
+        Args:
+            key: of a model that leaves the device until its next call, and all networks of patches with it; None = of none.
+        """
+        for mirror in self.entries.values():
+            if mirror.weights is not None:
+                mirror.weights.free_buffers()
+        leaving = [] if key is None else [self.mirror_of({"key": key}).patcher, *ATTACHED.values()]
+        for loaded in list(model_management.current_loaded_models):
+            if any(loaded.model is patcher for patcher in leaving):
+                loaded.model_unload()
+                model_management.current_loaded_models.remove(loaded)
+        model_management.soft_empty_cache()
+
     def _forward_of(self, header: dict[str, Any]) -> tuple[Mirror, Callable[..., Any]]:
         """The model of a call, and the method of it that the call runs."""
         mirror = self.mirror_of(header)

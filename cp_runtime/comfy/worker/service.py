@@ -57,6 +57,7 @@ class ModelService:
             "drop": self._drop,
             "call": self._call,
             "unload": self._unload,
+            "make_room": self._make_room,
             "available": self._available,
         }
 
@@ -75,6 +76,13 @@ class ModelService:
     def _unload(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
         self._worker.cache.clear()
         self._mirrors.unload(header["key"])
+        return {}
+
+    def _make_room(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
+        if header["key"] is not None:
+            self._worker.cache.clear()
+        if self._worker.rank in header["ranks"]:
+            self._mirrors.make_room(header["key"])
         return {}
 
     def _available(self, _: dict[str, Any], __: Tensor) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from .encoders import TestClip, TestClipVision, TestImage, TestVae
 from .latent import TestLatent, TestLatentPart, TestPicture
 from .model_patch import TestModelPatch, TestMultiTalk
 from .patch import TestPatch
+from .room import TestRoom
 from .stand_ins import TestCodec, TestEncoder, TestSaveModelPatch, TestSound, TestSplats, TestVision
 
 NODES = (
     TestAttention, TestChild, TestClip, TestClipVision, TestCodec, TestConditioning, TestControl, TestEncoder, TestImage,
-    TestLatent, TestLatentPart, TestModelPatch, TestMultiTalk, TestPatch, TestPicture, TestSaveModelPatch, TestSound,
+    TestLatent, TestLatentPart, TestModelPatch, TestMultiTalk, TestPatch, TestPicture, TestRoom, TestSaveModelPatch, TestSound,
     TestSplats, TestVae, TestVision, TestWorkerCalls,
 )  # fmt: skip
 NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}

@@ -151,13 +151,20 @@ def _open() -> None:
 
 def _stats(device: Any = None) -> dict[str, int]:
     held = memory.LEDGER.allocated(index(device))
-    return {f"{kind}_bytes.all.current": held for kind in ("active", "reserved", "allocated")} | {
-        "allocated_bytes.all.peak": memory.LEDGER.peak[index(device)]
+    return {
+        "active_bytes.all.current": held,
+        "allocated_bytes.all.current": held,
+        "allocated_bytes.all.peak": memory.LEDGER.peak[index(device)],
+        "reserved_bytes.all.current": _reserved(device),
     }
 
 
 def _allocated(device: Any = None) -> int:
     return memory.LEDGER.allocated(index(device))
+
+
+def _reserved(device: Any = None) -> int:
+    return memory.LEDGER.reserved(index(device))
 
 
 def _peak(device: Any = None) -> int:
@@ -187,13 +194,13 @@ def install(cards: Cards) -> None:
         "can_device_access_peer": lambda *_: True,
         "synchronize": lambda _=None: tensors._wait("synchronize"),
         "set_sync_debug_mode": tensors.set_sync_debug_mode,
-        "empty_cache": lambda: None,
+        "empty_cache": lambda: memory.LEDGER.empty_cache(),
         "ipc_collect": lambda: None,
         "mem_get_info": lambda device=None: (memory.LEDGER.free(index(device)), memory.LEDGER.capacity),
         "memory_stats": _stats,
         "memory_summary": lambda *_, **__: "",
         "memory_allocated": _allocated,
-        "memory_reserved": _allocated,
+        "memory_reserved": _reserved,
         "max_memory_allocated": _peak,
         "max_memory_reserved": _peak,
         "reset_peak_memory_stats": _reset_peak,

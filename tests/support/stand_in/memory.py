@@ -1,6 +1,7 @@
 """How much of every card is taken, by all processes that share them.
 
-Every process has a row in a file that all have mapped: its number, and the bytes that it holds of every card.
+Every process has a row in a file that all have mapped: its number, the bytes that it holds of every card, and those of its tensors.
+As torch does, it keeps what was freed, until `empty_cache`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from . import Cards
 
 MAX_CARDS, MAX_PROCESSES = 8, 64
-COLUMNS = 1 + MAX_CARDS
+COLUMNS = 1 + 2 * MAX_CARDS
 
 
 class Ledger:
@@ -44,10 +45,20 @@ class Ledger:
             self._table[self._row] = self._pid
 
     def allocated(self, card: int) -> int:
-        """Bytes that this process holds."""
+        """Bytes of tensors of this process."""
         if os.getpid() != self._pid:
             self._own()
+        return self._table[self._row + 1 + MAX_CARDS + card]
+
+    def reserved(self, card: int) -> int:
+        """The same, and what this process keeps of freed ones."""
+        self.allocated(card)  # this process's row, after a fork
         return self._table[self._row + 1 + card]
+
+    def empty_cache(self) -> None:
+        """Give back what this process keeps of freed tensors."""
+        for card in range(MAX_CARDS):
+            self._table[self._row + 1 + card] = self.allocated(card)
 
     def free(self, card: int) -> int:
         """Bytes that no living process holds."""
@@ -55,8 +66,13 @@ class Ledger:
             self._forget_dead()
         return max(0, self.capacity - self._taken(card))
 
+    def tensors(self, card: int) -> int:
+        """Bytes of tensors of all processes."""
+        return sum(self._table[1 + MAX_CARDS + card :: COLUMNS])
+
     def check(self, card: int, wanted: int) -> None:
         """Raise as a card does that has not got so many bytes."""
+        wanted -= self.reserved(card) - self.allocated(card)  # freed before
         if self._taken(card) + wanted > self.capacity and self.free(card) < wanted:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {wanted / (1 << 20):.2f} MiB. GPU {card} has a total capacity of "
@@ -65,8 +81,8 @@ class Ledger:
 
     def note(self, card: int, change: int) -> None:
         """Take bytes, or give them back."""
-        held = self.allocated(card) + change
-        self._table[self._row + 1 + card] = held
+        self._table[self._row + 1 + MAX_CARDS + card] = held = self.allocated(card) + change
+        self._table[self._row + 1 + card] = max(self.reserved(card), held)
         self.peak[card] = max(self.peak[card], held)
 
     @contextmanager
