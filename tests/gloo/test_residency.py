@@ -51,6 +51,16 @@ def test_the_size_of_a_model_is_what_it_takes_of_this_process_s_device(steps):
     assert (sizes["sharded"], sizes["on other devices"]) == (sizes["whole"] // 2, 0)
 
 
+def test_a_clone_that_runs_on_one_device_is_as_large_as_the_model(steps):
+    """ComfyUI writes the size of what it clones into the clone."""
+    sizes = steps["sizes"]
+    assert sizes["clone_on_one_device"] == sizes["removed"] == sizes["whole"]
+
+
+def test_a_model_that_is_left_on_one_device_has_no_ranks_of_an_earlier_apply(steps):
+    assert steps["applied again"]["kind"] == STOCK
+
+
 def test_comfyui_frees_what_does_not_sample_where_a_rank_has_no_memory_left(steps):
     assert steps["a rank has no memory left"]["told"] == ["empty cache"]
     assert steps["freed"]["freed"] == [["cpu", [True]]]

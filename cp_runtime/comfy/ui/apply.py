@@ -57,7 +57,7 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
         if config.on_unsupported == "error":
             raise noted(UnsupportedError(f"Apply Context Parallel: {obstacle}"))
         log.warning("the model passes through on a single device: %s", obstacle)
-        return timed(model.clone())
+        return timed(without_context_parallel(model).clone())
     # A plain patcher over the same BaseModel, whatever kind of memory management the given one does.
     patcher = model.clone(disable_dynamic=True, model_override=model.get_clone_model_override())
     patcher.__class__ = ContextParallelPatcher
