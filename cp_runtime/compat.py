@@ -87,6 +87,15 @@ def before_apply(module: nn.Module, check: Callable[[Callable[[Tensor], Tensor]]
     return lambda: vars(module).pop("_apply", None)
 
 
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""`__torch_function__` of a subclass of Tensor that leaves all to `__torch_dispatch__`."""
+
+
+def arguments_of(function: Any) -> list[Any]:
+    """What an operator of ATen takes: each with a `name`, and an `alias_info` if it is written to or shared with a result."""
+    return list(function._schema.arguments)
+
+
 def tensor_without_storage(
     cls: type[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Any:

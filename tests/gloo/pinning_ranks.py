@@ -75,7 +75,7 @@ def offload(key, options):
     budget = mirror.patcher.model_size() // 2
     weights = [weight for weight in mirror.patcher.model.parameters() if weight.device.type == "cpu"]
     for weight in weights:  # as a call does that fetches them
-        weight.view(-1).view(torch.uint8).amax()
+        torch.empty_like(weight).copy_(weight)
     mirrors.to_device(mirror, 0)
     on_host = sum(weight.nbytes for weight in mirror.patcher.model.parameters() if weight.device.type == "cpu")
     dist.barrier()  # all ranks have everything mapped

@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import comfy.memory_management
+import comfy.model_management
 
 from ...engine.weights.files import MAPPED
 from ...errors import MirrorError, UnsupportedError
@@ -18,7 +19,8 @@ from ..wire.weight_samples import same_weight
 def share_file_pages(patcher: Any, recipe: Recipe) -> int:
     """Point the UI's own copy of plain weights at the mapped file; returns the bytes of private memory given back.
 
-    The UI process does not compute with them, but other branches of a graph may, so they must stay valid.
+    The UI process does not compute with them, but other branches of a graph may, so they must stay valid. What the loader converted
+    is a `CastWeight` then, until ComfyUI is about to compute with it or to save it.
 
     Raises:
         UnsupportedError: a weight is not the file's, so the workers do not have it.
@@ -27,10 +29,11 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
     model = patcher.model
     if comfy.memory_management.aimdo_enabled or patcher.backup or model.current_weight_patches_uuid is not None:
         return 0  # mapped already, or in use by a branch that runs without context parallelism
-    converts = recipe.factory is not None or not recipe.options.keys().isdisjoint(DTYPE_OPTIONS)
-    if converts or not recipe.path.lower().endswith(MAPPED):
+    on_device = not comfy.model_management.is_device_cpu(patcher.load_device)
+    converts = not on_device and not recipe.options.keys().isdisjoint(DTYPE_OPTIONS)
+    if recipe.factory is not None or converts or not recipe.path.lower().endswith(MAPPED):
         return 0  # the file's pages are not the weights, or need not be
-    fresh, missing, _ = load_recipe(recipe)
+    fresh, missing = load_recipe(recipe, cast_later=on_device)
     weights = {name: weight for name, weight in fresh.model.diffusion_model.named_parameters() if name not in missing}
     released = 0
     own = parameters_of(model.diffusion_model)

@@ -22,6 +22,7 @@ from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 from torch import nn
 
+from ...engine.weights.cast import settle
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
@@ -152,6 +153,10 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             callback(self, unpatch_all)
         return self.model
 
+    def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        settle(self.model)
+        return super().state_dict_for_saving(*args, **kwargs)
+
     # --- one denoise call ------------------------------------------------------------------------------------------------
 
     def refuse(self, obstacle: str) -> None:
@@ -161,6 +166,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         log.warning("running on a single device: %s", obstacle)
         self.cp_local = True
         CONTROLLER.unload(notes_of(self.model).key)
+        settle(self.model)
 
     def refuse_call(self, obstacle: str) -> None:
         """`refuse`, once sampling has begun: the weights come to this process now."""

@@ -10,6 +10,7 @@ import comfy.model_management
 import torch
 from comfy.model_base import BaseModel
 
+from ...engine.weights.cast import settle
 from .controller import CONTROLLER
 from .model_notes import notes_of
 from .patcher import ContextParallelPatcher
@@ -26,7 +27,9 @@ def watch_stock_loads() -> None:
     @functools.wraps(stock)
     def load_models_gpu(models: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         for patcher in models:
-            _drop_from_ranks(patcher)
+            if _is_diffusion_model(patcher) and not isinstance(patcher, ContextParallelPatcher):
+                _drop_from_ranks(patcher)
+                settle(patcher.model)
         return stock(models, *args, **kwargs)
 
     @functools.wraps(stock_free)
@@ -42,9 +45,7 @@ def watch_stock_loads() -> None:
 
 def _drop_from_ranks(patcher: Any) -> None:
     workers = CONTROLLER.workers
-    if workers is None or isinstance(patcher, ContextParallelPatcher) or not _is_diffusion_model(patcher):
-        return
-    if str(patcher.load_device) in workers.pool.config.devices:
+    if workers is not None and str(patcher.load_device) in workers.pool.config.devices:
         CONTROLLER.unload(recipe_key(patcher) or "")
 
 

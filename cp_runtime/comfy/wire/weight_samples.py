@@ -13,9 +13,10 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from ...engine.weights.cast import memory_of, plain
 from ...nested import stored
 
-WINDOWS, WINDOW = 8, 64  # pieces of a weight, and bytes of each
+WINDOWS, WINDOW = 8, 64  # pieces of a weight, and bytes of each, at least
 
 
 def sample_weights(model: nn.Module, without: Collection[str] = ()) -> dict[str, str]:
@@ -43,7 +44,7 @@ def differing_weight(one: Mapping[str, str], other: Mapping[str, str]) -> str | 
 
 def same_weight(one: Tensor, other: Tensor) -> bool:
     """Whether two weights are stored alike; of quantised ones, data and scales."""
-    ones, others = ([part.cpu().contiguous().flatten().view(torch.uint8) for part in stored(weight)] for weight in (one, other))
+    ones, others = ([_bytes(plain(part)) for part in stored(weight)] for weight in (one, other))
     return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
@@ -54,8 +55,13 @@ def _sample(weight: Tensor) -> str:
     kind = "+".join(f"{part.dtype}{list(part.shape)}".replace(" ", "") for part in parts)
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        raw = part.view(-1).view(torch.uint8)
-        if raw.numel() > WINDOWS * WINDOW:
-            raw = raw.as_strided((WINDOWS, WINDOW), ((raw.numel() - WINDOW) // (WINDOWS - 1), 1))
-        digest.update(raw.cpu().contiguous().numpy().data)
+        numbers, window = memory_of(part).view(-1), WINDOW // part.itemsize
+        if numbers.numel() > WINDOWS * window:
+            step, rest = divmod(numbers.numel() - window, WINDOWS - 1)
+            numbers = numbers.as_strided((WINDOWS, window + rest), (step, 1))  # the last one ends where the weight does
+        digest.update(_bytes(numbers.to(part.dtype)).numpy().data)
     return f"{kind} {digest.hexdigest()}"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8)

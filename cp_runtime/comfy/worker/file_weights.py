@@ -11,16 +11,17 @@ process pages of its own, because safetensors maps files privately. Those weight
 from __future__ import annotations
 
 import contextlib
-import os
+import mmap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.utils import get_attr
-from torch import Tensor, nn
+from torch import Tensor, frombuffer, nn, uint8
 
 from ...compat import before_apply
+from ...engine.weights.cast import memory_of
 from ...nested import stored
 from ..wire.loading import parameters_of
 from .progress import LoadProgress
@@ -55,7 +56,7 @@ class FileWeightsPatcher(ModelPatcher):
             # Not the parameter itself: a module that moves to a device puts another tensor into it.
             name: getattr(module, parameter).detach()
             for name, module, parameter in parameters_of(patcher.model)
-            if inside(max(stored(getattr(module, parameter)), key=_bytes), ranges)  # scales may be converted, and are small
+            if inside(memory_of(max(stored(getattr(module, parameter)), key=_bytes)), ranges)  # scales may be copies, and are small
         }
 
     def load(self, *args: Any, **kwargs: Any) -> None:
@@ -102,12 +103,18 @@ def forget(patcher: ModelPatcher) -> None:
 
 
 def mapped(path: str) -> list[tuple[int, int]]:
-    """Ranges of addresses at which this process has mapped a file."""
-    inode = str(os.stat(path).st_ino)
+    """Ranges of addresses at which this process has mapped a file.
+
+    What the kernel calls its device and inode is read off a page that is mapped for it: some file systems have `stat` name others.
+    """
+    with open(path, "rb") as file:
+        page = frombuffer(mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY), dtype=uint8)
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         fields = [line.split(maxsplit=5) for line in lines]
-    spans = [entry[0].split("-") for entry in fields if entry[4] == inode]
-    return [(int(start, 16), int(stop, 16)) for start, stop in spans]
+    spans = [(int(start, 16), int(stop, 16)) for start, stop in (entry[0].split("-") for entry in fields)]
+    files = [entry[3:5] for entry in fields]
+    ours = next(file for span, file in zip(spans, files, strict=True) if inside(page, [span]))
+    return [span for span, file in zip(spans, files, strict=True) if file == ours]
 
 
 def _bytes(tensor: Tensor) -> int:

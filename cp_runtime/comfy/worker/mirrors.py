@@ -73,7 +73,7 @@ class Mirror:
         samples: of its weights as they were loaded, without patches.
         names: of all its weights.
         placement: of its weights, one of `wire.placement.PLACEMENTS`.
-        nbytes: of its weights, as they are in the file.
+        nbytes: of its weights.
         reserved: bytes of device memory that were left free for calls when its weights were last put there.
         compiled: its blocks, where calls ask for that.
     """
@@ -149,18 +149,20 @@ class Mirrors:
         mirror = self.entries.get(key)
         if mirror is None:
             path, ranks = header["recipe"]["path"], None if placement == WHOLE or mesh is None else mesh.sequence().weights
-            loaded = self._load_file(Recipe.from_json(header["recipe"]), cast_later=ranks is not None)
-            patcher = loaded.patcher
+            # Where calls compute on the host they would convert again and again.
+            patcher, missing = self._load_file(
+                Recipe.from_json(header["recipe"]), cast_later=ranks is not None or self.device.type != "cpu"
+            )
             if ranks is None:
                 FileWeightsPatcher.adopt(patcher, path, self.progress)
             else:
                 SharedWeightsPatcher.share(
-                    loaded, path, ranks, header["device_bytes"], self.progress, on_host=placement == OFFLOADED
+                    patcher, path, ranks, header["device_bytes"], self.progress, on_host=placement == OFFLOADED
                 )
             if own_formats(patcher.model, self.device):
                 Experts.find(network_of(patcher))
             # What the file does not have is not initialised, and differs from process to process.
-            samples = sample_weights(network_of(patcher), without=loaded.missing)
+            samples = sample_weights(network_of(patcher), without=missing)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
             mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes)
         self._patch(mirror, header, block)

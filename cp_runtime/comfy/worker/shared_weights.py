@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...engine.collectives import RankGroup
-from ...engine.weights.blocks import Block, blocks_of
+from ...engine.weights.blocks import Block
+from ...engine.weights.cast import memory_of, plain, settle
 from ...engine.weights.packing import round_up
 from ...engine.weights.sharded import ShardedWeights
 from ...nested import stored
-from ..wire.loading import LoadedModel, parameters_of
+from ..wire.loading import parameters_of
 from .file_weights import Backup, FileWeightsPatcher, inside, mapped
 from .progress import LoadProgress
 
@@ -35,28 +36,18 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         cp_ranks, cp_on_host: see `ShardedWeights`.
         cp_weights: the parts, while they are on the device.
         cp_size: bytes of device memory that the model takes.
-        cp_casts: dtypes of weights that are the file's pages in another one, by name. A block at a time is converted.
     """
 
     cp_ranks: RankGroup
     cp_on_host: bool
     cp_weights: ShardedWeights | None
     cp_size: int
-    cp_casts: Mapping[str, torch.dtype]
 
     @classmethod
-    def share(cls, loaded: LoadedModel, path: str, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool) -> None:
-        """Make the patcher of a model that was loaded from `path` a moment ago one of these."""
-        model = loaded.patcher.model.diffusion_model
-        in_blocks = {name for block in blocks_of(model) for name in block.slots}
-        for name, module, parameter in parameters_of(model):
-            if name in loaded.casts and name not in in_blocks:
-                converted = getattr(module, parameter).to(loaded.casts[name])
-                module.register_parameter(parameter, nn.Parameter(converted, requires_grad=False))
-        cls.adopt(loaded.patcher, path, progress)
-        patcher = loaded.patcher
-        patcher.cp_ranks, patcher.cp_on_host, patcher.cp_weights = ranks, on_host, None
-        patcher.cp_size, patcher.cp_casts = size, loaded.casts
+    def share(cls, patcher: Any, path: str, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool) -> None:
+        """Make `patcher`, whose model was loaded from `path` a moment ago, one of these."""
+        cls.adopt(patcher, path, progress)
+        patcher.cp_ranks, patcher.cp_on_host, patcher.cp_weights, patcher.cp_size = ranks, on_host, None, size
 
     def model_size(self) -> int:
         return self.cp_size
@@ -74,7 +65,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         self._load_rest(device_to, {PREFIX + path for block in own for path in block.slots})
         pages = mapped(self.cp_path)
         for block, parameters in own.items():
-            block.put([self._cast(path, weight) for path, weight in zip(block.slots, parameters, strict=True)])
+            block.put([plain(weight) for weight in parameters])
             weights.keep(block.name, self._patched(block, device_to))
             give_back(parameters, pages)
             trim_heap()  # of what patching took, in pieces between what is kept
@@ -98,9 +89,8 @@ class SharedWeightsPatcher(FileWeightsPatcher):
             super().load(device_to, full_load=True)
         finally:
             self.patches = patches
-
-    def _cast(self, path: str, weight: Tensor) -> Tensor:
-        return weight.to(self.cp_casts[path]) if path in self.cp_casts else weight
+        if device_to.type == "cpu":
+            settle(self.model)  # once, and not in every call
 
     def _patched(self, block: Block, device_to: torch.device) -> dict[str, Tensor]:
         """The weights of a block that patches change, patched."""
@@ -122,7 +112,7 @@ def give_back(weights: Iterable[Tensor], pages: list[tuple[int, int]]) -> None:
         pages: ranges of addresses at which the file is mapped; other memory would lose what is in it.
     """
     libc = ctypes.CDLL(None)
-    for part in (part for weight in weights for part in stored(weight)):
+    for part in (memory_of(part) for weight in weights for part in stored(weight)):
         if inside(part, pages):
             begin = round_up(part.data_ptr(), mmap.PAGESIZE)
             end = (part.data_ptr() + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
