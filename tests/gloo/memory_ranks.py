@@ -5,7 +5,9 @@ back from it raises an error.
 """
 
 import gc
+import io
 import os
+import threading
 import weakref
 
 from support.ranks import finish, report, start, use_comfyui
@@ -13,13 +15,16 @@ from support.ranks import finish, report, start, use_comfyui
 _, _, (checkpoint,) = start()
 use_comfyui()
 
+import comfy.utils  # noqa: E402
 import torch  # noqa: E402
 from comfy import model_management as mm  # noqa: E402
 from comfy.weight_adapter import LoRAAdapter  # noqa: E402
 
 from cp_runtime.comfy.ui.apply import call_memory  # noqa: E402
+from cp_runtime.comfy.wire.loading import file_backed_weights, weights_on_host  # noqa: E402
 from cp_runtime.comfy.wire.recipe import Recipe, file_stamp  # noqa: E402
 from cp_runtime.comfy.wire.weight_patches import encode_weight_patches  # noqa: E402
+from cp_runtime.comfy.worker import file_weights  # noqa: E402
 from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
 from cp_runtime.comfy.worker.progress import LoadProgress  # noqa: E402
 from cp_runtime.comfy.worker.room import room  # noqa: E402
@@ -85,7 +90,50 @@ def lora(strength):
     return {KEY: [(strength, LoRAAdapter(set(), (torch.ones(768, 4), torch.ones(4, 256), 4.0, None, None, None)), 1.0, None, None)]}
 
 
+def replaced():
+    """What loading replaces for a while."""
+    return torch.nn.Module.load_state_dict, comfy.utils.load_torch_file, mm.unet_inital_load_device, mm.unet_offload_device
+
+
+def two_threads_load():
+    """The second one begins before the first one is done, and ends after it. Whether all is as it was then."""
+    before, began, first_left = replaced(), threading.Event(), threading.Event()
+
+    def second():
+        with weights_on_host(), file_backed_weights():
+            began.set()
+            first_left.wait(20)
+
+    thread = threading.Thread(target=second)
+    with weights_on_host(), file_backed_weights():
+        thread.start()
+        began.wait(0.3)  # or it waits for this one
+    first_left.set()
+    thread.join()
+    return replaced() == before
+
+
+def as_on_two_file_systems():
+    """Ranges that are taken for the file's, where a file of another device has the same inode, and where it has not."""
+
+    def with_another(path, *args, **kwargs):
+        file = open(path, *args, **kwargs)  # noqa: SIM115  (whoever calls closes it)
+        if path != "/proc/self/maps":
+            return file
+        with file:
+            lines = file.readlines()
+        ours = next(line.split() for line in lines if line.split()[4] == inode)
+        return io.StringIO("".join([*lines, " ".join(["7f0000000000-7f0000001000", *ours[1:3], "ff:ff", *ours[4:]]), "\n"]))
+
+    file_weights.open = with_another
+    found = file_weights.mapped(checkpoint)
+    del file_weights.open
+    return {"theirs": (0x7F0000000000, 0x7F0000001000) in found, "ours": len(found)}
+
+
+report(step="two threads", restored=two_threads_load())
 patcher = load("u0", {})
+report(step="two file systems", **as_on_two_file_systems())
 model = weakref.ref(patcher.model)
 report(step="read", **where(patcher))
 mirrors.to_device(mirrors.entries["k"], 0)

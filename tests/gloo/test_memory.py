@@ -29,6 +29,16 @@ def test_weights_leave_the_device_for_the_pages_of_the_file(reports):
     assert at["all of it makes room"] == {"device": 0, "file": total, "private": 0, "listed": 0}
 
 
+def test_two_threads_that_load_at_once_leave_all_as_it_was(reports):
+    assert steps(reports)["two threads"]["restored"]
+
+
+def test_a_file_of_another_device_with_the_same_inode_is_another_file(reports):
+    """What is taken for the file's pages may be taken off this process's memory."""
+    assert steps(reports)["two file systems"]["ours"] > 0
+    assert not steps(reports)["two file systems"]["theirs"]
+
+
 @pytest.mark.parametrize("step", ["progress", "progress with a LoRA"])
 def test_progress_rises_from_nothing_to_all_of_the_model(reports, step):
     assert steps(reports)[step] == {"first": 0, "last": 1000, "steps": True, "rises": True, "end": None}
