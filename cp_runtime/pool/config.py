@@ -86,6 +86,11 @@ class RuntimeConfig:
         return self.devices[0].partition(":")[0]
 
     @property
+    def uses_nccl(self) -> bool:
+        """Whether ranks are to communicate over NCCL."""
+        return self.world_size > 1 and (self.backend == "nccl" or (self.backend == "auto" and self.device_type == "cuda"))
+
+    @property
     def shares_accelerators(self) -> bool:
         """Whether ranks share an accelerator: that checks results, and takes longer than one rank alone."""
         return self.device_type != "cpu" and len(set(self.devices)) < len(self.devices)

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
-from ..errors import MirrorError, PoolTimeout, RankError, RankOutOfMemory, UnsupportedError
+from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, RankOutOfMemory, UnsupportedError
 from .board import SILENT, Progress
 from .collection import Reply
 from .config import RuntimeConfig
 from .forking import RankProcess
 from .log_pump import LogPump
+from .peers import shm_advice
 from .stacks import collect_stacks
 
 _FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # what they say is all that there is to know
@@ -23,20 +24,27 @@ _COMMUNICATION = ("DistBackendError", "DistNetworkError", "DistStoreError")  # o
 _ACCELERATOR = "AcceleratorError"  # of torch 2.8 and later, for anything that a device reports
 _SLOW = {
     "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
+    "connecting": "If it is only slow, raise the environment variable CP_CONNECT_TIMEOUT.",
     "load": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
     "call": "If the step is only slow, raise step_timeout of CP Config.",
 }
-_NCCL = (
-    "If the GPUs cannot reach each other over NCCL, as with an IOMMU that breaks peer-to-peer transfers, start ComfyUI with the "
-    "environment variable NCCL_P2P_DISABLE=1, or set backend=gloo in CP Config."
-)
+_NCCL = "NCCL was tried with NCCL_P2P_DISABLE=1, too: set backend of CP Config to auto, with which the ranks go on over gloo."
+_CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS")  # a rank that finds /dev/shm full gets the last
 _STOPPED = "Find out what stopped it, such as a tool that saves memory or power, and let the workers run."
 
 
-def start_advice(config: RuntimeConfig) -> str:
-    """What may help where ranks do not start, besides what the error itself says."""
-    nccl = config.backend == "nccl" or (config.backend == "auto" and config.device_type == "cuda")
-    return _NCCL if nccl and config.world_size > 1 else ""
+def connect_advice(config: RuntimeConfig) -> str:
+    """What may help where ranks do not connect, besides what the error itself says."""
+    return f"{_NCCL} {shm_advice(config.world_size)}".rstrip() if config.backend == "nccl" else ""
+
+
+def connect_failure(error: PoolError) -> str:
+    """Why the ranks did not connect, in short, where they may do so in another way; empty where that would not help."""
+    if isinstance(error, PoolTimeout) and not error.stopped:
+        return "no answer in time"
+    if isinstance(error, RankError) and error.kind in (*_COMMUNICATION, *_CRASHES) and not isinstance(error, RankOutOfMemory):
+        return f"{error.kind}: {error.message.partition(chr(10))[0][:MAX_SHOWN]}"
+    return ""
 
 
 def reported_failure(rank: int, pid: int, replies: Mapping[int, Reply], advice: str = "") -> RankError:
@@ -123,7 +131,9 @@ def missed_deadline(
     except OSError as error:
         found = f"No stacks of the ranks: {error}."
     remedy = _STOPPED if stopped else f"{_SLOW.get(what, _SLOW['load'])} {advice}".rstrip()
-    return PoolTimeout(f"{text} {found} They are restarted on next use. {remedy}", min(stopped, default=last))
+    return PoolTimeout(
+        f"{text} {found} They are restarted on next use. {remedy}", min(stopped, default=last), stopped=bool(stopped)
+    )
 
 
 def _describe_memory(replies: Mapping[int, Reply]) -> str:

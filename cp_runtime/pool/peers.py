@@ -1,14 +1,103 @@
-"""Whether the GPUs of a pool reach each other's memory: without that, what ranks send each other goes through the host's."""
+"""How the ranks of a pool reach each other: whether their GPUs reach each other's memory, and what is tried where they do not."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import permutations
 
 import torch
+import torch.distributed as dist
+
+from ..engine.collectives import RankGroup
+from .config import RuntimeConfig
+
+log = logging.getLogger("context_parallel")
+
+P2P_DISABLE = "NCCL_P2P_DISABLE"
+SHM = "/dev/shm"
+SHM_PER_RANK = 128 << 20  # bytes: a connection takes 10 MB per channel and direction, and a rank has some in each of its groups
+PROBE = 1 << 18  # numbers that each rank sends each other one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """How ranks communicate.
+
+    Args:
+        backend: of torch.distributed; auto = that of the device.
+        peer_to_peer: whether NCCL may let GPUs reach each other's memory.
+    """
+
+    backend: str
+    peer_to_peer: bool = True
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a rank finds in its environment for it."""
+        return {} if self.peer_to_peer else {P2P_DISABLE: "1"}
+
+    def __str__(self) -> str:
+        return self.backend if self.peer_to_peer else f"{self.backend} with {P2P_DISABLE}=1"
+
+
+def connections(config: RuntimeConfig) -> list[Connection]:
+    """What to try, in this order: NCCL, NCCL through the host's memory, and gloo, unless NCCL was asked for by name."""
+    if not config.uses_nccl:
+        return [Connection(backend=config.backend)]
+    ways = [Connection(backend="nccl"), Connection(backend="nccl", peer_to_peer=False)]
+    if os.environ.get(P2P_DISABLE, "0") not in ("", "0"):
+        del ways[0]
+    return ways if config.backend == "nccl" else [*ways, Connection(backend="gloo")]
 
 
 def without_peer_access(devices: Sequence[str]) -> list[str]:
     """Pairs of CUDA devices, as torch names them, of which the driver does not let the first reach the memory of the second."""
     reaches = torch.cuda.can_device_access_peer
     return [f"{one} to {other}" for one, other in permutations(devices, 2) if not reaches(one, other)]
+
+
+def look_at_peers(devices: Sequence[str], way: Connection) -> bool:
+    """Return whether NCCL lets all GPUs reach each other's memory; where it does not, warn, and of too small a /dev/shm, too."""
+    pairs = without_peer_access(devices)
+    if way.peer_to_peer and not pairs:
+        return True
+    which = f"from {', '.join(pairs)}" if way.peer_to_peer else f"with {P2P_DISABLE}=1"
+    advice = shm_advice(len(devices))
+    log.warning("no peer-to-peer transfers %s: what ranks send goes through host memory, slowly. %s", which, advice)
+    return False
+
+
+def shm_advice(ranks: int) -> str:
+    """What to do about /dev/shm, by which NCCL sends what does not go from one GPU to the other; empty where it has enough room.
+
+    See "Shared memory" in the chapter on troubleshooting of NCCL's user guide. Docker gives a container 64 MB.
+    """
+    try:
+        found = os.statvfs(SHM)
+        free = found.f_bavail * found.f_frsize
+    except OSError:
+        free = 0
+    needed = ranks * SHM_PER_RANK
+    if free >= needed:
+        return ""
+    return (
+        f"{SHM} has {free / 2**20:.0f} MB free, of which NCCL may need {needed / 2**20:.0f}: start the container with "
+        "--shm-size=1g or --ipc=host, or enlarge it."
+    )
+
+
+def probe(group: RankGroup, device: torch.device) -> None:
+    """Send something from every rank to every other one, and look at what arrives: where an IOMMU breaks peer-to-peer transfers,
+    they hang or bring other numbers.
+
+    Raises:
+        DistBackendError: they are wrong.
+    """
+    numbers, counts = torch.arange(PROBE, dtype=torch.int32, device=device), [PROBE] * group.size
+    received = numbers.new_zeros(PROBE * group.size)
+    group.all_to_all((numbers + group.rank).repeat(group.size), counts, received, counts, "probe").wait()
+    if not torch.equal(received, torch.cat([numbers + rank for rank in range(group.size)])):
+        raise dist.DistBackendError("what ranks sent each other did not arrive as it was sent")

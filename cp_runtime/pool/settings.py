@@ -14,6 +14,11 @@ def startup_timeout() -> float:
     return _seconds("CP_STARTUP_TIMEOUT", 300.0)
 
 
+def connect_timeout() -> float:
+    """Seconds that ranks may take to meet over NCCL and to exchange something, before they try without what may have broken it."""
+    return _seconds("CP_CONNECT_TIMEOUT", 20.0)
+
+
 def load_timeout() -> float:
     """Seconds that ranks may take to load a model, and for its first call."""
     return _seconds("CP_LOAD_TIMEOUT", 1800.0)

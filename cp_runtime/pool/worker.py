@@ -32,12 +32,13 @@ from .cancel import CancelPoints
 from .channel import Channel, Closed, SharedBlock
 from .faults import armed_fault, inject
 from .limits import name_limit
+from .peers import probe
 from .protocol import TensorPacker, decode_header, encode_header, flatten
 from .tensor_cache import TensorCache
 
 log = logging.getLogger("context_parallel.worker")
 
-SHUTDOWN = "shutdown"
+SHUTDOWN, GO_ON = "shutdown", "go on"
 INLINE = 16 << 10  # header bytes that travel in the first broadcast
 IDLE = timedelta(days=365)  # an idle rank waits for the next command for as long as ComfyUI runs
 
@@ -85,7 +86,7 @@ class Worker:
         self._handlers: dict[str, Handler] = {"echo": self._echo}
 
     def start(self) -> None:
-        """Import, join the process groups, say hello."""
+        """Import, connect, measure. All ranks take these steps together: after each the controller lets them go on."""
         seconds: dict[str, float] = {}
         began = time.perf_counter()
         if self.device.type != "cpu":
@@ -96,7 +97,33 @@ class Worker:
             self._handlers |= service.handlers
         seconds["import"] = time.perf_counter() - began
         inject(self.rank, "start")
+        self._end_step()
         began = time.perf_counter()
+        backend, timeout = self._connect()
+        mesh = BatchMesh(dist.group.WORLD, timeout, self.stats)
+        if backend == "nccl":
+            probe(mesh.whole, self.device)
+        seconds["process groups"] = time.perf_counter() - began
+        self._end_step()
+        began = time.perf_counter()
+        name = device_name(self.device)
+        self.measured = measure(mesh.sequence(), self.device, name)
+        shares = tuple(self.spec["shares"]) or self.measured.shares
+        self.mesh = BatchMesh(dist.group.WORLD, timeout, self.stats, shares)
+        seconds["measuring"] = time.perf_counter() - began
+        hello: dict[str, Any] = {"device": str(self.device), "name": name, "backend": backend, "seconds": seconds}
+        if self.rank == 0:
+            hello |= {"shares": self.mesh.shares, "measured": asdict(self.measured)}
+        self.channel.send({"seq": 0, "ok": True, **hello})
+
+    def _end_step(self) -> None:
+        """Report on a step of the start, and wait until all ranks have."""
+        self.channel.send({"seq": 0, "ok": True})
+        while self.channel.receive().get("command") != GO_ON:
+            pass  # a Cancel, after which this process ends
+
+    def _connect(self) -> tuple[str, timedelta]:
+        """Join the process groups; return the backend, and the time that a collective may take."""
         backend = self.spec["backend"]
         if backend == "auto":
             backend = dist.get_default_backend_for_device(self.device)
@@ -111,18 +138,7 @@ class Worker:
             device_id=self.device if backend == "nccl" else None,  # connect now, and not inside the first call
         )
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
-        mesh = BatchMesh(dist.group.WORLD, timeout, self.stats)
-        seconds["process groups"] = time.perf_counter() - began
-        began = time.perf_counter()
-        name = device_name(self.device)
-        self.measured = measure(mesh.sequence(), self.device, name)
-        shares = tuple(self.spec["shares"]) or self.measured.shares
-        self.mesh = BatchMesh(dist.group.WORLD, timeout, self.stats, shares)
-        seconds["measuring"] = time.perf_counter() - began
-        hello = {"device": str(self.device), "name": name, "backend": backend, "seconds": seconds}
-        if self.rank == 0:
-            hello |= {"shares": self.mesh.shares, "measured": asdict(self.measured)}
-        self.channel.send({"seq": 0, "ok": True, **hello})
+        return backend, timeout
 
     def serve(self) -> None:
         """Run commands until told to stop."""

@@ -21,27 +21,31 @@ from torch import Tensor
 from ..engine.measuring import Measured
 from ..engine.sharding import Shares
 from ..errors import ContextParallelError, PoolError, PoolTimeout, RankError
-from .board import Board, Progress
-from .channel import Channel, Closed, SharedBlock
+from .board import Progress
+from .channel import Channel, Closed
 from .collection import Collection, Outcome, Reply, SendCancel
 from .config import RuntimeConfig
-from .failures import death, first_death, missed_deadline, reported_failure, start_advice, unforked
+from .failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure, unforked
 from .forking import FORK_SERVERS, RankProcess
-from .launcher import as_host, child_environment, memory_file
+from .inherited import Inherited
+from .launcher import as_host, child_environment
 from .limits import starting
 from .log_pump import LogPump
 from .module_times import ModuleTimes
-from .peers import without_peer_access
+from .peers import Connection, connections, look_at_peers, shm_advice
 from .protocol import TensorPacker, read_tensor, unflatten
-from .settings import load_timeout, startup_timeout
+from .settings import connect_timeout, load_timeout, startup_timeout
 from .site import WorkerSite
 from .stacks import StateWatch
 
 log = logging.getLogger("context_parallel")
 
+CONNECTING = "connecting"
 TICK = 0.02  # seconds between two looks at the caller's Cancel
 SHUTDOWN_GRACE = 5.0
 KEEP_BYTES = 64 << 20  # of shared memory; more is given back after a message with weight patches
+_FALLBACKS: dict[tuple[Any, ...], tuple[int, str]] = {}
+"""By the devices of a pool and its ways to connect: the number of the one that did, if it was not the first, and `fallback`."""
 
 
 class CallCancelled(Exception):
@@ -64,14 +68,15 @@ class WorkerPool:
         did, did_until: the command before, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
         measured, shares, device_names: of the ranks; none until they are ready.
-        peer_to_peer: whether the driver lets their GPUs reach each other's memory; None until they are ready and without NCCL.
+        peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
+        fallback: why the ranks communicate otherwise than they would by default; empty = they do not.
     """
 
     def __init__(self, config: RuntimeConfig, site: WorkerSite) -> None:
         self.config, self.site = config, site
         self.world_size = config.world_size
         self.alive = False
-        self.doing, self.did = "start", ""
+        self.doing, self.did, self.fallback = "start", "", ""
         self.did_until = -math.inf
         self.backend: str | None = None
         self.peer_to_peer: bool | None = None
@@ -81,27 +86,17 @@ class WorkerPool:
         self.waiting_for: list[int] = []
         self.stage, self.since, self.imports = "starting processes", time.time(), True
         self.seconds: dict[str, float] = {}
-        self._startup_timeout, self._load_timeout = startup_timeout(), load_timeout()
+        self._startup_timeout, self._connect_timeout, self._load_timeout = startup_timeout(), connect_timeout(), load_timeout()
         self._seq = 0
         self._aborted = ""
         self.processes: list[RankProcess] = []
+        self._open()
+
+    def _open(self) -> None:
+        """Make what one start needs."""
         self.channels: list[Channel] = []
         self._log: LogPump | None = None
-        self._cleanup = contextlib.ExitStack()
-        with contextlib.ExitStack() as opened, starting():
-            self._store, *self._stacks = (self._memory_file(opened) for _ in range(1 + self.world_size))
-            self._request, self._response, self._board = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(3))
-            self._progress = Board(self._board, self.world_size)
-            self._death_read, write = os.pipe()
-            opened.callback(os.close, self._death_read)
-            opened.callback(os.close, write)
-            self._cleanup = opened.pop_all()
-
-    @staticmethod
-    def _memory_file(opened: contextlib.ExitStack) -> int:
-        fd = memory_file()
-        opened.callback(os.close, fd)
-        return fd
+        self.inherited = Inherited(self.world_size)
 
     def start(self, cancelled: Callable[[], bool] | None = None) -> None:
         """Start the ranks and wait until all are ready.
@@ -115,29 +110,57 @@ class WorkerPool:
         """
         if self.config.shares_accelerators:
             log.warning("ranks share an accelerator: that is for checking results; one rank alone is faster")
-        began = time.monotonic()
+        ways = connections(self.config)
+        machine = (self.config.devices, *ways)
+        way, self.fallback = _FALLBACKS.get(machine, (0, ""))
         self.since = time.time()
         self._begin("start")
         try:
-            with starting():
-                self._spawn(began + self._startup_timeout, cancelled)
-            self.stage = "connecting"
-            hellos = self._collect(0, "start", began, self._startup_timeout, cancelled)
-            self.backend = hellos[0]["backend"]
-            self.measured = Measured.from_json(hellos[0]["measured"])
-            self.shares = tuple(hellos[0]["shares"])
-            self.device_names = [hello["name"] for hello in hellos]
-            if self.shares:
-                parts = zip(self.config.devices, self.device_names, self.shares, strict=True)
-                log.info("ranks take unequal shares: %s", ", ".join(f"{device} ({name}) {share}" for device, name, share in parts))
-            if self.backend == "nccl":
-                self._look_at_peers()
-            self.alive = True
-        except BaseException:
-            self.kill()
-            raise
+            while not self._connected(ways[way], cancelled, last=ways[way] is ways[-1]):
+                way += 1
+                log.warning("%s; trying %s. %s", self.fallback, ways[way], shm_advice(self.world_size))
+                self._open()
         finally:
             self._end()
+        if way:
+            _FALLBACKS[machine] = way, self.fallback
+
+    def _connected(self, way: Connection, cancelled: Callable[[], bool] | None, last: bool) -> bool:
+        """Start the ranks; False, with the reason in `fallback`, where they do not connect in this way and another one is left."""
+        try:
+            self._start(way, cancelled)
+        except BaseException as error:
+            self.kill()
+            why = connect_failure(error) if isinstance(error, PoolError) and self.stage == CONNECTING and not last else ""
+            if not why:
+                raise
+            self.fallback = f"ranks did not connect over {way} ({why})"
+            return False
+        self.alive = True
+        return True
+
+    def _start(self, way: Connection, cancelled: Callable[[], bool] | None) -> None:
+        began = time.monotonic()
+        self.peer_to_peer = None
+        with starting():
+            self._spawn(way, began + self._startup_timeout, cancelled)
+        self._collect(0, "start", began, self._startup_timeout, cancelled)
+        self.stage = CONNECTING
+        self._go_on()
+        if way.backend == "nccl":
+            self.peer_to_peer = look_at_peers(self.config.devices, way)
+            self._collect(0, CONNECTING, time.monotonic(), self._connect_timeout, cancelled)
+        else:
+            self._collect(0, "start", began, self._startup_timeout, cancelled)
+        self._go_on()
+        hellos = self._collect(0, "start", began, self._startup_timeout, cancelled)
+        self.backend = hellos[0]["backend"]
+        self.measured = Measured.from_json(hellos[0]["measured"])
+        self.shares = tuple(hellos[0]["shares"])
+        self.device_names = [hello["name"] for hello in hellos]
+        if self.shares:
+            parts = zip(self.config.devices, self.device_names, self.shares, strict=True)
+            log.info("ranks take unequal shares: %s", ", ".join(f"{device} ({name}) {share}" for device, name, share in parts))
         self.seconds = {"start": time.monotonic() - began, **hellos[0]["seconds"]}
         log.info(
             "started %d ranks in %.1f s (%s): %s",
@@ -149,15 +172,16 @@ class WorkerPool:
             ),
         )
 
-    def _look_at_peers(self) -> None:
-        pairs = without_peer_access(self.config.devices)
-        self.peer_to_peer = not pairs
-        if pairs:
-            log.warning("no peer-to-peer transfers from %s: what ranks send goes through host memory, slowly", ", ".join(pairs))
+    def _go_on(self) -> None:
+        """Let the ranks take the next step of their start."""
+        self.waiting_for = list(range(self.world_size))
+        for channel in self.channels:
+            with contextlib.suppress(Closed):  # it died: _collect says how
+                channel.send({"command": "go on"})
 
     def progress(self, rank: int) -> Progress:
         """Where a rank is. From any thread."""
-        return self._progress.read(rank)
+        return self.inherited.board.read(rank)
 
     def abort(self, reason: str) -> None:
         """End the ranks now, so that a command which runs raises PoolError. From any thread."""
@@ -197,7 +221,7 @@ class WorkerPool:
         self._begin(command)
         began = time.monotonic()
         try:
-            packer.write(self._request.view(packer.nbytes))
+            packer.write(self.inherited.request.view(packer.nbytes))
             header = {"command": command, "seq": self._seq, "nbytes": packer.nbytes, **body}
             with contextlib.suppress(Closed):  # rank 0 died: _collect says how
                 self.channels[0].send(header, began + timeout)
@@ -226,15 +250,15 @@ class WorkerPool:
 
     def payload(self, nbytes: int) -> Tensor:
         """The bytes that the last request sent."""
-        return self._request.view(nbytes)
+        return self.inherited.request.view(nbytes)
 
     def trim(self) -> None:
         """Give the memory of a large message back."""
-        self._request.trim(KEEP_BYTES)
+        self.inherited.request.trim(KEEP_BYTES)
 
     def result(self, replies: Sequence[Reply], device: torch.device) -> Any:
         """Return the value that rank 0 left in shared memory, copied to `device`."""
-        block = self._response.view(replies[0]["nbytes"])
+        block = self.inherited.response.view(replies[0]["nbytes"])
         return unflatten(replies[0]["value"], lambda leaf: read_tensor(block, leaf).to(device, copy=True))
 
     def close(self) -> None:
@@ -263,10 +287,9 @@ class WorkerPool:
             self._log.finish()
         for channel in self.channels:
             channel.close()
-        self._progress.freeze()  # an error may keep this object for a while, and it may be asked for its progress
-        self._cleanup.close()
+        self.inherited.close()
 
-    def _spawn(self, deadline: float, cancelled: Callable[[], bool] | None) -> None:
+    def _spawn(self, way: Connection, deadline: float, cancelled: Callable[[], bool] | None) -> None:
         """Have the ranks forked."""
         environment = child_environment(self.config.device_type, self.world_size)
         hosts = self.config.shares_accelerators and self.config.backend == "nccl"
@@ -282,9 +305,11 @@ class WorkerPool:
                     output, written = os.pipe()
                     outputs.callback(os.close, output)
                     read.append(output)
-                    own = environment | as_host(rank) if hosts else environment
+                    own = environment | way.environment | (as_host(rank) if hosts else {})
+                    inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
                     try:
-                        self.processes.append(server.start(self._spec(rank, device), own, self._shared(rank, theirs), written))
+                        started = server.start(self._spec(rank, device, way), own, inherited, written)
+                        self.processes[rank : rank + 1] = [started]  # of a start before: the status must find one at any time
                     finally:
                         os.close(written)
             self._log = LogPump(read)
@@ -298,24 +323,12 @@ class WorkerPool:
                 if time.monotonic() > deadline:
                     raise unforked(rank, server.pid, self._startup_timeout)
 
-    def _shared(self, rank: int, channel: socket.socket) -> dict[str, int]:
-        """Descriptors that a rank inherits."""
-        return {
-            "channel_fd": channel.fileno(),
-            "request_fd": self._request.fd,
-            "response_fd": self._response.fd,
-            "board_fd": self._board.fd,
-            "death_fd": self._death_read,
-            "store_fd": self._store,
-            "stacks_fd": self._stacks[rank],
-        }
-
-    def _spec(self, rank: int, device: str) -> dict[str, Any]:
+    def _spec(self, rank: int, device: str, way: Connection) -> dict[str, Any]:
         return {
             "rank": rank,
             "world_size": self.world_size,
             "device": device,
-            "backend": self.config.backend,
+            "backend": way.backend,
             "shares": self.config.shares,
             "service": self.site.service,
             "arguments": self.site.arguments,
@@ -369,7 +382,7 @@ class WorkerPool:
     def _conclude(self, outcome: Outcome, what: str, timeout: float) -> list[Reply]:
         """Return the reports, or kill the pool where it has to be and raise what `request` promises."""
         error: Exception | None = None
-        advice = start_advice(self.config) if what == "start" else ""
+        advice = connect_advice(self.config) if what == CONNECTING else ""
         if outcome.aborted:
             error = PoolError(self._aborted)
         elif outcome.cause is not None:
@@ -385,7 +398,7 @@ class WorkerPool:
                 log.warning("cancelled inside a step: the ranks did not leave it in time and are restarted on next use")
         elif outcome.late:
             progress = {rank: self.progress(rank) for rank in outcome.late}
-            error = missed_deadline(what, timeout, progress, outcome.stopped, self.processes, self._stacks, advice)
+            error = missed_deadline(what, timeout, progress, outcome.stopped, self.processes, self.inherited.stacks, advice)
         if outcome.kill:
             self.kill()
         if error is not None:

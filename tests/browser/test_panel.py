@@ -398,8 +398,10 @@ def test_the_clock_ticks_while_workers_start(page, panel, tell):
 
 
 def test_gpus_that_do_not_reach_each_other_are_mentioned(panel, tell):
-    tell(backend="nccl", peer_to_peer=False)
+    why = "ranks did not connect over nccl (no answer in time)"
+    tell(backend="nccl", peer_to_peer=False, fallback=why)
     expect(panel).to_contain_text("2 ranks, nccl, no peer-to-peer")
+    expect(panel.get_by_title(why)).to_be_attached()
     tell(backend="nccl", peer_to_peer=True)
     expect(panel).not_to_contain_text("peer-to-peer")
 

@@ -47,7 +47,7 @@ def test_files_with_stacks_are_private(tmp_path, monkeypatch, open_umask):
         links = [tmp_path / f"{PREFIX}{i}.txt" for i in range(KEEP + 3)]
         for link in links:
             link.symlink_to(victim)
-        stacks = collect_stacks(pool._stacks, pool.processes, "a test")
+        stacks = collect_stacks(pool.inherited.stacks, pool.processes, "a test")
         assert (mode(stacks), stacks.is_symlink()) == (0o600, False)
         assert "Thread" in stacks.read_text() or "File " in stacks.read_text()
         assert VERSION in stacks.read_text()

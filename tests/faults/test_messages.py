@@ -333,7 +333,7 @@ def test_a_message_cannot_make_ranks_allocate():
     """The sender makes room for a message. A rank that did so on its word could be made to fill the machine's memory."""
     with small_pool() as pool:
         echo(pool, torch.ones(3))
-        block = os.dup(pool._request.fd)
+        block = os.dup(pool.inherited.request.fd)
         before = os.fstat(block).st_size
         with contextlib.suppress(PoolError):
             hostile_request(pool, 1, nbytes=64 << 20)

@@ -60,7 +60,7 @@ def test_a_machine_without_accelerators_has_no_devices_to_choose(off_server):
 
 def test_no_worker_yet(off_server):
     off = off_server.get(STATUS)
-    nothing = {"activity": "", "world_size": 0, "models": [], "weights": {}, "ranks": [], "compiling": False}
+    nothing = {"activity": "", "fallback": "", "world_size": 0, "models": [], "weights": {}, "ranks": [], "compiling": False}
     nothing |= dict.fromkeys(("backend", "peer_to_peer", "last_call", "starting", "loading"))
     others = {name: off[name] for name in ("last_error", "speed")}  # whatever ran here on one device
     assert off == {"state": "off", "version": VERSION, **nothing, **others}

@@ -1,15 +1,16 @@
 """Which rank is named where several died, which kind of error a rank's error becomes, and what users are told to do."""
 
+import re
 import signal
 
 import pytest
 import torch
 
-from cp_runtime.errors import PoolTimeout, RankError, RankOutOfMemory
+from cp_runtime.errors import PoolError, PoolTimeout, RankError, RankOutOfMemory
 from cp_runtime.pool.board import Progress
 from cp_runtime.pool.collection import Outcome
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.failures import death, first_death, missed_deadline, reported_failure, start_advice
+from cp_runtime.pool.failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure
 from cp_runtime.pool.forking import RankProcess
 from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
@@ -46,18 +47,35 @@ CUDA = DeviceInventory(type="cuda", count=2)
 
 
 def advice(inventory=CUDA, **inputs):
-    return start_advice(RuntimeConfig.resolve(inventory=inventory, **inputs))
+    return connect_advice(RuntimeConfig.resolve(inventory=inventory, **{"backend": "nccl", **inputs}))
 
 
-@pytest.mark.parametrize("backend", ["auto", "nccl"])
-def test_ranks_that_meet_over_nccl_get_its_remedies(backend):
-    assert "NCCL_P2P_DISABLE=1" in advice(backend=backend)
-    assert "backend=gloo" in advice(backend=backend)
+def test_ranks_that_were_to_meet_over_nccl_get_its_remedies(monkeypatch):
+    assert "NCCL_P2P_DISABLE=1" in advice()
+    assert "backend of CP Config to auto" in advice()
+    monkeypatch.setattr("cp_runtime.pool.peers.SHM_PER_RANK", 1 << 50)  # more than any machine has
+    assert re.search(r"/dev/shm has \d+ MB free, .* --shm-size=1g or --ipc=host", advice())
 
 
 def test_others_do_not():
-    assert advice(backend="gloo") == advice(world_size=1) == advice(DeviceInventory(type="cpu", count=0)) == ""
-    assert advice(DeviceInventory(type="xpu", count=2)) == ""
+    assert advice(backend="gloo") == advice(backend="auto") == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (PoolTimeout("the workers did not finish connecting"), "no answer in time"),
+        (PoolTimeout("stopped by a signal", stopped=True), ""),
+        (PoolError("ComfyUI is shutting down"), ""),
+        (RankError(rank=0, pid=1, kind="DistBackendError", message="NCCL error\nin line 7"), "DistBackendError: NCCL error"),
+        (RankError(rank=0, pid=1, kind="SIGBUS", message="the process was ended"), "SIGBUS: the process was ended"),
+        (RankError(rank=0, pid=1, kind="SIGKILL", message="the process was ended"), ""),
+        (RankError(rank=0, pid=1, kind="ValueError", message="of this pack"), ""),
+        (RankOutOfMemory(rank=0, pid=1, kind="DistBackendError", message="CUDA calloc"), ""),
+    ],
+)
+def test_what_may_be_the_fault_of_the_link(error, reason):
+    assert connect_failure(error) == reason
 
 
 def test_a_failed_start_names_the_remedies_where_communication_failed():
@@ -70,7 +88,7 @@ def test_a_failed_start_names_the_remedies_where_communication_failed():
 
 
 def test_a_rank_that_died_in_the_start_names_the_remedies():
-    assert "backend=gloo" in str(death(0, ended(-signal.SIGSEGV)[0], None, advice()))
+    assert "to auto" in str(death(0, ended(-signal.SIGSEGV)[0], None, advice()))
 
 
 @pytest.mark.parametrize(("kind", "traced"), [("MirrorError", False), ("UnsupportedError", False), ("RuntimeError", True)])
@@ -83,15 +101,15 @@ def test_what_is_said_to_users_needs_no_traceback(kind, traced):
 
 def test_a_start_that_hangs_names_the_remedies(monkeypatch):
     monkeypatch.setattr("cp_runtime.pool.failures.collect_stacks", lambda *_: "stacks.txt")
-    error = missed_deadline("start", 300, {0: Progress(0, 0, 0, None, 0.0)}, frozenset(), ended(0), [], advice())
-    for words in ("CP_STARTUP_TIMEOUT", "NCCL_P2P_DISABLE=1", "backend=gloo"):
+    error = missed_deadline("connecting", 20, {0: Progress(0, 0, 0, None, 0.0)}, frozenset(), ended(0), [], advice())
+    for words in ("did not finish connecting within 20 s", "CP_CONNECT_TIMEOUT", "NCCL_P2P_DISABLE=1", "to auto"):
         assert words in str(error)
 
 
-@pytest.mark.parametrize(("command", "named"), [("start", True), ("call", False)])
-def test_a_pool_names_the_remedies_for_its_start_only(monkeypatch, command, named):
+@pytest.mark.parametrize(("command", "named"), [("connecting", True), ("start", False), ("call", False)])
+def test_a_pool_names_the_remedies_for_what_they_are_good_for_only(monkeypatch, command, named):
     monkeypatch.setattr("cp_runtime.pool.failures.collect_stacks", lambda *_: "stacks.txt")
-    pool = WorkerPool(RuntimeConfig.resolve(inventory=CUDA), WorkerSite())
+    pool = WorkerPool(RuntimeConfig.resolve(inventory=CUDA, backend="nccl"), WorkerSite())
     pool.processes = ended(0, 0)
     with pytest.raises(PoolTimeout) as caught:
         pool._conclude(Outcome(replies={}, late=(0, 1), kill=True), command, 300.0)

@@ -19,6 +19,7 @@ from cp_runtime.pool.config import RuntimeConfig
 from cp_runtime.pool.forking import FORK_SERVERS
 from cp_runtime.pool.launcher import child_environment
 from cp_runtime.pool.limits import name_limit, starting
+from cp_runtime.pool.peers import Connection
 from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
 
@@ -94,7 +95,7 @@ def test_ranks_on_one_card_are_computers_of_their_own_to_nccl(device, backend, h
     given: list[dict[str, str]] = []
     monkeypatch.setattr(FORK_SERVERS, "get", lambda *_: server)
     pool = WorkerPool(RuntimeConfig(devices=(device, device), backend=backend, sequence=SequenceSettings()), WorkerSite())
-    pool._spawn(math.inf, None)
+    pool._spawn(Connection(backend=backend), math.inf, None)
     pool.kill()
     assert len({environment["NCCL_HOSTID"] for environment in given if "NCCL_HOSTID" in environment}) == hosts
 

@@ -5,12 +5,13 @@ import torch
 from support.pools import small_pool
 
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.peers import without_peer_access
-from cp_runtime.pool.site import WorkerSite
-from cp_runtime.pool.worker_pool import WorkerPool
+from cp_runtime.pool.peers import Connection, connections, look_at_peers, without_peer_access
 
 LINKS = {("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:2", "cuda:3"), ("cuda:3", "cuda:2")}
 """Pairs that reach each other: two links between four cards."""
+
+
+CARDS = DeviceInventory(type="cuda", count=4)
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +29,28 @@ def links(monkeypatch):
 )
 def test_cards_that_do_not_reach_each_other_are_named(devices, pairs, caplog):
     assert without_peer_access(devices.split(",")) == pairs
-    pool = WorkerPool(RuntimeConfig.resolve(inventory=DeviceInventory(type="cuda", count=4), devices=devices), WorkerSite())
-    assert pool.peer_to_peer is None
-    pool._look_at_peers()
-    assert pool.peer_to_peer is (not pairs)
+    assert look_at_peers(devices.split(","), Connection(backend="nccl")) is (not pairs)
     assert [record.getMessage().count(" to cuda") for record in caplog.records] == [len(pairs)] * bool(pairs)
-    pool.kill()
+
+
+def test_what_is_tried(monkeypatch):
+    def tried(**inputs):
+        return [str(way) for way in connections(RuntimeConfig.resolve(inventory=inputs.pop("inventory", CARDS), **inputs))]
+
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    assert tried() == ["nccl", "nccl with NCCL_P2P_DISABLE=1", "gloo"]
+    assert tried(backend="nccl") == ["nccl", "nccl with NCCL_P2P_DISABLE=1"]
+    assert tried(backend="gloo") == ["gloo"]
+    assert tried(world_size=1) == tried(inventory=DeviceInventory(type="cpu", count=0)) == ["auto"]
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert tried() == ["nccl with NCCL_P2P_DISABLE=1", "gloo"]
+
+
+@pytest.mark.parametrize(("needed", "said"), [(0, False), (1 << 50, True)])
+def test_too_small_a_dev_shm_is_named_where_messages_go_through_it(monkeypatch, caplog, needed, said):
+    monkeypatch.setattr("cp_runtime.pool.peers.SHM_PER_RANK", needed)
+    assert not look_at_peers(["cuda:0", "cuda:2"], Connection(backend="nccl"))
+    assert ("--shm-size=1g" in caplog.text) == said
 
 
 def test_nothing_is_said_about_cpu_ranks(caplog):

@@ -13,7 +13,8 @@ function ofAll(now) {
   const workers = [t("ranks", { count: now.world_size })];
   if (now.backend) workers.push(now.backend);
   if (now.peer_to_peer === false) workers.push(t("no_peer_to_peer"));
-  const list = make("div", "cp-facts", null, fact(t("fact.workers"), workers.join(", "), t("hint.workers")));
+  const hint = [t("hint.workers"), now.fallback].join("\n").trim();
+  const list = make("div", "cp-facts", null, fact(t("fact.workers"), workers.join(", "), hint));
   const models = Object.entries(now.weights); // "sharded: 64 GB of weights as 2 × 35 GB of 48 GB", by file
   const names = models.map(([model, reason]) => `${model} (${t(`weights.${reason.match(/^\w+/)[0]}`)})`);
   const reasons = models.map(([, reason]) => reason);
@@ -24,8 +25,8 @@ function ofAll(now) {
   if (call.choice) mesh.push(call.choice);
   list.append(fact(t("fact.mesh"), meshOf(now, call), mesh.join("\n")));
   const [together, alone] = [now.speed?.seconds_per_call, now.speed?.seconds_per_call_on_one_device];
-  const hint = together ? t("hint.call_between") : t("hint.call_last");
-  list.append(fact(t("fact.call"), seconds(together ?? call.seconds), hint));
+  const callHint = together ? t("hint.call_between") : t("hint.call_last");
+  list.append(fact(t("fact.call"), seconds(together ?? call.seconds), callHint));
   list.append(fact(t("fact.alone"), alone ? seconds(alone) : t("not_measured"), t("hint.alone")));
   list.append(fact(t("fact.waiting"), `${(call.waiting_share * 100).toFixed(0)} %`, t("hint.waiting")));
   return list;

@@ -38,10 +38,10 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     run, on one device or on several, None before the first call of it. `starting` is None but while the workers start. A rank is
     "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it since),
     "failed" or "ended" (with the one that failed); `culprit` is the one that failed. `backend` is the one in use, None until the
-    ranks are ready; `peer_to_peer`, of NCCL only, whether the driver lets all GPUs reach each other's memory. `last_call` is None
-    before the first one, and after a run on one device. Times are seconds, memory is bytes: `host` is resident now; `device` is the
-    peak of the last call. `idle`: the last call left the rank out. `version` is the pack's. Anyone who reaches ComfyUI's port can
-    read it: it holds no paths and no tracebacks.
+    ranks are ready; `peer_to_peer`, of NCCL only, whether all GPUs reach each other's memory; `fallback` why the ranks do not
+    communicate as they would by default. `last_call` is None before the first one, and after a run on one device. Times are
+    seconds, memory is bytes: `host` is resident now; `device` is the peak of the last call. `idle`: the last call left the rank
+    out. `version` is the pack's. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
     """
     workers, journal = controller.workers, controller.journal
     alone = nothing_to_share()
@@ -52,7 +52,7 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     if workers is None:
         return {
             "state": "off", "activity": "" if alone is None else alone.words,
-            "world_size": 0, "backend": None, "peer_to_peer": None, "models": [], "weights": {},
+            "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {},
             "starting": None, "loading": None, "compiling": False, "last_call": None, "ranks": [], **always
         }  # fmt: skip
     pool = workers.pool
@@ -70,6 +70,7 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
         "world_size": pool.world_size,
         "backend": pool.backend,
         "peer_to_peer": pool.peer_to_peer,
+        "fallback": pool.fallback,
         "models": workers.models,
         "weights": workers.placements,
         "last_call": None if record is None else _described(controller, record),

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VARIABLE = "CP_TEST_CARDS"
+LINK = "CP_TEST_LINK"
+"""Environment variable: what NCCL's messages do, `hang`, `garble` or `fail`; with ` p2p` behind it only while NCCL_P2P_DISABLE is
+not 1."""
 FLOAT32 = ("--fp32-unet", "--force-fp32", "--fp32-vae", "--fp32-text-enc")
 """What makes ComfyUI compute on a card as precisely as on a CPU."""
 

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from . import LINK
+
 _of_nccl: set[str] = set()
 """Names of process groups."""
+
+
+def _broken(tensors: list[torch.Tensor]) -> None:
+    """Do what a machine does on which NCCL's messages do not arrive."""
+    what, _, only = os.environ.get(LINK, "").partition(" ")
+    if not what or (only == "p2p" and os.environ.get("NCCL_P2P_DISABLE") == "1"):
+        return
+    if what == "hang":
+        time.sleep(3600)
+    if what == "fail":
+        raise dist.DistBackendError("NCCL error: unhandled system error\nLast error:\nno space left on device")
+    for tensor in tensors:
+        tensor.numbers.fill_(7)  # type: ignore[attr-defined]
 
 
 def check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
@@ -27,6 +44,7 @@ def check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Non
                 )
             if name not in _of_nccl:
                 continue
+            _broken(tensors)
             if not all(tensor.is_contiguous() for tensor in tensors):
                 raise ValueError("Tensors must be contiguous")
             if {tensor.device.index for tensor in tensors} - {torch.cuda.current_device()}:

@@ -1,0 +1,94 @@
+"""How ranks come to communicate on a machine whose GPUs do not over NCCL, with fake CUDA devices and gloo under NCCL's name."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from support import stand_in
+from support.pools import echo
+
+from cp_runtime.errors import RankError
+from cp_runtime.pool import peers, worker_pool
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.site import WorkerSite
+from cp_runtime.pool.worker_pool import WorkerPool
+
+DETECTION = Path(stand_in.__file__).parents[1] / "detection"
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Two GPUs, whose link the test breaks."""
+    for name, value in {**stand_in.environment(stand_in.Cards(count=2)), "PYTHONPATH": str(DETECTION)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "a test with a pool")  # one fork server for all
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    monkeypatch.setattr(worker_pool, "_FALLBACKS", {})
+    return lambda link: monkeypatch.setenv(stand_in.LINK, link)
+
+
+@contextmanager
+def started(**settings):
+    pool = WorkerPool(RuntimeConfig.resolve(inventory=DeviceInventory(type="cuda", count=2), **settings), WorkerSite())
+    try:
+        pool.start()
+        assert torch.equal(echo(pool, torch.arange(5)), torch.arange(5))
+        yield pool
+    finally:
+        pool.kill()
+
+
+def test_broken_peer_to_peer_transfers_are_done_without(machine, monkeypatch, caplog):
+    """They go through /dev/shm then, of which containers have little."""
+    machine("garble p2p")
+    monkeypatch.setattr(peers, "SHM_PER_RANK", 1 << 50)  # more than any machine has
+    with started() as pool:
+        assert (pool.backend, pool.peer_to_peer) == ("nccl", False)
+        assert pool.fallback.startswith(
+            "ranks did not connect over nccl (DistBackendError: what ranks sent each other did not arrive"
+        )
+    assert f"{pool.fallback}; trying nccl with NCCL_P2P_DISABLE=1. /dev/shm has " in caplog.text
+    assert "no peer-to-peer transfers with NCCL_P2P_DISABLE=1" in caplog.text
+    assert caplog.text.count("--shm-size=1g or --ipc=host") == 2
+    assert "NCCL_P2P_DISABLE" not in os.environ
+
+
+def test_ranks_that_nccl_does_not_bring_together_use_gloo_and_so_do_the_next_ones(machine, monkeypatch, caplog):
+    machine("hang")
+    monkeypatch.setenv("CP_CONNECT_TIMEOUT", "2")
+    with started() as pool:
+        assert (pool.backend, pool.peer_to_peer) == ("gloo", None)
+        why = pool.fallback
+        assert why == "ranks did not connect over nccl with NCCL_P2P_DISABLE=1 (no answer in time)"
+    caplog.clear()
+    with started() as pool:
+        assert (pool.backend, pool.fallback) == ("gloo", why)
+    assert "trying" not in caplog.text
+
+
+def test_nccl_that_was_asked_for_is_not_replaced(machine, caplog):
+    machine("fail")
+    told = r"(?s)unhandled system error.*NCCL_P2P_DISABLE=1, too.*backend of CP Config to auto"
+    with pytest.raises(RankError, match=told), started(backend="nccl"):
+        pass
+    assert caplog.text.count("; trying ") == 1
+
+
+def test_a_rank_that_is_killed_while_it_connects_is_no_reason_to_communicate_otherwise(machine, caplog):
+    machine("hang")
+    pool = WorkerPool(RuntimeConfig.resolve(inventory=DeviceInventory(type="cuda", count=2)), WorkerSite())
+
+    def kill() -> bool:
+        if pool.stage == worker_pool.CONNECTING:
+            pool.processes[1].kill()
+        return False
+
+    with pytest.raises(RankError, match=r"rank 1 .*SIGKILL"):
+        pool.start(kill)
+    assert "; trying " not in caplog.text
+    assert not pool.alive
