@@ -48,7 +48,7 @@ class Groups:
 
     def __init__(self, like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
         self._like, self._timeout, self._closed = like, timeout, False
-        self._made: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
+        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}  # None on ranks that are not in it
 
     def of(self, lists: Sequence[Sequence[int]], use: str = "tokens") -> dist.ProcessGroup | None:
         """Return this rank's group of the given ones; None where it is in none of them. See `make_groups`.
@@ -60,12 +60,16 @@ class Groups:
         Raises:
             PlanError: only some ranks are here, and it was not made before.
         """
-        key = use, tuple(map(tuple, lists))
-        if key not in self._made:
-            if self._closed:
-                raise PlanError(f"process groups of the ranks {list(key[1])} were not made while all ranks were there")
-            self._made[key] = make_groups(key[1], self._like, self._timeout)
-        return self._made[key]
+        keys = [(use, tuple(ranks)) for ranks in lists]
+        missing = [key for key in keys if key not in self._made]
+        if missing and self._closed:
+            raise PlanError(
+                f"process groups of the ranks {[ranks for _, ranks in missing]} were not made while all ranks were there"
+            )
+        if missing:  # one of NCCL takes memory of the device for good: the same ranks share one, whatever brings them together
+            made, own = make_groups([ranks for _, ranks in missing], self._like, self._timeout), dist.get_rank()
+            self._made |= {key: made if own in key[1] else None for key in missing}
+        return next((group for key in keys if (group := self._made[key]) is not None), None)
 
     def closed(self) -> Groups:
         """Return the same groups for a team, whose ranks cannot make more of them on their own."""

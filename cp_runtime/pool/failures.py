@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -20,8 +21,10 @@ from .stacks import collect_stacks
 
 _FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # what they say is all that there is to know
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
-_COMMUNICATION = ("DistBackendError", "DistNetworkError", "DistStoreError")  # of torch.distributed
+_NCCL_ERROR = "DistBackendError"
+_COMMUNICATION = (_NCCL_ERROR, "DistNetworkError", "DistStoreError")  # of torch.distributed
 _ACCELERATOR = "AcceleratorError"  # of torch 2.8 and later, for anything that a device reports
+_NO_MEMORY = re.compile("out of memory|failed to cuda calloc", re.IGNORECASE)  # the second is NCCL's, of a buffer for a group
 _SLOW = {
     "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
     "connecting": "If it is only slow, raise the environment variable CP_CONNECT_TIMEOUT.",
@@ -51,7 +54,7 @@ def reported_failure(rank: int, pid: int, replies: Mapping[int, Reply], advice: 
     """The error for a rank that reported one; with the advice where the ranks' communication failed."""
     reply = replies[rank]
     kind, message, trace = reply["kind"], reply["message"], reply["trace"]
-    if kind == _OUT_OF_MEMORY or (kind == _ACCELERATOR and "out of memory" in message.lower()):
+    if kind == _OUT_OF_MEMORY or (kind in (_ACCELERATOR, _NCCL_ERROR) and _NO_MEMORY.search(message)):
         message += _describe_memory(replies)
         return RankOutOfMemory(rank=rank, pid=pid, kind=kind, message=message, trace=trace)
     if advice and kind in _COMMUNICATION:

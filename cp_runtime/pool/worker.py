@@ -110,6 +110,10 @@ class Worker:
         self.measured = measure(mesh.sequence(), self.device, name)
         shares = tuple(self.spec["shares"]) or self.measured.shares
         self.mesh = BatchMesh(dist.group.WORLD, timeout, self.stats, shares)
+        batch, ring, ulysses = self.spec["degrees"]
+        sequence = self.mesh.sequence(batch or 1)
+        if ring and ulysses:  # they were asked for: make their groups while the devices are empty, and not inside the first call
+            sequence.axes(ring, ulysses)
         seconds["measuring"] = time.perf_counter() - began
         hello: dict[str, Any] = {"device": str(self.device), "name": name, "backend": backend, "seconds": seconds}
         if self.rank == 0:

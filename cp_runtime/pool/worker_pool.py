@@ -330,6 +330,7 @@ class WorkerPool:
             "device": device,
             "backend": way.backend,
             "shares": self.config.shares,
+            "degrees": (self.config.batch_degree, self.config.sequence.ring_degree, self.config.sequence.ulysses_degree),
             "service": self.site.service,
             "arguments": self.site.arguments,
             "argv": self.site.argv,

@@ -113,7 +113,7 @@ for walk in walks:
     ranks = Ranks()
     wrong += [f"{step} in {walk}" for step in walk if not getattr(ranks, step)()]
     ranks.unload()
-    made = len(ranks.mesh._groups._made)
+    made = sum(group is not None for group in ranks.mesh._groups._made.values())
 own_log, logs = log.copy(), [None] * world
 dist.all_gather_object(logs, own_log)
 pair = dist.new_group([0, 1])

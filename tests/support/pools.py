@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from cp_runtime.pool.worker_pool import WorkerPool
 
 
 @contextmanager
-def small_pool(ranks: int = 2) -> Iterator[WorkerPool]:
+def small_pool(ranks: int = 2, **settings: Any) -> Iterator[WorkerPool]:
     """A started pool."""
-    pool = make_pool(ranks)
+    pool = make_pool(ranks, **settings)
     pool.start()
     try:
         yield pool
@@ -27,11 +28,14 @@ def small_pool(ranks: int = 2) -> Iterator[WorkerPool]:
         pool.kill()
 
 
-def make_pool(ranks: int = 2) -> WorkerPool:
-    """A pool that is to be started. Pools of a process have one fork server, unless their environments differ."""
+def make_pool(ranks: int = 2, **settings: Any) -> WorkerPool:
+    """A pool that is to be started; `settings` are those of its config.
+
+    Pools of a process have one fork server, unless their environments differ.
+    """
     if "PYTEST_CURRENT_TEST" in os.environ:  # it differs in every test
         os.environ["PYTEST_CURRENT_TEST"] = "a test with a pool"
-    config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=ranks)
+    config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=ranks, **settings)
     return WorkerPool(config, WorkerSite())
 
 
