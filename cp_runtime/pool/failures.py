@@ -14,10 +14,10 @@ from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, 
 from .board import SILENT, Progress
 from .collection import Reply
 from .config import RuntimeConfig
-from .forking import RankProcess
+from .forking import ForkServer, RankProcess
 from .log_pump import LogPump
 from .peers import shm_advice
-from .stacks import collect_stacks
+from .stacks import collect_stacks, process_state
 
 _FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # what they say is all that there is to know
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
@@ -87,11 +87,12 @@ def death(rank: int, process: RankProcess, log: LogPump | None, advice: str = ""
     return RankError(rank=rank, pid=process.pid, kind=kind, message=message)
 
 
-def unforked(rank: int, server: int, timeout: float) -> PoolTimeout:
-    """The error for a rank whose fork server, with this pid, did not come to fork it."""
+def unforked(rank: int, server: ForkServer, timeout: float) -> PoolTimeout:
+    """The error for a rank that its fork server did not come to fork."""
+    doing = "does not answer" if server.ready else "still imports what they need"
     return PoolTimeout(
-        f"the workers did not finish start within {timeout:g} s; the process that they are forked from (pid {server}) still "
-        f"imports what they need and has not started rank {rank}. They are restarted on next use. {_SLOW['start']}"
+        f"the workers did not finish start within {timeout:g} s; the process that they are forked from (pid {server.pid}, "
+        f"{process_state(server.pid)}) {doing} and has not started rank {rank}. They are restarted on next use. {_SLOW['start']}"
     )
 
 

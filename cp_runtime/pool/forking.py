@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import select
 import signal
@@ -16,6 +17,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,9 @@ from ..errors import PoolError
 from .launcher import LAUNCHER, interpreter_options, memory_file
 from .log_pump import Lines
 from .site import WorkerSite
+from .stacks import process_state
+
+log = logging.getLogger("context_parallel")
 
 PROGRAM = Path(__file__).with_name("fork_server.py")
 _OWN = "CP_"  # names of variables that only our code reads, after the fork
@@ -67,6 +73,8 @@ class RankProcess:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for its end; False if it runs on."""
+        if not self._ended.is_set():
+            self._server.wake()
         return self._ended.wait(timeout)
 
     def send_signal(self, number: int) -> None:
@@ -75,9 +83,9 @@ class RankProcess:
             if self.returncode is None and self.pid:
                 os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        """End it now; where it is not forked soon, its fork server."""
-        if not self._answered.wait(_ANSWERS_WITHIN):
+    def kill(self, patience: float = _ANSWERS_WITHIN) -> None:
+        """End it now; where it is not forked within `patience` seconds, its fork server."""
+        if not self._answered.wait(max(0.0, patience)):
             self._server.kill()
         self.send_signal(signal.SIGKILL)
 
@@ -170,6 +178,14 @@ class ForkServer:
         """Let it end with its last rank."""
         self._send(leave=True)
 
+    def wake(self) -> None:
+        """Let it run on where a signal has stopped it: it can neither fork a rank nor say that one has ended."""
+        if process_state(self.pid) == "stopped":
+            log.warning(
+                "the process that ranks are forked from (pid %d) was stopped by a signal (state T); it runs on now", self.pid
+            )
+            self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """End it and all its ranks now."""
         self._process.kill()
@@ -228,6 +244,13 @@ class ForkServer:
             f"the process that ranks are forked from (pid {self.pid}) ended, exit code {self._process.poll()}. It is started again "
             "on next use." + (f"\n\nWhat it wrote last:\n{lines}" if lines else "")
         )
+
+
+def kill_all(processes: Iterable[RankProcess]) -> None:
+    """End ranks now, with their fork servers where those do not come to fork them."""
+    until = time.monotonic() + _ANSWERS_WITHIN
+    for process in processes:
+        process.kill(until - time.monotonic())
 
 
 def _wait_gone(pid: int) -> None:

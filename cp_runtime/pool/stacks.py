@@ -13,9 +13,12 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..version import VERSION
-from .forking import RankProcess
+
+if TYPE_CHECKING:
+    from .forking import RankProcess
 
 SIGNAL = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is only imported
 PREFIX = "context-parallel-stacks-"

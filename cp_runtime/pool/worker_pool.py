@@ -26,7 +26,7 @@ from .channel import Channel, Closed
 from .collection import Collection, Outcome, Reply, SendCancel
 from .config import RuntimeConfig
 from .failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure, unforked
-from .forking import FORK_SERVERS, RankProcess
+from .forking import FORK_SERVERS, RankProcess, kill_all
 from .inherited import Inherited
 from .launcher import as_host, child_environment
 from .limits import starting
@@ -36,7 +36,7 @@ from .peers import Connection, connections, look_at_peers, shm_advice
 from .protocol import TensorPacker, read_tensor, unflatten
 from .settings import connect_timeout, load_timeout, startup_timeout
 from .site import WorkerSite
-from .stacks import StateWatch
+from .stacks import StateWatch, process_state
 
 log = logging.getLogger("context_parallel")
 
@@ -266,23 +266,25 @@ class WorkerPool:
         if self.alive:
             with contextlib.suppress(Closed, PoolTimeout):
                 self.channels[0].send({"command": "shutdown", "seq": self._seq + 1}, time.monotonic() + 1)
-            deadline = time.monotonic() + SHUTDOWN_GRACE
-            for process in self.processes:
-                process.wait(max(0.0, deadline - time.monotonic()))
+            self._running_after(SHUTDOWN_GRACE)
         self.kill()
+
+    def _running_after(self, seconds: float) -> list[int]:
+        """Wait until all ranks have ended, for so long at most; return those that have not."""
+        deadline = time.monotonic() + seconds
+        return [rank for rank, process in enumerate(self.processes) if not process.wait(max(0.0, deadline - time.monotonic()))]
 
     def kill_processes(self) -> None:
         """End the ranks now. Safe from any thread."""
-        for process in self.processes:
-            process.kill()
+        kill_all(self.processes)
 
     def kill(self) -> None:
         """End the ranks now and release everything."""
         self.alive = False
         self.kill_processes()
-        for rank, process in enumerate(self.processes):
-            if not process.wait(SHUTDOWN_GRACE):
-                log.error("rank %d (pid %d) is stuck in the kernel and did not end", rank, process.pid)
+        for rank in self._running_after(SHUTDOWN_GRACE):
+            pid = self.processes[rank].pid
+            log.error("rank %d (pid %d, %s) did not end", rank, pid, process_state(pid))
         if self._log is not None:
             self._log.finish()
         for channel in self.channels:
@@ -321,7 +323,8 @@ class WorkerPool:
                 if cancelled is not None and cancelled():
                     raise CallCancelled
                 if time.monotonic() > deadline:
-                    raise unforked(rank, server.pid, self._startup_timeout)
+                    raise unforked(rank, server, self._startup_timeout)
+                server.wake()
 
     def _spec(self, rank: int, device: str, way: Connection) -> dict[str, Any]:
         return {

@@ -97,6 +97,54 @@ def test_our_own_variables_reach_ranks_without_another_one(monkeypatch):
         assert parent(pool.pids[0]).pid == first.pid
 
 
+@pytest.mark.parametrize("moment", ["before a start", "before a rank dies", "before a Cancel", "before the end"])
+def test_one_that_is_stopped_runs_on_when_it_is_needed(moment, caplog):
+    """It can neither fork a rank nor say that one has ended."""
+    with small_pool(1 if moment == "before a start" else 3) as pool:
+        server, ranks = parent(pool.pids[0]), [psutil.Process(pid) for pid in pool.pids]
+        if moment == "before a start":
+            pool.kill()
+        server.suspend()
+        watch = Stopwatch(f"44 SIGSTOP of the process that ranks are forked from, {moment}")
+        if moment == "before a start":
+            with small_pool(3) as restarted:
+                assert parent(restarted.pids[0]).pid == server.pid
+            watch.within(6, "the start and the end")
+        elif moment == "before a rank dies":
+            ranks[1].kill()
+            with pytest.raises(RankError, match=r"rank 1 .*SIGKILL: the process was ended by signal SIGKILL"):
+                echo(pool, VALUE)
+            watch.within(2, "the command fails")
+        elif moment == "before a Cancel":
+            ranks[1].suspend()
+            with pytest.raises(CallCancelled):
+                echo(pool, VALUE, cancelled=lambda: True)
+            watch.within(2, "the command ends")
+        else:
+            pool.close()
+            watch.within(2, "the pool ends")
+        assert wait_gone(ranks, 1) == []
+    assert f"(pid {server.pid}) was stopped by a signal (state T); it runs on now" in caplog.text
+    assert "did not end" not in caplog.text
+
+
+def test_one_that_does_not_run_on_ends_with_its_ranks(monkeypatch, caplog):
+    """As in a frozen control group, where it gets no signal but SIGKILL."""
+    monkeypatch.setenv("CP_STARTUP_TIMEOUT", "1")
+    with small_pool(1) as pool:
+        server = parent(pool.pids[0])
+    monkeypatch.setattr("cp_runtime.pool.forking.ForkServer.wake", lambda _: None)
+    server.suspend()
+    pool, watch = make_pool(3), Stopwatch("44 the process that ranks are forked from does not answer")
+    with pytest.raises(
+        PoolTimeout, match=rf"within 1 s; .* \(pid {server.pid}, stopped\) does not answer and has not started rank 0\."
+    ):
+        pool.start()
+    watch.within(3, "the start fails")
+    assert not alive(server)
+    assert "did not end" not in caplog.text
+
+
 UNFIT = {
     "a thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
     "a device": "import os\nKEPT = os.open('/dev/ptmx', os.O_RDWR | os.O_NOCTTY)",

@@ -90,7 +90,7 @@ def test_communication_goes_before_computation_unless_the_user_says_otherwise(mo
 
 @pytest.mark.parametrize(("device", "backend", "hosts"), [("cuda:0", "nccl", 2), ("cuda:0", "gloo", 0), ("cpu", "gloo", 0)])
 def test_ranks_on_one_card_are_computers_of_their_own_to_nccl(device, backend, hosts, monkeypatch):
-    rank = SimpleNamespace(wait_started=lambda _: True, kill=lambda: None, wait=lambda _: True)
+    rank = SimpleNamespace(wait_started=lambda _: True, kill=lambda _: None, wait=lambda _: True)
     server = SimpleNamespace(ready=True, start=lambda spec, environment, *_: given.append(environment) or rank)
     given: list[dict[str, str]] = []
     monkeypatch.setattr(FORK_SERVERS, "get", lambda *_: server)
