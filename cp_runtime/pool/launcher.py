@@ -40,7 +40,7 @@ class Launcher:
             future, argv, options = self._jobs.get()
             try:
                 future.set_result(subprocess.Popen(argv, **options))
-            except OSError as error:
+            except BaseException as error:  # noqa: BLE001  (the caller waits for it; without this thread all children end)
                 future.set_exception(error)
             del future  # with an error it would keep the frames that the error went through, a pool among them
 

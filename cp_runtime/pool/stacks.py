@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -109,14 +110,14 @@ class StateWatch:
         return self._stopped
 
 
-def _is_own(path: Path) -> bool:
-    """Whether it is there, no link, and this user's: what may be removed."""
-    with contextlib.suppress(OSError):
-        return path.lstat().st_uid == os.getuid() and not path.is_symlink()
-    return False
-
-
 def _remove_old() -> None:
-    own = [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*.txt") if _is_own(path)]
-    for path in sorted(own, key=lambda path: path.lstat().st_mtime)[:-KEEP]:
-        path.unlink(missing_ok=True)
+    """Remove all but the newest files of this user. Other processes do so, too: what one of them has removed is no error."""
+    own = []
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*.txt"):
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            if found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode):
+                own.append((found.st_mtime, path))
+    for _, path in sorted(own)[:-KEEP]:
+        with contextlib.suppress(OSError):
+            path.unlink()

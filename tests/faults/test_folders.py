@@ -55,6 +55,22 @@ def test_files_with_stacks_are_private(tmp_path, monkeypatch, open_umask):
         assert victim.read_text() == "precious"
 
 
+def test_files_with_stacks_that_others_remove_meanwhile_are_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for number in range(KEEP + 3):
+        (tmp_path / f"{PREFIX}{number}.txt").touch()
+    look = Path.lstat
+
+    def look_and_lose(path):
+        found = look(path)
+        if path.name[len(PREFIX)].isdigit():
+            path.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "lstat", look_and_lose)
+    assert collect_stacks([], [], "a test").read_text().startswith("a test")
+
+
 @pytest.mark.parametrize("folder", [b"gone", b"\xe9t\xe9"], ids=["not there", "not UTF-8"])
 def test_a_pool_starts_whatever_the_folder_for_temporary_files(tmp_path, monkeypatch, folder):
     path = os.path.join(os.fsencode(tmp_path), folder)

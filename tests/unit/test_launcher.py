@@ -4,9 +4,11 @@ import errno
 import json
 import math
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +19,7 @@ from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.errors import PoolError
 from cp_runtime.pool.config import RuntimeConfig
 from cp_runtime.pool.forking import FORK_SERVERS
-from cp_runtime.pool.launcher import child_environment
+from cp_runtime.pool.launcher import Launcher, child_environment
 from cp_runtime.pool.limits import name_limit, starting
 from cp_runtime.pool.peers import Connection
 from cp_runtime.pool.site import WorkerSite
@@ -67,6 +69,23 @@ LACKING = [
 def test_a_start_without_room_names_the_limit(error, limit):
     with pytest.raises(PoolError, match=f"the workers could not be started: .*The limit is that of .*{limit}"), starting():
         raise error
+
+
+@pytest.mark.parametrize("argv", [["/nowhere/python"], ["a\0b"], [3]], ids=["OSError", "ValueError", "TypeError"])
+def test_whoever_starts_a_process_gets_its_error(argv):
+    """Whatever it is: the caller waits for it, and the thread must live on, since its end would be that of all children."""
+    launcher, raised = Launcher(), queue.SimpleQueue()
+
+    def start():
+        try:
+            launcher.start(argv)
+        except Exception as error:  # noqa: BLE001  (compared below)
+            raised.put(error)
+
+    threading.Thread(target=start, daemon=True).start()
+    assert isinstance(raised.get(timeout=20), (OSError, ValueError, TypeError))
+    assert launcher.start([sys.executable, "-c", ""]).wait() == 0
+    assert launcher._thread.is_alive()
 
 
 def test_other_errors_of_a_start_stay_what_they_are():
