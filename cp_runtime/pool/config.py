@@ -182,7 +182,9 @@ def _resolve_shares(shares: str, ranks: int) -> Shares:
     if isinstance(shares, str) and not shares.strip():
         return ()
     parts = [part.strip() for part in shares.replace(":", ",").split(",")] if isinstance(shares, str) else []
-    if len(parts) != ranks or not all(part.isascii() and part.isdigit() and 1 <= int(part[:9]) <= MAX_SHARE for part in parts):
+    if len(parts) != ranks or not all(
+        part.isascii() and part.isdigit() and len(part) < 9 and 1 <= int(part) <= MAX_SHARE for part in parts
+    ):
         raise bad_value(
             "shares",
             shares,

@@ -48,6 +48,16 @@ def test_nccl_takes_one_card_twice_for_tests_only(monkeypatch):
         resolve(devices="cuda:0,cuda:0")
 
 
+@pytest.mark.parametrize("share", ["000000011000", "000000001" + "0" * 5000, "1" * 5000, "101", "0", "1.5", "-1", ""])
+def test_a_share_is_a_number_up_to_100(share):
+    assert resolve(CPU, shares="100,1").shares == (100, 1)
+    with pytest.raises(
+        ConfigError, match=r"shares: got .*; allowed: a whole number from 1 to 100 for each of the 2 ranks"
+    ) as caught:
+        resolve(CPU, shares=f"{share},1")
+    assert len(str(caught.value)) < 500
+
+
 def test_equal_inputs_give_equal_configs():
     assert resolve(world_size=2, ulysses_degree=2) == resolve(devices="cuda:0,cuda:1", ring_degree=1)
 
