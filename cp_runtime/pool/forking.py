@@ -254,13 +254,18 @@ def kill_all(processes: Iterable[RankProcess]) -> None:
 
 
 def _wait_gone(pid: int) -> None:
-    """Wait for the end of a process that is about to be killed by the kernel."""
+    """Wait for the end of a process that is about to be killed by the kernel, and reap it where it has become this one's child.
+
+    That is so where this is the first process of a container.
+    """
     with contextlib.suppress(OSError):
         fd = os.pidfd_open(pid)
         try:
             poller = select.poll()
             poller.register(fd, select.POLLIN)
             poller.poll(_ENDS_WITHIN * 1000)
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG)
         finally:
             os.close(fd)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -24,6 +25,7 @@ from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import CallCancelled, WorkerPool
 
 VALUE = torch.arange(5)
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def parent(pid: int) -> psutil.Process:
@@ -74,6 +76,20 @@ def test_its_death_ends_the_ranks_and_says_so(moment):
     with small_pool() as pool:
         assert parent(pool.pids[0]).pid != server.pid
         assert torch.equal(echo(pool, VALUE), VALUE)
+
+
+def test_its_ranks_leave_no_zombies_where_this_process_gets_them():
+    """As the first process of a container does, to which the kernel gives every process without a parent."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    assert prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+    try:
+        with small_pool() as pool:
+            server, ranks = parent(pool.pids[0]), [psutil.Process(pid) for pid in pool.pids]
+            server.kill()
+            assert all(process.wait(5) for process in pool.processes)
+            assert [rank for rank in (*ranks, server) if rank.is_running()] == []  # a zombie is
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 def test_another_environment_gets_another_one(monkeypatch):
