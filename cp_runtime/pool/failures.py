@@ -33,6 +33,10 @@ _SLOW = {
 }
 _NCCL = "NCCL was tried with NCCL_P2P_DISABLE=1, too: set backend of CP Config to auto, with which the ranks go on over gloo."
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS")  # a rank that finds /dev/shm full gets the last
+_EXCLUSIVE = (
+    "The GPU may take one process only, which another one is, or ComfyUI: look at its compute mode (nvidia-smi -q -d COMPUTE), and "
+    "where that is Exclusive_Process, set it to Default (nvidia-smi -c DEFAULT, as root)."
+)
 _STOPPED = "Find out what stopped it, such as a tool that saves memory or power, and let the workers run."
 
 
@@ -59,6 +63,8 @@ def reported_failure(rank: int, pid: int, replies: Mapping[int, Reply], advice: 
         return RankOutOfMemory(rank=rank, pid=pid, kind=kind, message=message, trace=trace)
     if advice and kind in _COMMUNICATION:
         message += f" {advice}"
+    if "busy or unavailable" in message:
+        message += f" {_EXCLUSIVE}"
     return RankError(rank=rank, pid=pid, kind=kind, message=message, trace="" if kind in _FOR_USERS else trace)
 
 

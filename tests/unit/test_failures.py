@@ -87,6 +87,15 @@ def test_a_failed_start_names_the_remedies_where_communication_failed():
     assert "NCCL_P2P_DISABLE=1" not in message("ImportError")
 
 
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [("CUDA error: CUDA-capable device(s) is/are busy or unavailable", True), ("CUDA error: invalid device ordinal", False)],
+)
+def test_a_gpu_for_one_process_only_is_told_how_to_take_more(message, named):
+    reply = {"kind": "AcceleratorError", "message": message, "trace": ""}
+    assert ("nvidia-smi -c DEFAULT" in str(reported_failure(0, 1, {0: reply}))) == named
+
+
 def test_a_rank_that_died_in_the_start_names_the_remedies():
     assert "to auto" in str(death(0, ended(-signal.SIGSEGV)[0], None, advice()))
 
