@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,43 @@ def connections(config: RuntimeConfig) -> list[Connection]:
     if os.environ.get(P2P_DISABLE, "0") not in ("", "0"):
         del ways[0]
     return ways if config.backend == "nccl" else [*ways, Connection(backend="gloo")]
+
+
+class Ways:
+    """The ways to connect some ranks, without those that have failed.
+
+    Args:
+        ranks: how many.
+        left: ways to try, the best first.
+
+    Attributes:
+        fallback: why the first one was given up; empty = it was not.
+    """
+
+    def __init__(self, ranks: int, left: list[Connection]) -> None:
+        self._ranks, self._left, self.fallback = ranks, left, ""
+
+    @property
+    def current(self) -> Connection:
+        """The one to take."""
+        return self._left[0]
+
+    def give_up(self, why: str) -> bool:
+        """The current one failed: go on to the next; False where there is none."""
+        if len(self._left) == 1:
+            return False
+        self.fallback = f"ranks did not connect over {self._left.pop(0)} ({why})"
+        log.warning("%s; trying %s. %s", self.fallback, self.current, shm_advice(self._ranks))
+        return True
+
+
+_of_machines: dict[tuple[Any, ...], Ways] = {}
+
+
+def ways_of(config: RuntimeConfig) -> Ways:
+    """Return the ways to connect ranks on these devices. What has failed once in this process is not tried again."""
+    ways = connections(config)
+    return _of_machines.setdefault((config.devices, *ways), Ways(config.world_size, ways))
 
 
 def without_peer_access(devices: Sequence[str]) -> list[str]:

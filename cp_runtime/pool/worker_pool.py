@@ -32,7 +32,7 @@ from .launcher import as_host, child_environment
 from .limits import starting
 from .log_pump import LogPump
 from .module_times import ModuleTimes
-from .peers import Connection, connections, look_at_peers, shm_advice
+from .peers import Connection, look_at_peers, ways_of
 from .protocol import TensorPacker, read_tensor, unflatten
 from .settings import connect_timeout, load_timeout, startup_timeout
 from .site import WorkerSite
@@ -43,9 +43,7 @@ log = logging.getLogger("context_parallel")
 CONNECTING = "connecting"
 TICK = 0.02  # seconds between two looks at the caller's Cancel
 SHUTDOWN_GRACE = 5.0
-KEEP_BYTES = 64 << 20  # of shared memory; more is given back after a message with weight patches
-_FALLBACKS: dict[tuple[Any, ...], tuple[int, str]] = {}
-"""By the devices of a pool and its ways to connect: the number of the one that did, if it was not the first, and `fallback`."""
+KEEP_BYTES = 64 << 20  # of shared memory for messages, and for results; more is given back
 
 
 class CallCancelled(Exception):
@@ -68,15 +66,15 @@ class WorkerPool:
         did, did_until: the command before, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
         measured, shares, device_names: of the ranks; none until they are ready.
+        ways: how they may connect; its `fallback` says why they do not as they would by default.
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
-        fallback: why the ranks communicate otherwise than they would by default; empty = they do not.
     """
 
     def __init__(self, config: RuntimeConfig, site: WorkerSite) -> None:
         self.config, self.site = config, site
         self.world_size = config.world_size
         self.alive = False
-        self.doing, self.did, self.fallback = "start", "", ""
+        self.doing, self.did = "start", ""
         self.did_until = -math.inf
         self.backend: str | None = None
         self.peer_to_peer: bool | None = None
@@ -89,6 +87,7 @@ class WorkerPool:
         self._startup_timeout, self._connect_timeout, self._load_timeout = startup_timeout(), connect_timeout(), load_timeout()
         self._seq = 0
         self._aborted = ""
+        self.ways = ways_of(config)
         self.processes: list[RankProcess] = []
         self._open()
 
@@ -110,38 +109,29 @@ class WorkerPool:
         """
         if self.config.shares_accelerators:
             log.warning("ranks share an accelerator: that is for checking results; one rank alone is faster")
-        ways = connections(self.config)
-        machine = (self.config.devices, *ways)
-        way, self.fallback = _FALLBACKS.get(machine, (0, ""))
         self.since = time.time()
         self._begin("start")
         try:
-            while not self._connected(ways[way], cancelled, last=ways[way] is ways[-1]):
-                way += 1
-                log.warning("%s; trying %s. %s", self.fallback, ways[way], shm_advice(self.world_size))
+            while not self._connected(cancelled):
                 self._open()
         finally:
             self._end()
-        if way:
-            _FALLBACKS[machine] = way, self.fallback
 
-    def _connected(self, way: Connection, cancelled: Callable[[], bool] | None, last: bool) -> bool:
-        """Start the ranks; False, with the reason in `fallback`, where they do not connect in this way and another one is left."""
+    def _connected(self, cancelled: Callable[[], bool] | None) -> bool:
+        """Start the ranks; False where they do not connect in this way, and another one is left."""
         try:
-            self._start(way, cancelled)
+            self._start(self.ways.current, cancelled)
         except BaseException as error:
             self.kill()
-            why = connect_failure(error) if isinstance(error, PoolError) and self.stage == CONNECTING and not last else ""
-            if not why:
+            why = connect_failure(error) if isinstance(error, PoolError) and self.stage == CONNECTING else ""
+            if not (why and self.ways.give_up(why)):
                 raise
-            self.fallback = f"ranks did not connect over {way} ({why})"
             return False
         self.alive = True
         return True
 
     def _start(self, way: Connection, cancelled: Callable[[], bool] | None) -> None:
         began = time.monotonic()
-        self.peer_to_peer = None
         with starting():
             self._spawn(way, began + self._startup_timeout, cancelled)
         self._collect(0, "start", began, self._startup_timeout, cancelled)
@@ -151,6 +141,7 @@ class WorkerPool:
             self.peer_to_peer = look_at_peers(self.config.devices, way)
             self._collect(0, CONNECTING, time.monotonic(), self._connect_timeout, cancelled)
         else:
+            self.peer_to_peer = None
             self._collect(0, "start", began, self._startup_timeout, cancelled)
         self._go_on()
         hellos = self._collect(0, "start", began, self._startup_timeout, cancelled)
@@ -162,21 +153,15 @@ class WorkerPool:
             parts = zip(self.config.devices, self.device_names, self.shares, strict=True)
             log.info("ranks take unequal shares: %s", ", ".join(f"{device} ({name}) {share}" for device, name, share in parts))
         self.seconds = {"start": time.monotonic() - began, **hellos[0]["seconds"]}
-        log.info(
-            "started %d ranks in %.1f s (%s): %s",
-            self.world_size,
-            self.seconds["start"],
-            ", ".join(f"{what} {seconds:.1f} s" for what, seconds in hellos[0]["seconds"].items()),
-            ", ".join(
-                f"rank {r} pid {p.pid} on {h['device']}" for r, (p, h) in enumerate(zip(self.processes, hellos, strict=True))
-            ),
-        )
+        steps = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in hellos[0]["seconds"].items())
+        ranks = ", ".join(f"rank {rank} pid {self.pids[rank]} on {hello['device']}" for rank, hello in enumerate(hellos))
+        log.info("started %d ranks in %.1f s (%s): %s", self.world_size, self.seconds["start"], steps, ranks)
 
     def _go_on(self) -> None:
         """Let the ranks take the next step of their start."""
         self.waiting_for = list(range(self.world_size))
         for channel in self.channels:
-            with contextlib.suppress(Closed):  # it died: _collect says how
+            with contextlib.suppress(Closed):  # _collect says how it died
                 channel.send({"command": "go on"})
 
     def progress(self, rank: int) -> Progress:
@@ -221,6 +206,8 @@ class WorkerPool:
         self._begin(command)
         began = time.monotonic()
         try:
+            if packer.nbytes <= KEEP_BYTES:  # else a large one comes with every call, as residuals of a ControlNet do
+                self.inherited.request.trim(KEEP_BYTES)
             packer.write(self.inherited.request.view(packer.nbytes))
             header = {"command": command, "seq": self._seq, "nbytes": packer.nbytes, **body}
             with contextlib.suppress(Closed):  # rank 0 died: _collect says how
@@ -254,12 +241,15 @@ class WorkerPool:
 
     def trim(self) -> None:
         """Give the memory of a large message back."""
-        self.inherited.request.trim(KEEP_BYTES)
+        for block in (self.inherited.request, self.inherited.response):
+            block.trim(KEEP_BYTES)
 
     def result(self, replies: Sequence[Reply], device: torch.device) -> Any:
         """Return the value that rank 0 left in shared memory, copied to `device`."""
         block = self.inherited.response.view(replies[0]["nbytes"])
-        return unflatten(replies[0]["value"], lambda leaf: read_tensor(block, leaf).to(device, copy=True))
+        value = unflatten(replies[0]["value"], lambda leaf: read_tensor(block, leaf).to(device, copy=True))
+        self.inherited.response.trim(KEEP_BYTES)
+        return value
 
     def close(self) -> None:
         """End the ranks: ask, wait, kill."""
@@ -346,13 +336,13 @@ class WorkerPool:
         self, seq: int, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None = None
     ) -> list[Reply]:
         """Wait for the reports of all ranks on a command."""
-        collection = Collection(world_size=self.world_size, began=began, timeout=timeout, compile_timeout=self._load_timeout)
+        now, until = time.monotonic(), began + timeout
+        collection = Collection(world_size=self.world_size, began=now, timeout=until - now, compile_timeout=self._load_timeout)
         states, times = StateWatch(self.processes, began), ModuleTimes()
         ranks = {channel.fileno(): rank for rank, channel in enumerate(self.channels)}
         poller = select.poll()
         for fd in ranks:
             poller.register(fd, select.POLLIN)
-        until = began + timeout
         while True:
             now = time.monotonic()
             ready = poller.poll(min(TICK, max(0.0, until - now)) * 1000)

@@ -28,7 +28,7 @@ def machine(monkeypatch):
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "a test with a pool")  # one fork server for all
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    monkeypatch.setattr(worker_pool, "_FALLBACKS", {})
+    monkeypatch.setattr(peers, "_of_machines", {})
     return lambda link: monkeypatch.setenv(stand_in.LINK, link)
 
 
@@ -49,10 +49,10 @@ def test_broken_peer_to_peer_transfers_are_done_without(machine, monkeypatch, ca
     monkeypatch.setattr(peers, "SHM_PER_RANK", 1 << 50)  # more than any machine has
     with started() as pool:
         assert (pool.backend, pool.peer_to_peer) == ("nccl", False)
-        assert pool.fallback.startswith(
+        assert pool.ways.fallback.startswith(
             "ranks did not connect over nccl (DistBackendError: what ranks sent each other did not arrive"
         )
-    assert f"{pool.fallback}; trying nccl with NCCL_P2P_DISABLE=1. /dev/shm has " in caplog.text
+    assert f"{pool.ways.fallback}; trying nccl with NCCL_P2P_DISABLE=1. /dev/shm has " in caplog.text
     assert "no peer-to-peer transfers with NCCL_P2P_DISABLE=1" in caplog.text
     assert caplog.text.count("--shm-size=1g or --ipc=host") == 2
     assert "NCCL_P2P_DISABLE" not in os.environ
@@ -63,11 +63,11 @@ def test_ranks_that_nccl_does_not_bring_together_use_gloo_and_so_do_the_next_one
     monkeypatch.setenv("CP_CONNECT_TIMEOUT", "2")
     with started() as pool:
         assert (pool.backend, pool.peer_to_peer) == ("gloo", None)
-        why = pool.fallback
+        why = pool.ways.fallback
         assert why == "ranks did not connect over nccl with NCCL_P2P_DISABLE=1 (no answer in time)"
     caplog.clear()
     with started() as pool:
-        assert (pool.backend, pool.fallback) == ("gloo", why)
+        assert (pool.backend, pool.ways.fallback) == ("gloo", why)
     assert "trying" not in caplog.text
 
 

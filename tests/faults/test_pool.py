@@ -17,6 +17,7 @@ from support.pools import echo, make_pool, small_pool
 from cp_runtime.errors import ContextParallelError, PoolError, PoolTimeout, RankError
 from cp_runtime.pool.collection import STOPPED_GRACE
 from cp_runtime.pool.stacks import LOOK_INTERVAL
+from cp_runtime.pool.worker_pool import KEEP_BYTES
 
 USUAL_LIMIT = 1024  # of open files
 
@@ -105,6 +106,20 @@ def test_a_value_that_cannot_be_sent_is_an_error_of_this_package():
             pool.trim()
         with pytest.raises(PoolError, match="closed"):
             pool.result([{"nbytes": 4, "value": 1}], torch.device("cpu"))
+
+
+def test_shared_memory_of_large_messages_and_results_is_given_back():
+    large, small = torch.arange(2 * KEEP_BYTES // 8), torch.ones(3)
+    with small_pool() as pool:
+        blocks = pool.inherited.request, pool.inherited.response
+        for sent in (large, small, large, large, small):
+            assert torch.equal(echo(pool, sent), sent)
+            asked, given = (block.size for block in blocks)
+            assert given <= KEEP_BYTES  # at once: nobody knows whether another one follows
+            assert asked == (large.nbytes if sent is large else KEEP_BYTES)  # large ones tend to come with every call
+        echo(pool, large)
+        pool.trim()
+        assert [block.size for block in blocks] == [KEEP_BYTES] * 2
 
 
 def test_connections_of_other_users_end_no_rank():

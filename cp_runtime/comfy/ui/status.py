@@ -70,7 +70,7 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
         "world_size": pool.world_size,
         "backend": pool.backend,
         "peer_to_peer": pool.peer_to_peer,
-        "fallback": pool.fallback,
+        "fallback": pool.ways.fallback,
         "models": workers.models,
         "weights": workers.placements,
         "last_call": None if record is None else _described(controller, record),
