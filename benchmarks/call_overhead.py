@@ -14,10 +14,12 @@ nothing, so that one process is enough. Seconds are of this thread's own process
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ PAYLOADS = {
 }
 DOUBLE, SINGLE = 19, 38  # blocks of Flux
 HEADS, HEAD_DIM = 4, 8
+STOCK = "without the plan"
 RATES = Rates(latency=1e-9, bandwidth=1e9, flops=1e11, memory=1e3, overlap=0.0)  # merging is so slow that Ulysses is chosen
 
 
@@ -158,18 +161,18 @@ def measure_parts(calls: int) -> None:
     print("planner {:.2f} µs per attention, board {:.2f} µs per module".format(*seconds))
 
 
-@torch.inference_mode()
-def measure_forward(calls: int) -> None:
-    """Print what the forward costs without the plan, with it on one rank, where attention stays local, and on one of two."""
+@contextlib.contextmanager
+def forwards(device: torch.device) -> Iterator[dict[str, Callable[[], Tensor]]]:
+    """The forward without the plan, with it on one rank, where attention stays local, and on one of two."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     model, board = Flux(), Board(SharedBlock(), 2)
     installed, settings = InstalledPlan(model, FLUX), SequenceSettings()
     channels = HEADS * HEAD_DIM
     arguments = {
-        "img": torch.randn(1, 64, channels),
-        "txt": torch.randn(1, 16, channels),
-        "vec": torch.randn(1, channels),
-        "pe": torch.randn(1, 1, 80, HEAD_DIM // 2, 2, 2),
+        "img": torch.randn(1, 64, channels, device=device),
+        "txt": torch.randn(1, 16, channels, device=device),
+        "vec": torch.randn(1, channels, device=device),
+        "pe": torch.randn(1, 1, 80, HEAD_DIM // 2, 2, 2, device=device),
     }
 
     def sharded(mesh: SequenceMesh) -> Tensor:
@@ -178,12 +181,26 @@ def measure_forward(calls: int) -> None:
             out: Tensor = installed.forward(model.forward, **arguments, transformer_options=options)
             return out
 
-    stock = host_seconds(lambda: model.forward(**arguments, transformer_options={}), calls)
-    print(f"{DOUBLE} double and {SINGLE} single blocks around empty attention: {1e3 * stock:.2f} ms without the plan")
-    for name, mesh in (("one rank, attention local", SequenceMesh(None)), ("two ranks, Ulysses", SequenceMesh(dist.group.WORLD))):
-        extra = host_seconds(lambda mesh=mesh: sharded(mesh), calls) - stock
+    try:
+        with torch.inference_mode():
+            yield {
+                STOCK: lambda: model.forward(**arguments, transformer_options={}),
+                "one rank, attention local": lambda: sharded(SequenceMesh(None)),
+                "two ranks, Ulysses": partial(sharded, SequenceMesh(dist.group.WORLD)),
+            }
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_forward(calls: int) -> None:
+    """Print what the forward costs."""
+    with forwards(torch.device("cpu")) as runs:
+        seconds = {name: host_seconds(run, calls) for name, run in runs.items()}
+    stock = seconds.pop(STOCK)
+    print(f"{DOUBLE} double and {SINGLE} single blocks around empty attention: {1e3 * stock:.2f} ms {STOCK}")
+    for name, each in seconds.items():
+        extra = each - stock
         print(f"{name}: {1e3 * extra:.2f} ms more per call, {1e6 * extra / (DOUBLE + SINGLE):.1f} µs per block")
-    dist.destroy_process_group()
 
 
 def main() -> None:

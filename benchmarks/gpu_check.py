@@ -1,15 +1,16 @@
-"""What only a GPU can show: kernels, modes, NCCL, ComfyUI, memory, faults and time, in nine minutes at most on one card.
+"""What only a GPU can show: kernels, modes, NCCL, ComfyUI, memory, faults and time, in groups of nine minutes at most.
 
-    make gpu-check, or COMFYUI_PATH=... python benchmarks/gpu_check.py --out DIR [--rehearse] [--few] [--sections kernels modes]
+    make gpu-check, or COMFYUI_PATH=... python benchmarks/gpu_check.py --out DIR [--rehearse] [--few] [--sections first vae]
 
-Writes a line of JSON per result to DIR/results.jsonl as soon as it is there, and DIR/gpu.md from them. Every section is a process
-of its own with a time limit: one that fails or hangs does not stop the next. Nothing is installed or downloaded. docs/gpu.md says
-more.
+Writes a line of JSON per result to DIR/results.jsonl as soon as it is there, and DIR/gpu.md from them; results of other sections
+stay there. Every section is a process of its own with a time limit: one that fails or hangs does not stop the next. Nothing is
+installed or downloaded. docs/gpu.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -17,27 +18,45 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from gpu_sections import BY_SERVER, SECTIONS, runner
+from gpu_sections import BY_SERVER, GROUPS, SECTIONS, runner
 from gpu_sections.options import Options
 from support import stand_in
 
-REHEARSAL = 3.0  # times its limit that a section may take there: a CPU has less to give
-WITHOUT_CUDA = "torch sees no CUDA device. With --rehearse the sections run on cards that are not there, as far as they can."
+REHEARSAL = 2.0  # times its limit that a section may take there: a CPU has less to give
+WITHOUT_CUDA = "torch sees no CUDA device. With --rehearse the sections run on fake ones, as far as they can."
+
+
+def planned(arguments: argparse.Namespace, out: Path) -> list[runner.Section]:
+    """The sections that were asked for, each once."""
+    flags = [f"--{name}" for name in ("rehearse", "few") if getattr(arguments, name)]
+    limits = arguments.limits * (REHEARSAL if arguments.rehearse else 1)
+    return [
+        runner.Section(
+            name=name,
+            seconds=SECTIONS[name] * limits,
+            command=(__file__, "--inside", name, "--out", str(out), "--limits", str(arguments.limits), *flags),
+        )
+        for name in dict.fromkeys(itertools.chain.from_iterable(GROUPS.get(name, (name,)) for name in arguments.sections))
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="where results.jsonl, gpu.md and the sections' logs go; a new folder by default")
-    parser.add_argument("--rehearse", action="store_true", help="small sizes, computed by the CPU for cards that are not there")
+    parser.add_argument("--rehearse", action="store_true", help="small sizes, computed by the CPU for fake CUDA devices")
     parser.add_argument("--few", action="store_true", help="few cases of each section: to see whether the command works")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="NAME", help=", ".join(SECTIONS))
+    named = ", ".join(f"{name} ({' '.join(sections)})" for name, sections in GROUPS.items())
+    names = (*GROUPS, *SECTIONS)
+    parser.add_argument("--sections", nargs="+", choices=names, default=list(GROUPS), metavar="NAME", help=f"or groups: {named}")
+    parser.add_argument("--limits", type=float, default=1.0, metavar="TIMES", help="as long as usual that sections may take")
     parser.add_argument("--inside", choices=SECTIONS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     out: Path = arguments.out or Path(tempfile.mkdtemp(prefix="context-parallel-gpu-"))
     if arguments.inside:
         # What is compiled for a card is nothing that a CPU could stand in for; and a server starts sooner without cards.
         on_cpu = arguments.rehearse and (arguments.inside == "compiled" or (arguments.few and arguments.inside in BY_SERVER))
-        options = Options(rehearse=arguments.rehearse, few=arguments.few, device="cpu" if on_cpu else "cuda:0")
+        device = "cpu" if on_cpu else "cuda:0"
+        options = Options(rehearse=arguments.rehearse, few=arguments.few, device=device, limits=arguments.limits)
         return runner.run_inside(arguments.inside, out / runner.RESULTS, options)
     if not os.environ.get("COMFYUI_PATH"):
         sys.exit("COMFYUI_PATH is not set: run `make gpu-check`, or set it to ComfyUI's folder.")
@@ -50,16 +69,7 @@ def main() -> int:
         out.mkdir(parents=True, exist_ok=True)
         os.environ |= stand_in.environment(stand_in.Cards(count=2, ledger=out.resolve() / "cards"))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(DETECTION), os.environ.get("PYTHONPATH", ""))))
-    flags = [f"--{name}" for name in ("rehearse", "few") if getattr(arguments, name)]
-    sections = [
-        runner.Section(
-            name=name,
-            seconds=SECTIONS[name] * (REHEARSAL if arguments.rehearse else 1),
-            command=(__file__, "--inside", name, "--out", str(out), *flags),
-        )
-        for name in arguments.sections
-    ]
-    good = runner.run(sections, out, budget=runner.BUDGET * (REHEARSAL if arguments.rehearse else 1))
+    good = runner.run(planned(arguments, out), out)
     print(f"\n{(out / runner.TABLE).read_text()}\n{out}")
     return 0 if good else 1
 

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from .options import Options
 from .results import Results
-from .server import ROUNDING, largest, over_stock, sample, start, write_families
+from .server import ROUNDING, compare, over_stock, sample, start, write_families
 
-LARGEST = 2e-4
 RANKS = 2
 
 FAMILIES = ("qwen", "sdxl", "mochi", "hidream")
@@ -84,16 +83,11 @@ def _compare(
     server: ComfyServer, cases: dict[str, partial[Prompt]], options: Options, results: Results, kind: str
 ) -> dict[str, Tensor]:
     """Run the cases; returns the stock latents."""
-    stock = {}
-    for name, graph in cases.items():
-        with results.part(f"{name}, {kind}"):
-            stock[name], before = sample(server, graph())
-            out, after = sample(server, graph(cp=_config(name, options)))
-            difference = largest(out, stock[name])
-            results.check(
-                f"{name}, {kind}", difference <= LARGEST, largest=difference, stock_seconds=before.seconds, seconds=after.seconds
-            )
-    return stock
+    found = {
+        name: compare(server, results, f"{name}, {kind}", graph(), graph(cp=_config(name, options)))
+        for name, graph in cases.items()
+    }
+    return {name: stock for name, stock in found.items() if stock is not None}
 
 
 def _compare_rounding(

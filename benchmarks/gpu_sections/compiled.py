@@ -20,9 +20,9 @@ from torch import Tensor
 
 from .options import Options
 from .results import Results
-from .server import ROUNDING, largest, over_stock, sample, start
+from .server import LARGEST, ROUNDING, largest, over_stock, sample, start
 
-LARGEST, RANKS, STEPS = 2e-4, 2, 6
+RANKS, STEPS = 2, 6
 CASES: dict[str, partial[Prompt]] = {
     "Flux": partial(flux_prompt),
     "Flux, fp8 scaled": partial(flux_prompt, ckpt="flux_fp8"),
@@ -45,7 +45,7 @@ def run(options: Options, results: Results) -> None:
         if options.few:
             return
         blocks = {"hidden": 256 if options.rehearse else 3072, "double_blocks": 2, "single_blocks": 2}
-        large = checkpoints.Checkpoint(architecture=checkpoints.Flux(**blocks))
+        large = checkpoints.Checkpoint(architecture=checkpoints.Flux(**blocks), repeated=True)
         checkpoints.write("flux_large", models, checkpoint=large, file_stem="large", dtype=torch.bfloat16)
         with results.part("time"), start(options, models, "--bf16-unet") as server:
             side = 128 if options.rehearse else 1024

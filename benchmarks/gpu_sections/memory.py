@@ -16,12 +16,19 @@ import psutil
 import torch
 from support import checkpoints
 from support.graphs import flux_prompt
+from support.package import load_package
 from support.processes import pss, rss
 from support.server import ComfyServer, Result
+from torch import nn
 
 from .options import Options
 from .results import Results
 from .server import TIMEOUT, start, used_device_memory
+
+load_package()
+
+from cp_runtime.engine.collectives import RankGroup
+from cp_runtime.engine.weights.sharded import ShardedWeights
 
 RANKS = 2
 FULL = checkpoints.Flux(hidden=3072, double_blocks=3, single_blocks=6)  # 3.8 GB in bfloat16
@@ -30,14 +37,17 @@ HOST_PER_GB = 1.6  # GB of host memory per GB of checkpoint, at most
 LEFT = 1.0  # GB; what may stay on the device after /free, besides what was there before
 CAP, REHEARSED_CAP = 10.0, 1.0  # GiB of the device that are left to ComfyUI where memory is short
 BIG, LORA = "gpu_check", "gpu_check_lora"
+PINNED = 1.25  # times their size that weights may take on the host
 SETTLE = 2.0  # seconds until memory that was given back is seen
 
 
 def run(options: Options, results: Results) -> None:
     """A result per step."""
     architecture = SMALL if options.rehearse else FULL
-    checkpoints.CHECKPOINTS[BIG] = checkpoints.Checkpoint(architecture=architecture)
+    checkpoints.CHECKPOINTS[BIG] = checkpoints.Checkpoint(architecture=architecture, repeated=True)
     checkpoints.LORAS[LORA] = checkpoints.Lora(base=BIG, seed=1)
+    with results.part("pinned weights"):
+        _pinned(options, results)
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder)
         checkpoints.write("flux", models)
@@ -53,6 +63,22 @@ def run(options: Options, results: Results) -> None:
                     steps.step(f"{name}: stock", lambda run=steps: run.prompt(cp=None))
                     steps.step(f"{name}: small, then", lambda run=steps: run.prompt(run.side // 2))
                     steps.step(f"{name}: large", lambda run=steps: run.prompt(2 * run.side))
+
+
+def _pinned(options: Options, results: Results) -> None:
+    """What the host gives for blocks that are kept there, whose sizes are no powers of two, and what stays taken after them."""
+    rows, device = 170 if options.rehearse else 17_000, torch.device(options.device)
+    model = nn.ModuleList(nn.Linear(4096, rows, bias=False, dtype=torch.bfloat16, device=device) for _ in range(4))
+    weights = ShardedWeights(model, RankGroup(None), device, on_host=True)
+    size, before = sum(block.nbytes for block in weights.blocks.values()), psutil.virtual_memory().available
+    for name in weights.blocks:
+        weights.keep(name)
+    taken = before - psutil.virtual_memory().available
+    weights.remove()
+    time.sleep(SETTLE)
+    left = before - psutil.virtual_memory().available
+    good = options.rehearse or (taken <= PINNED * size and left <= (PINNED - 1) * size)
+    results.check("pinned weights", good, MB=size / 1e6, taken_MB=taken / 1e6, left_MB=left / 1e6)
 
 
 def _short_of_memory(options: Options) -> list[str]:

@@ -27,14 +27,24 @@ def run(options: Options, results: Results) -> None:
     """A result per number of ranks and mode."""
     for world in WORLDS[:1] if options.few else WORLDS:
         with results.part(f"{world} ranks"):
-            every = "5" if options.few and options.rehearse else "1"
-            reports = run_ranks(GLOO / "attention_ranks.py", world, options.device, str(HEAD_DIM), every, timeout=240)
-            modes: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-            for report in reports:
-                modes[report["mode"]].append(report)
-            for mode, cases in modes.items():
-                largest = max(case["difference"] for case in cases if case["dtype"] == "float32")
-                halves = [case for case in cases if case["dtype"] != "float32"]
-                half = math.sqrt(sum(case["rms"] ** 2 for case in halves) / sum(case["one_process_rms"] ** 2 for case in halves))
-                good = largest <= LARGEST and half <= HALF and all(case["finite"] for case in cases)
-                results.check(f"{world} ranks, {mode}", good, cases=len(cases), largest=largest, half_rms=half)
+            compare(world, results, device=options.device, every=13 if options.few and options.rehearse else 1)
+
+
+def compare(world: int, results: Results, *, device: str, backend: str = "gloo", every: int = 1) -> None:
+    """A result per mode.
+
+    Args:
+        device: see `run_ranks`.
+        every: leave out all but every how many-th case.
+    """
+    arguments = str(HEAD_DIM), str(every)
+    reports = run_ranks(GLOO / "attention_ranks.py", world, *arguments, timeout=240, device=device, backend=backend)
+    modes: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for report in reports:
+        modes[report["mode"]].append(report)
+    for mode, cases in modes.items():
+        largest = max(case["difference"] for case in cases if case["dtype"] == "float32")
+        halves = [case for case in cases if case["dtype"] != "float32"]
+        half = math.sqrt(sum(case["rms"] ** 2 for case in halves) / sum(case["one_process_rms"] ** 2 for case in halves))
+        good = largest <= LARGEST and half <= HALF and all(case["finite"] for case in cases)
+        results.check(f"{world} ranks, {mode}", good, cases=len(cases), largest=largest, half_rms=half)

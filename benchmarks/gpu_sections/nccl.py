@@ -1,4 +1,4 @@
-"""NCCL with one rank, as far as one card can show it, and whether the memory of a killed process comes back.
+"""NCCL with one rank, what `measure` says of a card that idles, and whether the memory of a killed process comes back.
 
 The collectives are those of `engine/collectives.py`: messages to itself, uneven and empty ones too, also in groups that were
 split off.
@@ -17,11 +17,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.package import load_package
 
+from .clock import host_milliseconds, milliseconds
 from .options import Options
 from .results import NEEDS_CARD, Results
 
-KILLS = 10
+load_package()
+
+from cp_runtime.engine.measuring import measure
+from cp_runtime.engine.mesh import SequenceMesh
+
+IDLE, BUSY = 3.0, 1.0  # seconds; clocks fall and rise within them
+EXCHANGE = 3 * 4608 * 24 * 128  # numbers: queries, keys and values of a Flux attention
+KILLS = 5
 BACK_IN = 5.0  # seconds
 HELD = 4 << 30  # bytes of the process that is killed
 LOAD = f"""
@@ -39,6 +48,7 @@ def run(options: Options, results: Results) -> None:
     """Collectives, then kills."""
     with results.part("collectives of one rank"), _joined(results) as device:
         _collectives(device, results)
+        _speeds(device, options, results)
     if options.rehearse:
         results.add("memory of killed processes", NEEDS_CARD)
         return
@@ -82,6 +92,28 @@ def _collectives(device: torch.device, results: Results) -> None:
             dist.all_to_all_single(whole, send, [len(send)], [len(send)], group=group)
             good = torch.equal(whole, send) and (torch.equal(received, send) or not count)
             results.check(f"messages to itself, {name}, {count} numbers", good)
+
+
+def _speeds(device: torch.device, options: Options, results: Results) -> None:
+    """What an exchange costs the host; what is measured at the clocks of a card that idles, and of one that was at work."""
+    mesh = SequenceMesh(dist.group.WORLD)
+    send, received = (torch.zeros(EXCHANGE, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def exchange() -> None:
+        mesh.whole.all_to_all(send, [EXCHANGE], received, [EXCHANGE]).wait()
+
+    results.add("an exchange", host_ms=host_milliseconds(exchange, str(device)), ms=milliseconds(exchange, str(device)))
+    matrix = torch.zeros(4096, 4096, dtype=torch.bfloat16, device=device)
+    for state in ("idle", "busy"):
+        torch.cuda.synchronize()
+        if not options.rehearse:
+            began = time.monotonic()
+            time.sleep(IDLE if state == "idle" else 0)
+            while state == "busy" and time.monotonic() - began < BUSY:
+                torch.mm(matrix, matrix)
+                torch.cuda.synchronize()
+        (rates,) = measure(mesh, device).each
+        results.add(f"measured after it was {state}", TFLOPS=rates.flops / 1e12, GB_per_second=rates.memory / 1e9)
 
 
 def _kills(count: int, results: Results) -> None:

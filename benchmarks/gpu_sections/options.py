@@ -12,14 +12,16 @@ class Options:
     """How to run.
 
     Args:
-        rehearse: with small sizes, on cards that are not there (`support.stand_in`).
+        rehearse: with small sizes, on fake CUDA devices (`support.stand_in`).
         few: few cases of each section.
         device: where tensors lie.
+        limits: times as long as usual that something may take.
     """
 
     rehearse: bool = False
     few: bool = False
     device: str = "cuda:0"
+    limits: float = 1.0
 
     def devices(self, ranks: int) -> str:
         """The input `devices` of CP Config for ranks that share this machine's one device."""

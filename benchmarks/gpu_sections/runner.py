@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +21,6 @@ from .results import BAD, FAILED, OK, TIMED_OUT, WHOLE, Results, read
 from .table import markdown
 
 RESULTS, TABLE = "results.jsonl", "gpu.md"
-BUDGET = 540.0  # seconds of all sections on one card
 MARKER = "CP_GPU_CHECK"
 """Environment variable that every process of a section inherits, by which those that it leaves behind are found."""
 
@@ -39,24 +39,20 @@ class Section:
     command: tuple[str, ...]
 
 
-def run(sections: Sequence[Section], out: Path, budget: float = BUDGET) -> bool:
-    """Run all sections and write the results of this run to `out`. Returns whether nothing failed.
-
-    Args:
-        budget: seconds of all sections together; those that come too late are reported as not run.
-    """
+def run(sections: Sequence[Section], out: Path) -> bool:
+    """Run sections and write their results to `out`, where those of others stay. Returns whether nothing failed."""
     out.mkdir(parents=True, exist_ok=True)
-    path = out / RESULTS
-    path.write_text("")
-    deadline = time.monotonic() + budget
+    path, names = out / RESULTS, [section.name for section in sections]
+    kept = [line for line in read(path) if line["section"] not in names]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
     for section in sections:
         print(f"{section.name} …", end="", flush=True)
         began = time.monotonic()
-        result, reason = _run(section, out, deadline - began)
+        result, reason = _run(section, out)
         seconds = time.monotonic() - began
         Results(path, section.name).add(WHOLE, result, seconds=round(seconds, 1), **({"reason": reason} if reason else {}))
         (out / TABLE).write_text(markdown(read(path)))
-    return not any(line["result"] in BAD for line in read(path))
+    return not any(line["result"] in BAD for line in read(path) if line["section"] in names)
 
 
 def run_inside(name: str, results: Path, options: Options) -> int:
@@ -65,21 +61,18 @@ def run_inside(name: str, results: Path, options: Options) -> int:
     return 0
 
 
-def _run(section: Section, out: Path, left: float) -> tuple[str, str]:
+def _run(section: Section, out: Path) -> tuple[str, str]:
     """How a section ended, and why if not well."""
-    if left <= 0:
-        return TIMED_OUT, "the sections before it took all the time there is"
     log, marker = out / f"{section.name}.log", uuid.uuid4().hex
-    limit = min(section.seconds, left)
     temporary = tempfile.TemporaryDirectory(prefix="context-parallel-gpu-")
     with log.open("wb") as output, open(os.devnull, "rb") as nothing, temporary as folder:
         environment = {**os.environ, MARKER: marker, "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
         files = (nothing.fileno(), output.fileno(), output.fileno())
         process = preloaded.start(section.command, cwd=Path.cwd(), env=environment, files=files)
         try:
-            code = process.wait(limit)
+            code = process.wait(section.seconds)
         except subprocess.TimeoutExpired:
-            return TIMED_OUT, f"ended after {limit:.0f} s; the last lines: {_last_lines(log)}"
+            return TIMED_OUT, f"ended after {section.seconds:.0f} s; the last lines: {_last_lines(log)}"
         finally:
             _end(process, marker)
     if code == 0:

@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 from support import preloaded, stand_in
+from support.graphs import Prompt
 from support.package import ROOT
 from support.server import DETECTION, ComfyServer, Result
 from torch import Tensor
 
 from .options import Options
+from .results import Results
 
+LARGEST = 2e-4
+"""Difference of latents in float32 that rounding may make, relative to their standard deviation."""
 ROUNDING = 1.2
 """Times the stock result's distance to the exact one that another one in its precision may have."""
 TIMEOUT = 90.0  # seconds of a prompt; the section's own limit is shorter where it must be
@@ -72,6 +76,18 @@ def sample(server: ComfyServer, prompt: Mapping[str, Any]) -> tuple[Tensor, Resu
 def largest(out: Tensor, expected: Tensor) -> float:
     """Difference, relative to the standard deviation of what was expected."""
     return ((out - expected).abs().max() / expected.std()).item()
+
+
+def compare(server: ComfyServer, results: Results, name: str, stock: Prompt, ours: Prompt) -> Tensor | None:
+    """A result on two graphs in float32. Returns the latent of the stock graph, unless it failed."""
+    expected = None
+    with results.part(name):
+        expected, before = sample(server, stock)
+        out, after = sample(server, ours)
+        difference = largest(out, expected)
+        good = out.shape == expected.shape and difference <= LARGEST
+        results.check(name, good, largest=difference, stock_seconds=before.seconds, seconds=after.seconds)
+    return expected
 
 
 def over_stock(out: Tensor, stock: Tensor, exact: Tensor) -> float:

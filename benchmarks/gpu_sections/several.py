@@ -11,15 +11,16 @@ from pathlib import Path
 
 import torch
 from support import checkpoints
-from support.graphs import flux_prompt, wan_prompt
+from support.graphs import flux_prompt
 from support.ranks import run_ranks
 from support.server import ComfyServer
 
+from . import modes, over_nccl
+from .nccl_ranks import EVERY, LINK, TEAMS
 from .options import Options
 from .results import NEEDS_SEVERAL, Results
-from .server import TIMEOUT, largest, sample, start
+from .server import TIMEOUT, start
 
-LARGEST = 2e-4
 PLANNED_LOSS = 1.25  # times the best choice that the planner's may take
 STEPS = 6
 
@@ -30,34 +31,31 @@ def run(options: Options, results: Results) -> None:
     if ranks < 2:
         results.add("NCCL between GPUs, their speed, the gain", NEEDS_SEVERAL)
         return
-    with results.part("attention"):
-        _attention(ranks, options, results)
+    place = {"device": "cuda", "backend": "nccl"}
+    with results.part("planner"):
+        _planner(ranks, options, results)
     if options.few:
         return
+    with results.part("attention"):
+        modes.compare(min(ranks, TEAMS), results, every=EVERY if options.rehearse else 1, **place)
+    if ranks >= TEAMS:
+        with results.part("groups"):
+            over_nccl.groups(TEAMS, results, **place)
+    over_nccl.serve(ranks, {"devices": ",".join(f"cuda:{index}" for index in range(ranks))}, options, results)
     with tempfile.TemporaryDirectory() as folder:
-        models = Path(folder)
-        checkpoints.write_all(["flux", "wan_t2v"], models)
-        blocks = {"hidden": 512, "double_blocks": 1, "single_blocks": 2}
+        models, blocks = Path(folder), {"hidden": 512, "double_blocks": 1, "single_blocks": 2}
         if not options.rehearse:
             blocks = {"hidden": 3072, "double_blocks": 3, "single_blocks": 6}
-        large = checkpoints.Checkpoint(architecture=checkpoints.Flux(**blocks))
+        large = checkpoints.Checkpoint(architecture=checkpoints.Flux(**blocks), repeated=True)
         checkpoints.write("flux_large", models, checkpoint=large, file_stem="gain", dtype=torch.bfloat16)
-        with results.part("latents"), start(options, models, "--fp32-unet") as server:
-            for name, graph in {"Flux": flux_prompt, "Wan": wan_prompt}.items():
-                (expected, _), (out, _) = (
-                    sample(server, graph()),
-                    sample(server, graph(cp={"world_size": ranks, "batch_degree": 1})),
-                )
-                difference = largest(out, expected)
-                results.check(f"{name} on {ranks} devices", difference <= LARGEST, largest=difference)
         with results.part("gain"), start(options, models, "--bf16-unet") as server:
             stock, shared = (_seconds_per_step(server, options, cp) for cp in (None, {"world_size": ranks}))
             results.add(f"Flux blocks on {ranks} devices", stock_seconds=stock, seconds=shared, gain=stock / shared)
 
 
-def _attention(ranks: int, options: Options, results: Results) -> None:
+def _planner(ranks: int, options: Options, results: Results) -> None:
     lengths = "256" if options.rehearse else "1024,4608,32768"
-    rates, *rows = run_ranks(Path(__file__).with_name("several_ranks.py"), ranks, lengths, timeout=90)
+    rates, *rows = run_ranks(LINK, ranks, lengths, timeout=90, device="cuda", backend="nccl")
     results.add("rates", **rates)
     for row in rows:
         loss = row["ms"][row["chosen"]] / min(row["ms"].values())

@@ -89,10 +89,14 @@ class Carrier:
 
 
 class ThreadPending(Pending):
-    """Messages under way between threads."""
+    """Messages under way between threads, and what they hold until they have been waited for, as NCCL's do.
 
-    def __init__(self, stats: CommStats, futures: Sequence[Future[Any]]) -> None:
-        self._stats, self._futures = stats, futures
+    Args:
+        held: what was sent.
+    """
+
+    def __init__(self, stats: CommStats, futures: Sequence[Future[Any]], held: Sequence[Sequence[Tensor]]) -> None:
+        self._stats, self._futures, self._held = stats, futures, held
 
     def wait(self) -> None:
         """Let this thread's stream wait until everything was sent and received."""
@@ -100,6 +104,7 @@ class ThreadPending(Pending):
             event = future.result(TIMEOUT)
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
+        self._held = ()
         self._stats.pending -= 1
 
 
@@ -109,13 +114,16 @@ class ThreadGroup(RankGroup):
     Args:
         ranks: of the world, ascending.
         rank: of this thread.
+        use: what it sends waits for nothing that a group of the same ranks sends for another use.
     """
 
-    def __init__(self, room: Room, carrier: Carrier, ranks: Sequence[int], rank: int, stats: CommStats) -> None:
+    def __init__(
+        self, room: Room, carrier: Carrier, ranks: Sequence[int], rank: int, stats: CommStats, use: str = "tokens"
+    ) -> None:
         self.group, self.stats, self.via_host = None, stats, False
         self.size, self.rank = len(ranks), ranks.index(rank)
         self._global_ranks = list(ranks)
-        self._room, self._carrier, self._name = room, carrier, tuple(ranks)
+        self._room, self._carrier, self._name = room, carrier, (use, *ranks)
 
     def all_to_all(
         self, send: Tensor, sent: Sequence[int], received: Tensor, arriving: Sequence[int], kind: str = "all_to_all"
@@ -132,6 +140,14 @@ class ThreadGroup(RankGroup):
         self._swap("all_gather", [own] * self.size, list(shards)).wait()
         return [tensor.movedim(0, dim) for tensor in whole]
 
+    def gather_parts(self, part: Tensor, whole: Tensor) -> Pending:
+        """See `RankGroup.gather_parts`."""
+        return self._swap("weights", [[part]] * self.size, [[shard] for shard in whole.chunk(self.size)])
+
+    def largest(self, value: Tensor) -> Tensor:
+        """See `RankGroup.largest`."""
+        return self.all_gather([value[None]], [1] * self.size, 0)[0].amax(0)
+
     def _swap(self, kind: str, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]]) -> Pending:
         """Send tensors to every rank, this one included, and receive some from every rank."""
         futures: list[Future[Any]] = []
@@ -144,16 +160,18 @@ class ThreadGroup(RankGroup):
             for tensor in filter(Tensor.numel, tensors):
                 futures.append(self._carrier.fetch(self._room.queue(self._name, source, self.rank), tensor))
         self.stats.started(kind, sum(tensor.nbytes for to, tensors in enumerate(sends) if to != self.rank for tensor in tensors))
-        return ThreadPending(self.stats, futures)
+        return ThreadPending(self.stats, futures, sends)
 
 
 class ThreadMesh(SequenceMesh):
-    """All threads, of which this one is `rank`."""
+    """All threads, of which this one is `rank`. Weights have a carrier of their own, as they have a communicator."""
 
-    def __init__(self, room: Room, carrier: Carrier, world: int, rank: int) -> None:
+    def __init__(self, room: Room, device: torch.device, world: int, rank: int) -> None:
         super().__init__(None)
-        self._room, self._carrier, self._world = room, carrier, world
+        self.carriers = Carrier(device, rank), Carrier(device, world + rank)
+        self._room, self._carrier, self._world = room, self.carriers[0], world
         self.whole = self._group(range(world), rank)
+        self.weights = ThreadGroup(room, self.carriers[1], list(range(world)), rank, self.stats, "weights")
 
     def _group(self, ranks: Sequence[int], rank: int) -> RankGroup:
         return ThreadGroup(self._room, self._carrier, list(ranks), rank, self.stats)

@@ -1,4 +1,4 @@
-"""What the host takes: for a call through the pool, and to launch a Flux block of full width as ranks get fewer tokens.
+"""What the host takes: for a call through the pool, for hooks and exchanges, and to launch a Flux block as ranks get fewer tokens.
 
 Where the host needs longer for a block than the device, more ranks make nothing faster.
 """
@@ -35,6 +35,8 @@ def run(options: Options, results: Results) -> None:
         inventory = DeviceInventory(type="cuda", count=torch.cuda.device_count())
         config = RuntimeConfig.resolve(inventory=inventory, devices=options.devices(2), backend="gloo")
         _calls(WorkerPool(config, WorkerSite()), "ranks on the card", options, results)
+    with results.part("hooks and exchanges"):
+        _hooks(options, results)
     with results.part("Flux block"):
         _blocks(options, results)
 
@@ -48,6 +50,15 @@ def _calls(pool: WorkerPool, kind: str, options: Options, results: Results) -> N
             results.check(f"empty call, {name}, {kind}", options.rehearse or ms <= target, ms=ms, target_ms=target)
     finally:
         pool.close()
+
+
+def _hooks(options: Options, results: Results) -> None:
+    """Around empty blocks and attention, with a process group that sends nothing: what a call of Flux gets on top."""
+    with call_overhead.forwards(torch.device(options.device)) as runs:
+        ms = {name: host_milliseconds(run, options.device) for name, run in runs.items()}
+    blocks, stock = call_overhead.DOUBLE + call_overhead.SINGLE, ms.pop(call_overhead.STOCK)
+    for name, each in ms.items():
+        results.add(f"hooks and exchanges, {name}", host_ms=each - stock, host_us_per_block=1e3 * (each - stock) / blocks)
 
 
 @torch.inference_mode()

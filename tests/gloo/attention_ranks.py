@@ -1,6 +1,6 @@
 """Rank script: every case of attention_cases.py against one process; rank 0 reports the worst rank.
 
-Arguments: device, the CPU by default; head dimension, 8 by default; 5 for every fifth case.
+Arguments: head dimension, 8 by default; 5 for every fifth case.
 """
 
 import functools
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support.ranks import finish, report, start
+from support.ranks import finish, own_device, report, start
 
 rank, world, arguments = start()
-device = torch.device(arguments[0] if arguments else "cpu")
+device = own_device()
 
 from cp_runtime.engine.attention import context_parallel as attention  # noqa: E402
 from cp_runtime.engine.config import SequenceSettings  # noqa: E402
@@ -23,8 +23,8 @@ from cp_runtime.engine.sharding import JointLayout  # noqa: E402
 sys.path.append(str(Path(__file__).parent))
 from attention_cases import MODES, SHARES, cases  # noqa: E402
 
-HEAD_DIM = int(arguments[1]) if len(arguments) > 1 else 8
-EVERY = int(arguments[2]) if len(arguments) > 2 else 1
+HEAD_DIM = int(arguments[0]) if arguments else 8
+EVERY = int(arguments[1]) if len(arguments) > 1 else 1
 PACKED_LIMIT = attention.PACKED_LIMIT
 equal = SequenceMesh(dist.group.WORLD)
 unequal = {shares: SequenceMesh(dist.group.WORLD, shares=shares) for shares in SHARES[world]}
@@ -121,7 +121,8 @@ for case in itertools.islice(cases(world), None, None, EVERY):
     if rank == 0:
         names = {"case": case.name, "mode": case.mode, "mask": case.mask, "dtype": case.dtype}
         found.append({**names, "one_process_rms": rounding(*key, dtype), "mask_matters": matters, "counts": counts})
-worst, squares = torch.tensor(worst), torch.tensor(squares, dtype=torch.float64)
+place = torch.device("cpu") if equal.whole.via_host else device
+worst, squares = (torch.tensor(each, dtype=torch.float64, device=place) for each in (worst, squares))
 dist.all_reduce(worst, dist.ReduceOp.MAX)
 dist.all_reduce(squares)
 for i, values in enumerate(found):

@@ -8,7 +8,7 @@ import json
 
 from support.ranks import finish, report, start, use_comfyui
 
-rank, world, (ring, ulysses, rotate_method, wanted) = start("nccl", cards=True)
+rank, world, (ring, ulysses, rotate_method, wanted) = start(cards=True)
 wanted = [tuple(case) for case in json.loads(wanted)]
 use_comfyui()
 
@@ -26,7 +26,6 @@ from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.nested import map_tensors  # noqa: E402
 
-torch.cuda.set_device(rank)
 mesh, hosts = BatchMesh(dist.group.WORLD), dist.new_group(backend="gloo")
 config = ContextParallelConfig(
     ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True

@@ -7,7 +7,7 @@ import itertools
 from datetime import timedelta
 
 from support import operations
-from support.ranks import finish, report, start
+from support.ranks import finish, own_device, report, start
 
 rank, world, (mode,) = start()
 
@@ -23,15 +23,16 @@ from cp_runtime.engine.sharding import JointLayout  # noqa: E402
 from cp_runtime.engine.weights.sharded import ShardedWeights  # noqa: E402
 
 TIMEOUT = timedelta(seconds=20)  # of every group: what waits for a rank that never comes ends the script
-CPU = torch.device("cpu")
+device = own_device()
 torch.set_grad_enabled(False)
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))  # large enough to be shared out
+torch.backends.cudnn.allow_tf32 = False
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).to(device)  # large enough to be shared out
 own = [dict(layer._parameters) for layer in model]
-device_mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("ring", "ulysses", "data"))
-vae, picture = torch.nn.Conv2d(1, 1, 3, padding=1), torch.randn(2, 1, 8, 3)
-x = torch.randn(3, 64)
-right, tokens = model(x), torch.randn(2, 12, 4, 8)
+device_mesh = init_device_mesh(device.type, (1, 2, 2), mesh_dim_names=("ring", "ulysses", "data"))
+vae, picture = torch.nn.Conv2d(1, 1, 3, padding=1).to(device), torch.randn(2, 1, 8, 3).to(device)
+x = torch.randn(3, 64).to(device)
+right, tokens = model(x), torch.randn(2, 12, 4, 8).to(device)
 expected = torch.nn.functional.scaled_dot_product_attention(*[tokens.transpose(1, 2)] * 3).transpose(1, 2)
 
 
@@ -72,7 +73,7 @@ class Ranks:
 
     def load(self, mesh=None):
         self.unload()
-        self.weights = ShardedWeights(model, (mesh or self.mesh.sequence()).weights, CPU)
+        self.weights = ShardedWeights(model, (mesh or self.mesh.sequence()).weights, device)
         for name in self.weights.blocks:
             self.weights.keep(name)
         with self.weights.call():
@@ -115,7 +116,7 @@ for walk in walks:
     ranks.unload()
     made = sum(group is not None for group in ranks.mesh._groups._made.values())
 own_log, logs = log.copy(), [None] * world
-dist.all_gather_object(logs, own_log)
+dist.all_gather_object(logs, own_log, dist.new_group(backend="gloo"))
 pair = dist.new_group([0, 1])
 if rank < 2:  # the others do not come, and need not: a mesh of some ranks makes no group
     apart = SequenceMesh(pair)

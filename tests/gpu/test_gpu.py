@@ -42,7 +42,7 @@ def test_kernels_equal_the_formula(kernel, dtype, masked):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_attention_matrix(world):
-    reports = run_ranks(GLOO / "attention_ranks.py", world, DEVICE, timeout=900)
+    reports = run_ranks(GLOO / "attention_ranks.py", world, timeout=900, device=DEVICE)
     assert len(reports) == len(list(cases(world)))
     assert all(r["finite"] for r in reports)
     assert [r for r in reports if r["dtype"] == "float32" and not r["difference"] <= 1e-5] == []

@@ -13,26 +13,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import families, stand_in
-from support.graphs import family_prompt, flux_prompt, wan_prompt
+from support.card_cases import VAES, cases
+from support.graphs import family_prompt, flux_prompt
 from support.server import ComfyServer
 from support.stand_in.memory import Ledger
 from support.vae_graphs import vae_prompt
 
 BOUND = 1e-5  # of float32, relative to the standard deviation
 FLUX_BYTES = 28.9e6
-CASES = {
-    "Flux": (flux_prompt, {}, {}),
-    "Flux, ring": (flux_prompt, {}, {"ring_degree": 2, "ulysses_degree": 1}),
-    "Flux, CFG, batch, odd size": (flux_prompt, {"cfg": 4.0, "batch": 2, "width": 72, "height": 104, "tokens": 13}, {}),
-    "Flux, mask": (flux_prompt, {"attention_mask": "bias"}, {}),
-    "Flux, ControlNet": (flux_prompt, {"control": {}, "cfg": 4.0}, {}),
-    "Flux, LoRA": (flux_prompt, {"loras": ["flux_lora"]}, {}),
-    "Flux, LoRA changed": (flux_prompt, {"loras": [("flux_lora", 0.5)]}, {}),
-    "Flux, sharded weights": (flux_prompt, {}, {"weights": "sharded"}),
-    "Flux, offloaded weights": (flux_prompt, {"loras": ["flux_lora"]}, {"weights": "offloaded"}),
-    "Wan": (wan_prompt, {"cfg": 4.0}, {}),
-    "Wan, sequence only": (wan_prompt, {"cfg": 4.0}, {"batch_degree": 1}),
-}
+CASES = cases(2)
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +54,15 @@ def latent(server, prompt):
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_cards_are_as_one(card_server, case):
-    graph, settings, cp = CASES[case]
-    stock, ours = latent(card_server, graph(**settings)), latent(card_server, graph(cp=cp, **settings))
+    graph, cp = CASES[case]
+    stock, ours = latent(card_server, graph()), latent(card_server, graph(cp=cp))
     assert ours.shape == stock.shape
     assert ((ours - stock).abs().max() / stock.std()).item() <= BOUND
     status = card_server.get("/context_parallel/status")
     assert (status["backend"], [rank["device"] for rank in status["ranks"]]) == ("nccl", ["cuda:0", "cuda:1"])
 
 
-@pytest.mark.parametrize(("name", "method"), [("wan", "decode"), ("ltxv", "decode"), ("ltxv", "encode"), ("kl", "decode")])
+@pytest.mark.parametrize(("name", "method"), VAES)
 @pytest.mark.usefixtures("vae_files")
 def test_a_picture_is_decoded_on_both_cards(card_server, name, method):
     prompts = vae_prompt(name, method), vae_prompt(name, method, "exact", world=0)

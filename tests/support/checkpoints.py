@@ -47,6 +47,7 @@ QK_GAIN = 1.4
 
 GATE_GAIN = 0.5
 BIAS_STD = 0.1
+REPEATED = 1_000_003  # values; a prime, so that no two rows are alike
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -353,6 +354,7 @@ class Checkpoint:
             A key of QUANTISERS: as ComfyUI's own quantisers store it.
         prefix: what the names of tensors begin with; "model.diffusion_model." makes a file for Load Checkpoint.
         folder: of `models`, unless a prefix is given.
+        repeated: tensors repeat their first million values, because a model of several GB would take a minute to draw.
     """
 
     architecture: Architecture
@@ -360,6 +362,7 @@ class Checkpoint:
     quantization: str | None = None
     prefix: str = ""
     folder: str = "diffusion_models"
+    repeated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,10 +425,12 @@ LORAS: dict[str, Lora] = {
 }
 
 
-def random_tensor(init: Init, *, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The tensor `init` describes, the same for the same name, shape and seed."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{init.name}".encode()))
-    return torch.randn(init.shape, generator=generator).mul_(init.std).add_(init.mean).to(dtype)
+def random_tensor(init: Init, *, seed: int, dtype: torch.dtype = torch.float32, repeated: bool = False) -> Tensor:
+    """The tensor `init` describes, the same for the same name, shape and seed. See `Checkpoint` for `repeated`."""
+    generator, count = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{init.name}".encode())), math.prod(init.shape)
+    drawn = count if not repeated else min(count, REPEATED)
+    values = torch.randn(drawn, generator=generator).mul_(init.std).add_(init.mean).to(dtype)
+    return values.repeat(-(-count // drawn))[:count].view(init.shape) if drawn < count else values.view(init.shape)
 
 
 def state_dict(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -436,7 +441,7 @@ def state_dict(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> tu
     kind = checkpoint.quantization
     for init in checkpoint.architecture.tensors():
         name = checkpoint.prefix + init.name
-        tensor = random_tensor(init, seed=checkpoint.seed, dtype=dtype)
+        tensor = random_tensor(init, seed=checkpoint.seed, dtype=dtype, repeated=checkpoint.repeated)
         if kind in (None, "fp8_plain") or "blocks." not in name or tensor.ndim != 2:
             tensors[name] = tensor
         elif kind == "fp8_mixed" and "mlp" not in name:

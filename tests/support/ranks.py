@@ -18,12 +18,16 @@ import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import preloaded, stand_in
 
+if TYPE_CHECKING:
+    import torch
+
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+DEVICE, BACKEND = "CP_TEST_DEVICE", "CP_TEST_BACKEND"
 COMFY = ("comfy.sd", "support.models", "family_stock")
 DIFFUSERS = ("diffusers_checks", "diffusers_stock")
 """What scripts with ComfyUI or diffusers have imported for them."""
@@ -32,13 +36,22 @@ _servers: dict[tuple[str, ...], _Server] = {}
 
 
 def run_ranks(
-    script: Path, world: int, *arguments: str, timeout: float = 240, preload: tuple[str, ...] = (), prepare: Any = None
+    script: Path,
+    world: int,
+    *arguments: str,
+    timeout: float = 240,
+    preload: tuple[str, ...] = (),
+    prepare: Any = None,
+    device: str = "cpu",
+    backend: str = "gloo",
 ) -> list[dict[str, Any]]:
     """Run `script` on `world` ranks; return the reports. Raises AssertionError with the output of all ranks on failure.
 
     Args:
         preload: modules that the script imports and that are worth importing once.
         prepare: given to the function `prepare` of the last of these modules before the ranks start.
+        device: what `own_device` returns in every rank; "cuda" is a GPU for each.
+        backend: of the group of all ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"rank{rank}" for rank in range(world)]
@@ -49,7 +62,7 @@ def run_ranks(
             "store": str(Path(folder) / "store"),
             "arguments": arguments,
             "prepare": prepare,
-            "environment": {**os.environ, **ENVIRONMENT},
+            "environment": {**os.environ, **ENVIRONMENT, DEVICE: device, BACKEND: backend},
             "outputs": list(map(str, outputs)),
         }
         codes = _ask(preload, request, timeout)
@@ -96,11 +109,11 @@ class _Server:
         self.process.wait()
 
 
-def start(backend: str = "gloo", cards: bool = False) -> tuple[int, int, list[str]]:
+def start(cards: bool = False) -> tuple[int, int, list[str]]:
     """In a rank script: load the package, join the group; return (rank, world, arguments).
 
     Args:
-        cards: every rank has one, although it is not there.
+        cards: every rank has a fake CUDA device.
     """
     from support.package import load_package
 
@@ -112,9 +125,30 @@ def start(backend: str = "gloo", cards: bool = False) -> tuple[int, int, list[st
     if cards:
         stand_in.use(stand_in.Cards(count=world))
     torch.set_num_threads(1)
-    store = dist.FileStore(sys.argv[3], world)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    store, backend, device = dist.FileStore(sys.argv[3], world), os.environ[BACKEND], own_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if backend == "nccl" and os.environ[DEVICE] != "cuda":
+        from cp_runtime.pool.launcher import as_host
+
+        os.environ.update(as_host(rank))
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+        device_id=device if backend == "nccl" else None,
+    )
     return rank, world, sys.argv[4:]
+
+
+def own_device() -> torch.device:
+    """In a rank script: where this rank computes."""
+    import torch
+
+    name = os.environ[DEVICE]
+    return torch.device("cuda", int(sys.argv[1])) if name == "cuda" else torch.device(name)
 
 
 def use_comfyui() -> None:

@@ -84,5 +84,5 @@ def install() -> None:
 
 
 def _note(group: Any, backend: str | None) -> None:
-    if backend == "nccl" and isinstance(group, dist.ProcessGroup):
+    if backend in ("nccl", "fake") and isinstance(group, dist.ProcessGroup):  # torch's fake one sends nothing, from a card here
         _of_nccl.add(group.group_name)

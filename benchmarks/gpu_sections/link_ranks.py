@@ -1,11 +1,11 @@
-"""Rank script: rates of the machine, and attention in every mode against what the planner chooses. Rank 0 reports.
+"""Rank script: rates of the machine, what a process group holds, attention in every mode against what the planner chooses.
 
-Argument: lengths of the sequence, with commas between them. Every rank has a device of its own, and NCCL.
+Argument: lengths of the sequence, with commas between them. Rank 0 reports.
 """
 
 import time
 
-from support.ranks import finish, report, start
+from support.ranks import finish, own_device, report, start
 
 rank, world, (lengths,) = start()
 
@@ -16,13 +16,12 @@ from cp_runtime.engine.attention.context_parallel import context_parallel_attent
 from cp_runtime.engine.config import ContextParallelConfig, SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, choose
 from cp_runtime.engine.measuring import measure
-from cp_runtime.engine.mesh import SequenceMesh, factors
+from cp_runtime.engine.mesh import SequenceMesh, factors, make_groups
 from cp_runtime.engine.sharding import JointLayout
 
-HEADS, HEAD_DIM, REPETITIONS = 24, 128, 5
-device, dtype = torch.device("cuda", rank), torch.bfloat16
-torch.cuda.set_device(device)
-mesh = SequenceMesh(dist.new_group(backend="nccl"))
+HEADS, HEAD_DIM, REPETITIONS, GROUPS = 24, 128, 5, 3
+device, dtype = own_device(), torch.bfloat16
+mesh = SequenceMesh(dist.group.WORLD)
 
 
 def seconds(config, layout, local):
@@ -33,15 +32,28 @@ def seconds(config, layout, local):
         began = time.perf_counter()
         context_parallel_attention(*local, mesh=mesh, config=config, q_layout=layout)
         torch.cuda.synchronize()
-        took = torch.tensor(time.perf_counter() - began)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        times.append(took.item())
+        times.append(mesh.whole.largest(torch.tensor(time.perf_counter() - began, device=device)).item())
     return min(times[1:])
+
+
+def group_bytes():
+    """Of the device, per process group and rank."""
+    here = torch.tensor([device.index, -device.index], device=device)
+    highest, lowest = mesh.whole.largest(here).tolist()
+    sent, before = torch.zeros(world, device=device), torch.cuda.mem_get_info()[0]
+    groups = [make_groups([range(world)], dist.group.WORLD, None) for _ in range(GROUPS)]
+    for group in groups:
+        dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    return (before - torch.cuda.mem_get_info()[0]) / (GROUPS * (world if highest == -lowest else 1))
 
 
 with torch.inference_mode():
     rates = measure(mesh, device).of(tuple(range(world)))
-    report(latency_us=1e6 * rates.latency, GB_per_second=rates.bandwidth / 1e9, TFLOPS=rates.flops / 1e12)
+    link = {"latency_us": 1e6 * rates.latency, "GB_per_second": rates.bandwidth / 1e9}
+    report(**link, TFLOPS=rates.flops / 1e12, MB_of_a_group=group_bytes() / 1e6)
     for total in map(int, lengths.split(",")):
         layout = JointLayout((total,), world)
         local = [torch.randn(1, layout.local_lengths[rank], HEADS, HEAD_DIM, device=device).to(dtype) for _ in range(3)]
