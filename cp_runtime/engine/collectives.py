@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -134,6 +135,17 @@ class RankGroup:
         """Where the backend takes tensors from, for numbers that no device has yet: NCCL takes none of the host."""
         accelerator = None if self.group is None or self.via_host else torch.accelerator.current_accelerator()
         return accelerator or torch.device("cpu")
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether what is sent on this group may be under way together with what is sent on another one of the same ranks.
+
+        Devices may start NCCL's kernels of two groups in different orders, and those would wait for each other without end. NCCL
+        2.26 and newer keeps the order of the program where the environment says so.
+        """
+        if self.size == 1 or self.via_host:
+            return True
+        return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1" and torch.cuda.nccl.version() >= (2, 26)
 
     def all_to_all(
         self, send: Tensor, sent: Sequence[int], received: Tensor, arriving: Sequence[int], kind: str = "all_to_all"

@@ -110,6 +110,7 @@ def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the rank itself: more are processes that would outlive it
     if device_type == "cuda":
         env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # what a ring sends beside attention gets processors of the device in time
+        env.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # weights travel beside tokens, on a group of their own
     if device_type == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
         # glibc hands freed activations back to the kernel and faults them in again, in every block. Large ones it still may.

@@ -99,8 +99,8 @@ def test_what_a_rank_says_of_a_missing_thread():
     assert name_limit(RuntimeError("shapes cannot be multiplied")) == ""
 
 
-def test_communication_goes_before_computation_unless_the_user_says_otherwise(monkeypatch):
-    name = "TORCH_NCCL_HIGH_PRIORITY"
+@pytest.mark.parametrize("name", ["TORCH_NCCL_HIGH_PRIORITY", "NCCL_LAUNCH_ORDER_IMPLICIT"])
+def test_what_nccl_is_told_unless_the_user_says_otherwise(monkeypatch, name):
     monkeypatch.delenv(name, raising=False)
     assert (child_environment("cuda", 2)[name], name in child_environment("cpu", 2)) == ("1", False)
     monkeypatch.setenv(name, "0")

@@ -324,6 +324,34 @@ def test_calls_inside_and_outside_of_inference_mode(first):
     assert not any(parameter.is_inference() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("order", "version", "alone"),
+    [("1", (2, 28, 9), False), ("1", (2, 21, 5), True), ("0", (2, 28, 9), True), (None, (2, 28, 9), True)],
+)
+def test_weights_travel_alone_where_nccl_keeps_no_order(monkeypatch, order, version, alone):
+    """Kernels of two groups that devices start in different orders wait for each other without end."""
+    ranks = RankGroup(None)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    if order is not None:
+        monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", order)
+    ranks.size = 2  # as one of NCCL
+    overlaps, ranks.size = ranks.may_overlap, 1
+    assert overlaps is not alone
+    monkeypatch.setattr(RankGroup, "may_overlap", overlaps)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    shared = ShardedWeights(model, ranks, CPU)
+    for name in shared.blocks:
+        shared.keep(name)
+    under_way = []
+    for layer in model:
+        layer.register_forward_hook(lambda *_: under_way.append(sum(len(buffer.pending) for buffer in shared._buffers)))
+    for _ in range(2):  # the second call fetches ahead
+        with shared.call():
+            model(torch.randn(2, 64))
+    assert (max(under_way) == 0) is alone
+
+
 STREAMS = """
 from collections import defaultdict
 

@@ -3,7 +3,8 @@
 The bytes of a block's weights are one run (`packing`), cut into pieces, and each piece into as many parts as there are ranks. An
 all-gather puts a piece together in a buffer; the block's parameters are views of that. There are two buffers: while one block runs,
 the next one is fetched, in the order of the last call, and in as many portions as the block has attentions and one more, because
-its exchanges use the same link: a portion starts behind an attention, and runs beside what comes after.
+its exchanges use the same link: a portion starts behind an attention, and runs beside what comes after, where ranks may send two
+things at a time (`RankGroup.may_overlap`).
 
 Every rank enters the same blocks in the same order, so that all of them send the same pieces.
 """
@@ -133,6 +134,7 @@ class ShardedWeights:
         self._current: Buffer | None = None
         self._next: Buffer | None = None
         self._attentions = 0
+        self._beside_others = ranks.may_overlap
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
         self._hooks = [hook for block in self.blocks.values() for hook in self._hook(block)]
 
@@ -288,6 +290,8 @@ class ShardedWeights:
         if buffer.holder is not None:
             buffer.holder.drop()
         buffer.holder, buffer.fetched = shared, 0
+        if buffer is self._current:  # what is in it is that of another block now
+            self._current = None
         return buffer
 
     def _ask(self, buffer: Buffer, pieces: int) -> None:
@@ -304,6 +308,8 @@ class ShardedWeights:
                 own = shared.shard[number].to(self._device, non_blocking=True)
                 buffer.pending.append(self._ranks.gather_parts(own, whole))
         buffer.fetched = last
+        if not self._beside_others:
+            self._wait(buffer)
 
     def _wait(self, buffer: Buffer) -> None:
         pending, buffer.pending = buffer.pending, []
