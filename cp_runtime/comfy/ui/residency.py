@@ -42,7 +42,9 @@ def free_for_ranks(devices: Iterable[str]) -> None:
     Args:
         devices: as torch names them.
     """
-    in_use = [loaded for loaded in comfy.model_management.current_loaded_models if loaded.currently_used]
-    for device in set(devices):
-        comfy.model_management.free_memory(1e30, torch.device(device), keep_loaded=in_use)
+    models = comfy.model_management.current_loaded_models
+    in_use = [loaded for loaded in models if loaded.currently_used]
+    # ComfyUI asks a device what is free there. On one that this process has not used yet, that takes memory for a CUDA context.
+    for device in {torch.device(name) for name in devices} & {loaded.device for loaded in models}:
+        comfy.model_management.free_memory(1e30, device, keep_loaded=in_use)
     comfy.model_management.soft_empty_cache()
