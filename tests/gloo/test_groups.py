@@ -6,7 +6,7 @@ import psutil
 import pytest
 from support.operations import disagreements
 from support.pools import small_pool
-from support.ranks import run_ranks
+from support.ranks import COMFY, run_ranks
 
 
 @pytest.mark.parametrize("mode", ["fresh", "once"])
@@ -48,3 +48,12 @@ def test_groups_for_degrees_that_are_asked_for_are_there_when_the_ranks_are():
             return sum(each.status == psutil.CONN_ESTABLISHED for each in found)
 
     assert connections(ring_degree=2, ulysses_degree=2) == connections() + 2
+
+
+def test_cpu_ranks_open_no_context_on_a_gpu():
+    """On a computer that has some: a context takes hundreds of megabytes of the GPU that ComfyUI's own process computes on."""
+    script = Path(__file__).with_name("no_context_ranks.py")
+    (report,) = run_ranks(script, 4, preload=COMFY, prepare=["flux"], timeout=120)
+    assert report["asked"] == [[]] * 4
+    assert report["kept"] > 0
+    assert report["difference"] <= report["tolerance"]
