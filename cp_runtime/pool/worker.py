@@ -206,11 +206,17 @@ class Worker:
         packer.write(self.response.view(packer.nbytes))
         return {"value": tree, "nbytes": packer.nbytes}
 
+    def begin_figures(self) -> None:
+        """Begin to count what `figures` reports: what this rank sends, and the most memory that it takes of its device."""
+        self.stats.reset()
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
+
     def figures(self, began: float) -> dict[str, Any]:
-        """What a call took on this rank, for its report.
+        """What a call took on this rank since `begin_figures`, for its report.
 
         Args:
-            began: when it did, on the clock of `time.perf_counter`; the counts of `stats` began then too.
+            began: when the call did, on the clock of `time.perf_counter`.
         """
         # Communication is timed by the device. A clock read before the device is done would give the call less time than that.
         wait_for(self.device)

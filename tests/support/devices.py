@@ -7,10 +7,16 @@ from typing import Any
 
 
 class SlowDevice:
-    """An accelerator whose work takes its time while the host goes on: what `torch.get_device_module` returns."""
+    """An accelerator whose work takes its time while the host goes on: what `torch.get_device_module` returns.
+
+    Attributes:
+        held: bytes that are allocated.
+        peak: the most that were.
+    """
 
     def __init__(self) -> None:
         self.done = time.perf_counter()
+        self.held = self.peak = 0
 
     def work(self, seconds: float) -> None:
         """Have it work on something when it has done what it was given before."""
@@ -21,8 +27,12 @@ class SlowDevice:
         time.sleep(max(0.0, self.done - time.perf_counter()))
 
     def max_memory_allocated(self, _: Any) -> int:
-        """Nothing."""
-        return 0
+        """The most that was held since `reset_peak_memory_stats`."""
+        return self.peak
+
+    def reset_peak_memory_stats(self, _: Any) -> None:
+        """Count from what is held now."""
+        self.peak = self.held
 
     def Event(self, enable_timing: bool) -> SlowEvent:
         """A mark between two works."""

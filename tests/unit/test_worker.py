@@ -93,6 +93,18 @@ def test_a_call_takes_no_less_time_than_its_communication(monkeypatch):
     assert times["communication"] + times["compute"] == pytest.approx(figures["seconds"])
 
 
+def test_a_call_reports_its_own_peak_of_memory(monkeypatch):
+    device, worker = SlowDevice(), Worker.__new__(Worker)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    worker.rank, worker.device, worker.stats, worker.board = 0, torch.device("cuda"), CommStats(), Board(SharedBlock(), 1)
+    device.held, device.peak = 3 << 30, 20 << 30  # weights, and a large video before
+    worker.stats.started("all_to_all", 8)
+    worker.begin_figures()
+    figures = worker.figures(time.perf_counter())
+    assert figures["memory"]["device"] == 3 << 30
+    assert figures["communication"]["collectives"] == 0
+
+
 def test_a_device_that_does_not_answer_is_no_second_error(monkeypatch):
     def raises(device, details):
         raise RuntimeError("CUDA error: device-side assert triggered")

@@ -92,7 +92,7 @@ class ModelService:
         worker = self._worker
         began = time.perf_counter()
         arguments = worker.cache.unpack(header, block)
-        worker.stats.reset()
+        worker.begin_figures()
         settings = SequenceSettings(**header["sequence"])
         if header["compile"] and not self._told_when_compiling:
             on_compilation(worker.compiling)
