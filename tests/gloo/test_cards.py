@@ -48,3 +48,9 @@ def test_a_card_takes_every_step_and_no_host_waits(key, result):
     assert result["device"] == "cuda:0"
     assert result["difference"] <= CASES[key].tolerance
     assert result["waits"].keys() <= {ADDED_UP}
+
+
+def test_no_host_waits_between_the_layers_of_a_vae_on_rows():
+    (report,) = run_ranks(Path(__file__).with_name("card_rows_ranks.py"), 3, timeout=90)
+    assert report["difference"] <= 1e-5
+    assert report["waits"] == [[]] * 3

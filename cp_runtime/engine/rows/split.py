@@ -65,6 +65,7 @@ class SplitRows(TorchFunctionMode):
         self._layout, self._mesh, self._dim, self._on_convolution = layout, mesh, dim, on_convolution
         start, stop = layout.held(mesh.rank)
         self._held = stop - start
+        self._parts_on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._sharing = False  # what is called now is part of something that is shared already
         self._config = ContextParallelConfig(ring_degree=mesh.size, ring_anything=True)
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -221,8 +222,7 @@ class SplitRows(TorchFunctionMode):
         local = torch.stack(mean_and_variance(x_BGN)).unsqueeze(0)
         there = [int(size > 0) for size in layout.sizes()]
         (all_ranks,) = group.all_gather([local[: there[group.rank]]], there, 0)
-        shares = torch.tensor([size / layout.total for size in layout.sizes() if size], dtype=local.dtype).to(local.device)
-        shares = shares.view(-1, 1, 1)
+        shares = self._parts(local)
         means, variances = all_ranks.unbind(1)
         mean = (shares * means).sum(0)
         variance = (shares * (variances + (means - mean) ** 2)).sum(0)
@@ -231,6 +231,14 @@ class SplitRows(TorchFunctionMode):
         weight, bias = (None if t is None else t.to(local.dtype).repeat(B) for t in (weight, bias))
         out = F.batch_norm(input.reshape(1, B * C, -1), mean, variance, weight, bias, training=False, eps=eps)
         return out.view(input.shape)
+
+    def _parts(self, like: Tensor) -> Tensor:
+        """Return the part of all rows that each rank with rows has, `[ranks, 1, 1]`: made on the device, so that no host waits."""
+        key = like.device, like.dtype
+        if key not in self._parts_on:
+            parts = [like.new_full((1, 1, 1), size / self._layout.total) for size in self._layout.sizes() if size]
+            self._parts_on[key] = torch.cat(parts)
+        return self._parts_on[key]
 
     def _interpolate(
         self,
