@@ -16,7 +16,7 @@ CANCEL_MODULES = 3  # as long as this many planned modules take: they poll at on
 CANCEL_LIMIT = 60.0  # seconds that they get at most
 REPORT_GRACE = 1.0  # seconds that the other ranks get to report after a first failure
 SUSPENDED = 2.0  # a longer gap between ticks means this process was suspended; the deadline is then extended once
-STOPPED_GRACE = 5.0  # seconds that a rank may be stopped (state T) before the command fails
+STOPPED_GRACE = 3.75  # seconds that a rank may be stopped (state T); with noticing it and writing stacks, it fails after 5 at most
 DEATH_LAG = 0.25  # a death is noticed this much later than the errors that it causes on other ranks
 
 Reply = dict[str, Any]

@@ -26,7 +26,7 @@ PREFIX = "context-parallel-stacks-"
 KEEP = 5  # files of this user
 PATIENCE = 0.6  # seconds that ranks get to write
 QUIET = 0.15  # seconds without another byte: all is written, and the main thread is the last that a rank writes
-LOOK_INTERVAL = 0.5  # seconds between two looks at the states of all ranks
+LOOK_INTERVAL = 0.25  # seconds between two looks at the states of all ranks
 
 
 def collect_stacks(files: Sequence[int], processes: Sequence[RankProcess], title: str) -> Path:

@@ -17,7 +17,7 @@ from cp_runtime.pool.collection import (
 
 BEGAN = 100.0
 TIMEOUT = 600.0
-STEP = 0.5  # seconds between two ticks, well below SUSPENDED
+STEP = 0.25  # seconds between two ticks, well below SUSPENDED
 
 
 def good(**fields):
