@@ -24,6 +24,7 @@ from support.models import build  # noqa: E402
 from cp_runtime.comfy.ui import devices, file_pages  # noqa: E402
 from cp_runtime.comfy.ui.apply import apply_to_model, without_context_parallel  # noqa: E402
 from cp_runtime.comfy.ui.controller import CONTROLLER  # noqa: E402
+from cp_runtime.comfy.ui.interception import innermost_method, intercept, release  # noqa: E402
 from cp_runtime.comfy.ui.journal import CallRecord  # noqa: E402
 from cp_runtime.comfy.ui.residency import free_for_ranks  # noqa: E402
 from cp_runtime.comfy.ui.shortages import Shortages  # noqa: E402
@@ -120,6 +121,16 @@ clone.cp_local = True
 removed = without_context_parallel(parallel.clone())
 report(step="sizes", whole=whole, **sizes, clone_on_one_device=clone.model_size(), removed=removed.model_size())
 CONTROLLER.workers.resident = lambda key: None
+
+# A wrapper of a node pack may name all arguments of the forward.
+sent = []
+parallel.call_workers = sent.append
+intercept(parallel, model.diffusion_model)
+named = {"x": torch.zeros(1, 16, 8, 8), "timestep": torch.ones(1), "context": torch.zeros(1, 3, 64), "y": torch.zeros(1, 64)}
+getattr(model.diffusion_model, innermost_method(model.diffusion_model))(**named)
+report(step="called by keywords", sent=[[call.leading, str(call.device)] for call in sent])
+release(parallel, model.diffusion_model)
+del parallel.call_workers
 
 # A second Apply Context Parallel, behind a node that cannot run on ranks.
 blocked = parallel.clone()

@@ -61,6 +61,10 @@ def test_a_model_that_is_left_on_one_device_has_no_ranks_of_an_earlier_apply(ste
     assert steps["applied again"]["kind"] == STOCK
 
 
+def test_a_forward_that_is_called_by_keywords_is_sent(steps):
+    assert steps["called by keywords"]["sent"] == [[["x", "timestep"], "cpu"]]
+
+
 def test_comfyui_frees_what_does_not_sample_where_a_rank_has_no_memory_left(steps):
     assert steps["a rank has no memory left"]["told"] == ["empty cache"]
     assert steps["freed"]["freed"] == [["cpu", [True]]]

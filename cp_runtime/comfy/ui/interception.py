@@ -17,6 +17,7 @@ from torch import device as torch_device
 
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
+from ...nested import tensors
 from ...pool.config import RuntimeConfig
 from ..wire.attention import OPTION as ATTENTION
 from .node_patches import PatchSet
@@ -72,7 +73,7 @@ class WorkerForward:
             return self.stock(*args, **kwargs)
         arguments = self._named(args, kwargs)
         options = arguments.get("transformer_options") or {}
-        latent = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]  # nested: video, audio
+        latent = next(tensors(arguments[self.leading[0]]))  # nested: video, audio
         try:
             patches = self._accepted_patches(owner, arguments, options, latent)
             attention = attention_of_call(options, owner.cp_config.device_type)
