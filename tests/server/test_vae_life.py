@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 
 import pytest
@@ -93,3 +95,25 @@ def test_progress_counts_tiles_and_convolutions(pool_server, expected, faults):
         values = [data["value"] for data in progress]
         assert len(values) >= 3
         assert values == sorted(values)
+
+
+def test_a_file_that_is_cut_off_does_not_end_the_ranks(pool_server, vae_files, checkpoints_dir):
+    """A rank's weights are the file's pages; ComfyUI's are not."""
+    original, file = (checkpoints_dir / "vae" / f"{name}_vae.safetensors" for name in ("kl", "cut"))
+    shutil.copy(original, file)
+
+    def decoded():
+        prompt = decode("exact")
+        prompt["vae"]["inputs"]["vae_name"] = file.name
+        return pool_server.run(prompt)
+
+    first, pids, size = pool_server.latent(decoded().check()), pool_server.worker_pids(), file.stat().st_size
+    os.truncate(file, size // 2)
+    said = decoded().error.exception_message
+    assert "cut_vae.safetensors was cut off while ComfyUI used it" in said
+    assert f"it has {size // 2} bytes, and had {size}" in said
+    shutil.copy(original, checkpoints_dir / "new")
+    os.replace(checkpoints_dir / "new", file)
+    pool_server.free_first()
+    assert (pool_server.latent(decoded().check()) == first).all()
+    assert pool_server.worker_pids() == pids

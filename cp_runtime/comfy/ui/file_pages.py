@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import comfy.memory_management
@@ -54,21 +55,33 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
 def guard_size(model: Any, path: str, size: int) -> None:
     """Check whenever ComfyUI is about to use the model that its file at `path` still has `size` bytes.
 
-    A process that reads a mapped page behind the end of a file gets SIGBUS and ends. ComfyUI asks a model for its dtype before it
-    loads it and in every call, whichever patcher it uses, so `get_dtype` is where an error can still be raised. A file that is cut
-    off in the middle of a call is not noticed.
+    ComfyUI asks a model for its dtype before it loads it and in every call, whichever patcher it uses, so `get_dtype` is where an
+    error can still be raised.
+    """
+    owner, stock, check = weakref.ref(model), type(model).get_dtype, size_check(model, path, size)
+
+    def get_dtype() -> Any:
+        check()
+        return stock(owner())
+
+    model.get_dtype = get_dtype
+
+
+def size_check(model: Any, path: str, size: int) -> Callable[[], None]:
+    """What raises MirrorError once the file at `path` has less than `size` bytes, as long as `model` lives.
+
+    A process that reads a mapped page behind the end of a file gets SIGBUS and ends. A file that is cut off in the middle of a call
+    is not noticed.
     """
     descriptor = os.open(path, os.O_RDONLY)  # the mapped file, even if another gets its name
     weakref.finalize(model, os.close, descriptor).atexit = False
-    owner, stock = weakref.ref(model), type(model).get_dtype
 
-    def get_dtype() -> Any:
+    def check() -> None:
         now = os.fstat(descriptor).st_size
         if now < size:
             raise MirrorError(
                 f"the model file {path} was cut off while ComfyUI used it: it has {now} bytes, and had {size}. Restore it, "
                 "free ComfyUI's model and node cache, and queue the prompt again."
             )
-        return stock(owner())
 
-    model.get_dtype = get_dtype
+    return check

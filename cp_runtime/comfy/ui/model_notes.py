@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ class ModelNotes:
         key: of the recipe, once the controller counts this model as a user of it.
         shares_file: whether its plain weights are the pages of its file.
         sizes: of the transformer's weights.
+        check_file: of a VAE, whose weights on the ranks are the pages of its file: see `file_pages.size_check`.
     """
 
     stamps: tuple[FileStamp, FileStamp] | None = None
@@ -28,6 +30,7 @@ class ModelNotes:
     key: str = ""
     shares_file: bool = False
     sizes: Sizes | None = None
+    check_file: Callable[[], None] | None = None
 
 
 def notes_of(model: Any) -> ModelNotes:

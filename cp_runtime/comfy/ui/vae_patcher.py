@@ -59,8 +59,10 @@ class VAEPatcher(ContextParallelPatcher):
         return self.model
 
     def target(self) -> Target:
-        """What the ranks' copy must equal."""
+        """What the ranks' copy must equal. Raises MirrorError when its file was cut off."""
         recipe, notes = vae_recipe_of(self), notes_of(self.model)
+        if notes.check_file is not None:
+            notes.check_file()
         if notes.sizes is None:
             notes.sizes = sizes_of(self.model)
         dtype, cast_dtype = dtypes_of(self.model)

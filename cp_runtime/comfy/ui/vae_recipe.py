@@ -7,6 +7,7 @@ from typing import Any
 
 from ...errors import MirrorError
 from ..wire.recipe import VAE_LOADERS, Recipe
+from .file_pages import size_check
 from .model_notes import ModelNotes
 from .recipes import loader_name, once, stamp_of
 
@@ -43,4 +44,6 @@ def _read(patcher: Any, notes: ModelNotes) -> Recipe:
     if metadata is not None and "tae_latent_channels" in metadata:
         raise MirrorError(f"this VAE is what its name says, and not what its file says. {_REMEDY}")
     path = os.path.abspath(args[0])
-    return Recipe(loader, path, {}, stamp_of(path, notes))
+    stamp = stamp_of(path, notes)
+    notes.check_file = size_check(patcher.model, path, stamp[0])
+    return Recipe(loader, path, {}, stamp)
