@@ -21,7 +21,7 @@ from ..engine.weights.sharded import ShardedWeights
 from ..errors import ConfigError, PlanError, bad_value
 from .calls import ShardedCalls
 from .shared import SharedModel
-from .table import plan_from_table
+from .table import own_table, plan_from_table
 from .vae import VAE, SplitVAE, vae_of
 
 
@@ -209,7 +209,7 @@ def _plan_of(
     """The plan that was given, or the module's own."""
     if plan is not None:
         return plan
-    own: Mapping[str, Any] | None = getattr(module, "_cp_plan", None)
+    own = own_table(module)
     if own is not None:
         return own
     if config.mesh_shape == (1, 1):  # no sequence is split: for the batch axis alone

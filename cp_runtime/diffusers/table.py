@@ -21,7 +21,21 @@ from ..nested import rebuild
 
 NAMED = ("the plan: ", "Correct the plan.")  # where a module is not there
 TOKENS = (None, 3)  # dimensions of what may be tokens
+# What plans of diffusers leave unsaid: modules whose attention is over tokens that every rank holds whole, as long as the plan does
+# not split this argument. LTX-2's splits the video; its audio, and the text for it, are whole.
+WHOLE = {
+    "LTX2VideoTransformer3DModel": ("audio_hidden_states", ("transformer_blocks.*.audio_attn1", "transformer_blocks.*.audio_attn2"))
+}
 HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
+
+
+def own_table(module: nn.Module) -> Mapping[str, Any] | None:
+    """The table that diffusers has for a module, and what it leaves unsaid; None where there is none."""
+    table: Mapping[str, Any] | None = getattr(module, "_cp_plan", None)
+    argument, paths = WHOLE.get(type(module).__name__, ("", ()))
+    if not table or argument in table.get("", {}):
+        return table
+    return {**dict.fromkeys(paths, ModulePlan(attention=())), **table}
 
 
 def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan:

@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 from diffusers_cases import MODELS
 from torch import Tensor, nn
 
-from cp_runtime import ContextParallelInput, ContextParallelOutput, ModulePlan
+from cp_runtime import ContextParallelInput, ContextParallelOutput
 
 
 def fill(module: nn.Module, seed: int = 1) -> nn.Module:
@@ -89,12 +89,9 @@ PLANS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Plans of diffusers split the video of LTX 2 only: its audio, and the text for it, are whole on every rank.
-REPLICATED = {"LTX2VideoTransformer3DModel": ("transformer_blocks.*.audio_attn1", "transformer_blocks.*.audio_attn2")}
 
-
-def plan_of(model: nn.Module) -> dict[str, Any]:
-    """The model's own plan, and what it leaves unsaid.
+def plan_of(model: nn.Module) -> dict[str, Any] | None:
+    """The plan to pass: None where that is the model's own.
 
     Helios names its 40 blocks one by one: those that a tiny model lacks are left out.
     """
@@ -102,7 +99,7 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
     if model._cp_plan is None:
         return PLANS[type(model).__name__]
     plan = {path: entry for path, entry in model._cp_plan.items() if "*" in path or path in names}
-    return {**plan, **{path: ModulePlan(attention=()) for path in REPLICATED.get(type(model).__name__, ())}}
+    return None if plan.keys() == model._cp_plan.keys() else plan
 
 
 def forward(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
