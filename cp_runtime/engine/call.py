@@ -182,11 +182,9 @@ class RunningCall:
             seeing = None
             if own_masks and mask is not None and mask.dtype == torch.bool and self.mesh.size > 1:
                 mask, seeing = self._own_parts(mask, q_layout, k_layout)
-            if causal:
-                mask = self.state.once("causal", q_layout, lambda: q_BLHD.new_ones(q_layout.total, k_layout.total).tril().bool())
             out = context_parallel_attention(
                 q_BLHD, k_BLKD, v_BLKD, mesh=self.mesh, config=self._planner(shape), q_layout=q_layout, k_layout=k_layout,
-                mask=mask, scale=scale, attend=attend, kernel=kernel, once=self.state.once,
+                mask=mask, causal=causal, scale=scale, attend=attend, kernel=kernel, once=self.state.once,
             )  # fmt: skip
         if self._after_attention is not None:
             self._after_attention()

@@ -6,7 +6,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from cp_runtime.engine.call import RunningCall
+from cp_runtime.engine.config import ContextParallelConfig
 from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.mesh import SequenceMesh
 from cp_runtime.engine.plan import ShardingPlan
@@ -14,6 +18,7 @@ from cp_runtime.engine.profiling import CallTraces
 from cp_runtime.engine.state import CallState
 from cp_runtime.errors import ConfigError, PlanError
 from cp_runtime.families.hidream_o1 import HIDREAM_O1
+from cp_runtime.nested import tensors
 
 REFERENCES = HIDREAM_O1.modules[""]
 
@@ -59,6 +64,29 @@ def test_calls_of_the_same_lengths_share_their_layouts():
     for state in (first, second):
         state.define("img", 9)
     assert first.layout(("img",)) is second.layout(("img",))
+
+
+class Largest(TorchDispatchMode):
+    """Counts the numbers of the largest tensor that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numbers = max(self.numbers, *(tensor.numel() for tensor in tensors(out)), 0)
+        return out
+
+
+def test_causal_attention_over_all_tokens_in_order_takes_no_mask():
+    tokens = 300
+    call = RunningCall(ShardingPlan(modules={}, outputs={}), "Model", SequenceMesh(None), lambda shape: ContextParallelConfig())
+    call.state.define("x", tokens)
+    q, k, v = torch.randn(3, 1, tokens, 2, 8)
+    with Largest() as largest:
+        out = call.attend(q, k, v, causal=True, streams=(("x",), ("x",)))
+    assert largest.numbers < tokens * tokens
+    expected = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+    assert torch.allclose(out, expected, atol=1e-6)
 
 
 def test_one_call_at_a_time():

@@ -52,7 +52,7 @@ def each_time(key: object, source: Any, make: Callable[[], Any]) -> Any:
     return make()
 
 
-def sdpa(scale: float | None = None) -> Attend:
+def sdpa(scale: float | None = None, causal: bool = False) -> Attend:
     """torch's own attention, as the function to attend with."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -60,7 +60,7 @@ def sdpa(scale: float | None = None) -> Attend:
             mask = mask.to(q.dtype)
         if q.shape[1] != k.shape[1]:
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal)
 
     return attend
 
@@ -75,6 +75,7 @@ def context_parallel_attention(
     q_layout: JointLayout,
     k_layout: JointLayout | None = None,
     mask: Tensor | None = None,
+    causal: bool = False,
     scale: float | None = None,
     attend: Attend | None = None,
     kernel: str | None = None,
@@ -90,6 +91,7 @@ def context_parallel_attention(
         k_layout: the same for keys and values, where they are other tokens than the queries.
         mask: boolean (True = visible) or additive, `[..., rows, keys]`: all keys and all rows (or one) in joint order; or one
             row over this rank's keys. A third dimension from the end is heads (1 or H), a fourth is batch.
+        causal: in joint order, no query sees a key behind it. Without `mask` and `attend`.
         scale: of the scores; None = 1 / sqrt(D).
         attend: `(q_BHSD, k_BKSD, v_BKSD, mask) -> out_BHSD`, used where no log-sum-exp is needed; None = torch's.
         kernel: name of the kernel to use where one is needed (see `kernels`); None = the first that can.
@@ -108,13 +110,15 @@ def context_parallel_attention(
     q_chunks = chunk_layout(q_layout, U)
     k_chunks = q_chunks if k_layout is q_layout else chunk_layout(k_layout, U)
     chunk, H = mesh.rank // U, q_BLHD.shape[2]
-    plain = attend or sdpa(scale)
+    as_it_is = R == 1 and k_layout is q_layout and q_layout.in_order  # the kernel hides what a causal mask hides
+    plain = attend or sdpa(scale, causal and as_it_is)
     merging = R > 1 and config.rotate_method == "alltoall"
-    if mask is not None:
-        # All rows of this rank's chunk, all keys, in gathered order; as numbers where chunks are merged.
-        rows, given = (q_chunks, chunk), mask
-        dtype = q_BLHD.dtype if merging else None
-        mask = once(("mask", rows, k_layout, dtype), mask, lambda: _place(given, mesh, *rows, k_layout, dtype))
+    # All rows of this rank's chunk, all keys, in gathered order; as numbers where chunks are merged.
+    rows, given, dtype = (q_chunks, chunk), mask, q_BLHD.dtype if merging else None
+    if given is not None:
+        mask = once(("mask", rows, k_layout, dtype), given, lambda: _place(given, mesh, *rows, k_layout, dtype))
+    elif causal and not as_it_is:
+        mask = once(("causal", rows, k_layout, dtype), q_layout, lambda: _causal(*rows, k_layout, dtype, q_BLHD.device))
 
     q_owned, k_owned = (layout.owned_positions(mesh.rank, q_BLHD.device) for layout in (q_layout, k_layout))
     q_BLHD, k_BLKD, v_BLKD = _without_stand_ins(q_BLHD, k_BLKD, v_BLKD, q_owned, k_owned)
@@ -248,4 +252,12 @@ def _place(
         owned = k_layout.owned_positions(rank, mask.device)
         mask = mask if owned is None else mask.index_select(-1, owned)
         (mask,) = mesh.whole.all_gather([mask], k_layout.owned_lengths, -1)
+    return mask if dtype is None else additive(mask, dtype)
+
+
+def _causal(q_chunks: ChunkLayout, chunk: int, k_layout: JointLayout, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """As `_place`, of the mask that hides all keys behind a query."""
+    rows, keys = (torch.arange(layout.total, device=device) for layout in (q_chunks.layout, k_layout))
+    rows = in_gathered_order(rows[:, None], q_chunks.layout, 0, q_chunks.spans[chunk])
+    mask = in_gathered_order(keys[None], k_layout, 1) <= rows
     return mask if dtype is None else additive(mask, dtype)
