@@ -224,7 +224,8 @@ class Mirrors:
             _raise if header.get("compile_or_raise") else _go_on,
         )
         prelude = time.perf_counter() - began
-        with torch.inference_mode(), shared_scales(mesh.whole):
+        # Not inference_mode, in which nobody knows of changes in place: see `CallState.once`.
+        with torch.no_grad(), shared_scales(mesh.whole):
             out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
             return shares.gather(out, mesh), {
                 **_report(shares, planner, state),
