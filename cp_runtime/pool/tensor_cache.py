@@ -1,7 +1,7 @@
 """Arguments of a call as a message without the tensors that the ranks have already, and back.
 
-Conditioning is the same in every step; only the latent and the timestep change. Residuals of a ControlNet change too, and are
-by far the largest: ranks leave them in the memory they share with the controller, and each takes the part that it needs.
+Conditioning is the same in every step; only the latent and the timestep change. A rank leaves what it is sent in the memory that it
+shares with the controller, until it knows its part of the call.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..nested import map_tensors
 from .protocol import TensorPacker, Tree, flatten, read_tensor, unflatten
 
 LIMIT = 512 << 20  # bytes kept per rank
@@ -23,8 +24,8 @@ SMALL = 4096  # bytes up to which a tensor is not worth keeping
 class CallEncoder:
     """Encodes calls, and mirrors which tensors every rank keeps.
 
-    ComfyUI builds new tensors with the same content for every step. They are compared by content, at memory speed and on
-    their device, so a hit is always right.
+    ComfyUI builds new tensors with the same content for every step. They are compared by content, in the host's memory, so a hit is
+    always right, and nothing is kept of a device that a rank may need.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class CallEncoder:
             self._kept.clear()
             self._bytes = 0
         start_over, self._in_step = not self._in_step, False
-        packer, used = TensorPacker(), set[str]()
+        packer, used, on_host = TensorPacker(), set[str](), dict[int, Tensor]()
 
         def belongs(path: str, names: Set[str]) -> bool:
             return any(path.startswith(f"[{name!r}]") for name in names)
@@ -56,6 +57,7 @@ class CallEncoder:
                 return {"$shared": packer.add(tensor, path)}
             if tensor.nbytes <= SMALL or belongs(path, changing):
                 return packer.add(tensor, path)
+            tensor = on_host.setdefault(id(tensor), tensor.to("cpu"))  # by object: the packer lays each out once
             key = self._find(path, tensor)
             leaf: Tree = {"$cached": key}
             if key is None:
@@ -78,7 +80,7 @@ class CallEncoder:
 
     def _find(self, path: str, tensor: Tensor) -> str | None:
         for key, (kept_path, kept) in self._kept.items():
-            same_kind = (kept_path, kept.shape, kept.dtype, kept.device) == (path, tensor.shape, tensor.dtype, tensor.device)
+            same_kind = (kept_path, kept.shape, kept.dtype) == (path, tensor.shape, tensor.dtype)
             if same_kind and same_bits(kept, tensor):
                 self._kept.move_to_end(key)
                 return key
@@ -127,7 +129,7 @@ class TensorCache:
     def unpack(self, header: dict[str, Any], block: Tensor) -> Any:
         """Rebuild the value of a message, from its payload and from what is kept here.
 
-        What the message says to leave in place stays in the payload's memory, until this rank has replied.
+        The tensors are the payload's memory, which the next message overwrites, and what is kept here: see `owned`.
         """
         if header["drop"] is None:
             self._kept.clear()
@@ -137,23 +139,31 @@ class TensorCache:
         views: dict[str, Tensor] = {}  # a tensor that comes several times stays one object
 
         def load(leaf: dict[str, Any]) -> Tensor:
-            if "$shared" in leaf:
-                return views.setdefault(str(leaf), read_tensor(block, leaf["$shared"]))
-            # The payload's memory is overwritten by the next message, so host tensors are copied as well.
             if "$store" in leaf:
                 key, inner = leaf["$store"]
                 self._kept[key] = read_tensor(block, inner).to(self._device, copy=True)
-                leaf = {"$cached": key}
+                return self._kept[key]
             if "$cached" in leaf:
-                # A copy: HunyuanDiT and SD3's context processor change the text in place.
-                key = leaf["$cached"]
-                if key not in views:
-                    views[key] = self._kept[key].clone()
-                return views[key]
-            return read_tensor(block, leaf).to(self._device, copy=True)
+                return self._kept[leaf["$cached"]]
+            return views.setdefault(str(leaf), read_tensor(block, leaf.get("$shared", leaf)))
 
         return unflatten(header["value"], load)
 
     def clear(self) -> None:
         """Keep nothing."""
         self._kept.clear()
+
+
+def owned(value: Any, device: torch.device) -> Any:
+    """Copies, on a device, of what `TensorCache.unpack` returned: HunyuanDiT and SD3's context processor change the text in place.
+
+    A tensor that comes several times stays one object.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def own(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.to(device, copy=True)
+        return copies[id(tensor)]
+
+    return map_tensors(value, own)

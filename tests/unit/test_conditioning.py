@@ -1,5 +1,9 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
+from support import preloaded
 
 from cp_runtime.pool import tensor_cache
 from cp_runtime.pool.tensor_cache import CallEncoder, same_bits
@@ -80,3 +84,43 @@ def test_any_strides(tensor):
 def test_nan_equals_nan_and_strides_do_not_matter():
     tensor = torch.full((4, 6), float("nan"))
     assert same_bits(tensor, tensor.T.contiguous().T)
+
+
+ON_CARDS = """
+import torch
+from support import stand_in
+from support.package import load_package
+stand_in.use(stand_in.Cards(count=2, gigabytes=1))
+load_package()
+from cp_runtime.engine.batch import BatchShares
+from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache, owned
+
+held = torch.cuda.memory_allocated
+x, context = (torch.randn(8, size, device="cuda:0") for size in (3000, 5000))
+encoder, taken = CallEncoder(), held(0)
+message, packer = encoder.encode({"x": x, "context": context}, {"x"})
+block = torch.empty(packer.nbytes, dtype=torch.uint8)
+packer.write(block)
+encoder.delivered()
+del packer
+assert held(0) == taken, "the encoder keeps conditioning on the card"
+assert "$cached" in str(encoder.encode({"x": x, "context": context.clone()}, {"x"})[0]["value"])
+
+card = torch.device("cuda:1")
+value = TensorCache(card).unpack(message, block)
+own = owned(BatchShares(4, 8, 1, frozenset({"x", "context"})).take(value, 1), card)
+assert held(1) == context.nbytes + (x.nbytes + context.nbytes) // 4, "items of other ranks are on the card"
+block.zero_()
+own["context"].zero_()
+assert own["x"].device == card and torch.equal(own["x"].cpu(), x[2:4].cpu())
+assert torch.equal(value["context"].cpu(), context.cpu())
+"""
+
+
+def test_a_card_holds_no_conditioning_of_the_encoder_and_only_its_own_items(tmp_path):
+    """Beside what every rank keeps whole for the calls to come."""
+    program = tmp_path / "program.py"
+    program.write_text(ON_CARDS)
+    path = str(Path(__file__).resolve().parents[1])
+    done = preloaded.run([str(program)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr

@@ -33,6 +33,7 @@ from ...families import plan_for
 from ...families.family import FamilyPlan
 from ...nested import stored, tensors
 from ...pool.protocol import read_tensor, unflatten
+from ...pool.tensor_cache import owned
 from ..wire.compiled import decode_compile
 from ..wire.loading import LoadedModel, load_recipe, network_of
 from ..wire.modules import layers_of
@@ -214,6 +215,8 @@ class Mirrors:
             shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
         sequence = mesh.sequence(shares.taking_part)
         part = take_items(shares, arguments, mesh.index(shares.taking_part))
+        in_place = {"control": part.pop("control")} if "control" in part else {}  # of which `LocalResiduals` copies even less
+        part = {**owned(part, self.device), **in_place}
         planner = planner_for(sequence, members)
         latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
         needed = mirror.patcher.memory_required(list(latent)) * header["memory_scale"] * sequence.part
