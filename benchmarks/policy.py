@@ -334,7 +334,7 @@ def overhead() -> float:
 
     rates = Rates(latency=2e-5, bandwidth=1e10, flops=1e14, memory=1e12, overlap=1.0, linear=1e14, launch=5e-6)
     measured = Measured((rates,) * 8, (), (0,) * 8)
-    made = SimpleNamespace(measured=measured, shares=(), device_names=["x"] * 8, backend="nccl", peer_to_peer=True)
+    made = SimpleNamespace(measured=measured, shares=(), device_names=["x"] * 8, backend="nccl", peer_to_peer=True, world_size=8)
     config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cuda", count=8))
     chooser: Any = Chooser(made, Shortages())  # type: ignore[arg-type]
     arguments = {"x": torch.zeros(2, 16, 128, 128), "timestep": torch.zeros(2), "context": torch.zeros(2, 512, 64)}

@@ -121,7 +121,9 @@ class Run:
     @property
     def warm(self) -> Run:
         """What the same takes at best without making connections."""
-        spared = 0.0 if self.count else min(WARM_UP, self.communication)
+        if self.count:
+            return self
+        spared = min(WARM_UP, self.communication)
         return replace(self, seconds=self.seconds - spared, communication=self.communication - spared)
 
 
@@ -201,15 +203,20 @@ class Known:
         Args:
             fits: whether the devices have the memory for this part of a call.
         """
-        runs = {split: run for split, run in self.runs.items() if split not in self.failed}
+        runs = {split: run for split, run in self.runs.items() if split not in self.failed} if self.failed else self.runs
         best = min(runs, key=lambda split: runs[split].seconds, default=self.default)
-        for seconds, other in self.predictions(pool) if runs else ():
-            if other.at_work == 1 and runs[best].warm.seconds >= HOPELESS * seconds and fits(largest_part(self.work, pool, other)):
+        if not runs:
+            return best
+        warm = runs[best].warm.seconds
+        for seconds, other in self.predictions(pool):
+            if warm < HOPELESS * seconds:
+                break
+            if other.at_work == 1 and fits(largest_part(self.work, pool, other)):
                 return other
         for split, run in runs.items():  # the first run warms up
             if run.count == 0 and run.seconds < HOPELESS * runs[best].seconds:
                 return split
-        if len(self.runs) < TRIES and runs:
+        if len(self.runs) < TRIES:
             for seconds, other in self.predictions(pool):
                 if seconds >= NEARLY * runs[best].seconds:
                     break

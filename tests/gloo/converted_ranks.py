@@ -32,7 +32,7 @@ mm.get_free_memory = lambda device=None, torch_free_too=False: (1 << 40, 0) if t
 
 mirrors = Mirrors(CARD, [], LoadProgress(lambda _: None))
 recipe = Recipe("load_diffusion_model", checkpoint, json.loads(options), file_stamp(checkpoint)).as_json()
-mirrors.load({"key": "k", "forget": [], "recipe": recipe, "patches": [], "patches_uuid": "none"}, torch.empty(0, dtype=torch.uint8))
+mirrors.load({"key": "k", "recipe": recipe, "patches": [], "patches_uuid": "none"}, torch.empty(0, dtype=torch.uint8))
 mirror = mirrors.entries["k"]
 ours = mirror.patcher
 dtypes = {name: getattr(torch, value) for name, value in json.loads(options).items()}

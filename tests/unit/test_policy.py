@@ -284,7 +284,13 @@ def test_other_sizes_and_kinds_hear_what_one_call_showed_about_the_link(tmp_path
     choose, config = chooser(ranks, devices=(0, 1))
     assert [called(choose, config, work(4352, parameters=3e8), ranks, 64, link=200.0)[1].at_work for _ in range(4)] == [2, 1, 1, 1]
     for size, tokens in ((48, 2448), (96, 9792), (64, 4352)):
-        assert called(choose, config, work(tokens, parameters=3e8), ranks, size, link=200.0)[1].at_work == 1
+        split = called(choose, config, work(tokens, parameters=3e8), ranks, size, link=200.0)[1]
+        assert split.at_work == 1
+    arguments = {"x": torch.zeros(1, 16, 32, 32)}
+    small = choose.choose(config, ("model", "forward"), arguments, False, everywhere)
+    assert small.split == split
+    choose.failed(small)  # it does not fit there
+    assert choose.choose(config, ("model", "forward"), arguments, False, everywhere).split is None
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------------

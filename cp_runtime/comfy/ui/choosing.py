@@ -21,6 +21,9 @@ LEFT_OUT = ("context", "mask", "txt", "text", "llama", "t5", "clip", "embed", "n
 """Parts of the names of arguments whose shapes do not tell kinds of calls apart: text, whose length changes with every prompt and
 hardly counts, and what ComfyUI notes, such as all sigmas of the run."""
 
+Sizes = tuple[tuple[object, ...], int]
+"""(model and batch, elements of all arguments) of a kind of call."""
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -29,13 +32,13 @@ class Chosen:
     Args:
         kind: of the call.
         split: the ranks that take part and their degrees; None = all of them, as nobody chose otherwise.
-        sizes: which kinds are other sizes of this one, and how large this one is.
+        sizes: of the kind.
         expected: what the call should be, where it first runs on one device, which does not report its attentions.
     """
 
     kind: str
     split: CallSplit | None
-    sizes: tuple[str, int]
+    sizes: Sizes
     expected: Known | None = None
 
 
@@ -51,7 +54,7 @@ class Chooser:
         self._pool, self._shortages = pool, shortages
         self._times: CallTimes | None = None
         self._link = 1.0  # what communication takes over what was measured
-        self._last: dict[str, tuple[int, Known]] = {}  # the last size of every model, and what is known of it
+        self._last: dict[tuple[object, ...], tuple[int, Known]] = {}  # the last size of every model, and what is known of it
 
     def choose(
         self,
@@ -72,20 +75,20 @@ class Chooser:
             return None
         shapes = [(name, *t.shape) for name, value in sorted(arguments.items()) if not _is_left_out(name) for t in tensors(value)]
         model = repr((*kind, shared, config.sequence))
-        name = hashlib.sha256(repr((model, shapes)).encode()).hexdigest()[:16]
-        sizes = repr((model, [(each[0], len(each), each[1:2]) for each in shapes])), sum(prod(each[1:]) for each in shapes)
-        known = self.times.get(name)
+        name = hashlib.sha256(f"{model}{shapes}".encode()).hexdigest()[:16]
+        sizes = (model, *((each[0], len(each), *each[1:2]) for each in shapes)), sum(prod(each[1:]) for each in shapes)
+        known, failed = self.times.get(name), self._shortages.of(config.devices, name)
         if known is None or not known.runs:
-            return self._first(name, sizes, self._ranks(config, shared), fits)
-        known.failed = self._shortages.of(config.devices, name)
+            return self._first(name, sizes, self._ranks(config, shared), fits(1.0) and not failed)
+        known.failed = failed
         split = known.choose(self._ranks(config, shared), fits)
         return Chosen(name, None if split == known.default else split, sizes)
 
-    def _first(self, name: str, sizes: tuple[str, int], pool: Pool, fits: Callable[[float], bool]) -> Chosen:
-        """How a call runs of which nothing is known: on all ranks, unless that should be slower than one device, as far as another
-        size of it can tell."""
+    def _first(self, name: str, sizes: Sizes, pool: Pool, fits: bool) -> Chosen:
+        """How a call runs of which nothing is known: on all ranks, or on one device if it fits there and that should be faster, as
+        far as another size of it can tell."""
         size, known = self._last.get(sizes[0], (0, None))
-        if known is not None and known.runs and size and fits(1.0):
+        if known is not None and size and fits:
             alone = CallSplit(tuple(range(pool.size)) if pool.all_take_part else (0,), 1, 1, 1)
             on_one, on_all = (known.predict(pool, split, sizes[1] / size) for split in (alone, known.default))
             if on_one < on_all:
@@ -109,9 +112,9 @@ class Chooser:
             if chosen.expected is not None:
                 known = replace(chosen.expected, work=replace(known.work, attentions=chosen.expected.work.attentions))
             self.times.put(chosen.kind, known)
-        split, pool = chosen.split or known.default, self._ranks(config, shared)
+        split = chosen.split or known.default
         if known.note(split, run):
-            self._link = link_of(known.work, pool, split, known.runs[split]) or self._link
+            self._link = link_of(known.work, self._ranks(config, shared), split, known.runs[split]) or self._link
             self.times.save(chosen.kind)
         self._last[chosen.sizes[0]] = chosen.sizes[1], known
         return self._described(known, split, self._ranks(config, shared))
