@@ -59,4 +59,5 @@ def _known_of(entry: dict[str, Any], world_size: int) -> Known:
         raise ValueError(entry)
     if any(shape.heads % shape.kv_heads for shape, _ in work.attentions):
         raise ValueError(work.attentions)
-    return Known(work, default, runs)
+    # A single run on all ranks may have been slow for what happened once. It is predicted again where ranks have measured anew.
+    return Known(work, default, {split: run for split, run in runs.items() if run.count or split != default})

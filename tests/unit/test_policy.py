@@ -313,6 +313,22 @@ def test_times_are_kept_by_machine(tmp_path):
     assert [path.name for path in file.parent.iterdir() if path.suffix not in (".json", ".lock")] == []
 
 
+def test_a_first_run_on_all_ranks_is_not_held_against_them_in_another_session(tmp_path):
+    """It was far slower than one device, once."""
+    file, known, alone = tmp_path / "calls.json", Known(work(16384), all_ranks(FAST)), CallSplit((0,), 1, 1, 1)
+    run = took(known.work, FAST, all_ranks(FAST))
+    known.note(all_ranks(FAST), replace(run, seconds=run.seconds + 60, communication=run.communication + 60))
+    assert known.choose(FAST, everywhere) == alone
+    for _ in range(2):
+        known.note(alone, took(known.work, FAST, alone))
+    times = CallTimes("m", 4, file)
+    times.put("flux", known)
+    times.save("flux")
+    again = CallTimes("m", 4, file).get("flux")
+    assert list(again.runs) == [alone]
+    assert all_ranks(FAST) in [split for _, split in again.predictions(FAST)[:3]]
+
+
 @pytest.mark.parametrize(
     "change",
     [
