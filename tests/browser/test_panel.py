@@ -383,6 +383,22 @@ def test_one_visible_gpu_is_said_instead_of_a_start_that_never_comes(panel, tell
     expect(activity).to_have_text(re.compile("^Workers start with the next prompt"))
 
 
+def test_a_vae_has_a_line_of_its_own(panel, tell):
+    """Its mesh, seconds and waiting are none of the sampler's."""
+    sampled = {**tell.status["last_call"], "degrees": {"batch": 1, "ring": 1, "ulysses": 2}, "waiting_share": 0.25, "at_work": 2}
+    decoded = {**sampled, "degrees": {"rows": 2, "batch": 1}, "seconds": 3.0, "waiting_share": 0.5}
+    tell(state="computing", pace=None, last_call=sampled, last_vae_call=decoded)
+    open_details(panel)
+    lines = panel.locator(".cp-fact")
+    expect(lines.filter(has_text="Mesh")).to_have_text("Meshulysses 2")
+    expect(lines.filter(has_text="Waiting")).to_have_text("Waiting25 %")
+    expect(lines.filter(has_text="VAE call")).to_have_text("VAE callrows 2, 3.00 s, 50 % waiting")
+    expect(panel.locator(".cp-activity")).to_be_hidden()  # the pace of a run that is over is none of the VAE's
+    tell(state="computing", pace=0.5, last_call=None, last_vae_call=decoded)
+    expect(panel.locator(".cp-activity")).to_have_text("0.500 s per call")
+    expect(lines.filter(has_text="Mesh")).to_have_count(0)
+
+
 def test_the_clock_ticks_while_workers_start(page, panel, tell):
     page.evaluate(CLOCKS)
     tell(state="starting", starting={"since": time.time() - 12, "stage": "importing", "last_took": 9.4})

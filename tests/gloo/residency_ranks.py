@@ -157,7 +157,7 @@ def batches(rooms, inventory=CUDA, **inputs):
     workers.pool.alive = True
     if rooms:
         reports = [{"room": room and int(room * one)} for room in rooms]
-        workers.last_call = CallRecord(seconds=1.0, ended=0.0, reports=reports, pids=[], node=None)
+        workers.last_call = CallRecord(seconds=1.0, reports=reports, pids=[], node=None)
     sizes = []
 
     def apply_model(x, timestep, **conditions):

@@ -18,6 +18,7 @@ from cp_runtime.version import VERSION
 TOLERANCE = 2e-4
 CP = {"world_size": 2}
 STATUS, RESTART, MEASURE = (f"/context_parallel/{name}" for name in ("status", "restart", "measure"))
+BYPASSED = "without Context Parallel in this run"
 LONG = {"width": 512, "height": 512, "steps": 60}
 
 
@@ -61,7 +62,7 @@ def test_a_machine_without_accelerators_has_no_devices_to_choose(off_server):
 def test_no_worker_yet(off_server):
     off = off_server.get(STATUS)
     nothing = {"activity": "", "fallback": "", "world_size": 0, "models": [], "weights": {}, "ranks": [], "compiling": False}
-    nothing |= dict.fromkeys(("backend", "peer_to_peer", "last_call", "starting", "loading"))
+    nothing |= dict.fromkeys(("alone", "backend", "peer_to_peer", "pace", "last_call", "last_vae_call", "starting", "loading"))
     others = {name: off[name] for name in ("last_error", "speed")}  # whatever ran here on one device
     assert off == {"state": "off", "version": VERSION, **nothing, **others}
     assert call(off_server, RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
@@ -87,6 +88,21 @@ def test_a_run_on_one_device_needs_no_workers_and_is_told(off_server):
 
     status = off_server.wait_event(ended, since=since).data
     assert (status["state"], status["last_call"], status["speed"]["words"]) == ("off", None, "one device")
+    assert off_server.get(STATUS)["last_error"] is None  # that of a run before
+
+
+def test_a_run_without_the_pack_clears_what_the_one_before_came_to(pool_server, expected):
+    """On node and panel: as after Ctrl-B on Apply Context Parallel."""
+    since = time.monotonic()
+    pool_server.run(flux_prompt(cp=CP, steps=4)).check()
+    pool_server.wait_event(lambda event: event.type == "text" and " s per call · 2 ranks" in event.data[1], since=since)
+    assert wait_for(pool_server, lambda status: status["speed"] is not None)["last_call"]["at_work"] == 2
+    since = time.monotonic()
+    pool_server.run(flux_prompt(steps=4)).check()
+    pool_server.wait_event(lambda event: event.type == "text" and event.data == ("sampler", BYPASSED), since=since)
+    pool_server.wait_event(lambda event: event.type == "context_parallel.status" and event.data["speed"] is None, since=since)
+    status = pool_server.get(STATUS)
+    assert (status["speed"], status["last_call"]) == (None, None)
 
 
 def test_idle(pool_server, expected):
@@ -233,7 +249,9 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
         assert pool_server.wait(prompt_id).status == "interrupted"
         assert pool_server.get(STATUS)["speed"]["measuring"]
     else:
-        wait_for(pool_server, lambda now: now["last_call"] != before and 0 < now["ranks"][0]["modules"] < 3)  # the second call
+        wait_for(
+            pool_server, lambda now: now["last_call"] not in (None, before) and 0 < now["ranks"][0]["modules"] < 3
+        )  # the second call
         faults.arm(0, "oom", module=4)
         pool_server.wait(prompt_id).check()
         assert faults.waiting == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from support.graphs import Graph, wan_prompt
 from support.vae_graphs import vae_prompt
@@ -9,6 +11,7 @@ from support.worlds import on_ranks
 
 BOUND = 1e-5  # relative, float32
 EXACT = ("wan", "ltxv", "kl")
+STATUS = "context_parallel.status"
 
 
 def run(server, *args, **kwargs):
@@ -40,7 +43,7 @@ class TestVAE:
     def test_a_batch_is_shared_out(self, server, world):
         stock = run(server, "kl", "decode", batch=2)
         assert difference(run(server, "kl", "decode", "exact", world=world, batch=2), stock) <= BOUND
-        degrees = server.get("/context_parallel/status")["last_call"]["degrees"]
+        degrees = server.get("/context_parallel/status")["last_vae_call"]["degrees"]
         assert degrees == {"rows": world // 2, "batch": 2}
 
     @pytest.mark.parametrize("world", [on_ranks(2)])
@@ -59,12 +62,26 @@ class TestVAE:
             return prompt
 
         stock = server.latent(server.run(graph("VAEDecode")).check(), "kept")
-        result = server.run(graph("CPVAEDecode", cp={"world_size": world})).check()
+        ranked = graph("CPVAEDecode", cp={"world_size": world})
+        result = server.run(ranked).check()
         assert difference(server.latent(result, "kept"), stock) <= 1e-4  # the latent was sampled on ranks as well
         assert len(result.outputs["image"]["images"]) == 9
         status = server.get("/context_parallel/status")
         assert {"wan_vae.safetensors", "wan_t2v.safetensors"} <= set(status["models"])
-        assert status["last_call"]["degrees"] == {"rows": 2, "batch": 1}
+        assert status["last_vae_call"]["degrees"] == {"rows": 2, "batch": 1}
+        assert status["last_call"]["degrees"].keys() == {"batch", "ring", "ulysses"}
+
+        # The next run does not open with what the VAE took, and the VAE not with what the run took.
+        since = time.monotonic()
+        ranked["sampler"]["inputs"] |= {"seed": 7, "steps": 40}
+        server.run(ranked).check()
+        said = [event.data for event in server.events if event.time >= since and event.type == STATUS]
+        paces = [now for now in said if now["pace"] is not None]
+        assert paces
+        for now in paces:
+            assert now["pace"] == (now["speed"]["seconds_per_call"] or now["last_call"]["seconds"])
+            assert now["speed"]["ranks"] == 2
+        assert said[0]["pace"] is None
 
     @pytest.mark.parametrize("world", [on_ranks(2)])
     def test_what_cannot_run_is_refused_by_name(self, server, world):

@@ -50,3 +50,56 @@ def test_figures_of_the_readme_are_those_of_the_performance_page(pattern):
     measured = re.search(FIGURES[pattern], page)
     assert measured is not None
     assert re.search(pattern, " ".join(read("README.md").split())).groups() == measured.groups()
+
+
+def test_every_case_of_the_reliability_page_is_measured_by_a_test():
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    numbers = set(re.findall(r"^\| (\d+) |[Cc]ases? (\d+)", read("docs/reliability.md"), re.MULTILINE))
+    named = {row or prose for row, prose in numbers}
+    assert len(named) > 30
+    assert [number for number in sorted(named) if not re.search(rf"""["']{number} |Case {number}\b""", tests)] == []
+
+
+DOCUMENTS = [path for path in ROOT.rglob("*.md") if not path.relative_to(ROOT).parts[0].startswith(".")]
+WRITTEN = "\n".join(path.read_text() for path in DOCUMENTS)
+CODE = "\n".join(path.read_text() for path in ROOT.rglob("*") if path.suffix in (".py", ".js") or path.name == "Makefile")
+
+
+def test_commands_that_the_documents_name_exist():
+    targets = set(re.findall(r"^([a-z][a-z-]*):", read("Makefile"), re.MULTILINE))
+    named = set(re.findall(r"(?:`|^ +)make ([a-z-]+)", WRITTEN, re.MULTILINE))
+    assert len(named) > 10
+    assert sorted(named - targets) == []
+
+
+def test_environment_variables_that_the_documents_name_are_read():
+    named = set(re.findall(r"\b(CP_[A-Z_]+)\b", WRITTEN))
+    assert {"CP_LOAD_TIMEOUT", "CP_PYTHON"} <= named
+    assert [name for name in sorted(named) if name not in CODE] == []
+
+
+def test_routes_that_the_documents_name_are_served():
+    named = set(re.findall(r"(?<![\w/])(?:http://127.0.0.1:8188)?(/context_parallel/\w+)", WRITTEN))
+    assert len(named) == 4
+    assert [route for route in sorted(named) if f'"{route}"' not in read("cp_runtime/comfy/ui/routes.py")] == []
+
+
+def test_settings_that_the_documents_name_are_inputs_of_cp_config():
+    inputs = set(re.findall(r'io\.\w+\.Input\(\s*"(\w+)"', read("nodes/config.py")))
+    named = {
+        name
+        for names in re.findall(r"((?:`\w+`(?:, | or | and )?)+)(?: of| in) CP Config\b", WRITTEN)
+        for name in re.findall(r"\w+", names)
+    }
+    assert {"shares", "ranks_per_call"} <= named
+    assert sorted(named - inputs - {"or", "and"}) == []
+
+
+def test_durations_of_the_readme_are_those_that_were_measured():
+    page = read("docs/performance.md")
+    for command, measured in (
+        ("demo", r"empty cache / ready cache \| \| [\d a-z]+ / (\d+) min (\d+) s"),
+        ("test", r"tests, (\d+) min (\d+) s"),
+    ):
+        minutes, seconds = re.search(measured, page).groups()
+        assert claimed("README.md", rf"make {command} +# (\d+) minutes") == (str(round(int(minutes) + int(seconds) / 60)),)

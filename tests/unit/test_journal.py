@@ -13,7 +13,7 @@ def record(*ranks):
     """A call in which each rank took (seconds, of these in communication)."""
     communication = [{"communication": {"seconds": c, "bytes": 10}, "predicted": {"seconds": c / 2, "bytes": 8}} for _, c in ranks]
     reports = [{"idle": not s, "seconds": s, "at_work": len(ranks), **c} for (s, _), c in zip(ranks, communication, strict=True)]
-    return CallRecord(seconds=1.0, ended=0.0, reports=reports, pids=list(range(len(ranks))), node=None)
+    return CallRecord(seconds=1.0, reports=reports, pids=list(range(len(ranks))), node=None)
 
 
 def test_the_first_call_counts_only_while_it_is_alone():

@@ -19,24 +19,40 @@ function ofAll(now) {
   const names = models.map(([model, reason]) => `${model} (${t(`weights.${reason.match(/^\w+/)[0]}`)})`);
   const reasons = models.map(([, reason]) => reason);
   if (models.length) list.append(fact(t("fact.models"), names.join(", "), [t("hint.models"), ...reasons].join("\n")));
-  const call = now.last_call;
-  if (!call) return list;
+  if (now.last_call) list.append(...ofSampler(now, now.last_call));
+  if (now.last_vae_call) list.append(ofVae(now, now.last_vae_call));
+  return list;
+}
+
+/** Lines about the calls of the last sampling run. */
+function ofSampler(now, call) {
   const mesh = [t("hint.mesh")];
   if (call.choice) mesh.push(call.choice);
-  list.append(fact(t("fact.mesh"), meshOf(now, call), mesh.join("\n")));
   const [together, alone] = [now.speed?.seconds_per_call, now.speed?.seconds_per_call_on_one_device];
-  const callHint = together ? t("hint.call_between") : t("hint.call_last");
-  list.append(fact(t("fact.call"), seconds(together ?? call.seconds), callHint));
-  list.append(fact(t("fact.alone"), alone ? seconds(alone) : t("not_measured"), t("hint.alone")));
-  list.append(fact(t("fact.waiting"), `${(call.waiting_share * 100).toFixed(0)} %`, t("hint.waiting")));
-  return list;
+  const between = together ? t("hint.call_between") : t("hint.call_last");
+  return [
+    fact(t("fact.mesh"), meshOf(now, call), mesh.join("\n")),
+    fact(t("fact.call"), seconds(together ?? call.seconds), between),
+    fact(t("fact.alone"), alone ? seconds(alone) : t("not_measured"), t("hint.alone")),
+    fact(t("fact.waiting"), percent(call.waiting_share), t("hint.waiting")),
+  ];
+}
+
+/** The last decode or encode of a VAE, in a line of its own: its seconds are none of the sampler's. */
+function ofVae(now, call) {
+  const values = { mesh: meshOf(now, call), time: seconds(call.seconds), share: percent(call.waiting_share) };
+  return fact(t("fact.vae"), t("vae_call", values), t("hint.vae"));
 }
 
 function meshOf(now, call) {
   const axes = Object.entries(call.degrees).filter(([, degree]) => degree > 1);
   const mesh = axes.map(([axis, degree]) => `${axis} ${degree}`).join(" × ") || t("one_rank");
-  const fewer = now.ranks.filter((rank) => rank.idle).length;
-  return fewer ? t("mesh_of_some", { mesh, count: now.world_size - fewer, all: now.world_size }) : mesh;
+  const all = now.world_size;
+  return call.at_work < all ? t("mesh_of_some", { mesh, count: call.at_work, all }) : mesh;
+}
+
+function percent(share) {
+  return `${(share * 100).toFixed(0)} %`;
 }
 
 function ofRank(rank) {

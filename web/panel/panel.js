@@ -71,8 +71,7 @@ function activityOf(now, state, skew) {
   if (state === "off" || state === "failed") return t(`next.${state}`);
   if (now?.loading) return loadingOf(now.loading);
   if (now?.compiling) return t("compiling");
-  const each = now?.speed?.seconds_per_call ?? now?.last_call?.seconds;
-  return state === "computing" && each ? t("per_call", { time: seconds(each) }) : "";
+  return now?.pace ? t("per_call", { time: seconds(now.pace) }) : "";
 }
 
 function loadingOf({ model, part }) {

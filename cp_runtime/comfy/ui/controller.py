@@ -21,6 +21,7 @@ from ...pool.config import RuntimeConfig
 from ...pool.worker_pool import CallCancelled
 from .journal import CallRecord, Failure, Journal, Node
 from .residency import free_for_ranks
+from .run_timer import RunTimer
 from .shortages import Shortages
 from .target import Target
 from .workers import DenoiseCall, Workers
@@ -147,12 +148,22 @@ class Controller:
     def end_run(self) -> None:
         """A sampling run has come to its end, on one device or on the workers."""
         self.journal.end_run()
+        self.did_well()
+
+    def did_well(self) -> None:
+        """A run, of a model or of a VAE, has come to its end: an error of a run before is over."""
+        self.journal.last_error = None
         self.changed.set()
 
     def pass_through(self, node: Node | None) -> None:
         """A node passes its model through, because this machine has nothing to share it out to."""
         self.node = node
         self.changed.set()
+
+    def bypassed(self) -> None:
+        """A prompt has begun that samples without this pack: what the run before it came to is no news of it."""
+        self.node = None
+        self.journal.begin_run(RunTimer(None))
 
     def fail(self, error: ContextParallelError, node: Node | None) -> None:
         """A run is refused before the workers have to do with it."""

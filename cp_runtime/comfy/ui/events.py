@@ -14,9 +14,12 @@ from .status import ending, status
 log = logging.getLogger("context_parallel")
 
 EVENT = "context_parallel.status"
-LOOK = 1.0  # seconds between two looks while there are workers: a rank that died in between told nobody
+LOOK = 1.0  # seconds between two looks: neither a rank that died in between nor a prompt without workers told anybody
 PAUSE = 0.2  # seconds at least between two events
 GRAIN = 16 << 20  # bytes; less is no news
+SAMPLING = ("ApplyContextParallel", "CPSampler")
+"""Nodes of this pack without which a prompt samples without it."""
+BYPASSED = "without Context Parallel in this run"
 
 
 def start_events(server: Any, controller: Controller = CONTROLLER) -> None:
@@ -27,7 +30,7 @@ def start_events(server: Any, controller: Controller = CONTROLLER) -> None:
     def run() -> None:
         events = Events(server, controller)
         while True:
-            controller.changed.wait(LOOK if controller.workers is not None else None)
+            controller.changed.wait(LOOK)
             controller.changed.clear()
             try:
                 events.send()
@@ -49,9 +52,11 @@ class Events:
         self._sent = news(status(server, controller))
         self._user: tuple[Node | None, str | None] = None, None  # the last node that used the pool, and the client that queued it
         self._said: tuple[str, Node | None] = "", None
+        self._prompt = ""  # id of the last one that was seen
 
     def send(self) -> None:
         """Send what is new."""
+        self._look_at_the_prompt()
         now = status(self._server, self._controller)
         new = news(now)
         if new != self._sent:
@@ -64,10 +69,35 @@ class Events:
             # The browser leaves a text where it is, and takes no empty one.
             self._say(ending(self._server, user) or (now["activity"] if user == node else ""), user, client)
 
+    def _look_at_the_prompt(self) -> None:
+        """Clear what is said about the last run, once a prompt has begun that samples without this pack."""
+        newest = newest_prompt(self._server)
+        if newest is None or newest[0] == self._prompt:
+            return
+        self._prompt, graph = newest
+        samples = any(
+            isinstance(each["inputs"].get("model"), list) for each in graph.values()
+        )  # a link, to whatever sampler or guider
+        if not samples or any(each["class_type"] in SAMPLING for each in graph.values()):
+            return
+        self._controller.bypassed()
+        (node, client), self._user = self._user, (None, None)
+        if node is not None and graph.get(node.node_id, {}).get("class_type") == node.kind:
+            self._say(BYPASSED, node, client)
+
     def _say(self, text: str, node: Node | None, client: str | None) -> None:
         if text and node is not None and client is not None and (text, node) != self._said:
             self._said = text, node
             self._server.send_progress_text(text.encode(errors="replace"), node.node_id, client)
+
+
+def newest_prompt(server: Any) -> tuple[str, dict[str, Any]] | None:
+    """Id and graph of the prompt that runs now, or ran last."""
+    queue = server.prompt_queue
+    with queue.mutex:
+        last = next(reversed(queue.history.values()), {"prompt": None})["prompt"]
+        begun = next(reversed(queue.currently_running.values()), last)
+    return None if begun is None else (begun[1], begun[2])
 
 
 def news(now: dict[str, Any]) -> Any:

@@ -42,7 +42,6 @@ class CallRecord:
 
     Args:
         seconds: from call to result, as the sampler sees it.
-        ended: when it ended, on the clock of `time.monotonic`.
         reports: what each rank reported.
         pids: of the ranks.
         node: that it ran for.
@@ -50,7 +49,6 @@ class CallRecord:
     """
 
     seconds: float
-    ended: float
     reports: list[dict[str, Any]]
     pids: list[int]
     node: Node | None

@@ -22,14 +22,12 @@ class RunTimer:
             of one kind take the same time.
         calls: that have begun.
         done: calls that have returned.
-        began: on the clock of `time.monotonic`.
     """
 
     def __init__(self, key: str | None, device: str = "") -> None:
         self.calls = self.done = 0
         self.kind: str | None = None
         self.device = device
-        self.began = time.monotonic()
         self._key = key
         self._first = self._second = self._last = self._ended = 0.0
         self._inside = 0.0  # seconds in which the ranks, or their owner, were busy with the calls that have ended

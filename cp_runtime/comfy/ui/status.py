@@ -39,9 +39,10 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it since),
     "failed" or "ended" (with the one that failed); `culprit` is the one that failed. `backend` is the one in use, None until the
     ranks are ready; `peer_to_peer`, of NCCL only, whether all GPUs reach each other's memory; `fallback` why the ranks do not
-    communicate as they would by default. `last_call` is None before the first one, and after a run on one device. Times are
-    seconds, memory is bytes: `host` is resident now; `device` is the peak of the last call. `idle`: the last call left the rank
-    out. `version` is the pack's. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
+    communicate as they would by default. `last_call` is the last one of the last sampling run, None before it and after a run on
+    one device; `last_vae_call` is one of a VAE. `pace` is seconds per call of the sampling run that goes on. Times are seconds,
+    memory is bytes: `host` is resident now; `device` is the peak of the last call. `idle`: the last call left the rank out.
+    `version` is the pack's. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
     """
     workers, journal = controller.workers, controller.journal
     alone = nothing_to_share()
@@ -53,11 +54,12 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
         return {
             "state": "off", "activity": "" if alone is None else alone.words,
             "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {},
-            "starting": None, "loading": None, "compiling": False, "last_call": None, "ranks": [], **always
+            "starting": None, "loading": None, "compiling": False, "pace": None, "last_call": None, "last_vae_call": None,
+            "ranks": [], **always
         }  # fmt: skip
     pool = workers.pool
     loading, waiting = workers.loading, pool.waiting_for  # read once: state and words are to agree
-    record = _last_call(controller, workers)
+    record, vae = _last_call(controller, workers), workers.last_vae_call
     work = _work(server, controller, pool) if loading is None else "loading"
     # One that has reported is done, while others are not.
     ranks = [_rank(workers, record, r, "idle" if waiting and r not in waiting else work) for r in range(len(pool.processes))]
@@ -73,16 +75,24 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
         "fallback": pool.ways.fallback,
         "models": workers.models,
         "weights": workers.placements,
+        "pace": _pace(controller, workers) if work == "computing" else None,
         "last_call": None if record is None else _described(controller, record),
+        "last_vae_call": None if vae is None else _described(controller, vae),
         "ranks": ranks,
         **always,
     }
 
 
 def _last_call(controller: Controller, workers: Workers) -> CallRecord | None:
-    """The last call of the ranks, unless a run on one device has begun since: what it left is no news of that one."""
-    run, record = controller.journal.run, workers.last_call
-    return None if record is None or (run.done and run.began > record.ended) else record
+    """The last denoise call of the last sampling run, if these ranks computed it."""
+    record = controller.journal.calls.last
+    return None if record is None or record.pids != workers.pool.pids else record
+
+
+def _pace(controller: Controller, workers: Workers) -> float | None:
+    """Seconds per call of the sampling run that goes on, once a call of it has ended; None while the ranks run a VAE."""
+    run, last = controller.journal.run, controller.journal.calls.last
+    return run.per_call or last.seconds if workers.sampling and last is not None else None
 
 
 def _activity(controller: Controller, workers: Workers, loading: tuple[str, float | None] | None) -> str:
@@ -174,6 +184,7 @@ def _described(controller: Controller, record: CallRecord) -> dict[str, Any]:
     calls = controller.journal.calls
     return {
         "degrees": record.reports[0]["degrees"],
+        "at_work": sum(not report["idle"] for report in record.reports),
         "choice": in_words(record.choice),
         "seconds": record.seconds,
         # Of the run that the call belongs to, as the report has it; a call of a VAE belongs to none.
@@ -209,19 +220,21 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
             state = "failed" if culprit else "ended"
     elif since is not None and since > SILENT:
         state = "silent"
-    report = record.reports[rank] if record else None
+    # What a rank has of a sequence is of the sampling run; what it held, and whether it was left out, of the last call of its kind.
+    last = workers.last_call
+    same = last is not None and (last is not workers.last_vae_call) == workers.sampling
     return {
         "rank": rank,
         "device": pool.config.devices[rank],
         "pid": pid,
         "state": state,
         "culprit": culprit,
-        "idle": bool(report and report["idle"]),
+        "idle": bool(last and same and last.reports[rank]["idle"]),
         "process": kernel,
         "modules": at.modules,
         "seconds_since_heartbeat": since,
-        "memory": {"host": resident_bytes(pid), "device": report["memory"]["device"] if report else 0},
-        "tokens": report["tokens"] if report else {},
+        "memory": {"host": resident_bytes(pid), "device": last.reports[rank]["memory"]["device"] if last else 0},
+        "tokens": record.reports[rank]["tokens"] if record else {},
         "models": workers.models if state in ("idle", "computing") else [],
         "last_error": failure.message if failure is not None and culprit else None,
     }

@@ -78,7 +78,9 @@ def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[
     try:
         mode = mode_for(vae, mode)
         ranked = RankedVAE(vae, config)
-        return exact(ranked.exact()) if mode == EXACT else ranked.tiled(tiles)
+        out = exact(ranked.exact()) if mode == EXACT else ranked.tiled(tiles)
+        CONTROLLER.did_well()
+        return out
     except UnsupportedError as error:
         if config.on_unsupported == "error":
             raise noted(error) from None

@@ -95,7 +95,8 @@ class Workers:
         shortages: what ranks ran out of memory with, in this pool or one before.
 
     Attributes:
-        last_call: None before the first one.
+        last_call, last_vae_call: of whatever model, and of a VAE; None before the first one.
+        sampling: the call that runs, or ran last, belongs to a sampling run.
         failure: with which the ranks were used last; None = they did well.
         comparing: a call runs once more, on one device.
         aside: keys of models that have left the device of this process until their next call.
@@ -104,6 +105,8 @@ class Workers:
     def __init__(self, config: RuntimeConfig, on_change: Callable[[], None], shortages: Shortages) -> None:
         self.pool = WorkerPool(config, worker_site())
         self.last_call: CallRecord | None = None
+        self.last_vae_call: CallRecord | None = None
+        self.sampling = False
         self.failure: Failure | None = None
         self.comparing = False
         self.aside: set[str] = set()
@@ -286,7 +289,7 @@ class Workers:
     ) -> tuple[Any, CallRecord]:
         """Run a call of the model `target`, which must be loaded. Returns its output and its record."""
         shared = self._shares_weights(target.key)
-        chosen = None
+        chosen, self.sampling = None, call.sampling
         if call.sampling:
             chosen = self._chooser.choose(
                 config,
@@ -304,6 +307,8 @@ class Workers:
         if chosen is not None:
             record = replace(record, choice=self._chooser.note(config, chosen, record.reports, shared))
         self.last_call = record
+        if not call.sampling:
+            self.last_vae_call = record
         return out, record
 
     def seconds_alone(
@@ -373,10 +378,10 @@ class Workers:
         self._warm.setdefault(key, set()).update(ranks)
         self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
-        ended = time.monotonic()
-        self._pace.note(kind, at_work, ended - began, replies[0]["modules"])
+        seconds = time.monotonic() - began
+        self._pace.note(kind, at_work, seconds, replies[0]["modules"])
         reports = [{name: value for name, value in reply.items() if name != "value"} for reply in replies]
-        return out, CallRecord(seconds=ended - began, ended=ended, reports=reports, pids=self.pool.pids, node=node)
+        return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids, node=node)
 
     def _warn_of_left(self, replies: list[dict[str, Any]]) -> None:
         """Say once which blocks run as they are although the graph asks for compiled ones."""
