@@ -113,7 +113,7 @@ REPORT = {
 def test_report_as_text_and_picture(server):
     text, image, shown = picture(server, json.dumps(REPORT))
     assert text.splitlines() == [
-        "1.80 × faster than one device",
+        "1.80 × as fast as one device",
         "1.25 s per step, 1.2 s per call (one device: 2.16 s)",
         "Flux on 2 ranks (ulysses 2)",
         "25% of a call waiting for other devices and for the link",
@@ -138,7 +138,7 @@ def luminance(colour):
 
 def test_the_picture_can_be_read(server):
     """On a light page and on a dark one: by its own paper. A node shows it at two thirds of its size."""
-    _, image, _ = picture(server, changed(speed="1.80 × faster than one device " * 9))
+    _, image, _ = picture(server, changed(speed="1.80 × as fast as one device " * 9))
     assert image.width <= 640
     colours = sorted(image.getcolors(1 << 20), reverse=True)
     (_, paper), *_ = colours
@@ -146,16 +146,16 @@ def test_the_picture_can_be_read(server):
     assert (luminance(ink) + 0.05) / (luminance(paper) + 0.05) > 10
     edge = [image.getpixel((x, y)) for x in (0, 12, image.width - 12, image.width - 1) for y in range(image.height)]
     assert set(edge) == {paper}  # nothing runs out of it
-    _, other, _ = picture(server, changed(speed="1.80 x faster than one device " * 9))
+    _, other, _ = picture(server, changed(speed="1.80 x as fast as one device " * 9))
     assert image.tobytes() == other.tobytes()  # a sign that the font does not have would be a box
 
 
 def test_a_speedup_that_no_sharding_gives_is_explained(server):
     """ComfyUI's own attention on a CPU is one that is several times slower than the ranks' one."""
     text, _, _ = picture(server, changed(speedup=6.55))
-    assert text.splitlines()[0] == "6.55 × faster than one device (more than 2 can gain: measure again)"
+    assert text.splitlines()[0] == "6.55 × as fast as one device (more than 2 can gain: measure again)"
     text, _, _ = picture(server, changed(speedup=2.0))
-    assert text.splitlines()[0] == "2.00 × faster than one device"
+    assert text.splitlines()[0] == "2.00 × as fast as one device"
     text, _, _ = picture(server, changed(speedup=2.0, speed="in words"))
     assert text.splitlines()[0] == "in words"
 

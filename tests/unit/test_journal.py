@@ -105,7 +105,7 @@ def test_a_call_that_is_repeated_on_one_device_counts_with_what_comes_between_ca
     assert not journal.measuring
     assert timer.per_call == pytest.approx((3 * 2.0 + 2 * 0.5) / 3)
     assert journal.on_one_device == 6.5
-    assert journal.speed.words == "2.79 × faster than one device (more than 2 can gain: measure again)"
+    assert journal.speed.words == "2.79 × as fast as one device (more than 2 can gain: measure again)"
     assert list(tmp_path.iterdir()) == []  # no file is written between calls
     journal.end_run()
     again = Journal(tmp_path / "one_device.json")
@@ -128,12 +128,12 @@ def test_what_cannot_be_measured_says_why_until_another_kind_runs(tmp_path):
 @pytest.mark.parametrize(
     ("speed", "words"),
     [
-        (Speed(ranks=2, per_call=1.0, on_one_device=1.87), "1.87 × faster than one device"),
-        (Speed(ranks=2, per_call=1.0, on_one_device=0.926), "0.93 × the speed of one device"),
+        (Speed(ranks=2, per_call=1.0, on_one_device=1.87), "1.87 × as fast as one device"),
+        (Speed(ranks=2, per_call=1.0, on_one_device=0.926), "0.93 × as fast as one device"),
         (Speed(ranks=1, per_call=1.0, on_one_device=1.0), "one device"),
         (Speed(ranks=2, per_call=None, on_one_device=1.0), "known after two calls"),
         (Speed(ranks=2, per_call=None, on_one_device=None), "not measured yet"),
-        (Speed(ranks=2, per_call=1.0, on_one_device=2.004), "2.00 × faster than one device"),
+        (Speed(ranks=2, per_call=1.0, on_one_device=2.004), "2.00 × as fast as one device"),
     ],
 )
 def test_speed_in_words(speed, words):

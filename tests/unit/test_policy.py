@@ -7,13 +7,14 @@ import os
 import random
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cp_runtime.comfy.ui.choosing import Chooser
+from cp_runtime.comfy.ui.choosing import Chooser, in_words
 from cp_runtime.comfy.ui.shortages import LIMIT, Shortages
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, Rates, cost
@@ -291,6 +292,24 @@ def test_other_sizes_and_kinds_hear_what_one_call_showed_about_the_link(tmp_path
     assert small.split == split
     choose.failed(small)  # it does not fit there
     assert choose.choose(config, ("model", "forward"), arguments, False, everywhere).split is None
+
+
+def test_what_is_said_about_a_choice_does_not_speak_against_it(tmp_path, monkeypatch):
+    """A number of ranks that would take less is named where the next call has it, and nowhere else."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ranks, call = pool(2, rates=CPU), work(4352, parameters=3e8)
+    choose, config = chooser(ranks, devices=(0, 1))
+    arguments, said = {"x": torch.zeros(1, 16, 64, 64)}, []
+    for link in (200.0, 200.0, 1.0, 1.0, 1.0):
+        chosen = choose.choose(config, ("model", "forward"), arguments, False, everywhere)
+        split = chosen.split or all_ranks(ranks)
+        told = choose.note(config, chosen, replies(call, ranks, split, link=link), False)
+        said.append((split.at_work, told["alternative"], in_words(told)))
+    for (_, other, words), (following, _, _) in pairwise(said):
+        if other["ranks"] > 1 or not other["measured"]:  # what one device takes stands in the speed
+            assert ("the next call takes" in words) == (other["times"] < 1 and following == other["ranks"])
+        assert "would take 0." not in words
+    assert said[0][2].startswith("2 of 2 devices; the next call takes 1 where memory allows: 0.")
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------------

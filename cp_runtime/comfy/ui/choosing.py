@@ -147,13 +147,14 @@ class Chooser:
         if best is not None and own > 0:
             seconds, measured = best
             told["alternative"] = {"ranks": other, "seconds": seconds, "measured": measured, "times": seconds / own}
+            told["next"] = known.choose(pool, lambda part: True).at_work
         return told
 
 
 def in_words(choice: Mapping[str, Any] | None) -> str:
     """What a report says about a choice: "1 of 4 devices; 4 would take 1.30 times as long (predicted)". Empty without a choice.
 
-    What one device was measured to take stands in the speed of the run.
+    What one device was measured to take stands in the speed of the run. That others would be faster is said where they are next.
     """
     if choice is None:
         return ""
@@ -161,6 +162,9 @@ def in_words(choice: Mapping[str, Any] | None) -> str:
     if other is None or (other["ranks"] == 1 and other["measured"]):
         return text
     how = "measured" if other["measured"] else "predicted"
+    if other["times"] < 1:
+        following = f"; the next call takes {other['ranks']} where memory allows: {other['times']:.2f} times as long ({how})"
+        return text + following if choice["next"] == other["ranks"] else text
     return f"{text}; {other['ranks']} would take {other['times']:.2f} times as long ({how})"
 
 

@@ -127,7 +127,7 @@ class Controller:
                 self._free(workers, partial(workers.make_room, str(device), key))
 
     def restart(self) -> Future[bool]:
-        """Kill the workers, whatever they do, and start them again; a running prompt fails. Returns at once, in any thread.
+        """Kill the workers, whatever they do, and start them again; a prompt in a call fails. Returns at once, in any thread.
 
         A request that comes while a restart is under way joins it. The result is False if there were no workers, and a PoolError
         if they did not start or the prompt that used them did not end.

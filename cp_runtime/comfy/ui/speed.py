@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 WORDS = {
     "one_device": "one device",
-    "faster": "{times:.2f} × faster than one device",
-    "slower": "{times:.2f} × the speed of one device",
+    "compared": "{times:.2f} × as fast as one device",
     # The one device had other work, or another attention kernel, or too little memory for the weights.
-    "too_fast": "{times:.2f} × faster than one device (more than {ranks} can gain: measure again)",
+    "too_fast": "{times:.2f} × as fast as one device (more than {ranks} can gain: measure again)",
     "too_few": "known after two calls",
     "not_measured": "not measured yet",
     "obstacle": "not measured: {obstacle}",
@@ -64,6 +63,4 @@ def times_in_words(times: float, ranks: int) -> str:
 
 
 def _case(times: float, ranks: int) -> str:
-    if times < 1:
-        return "slower"
-    return "faster" if round(times, 2) <= ranks else "too_fast"
+    return "compared" if round(times, 2) <= ranks else "too_fast"
