@@ -391,7 +391,7 @@ def test_a_vae_has_a_line_of_its_own(panel, tell):
     open_details(panel)
     lines = panel.locator(".cp-fact")
     expect(lines.filter(has_text="Mesh")).to_have_text("Meshulysses 2")
-    expect(lines.filter(has_text="Waiting")).to_have_text("Waiting25 %")
+    expect(lines.filter(has_text=re.compile("^Waiting"))).to_have_text("Waiting25 %")
     expect(lines.filter(has_text="VAE call")).to_have_text("VAE callrows 2, 3.00 s, 50 % waiting")
     expect(panel.locator(".cp-activity")).to_be_hidden()  # the pace of a run that is over is none of the VAE's
     tell(state="computing", pace=0.5, last_call=None, last_vae_call=decoded)

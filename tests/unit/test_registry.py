@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ load_package()
 from cp_runtime.families import PLANS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
+NUMBERS = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 SCRIPT = Path(__file__).with_name("plan_check.py")
 
 
@@ -37,6 +39,12 @@ def test_a_renamed_argument_is_noticed(checked):
     assert "has no argument 'freqs'" in checked["renamed argument"]
     assert "no module 'blocks.*'" in checked["renamed blocks"]
     assert "no module 'head'" in checked["renamed output"]
+
+
+def test_the_readme_counts_the_families_in_which_blocks_are_not_compiled(checked):
+    text = " ".join((ROOT / "README.md").read_text().split())
+    named = re.search(r"Torch Compile leaves some blocks as they are in (\w+) families", text)
+    assert NUMBERS.index(named[1]) == len(checked["blocks that are not compiled"])
 
 
 def test_every_plan_has_cases():
