@@ -22,6 +22,7 @@ from ...errors import PlanError
 from ..collectives import Pending, RankGroup
 from .blocks import Block, blocks_of
 from .packing import ALIGNMENT, Packing, round_up
+from .pinned import pinned_zeros
 
 PIECES = 8  # of a block
 SMALLEST_PIECE = 4 << 20  # bytes
@@ -45,9 +46,9 @@ class SharedBlock:
         self.part = round_up(-(-self.packing.nbytes // (pieces * ranks.size)), ALIGNMENT)  # bytes of a piece per rank
         self.piece = self.part * ranks.size
         self.nbytes = self.piece * pieces
-        place = torch.device("cpu") if on_host else device
-        pinned = on_host and device.type != "cpu"
-        self.shard = torch.zeros(pieces, self.part, dtype=torch.uint8, device=place, pin_memory=pinned)
+        nbytes = pieces * self.part
+        run = pinned_zeros(nbytes, device) if on_host else torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.shard = run.view(pieces, self.part)
         for number, own in enumerate(self.shard):
             self.packing.copy_range(weights, number * self.piece + ranks.rank * self.part, own)
         self.attentions = 0  # that its last run had

@@ -1,0 +1,50 @@
+"""Parts of weights that are kept in the host's memory for a device, in a process with a fake CUDA device: torch stays changed."""
+
+import os
+import textwrap
+from pathlib import Path
+
+from support import preloaded
+
+TESTS = Path(__file__).resolve().parents[1]
+SCRIPT = """
+import torch
+from support import stand_in
+from support.package import load_package
+
+load_package()
+stand_in.use(stand_in.Cards())
+from cp_runtime.engine.collectives import RankGroup
+from cp_runtime.engine.weights import pinned
+from cp_runtime.engine.weights.sharded import ShardedWeights
+
+CARD, stats = torch.device("cuda", 0), torch.cuda.host_memory_stats
+model, x = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3))).to(CARD), torch.ones(2, 300, device=CARD)
+expected, nbytes = model(x).cpu(), sum(weight.nbytes for weight in model.parameters())
+
+weights = ShardedWeights(model, RankGroup(None), CARD, on_host=True)
+for name in weights.blocks:
+    weights.keep(name)
+kept = [shared.shard for shared in weights._shared.values()]
+assert all(shard.is_pinned() for shard in kept)
+assert nbytes <= stats()["registered_bytes"] == sum(shard.nbytes for shard in kept) < 1.01 * nbytes, stats()
+assert not stats()["allocated_bytes.current"]  # what torch would keep
+with torch.inference_mode(), weights.call():
+    assert torch.equal(model(x).cpu(), expected)
+del kept
+weights.remove()
+assert not stats()["registered_bytes"], stats()
+
+torch.cuda.cudart = lambda: type("Refusing", (), {"cudaHostRegister": lambda *_: 2})
+try:
+    pinned.pinned_zeros(1 << 20, CARD)
+except RuntimeError as error:
+    assert "CUDA error 2: 1 MB of host memory cannot be pinned" in str(error), error
+else:
+    raise AssertionError("not refused")
+"""
+
+
+def test_exactly_what_a_rank_keeps_is_pinned_and_all_of_it_given_back():
+    done = preloaded.run(["-c", textwrap.dedent(SCRIPT)], cwd=TESTS, env={**os.environ, "PYTHONPATH": str(TESTS)})
+    assert done.returncode == 0, done.stdout + done.stderr
