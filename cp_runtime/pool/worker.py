@@ -26,7 +26,7 @@ from torch import Tensor
 from ..engine.collectives import CommStats, wait_for
 from ..engine.measuring import device_name, measure
 from ..engine.mesh import BatchMesh
-from ..errors import ProtocolError
+from ..errors import PoolError, ProtocolError
 from .board import Board, resident_bytes, start_heartbeat
 from .cancel import CancelPoints
 from .channel import Channel, Closed, SharedBlock
@@ -189,6 +189,32 @@ class Worker:
         if not 0 <= nbytes <= max(self.request.size, mmap.PAGESIZE):
             raise ProtocolError(f"a message of {nbytes} bytes in {self.request.size} bytes of shared memory")
         return decode_header(data), self.request.view(nbytes)
+
+    def keep(self, block: Tensor) -> Tensor:
+        """The bytes of a message in memory that all ranks map, which lives as long as a tensor on it. All ranks call it alike.
+
+        What a rank writes there stays in that rank.
+
+        Raises:
+            PoolError: there is no room for it.
+        """
+        if not block.numel():
+            return block
+        shared, place = SharedBlock(), torch.tensor([os.getpid(), -1])
+        try:
+            if self.rank == 0:
+                shared.view(block.numel()).copy_(block)
+                place[1] = shared.fd
+        finally:
+            self._broadcast(place)  # the others wait for it
+        pid, number = place.tolist()
+        if number < 0:
+            raise PoolError(f"rank 0 has no room for {block.nbytes / 2**20:.1f} MB that all ranks keep. Free memory.")
+        with open(f"/proc/{pid}/fd/{number}", "rb") as file:
+            kept = torch.frombuffer(mmap.mmap(file.fileno(), block.numel(), flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+        dist.barrier(group=self.control)  # before rank 0 closes it
+        shared.close()
+        return kept
 
     def _position(self) -> dict[str, int]:
         """Where this rank stands in the sequences that all ranks must go through alike."""

@@ -19,10 +19,12 @@ from support.graphs import flux_prompt
 from cp_runtime.comfy.wire.recipe import file_digest, file_stamp
 from cp_runtime.errors import RankError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.protocol import TensorPacker, flatten
 from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
 
 CP = {"world_size": 2}
+RECIPE = {"loader": "load_diffusion_model", "options": {}}
 
 
 def write_evil(folder: Path, marker: Path) -> list[Path]:
@@ -53,13 +55,53 @@ def model_ranks(comfyui_path, shelf):
 
 def mirror(pool: WorkerPool, path: str, **changes: object) -> str:
     """Ask the ranks to load a model file; what their error says, or nothing."""
-    recipe = {"loader": "load_diffusion_model", "path": path, "options": {}, "stamp": list(file_stamp(path)), **changes}
+    recipe = {**RECIPE, "path": path, "stamp": list(file_stamp(path)), **changes}
     body = {"key": f"k{time.monotonic_ns()}", "recipe": recipe, "patches": [], "patches_uuid": "u"}
     try:
         pool.request("load", body, timeout=60)
     except RankError as error:
         return f"{error.kind}: {error.message}"
     return ""
+
+
+def patch_memory(pool: WorkerPool) -> tuple[int, int]:
+    """Bytes that no file has, of all ranks together; and how many pieces of shared memory of more than PATCH_BYTES they map."""
+    anonymous, mapped = 0, set()
+    for pid in pool.pids:
+        status, maps = (Path(f"/proc/{pid}/{name}").read_text().splitlines() for name in ("status", "maps"))
+        anonymous += 1024 * sum(int(line.split()[1]) for line in status if line.startswith("RssAnon:"))
+        for line in maps:
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            if "memfd:" in line and last - first >= PATCH_BYTES:
+                mapped.add(line.split()[4])
+    return anonymous, len(mapped)
+
+
+PATCH_BYTES = 64 << 20
+
+
+def test_tensors_of_a_lora_are_there_once_for_all_ranks(model_ranks, shelf):
+    path = str(shelf / "models" / "diffusion_models" / "flux.safetensors")
+    up, down = torch.zeros(768, PATCH_BYTES // 4 // 1024), torch.zeros(PATCH_BYTES // 4 // 1024, 256)
+    adapter = ("adapter", "LoRAAdapter", [], (up, down, 4.0, None, None, None))
+
+    def load(strength: float) -> tuple[int, int]:
+        packer = TensorPacker()
+        patches = (
+            [["diffusion_model.double_blocks.0.img_attn.qkv.weight", [(strength, adapter, 1.0, None, None)]]] if strength else []
+        )
+        tree = flatten(patches, packer.add)
+        body = {"key": "lora", "recipe": RECIPE | {"path": path, "stamp": list(file_stamp(path))}, "patches": tree, "forget": []}
+        model_ranks.request("load", {**body, "patches_uuid": str(strength)}, packer, timeout=60)
+        model_ranks.trim()
+        return patch_memory(model_ranks)
+
+    before, blocks = load(0.0)
+    load(1.0)
+    after, with_lora = load(0.5)
+    assert after - before < 0.3 * PATCH_BYTES
+    assert with_lora <= blocks + 2  # the message, and what ranks keep
+    assert load(0.0)[1] == with_lora - 1
 
 
 OUTSIDE = {

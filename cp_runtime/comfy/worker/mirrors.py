@@ -141,6 +141,7 @@ class Mirrors:
         """Load the model of `header` if it is new, and take its weight patches. The next call moves both to the device.
 
         Args:
+            block: with tensors of the patches, which stay in it.
             mesh: the ranks, where they share the weights out.
         """
         began = time.perf_counter()
@@ -348,7 +349,7 @@ class Mirrors:
         return load_recipe(recipe, cast_later=cast_later, make=make)
 
     def _patch(self, mirror: Mirror, header: dict[str, Any], block: Tensor) -> None:
-        patches = decode_weight_patches(unflatten(header["patches"], lambda leaf: read_tensor(block, leaf).clone()))
+        patches = decode_weight_patches(unflatten(header["patches"], lambda leaf: read_tensor(block, leaf)))
         unknown = patches.keys() - mirror.names
         if unknown:
             raise MirrorError(f"{len(unknown)} patched weights do not exist on the workers, the first is {min(unknown)}")

@@ -62,8 +62,9 @@ class ModelService:
         }
 
     def _load(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
+        kept = self._worker.keep(block)
         inject(self._worker.rank, "load")
-        return self._mirrors.load(header, block, self._worker.mesh)
+        return self._mirrors.load(header, kept, self._worker.mesh)
 
     def _attach_network(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
         self._mirrors.attach_network(header, block)
