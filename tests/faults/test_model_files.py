@@ -91,7 +91,7 @@ def test_tensors_of_a_lora_are_there_once_for_all_ranks(model_ranks, shelf):
             [["diffusion_model.double_blocks.0.img_attn.qkv.weight", [(strength, adapter, 1.0, None, None)]]] if strength else []
         )
         tree = flatten(patches, packer.add)
-        body = {"key": "lora", "recipe": RECIPE | {"path": path, "stamp": list(file_stamp(path))}, "patches": tree, "forget": []}
+        body = {"key": "lora", "recipe": RECIPE | {"path": path, "stamp": list(file_stamp(path))}, "patches": tree}
         model_ranks.request("load", {**body, "patches_uuid": str(strength)}, packer, timeout=60)
         model_ranks.trim()
         return patch_memory(model_ranks)

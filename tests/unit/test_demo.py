@@ -11,7 +11,7 @@ import pytest
 from support.package import ROOT
 from support.processes import OtherPrograms
 
-SPIN = "import time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass\n{then}"
+SPIN = "import time\nwhile time.process_time() < 0.5: pass\n"  # seconds of a core, however busy the others are
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +27,22 @@ def demo():
 
 def test_what_a_process_and_its_descendants_use_is_not_that_of_others():
     """One computes in a child that ends, and in itself; the other sleeps."""
-    child = [sys.executable, "-c", SPIN.format(seconds=0.5, then="")]
-    then = f"import subprocess; subprocess.run({child!r}); time.sleep(60)"
-    programs = [[sys.executable, "-c", code] for code in (SPIN.format(seconds=0.5, then=then), "import time; time.sleep(60)")]
-    busy, idle = started = [subprocess.Popen(program) for program in programs]
+    child = [sys.executable, "-c", SPIN]
+    computes = f"input()\nimport subprocess; subprocess.run({child!r})\n{SPIN}print('done', flush=True); time.sleep(60)"
+    programs = [[sys.executable, "-c", code] for code in (computes, "import time; time.sleep(60)")]
+    busy, idle = started = [subprocess.Popen(p, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for p in programs]
     try:
-        of_busy, of_idle = OtherPrograms(busy.pid), OtherPrograms(idle.pid)
-        time.sleep(1.5)
+        began, of_busy, of_idle = time.monotonic(), OtherPrograms(busy.pid), OtherPrograms(idle.pid)
+        busy.stdin.write("\n")
+        busy.stdin.flush()
+        assert busy.stdout.readline() == "done\n"
         for_busy, for_idle = of_busy.cores(), of_idle.cores()
+        seconds = time.monotonic() - began
     finally:
         for process in started:
             process.kill()
-            process.wait()
-    assert for_idle > 0.2
-    assert for_idle - for_busy > 0.2
+            process.communicate()
+    assert (for_idle - for_busy) * seconds > 0.9
 
 
 def test_the_demo_says_where_others_used_the_cores(demo):
