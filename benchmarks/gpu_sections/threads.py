@@ -125,6 +125,11 @@ class ThreadGroup(RankGroup):
         self._global_ranks = list(ranks)
         self._room, self._carrier, self._name = room, carrier, (use, *ranks)
 
+    @property
+    def may_overlap(self) -> bool:
+        """See `RankGroup.may_overlap`: copies never wait for each other."""
+        return True
+
     def all_to_all(
         self, send: Tensor, sent: Sequence[int], received: Tensor, arriving: Sequence[int], kind: str = "all_to_all"
     ) -> Pending:

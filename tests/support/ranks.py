@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 DEVICE, BACKEND = "CP_TEST_DEVICE", "CP_TEST_BACKEND"
 COMFY = ("comfy.sd", "support.models", "family_stock")
 DIFFUSERS = ("diffusers_checks", "diffusers_stock")
