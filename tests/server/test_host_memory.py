@@ -1,0 +1,78 @@
+"""The host's memory on GPUs: one copy of a model's weights for ComfyUI and all ranks, whatever the loader converts.
+
+A real server with four fake CUDA devices (`support/stand_in`). It takes minutes of two cores, so `make soak` runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import checkpoints, processes, stand_in
+from support.graphs import wan_prompt
+from support.server import ComfyServer
+from support.stand_in.memory import Ledger
+
+pytestmark = pytest.mark.soak
+LARGE = checkpoints.Checkpoint(architecture=checkpoints.Wan(dim=1024, heads=8, layers=6, ffn=4096))
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
+"""Has the C library and MKL give back at once what is freed."""
+
+
+@pytest.fixture(scope="module")
+def host(comfyui_path, tmp_path_factory):
+    """A server with four fake CUDA devices, which compute in the dtypes that ComfyUI chooses, and a bf16 file that runs as fp16.
+
+    Yields a function that runs the model and returns what is taken of the host's memory for it, in sizes of the file; and one
+    that has everybody drop it and does the same. Counted is the memory of ComfyUI and all its processes, pages of files and shared
+    memory once (PSS), without what the fake devices hold, and without what was there when the model had been run and dropped
+    once: libraries keep something from their first use.
+    """
+    folder = tmp_path_factory.mktemp("host")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(checkpoints.CHECKPOINTS, "large", LARGE)
+        patched.setitem(checkpoints.LORAS, "large_lora", replace(checkpoints.LORAS["wan_t2v_lora"], base="large"))
+        file = checkpoints.write("large", folder, dtype=torch.bfloat16)
+        checkpoints.write("large_lora", folder)
+    cards = stand_in.Cards(count=4, gigabytes=8, ledger=folder / "ledger")
+    ledger = Ledger(cards)
+    options = {"args": ["--cache-classic"], "env": {**stand_in.environment(cards), **EXACT}}
+    with ComfyServer(comfyui_path, models=folder, cpu=False, **options) as running:
+
+        def taken():
+            pids = [running.pid, *(child.pid for child in processes.descendants(running.pid))]
+            return sum(map(processes.pss, pids)) - sum(ledger.capacity - ledger.free(card) for card in range(cards.count))
+
+        def run(strength, **settings):
+            loras = [("large_lora", strength)] if strength else []
+            running.run(wan_prompt(ckpt=file.stem, steps=1, loras=loras, **settings), timeout=300).check()
+            return (taken() - base) / file.stat().st_size
+
+        def drop():
+            running.free_workers(60)
+            return (taken() - base) / file.stat().st_size
+
+        base = 0
+        run(1.0, cp={"weights": "offloaded"})
+        run(1.0, cp={"weights": "whole"})
+        drop()
+        base = taken()
+        yield run, drop
+
+
+@pytest.mark.parametrize(
+    ("weights", "weight_dtype", "strengths"),
+    [
+        ("whole", "default", (0, 1.0, 0.5)),
+        ("offloaded", "default", (0, 1.0)),
+        ("whole", "fp8_e4m3fn", (0,)),  # with a LoRA, kernels of a real device round
+        ("sharded", "fp8_e4m3fn", (0,)),
+    ],
+)
+def test_the_host_holds_the_file_once_for_all_ranks(host, weights, weight_dtype, strengths):
+    """Loaded, with a LoRA, with another one and dropped."""
+    run, drop = host
+    sizes = [run(strength, cp={"weights": weights}, weight_dtype=weight_dtype) for strength in strengths]
+    assert max(sizes) <= 1.1, sizes
+    assert drop() <= 0.1
