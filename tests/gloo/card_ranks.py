@@ -44,7 +44,7 @@ def own_waits():
     return {place: count for each in everybody for place, count in each.items()}
 
 
-with torch.no_grad():
+with torch.inference_mode():
     for family, name in wanted:
         (case,) = [case for case in families.load(family).CASES if case.name == name]
         expected, _ = stock(family, name)
