@@ -2,7 +2,7 @@
 
 from support.ranks import finish, report, start
 
-rank, world, _ = start("nccl", cards=True)
+rank, world, _ = start(cards=True)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -8,7 +8,7 @@ import json
 
 from support.ranks import finish, report, start, use_comfyui
 
-_, _, (checkpoint, lora, options) = start("nccl", cards=True)
+_, _, (checkpoint, lora, options) = start(cards=True)
 use_comfyui()
 
 import comfy.lora  # noqa: E402

@@ -16,8 +16,9 @@ def steps(request, checkpoints_dir):
         for folder, name in (("diffusion_models", "flux"), ("loras", "flux_lora"))
     ]
     reports = run_ranks(
-        Path(__file__).with_name("converted_ranks.py"), 1, *files, json.dumps({"dtype": request.param}), preload=COMFY
-    )
+        Path(__file__).with_name("converted_ranks.py"), 1, *files, json.dumps({"dtype": request.param}),
+        preload=COMFY, device="cuda", backend="nccl",
+    )  # fmt: skip
     return {report.pop("step"): report for report in map(dict, reports)}
 
 
