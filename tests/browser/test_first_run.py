@@ -18,7 +18,7 @@ from support.faults import SLACK
 from support.server import CHECKOUT, PACK
 
 PATIENCE = 30_000 * SLACK  # milliseconds
-MEASURED = r"^(\d+\.\d\d × (faster than|the speed of) one device|one device)"
+MEASURED = r"^(\d+\.\d\d × as fast as one device|one device)"
 SPEED = rf"({MEASURED}|^not measured yet).* · .* s per call"
 """What the node that samples says of its speed; "one device" where that was chosen for the call."""
 ALL_IN_VIEW = """() => {

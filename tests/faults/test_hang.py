@@ -18,7 +18,7 @@ from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool.stacks import collect_stacks, process_state
 
 TOLERANCE = 2e-4
-DEADLINE = 4.0
+DEADLINE = 3.5  # before a stopped rank is told for being stopped
 CP = {"world_size": 2, "step_timeout": DEADLINE}
 
 

@@ -47,9 +47,9 @@ OWN_PLAN = {
 
 
 def unknown_tokens(rank: int, world: int) -> dict[str, Any]:
-    """The audio of LTX 2 is not in its plan: without a mark, nobody can tell that it is whole on every rank."""
+    """The audio of LTX 2 is not in diffusers' plan: where that is given, nobody can tell that it is whole on every rank."""
     model = build("ltx 2")
-    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan=model._cp_plan)
     return dict(error=error_of(lambda: forward(model, ltx_2())))
 
 

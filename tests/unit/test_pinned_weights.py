@@ -45,6 +45,8 @@ else:
 """
 
 
-def test_exactly_what_a_rank_keeps_is_pinned_and_all_of_it_given_back():
-    done = preloaded.run(["-c", textwrap.dedent(SCRIPT)], cwd=TESTS, env={**os.environ, "PYTHONPATH": str(TESTS)})
+def test_exactly_what_a_rank_keeps_is_pinned_and_all_of_it_given_back(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(SCRIPT))
+    done = preloaded.run([str(program)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(TESTS)})
     assert done.returncode == 0, done.stdout + done.stderr
