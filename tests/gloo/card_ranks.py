@@ -1,7 +1,8 @@
 """Rank script: cases of families on cards that are not there (`support/stand_in`), one per rank, with a stand-in for NCCL.
 
-The sharded forward against the stock forward on the CPU. Rank 0 reports both, and what of this project made a host wait for its
-card. Arguments: ring degree, Ulysses degree, rotate method, and as JSON the cases, (family, name) each.
+The sharded forward against the stock forward on the CPU. Rank 0 reports both, what of this project made a host wait for its
+card, and where ranks differed in what they launched. Arguments: ring degree, Ulysses degree, rotate method, and as JSON the
+cases, (family, name) each.
 """
 
 import json
@@ -16,7 +17,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from family_stock import clone, distance, models, stock  # noqa: E402
 from support import families  # noqa: E402
-from support.stand_in import tensors  # noqa: E402
+from support.stand_in import messages, tensors  # noqa: E402
 
 from cp_runtime.comfy.ui.interception import innermost_method  # noqa: E402
 from cp_runtime.comfy.worker.sharded import run_sharded  # noqa: E402
@@ -44,6 +45,14 @@ def own_waits():
     return {place: count for each in everybody for place, count in each.items()}
 
 
+def disagreement():
+    """Of the ranks, about what was launched for a case."""
+    everybody = [None] * world
+    dist.all_gather_object(everybody, messages.log, hosts)
+    messages.log.clear()
+    return messages.disagreement(everybody)
+
+
 with torch.inference_mode():
     for family, name in wanted:
         (case,) = [case for case in families.load(family).CASES if case.name == name]
@@ -59,5 +68,6 @@ with torch.inference_mode():
         waits = own_waits()
         plan.remove()
         on_host = map_tensors(out, torch.Tensor.cpu)
-        report(family=family, case=name, difference=distance(on_host, expected)[0], device=str(out[0].device), waits=waits)
+        difference = distance(on_host, expected)[0]
+        report(family=family, case=name, difference=difference, device=str(out[0].device), waits=waits, order=disagreement())
 finish()

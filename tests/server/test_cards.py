@@ -16,6 +16,7 @@ from support import families, stand_in
 from support.card_cases import VAES, cases
 from support.graphs import family_prompt, flux_prompt
 from support.server import ComfyServer
+from support.stand_in import messages
 from support.stand_in.memory import Ledger
 from support.vae_graphs import vae_prompt
 
@@ -111,9 +112,12 @@ def test_texts_are_prepared_with_patched_weights_on_the_card(served, card_server
 
 
 def test_every_card_holds_the_model_once_and_gives_it_back(card_server, cards):
-    """ComfyUI's own copy leaves the card that rank 0 shares with it."""
+    """ComfyUI's own copy leaves the card that rank 0 shares with it. Ranks have launched the same messages in one order."""
     latent(card_server, flux_prompt(seed=2))
     latent(card_server, flux_prompt(seed=2, cp={}))
+    logs = [messages.logged(cards.ledger, rank["pid"]) for rank in card_server.get("/context_parallel/status")["ranks"]]
+    assert logs[0]
+    assert not messages.disagreement(logs)
     assert all(0.9 < taken / FLUX_BYTES < 1.5 for taken in held(cards)), held(cards)
     card_server.free_workers()
     deadline = time.monotonic() + 20

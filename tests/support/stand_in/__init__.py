@@ -57,9 +57,10 @@ def wanted() -> Cards | None:
 
 def use(cards: Cards) -> None:
     """Have them in this process, from now on. Imports torch."""
-    from . import device, groups, memory, tensors
+    from . import device, groups, memory, messages, tensors
 
     memory.start(cards)
+    messages.files = cards.ledger
     device.install(cards)
     groups.install()
     tensors.install()

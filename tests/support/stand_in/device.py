@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import Cards, kernels, memory, pinned, tensors
+from . import Cards, kernels, memory, pinned, races, tensors
 
 NAME = "Stand-in card"
 _local = threading.local()
@@ -30,22 +30,27 @@ class Properties:
 
 
 class Event:
-    """When the program came by, because everything has been done by then."""
+    """When the program came by, because everything has been done by then; and what a stream had been given."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.at = 0.0
+        self.at, self._number = 0.0, races.new_number()
 
-    def record(self, _: Any = None) -> None:
+    def __del__(self) -> None:
+        races.told("event_deletion", self._number)
+
+    def record(self, stream: Stream | None = None) -> None:
         self.at = time.perf_counter()
+        races.told("event_record", self._number, (stream or current_stream()).cuda_stream)
 
-    def wait(self, _: Any = None) -> None:
-        """It was."""
+    def wait(self, stream: Stream | None = None) -> None:
+        races.told("event_wait", self._number, (stream or current_stream()).cuda_stream)
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
         tensors._wait("event")
+        races.told("event_synchronization", self._number)
 
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end.at - self.at)
@@ -56,13 +61,13 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = torch.device("cuda", index(device))
-        self.priority, self.cuda_stream = priority, id(self)
+        self.priority, self.cuda_stream = priority, races.new_number()
 
     def wait_event(self, event: Event) -> None:
-        """It was."""
+        event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
-        """It has."""
+        races.wait_stream(self.cuda_stream, stream.cuda_stream)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -74,6 +79,7 @@ class Stream:
 
     def synchronize(self) -> None:
         tensors._wait("stream")
+        races.told("stream_synchronization", self.cuda_stream)
 
     def __enter__(self) -> Stream:
         _entered().append(self)
@@ -144,6 +150,11 @@ def _properties(device: Any = None) -> Properties:
     return Properties()
 
 
+def _synchronize(device: Any = None) -> None:
+    tensors._wait("synchronize")
+    races.told("device_synchronization")
+
+
 def _open() -> None:
     global _opened
     _opened = True
@@ -192,7 +203,7 @@ def install(cards: Cards) -> None:
         "get_arch_list": lambda: ["sm_90"],
         "is_bf16_supported": lambda *_, **__: True,
         "can_device_access_peer": lambda *_: True,
-        "synchronize": lambda _=None: tensors._wait("synchronize"),
+        "synchronize": _synchronize,
         "set_sync_debug_mode": tensors.set_sync_debug_mode,
         "empty_cache": lambda: memory.LEDGER.empty_cache(),
         "ipc_collect": lambda: None,
@@ -225,7 +236,7 @@ def install(cards: Cards) -> None:
     accelerator.is_available = lambda: True
     accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
     accelerator.device_count = lambda: cards.count
-    accelerator.synchronize = lambda _=None: tensors._wait("synchronize")
+    accelerator.synchronize = _synchronize
     backend: Any = torch.backends.cuda
     backend.SDPAParams = kernels.Params
     backend.can_use_flash_attention = kernels.can_use_flash

@@ -1,4 +1,4 @@
-"""NCCL between cards that are not there: gloo, under NCCL's name, for tensors on cards only."""
+"""NCCL between fake CUDA devices: gloo, under NCCL's name, for tensors on cards only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from . import LINK
+from . import LINK, messages
 
 _of_nccl: set[str] = set()
 """Names of process groups."""
@@ -29,14 +29,18 @@ def _broken(tensors: list[torch.Tensor]) -> None:
         tensor.numbers.fill_(7)  # type: ignore[attr-defined]
 
 
-def check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
-    """Raise where tensors are not what the group that an operation is given takes. A barrier's has no numbers."""
-    if func is torch.ops.c10d.barrier.default:
-        return
-    kinds = {tensor.device.type for tensor in tensors}
+def run(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+    """Give messages to the group that they are for. Returns nothing where torch's own way is right: with gloo, and for barriers.
+
+    Raises:
+        RuntimeError, ValueError: tensors are not what it takes.
+    """
+    barrier = func is torch.ops.c10d.barrier.default
+    kinds = set() if barrier else {tensor.device.type for tensor in tensors}
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            name = dist.ProcessGroup.unbox(value).group_name
+            group = dist.ProcessGroup.unbox(value)
+            name = group.group_name
             if kinds - {"cuda" if name in _of_nccl else "cpu"}:
                 raise RuntimeError(
                     f"group {name} is one of {'nccl' if name in _of_nccl else 'gloo'}: it takes no tensors "
@@ -44,11 +48,16 @@ def check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Non
                 )
             if name not in _of_nccl:
                 continue
+            if barrier:
+                with messages.one(group, "barrier"):
+                    return None
             _broken(tensors)
             if not all(tensor.is_contiguous() for tensor in tensors):
                 raise ValueError("Tensors must be contiguous")
             if {tensor.device.index for tensor in tensors} - {torch.cuda.current_device()}:
                 raise RuntimeError(f"NCCL of cuda:{torch.cuda.current_device()}: {[str(tensor.device) for tensor in tensors]}")
+            return messages.launch(func, args, kwargs, group)
+    return None
 
 
 def install() -> None:
@@ -75,7 +84,10 @@ def install() -> None:
         for leaving, target in zip((op.tensor for op in own if op.op is dist.isend), arriving, strict=True):
             target.copy_(leaving)
         others = [op for op in operations if op.peer != dist.get_rank()]
-        return send(others) if others else []
+        if not others:
+            return []
+        with messages.one(others[0].group or c10d._get_default_group(), "batch"):
+            return send(others)
 
     for module in (dist, c10d):
         changed: Any = module

@@ -12,11 +12,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from . import Cards
+from . import Cards, races
 
 MAX_CARDS, MAX_PROCESSES = 8, 64
 COLUMNS = 1 + 2 * MAX_CARDS
@@ -37,7 +38,7 @@ class Ledger:
     def _own(self) -> None:
         """Take a row. What a process had before it forked is not the child's."""
         self._pid = os.getpid()
-        self.storages: dict[tuple[int, int], list[int]] = {}  # by storage and card: how many tensors have it, and its bytes
+        self.storages: dict[tuple[int, int], Held] = {}  # by storage and card
         self.peak = [0] * MAX_CARDS
         with self._alone():
             self._forget_dead()
@@ -105,6 +106,17 @@ class Ledger:
                     self._table[start + column] = 0
 
 
+@dataclass
+class Held:
+    """Memory of a card: how many tensors have it, where it is, the stream it was made for and those it was told of."""
+
+    nbytes: int
+    address: int
+    stream: int
+    tensors: int = 0
+    recorded: set[int] = field(default_factory=set)
+
+
 class Hold:
     """Keeps the memory of a tensor taken as long as the tensor has it. Tensors of one storage share it."""
 
@@ -112,22 +124,24 @@ class Hold:
         storage = tensor.untyped_storage()
         self._card, self._key = card, (storage._cdata, card)
         LEDGER.allocated(card)  # which of them there are, after a fork
-        entry = LEDGER.storages.get(self._key)
-        if entry is None:
+        held = LEDGER.storages.get(self._key)
+        if held is None:
             LEDGER.check(card, storage.nbytes())
             LEDGER.note(card, storage.nbytes())
-            entry = LEDGER.storages[self._key] = [0, storage.nbytes()]
-        entry[0] += 1
-        self._entry = entry
+            held = Held(storage.nbytes(), storage.data_ptr(), torch.cuda.current_stream(card).cuda_stream)
+            LEDGER.storages[self._key] = held
+        held.tensors += 1
+        self.held = held
 
     def __del__(self) -> None:
         LEDGER.allocated(self._card)
-        if LEDGER.storages.get(self._key) is not self._entry:
+        if LEDGER.storages.get(self._key) is not self.held:
             return  # another process's
-        self._entry[0] -= 1
-        if not self._entry[0]:
+        self.held.tensors -= 1
+        if not self.held.tensors:
             del LEDGER.storages[self._key]
-            LEDGER.note(self._card, -self._entry[1])
+            LEDGER.note(self._card, -self.held.nbytes)
+            races.freed(self.held.address, self.held.stream, self.held.recorded)
 
 
 def start(cards: Cards) -> None:

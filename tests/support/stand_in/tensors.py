@@ -8,21 +8,19 @@ from __future__ import annotations
 import linecache
 import math
 import os
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import groups, kernels, memory, pinned
+from . import groups, kernels, memory, pinned, races
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
-HERE = os.path.dirname(__file__) + os.sep
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__)))) + os.sep
 
 TO_OTHER = {aten.to.other, aten.type_as.default}
@@ -39,6 +37,7 @@ EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.zeros.defaul
 
 waits: Counter[str] = Counter()
 """What made the host wait for a card, and where: `item, folder/file.py: the line`."""
+_local = threading.local()
 _raises = False
 _stock_is_pinned: Any = Tensor.is_pinned
 
@@ -105,11 +104,10 @@ class OnCard(Tensor, metaclass=_Kind):
         raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first")
 
     def tolist(self) -> Any:
-        _wait("tolist")
-        return self.numbers.tolist()
+        return self.cpu().tolist()
 
-    def record_stream(self, _: Any) -> None:
-        """The numbers live as long as the tensor."""
+    def record_stream(self, stream: Any) -> None:
+        self._hold.held.recorded.add(stream.cuda_stream)
 
 
 class Everywhere(TorchDispatchMode):
@@ -171,10 +169,12 @@ def _foreign(types: Any) -> bool:
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    leaves = list(_tensors((args, kwargs)))
+    leaves = list(races.flat((args, kwargs)))
     theirs = [leaf for leaf in leaves if isinstance(leaf, OnCard)]
     if func.namespace == "c10d":
-        groups.check(func, args, kwargs, leaves)
+        out = groups.run(func, args, kwargs, leaves)
+        if out is not None:
+            return out
     device = _asked_for(func, args, kwargs)
     if not theirs and (device is None or device.type != "cuda"):
         if kwargs.get("pin_memory"):
@@ -195,6 +195,7 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
         if card >= torch.cuda.device_count():
             raise RuntimeError(f"CUDA error: invalid device ordinal: {card} of {torch.cuda.device_count()}")
     to_card = bool(theirs) if device is None else device.type == "cuda"
+    _local.waited = False
     if func in COPIES:
         to_card = _copied(func, args, kwargs, to_card)
     elif func.namespace in ("aten", "prims"):
@@ -232,18 +233,14 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
             value = value.clone()
         return OnCard(value, card)
 
-    return _mapped(out, result)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those of an operation's arguments."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+    results = _mapped(out, result)
+    made = [tensor for tensor in races.flat(results) if isinstance(tensor, OnCard)]
+    cards = dict.fromkeys(tensor.device.index for tensor in (*theirs, *made))
+    if streams := [torch.cuda.current_stream(each).cuda_stream for each in cards]:
+        races.kernel(func, args, kwargs, [tensor.numbers for tensor in made], streams)
+        if _local.waited:
+            races.told("stream_synchronization", streams[0])
+    return results
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -281,7 +278,7 @@ def _copied(func: Any, args: Any, kwargs: Any, to_card: bool) -> bool:
 
 def _check_devices(func: Any, args: Any, leaves: list[Tensor], theirs: list[OnCard]) -> None:
     """Raise as a card does where operands are on two devices; note what makes the host wait for a result."""
-    indices: list[Any] = list(_tensors(args[1])) if func in INDEXED else []
+    indices: list[Any] = list(races.flat(args[1])) if func in INDEXED else []
     if theirs and (func in WAITED or any(index.dtype in (torch.bool, torch.uint8) for index in indices)):
         _wait(func.overloadpacket.__name__)
     if any(index.ndim and not isinstance(index, OnCard) for index in indices):
@@ -305,18 +302,11 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _wait(what: str) -> None:
+    """Note that the host waits, which an operation does when it has been given to the card."""
+    _local.waited = True
     if _raises:
         raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
-    place = next(_callers(), None)
+    place = next(races.callers(), None)
     if place is not None:
         name, line = place.f_code.co_filename, place.f_lineno
         waits[f"{what}, {name.removeprefix(ROOT)}: {linecache.getline(name, line).strip()}"] += 1
-
-
-def _callers() -> Iterator[Any]:
-    """Frames of who called torch."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(HERE) and "/torch/" not in frame.f_code.co_filename:
-            yield frame
-        frame = frame.f_back

@@ -1,0 +1,218 @@
+"""Messages of NCCL: under way until somebody waits for them, and in one order on all ranks.
+
+What is received holds `NOT_THERE` until then, which is NaN in every floating-point type; what is sent has to be the same then as it
+was. Every group has a stream, on which its messages run behind what was given to the stream of the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import graphlib
+import json
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import races
+
+NOT_THERE = 0xFF  # in every byte
+EVEN = {"allreduce_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_", "reduce_"}
+"""Operations to which all ranks bring as many bytes."""
+ROOTED = {"broadcast_": 2, "reduce_": 3}
+"""Whose argument says which rank of the group writes, or reads, alone."""
+
+
+class Launch(NamedTuple):
+    """One kernel of NCCL, in the log.
+
+    Attributes:
+        group, members: name of the process group, and its ranks in the world.
+        nbytes: of what it receives, or sends alone.
+        beside: groups of some of the same ranks whose messages were under way, with nothing that has NCCL launch both in one order.
+    """
+
+    group: str
+    members: tuple[int, ...]
+    operation: str
+    nbytes: int
+    beside: tuple[str, ...] = ()
+
+
+log: list[Launch] = []
+"""Of this rank, in the order of its program."""
+files: Path | None = None
+"""Where it is written, too, with the number of the process behind the name: that of the ledger."""
+_streams: dict[str, int] = {}
+_under_way: weakref.WeakSet[Work] = weakref.WeakSet()
+_local = threading.local()
+
+
+@dataclass
+class _Message:
+    """A tensor that is sent or received, as bytes on the CPU, and what stands in for it.
+
+    Attributes:
+        owner: keeps its memory.
+    """
+
+    owner: Any
+    stand_in: Tensor
+
+    @property
+    def numbers(self) -> Tensor:
+        return _as_bytes(self.owner.numbers)
+
+
+class Work(dist.Work):
+    """Messages under way."""
+
+    def __init__(self, inner: Any, sent: list[_Message], received: list[_Message], launch: Launch, stream: int) -> None:
+        super().__init__()
+        self._inner, self._sent, self._received, self.launch, self._stream = inner, sent, received, launch, stream
+        self._place = races.place()
+        _under_way.add(self)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Hold the current stream until they have arrived, and the host, because gloo does."""
+        self._inner.wait() if timeout is None else self._inner.wait(timeout)
+        _under_way.discard(self)
+        with _disable_current_modes():
+            for message in self._sent:
+                if not torch.equal(message.numbers, _as_bytes(message.stand_in)):
+                    raise self._error("what was being sent was written to before its wait")
+            for message in self._received:
+                if not bool((message.numbers == NOT_THERE).all()):
+                    raise self._error("where it was to arrive was written to before its wait")
+                message.numbers.copy_(_as_bytes(message.stand_in))
+        self._sent, self._received = [], []
+        races.wait_stream(torch.cuda.current_stream().cuda_stream, self._stream)
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._inner.is_completed())
+
+    def _error(self, what: str) -> races.Race:
+        return races.Race(
+            f"{self.launch.operation} of group {self.launch.group}: {what}. Launched at\n{''.join(reversed(self._place.format()))}"
+        )
+
+
+def launch(func: Any, args: Any, kwargs: Any, group: Any) -> Any:
+    """Begin to send and receive. Returns what torch's operation returns."""
+    name = func._schema.name.partition("::")[2]
+    sends, receives = _sides(name, args, group)
+    stream = _streams.setdefault(group.group_name, races.new_number())
+    caller = torch.cuda.current_stream().cuda_stream
+    with (
+        one(group, name, sum(tensor.nbytes for tensor in races.flat(args[0]))) as noted,
+        _disable_current_modes(),
+        torch.inference_mode(False),
+    ):
+        stand_ins = {id(tensor): _as_bytes(tensor.numbers).clone() for tensor in (*sends, *receives)}
+        for tensor in receives:
+            _as_bytes(tensor.numbers).fill_(NOT_THERE)
+
+        def on_host(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return stand_ins[id(value)].view(value.dtype).view(value.shape)
+            return type(value)(map(on_host, value)) if type(value) in (tuple, list) else value
+
+        out = func(*map(on_host, args), **{key: on_host(value) for key, value in kwargs.items()})
+    inner = out if isinstance(out, torch.ScriptObject) else out[-1]
+    overwritten = {id(tensor) for tensor in sends if any(_overlap(tensor.numbers, other.numbers) for other in receives)}
+    work = Work(
+        dist.Work.unbox(inner),
+        [_Message(tensor, stand_ins[id(tensor)]) for tensor in sends if id(tensor) not in overwritten],
+        [_Message(tensor, stand_ins[id(tensor)]) for tensor in receives],
+        noted, stream,
+    )  # fmt: skip
+    _local.last = work  # until torch has handed it to the caller
+    races.wait_stream(stream, caller)
+    races.touch(stream, f"NCCL's {name}", [t.numbers for t in sends], [t.numbers for t in receives])
+    return work.boxed() if isinstance(out, torch.ScriptObject) else (args[0], work.boxed())
+
+
+@contextlib.contextmanager
+def one(group: Any, operation: str, nbytes: int = 0) -> Iterator[Launch]:
+    """Log one launch; what is launched inside is a part of it."""
+    outer: Launch | None = getattr(_local, "outer", None)
+    if outer is not None:
+        yield outer
+        return
+    members = tuple(dist.get_process_group_ranks(group))
+    ordered = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
+    others = () if ordered else [work.launch for work in _under_way if work.launch.group != group.group_name]
+    beside = {other.group for other in others if len({*other.members} & {*members}) > 1}
+    entry = Launch(group.group_name, members, operation, nbytes, tuple(sorted(beside)))
+    log.append(entry)
+    if files is not None:
+        with files.with_name(f"{files.name}.{os.getpid()}").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+    _local.outer = entry
+    try:
+        yield entry
+    finally:
+        _local.outer = None
+
+
+def _sides(name: str, args: Any, group: Any) -> tuple[list[Any], list[Any]]:
+    """What an operation sends and receives."""
+    first, second = list(races.flat(args[0])), list(races.flat(args[1]))
+    if name in ("send", "recv_"):
+        return (first, []) if name == "send" else ([], first)
+    if name in ROOTED:
+        root = args[ROOTED[name]] == group.rank()
+        return (first, []) if root == (name == "broadcast_") else (first if name == "reduce_" else [], first)
+    return (second or first), first
+
+
+def logged(ledger: Path, pid: int) -> list[Launch]:
+    """What a process has launched whose cards have this ledger."""
+    lines = ledger.with_name(f"{ledger.name}.{pid}").read_text().splitlines()
+    return [Launch(name, tuple(members), what, size, tuple(beside)) for name, members, what, size, beside in map(json.loads, lines)]
+
+
+def disagreement(logs: Sequence[Sequence[Launch]]) -> str:
+    """Say where the ranks of a world differ in what they launched on a group, or in the order in which they went through groups.
+
+    Args:
+        logs: of every rank.
+    """
+    before: dict[tuple[str, int], set[tuple[str, int]]] = {}
+    known: dict[tuple[str, int], tuple[str, int]] = {}
+    for entries in logs:
+        counts: dict[str, int] = {}
+        last: set[tuple[str, int]] = set()
+        for entry in entries:
+            node = entry.group, counts.setdefault(entry.group, 0)
+            counts[entry.group] += 1
+            what = entry.operation, entry.nbytes if entry.operation in EVEN else 0
+            if known.setdefault(node, what) != what:
+                return f"launch {node[1]} of group {node[0]}: {known[node]} on one rank, {what} on another"
+            before.setdefault(node, set()).update(last)
+            last = {node}
+    try:
+        graphlib.TopologicalSorter(before).prepare()
+    except graphlib.CycleError as error:
+        return f"ranks launch in orders that wait for each other: {error.args[1]}"
+    return ""
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, whatever mode it was made in."""
+    with torch.inference_mode(False), torch.no_grad():
+        start = tensor.storage_offset() * tensor.itemsize
+        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
