@@ -45,8 +45,7 @@ def held(cards):
 
 def cached(cards, card=0):
     """Bytes of a card that processes keep of freed tensors."""
-    ledger = Ledger(cards)
-    return ledger.capacity - ledger.free(card) - ledger.tensors(card)
+    return Ledger(cards).cached(card)
 
 
 def latent(server, prompt):

@@ -15,7 +15,7 @@ from support import stand_in
 from support.stand_in import memory, tensors
 
 MB = 1 << 20
-stand_in.use(stand_in.Cards(count=2, gigabytes=0.01, ledger=stand_in.Path(sys.argv[1])))
+stand_in.use(stand_in.Cards(count=2, gigabytes=0.56, ledger=stand_in.Path(sys.argv[1])))
 
 
 def refused(kind, words, act):
@@ -26,9 +26,8 @@ def refused(kind, words, act):
     else:
         raise AssertionError(f"{words}: not refused")
 
-
-card = torch.arange(6.0, device="cuda").view(2, 3)
 """
+CARD = 'card = torch.arange(6.0, device="cuda").view(2, 3)\n'
 CASES = {
     "operands on two devices": """
         refused(RuntimeError, "cpu, cuda:0", lambda: card + torch.ones(2, 3))
@@ -125,7 +124,7 @@ CASES = {
         part = block[5:]
         assert (before - torch.cuda.mem_get_info(1)[0], torch.cuda.memory_allocated(1)) == (MB, MB)
         refused(torch.OutOfMemoryError, "out of memory", lambda: torch.empty(1 << 50, device="cuda"))
-        refused(torch.OutOfMemoryError, "GPU 1", lambda: torch.cat([block] * 20))
+        refused(torch.OutOfMemoryError, "GPU 1", lambda: torch.cat([block] * 80))
         del block
         assert torch.cuda.memory_allocated(1) == MB
         del part
@@ -136,22 +135,56 @@ CASES = {
         del block
         torch.cuda.empty_cache()
         assert (torch.cuda.memory_reserved(1), before - torch.cuda.mem_get_info(1)[0]) == (0, 0)
+        torch.empty(61 * MB, dtype=torch.uint8, device="cuda:1")  # and gives it back for what does not fit
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved(1) == 0
+        import torch.distributed as dist
+        before = torch.cuda.mem_get_info()[0]
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        assert before - torch.cuda.mem_get_info()[0] == 16 * MB
+        full = torch.empty(40 * MB, dtype=torch.uint8, device="cuda")
+        refused(dist.DistBackendError, "out of memory", dist.new_group)
     """,
     "memory of other processes": """
         import os, signal, time
         ready, told = os.pipe()
         pid = os.fork()
         if not pid:
-            del card
-            assert torch.cuda.memory_allocated(0) == 0  # what was the parent's is none of it
             held = torch.zeros(MB, dtype=torch.uint8, device="cuda")
             os.write(told, b".")
             time.sleep(60)
         os.read(ready, 1)
-        taken = torch.cuda.mem_get_info(0)[0]
+        ledger = memory.LEDGER
+        taken = ledger.free(0)
+        assert (ledger.contexts(), ledger.tensors(0)) == ({os.getpid(): [], pid: [0]}, MB)
+        assert ledger.capacities[0] - taken == ledger.capacities[1] - ledger.free(1) + MB + (512 << 20)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        assert torch.cuda.mem_get_info(0)[0] - taken == MB
+        assert ledger.free(0) - taken == MB + (512 << 20)
+    """,
+    "a fork of a process that has a device open": """
+        import os
+        torch.cuda.device_count(), torch.cuda.is_available(), torch.cuda.get_device_capability(1)  # open none
+        assert not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()
+        torch.cuda.synchronize()
+        assert memory.LEDGER.contexts() == {os.getpid(): [0]}
+        pid = os.fork()
+        if not pid:
+            assert torch.cuda._is_in_bad_fork()
+            for act in (lambda: torch.ones(2, device="cuda"), torch.cuda.synchronize, lambda: torch.cuda.set_device(1)):
+                refused(RuntimeError, "Cannot re-initialize CUDA in forked subprocess", act)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    """,
+    "a failed kernel": """
+        other, number = torch.ones(2, device="cuda:1"), torch.tensor([7], device="cuda")
+        refused(IndexError, "dimension", lambda: card[5])  # the host knows this one
+        assert card.sum().item() == 15
+        refused(RuntimeError, "device-side assert", lambda: card[number])
+        for act in (lambda: card + 1, lambda: card.cpu(), torch.cuda.synchronize, torch.cuda.mem_get_info,
+                    lambda: torch.ones(1, device="cuda"), lambda: torch.cuda.current_stream().synchronize()):
+            refused(RuntimeError, "device-side assert", act)
+        assert (other + 1).sum().item() == 4
     """,
     "threads": """
         import threading
@@ -271,14 +304,37 @@ CASES = {
             exact, exact_lse = attend_with_lse(one.float(), one.float(), one.float(), given, None, "math")
             out, lse = attend_with_lse(one, one, one, given)
             assert (out.float() - exact).abs().max() < 2e-2 and (lse - exact_lse).abs().max() < 2e-2
+        q, mask = q.cpu(), mask.cpu()
+
+        def use(*kinds):
+            stand_in.use(stand_in.Cards(kinds=kinds))
+
+        use("Tesla T4", "RTX 4090")
+        assert [torch.cuda.get_device_properties(card).total_memory >> 30 for card in (0, 1)] == [16, 24]
+        assert (torch.cuda.get_device_name(0), torch.cuda.get_device_capability(1)) == ("Tesla T4", (8, 9))
+        old, new = (q.half().to(f"cuda:{card}") for card in (0, 1))
+        assert (select(old, old, None).name, select(new, new, None).name) == ("efficient", "flash")
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        refused(RuntimeError, "Ampere GPUs or newer", lambda: flash(old, old, old))
+        assert flash(new, new, new)[0].shape == new.shape
+        eights = [torch.ones(16, 16).to(torch.float8_e4m3fn).to(f"cuda:{card}") for card in (0, 1)]
+        one = [torch.ones((), device=f"cuda:{card}") for card in (0, 1)]
+        product = lambda card: torch._scaled_mm(eights[card], eights[card].t(), one[card], one[card], out_dtype=torch.bfloat16)
+        refused(RuntimeError, "compute capability", lambda: product(0))
+        assert product(1)[0, 0].item() == 16
+        use("H100")
+        q, mask = q.cuda(), mask.cuda()
         refused(RuntimeError, "aligned", lambda: torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, mask, True))
     """,
 }
 
 
+UNOPENED = {"memory of other processes", "a fork of a process that has a device open"}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_card_that_is_not_there(case, tmp_path):
     program = tmp_path / "program.py"
-    program.write_text(START + textwrap.dedent(CASES[case]))
+    program.write_text(START + ("" if case in UNOPENED else CARD) + textwrap.dedent(CASES[case]))
     done = preloaded.run([str(program), str(tmp_path / "ledger")], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(TESTS)})
     assert done.returncode == 0, done.stderr

@@ -1,12 +1,12 @@
-"""Cards that are not there: every line that runs on CUDA tensors only, run and checked without a GPU.
+"""Fake CUDA devices ("cards"): every line that runs on CUDA tensors only, run and checked without a GPU.
 
 A tensor on such a card says that it is on `cuda:N`, and its numbers are on the CPU (`tensors.py`). What a card would refuse is
 refused: operands on two devices, more memory than it has (`memory.py`), a tensor on the card for gloo, one on the CPU for NCCL
-(`groups.py`). What would make the host wait is noted with its place in the code. The functions of `torch.cuda` answer for such a
-card (`device.py`), and its attention kernels return what torch's do, in torch's forms (`kernels.py`).
+(`groups.py`), kernels that it is too old for (`kernels.py`). What would make the host wait is noted with its place in the code.
+The functions of `torch.cuda` answer for such a card (`device.py`), and its attention kernels return what torch's do.
 
-It computes in the order of the program. What goes wrong on a card because streams run beside each other, what its own kernels
-compute, and any time are not seen.
+It computes in the order of the program. What could go wrong on a card because streams run beside each other is found by torch's
+sanitizer (`races.py`), what is read before it was received is NaN (`messages.py`). What kernels compute is not seen, nor any time.
 
 In one process `use(cards())`; for a server and its ranks the environment that `environment()` returns, with this folder's
 neighbour `detection` on PYTHONPATH.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 VARIABLE = "CP_TEST_CARDS"
 LINK = "CP_TEST_LINK"
@@ -26,33 +27,61 @@ FLOAT32 = ("--fp32-unet", "--force-fp32", "--fp32-vae", "--fp32-text-enc")
 """What makes ComfyUI compute on a card as precisely as on a CPU."""
 
 
+class Kind(NamedTuple):
+    """Of cards: name, compute capability, memory."""
+
+    name: str
+    capability: tuple[int, int]
+    gigabytes: float
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("Tesla T4", (7, 5), 16.0), Kind("RTX 3090", (8, 6), 24.0), Kind("RTX 4090", (8, 9), 24.0), Kind("H100", (9, 0), 80.0),
+        Kind("RTX 5090", (12, 0), 32.0), Kind("Stand-in card", (9, 0), 8.0),
+    )
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cards:
     """Cards of a machine.
 
     Args:
-        count: how many.
-        gigabytes: of each.
+        count: how many, all alike.
+        kinds: names in `KINDS`, one per card, instead of a count.
+        gigabytes: of each; None = as its kind has.
         ledger: a file in which all processes note what they hold; without one, those that were forked share it.
     """
 
     count: int = 1
-    gigabytes: float = 8.0
+    kinds: tuple[str, ...] = ()
+    gigabytes: float | None = None
     ledger: Path | None = None
+
+    def each(self) -> list[Kind]:
+        """Return what is in every slot."""
+        kinds = [KINDS[name] for name in self.kinds or ("Stand-in card",) * self.count]
+        return [kind._replace(gigabytes=self.gigabytes or kind.gigabytes) for kind in kinds]
 
 
 def environment(cards: Cards) -> dict[str, str]:
-    """What a process needs to find them there."""
-    return {VARIABLE: f"{cards.count}:{cards.gigabytes}:{cards.ledger or ''}"}
+    """What a process needs to find them there: how many or which kinds, gigabytes, ledger."""
+    return {VARIABLE: f"{','.join(cards.kinds) or cards.count}:{cards.gigabytes or ''}:{cards.ledger or ''}"}
 
 
 def wanted() -> Cards | None:
     """What the environment says."""
-    count, _, rest = os.environ.get(VARIABLE, "").partition(":")
+    which, _, rest = os.environ.get(VARIABLE, "").partition(":")
     gigabytes, _, ledger = rest.partition(":")
-    if not count:
+    if not which:
         return None
-    return Cards(count=int(count), gigabytes=float(gigabytes or Cards.gigabytes), ledger=Path(ledger) if ledger else None)
+    kinds = () if which.isdecimal() else tuple(which.split(","))
+    return Cards(
+        count=len(kinds) or int(which), kinds=kinds, gigabytes=float(gigabytes) if gigabytes else None,
+        ledger=Path(ledger) if ledger else None,
+    )  # fmt: skip
 
 
 def use(cards: Cards) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from typing import Any
@@ -12,21 +13,21 @@ import torch
 
 from . import Cards, kernels, memory, pinned, races, tensors
 
-NAME = "Stand-in card"
 _local = threading.local()
-_opened = False
 
 
 class Properties:
-    """Of a card of the Hopper generation."""
+    """Of a card; what is not of its kind is of the Hopper generation."""
 
-    name, major, minor, multi_processor_count, warp_size = NAME, 9, 0, 132, 32
+    multi_processor_count, warp_size = 132, 32
     L2_cache_size, gcnArchName, is_integrated, pci_bus_id, uuid = 50 << 20, "", 0, 0, "stand-in"
     max_threads_per_multi_processor, regs_per_multiprocessor = 2048, 65536
     shared_memory_per_block_optin = shared_memory_per_multiprocessor = 227 << 10
 
-    def __init__(self) -> None:
-        self.total_memory = memory.LEDGER.capacity
+    def __init__(self, card: int) -> None:
+        kind = kernels.kinds[card]
+        self.name, (self.major, self.minor) = kind.name, kind.capability
+        self.total_memory = memory.LEDGER.capacities[card]
 
 
 class Event:
@@ -49,6 +50,7 @@ class Event:
         return True
 
     def synchronize(self) -> None:
+        memory.LEDGER.touch(current_device())
         tensors._wait("event")
         races.told("event_synchronization", self._number)
 
@@ -78,6 +80,7 @@ class Stream:
         return True
 
     def synchronize(self) -> None:
+        memory.LEDGER.touch(self.device.index)
         tensors._wait("stream")
         races.told("stream_synchronization", self.cuda_stream)
 
@@ -96,11 +99,10 @@ class Device(contextlib.ContextDecorator):
         self.idx = index(device)
 
     def __enter__(self) -> None:
-        self._before = current_device()
-        set_device(self.idx)
+        self._before, _local.device = current_device(), self.idx
 
     def __exit__(self, *_: Any) -> None:
-        set_device(self._before)
+        _local.device = self._before
 
 
 def index(device: Any = None) -> int:
@@ -121,8 +123,9 @@ def current_device() -> int:
 
 
 def set_device(device: Any) -> None:
-    """For this thread."""
+    """For this thread; opens the card."""
     _local.device = index(device)
+    memory.LEDGER.touch(_local.device)
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -146,36 +149,34 @@ def _entered() -> list[Stream]:
 
 
 def _properties(device: Any = None) -> Properties:
-    index(device)  # which must be there
-    return Properties()
+    return Properties(index(device))
 
 
 def _synchronize(device: Any = None) -> None:
+    memory.LEDGER.touch(index(device))
     tensors._wait("synchronize")
     races.told("device_synchronization")
 
 
 def _open() -> None:
-    global _opened
-    _opened = True
+    memory.LEDGER.touch(current_device())
+
+
+def _memory(device: Any = None) -> tuple[int, int]:
+    card = index(device)
+    memory.LEDGER.touch(card)
+    return memory.LEDGER.free(card), memory.LEDGER.capacities[card]
 
 
 def _stats(device: Any = None) -> dict[str, int]:
-    held = memory.LEDGER.allocated(index(device))
-    return {
-        "active_bytes.all.current": held,
-        "allocated_bytes.all.current": held,
-        "allocated_bytes.all.peak": memory.LEDGER.peak[index(device)],
-        "reserved_bytes.all.current": _reserved(device),
-    }
+    held, reserved = _allocated(device), memory.LEDGER.reserved(index(device))
+    return {f"{kind}_bytes.all.current": held for kind in ("active", "allocated")} | {
+        "reserved_bytes.all.current": reserved, "allocated_bytes.all.peak": _peak(device)
+    }  # fmt: skip
 
 
 def _allocated(device: Any = None) -> int:
     return memory.LEDGER.allocated(index(device))
-
-
-def _reserved(device: Any = None) -> int:
-    return memory.LEDGER.reserved(index(device))
 
 
 def _peak(device: Any = None) -> int:
@@ -189,29 +190,31 @@ def _reset_peak(device: Any = None) -> None:
 
 def install(cards: Cards) -> None:
     """Have `torch.cuda`, `torch.accelerator` and `torch.backends.cuda` answer for the cards."""
+    kernels.kinds[:] = cards.each()
     answers = {
         "_lazy_init": _open,
         "is_available": lambda: True,
-        "is_initialized": lambda: _opened,
-        "device_count": lambda: cards.count,
+        "is_initialized": lambda: memory.LEDGER.opened == os.getpid(),
+        "_is_in_bad_fork": lambda: memory.LEDGER.opened not in (None, os.getpid()),
+        "device_count": lambda: len(kernels.kinds),
         "current_device": current_device,
         "set_device": set_device,
         "device": Device,
-        "get_device_name": lambda _=None: NAME,
+        "get_device_name": lambda device=None: _properties(device).name,
         "get_device_properties": _properties,
-        "get_device_capability": lambda _=None: (Properties.major, Properties.minor),
-        "get_arch_list": lambda: ["sm_90"],
-        "is_bf16_supported": lambda *_, **__: True,
+        "get_device_capability": lambda device=None: kernels.kinds[index(device)].capability,
+        "get_arch_list": lambda: sorted({"sm_{}{}".format(*kind.capability) for kind in kernels.kinds}),
+        "is_bf16_supported": lambda emulated=True: emulated or kernels.kinds[current_device()].capability >= (8, 0),
         "can_device_access_peer": lambda *_: True,
         "synchronize": _synchronize,
         "set_sync_debug_mode": tensors.set_sync_debug_mode,
         "empty_cache": lambda: memory.LEDGER.empty_cache(),
         "ipc_collect": lambda: None,
-        "mem_get_info": lambda device=None: (memory.LEDGER.free(index(device)), memory.LEDGER.capacity),
+        "mem_get_info": _memory,
         "memory_stats": _stats,
         "memory_summary": lambda *_, **__: "",
         "memory_allocated": _allocated,
-        "memory_reserved": _reserved,
+        "memory_reserved": lambda device=None: memory.LEDGER.reserved(index(device)),
         "max_memory_allocated": _peak,
         "max_memory_reserved": _peak,
         "reset_peak_memory_stats": _reset_peak,
@@ -235,7 +238,7 @@ def install(cards: Cards) -> None:
     accelerator: Any = torch.accelerator
     accelerator.is_available = lambda: True
     accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
-    accelerator.device_count = lambda: cards.count
+    accelerator.device_count = lambda: len(kernels.kinds)
     accelerator.synchronize = _synchronize
     backend: Any = torch.backends.cuda
     backend.SDPAParams = kernels.Params

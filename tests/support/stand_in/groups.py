@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from . import LINK, messages
+from . import LINK, memory, messages
 
 _of_nccl: set[str] = set()
 """Names of process groups."""
@@ -98,3 +98,10 @@ def install() -> None:
 def _note(group: Any, backend: str | None) -> None:
     if backend in ("nccl", "fake") and isinstance(group, dist.ProcessGroup):  # torch's fake one sends nothing, from a card here
         _of_nccl.add(group.group_name)
+        try:
+            memory.LEDGER.touch(torch.cuda.current_device(), memory.GROUP)
+        except torch.OutOfMemoryError as error:
+            raise dist.DistBackendError(
+                "NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error, NCCL version 2.28.9\n"
+                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+            ) from error

@@ -11,9 +11,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import Kind
+
 HALF = (torch.float16, torch.bfloat16)
 TOO_LARGE = 1 << 30  # multiplications
 aten = torch.ops.aten
+kinds: list[Kind] = []
+"""Of the cards, by their numbers."""
+FLASH = aten._scaled_dot_product_flash_attention.default
+CUDNN = aten._scaled_dot_product_cudnn_attention.default
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+AMPERE, ADA = (8, 0), (8, 9)
+
+
+def check(func: Any, card: int, operands: list[Tensor]) -> None:
+    """Raise where a card is too old for a kernel."""
+    capability = kinds[card].capability
+    if func is FLASH and capability < AMPERE:
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+    if func is CUDNN and capability < AMPERE:
+        raise RuntimeError("cuDNN Frontend error: No valid engine configs")
+    if func is EFFICIENT and capability < AMPERE and any(each.dtype is torch.bfloat16 for each in operands):
+        raise RuntimeError("cutlassF: no kernel found to launch!")
+    if func is aten._scaled_mm.default and capability < ADA:
+        raise RuntimeError(
+            "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9, or ROCm MI300+"
+        )
+
+
+def _supports(tensor: Tensor) -> bool:
+    return kinds[tensor.device.index].capability >= AMPERE
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -85,9 +112,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 KERNELS: dict[Any, Callable[..., Any]] = {
-    aten._scaled_dot_product_flash_attention.default: _flash,
-    aten._scaled_dot_product_efficient_attention.default: _efficient,
-    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    FLASH: _flash,
+    EFFICIENT: _efficient,
+    CUDNN: _cudnn,
     aten.mm.default: _product,
     aten.matmul.default: _product,
 }
@@ -101,15 +128,21 @@ class Params:
 
 
 def can_use_flash(params: Params, debug: bool = False) -> bool:
-    """Half precision without a mask."""
-    return params.q.dtype in HALF and params.mask is None and params.q.shape[-1] <= 256 and params.q.shape[-1] % 8 == 0
+    """Half precision without a mask, since Ampere."""
+    return (
+        _supports(params.q)
+        and params.q.dtype in HALF
+        and params.mask is None
+        and params.q.shape[-1] <= 256
+        and params.q.shape[-1] % 8 == 0
+    )
 
 
 def can_use_cudnn(params: Params, debug: bool = False) -> bool:
-    """Half precision."""
-    return params.q.dtype in HALF and params.q.shape[-1] <= 128
+    """Half precision, since Ampere."""
+    return _supports(params.q) and params.q.dtype in HALF and params.q.shape[-1] <= 128
 
 
 def can_use_efficient(params: Params, debug: bool = False) -> bool:
-    """Always."""
-    return True
+    """Always, but bfloat16 since Ampere."""
+    return _supports(params.q) or params.q.dtype is not torch.bfloat16

@@ -1,7 +1,7 @@
 """How much of every card is taken, by all processes that share them.
 
-Every process has a row in a file that all have mapped: its number, the bytes that it holds of every card, and those of its tensors.
-As torch does, it keeps what was freed, until `empty_cache`.
+Every process has a row in a file that all have mapped: its number, the bytes that its tensors have of every card, and those that it
+holds in all: with a context, what groups take, and torch's cache, which keeps what was freed until it is emptied; and the first two.
 """
 
 from __future__ import annotations
@@ -20,19 +20,28 @@ from torch import Tensor
 from . import Cards, races
 
 MAX_CARDS, MAX_PROCESSES = 8, 64
-COLUMNS = 1 + 2 * MAX_CARDS
+COLUMNS = 1 + 3 * MAX_CARDS
+CONTEXT = 512 << 20  # bytes that CUDA takes of a card for every process that touches it
+GROUP = 16 << 20  # and NCCL of a rank's card for every group that it is in
+AcceleratorError = getattr(torch, "AcceleratorError", RuntimeError)  # of torch 2.8 and later
 
 
 class Ledger:
-    """What this process and others hold."""
+    """What this process and others hold.
+
+    Attributes:
+        opened: which process was the first to touch a card; those that it forks must not.
+        failed: cards on which a kernel of this process has failed.
+    """
 
     def __init__(self, cards: Cards) -> None:
-        self.capacity = int(cards.gigabytes * (1 << 30))
+        self.capacities = [int(kind.gigabytes * (1 << 30)) for kind in cards.each()]
         size = 8 * COLUMNS * MAX_PROCESSES
         # Without a name it is that of this process and those that it forks.
         self._file = tempfile.TemporaryFile() if cards.ledger is None else cards.ledger.open("a+b")  # noqa: SIM115  (as long as the process)
         os.truncate(self._file.fileno(), size)
         self._table = memoryview(mmap.mmap(self._file.fileno(), size)).cast("q")
+        self.opened: int | None = None
         self._own()
 
     def _own(self) -> None:
@@ -40,51 +49,98 @@ class Ledger:
         self._pid = os.getpid()
         self.storages: dict[tuple[int, int], Held] = {}  # by storage and card
         self.peak = [0] * MAX_CARDS
+        self.failed: set[int] = set()
         with self._alone():
             self._forget_dead()
             self._row = COLUMNS * next(row for row in range(MAX_PROCESSES) if not self._table[row * COLUMNS])
             self._table[self._row] = self._pid
 
-    def allocated(self, card: int) -> int:
-        """Bytes of tensors of this process."""
-        if os.getpid() != self._pid:
-            self._own()
-        return self._table[self._row + 1 + MAX_CARDS + card]
+    def touch(self, card: int, more: int = 0) -> None:
+        """Have a context on a card, and some bytes that no tensor has.
 
-    def reserved(self, card: int) -> int:
-        """The same, and what this process keeps of freed ones."""
-        self.allocated(card)  # this process's row, after a fork
+        Raises:
+            RuntimeError: this process cannot.
+        """
+        self._mine()
+        if self.opened not in (None, self._pid):
+            raise RuntimeError(
+                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start "
+                "method"
+            )
+        if card in self.failed:
+            raise AcceleratorError("CUDA error: device-side assert triggered")
+        self.opened = self._pid
+        fixed = self._row + 1 + 2 * MAX_CARDS + card
+        new = more if self._table[fixed] else more + CONTEXT
+        if new:
+            self.check(card, new)
+            self._table[fixed] += new
+            self._table[self._row + 1 + MAX_CARDS + card] += new
+
+    def allocated(self, card: int) -> int:
+        """Bytes that tensors of this process hold."""
+        self._mine()
         return self._table[self._row + 1 + card]
 
+    def reserved(self, card: int) -> int:
+        """Bytes that torch holds of a card in this process: as many as tensors ever had, since the cache was emptied."""
+        self._mine()
+        return self._table[self._row + 1 + MAX_CARDS + card] - self._table[self._row + 1 + 2 * MAX_CARDS + card]
+
     def empty_cache(self) -> None:
-        """Give back what this process keeps of freed tensors."""
+        """Give back what no tensor has."""
         for card in range(MAX_CARDS):
-            self._table[self._row + 1 + card] = self.allocated(card)
+            self._table[self._row + 1 + MAX_CARDS + card] -= self.reserved(card) - self.allocated(card)
 
     def free(self, card: int) -> int:
         """Bytes that no living process holds."""
         with self._alone():
             self._forget_dead()
-        return max(0, self.capacity - self._taken(card))
+        return max(0, self.capacities[card] - sum(self._table[1 + MAX_CARDS + card :: COLUMNS]))
 
     def tensors(self, card: int) -> int:
-        """Bytes of tensors of all processes."""
-        return sum(self._table[1 + MAX_CARDS + card :: COLUMNS])
+        """Bytes that tensors of all living processes hold."""
+        with self._alone():
+            self._forget_dead()
+        return sum(self._table[1 + card :: COLUMNS])
+
+    def cached(self, card: int) -> int:
+        """Bytes that all living processes keep of tensors that they freed."""
+        fixed = sum(self._table[1 + 2 * MAX_CARDS + card :: COLUMNS])
+        return self.capacities[card] - self.free(card) - fixed - self.tensors(card)
+
+    def contexts(self) -> dict[int, list[int]]:
+        """Return which cards every living process has touched, by its number."""
+        with self._alone():
+            self._forget_dead()
+        rows = (self._table[start : start + COLUMNS] for start in range(0, len(self._table), COLUMNS))
+        return {row[0]: [card for card in range(MAX_CARDS) if row[1 + MAX_CARDS + card]] for row in rows if row[0]}
 
     def check(self, card: int, wanted: int) -> None:
         """Raise as a card does that has not got so many bytes."""
-        wanted -= self.reserved(card) - self.allocated(card)  # freed before
-        if self._taken(card) + wanted > self.capacity and self.free(card) < wanted:
+        if wanted > self.free(card):
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {wanted / (1 << 20):.2f} MiB. GPU {card} has a total capacity of "
-                f"{self.capacity / (1 << 30):.2f} GiB of which {self.free(card) / (1 << 20):.2f} MiB is free."
+                f"{self.capacities[card] / (1 << 30):.2f} GiB of which {self.free(card) / (1 << 20):.2f} MiB is free."
             )
+
+    def fits(self, card: int, wanted: int) -> None:
+        """Make sure that a tensor of so many bytes fits: into torch's own, or else beside it, without what no tensor has."""
+        if self.allocated(card) + wanted > self.reserved(card):
+            if self.allocated(card) + wanted - self.reserved(card) > self.free(card):
+                self.empty_cache()
+            self.check(card, self.allocated(card) + wanted - self.reserved(card))
 
     def note(self, card: int, change: int) -> None:
         """Take bytes, or give them back."""
-        self._table[self._row + 1 + MAX_CARDS + card] = held = self.allocated(card) + change
-        self._table[self._row + 1 + card] = max(self.reserved(card), held)
+        held = self.allocated(card) + change
+        self._table[self._row + 1 + card] = held
+        self._table[self._row + 1 + MAX_CARDS + card] += max(0, held - self.reserved(card))
         self.peak[card] = max(self.peak[card], held)
+
+    def _mine(self) -> None:
+        if os.getpid() != self._pid:
+            self._own()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -94,9 +150,6 @@ class Ledger:
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
-
-    def _taken(self, card: int) -> int:
-        return sum(self._table[1 + card :: COLUMNS])
 
     def _forget_dead(self) -> None:
         for start in range(0, len(self._table), COLUMNS):
@@ -120,13 +173,15 @@ class Held:
 class Hold:
     """Keeps the memory of a tensor taken as long as the tensor has it. Tensors of one storage share it."""
 
+    held: Held | None = None
+
     def __init__(self, tensor: Tensor, card: int) -> None:
         storage = tensor.untyped_storage()
         self._card, self._key = card, (storage._cdata, card)
-        LEDGER.allocated(card)  # which of them there are, after a fork
+        LEDGER.touch(card)
         held = LEDGER.storages.get(self._key)
         if held is None:
-            LEDGER.check(card, storage.nbytes())
+            LEDGER.fits(card, storage.nbytes())
             LEDGER.note(card, storage.nbytes())
             held = Held(storage.nbytes(), storage.data_ptr(), torch.cuda.current_stream(card).cuda_stream)
             LEDGER.storages[self._key] = held
@@ -135,8 +190,8 @@ class Hold:
 
     def __del__(self) -> None:
         LEDGER.allocated(self._card)
-        if LEDGER.storages.get(self._key) is not self.held:
-            return  # another process's
+        if self.held is None or LEDGER.storages.get(self._key) is not self.held:
+            return  # there was none, or it is another process's
         self.held.tensors -= 1
         if not self.held.tensors:
             del LEDGER.storages[self._key]

@@ -33,6 +33,10 @@ WAITED = {
     aten.equal.default, aten.unique_dim.default, aten._unique2.default, aten.unique_consecutive.default, aten.bincount.default,
     aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor,
 }  # fmt: skip
+ASSERTS = {
+    *INDEXED, aten._assert_async.default, aten.index_select.default, aten.gather.default, aten.scatter.src, aten.embedding.default,
+}  # fmt: skip
+"""Whose kernels look at numbers, and fail the card where those are wrong."""
 EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default, aten.full.default}
 
 waits: Counter[str] = Counter()
@@ -107,7 +111,8 @@ class OnCard(Tensor, metaclass=_Kind):
         return self.cpu().tolist()
 
     def record_stream(self, stream: Any) -> None:
-        self._hold.held.recorded.add(stream.cuda_stream)
+        if self._hold.held is not None:
+            self._hold.held.recorded.add(stream.cuda_stream)
 
 
 class Everywhere(TorchDispatchMode):
@@ -201,7 +206,7 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
     elif func.namespace in ("aten", "prims"):
         _check_devices(func, args, leaves, theirs)
     if func in EMPTY and to_card:
-        memory.LEDGER.check(card, math.prod(args[0]) * (kwargs.get("dtype") or torch.get_default_dtype()).itemsize)
+        memory.LEDGER.fits(card, math.prod(args[0]) * (kwargs.get("dtype") or torch.get_default_dtype()).itemsize)
 
     owners: list[tuple[Tensor, OnCard]] = []
 
@@ -213,8 +218,17 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
 
     cpu_args, cpu_kwargs = _mapped(args, on_host), _mapped(kwargs, on_host)
     cpu_kwargs.pop("pin_memory", None)
-    with _disable_current_modes():
-        out = kernels.KERNELS.get(func, func)(*cpu_args, **cpu_kwargs)
+    for each in {card} if to_card else {tensor.device.index for tensor in theirs}:
+        memory.LEDGER.touch(each)
+    kernels.check(func, card, leaves)
+    try:
+        with _disable_current_modes():
+            out = kernels.KERNELS.get(func, func)(*cpu_args, **cpu_kwargs)
+    except (IndexError, RuntimeError) as error:
+        if func in ASSERTS and any(words in str(error) for words in ("out of bounds", "out of range", "single nonzero value")):
+            memory.LEDGER.failed.add(card)
+            raise memory.AcceleratorError("CUDA error: device-side assert triggered") from error
+        raise
 
     for inner, owner in owners:
         if (inner.shape, inner.stride(), inner.untyped_storage().nbytes()) != (owner.shape, owner.stride(), owner.taken):
