@@ -21,6 +21,7 @@ from support.stand_in.memory import Ledger
 from support.vae_graphs import vae_prompt
 
 BOUND = 1e-5  # of float32, relative to the standard deviation
+HALF_BOUND = 5e-2
 FLUX_BYTES = 28.9e6
 CASES = cases(2)
 
@@ -48,8 +49,8 @@ def cached(cards, card=0):
     return Ledger(cards).cached(card)
 
 
-def latent(server, prompt):
-    return server.latent(server.run(prompt).check()).float()
+def latent(server, prompt, **options):
+    return server.latent(server.run(prompt, **options).check()).float()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -108,6 +109,18 @@ def test_texts_are_prepared_with_patched_weights_on_the_card(served, card_server
     plain, stock, ours = first(), first(loras=[lora]), first(loras=[lora], cp={})
     assert (plain - stock).abs().max() > 1e-2 * stock.std()
     assert ((ours - stock).abs().max() / stock.std()).item() <= BOUND
+
+
+def test_two_cards_in_half_precision_are_as_one(comfyui_path, checkpoints_dir, cards, tmp_path):
+    """A server without any option: weights and numbers are of the type that ComfyUI takes on these cards."""
+    machine = replace(cards, ledger=tmp_path / "ledger")
+    with ComfyServer(comfyui_path, models=checkpoints_dir, cpu=False, env=stand_in.environment(machine)) as server:
+        stock, ours = latent(server, flux_prompt()), latent(server, flux_prompt(cp={}), timeout=180)
+        assert stock.isfinite().all()
+        assert ((ours - stock).abs().max() / stock.std()).item() <= HALF_BOUND
+        status = server.get("/context_parallel/status")
+        touched = Ledger(machine).contexts()
+        assert [touched[rank["pid"]] for rank in status["ranks"]] == [[0], [1]]  # none has a context on another's card
 
 
 def test_every_card_holds_the_model_once_and_gives_it_back(card_server, cards):

@@ -1,7 +1,7 @@
 """How much of every card is taken, by all processes that share them.
 
 Every process has a row in a file that all have mapped: its number, the bytes that its tensors have of every card, and those that it
-holds in all: with a context, what groups take, and torch's cache, which keeps what was freed until it is emptied; and the first two.
+holds in all: with a context, what groups take, and what torch keeps of freed tensors until its cache is emptied.
 """
 
 from __future__ import annotations
