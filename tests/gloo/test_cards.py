@@ -35,7 +35,8 @@ def result(key, request):
         wanted = [item.callspec.params["key"][1:] for item in request.session.items if _is_of(item, request, mode)]
         found = run_ranks(
             Path(__file__).with_name("card_ranks.py"), 2, *map(str, MODES[mode]), json.dumps(wanted),
-            timeout=300 * (4 if SOAK else 1), preload=COMFY, prepare=sorted({family for family, _ in wanted}), device="cuda", backend="nccl",
+            timeout=1200 if SOAK else 300, preload=COMFY, prepare=sorted({family for family, _ in wanted}),
+            device="cuda", backend="nccl",
         )  # fmt: skip
         _runs[mode] = {(report["family"], report["case"]): report for report in found}
     return _runs[mode][family, name]
