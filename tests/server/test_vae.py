@@ -72,12 +72,16 @@ class TestVAE:
         assert status["last_call"]["degrees"].keys() == {"batch", "ring", "ulysses"}
 
         # The next run does not open with what the VAE took, and the VAE not with what the run took.
+        before = {call["seconds"] for call in (status["last_call"], status["last_vae_call"])} | {
+            status["speed"]["seconds_per_call"]
+        }
         since = time.monotonic()
         ranked["sampler"]["inputs"] |= {"seed": 7, "steps": 40}
         server.run(ranked).check()
         said = [event.data for event in server.events if event.time >= since and event.type == STATUS]
         paces = [now for now in said if now["pace"] is not None]
         assert paces
+        assert not {now["pace"] for now in paces} & before
         for now in paces:
             assert now["pace"] == (now["speed"]["seconds_per_call"] or now["last_call"]["seconds"])
             assert now["speed"]["ranks"] == 2
