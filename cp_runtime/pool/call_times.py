@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.policy import CallSplit, CallWork, Known, Run
-from .kept import KeptFile, decode
-
-LARGEST = 1e9  # seconds that are believed
+from .kept import LONGEST, KeptFile, decode
 
 
 class CallTimes:
@@ -55,7 +53,7 @@ def _known_of(entry: dict[str, Any], world_size: int) -> Known:
             raise ValueError(split)
         if not at_work or len(split.ranks) % at_work or split.batch > work.items:
             raise ValueError(split)
-    if default.ranks != everyone or not work.items or not all(sizes) or any(run.seconds >= LARGEST for run in runs.values()):
+    if default.ranks != everyone or not work.items or not all(sizes) or any(run.seconds >= LONGEST for run in runs.values()):
         raise ValueError(entry)
     if any(shape.heads % shape.kv_heads for shape, _ in work.attentions):
         raise ValueError(work.attentions)

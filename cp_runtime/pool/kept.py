@@ -30,6 +30,7 @@ MAX_ENTRIES = 500  # that are kept; the oldest go
 MAX_BYTES = 16 << 20  # of a file that is read: hundreds of times what this writes
 PATIENCE = 0.2  # seconds that a prompt waits for a file
 LARGEST = 1e18  # number that is believed
+LONGEST = 1e9  # seconds that are believed
 DAY = 86400.0  # seconds
 
 NEWS = 0.05  # part by which a time differs from the one that is kept, so that it is worth writing
@@ -186,7 +187,7 @@ class KeptSeconds:
         self._written: dict[str, float] = {}
         for name, entry in file.read(machine).items():
             seconds = entry.get("seconds")
-            if _is_number(seconds) and 0 < seconds < 1e9:
+            if _is_number(seconds) and 0 < seconds < LONGEST:
                 self._seconds[name] = self._written[name] = seconds
 
     def get(self, name: str) -> float | None:

@@ -19,6 +19,8 @@ from ..errors import ProtocolError, UnsupportedError
 MAX_HEADER = 64 << 20
 ALIGNMENT = 64
 MAX_DEPTH = 100  # containers inside each other; below what Python's stack takes
+SHUTDOWN, GO_ON = "shutdown", "go on"
+"""Commands of the pool itself: to end, and to take the next step of the start."""
 
 Tree = Any
 _SCALARS = (type(None), bool, int, str)

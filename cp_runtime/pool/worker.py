@@ -33,12 +33,11 @@ from .channel import Channel, Closed, SharedBlock
 from .faults import armed_fault, inject
 from .limits import name_limit
 from .peers import probe
-from .protocol import TensorPacker, decode_header, encode_header, flatten
+from .protocol import GO_ON, SHUTDOWN, TensorPacker, decode_header, encode_header, flatten
 from .tensor_cache import TensorCache
 
 log = logging.getLogger("context_parallel.worker")
 
-SHUTDOWN, GO_ON = "shutdown", "go on"
 INLINE = 16 << 10  # header bytes that travel in the first broadcast
 IDLE = timedelta(days=365)  # an idle rank waits for the next command for as long as ComfyUI runs
 

@@ -33,7 +33,7 @@ from .limits import starting
 from .log_pump import LogPump
 from .module_times import ModuleTimes
 from .peers import Connection, look_at_peers, ways_of
-from .protocol import TensorPacker, read_tensor, unflatten
+from .protocol import GO_ON, SHUTDOWN, TensorPacker, read_tensor, unflatten
 from .settings import connect_timeout, load_timeout, startup_timeout
 from .site import WorkerSite
 from .stacks import StateWatch, process_state
@@ -162,7 +162,7 @@ class WorkerPool:
         self.waiting_for = list(range(self.world_size))
         for channel in self.channels:
             with contextlib.suppress(Closed):  # _collect says how it died
-                channel.send({"command": "go on"})
+                channel.send({"command": GO_ON})
 
     def progress(self, rank: int) -> Progress:
         """Where a rank is. From any thread."""
@@ -255,7 +255,7 @@ class WorkerPool:
         """End the ranks: ask, wait, kill."""
         if self.alive:
             with contextlib.suppress(Closed, PoolTimeout):
-                self.channels[0].send({"command": "shutdown", "seq": self._seq + 1}, time.monotonic() + 1)
+                self.channels[0].send({"command": SHUTDOWN, "seq": self._seq + 1}, time.monotonic() + 1)
             self._running_after(SHUTDOWN_GRACE)
         self.kill()
 

@@ -75,9 +75,8 @@ class Events:
         if newest is None or newest[0] == self._prompt:
             return
         self._prompt, graph = newest
-        samples = any(
-            isinstance(each["inputs"].get("model"), list) for each in graph.values()
-        )  # a link, to whatever sampler or guider
+        # A link to a model, of whatever sampler or guider.
+        samples = any(isinstance(each["inputs"].get("model"), list) for each in graph.values())
         if not samples or any(each["class_type"] in SAMPLING for each in graph.values()):
             return
         self._controller.bypassed()
