@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -36,9 +36,10 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh._flatten()
 
 
-def version(value: object) -> int:
-    """How often a tensor was changed in place; 0 where torch does not count."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+def versions(values: Iterable[Tensor]) -> tuple[int, ...] | None:
+    """How often each tensor was changed in place; None where one was made in inference mode, of which torch does not count that."""
+    given = list(values)
+    return None if any(value.is_inference() for value in given) else tuple(value._version for value in given)
 
 
 def fused_attention_functions() -> frozenset[Callable[..., Any]]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compat import version
+from ..compat import versions
 from ..errors import PlanError, UnknownStreamError
+from ..nested import tensors
 from .sharding import CONTIGUOUS, JointLayout, Shares, Split, joint_layout
 
 REMEMBERED = 64  # results of one call that are kept for the blocks to come
@@ -54,8 +55,7 @@ class CallState:
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
         self._around: list[tuple[Any, ...]] = []
-        # Side inputs are the same tensor for every block. The source is kept, so that its id cannot be reused. A tensor that is
-        # changed in place counts as another one, except under inference_mode, where torch does not say that it was.
+        # Side inputs are the same tensor for every block. The source is kept, so that its id cannot be reused.
         self._memo: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
     def layout(self, streams: tuple[str, ...]) -> JointLayout:
@@ -103,8 +103,15 @@ class CallState:
         self.lengths, self.grids, self._splits, self._layouts = self._around.pop()
 
     def once(self, key: object, source: Any, make: Any) -> Any:
-        """Return `make()`, computed once per call for the object `source`."""
-        slot = (key, id(source), version(source))
+        """Return `make()`, computed once per call for the object `source`.
+
+        A tensor that is changed in place counts as another one. Of one that was made in inference mode torch does not say whether
+        it was, so what is made of it is computed every time; ranks compute under `torch.no_grad`.
+        """
+        counts = versions(tensors(source))
+        if counts is None:
+            return make()
+        slot = (key, id(source), counts)
         if slot not in self._memo:
             self._memo[slot] = (source, make())
             if len(self._memo) > REMEMBERED:

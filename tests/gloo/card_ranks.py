@@ -53,7 +53,7 @@ def disagreement():
     return messages.disagreement(everybody)
 
 
-with torch.inference_mode():
+with torch.no_grad():
     for family, name in wanted:
         (case,) = [case for case in families.load(family).CASES if case.name == name]
         expected, _ = stock(family, name)

@@ -67,7 +67,7 @@ def change_weights(model):
                 setattr(module, name, torch.nn.Parameter(parameter.detach().clone(), requires_grad=False))
 
 
-with torch.inference_mode():
+with torch.no_grad():
     for family, name in json.loads(wanted):
         (case,) = [case for case in families.load(family).CASES if case.name == name]
         model, failures = models(family)[case.model], []

@@ -46,7 +46,7 @@ own = mesh.sequence().weights
 config = ContextParallelConfig(
     ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
 )
-with torch.inference_mode():
+with torch.no_grad():
     for family in sorted({family for family, _ in wanted}):
         installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models(family).items()}
         for case in families.load(family).CASES:

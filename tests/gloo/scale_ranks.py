@@ -54,7 +54,7 @@ class Block(nn.Module):
 model = nn.ModuleList([Block()]).eval()
 blocks = CompiledBlocks(model, ShardingPlan(modules={}, outputs={}), CompileSettings(backend="eager"))
 compiled = []
-with torch.inference_mode():
+with torch.no_grad():
     for _ in range(2):
         with shared_scales(ranks):
             compiled.append(difference(model[0](tokens[own]), whole[own]))

@@ -16,6 +16,7 @@ from cp_runtime.engine.mesh import SequenceMesh
 from cp_runtime.engine.plan import ShardingPlan
 from cp_runtime.engine.profiling import CallTraces
 from cp_runtime.engine.state import CallState
+from cp_runtime.engine.transforms import ContextParallelInput
 from cp_runtime.errors import ConfigError, PlanError
 from cp_runtime.families.hidream_o1 import HIDREAM_O1
 from cp_runtime.nested import tensors
@@ -64,6 +65,21 @@ def test_calls_of_the_same_lengths_share_their_layouts():
     for state in (first, second):
         state.define("img", 9)
     assert first.layout(("img",)) is second.layout(("img",))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_made_of_a_side_input_follows_it_when_it_is_changed_in_place(mode):
+    """Streams of which a rank's tokens do not lie side by side are copied, and so is what is made of a pair."""
+    state, positions = CallState(0, 2), ContextParallelInput(1, streams=("txt", "img"), side=True)
+    state.define("txt", 2)
+    state.define("img", 4)
+    with mode():
+        value = torch.zeros(1, 6)
+        pair = (value, value.clone())
+        assert positions(state, value, "").sum() == state.once("pair", pair, lambda: sum(pair).sum().item()) == 0
+        value += 1
+        assert positions(state, value, "").sum() == 3
+        assert state.once("pair", pair, lambda: sum(pair).sum().item()) == 6
 
 
 class Largest(TorchDispatchMode):

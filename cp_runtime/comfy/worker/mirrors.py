@@ -216,7 +216,8 @@ class Mirrors:
             shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
         sequence = mesh.sequence(shares.taking_part)
         part = take_items(shares, arguments, mesh.index(shares.taking_part))
-        part |= owned({name: value for name, value in part.items() if name != "control"}, self.device)  # see `LocalResiduals`
+        in_place = {"control": part.pop("control")} if "control" in part else {}  # of which `LocalResiduals` copies even less
+        part = {**owned(part, self.device), **in_place}
         planner = planner_for(sequence, members)
         latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
         needed = mirror.patcher.memory_required(list(latent)) * header["memory_scale"] * sequence.part
@@ -227,7 +228,8 @@ class Mirrors:
             _raise if header.get("compile_or_raise") else _go_on,
         )
         prelude = time.perf_counter() - began
-        with torch.inference_mode(), shared_scales(mesh.whole):
+        # Not inference_mode, in which nobody knows of changes in place: see `CallState.once`.
+        with torch.no_grad(), shared_scales(mesh.whole):
             out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
             return shares.gather(out, mesh), {
                 **_report(shares, planner, state),

@@ -5,6 +5,7 @@ Ranks measure a card with products that take a CPU seconds, and look at nothing 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,21 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _product,
     aten.matmul.default: _product,
 }
+
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+@functools.cache  # torch takes one kernel for it
+def whole_attention() -> None:
+    """Keep torch from taking its attention apart outside inference mode: it would ask the driver for a kernel."""
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out: Tensor = aten.scaled_dot_product_attention.default(*args, **kwargs)
+        return out
+
+    _library.impl("scaled_dot_product_attention", attention, "AutogradCUDA")
 
 
 class Params:

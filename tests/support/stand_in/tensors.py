@@ -141,7 +141,13 @@ def install() -> None:
         else:
             data.__set__(self, value)
 
+    to: Any = Tensor.to
+
+    def with_number(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return to(self, *map(_numbered, args), **{name: _numbered(value) for name, value in kwargs.items()})
+
     changed: Any = Tensor
+    changed.to = with_number
     changed.pin_memory = pin_memory
     changed.is_pinned = lambda self, *_: _is_pinned(self)
     changed.cuda = lambda self, device=None, non_blocking=False, **_: self.to(device or "cuda", non_blocking=non_blocking)
@@ -155,7 +161,14 @@ def install() -> None:
 
     threading.Thread.run = run  # type: ignore[method-assign]
     _in_thread()
+    kernels.whole_attention()
     Everywhere().__enter__()
+
+
+def _numbered(device: Any) -> Any:
+    """A card by its number, which torch would ask the driver for."""
+    named = isinstance(device, str | torch.device) and str(device) == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if named else device
 
 
 def _is_pinned(tensor: Tensor) -> bool:
