@@ -57,13 +57,14 @@ def test_files_with_stacks_are_private(tmp_path, monkeypatch, open_umask):
 
 def test_files_with_stacks_that_others_remove_meanwhile_are_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for number in range(KEEP + 3):
-        (tmp_path / f"{PREFIX}{number}.txt").touch()
+    others = [tmp_path / f"{PREFIX}{number}.txt" for number in range(KEEP + 3)]
+    for path in others:
+        path.touch()
     look = Path.lstat
 
     def look_and_lose(path):
         found = look(path)
-        if path.name[len(PREFIX)].isdigit():
+        if path in others:
             path.unlink(missing_ok=True)
         return found
 

@@ -123,13 +123,14 @@ def test_idle(pool_server, expected):
     assert pool_server.get(f"/api{STATUS}")["ranks"][0]["pid"] == pids[0]
 
 
-def test_answers_while_the_ranks_start_and_compute(pool_server, expected):
+def test_answers_while_the_ranks_start_and_compute(pool_server, expected, faults):
     assert_right(pool_server, expected)
     assert call(pool_server, RESTART, "POST")[0] == 200
     os.kill(pool_server.worker_pids()[0], signal.SIGKILL)
     pool_server.run(flux_prompt(cp=CP))  # notices it
+    faults.arm(1, "slow", at="start", seconds=1)  # rank 0 waits for it
     prompt_id = pool_server.queue(flux_prompt(cp=CP, **LONG))
-    starting = wait_for(pool_server, lambda status: status["state"] == "starting" and len(status["ranks"]) == 2)
+    starting = wait_for(pool_server, lambda status: status["state"] == "starting" and len(status["ranks"]) == 2 and not faults.waiting)
     assert {rank["state"] for rank in starting["ranks"]} == {"starting"}
     begun = starting["starting"]
     assert abs(begun["since"] - time.time()) < 60

@@ -158,6 +158,7 @@ def test_loading_says_how_far_it_is(pool_server, whole, faults, weights):
     assert not faults.waiting
     assert states == {"loading"}
     parts = [int(re.fullmatch(r"loading flux_deep.safetensors on (?:2 ranks|rank 1)… (\d+) %", each)[1]) for each in said]
+    parts = parts[parts.index(min(parts)) :]  # the quick rank may have begun alone
     assert parts == sorted(parts)
     assert len(set(parts)) > 3
     events = [e for e in pool_server.events if e.time >= since]

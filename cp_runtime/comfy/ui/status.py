@@ -61,8 +61,9 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     loading, waiting = workers.loading, pool.waiting_for  # read once: state and words are to agree
     record, vae = _last_call(controller, workers), workers.last_vae_call
     work = _work(server, controller, pool) if loading is None else "loading"
-    # One that has reported is done, while others are not.
-    ranks = [_rank(workers, record, r, "idle" if waiting and r not in waiting else work) for r in range(len(pool.processes))]
+    # One that has reported is done, while others are not; at the start it waits for them.
+    done = set(range(pool.world_size)).difference(waiting) if waiting and work != "starting" else ()
+    ranks = [_rank(workers, record, rank, "idle" if rank in done else work) for rank in range(len(pool.processes))]
     return {
         "state": _state(pool, ranks, work),
         "activity": _activity(controller, workers, loading),
