@@ -130,7 +130,9 @@ def test_answers_while_the_ranks_start_and_compute(pool_server, expected, faults
     pool_server.run(flux_prompt(cp=CP))  # notices it
     faults.arm(1, "slow", at="start", seconds=1)  # rank 0 waits for it
     prompt_id = pool_server.queue(flux_prompt(cp=CP, **LONG))
-    starting = wait_for(pool_server, lambda status: status["state"] == "starting" and len(status["ranks"]) == 2 and not faults.waiting)
+    starting = wait_for(
+        pool_server, lambda status: status["state"] == "starting" and len(status["ranks"]) == 2 and not faults.waiting
+    )
     assert {rank["state"] for rank in starting["ranks"]} == {"starting"}
     begun = starting["starting"]
     assert abs(begun["since"] - time.time()) < 60
