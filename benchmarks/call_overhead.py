@@ -42,6 +42,7 @@ from cp_runtime.families.flux import FLUX
 from cp_runtime.pool.board import Board
 from cp_runtime.pool.channel import SharedBlock
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.messages import Echo
 from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.tensor_cache import CallEncoder
 from cp_runtime.pool.worker_pool import WorkerPool
@@ -65,8 +66,8 @@ def measure(pool: WorkerPool, latent: tuple[int, ...], text: tuple[int, ...], ca
         x = torch.randn(latent, dtype=torch.bfloat16)
         arguments = {"x": x, "timestep": torch.tensor([step / calls]), "context": context.clone(), "transformer_options": {}}
         began = time.perf_counter()
-        message, packer = encoder.encode(arguments, {"x", "timestep"})
-        replies = pool.request("echo", message, packer, timeout=60)
+        value, drop, packer = encoder.encode(arguments, {"x", "timestep"})
+        replies = pool.request(Echo(value=value, drop=drop), packer, timeout=60)
         encoder.delivered()
         out = pool.result(replies, torch.device("cpu"))
         times.append(time.perf_counter() - began)

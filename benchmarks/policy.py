@@ -326,11 +326,14 @@ def shares_ranks(quick: bool) -> None:
 def overhead() -> float:
     """Seconds that choosing and noting add to a call of a known kind."""
     os.environ.setdefault("COMFYUI_PATH", "")
+    from support.reports import call_report
+
     from cp_runtime.comfy.ui.choosing import Chooser
     from cp_runtime.comfy.ui.shortages import Shortages
-    from cp_runtime.engine.cost import Rates
+    from cp_runtime.engine.cost import AttentionShape, Rates
     from cp_runtime.engine.measuring import Measured
     from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+    from cp_runtime.pool.messages import Work
 
     rates = Rates(latency=2e-5, bandwidth=1e10, flops=1e14, memory=1e12, overlap=1.0, linear=1e14, launch=5e-6)
     measured = Measured((rates,) * 8, (), (0,) * 8)
@@ -339,17 +342,14 @@ def overhead() -> float:
     chooser: Any = Chooser(made, Shortages())  # type: ignore[arg-type]
     arguments = {"x": torch.zeros(2, 16, 128, 128), "timestep": torch.zeros(2), "context": torch.zeros(2, 512, 64)}
     arguments |= {"transformer_options": {"sample_sigmas": torch.zeros(21)}}
-    attentions = [[[1, 4608, 4608, 24, 24, 128, 2], 57]]
-    work = {"items": 2, "sequence": True, "attentions": attentions, "operations": 1e14}
-    reply = {
-        "idle": False, "seconds": 1.0, "prelude": 0.0, "communication": {"seconds": 0.1}, "modules": 57, "work": work, "nbytes": 1,
-        "degrees": {"batch": 2, "ring": 1, "ulysses": 4}, "bytes": {},
-    }  # fmt: skip
+    shape = AttentionShape(1, 4608, 4608, 24, 24, 128, 2)
+    work = Work(items=2, sequence=True, attentions=((shape, 57),), operations=1e14)
+    report_ = call_report(1.0, 0.1, modules=57, nbytes=1, work=work, degrees={"batch": 2, "ring": 1, "ulysses": 4})
     times = []
     for _ in range(2000):
         began = time.perf_counter()
         chosen = chooser.choose(config, ("key", "forward", False, None), arguments, False, lambda _: True)
-        chooser.note(config, chosen, [reply] * 8, False)
+        chooser.note(config, chosen, [report_] * 8, False)
         times.append(time.perf_counter() - began)
     return median(times[100:])
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, pairwise
 from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -41,12 +40,6 @@ class Measured:
     each: tuple[Rates, ...]
     pairs: tuple[tuple[tuple[int, int], tuple[float, float]], ...]
     devices: tuple[int, ...]
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Measured:
-        """What `dataclasses.asdict` made of one, after it crossed as JSON."""
-        pairs = tuple(((i, j), (latency, bandwidth)) for (i, j), (latency, bandwidth) in value["pairs"])
-        return cls(tuple(Rates(**each) for each in value["each"]), pairs, tuple(value["devices"]))
 
     @lru_cache(maxsize=256)  # noqa: B019  (there is one as long as the process lives, or its pool)
     def of(self, ranks: tuple[int, ...]) -> Rates:

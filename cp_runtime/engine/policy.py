@@ -23,10 +23,9 @@ with the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import log2
-from typing import Any
 
 from .config import SequenceSettings
 from .cost import AttentionShape, allowed, cost
@@ -57,11 +56,6 @@ class CallSplit:
     batch: int
     ring: int
     ulysses: int
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any] | None) -> CallSplit | None:
-        """What `dataclasses.asdict` made of one, after it crossed as JSON."""
-        return None if value is None else cls(**{**value, "ranks": tuple(value["ranks"])})
 
     @property
     def sequence(self) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.policy import CallSplit, CallWork, Known, Run
-from .kept import LONGEST, KeptFile, decode
+from .kept import LONGEST, KeptFile
+from .typed import decode
 
 
 class CallTimes:

@@ -1,4 +1,4 @@
-"""Transport between the controller and one rank: framed JSON over a socketpair, tensors in shared memory without a name."""
+"""Transport between the controller and one rank: messages over a socketpair, tensors in shared memory without a name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import select
 import socket
 import struct
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import PoolError, PoolTimeout, ProtocolError
-from .protocol import MAX_HEADER, decode_header, encode_header
+from .messages import MAX_HEADER, Frame, Message, pack, unpack
 
 _LENGTH = struct.Struct("<Q")
 
@@ -24,7 +23,7 @@ class Closed(Exception):
 
 
 class Channel:
-    """Length-prefixed JSON frames over a stream socket. Every receive but that of an idle worker has a deadline."""
+    """Length-prefixed frames over a stream socket. Every receive but that of an idle worker has a deadline."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -34,9 +33,9 @@ class Channel:
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def send(self, header: dict[str, Any], deadline: float | None = None) -> None:
+    def send(self, message: Message, seq: int = 0, nbytes: int = 0, deadline: float | None = None) -> None:
         """Send one frame. Raises Closed or PoolTimeout (`deadline` is on the clock of time.monotonic)."""
-        data = encode_header(header)
+        data = pack(message, seq, nbytes)
         view = memoryview(_LENGTH.pack(len(data)) + data)
         while view:
             try:
@@ -46,13 +45,13 @@ class Channel:
             except OSError as error:
                 raise Closed(str(error)) from error
 
-    def receive(self, deadline: float | None = None) -> dict[str, Any]:
+    def receive(self, deadline: float | None = None) -> Frame:
         """Return the next frame. Raises Closed, PoolTimeout or ProtocolError."""
         while (frame := self.poll()) is None:
             self._wait(select.POLLIN, deadline)
         return frame
 
-    def poll(self) -> dict[str, Any] | None:
+    def poll(self) -> Frame | None:
         """Return the next frame if it has arrived completely. A frame that was cut off is never returned."""
         frame = self._take()
         if frame is not None:
@@ -71,7 +70,7 @@ class Channel:
     def close(self) -> None:
         self.sock.close()
 
-    def _take(self) -> dict[str, Any] | None:
+    def _take(self) -> Frame | None:
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
@@ -82,7 +81,7 @@ class Channel:
             return None
         data = bytes(self._buffer[_LENGTH.size : end])
         del self._buffer[:end]
-        return decode_header(data)
+        return unpack(data)
 
     def _wait(self, event: int, deadline: float | None) -> None:
         poller = select.poll()

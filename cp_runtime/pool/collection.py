@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Any
 
-from ..errors import ProtocolError
+from .messages import Failure, Report
 
 CANCEL_GRACE = 1.25  # seconds that ranks get to leave a cancelled call before they are killed, or
 CANCEL_MODULES = 3  # as long as this many planned modules take: they poll at one and leave at the next
@@ -18,9 +17,6 @@ REPORT_GRACE = 1.0  # seconds that the other ranks get to report after a first f
 SUSPENDED = 2.0  # a longer gap between ticks means this process was suspended; the deadline is then extended once
 STOPPED_GRACE = 3.75  # seconds that a rank may be stopped (state T); with noticing it and writing stacks, it fails after 5 at most
 DEATH_LAG = 0.25  # a death is noticed this much later than the errors that it causes on other ranks
-
-Reply = dict[str, Any]
-"""What a rank reports: `ok`, and what its command returned or `at`, `kind`, `message` and `trace` of its failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +46,7 @@ class Outcome:
         kill: the ranks are not in step with each other any more, or not all there.
     """
 
-    replies: dict[int, Reply]
+    replies: dict[int, Report]
     cause: int | None = None
     died: frozenset[int] = frozenset()
     late: tuple[int, ...] = ()
@@ -75,7 +71,7 @@ class Collection:
     began: float
     timeout: float
     compile_timeout: float = 0.0
-    replies: dict[int, Reply] = field(default_factory=dict, init=False)
+    replies: dict[int, Report] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._deadline = self.began + self.timeout
@@ -90,15 +86,8 @@ class Collection:
         """Ranks that have not reported."""
         return [rank for rank in range(self.world_size) if rank not in self.replies]
 
-    def reported(self, rank: int, reply: Reply) -> None:
-        """A rank's report has arrived.
-
-        Raises:
-            ProtocolError: it is none.
-        """
-        failure = reply.get("ok") is False
-        if not (failure or reply.get("ok") is True) or (failure and not _describes_failure(reply)):
-            raise ProtocolError(f"the report of rank {rank} is malformed: {str(reply)[:80]}")
+    def reported(self, rank: int, reply: Report) -> None:
+        """A rank's report has arrived."""
         self.replies[rank] = reply
 
     def died(self, rank: int, now: float) -> None:
@@ -158,9 +147,9 @@ class Collection:
 
     def _finish(self, *, aborted: bool = False, stopped: frozenset[int] = frozenset()) -> Outcome:
         # Ranks that failed at the same collective are still in step with each other, unless they left one under way.
-        failures = [reply for reply in self.replies.values() if not reply["ok"]]
-        counts = {reply.get("collectives") for reply in failures}
-        unusable = any(reply.get("pending") or reply.get("device_lost") for reply in failures)
+        failures = [reply for reply in self.replies.values() if isinstance(reply, Failure)]
+        counts = {failure.collectives for failure in failures}
+        unusable = any(failure.pending or failure.device_lost for failure in failures)
         return Outcome(
             replies=dict(self.replies),
             cause=self._cause(),
@@ -175,10 +164,5 @@ class Collection:
     def _cause(self) -> int | None:
         """The rank with the earliest failure. One that reported an error and then died has failed by the error."""
         failures = {rank: at - DEATH_LAG for rank, at in self._died.items()}
-        failures |= {rank: reply["at"] for rank, reply in self.replies.items() if not reply["ok"]}
+        failures |= {rank: reply.at for rank, reply in self.replies.items() if isinstance(reply, Failure)}
         return min(failures, key=lambda rank: (failures[rank], rank), default=None)
-
-
-def _describes_failure(reply: Reply) -> bool:
-    texts = all(isinstance(reply.get(key), str) for key in ("kind", "message", "trace"))
-    return texts and isinstance(reply.get("at"), (int, float))

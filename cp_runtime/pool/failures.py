@@ -12,10 +12,10 @@ import torch
 
 from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, RankOutOfMemory, UnsupportedError
 from .board import SILENT, Progress
-from .collection import Reply
 from .config import RuntimeConfig
 from .forking import ForkServer, RankProcess
 from .log_pump import LogPump
+from .messages import Failure, Report
 from .peers import shm_advice
 from .stacks import collect_stacks, process_state
 
@@ -54,10 +54,9 @@ def connect_failure(error: PoolError) -> str:
     return ""
 
 
-def reported_failure(rank: int, pid: int, replies: Mapping[int, Reply], advice: str = "") -> RankError:
-    """The error for a rank that reported one; with the advice where the ranks' communication failed."""
-    reply = replies[rank]
-    kind, message, trace = reply["kind"], reply["message"], reply["trace"]
+def reported_failure(rank: int, pid: int, failure: Failure, replies: Mapping[int, Report], advice: str = "") -> RankError:
+    """The error for a rank that reported a failure; with the advice where the ranks' communication failed."""
+    kind, message, trace = failure.kind, failure.message, failure.trace
     if kind == _OUT_OF_MEMORY or (kind in (_ACCELERATOR, _NCCL_ERROR) and _NO_MEMORY.search(message)):
         message += _describe_memory(replies)
         return RankOutOfMemory(rank=rank, pid=pid, kind=kind, message=message, trace=trace)
@@ -146,12 +145,14 @@ def missed_deadline(
     )
 
 
-def _describe_memory(replies: Mapping[int, Reply]) -> str:
+def _describe_memory(replies: Mapping[int, Report]) -> str:
     """What each rank that reported says about its memory."""
     lines = []
     for rank, reply in sorted(replies.items()):
-        used = [f"{name} {nbytes / 2**30:.2f} GiB" for name, nbytes in reply.get("memory", {}).items()]
-        lines += [f"rank {rank}: {', '.join(used)}"] if used else []
+        memory = getattr(reply, "memory", None)
+        if memory is not None:
+            used = (f"{name} {nbytes / 2**30:.2f} GiB" for name, nbytes in vars(memory).items() if nbytes is not None)
+            lines.append(f"rank {rank}: {', '.join(used)}")
     return "\nMemory (host: resident; device: peak):\n" + "\n".join(lines) if lines else ""
 
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from .launcher import cache_folder
+from .typed import is_number
 
 log = logging.getLogger("context_parallel")
 
@@ -29,7 +28,6 @@ VERSION = 2
 MAX_ENTRIES = 500  # that are kept; the oldest go
 MAX_BYTES = 16 << 20  # of a file that is read: hundreds of times what this writes
 PATIENCE = 0.2  # seconds that a prompt waits for a file
-LARGEST = 1e18  # number that is believed
 LONGEST = 1e9  # seconds that are believed
 DAY = 86400.0  # seconds
 
@@ -88,7 +86,7 @@ class KeptFile:
                 machine: {
                     name: entry
                     for name, entry in entries.items()
-                    if isinstance(entry, dict) and _is_number(entry.get("time")) and entry["time"] < latest
+                    if isinstance(entry, dict) and is_number(entry.get("time")) and entry["time"] < latest
                 }
                 for machine, entries in machines.items()
             }
@@ -142,37 +140,6 @@ def _in_a_moment(work: Callable[[], T], name: str) -> T | None:
     return done[0] if done else None
 
 
-def decode(kind: Any, value: Any) -> Any:
-    """Make of JSON what `dataclasses.asdict` made it of, field by field.
-
-    Args:
-        kind: a dataclass, `tuple[X, ...]`, `tuple[X, Y]`, int, float or bool. Numbers are finite and not negative.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = _hints(kind)
-        if isinstance(value, dict) and value.keys() == hints.keys():
-            return kind(**{name: decode(hint, value[name]) for name, hint in hints.items()})
-    elif get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        if isinstance(value, list) and kinds[-1] is Ellipsis:
-            return tuple(decode(kinds[0], each) for each in value)
-        if isinstance(value, list) and len(value) == len(kinds):
-            return tuple(map(decode, kinds, value))
-    elif isinstance(value, bool) if kind is bool else _is_number(value) and (kind is float or isinstance(value, int)):
-        return value
-    raise ValueError(f"no {kind}: {value!r:.100}")
-
-
-_hints = lru_cache(get_type_hints)
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LARGEST and math.isfinite(value)
-
-
 class KeptSeconds:
     """What something took, by name, on one machine.
 
@@ -187,7 +154,7 @@ class KeptSeconds:
         self._written: dict[str, float] = {}
         for name, entry in file.read(machine).items():
             seconds = entry.get("seconds")
-            if _is_number(seconds) and 0 < seconds < LONGEST:
+            if is_number(seconds) and 0 < seconds < LONGEST:
                 self._seconds[name] = self._written[name] = seconds
 
     def get(self, name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Messages of the pool: a JSON header and the raw bytes of its tensors. Nothing is ever unpickled.
+"""Values of messages: a JSON tree and the raw bytes of its tensors. Nothing is ever unpickled.
 
 A value (numbers, text, containers, tensors, dtypes) becomes a JSON tree and a list of tensors. In the tree, containers that
 JSON does not know and leaves that are not JSON are objects with one key that starts with `$`.
@@ -6,7 +6,6 @@ JSON does not know and leaves that are not JSON are objects with one key that st
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,11 +15,8 @@ from torch import Tensor
 
 from ..errors import ProtocolError, UnsupportedError
 
-MAX_HEADER = 64 << 20
 ALIGNMENT = 64
 MAX_DEPTH = 100  # containers inside each other; below what Python's stack takes
-SHUTDOWN, GO_ON = "shutdown", "go on"
-"""Commands of the pool itself: to end, and to take the next step of the start."""
 
 Tree = Any
 _SCALARS = (type(None), bool, int, str)
@@ -137,22 +133,3 @@ def read_tensor(block: Tensor, leaf: Tree) -> Tensor:
     if type(shape) is not list or any(type(number) is not int for number in (*shape, offset)):
         raise ProtocolError(f"unknown leaf in a message: {str(leaf)[:80]}")
     return tensor_view(block, dtype, shape, offset)
-
-
-def encode_header(header: dict[str, Any]) -> bytes:
-    """Header -> bytes."""
-    data = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
-    if len(data) > MAX_HEADER:
-        raise ProtocolError(f"a message header of {len(data)} bytes is above the limit of {MAX_HEADER}")
-    return data
-
-
-def decode_header(data: bytes) -> dict[str, Any]:
-    """Bytes -> header. Raises ProtocolError for anything but a JSON object."""
-    try:
-        header = json.loads(data)
-    except (ValueError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a message header is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise ProtocolError("a message header is not a JSON object")
-    return header

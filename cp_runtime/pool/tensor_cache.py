@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..nested import map_tensors
+from .messages import Packed
 from .protocol import TensorPacker, Tree, flatten, read_tensor, unflatten
 
 LIMIT = 512 << 20  # bytes kept per rank
@@ -36,8 +37,8 @@ class CallEncoder:
 
     def encode(
         self, arguments: dict[str, Any], changing: Set[str], in_place: Set[str] = frozenset()
-    ) -> tuple[dict[str, Any], TensorPacker]:
-        """Return the message (`value`: the arguments; `drop`: keys to forget, None for all) and its tensors.
+    ) -> tuple[Tree, tuple[str, ...] | None, TensorPacker]:
+        """Return the arguments as a tree, keys that ranks are to forget (None: all), and the tensors to send.
 
         Args:
             changing: names of arguments that change with every call.
@@ -67,7 +68,7 @@ class CallEncoder:
             return leaf
 
         value = flatten(arguments, store)
-        return {"value": value, "drop": None if start_over else self._evict(used)}, packer
+        return value, None if start_over else tuple(self._evict(used)), packer
 
     def delivered(self) -> None:
         """Every rank has taken the last message. Without this, the next one starts over."""
@@ -126,14 +127,14 @@ class TensorCache:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def unpack(self, header: dict[str, Any], block: Tensor) -> Any:
+    def unpack(self, message: Packed[Any], block: Tensor) -> Any:
         """Rebuild the value of a message, from its payload and from what is kept here.
 
         The tensors are the payload's memory, which the next message overwrites, and what is kept here: see `owned`.
         """
-        if header["drop"] is None:
+        if message.drop is None:
             self._kept.clear()
-        for key in header["drop"] or ():
+        for key in message.drop or ():
             del self._kept[key]
 
         views: dict[str, Tensor] = {}  # a tensor that comes several times stays one object
@@ -147,7 +148,7 @@ class TensorCache:
                 return self._kept[leaf["$cached"]]
             return views.setdefault(str(leaf), read_tensor(block, leaf.get("$shared", leaf)))
 
-        return unflatten(header["value"], load)
+        return unflatten(message.value, load)
 
     def clear(self) -> None:
         """Keep nothing."""

@@ -15,7 +15,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -32,8 +32,27 @@ from .cancel import CancelPoints
 from .channel import Channel, Closed, SharedBlock
 from .faults import armed_fault, inject
 from .limits import name_limit
+from .messages import (
+    CallOutcome,
+    CallReport,
+    Cancel,
+    Cancelled,
+    Communication,
+    Done,
+    Echo,
+    Failure,
+    Frame,
+    GoOn,
+    Hello,
+    Memory,
+    Report,
+    Request,
+    Shutdown,
+    Value,
+    unpack,
+)  # fmt: skip
 from .peers import probe
-from .protocol import GO_ON, SHUTDOWN, TensorPacker, decode_header, encode_header, flatten
+from .protocol import TensorPacker, flatten
 from .tensor_cache import TensorCache
 
 log = logging.getLogger("context_parallel.worker")
@@ -42,20 +61,20 @@ INLINE = 16 << 10  # header bytes that travel in the first broadcast
 IDLE = timedelta(days=365)  # an idle rank waits for the next command for as long as ComfyUI runs
 
 
-class Cancelled(Exception):
+class Left(Exception):
     """The user cancelled: all ranks leave the call at the same module."""
 
 
-Handler = Callable[[dict[str, Any], Tensor], dict[str, Any]]
-"""(header, payload) of a command -> what this rank reports."""
+Handler = Callable[[Any, Tensor], Report]
+"""(request, bytes of its tensors) -> what this rank reports."""
 
 
 class Service(Protocol):
     """What ranks do for the owner of the pool. The module that `WorkerSite` names has a `make_service(worker, arguments)`."""
 
     @property
-    def handlers(self) -> Mapping[str, Handler]:
-        """By command."""
+    def handlers(self) -> Mapping[type[Request[Any]], Handler]:
+        """By kind of request."""
 
 
 class Worker:
@@ -82,7 +101,7 @@ class Worker:
         start_heartbeat(self.board, self.rank, lambda: self.stats.collectives)
         self.spec = spec
         self.cache = TensorCache(self.device)
-        self._handlers: dict[str, Handler] = {"echo": self._echo}
+        self._handlers: dict[type[Request[Any]], Handler] = {Echo: self._echo}
 
     def start(self) -> None:
         """Import, connect, measure. All ranks take these steps together: after each the controller lets them go on."""
@@ -114,15 +133,17 @@ class Worker:
         if ring and ulysses:  # they were asked for: make their groups while the devices are empty, and not inside the first call
             sequence.axes(ring, ulysses)
         seconds["measuring"] = time.perf_counter() - began
-        hello: dict[str, Any] = {"device": str(self.device), "name": name, "backend": backend, "seconds": seconds}
-        if self.rank == 0:
-            hello |= {"shares": self.mesh.shares, "measured": asdict(self.measured)}
-        self.channel.send({"seq": 0, "ok": True, **hello})
+        first = self.rank == 0
+        hello = Hello(
+            device=str(self.device), name=name, backend=backend, seconds=seconds,
+            measured=self.measured if first else None, shares=self.mesh.shares if first else (),
+        )  # fmt: skip
+        self.channel.send(hello)
 
     def _end_step(self) -> None:
         """Report on a step of the start, and wait until all ranks have."""
-        self.channel.send({"seq": 0, "ok": True})
-        while self.channel.receive().get("command") != GO_ON:
+        self.channel.send(Done())
+        while not isinstance(self.channel.receive().message, GoOn):
             pass  # a Cancel, after which this process ends
 
     def _connect(self) -> tuple[str, timedelta]:
@@ -146,33 +167,36 @@ class Worker:
     def serve(self) -> None:
         """Run commands until told to stop."""
         while True:
-            header, block = self._next()
-            command, seq = header["command"], header["seq"]
-            if command == SHUTDOWN:
+            frame, block = self._next()
+            if frame.kind == Shutdown.__name__:
                 return
-            self.board.begin(self.rank, seq)
+            self.board.begin(self.rank, frame.seq)
             try:
-                reply = {"ok": True, **self._handlers[command](header, block)}
-            except Cancelled:
-                reply = {"ok": True, "cancelled": True}
+                request = frame.message
+                report = self._handlers[type(request)](request, block)  # type: ignore[index]  # `_next` has looked
+            except Left:
+                report = Cancelled()
             except Exception as error:  # noqa: BLE001  (the controller raises it in the node)
-                reply = {"ok": False, "at": time.monotonic(), **self._position(), **describe(error), **left_memory(self.device)}
+                memory, lost = left_memory(self.device)
+                report = failure(
+                    error, collectives=self.stats.collectives, pending=self.stats.pending, memory=memory, device_lost=lost
+                )
             finally:
                 self.cancel_points.end()
             self.board.begin(self.rank, 0)
-            self.channel.send({"seq": seq, **reply})
+            self.channel.send(report, frame.seq)
 
-    def _next(self) -> tuple[dict[str, Any], Tensor]:
+    def _next(self) -> tuple[Frame, Tensor]:
         """Receive a command: rank 0 from the controller, the others from rank 0. Its tensors lie in memory that all of them map."""
         head = torch.zeros(16 + INLINE, dtype=torch.uint8)
         data, nbytes = b"", 0
         if self.rank == 0:
-            header = self.channel.receive()
-            while header.get("command") == "cancel":  # came after its call had ended
-                header = self.channel.receive()
-            if header.get("command") not in (*self._handlers, SHUTDOWN):
-                raise ProtocolError(f"unknown command {header.get('command')!r}")
-            data, nbytes = encode_header(header), int(header.get("nbytes", 0))
+            frame = self.channel.receive()
+            while frame.kind == Cancel.__name__:  # came after its call had ended
+                frame = self.channel.receive()
+            if frame.kind not in {kind.__name__ for kind in (*self._handlers, Shutdown)}:
+                raise ProtocolError(f"unknown command {frame.kind!r}")
+            data, nbytes = frame.data, frame.nbytes
             head[:16].view(torch.int64)[:] = torch.tensor([len(data), nbytes])
             if len(data) <= INLINE:
                 head[16 : 16 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -187,7 +211,7 @@ class Worker:
             data = long.numpy().tobytes()
         if not 0 <= nbytes <= max(self.request.size, mmap.PAGESIZE):
             raise ProtocolError(f"a message of {nbytes} bytes in {self.request.size} bytes of shared memory")
-        return decode_header(data), self.request.view(nbytes)
+        return unpack(data), self.request.view(nbytes)
 
     def keep(self, block: Tensor) -> Tensor:
         """The bytes of a message in memory that all ranks map, which lives as long as a tensor on it. All ranks call it alike.
@@ -215,30 +239,26 @@ class Worker:
         shared.close()
         return kept
 
-    def _position(self) -> dict[str, int]:
-        """Where this rank stands in the sequences that all ranks must go through alike."""
-        return {"collectives": self.stats.collectives, "pending": self.stats.pending}
-
     def _broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, 0, group=self.control)
 
-    def result(self, value: Any) -> dict[str, Any]:
+    def result(self, value: Any) -> Value:
         """Rank 0 hands a value to the controller through shared memory."""
         if self.rank != 0:
-            return {}
+            return Value()
         packer = TensorPacker()
         tree = flatten(value, packer.add)
         packer.write(self.response.view(packer.nbytes))
-        return {"value": tree, "nbytes": packer.nbytes}
+        return Value(value=tree, nbytes=packer.nbytes)
 
     def begin_figures(self) -> None:
-        """Begin to count what `figures` reports: what this rank sends, and the most memory that it takes of its device."""
+        """Begin to count what `report` tells: what this rank sends, and the most memory that it takes of its device."""
         self.stats.reset()
         if self.device.type != "cpu":
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
 
-    def figures(self, began: float) -> dict[str, Any]:
-        """What a call took on this rank since `begin_figures`, for its report.
+    def report(self, result: Value, outcome: CallOutcome, began: float) -> CallReport:
+        """What a call did, and what it took on this rank since `begin_figures`.
 
         Args:
             began: when the call did, on the clock of `time.perf_counter`.
@@ -246,16 +266,18 @@ class Worker:
         # Communication is timed by the device. A clock read before the device is done would give the call less time than that.
         wait_for(self.device)
         seconds, stats = time.perf_counter() - began, self.stats
-        return {
-            "seconds": seconds,
-            "modules": self.board.read(self.rank).modules,
-            "communication": {"seconds": stats.seconds, "collectives": stats.collectives, "bytes": stats.bytes_sent},
-            "bytes": dict(stats.bytes),
-            "memory": memory(self.device),
-        }
+        return CallReport(
+            **vars(result),
+            outcome=outcome,
+            seconds=seconds,
+            modules=self.board.read(self.rank).modules,
+            communication=Communication(seconds=stats.seconds, collectives=stats.collectives, bytes=stats.bytes_sent),
+            bytes=dict(stats.bytes),
+            memory=memory_of(self.device),
+        )
 
-    def _echo(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
-        return self.result(self.cache.unpack(header, block)["x"])
+    def _echo(self, request: Echo, block: Tensor) -> Value:
+        return self.result(self.cache.unpack(request, block)["x"])
 
     def module_hook(self, cancel_every: int) -> Callable[[], None]:
         """Return what runs at every planned module: note the progress, and now and then leave together if the user cancelled."""
@@ -296,42 +318,47 @@ class Worker:
     def _check_cancel(self) -> None:
         wait_for(self.device)  # a host that runs ahead leaves nothing to cancel
         if self.cancel_points.leave(self._cancel_asked):
-            raise Cancelled
+            raise Left
 
     def _cancel_asked(self) -> bool:
         frame = self.channel.poll()
-        return frame is not None and frame.get("command") == "cancel"
+        return frame is not None and frame.kind == Cancel.__name__
 
 
-def describe(error: BaseException) -> dict[str, str]:
-    """Error -> what crosses to the controller."""
+def failure(error: BaseException, **more: Any) -> Failure:
+    """The report on an error of now."""
     trace = "".join(traceback.format_exception(error))
-    return {"kind": type(error).__name__, "message": str(error), "trace": trace}
+    return Failure(at=time.monotonic(), kind=type(error).__name__, message=str(error), trace=trace, **more)
 
 
-def memory(device: torch.device, details: bool = False) -> dict[str, int]:
-    """Bytes of host memory (resident) and device memory (peak allocated; with details what is in use, reserved and free)."""
-    used = {"host": resident_bytes(os.getpid()), "device": 0}
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        used["device"] = int(module.max_memory_allocated(device))
-        if details:
-            used["allocated"], used["reserved"] = int(module.memory_allocated(device)), int(module.memory_reserved(device))
-            used["free"] = int(module.mem_get_info(device)[0])
-    return used
+def memory_of(device: torch.device, details: bool = False) -> Memory:
+    """What this process takes.
+
+    Args:
+        details: of the device also what is in use, reserved and free.
+    """
+    host = resident_bytes(os.getpid())
+    if device.type == "cpu":
+        return Memory(host=host, device=0)
+    module = torch.get_device_module(device)
+    used = Memory(host=host, device=int(module.max_memory_allocated(device)))
+    if not details:
+        return used
+    allocated, reserved = int(module.memory_allocated(device)), int(module.memory_reserved(device))
+    return replace(used, allocated=allocated, reserved=reserved, free=int(module.mem_get_info(device)[0]))
 
 
-def left_memory(device: torch.device) -> dict[str, Any]:
-    """What a report on a failure says about memory.
+def left_memory(device: torch.device) -> tuple[Memory | None, bool]:
+    """What a report on a failure says about memory, and whether the device is lost.
 
     A CUDA device fails at every later call, too, once a kernel has failed: the report must go out all the same, and says that this
     process is of no more use.
     """
     try:
-        return {"memory": memory(device, details=True)}
+        return memory_of(device, details=True), False
     except Exception as error:  # noqa: BLE001  (torch has several kinds of it)
         log.warning("%s does not answer any more: %s", device, error)
-        return {"device_lost": True}
+        return None, True
 
 
 def run(spec: dict[str, Any]) -> None:
@@ -344,9 +371,8 @@ def run(spec: dict[str, Any]) -> None:
     try:
         worker.start()
     except Exception as error:
-        failure = describe(error)
-        failure["message"] += name_limit(error)
-        worker.channel.send({"seq": 0, "ok": False, "at": time.monotonic(), **failure})
+        report = failure(error)
+        worker.channel.send(replace(report, message=report.message + name_limit(error)))
         raise
     code = 0
     try:

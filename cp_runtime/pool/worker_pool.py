@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import select
 import socket
 import time
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from ..engine.measuring import Measured
 from ..engine.sharding import Shares
-from ..errors import ContextParallelError, PoolError, PoolTimeout, RankError
+from ..errors import ContextParallelError, PoolError, PoolTimeout, ProtocolError, RankError
 from .board import Progress
 from .channel import Channel, Closed
-from .collection import Collection, Outcome, Reply, SendCancel
+from .collection import Collection, Outcome, SendCancel
 from .config import RuntimeConfig
 from .failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure, unforked
 from .forking import FORK_SERVERS, RankProcess, kill_all
@@ -31,9 +32,10 @@ from .inherited import Inherited
 from .launcher import as_host, child_environment
 from .limits import starting
 from .log_pump import LogPump
+from .messages import Cancel, Failure, Frame, GoOn, Hello, R, Report, Request, Shutdown, Value
 from .module_times import ModuleTimes
 from .peers import Connection, look_at_peers, ways_of
-from .protocol import GO_ON, SHUTDOWN, TensorPacker, read_tensor, unflatten
+from .protocol import TensorPacker, read_tensor, unflatten
 from .settings import connect_timeout, load_timeout, startup_timeout
 from .site import WorkerSite
 from .stacks import StateWatch, process_state
@@ -144,17 +146,15 @@ class WorkerPool:
             self.peer_to_peer = None
             self._collect(0, "start", began, self._startup_timeout, cancelled)
         self._go_on()
-        hellos = self._collect(0, "start", began, self._startup_timeout, cancelled)
-        self.backend = hellos[0]["backend"]
-        self.measured = Measured.from_json(hellos[0]["measured"])
-        self.shares = tuple(hellos[0]["shares"])
-        self.device_names = [hello["name"] for hello in hellos]
+        hellos = _all(Hello, self._collect(0, "start", began, self._startup_timeout, cancelled))
+        self.backend, self.measured, self.shares = hellos[0].backend, hellos[0].measured, hellos[0].shares
+        self.device_names = [hello.name for hello in hellos]
         if self.shares:
             parts = zip(self.config.devices, self.device_names, self.shares, strict=True)
             log.info("ranks take unequal shares: %s", ", ".join(f"{device} ({name}) {share}" for device, name, share in parts))
-        self.seconds = {"start": time.monotonic() - began, **hellos[0]["seconds"]}
-        steps = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in hellos[0]["seconds"].items())
-        ranks = ", ".join(f"rank {rank} pid {self.pids[rank]} on {hello['device']}" for rank, hello in enumerate(hellos))
+        self.seconds = {"start": time.monotonic() - began, **hellos[0].seconds}
+        steps = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in hellos[0].seconds.items())
+        ranks = ", ".join(f"rank {rank} pid {self.pids[rank]} on {hello.device}" for rank, hello in enumerate(hellos))
         log.info("started %d ranks in %.1f s (%s): %s", self.world_size, self.seconds["start"], steps, ranks)
 
     def _go_on(self) -> None:
@@ -162,7 +162,7 @@ class WorkerPool:
         self.waiting_for = list(range(self.world_size))
         for channel in self.channels:
             with contextlib.suppress(Closed):  # _collect says how it died
-                channel.send({"command": GO_ON})
+                channel.send(GoOn())
 
     def progress(self, rank: int) -> Progress:
         """Where a rank is. From any thread."""
@@ -180,16 +180,16 @@ class WorkerPool:
 
     def request(
         self,
-        command: str,
-        body: dict[str, Any],
+        request: Request[R],
         packer: TensorPacker | None = None,
         *,
         timeout: float,
         cancelled: Callable[[], bool] | None = None,
-    ) -> list[Reply]:
+    ) -> list[R]:
         """Run a command on all ranks and return their reports, by rank.
 
         Args:
+            packer: tensors that the request refers to.
             timeout: seconds until the pool is killed.
             cancelled: polled while waiting.
 
@@ -201,7 +201,7 @@ class WorkerPool:
         """
         if not self.alive:
             raise PoolError("the worker pool is not running")
-        packer = packer or TensorPacker()
+        packer, command = packer or TensorPacker(), name_of(request)
         self._seq += 1
         self._begin(command)
         began = time.monotonic()
@@ -209,10 +209,9 @@ class WorkerPool:
             if packer.nbytes <= KEEP_BYTES:  # else a large one comes with every call, as residuals of a ControlNet do
                 self.inherited.request.trim(KEEP_BYTES)
             packer.write(self.inherited.request.view(packer.nbytes))
-            header = {"command": command, "seq": self._seq, "nbytes": packer.nbytes, **body}
             with contextlib.suppress(Closed):  # rank 0 died: _collect says how
-                self.channels[0].send(header, began + timeout)
-            return self._collect(self._seq, command, began, timeout, cancelled)
+                self.channels[0].send(request, self._seq, packer.nbytes, began + timeout)
+            return _all(request.report, self._collect(self._seq, command, began, timeout, cancelled))
         except (RankError, CallCancelled):
             raise
         except ContextParallelError:
@@ -244,10 +243,10 @@ class WorkerPool:
         for block in (self.inherited.request, self.inherited.response):
             block.trim(KEEP_BYTES)
 
-    def result(self, replies: Sequence[Reply], device: torch.device) -> Any:
+    def result(self, replies: Sequence[Value], device: torch.device) -> Any:
         """Return the value that rank 0 left in shared memory, copied to `device`."""
-        block = self.inherited.response.view(replies[0]["nbytes"])
-        value = unflatten(replies[0]["value"], lambda leaf: read_tensor(block, leaf).to(device, copy=True))
+        block = self.inherited.response.view(replies[0].nbytes)
+        value = unflatten(replies[0].value, lambda leaf: read_tensor(block, leaf).to(device, copy=True))
         self.inherited.response.trim(KEEP_BYTES)
         return value
 
@@ -255,7 +254,7 @@ class WorkerPool:
         """End the ranks: ask, wait, kill."""
         if self.alive:
             with contextlib.suppress(Closed, PoolTimeout):
-                self.channels[0].send({"command": SHUTDOWN, "seq": self._seq + 1}, time.monotonic() + 1)
+                self.channels[0].send(Shutdown(), self._seq + 1, deadline=time.monotonic() + 1)
             self._running_after(SHUTDOWN_GRACE)
         self.kill()
 
@@ -334,7 +333,7 @@ class WorkerPool:
 
     def _collect(
         self, seq: int, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None = None
-    ) -> list[Reply]:
+    ) -> list[Report]:
         """Wait for the reports of all ranks on a command."""
         now, until = time.monotonic(), began + timeout
         collection = Collection(world_size=self.world_size, began=now, timeout=until - now, compile_timeout=self._load_timeout)
@@ -350,8 +349,8 @@ class WorkerPool:
                 rank = ranks[fd]
                 try:
                     while (frame := self.channels[rank].poll()) is not None:
-                        if frame.get("seq") == seq:
-                            collection.reported(rank, frame)
+                        if frame.seq == seq:
+                            collection.reported(rank, _report(frame, rank))
                 except Closed:
                     poller.unregister(fd)
                     collection.died(rank, time.monotonic())
@@ -370,10 +369,10 @@ class WorkerPool:
                 step = collection.cancel(now, times.longest)
             if isinstance(step, SendCancel):
                 with contextlib.suppress(Closed):
-                    self.channels[0].send({"command": "cancel"}, step.until)
+                    self.channels[0].send(Cancel(), deadline=step.until)
             until = step.until
 
-    def _conclude(self, outcome: Outcome, what: str, timeout: float) -> list[Reply]:
+    def _conclude(self, outcome: Outcome, what: str, timeout: float) -> list[Report]:
         """Return the reports, or kill the pool where it has to be and raise what `request` promises."""
         error: Exception | None = None
         advice = connect_advice(self.config) if what == CONNECTING else ""
@@ -381,8 +380,8 @@ class WorkerPool:
             error = PoolError(self._aborted)
         elif outcome.cause is not None:
             rank, reply = outcome.cause, outcome.replies.get(outcome.cause)
-            if reply is not None and not reply["ok"]:
-                error = reported_failure(rank, self.processes[rank].pid, outcome.replies, advice)
+            if isinstance(reply, Failure):
+                error = reported_failure(rank, self.processes[rank].pid, reply, outcome.replies, advice)
             else:
                 rank = first_death(outcome.died, rank, self.processes)
                 error = death(rank, self.processes[rank], self._log, advice)
@@ -398,3 +397,24 @@ class WorkerPool:
         if error is not None:
             raise error
         return [outcome.replies[rank] for rank in range(self.world_size)]
+
+
+def name_of(request: Request[Any]) -> str:
+    """What status and errors call a command."""
+    return re.sub(r"(?<=.)(?=[A-Z])", "_", type(request).__name__).lower()
+
+
+def _report(frame: Frame, rank: int) -> Report:
+    """Raises ProtocolError: it is none."""
+    report = frame.message
+    if not isinstance(report, Report):
+        raise ProtocolError(f"rank {rank} sent a {frame.kind}, which is no report")
+    return report
+
+
+def _all(kind: type[R], reports: Sequence[Report]) -> list[R]:
+    """The reports, which are to be of one kind. Raises ProtocolError: one is not."""
+    for rank, report in enumerate(reports):
+        if not isinstance(report, kind):
+            raise ProtocolError(f"rank {rank} sent a {type(report).__name__} in place of a {kind.__name__}")
+    return list(reports)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from support.processes import wait_gone
 
 from cp_runtime.errors import PoolError
 from cp_runtime.pool.channel import Channel, Closed
+from cp_runtime.pool.messages import Value
 
 TOLERANCE = 2e-4
 CP = {"world_size": 3}
@@ -168,7 +169,7 @@ def test_a_result_cut_off_by_death_is_not_taken_for_one():
 def test_half_a_report_is_none(share):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        Channel(theirs).send({"seq": 1, "ok": True, "value": "x" * 100})
+        Channel(theirs).send(Value(value="x" * 100), 1)
         frame = ours.recv(1 << 16)
     ours, theirs = socket.socketpair()
     with theirs:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,14 +25,8 @@ from support.pools import echo, small_pool
 from cp_runtime.errors import PoolError, PoolTimeout, ProtocolError, RankError
 from cp_runtime.nested import tensors
 from cp_runtime.pool.channel import Channel, Closed
-from cp_runtime.pool.protocol import (
-    MAX_HEADER,
-    TensorPacker,
-    decode_header,
-    flatten,
-    read_tensor,
-    unflatten,
-)
+from cp_runtime.pool.messages import MAX_HEADER, Echo, unpack
+from cp_runtime.pool.protocol import TensorPacker, flatten, read_tensor, unflatten
 from cp_runtime.pool.worker_pool import WorkerPool
 
 BLOCK = 4096  # bytes of shared memory that come with a message
@@ -131,7 +126,12 @@ def honest_frame(rng: random.Random) -> bytes:
     packer = TensorPacker()
     value = {"x": torch.zeros(rng.randrange(1, 20)), "options": {"sigmas": (1.5, None, float("inf")), "dtype": torch.float16}}
     tree = flatten({**value, "cond": [torch.zeros(2, 3, dtype=torch.int64)] * 2}, packer.add)
-    return frame({"command": "echo", "seq": rng.randrange(1000), "nbytes": packer.nbytes, "drop": [], "value": tree})
+    return frame(header("Echo", rng.randrange(1000), packer.nbytes, value=tree, drop=[]))
+
+
+def header(kind: object, seq: object = 1, nbytes: object = 0, **fields: object) -> dict[str, object]:
+    """That of a message, with whatever in it."""
+    return {"kind": kind, "seq": seq, "nbytes": nbytes, "fields": fields}
 
 
 def frame(header: object) -> bytes:
@@ -161,8 +161,9 @@ def hostile_frames(rng: random.Random, count: int) -> Iterator[bytes]:
                     flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
                 yield bytes(flipped)
             case 4:
-                header = {"command": rng.choice(["echo", "exec", None, 5]), "seq": rng.choice([1, "x", None, 2**70, 0.5])}
-                yield frame({**header, "nbytes": BLOCK, "value": {"$dict": [["x", hostile_tree(rng)]]}})
+                kind, seq = rng.choice(["Echo", "Echo", "exec", None, 5]), rng.choice([1, 2, "x", None, 2**70, 0.5])
+                value = {"$dict": [["x", hostile_tree(rng)]]}
+                yield frame(header(kind, seq, BLOCK, value=value, drop=rng.choice([None, [], ["c1"], 5])))
             case _:
                 deep = rng.choice([b"[", b'{"a":', b'{"value":['])
                 body = rng.choice([evil, deep * 5000, b'{"a":' + b"9" * 5000 + b"}", b"[1]", b"null", b"\xff\xfe{", b'{"a":NaN}'])
@@ -217,10 +218,9 @@ def take(data: bytes, block: torch.Tensor) -> str:
             left = left[one.send(left) :]
         one.shutdown(socket.SHUT_WR)
         while True:
-            header = channel.receive(time.monotonic() + 5)
-            assert type(header) is dict
-            if "value" in header:
-                value = unflatten(header["value"], lambda leaf: read_tensor(block, leaf))
+            message = channel.receive(time.monotonic() + 5).message
+            if isinstance(message, Echo):
+                value = unflatten(message.value, lambda leaf: read_tensor(block, leaf))
                 for tensor in tensors(value):
                     first = tensor.data_ptr() - block.data_ptr()
                     assert tensor.numel() == 0 or 0 <= first <= first + tensor.nbytes <= block.numel()
@@ -267,9 +267,10 @@ def test_what_notes_running_code_does_note_it(tmp_path):
 
 def read_value(tree: object) -> None:
     """Take a value as a rank does."""
-    header = decode_header(json.dumps({"value": tree}).encode())
+    message = unpack(json.dumps(header("Echo", value=tree, drop=[])).encode()).message
     block = torch.zeros(BLOCK, dtype=torch.uint8)
-    unflatten(header["value"], lambda leaf: read_tensor(block, leaf))
+    assert isinstance(message, Echo)
+    unflatten(message.value, lambda leaf: read_tensor(block, leaf))
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -294,11 +295,13 @@ def send_raw(pool: WorkerPool, data: bytes) -> None:
     sock.setblocking(False)
 
 
-def hostile_request(pool: WorkerPool, tree: object, **header: object) -> str:
+def hostile_request(pool: WorkerPool, tree: object, **fields: Any) -> str:
     """Have all ranks read a value; the type of the error, or what came."""
-    body = {"value": {"$dict": [["x", tree]]}, "drop": [], "nbytes": BLOCK, **header}
+    request = Echo(**{"value": {"$dict": [["x", tree]]}, "drop": (), **fields})
+    packer = TensorPacker()
+    packer.nbytes = BLOCK
     try:
-        pool.request("echo", body, timeout=10)
+        pool.request(request, packer, timeout=10)
     except RankError as error:
         return error.kind if len(str(error)) < 50_000 else f"{error.kind} of {len(str(error)):,} characters, which floods the log"
     return "taken"
@@ -335,8 +338,8 @@ def test_a_message_cannot_make_ranks_allocate():
         echo(pool, torch.ones(3))
         block = os.dup(pool.inherited.request.fd)
         before = os.fstat(block).st_size
-        with contextlib.suppress(PoolError):
-            hostile_request(pool, 1, nbytes=64 << 20)
+        pool.channels[0].send(Echo(value=1, drop=()), 2, 64 << 20)
+        assert all(process.wait(10) for process in pool.processes)
         after = os.fstat(block).st_size
         os.close(block)
         assert after == before
@@ -350,15 +353,16 @@ def evil_frame(marker: Path) -> bytes:
 RAW = {
     "random bytes": lambda _: random.Random(5).randbytes(4096),
     "a pickle": evil_frame,
-    "an unknown command": lambda marker: frame({"command": f"__import__('os').system('touch {marker}')", "seq": 1, "nbytes": 0}),
-    "a header of other types": lambda _: frame({"command": "echo", "seq": {"a": [1]}, "nbytes": "all", "drop": 1, "value": 1}),
-    "a frame that is cut off": lambda _: frame({"command": "echo"})[:-3],
+    "an unknown command": lambda marker: frame(header(f"__import__('os').system('touch {marker}')")),
+    "a report, which is no command": lambda _: frame(header("Done")),
+    "a header of other types": lambda _: frame(header("Echo", {"a": [1]}, "all", drop=1, value=1)),
+    "a frame that is cut off": lambda _: frame(header("Echo"))[:-3],
     "a frame above the limit": lambda _: struct.pack("<Q", MAX_HEADER + 1) + b"x" * 1000,
     "brackets": lambda _: struct.pack("<Q", 100_000) + b"[" * 100_000,
-    "a memory size that overflows": lambda _: frame({"command": "echo", "seq": 1, "nbytes": 2**70, "drop": [], "value": 1}),
-    "a memory size below zero": lambda _: frame({"command": "echo", "seq": 1, "nbytes": -(2**40)}),
-    "NaN": lambda _: frame({"command": "echo", "seq": float("nan"), "nbytes": 0}),
-    "a flood of cancels": lambda _: frame({"command": "cancel"}) * 5000 + frame([]),
+    "a memory size that overflows": lambda _: frame(header("Echo", 1, 2**70, value=1, drop=[])),
+    "a memory size below zero": lambda _: frame(header("Echo", 1, -(2**40))),
+    "NaN": lambda _: frame(header("Echo", float("nan"))),
+    "a flood of cancels": lambda _: frame(header("Cancel")) * 5000 + frame([]),
 }
 
 

@@ -19,6 +19,7 @@ from support.graphs import flux_prompt
 from cp_runtime.comfy.wire.recipe import file_digest, file_stamp
 from cp_runtime.errors import RankError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.messages import Load
 from cp_runtime.pool.protocol import TensorPacker, flatten
 from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
@@ -56,9 +57,9 @@ def model_ranks(comfyui_path, shelf):
 def mirror(pool: WorkerPool, path: str, **changes: object) -> str:
     """Ask the ranks to load a model file; what their error says, or nothing."""
     recipe = {**RECIPE, "path": path, "stamp": list(file_stamp(path)), **changes}
-    body = {"key": f"k{time.monotonic_ns()}", "recipe": recipe, "patches": [], "patches_uuid": "u"}
+    request = Load(key=f"k{time.monotonic_ns()}", recipe=recipe, patches=[], patches_uuid="u")
     try:
-        pool.request("load", body, timeout=60)
+        pool.request(request, timeout=60)
     except RankError as error:
         return f"{error.kind}: {error.message}"
     return ""
@@ -91,8 +92,9 @@ def test_tensors_of_a_lora_are_there_once_for_all_ranks(model_ranks, shelf):
             [["diffusion_model.double_blocks.0.img_attn.qkv.weight", [(strength, adapter, 1.0, None, None)]]] if strength else []
         )
         tree = flatten(patches, packer.add)
-        body = {"key": "lora", "recipe": RECIPE | {"path": path, "stamp": list(file_stamp(path))}, "patches": tree}
-        model_ranks.request("load", {**body, "patches_uuid": str(strength)}, packer, timeout=60)
+        recipe = RECIPE | {"path": path, "stamp": list(file_stamp(path))}
+        request = Load(key="lora", recipe=recipe, patches=tree, patches_uuid=str(strength))
+        model_ranks.request(request, packer, timeout=60)
         model_ranks.trim()
         return patch_memory(model_ranks)
 

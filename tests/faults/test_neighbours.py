@@ -203,7 +203,8 @@ load_package()
 from cp_runtime.engine.config import ContextParallelConfig
 from cp_runtime.errors import ConfigError, ProtocolError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.protocol import decode_header, tensor_view
+from cp_runtime.pool.messages import unpack
+from cp_runtime.pool.protocol import tensor_view
 import torch
 
 settings, fields, messages = json.load(sys.stdin)
@@ -211,7 +212,7 @@ machine = DeviceInventory(type="cpu", count=0)
 block = torch.zeros(64, dtype=torch.uint8)
 cases = [(ConfigError, lambda value=value: RuntimeConfig.resolve(inventory=machine, **value)) for value in settings]
 cases += [(ConfigError, lambda value=value: ContextParallelConfig(**value)) for value in fields]
-cases += [(ProtocolError, lambda value=value: decode_header(value.encode())) for value in messages]
+cases += [(ProtocolError, lambda value=value: unpack(value.encode())) for value in messages]
 views = [((65,), 0), ((-1,), 0), ((1,), -64), ((1,), 1)]
 cases += [(ProtocolError, lambda shape=shape, at=at: tensor_view(block, torch.uint8, shape, at)) for shape, at in views]
 raised = []

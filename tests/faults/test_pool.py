@@ -15,6 +15,7 @@ from support.faults import Faults, Stopwatch
 from support.pools import echo, make_pool, small_pool
 
 from cp_runtime.errors import ContextParallelError, PoolError, PoolTimeout, RankError
+from cp_runtime.pool.messages import Echo, Value
 from cp_runtime.pool.worker_pool import KEEP_BYTES
 
 USUAL_LIMIT = 1024  # of open files
@@ -98,12 +99,12 @@ def test_a_value_that_cannot_be_sent_is_an_error_of_this_package():
     """Callers, ComfyUI's memory manager among them, know one kind of error. The pool is gone, since nobody knows what was sent."""
     with small_pool() as pool:
         with pytest.raises(ContextParallelError, match=r"echo failed .*TypeError"):
-            pool.request("echo", {"value": object()}, timeout=30)
+            pool.request(Echo(value=object(), drop=()), timeout=30)
         assert not pool.alive
         with pytest.raises(PoolError, match="closed"):
             pool.trim()
         with pytest.raises(PoolError, match="closed"):
-            pool.result([{"nbytes": 4, "value": 1}], torch.device("cpu"))
+            pool.result([Value(nbytes=4, value=1)], torch.device("cpu"))
 
 
 def test_shared_memory_of_large_messages_and_results_is_given_back():

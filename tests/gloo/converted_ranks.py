@@ -21,6 +21,7 @@ from cp_runtime.comfy.wire.recipe import Recipe, file_stamp  # noqa: E402
 from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
 from cp_runtime.comfy.worker.progress import LoadProgress  # noqa: E402
 from cp_runtime.engine.weights.cast import CastWeight, plain  # noqa: E402
+from cp_runtime.pool.messages import Load  # noqa: E402
 
 torch.set_grad_enabled(False)
 CARD = torch.device("cuda", 0)
@@ -32,7 +33,7 @@ mm.get_free_memory = lambda device=None, torch_free_too=False: (1 << 40, 0) if t
 
 mirrors = Mirrors(CARD, [], LoadProgress(lambda _: None))
 recipe = Recipe("load_diffusion_model", checkpoint, json.loads(options), file_stamp(checkpoint)).as_json()
-mirrors.load({"key": "k", "recipe": recipe, "patches": [], "patches_uuid": "none"}, torch.empty(0, dtype=torch.uint8))
+mirrors.load(Load(key="k", recipe=recipe, patches=[], patches_uuid="none"), torch.empty(0, dtype=torch.uint8))
 mirror = mirrors.entries["k"]
 ours = mirror.patcher
 dtypes = {name: getattr(torch, value) for name, value in json.loads(options).items()}

@@ -22,6 +22,7 @@ from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
 from cp_runtime.comfy.worker.progress import LoadProgress  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
 from cp_runtime.engine.weights.blocks import sizes_of  # noqa: E402
+from cp_runtime.pool.messages import Load  # noqa: E402
 
 torch.set_grad_enabled(False)
 path = str(Path(models) / "diffusion_models" / "flux_many.safetensors")
@@ -42,8 +43,8 @@ def look():
 
 mirrors = Mirrors(torch.device("cpu"), [], LoadProgress(lambda _: None))
 recipe = Recipe("load_diffusion_model", path, {}, file_stamp(path)).as_json()
-header = {"key": "k", "recipe": recipe, "patches": [], "patches_uuid": "none", "placement": "sharded"}
-mirrors.load({**header, "device_bytes": 1 << 20}, torch.empty(0, dtype=torch.uint8), BatchMesh(dist.group.WORLD))
+request = Load(key="k", recipe=recipe, patches=[], patches_uuid="none", placement="sharded", device_bytes=1 << 20)
+mirrors.load(request, torch.empty(0, dtype=torch.uint8), BatchMesh(dist.group.WORLD))
 patcher = mirrors.entries["k"].patcher
 keys = comfy.lora.model_lora_keys_unet(patcher.model, {})
 lora = comfy.utils.load_torch_file(str(Path(models) / "loras" / "flux_many_lora.safetensors"))

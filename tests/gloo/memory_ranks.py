@@ -28,6 +28,7 @@ from cp_runtime.comfy.worker import file_weights  # noqa: E402
 from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
 from cp_runtime.comfy.worker.progress import LoadProgress  # noqa: E402
 from cp_runtime.comfy.worker.room import room  # noqa: E402
+from cp_runtime.pool.messages import Load  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 
 torch.set_grad_enabled(False)
@@ -57,7 +58,7 @@ def load(uuid, patches):
     block = torch.empty(packer.nbytes, dtype=torch.uint8)
     packer.write(block)
     recipe = Recipe("load_diffusion_model", checkpoint, {}, file_stamp(checkpoint)).as_json()
-    mirrors.load({"key": "k", "recipe": recipe, "patches": tree, "patches_uuid": uuid}, block)
+    mirrors.load(Load(key="k", recipe=recipe, patches=tree, patches_uuid=uuid), block)
     patcher = mirrors.entries["k"].patcher
     patcher.load_device = META
     for module in patcher.model.modules():  # small, and not in the file: they stay

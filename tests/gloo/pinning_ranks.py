@@ -19,6 +19,7 @@ from comfy import model_management as mm  # noqa: E402
 from cp_runtime.comfy.wire.recipe import Recipe, file_stamp  # noqa: E402
 from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
 from cp_runtime.comfy.worker.progress import LoadProgress  # noqa: E402
+from cp_runtime.pool.messages import Load  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 
 torch.set_grad_enabled(False)
@@ -68,8 +69,8 @@ def offload(key, options):
     packer = TensorPacker()
     recipe = Recipe("load_diffusion_model", checkpoint, options, file_stamp(checkpoint)).as_json()
     mirrors.drop(list(mirrors.entries))
-    body = {"key": key, "recipe": recipe, "patches": flatten({}, packer.add), "patches_uuid": "u"}
-    mirrors.load(body, torch.empty(0, dtype=torch.uint8))
+    request = Load(key=key, recipe=recipe, patches=flatten({}, packer.add), patches_uuid="u")
+    mirrors.load(request, torch.empty(0, dtype=torch.uint8))
     mirror = mirrors.entries[key]
     mirror.patcher.load_device = META
     budget = mirror.patcher.model_size() // 2

@@ -27,6 +27,7 @@ from cp_runtime.engine.cost import DegreePlanner, Rates  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
 from cp_runtime.engine.weights.blocks import sizes_of  # noqa: E402
 from cp_runtime.engine.weights.sharded import ShardedWeights  # noqa: E402
+from cp_runtime.pool.messages import Call, Load  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -48,8 +49,8 @@ def load(mirrors, path, options, placement, uuid="none", patches=None):
     block = torch.empty(packer.nbytes, dtype=torch.uint8)
     packer.write(block)
     recipe = Recipe("load_diffusion_model", path, options, file_stamp(path)).as_json()
-    header = {"key": "k", "recipe": recipe, "patches": tree, "patches_uuid": uuid, "placement": placement}
-    return mirrors.load({**header, "device_bytes": DEVICE_BYTES}, block, mesh)
+    request = Load(key="k", recipe=recipe, patches=tree, patches_uuid=uuid, placement=placement, device_bytes=DEVICE_BYTES)
+    return mirrors.load(request, block, mesh)
 
 
 def arguments(dtype):
@@ -60,12 +61,15 @@ def arguments(dtype):
 
 
 def call(mirrors):
-    header = {"key": "k", "method": "_forward", "leading": ["x", "timestep"], "batch_degree": 1, "memory_scale": 1.0}
     model = mirrors.entries["k"].patcher.model
     dtype = model.manual_cast_dtype or model.get_dtype()
     mesh.stats.reset()
     settings = SequenceSettings(ulysses_degree=world, ring_degree=1)
-    out, _ = mirrors.call(header, arguments(dtype), mesh, lambda mesh, _: DegreePlanner(settings, mesh.size, RATES), lambda: None)
+    request = Call(
+        key="k", method="_forward", sequence=settings, split=None, batch_degree=1, leading=("x", "timestep"), memory_scale=1.0,
+        compile=None, compile_or_raise=True, cancel_every=0, value=None, drop=(),
+    )  # fmt: skip
+    out, _ = mirrors.call(request, arguments(dtype), mesh, lambda mesh, _: DegreePlanner(settings, mesh.size, RATES), lambda: None)
     return out
 
 

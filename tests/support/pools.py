@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.messages import Echo
 from cp_runtime.pool.protocol import TensorPacker, flatten
 from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
@@ -42,8 +43,8 @@ def make_pool(ranks: int = 2, **settings: Any) -> WorkerPool:
 def echo(pool: WorkerPool, value: Tensor, timeout: float = 30.0, cancelled: Callable[[], bool] | None = None) -> Tensor:
     """Send a tensor through rank 0 and back."""
     packer = TensorPacker()
-    body = {"value": flatten({"x": value}, packer.add), "drop": []}
-    replies = pool.request("echo", body, packer, timeout=timeout, cancelled=cancelled)
+    request = Echo(value=flatten({"x": value}, packer.add), drop=())
+    replies = pool.request(request, packer, timeout=timeout, cancelled=cancelled)
     out: Tensor = pool.result(replies, torch.device("cpu"))
     return out
 

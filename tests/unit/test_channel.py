@@ -7,6 +7,7 @@ import torch
 
 from cp_runtime.errors import PoolError, PoolTimeout, ProtocolError
 from cp_runtime.pool.channel import Channel, Closed, SharedBlock
+from cp_runtime.pool.messages import Drop
 
 
 @pytest.fixture
@@ -25,8 +26,8 @@ def soon():
 def test_frames_arrive_whole_and_in_order(pair):
     ours, theirs = pair
     for i in range(3):
-        ours.send({"i": i, "text": "x" * 1000}, soon())
-    assert [theirs.receive(soon())["i"] for _ in range(3)] == [0, 1, 2]
+        ours.send(Drop(keys=("x" * 1000,)), i, deadline=soon())
+    assert [theirs.receive(soon()).seq for _ in range(3)] == [0, 1, 2]
     assert theirs.poll() is None
 
 
@@ -41,7 +42,7 @@ def test_a_receive_ends_at_its_deadline(pair):
 
 def test_a_send_that_nobody_reads_ends_at_its_deadline(pair):
     with pytest.raises(PoolTimeout):
-        pair[0].send({"x": "y" * (8 << 20)}, time.monotonic() + 0.2)
+        pair[0].send(Drop(keys=("y" * (8 << 20),)), deadline=time.monotonic() + 0.2)
 
 
 def test_a_frame_cut_off_by_death_is_never_returned(pair):

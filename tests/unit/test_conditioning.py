@@ -17,9 +17,9 @@ def kinds(value):
 
 
 def encode(encoder, **tensors):
-    message, packer = encoder.encode(tensors, {"x", "timestep"})
+    value, drop, packer = encoder.encode(tensors, {"x", "timestep"})
     encoder.delivered()
-    return kinds(message["value"]), message["drop"], packer.nbytes
+    return kinds(value), drop, packer.nbytes
 
 
 def test_equal_content_travels_once():
@@ -51,18 +51,18 @@ def test_an_undelivered_message_starts_over():
     kept, drop, _ = encode(encoder, context=context)
     assert kept == {"context": "$store"}
     assert drop is None
-    assert encode(encoder, context=context)[:2] == ({"context": "$cached"}, [])
+    assert encode(encoder, context=context)[:2] == ({"context": "$cached"}, ())
 
 
 def test_eviction_drops_the_oldest_and_nothing_in_use(monkeypatch):
     encoder = CallEncoder()
     tensors = [torch.full(BIG, float(i)) for i in range(4)]
     monkeypatch.setattr(tensor_cache, "LIMIT", 2 * tensors[0].nbytes)
-    assert encode(encoder, context=tensors[0])[1] == []
-    assert encode(encoder, context=tensors[1])[1] == []
-    assert encode(encoder, context=tensors[0])[1] == []  # used again: now the newer one
-    assert encode(encoder, context=tensors[2])[1] == ["c1"]
-    assert encode(encoder, a=tensors[1], b=tensors[2], c=tensors[3])[1] == ["c0", "c2"]
+    assert encode(encoder, context=tensors[0])[1] == ()
+    assert encode(encoder, context=tensors[1])[1] == ()
+    assert encode(encoder, context=tensors[0])[1] == ()  # used again: now the newer one
+    assert encode(encoder, context=tensors[2])[1] == ("c1",)
+    assert encode(encoder, a=tensors[1], b=tensors[2], c=tensors[3])[1] == ("c0", "c2")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
@@ -93,21 +93,22 @@ from support.package import load_package
 stand_in.use(stand_in.Cards(count=2, gigabytes=1))
 load_package()
 from cp_runtime.engine.batch import BatchShares
+from cp_runtime.pool.messages import Echo
 from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache, owned
 
 held = torch.cuda.memory_allocated
 x, context = (torch.randn(8, size, device="cuda:0") for size in (3000, 5000))
 encoder, taken = CallEncoder(), held(0)
-message, packer = encoder.encode({"x": x, "context": context}, {"x"})
+tree, drop, packer = encoder.encode({"x": x, "context": context}, {"x"})
 block = torch.empty(packer.nbytes, dtype=torch.uint8)
 packer.write(block)
 encoder.delivered()
 del packer
 assert held(0) == taken, "the encoder keeps conditioning on the card"
-assert "$cached" in str(encoder.encode({"x": x, "context": context.clone()}, {"x"})[0]["value"])
+assert "$cached" in str(encoder.encode({"x": x, "context": context.clone()}, {"x"})[0])
 
 card = torch.device("cuda:1")
-value = TensorCache(card).unpack(message, block)
+value = TensorCache(card).unpack(Echo(value=tree, drop=drop), block)
 own = owned(BatchShares(4, 8, 1, frozenset({"x", "context"})).take(value, 1), card)
 assert held(1) == context.nbytes + (x.nbytes + context.nbytes) // 4, "items of other ranks are on the card"
 block.zero_()

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from support.reports import failure
 
 from cp_runtime.errors import PoolError, PoolTimeout, RankError, RankOutOfMemory
 from cp_runtime.pool.board import Progress
@@ -12,6 +13,7 @@ from cp_runtime.pool.collection import Outcome
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure
 from cp_runtime.pool.forking import RankProcess
+from cp_runtime.pool.messages import Memory
 from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
 
@@ -80,8 +82,7 @@ def test_what_may_be_the_fault_of_the_link(error, reason):
 
 def test_a_failed_start_names_the_remedies_where_communication_failed():
     def message(kind):
-        replies = {0: {"ok": False, "at": 0.0, "kind": kind, "message": "went wrong", "trace": ""}}
-        return str(reported_failure(0, 1, replies, advice()))
+        return str(reported_failure(0, 1, failure(kind), {}, advice()))
 
     assert "NCCL_P2P_DISABLE=1" in message("DistBackendError")
     assert "NCCL_P2P_DISABLE=1" not in message("ImportError")
@@ -92,8 +93,7 @@ def test_a_failed_start_names_the_remedies_where_communication_failed():
     [("CUDA error: CUDA-capable device(s) is/are busy or unavailable", True), ("CUDA error: invalid device ordinal", False)],
 )
 def test_a_gpu_for_one_process_only_is_told_how_to_take_more(message, named):
-    reply = {"kind": "AcceleratorError", "message": message, "trace": ""}
-    assert ("nvidia-smi -c DEFAULT" in str(reported_failure(0, 1, {0: reply}))) == named
+    assert ("nvidia-smi -c DEFAULT" in str(reported_failure(0, 1, failure("AcceleratorError", message), {}))) == named
 
 
 def test_a_rank_that_died_in_the_start_names_the_remedies():
@@ -102,8 +102,8 @@ def test_a_rank_that_died_in_the_start_names_the_remedies():
 
 @pytest.mark.parametrize(("kind", "traced"), [("MirrorError", False), ("UnsupportedError", False), ("RuntimeError", True)])
 def test_what_is_said_to_users_needs_no_traceback(kind, traced):
-    reply = {"kind": kind, "message": "the file is gone. Load another.", "trace": "Traceback: lines of code"}
-    text = str(reported_failure(1, 7, {1: reply}))
+    reply = failure(kind, "the file is gone. Load another.", trace="Traceback: lines of code")
+    text = str(reported_failure(1, 7, reply, {1: reply}))
     assert text.startswith(f"rank 1 (pid 7) failed: {kind}: the file is gone. Load another.")
     assert ("lines of code" in text) == traced
 
@@ -138,8 +138,8 @@ def test_a_pool_names_the_remedies_for_what_they_are_good_for_only(monkeypatch, 
     ],
 )
 def test_comfyui_sees_an_error_of_its_device_where_a_rank_has_no_memory_left(kind, message, memory):
-    reply = {"kind": kind, "message": message, "trace": "", "memory": {"host": 2**30, "device": 2**31}}
-    error = reported_failure(1, 7, {1: reply})
+    reply = failure(kind, message, memory=Memory(host=2**30, device=2**31))
+    error = reported_failure(1, 7, reply, {1: reply})
     assert isinstance(error, torch.OutOfMemoryError) is isinstance(error, RankOutOfMemory) is memory
     assert isinstance(error, RankError)
     assert ("rank 1: host 1.00 GiB, device 2.00 GiB" in str(error)) is memory

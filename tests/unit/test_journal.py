@@ -1,6 +1,7 @@
 """What the status and reports are made of: sums instead of lists, and messages that anyone may read."""
 
 import pytest
+from support.reports import call_report
 
 from cp_runtime.comfy.ui.journal import CallRecord, CallSums, Journal, public_message, time_by_rank
 from cp_runtime.comfy.ui.run_timer import RunTimer
@@ -11,8 +12,9 @@ from cp_runtime.pool.kept import KeptFile, KeptSeconds
 
 def record(*ranks):
     """A call in which each rank took (seconds, of these in communication)."""
-    communication = [{"communication": {"seconds": c, "bytes": 10}, "predicted": {"seconds": c / 2, "bytes": 8}} for _, c in ranks]
-    reports = [{"idle": not s, "seconds": s, "at_work": len(ranks), **c} for (s, _), c in zip(ranks, communication, strict=True)]
+    reports = [
+        call_report(s, c, sent=10, idle=not s, at_work=len(ranks), predicted_seconds=c / 2, predicted_bytes=8) for s, c in ranks
+    ]
     return CallRecord(seconds=1.0, reports=reports, pids=list(range(len(ranks))), node=None)
 
 

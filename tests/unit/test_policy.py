@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.reports import call_report
 
 from cp_runtime.comfy.ui.choosing import Chooser, in_words
 from cp_runtime.comfy.ui.shortages import LIMIT, Shortages
@@ -23,6 +24,7 @@ from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Pool, Ru
 from cp_runtime.pool.call_times import CallTimes
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.kept import MAX_ENTRIES, KeptFile, KeptSeconds
+from cp_runtime.pool.messages import Work
 
 GPU = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0, linear=4e14, launch=5e-6)
 SLOW_LINK = {"bandwidth": 5e8, "latency": 2e-4, "overlap": 0.0}
@@ -178,12 +180,10 @@ def chooser(ranks, shortages=None, devices=(0, 1, 2, 3)):
 def replies(call, ranks, split, **machine):
     """What the ranks report of a call."""
     run = took(call, ranks, split, **machine)
-    attentions = [[[*vars(shape).values()], count] for shape, count in call.attentions]
-    work = {"items": call.items, "sequence": call.sequence, "attentions": attentions, "operations": call.operations}
+    work = Work(items=call.items, sequence=call.sequence, attentions=call.attentions, operations=call.operations)
     degrees = {"batch": split.batch, "ring": split.ring, "ulysses": split.ulysses}
-    common = {"work": work, "degrees": degrees, "modules": call.modules, "nbytes": call.result, "prelude": 0.0, "bytes": {}}
-    spent = {"seconds": run.seconds, "communication": {"seconds": run.communication}}
-    return [{"idle": rank not in split.ranks, **spent, **common} for rank in range(ranks.size)]
+    common = {"modules": call.modules, "nbytes": call.result, "work": work, "degrees": degrees}
+    return [call_report(run.seconds, run.communication, idle=rank not in split.ranks, **common) for rank in range(ranks.size)]
 
 
 def called(choose, config, call, ranks, size=64, **machine):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from cp_runtime.comfy.wire.modules import layers_of
 from cp_runtime.comfy.wire.recipe import Factory, Recipe
 from cp_runtime.comfy.wire.weight_samples import sample_weights
 from cp_runtime.errors import MirrorError
+from cp_runtime.pool.messages import Loaded
 
 
 def target(seed=0, patches_in=None, backup=(), factory=None):
@@ -29,10 +31,11 @@ def transformer(seed):
 
 
 def replies(**second):
-    samples = sample_weights(transformer(0))
-    good = {"digest": "d", "patches_uuid": "u1", "dtype": "torch.bfloat16", "cast_dtype": "None", "samples": samples}
-    good["formats"] = ["fp8"]
-    return [good, {**good, **second}]
+    good = Loaded(
+        digest="d", patches_uuid="u1", dtype="torch.bfloat16", cast_dtype="None", formats=("fp8",),
+        samples=sample_weights(transformer(0)), layers=layers_of(transformer(0)), bytes=1, seconds=1.0,
+    )  # fmt: skip
+    return [good, replace(good, **second)]
 
 
 def test_equal_mirrors_pass():
@@ -51,7 +54,7 @@ def test_a_rank_that_differs_is_named(field, value):
 def test_devices_of_different_ability_are_named():
     """One would compute its tokens in fp8, the other in half precision."""
     with pytest.raises(MirrorError, match=r"flux.safetensors .* rank 0 in fp8; rank 1 in none\..*devices of CP Config"):
-        verify(target(), "d", replies(formats=[]), [10, 11])
+        verify(target(), "d", replies(formats=()), [10, 11])
 
 
 def test_a_rank_with_other_weights_is_named():
@@ -61,11 +64,9 @@ def test_a_rank_with_other_weights_is_named():
 
 def test_a_loader_of_a_node_pack_must_make_the_same_layers():
     """It may follow a setting of ComfyUI's process. ComfyUI's own loaders may take other layers for another device."""
-    others, mine = replies(layers="others"), replies()
-    for reply in (*others[:1], *mine):
-        reply["layers"] = layers_of(transformer(0))
+    others = replies(layers="others")
     loader = Factory("/packs/p/loaders.py", "load_it", [], None, (), ())
-    verify(target(factory=loader), "d", mine, [10, 11])
+    verify(target(factory=loader), "d", replies(), [10, 11])
     verify(target(), "d", others, [10, 11])
     with pytest.raises(MirrorError, match=r"load_it made other layers of flux.safetensors on rank 1 \(pid 11\)"):
         verify(target(factory=loader), "d", others, [10, 11])

@@ -13,9 +13,11 @@ from cp_runtime.engine.collectives import CommStats
 from cp_runtime.pool.board import Board
 from cp_runtime.pool.cancel import CancelPoints
 from cp_runtime.pool.channel import SharedBlock
-from cp_runtime.pool.protocol import encode_header
+from cp_runtime.pool.messages import CallOutcome, Echo, Shutdown, Value, pack, unpack
 from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache, owned
-from cp_runtime.pool.worker import INLINE, SHUTDOWN, Worker, left_memory
+from cp_runtime.pool.worker import INLINE, Worker, left_memory
+
+OUTCOME = CallOutcome(degrees={}, at_work=1, room=None)
 
 
 @pytest.fixture
@@ -25,14 +27,14 @@ def block():
     block.close()
 
 
-def follower(block, header):
+def follower(block, message, nbytes=0):
     """A rank that is not the first, and the bytes that reach it by broadcast."""
     worker, received = Worker.__new__(Worker), []
     worker.rank, worker.cache, worker.request = 1, TensorCache(torch.device("cpu")), SharedBlock(block.fd)
     worker.cancel_points = CancelPoints(torch.zeros((), dtype=torch.int64), worker.rank)
-    data = encode_header(header)
+    data = pack(message, 1, nbytes)
     head = torch.zeros(16 + INLINE, dtype=torch.uint8)
-    head[:16].view(torch.int64)[:] = torch.tensor([len(data), header["nbytes"]])
+    head[:16].view(torch.int64)[:] = torch.tensor([len(data), nbytes])
     head[16 : 16 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def broadcast(tensor):
@@ -46,15 +48,15 @@ def follower(block, header):
 def test_residuals_are_neither_broadcast_nor_copied(block):
     residual = torch.randn(2, 1000, 64)
     arguments = {"x": torch.randn(1, 4), "control": {"input": [residual, residual, None], "output": [residual + 1]}}
-    message, packer = CallEncoder().encode(arguments, {"x"}, {"control"})
+    tree, drop, packer = CallEncoder().encode(arguments, {"x"}, {"control"})
     assert packer.nbytes < 2.1 * residual.nbytes  # each once
     packer.write(block.view(packer.nbytes))
 
-    worker, received = follower(block, {"command": "call", "nbytes": packer.nbytes, **message})
-    header, payload = worker._next()
+    worker, received = follower(block, Echo(value=tree, drop=drop), packer.nbytes)
+    frame, payload = worker._next()
     assert sum(received) == 16 + INLINE
 
-    value = worker.cache.unpack(header, payload)
+    value = worker.cache.unpack(frame.message, payload)
     first, second, third = value["control"]["input"]
     assert first is second
     assert third is None
@@ -87,11 +89,11 @@ def test_a_call_takes_no_less_time_than_its_communication(monkeypatch):
         worker.stats.started("all_to_all", 8)
         worker.stats.wait([SlowMessage(device, 0.01)], worker.device, on_host=False)
         device.work(0.005)
-    figures = worker.figures(began)
-    assert figures["communication"]["seconds"] == pytest.approx(0.03, abs=1e-3)
-    (times,) = time_by_rank([{**figures, "idle": False}])
+    report = worker.report(Value(), OUTCOME, began)
+    assert report.communication.seconds == pytest.approx(0.03, abs=1e-3)
+    (times,) = time_by_rank([report])
     assert times["compute"] >= 0.015
-    assert times["communication"] + times["compute"] == pytest.approx(figures["seconds"])
+    assert times["communication"] + times["compute"] == pytest.approx(report.seconds)
 
 
 def test_a_call_reports_its_own_peak_of_memory(monkeypatch):
@@ -101,33 +103,35 @@ def test_a_call_reports_its_own_peak_of_memory(monkeypatch):
     device.held, device.peak = 3 << 30, 20 << 30  # weights, and a large video before
     worker.stats.started("all_to_all", 8)
     worker.begin_figures()
-    figures = worker.figures(time.perf_counter())
-    assert figures["memory"]["device"] == 3 << 30
-    assert figures["communication"]["collectives"] == 0
+    report = worker.report(Value(), OUTCOME, time.perf_counter())
+    assert report.memory.device == 3 << 30
+    assert report.communication.collectives == 0
 
 
 def test_a_device_that_does_not_answer_is_no_second_error(monkeypatch):
     def raises(device, details):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    assert "host" in left_memory(torch.device("cpu"))["memory"]
-    monkeypatch.setattr("cp_runtime.pool.worker.memory", raises)
-    assert left_memory(torch.device("cpu")) == {"device_lost": True}
+    memory, lost = left_memory(torch.device("cpu"))
+    assert memory.host > 0
+    assert not lost
+    monkeypatch.setattr("cp_runtime.pool.worker.memory_of", raises)
+    assert left_memory(torch.device("cpu")) == (None, True)
 
 
 def test_the_report_on_a_failed_kernel_goes_out_although_the_device_is_lost(block, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    worker, _ = follower(block, {"command": "break", "nbytes": 0})
+    worker, _ = follower(block, Echo(value=None, drop=()))
     sent = []
     worker.device, worker.stats, worker.board = torch.device("cpu"), CommStats(), Board(SharedBlock(), 2)
-    worker.channel = SimpleNamespace(send=sent.append)
-    worker._handlers = {"break": fails}
-    monkeypatch.setattr("cp_runtime.pool.worker.memory", fails)
-    headers = iter([({"command": "break", "seq": 1}, None), ({"command": SHUTDOWN, "seq": 2}, None)])
-    worker._next = lambda: next(headers)
+    worker.channel = SimpleNamespace(send=lambda *message: sent.append(message))
+    worker._handlers = {Echo: fails}
+    monkeypatch.setattr("cp_runtime.pool.worker.memory_of", fails)
+    frames = iter([unpack(pack(Echo(value=None, drop=()), 1)), unpack(pack(Shutdown(), 2))])
+    worker._next = lambda: (next(frames), None)
     worker.serve()
-    (reply,) = sent
-    assert (reply["seq"], reply["ok"], reply["kind"], reply["device_lost"]) == (1, False, "RuntimeError", True)
-    assert "device-side assert" in reply["message"]
+    ((report, seq),) = sent
+    assert (seq, report.kind, report.device_lost) == (1, "RuntimeError", True)
+    assert "device-side assert" in report.message

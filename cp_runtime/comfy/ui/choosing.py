@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ...engine.cost import AttentionShape
 from ...engine.measuring import device_driver
 from ...engine.policy import CallSplit, CallWork, Known, Pool, Run, link_of, resized
 from ...nested import tensors
 from ...pool.call_times import CallTimes
 from ...pool.config import RuntimeConfig
+from ...pool.messages import CallReport
 from ...pool.worker_pool import WorkerPool
 from .shortages import Shortages
 
@@ -95,20 +95,20 @@ class Chooser:
                 return Chosen(name, alone, sizes, Known(resized(known.work, sizes[1] / size), known.default))
         return Chosen(name, None, sizes)
 
-    def note(self, config: RuntimeConfig, chosen: Chosen, replies: Sequence[Mapping[str, Any]], shared: bool) -> dict[str, Any]:
+    def note(self, config: RuntimeConfig, chosen: Chosen, reports: Sequence[CallReport], shared: bool) -> dict[str, Any]:
         """A call has ended. Returns what the report says about the choice."""
-        busy = [reply for reply in replies if not reply["idle"]]
-        seconds = [reply["seconds"] - reply["prelude"] for reply in busy]
-        inside = [reply["communication"]["seconds"] for reply in busy]
+        busy = [report for report in reports if not report.outcome.idle]
+        seconds = [report.seconds - report.outcome.prelude for report in busy]
+        inside = [report.communication.seconds for report in busy]
         compute = max(one - waited for one, waited in zip(seconds, inside, strict=True))
         run = Run(max(seconds), max(0.0, compute), min(inside))
         known = self.times.get(chosen.kind)
         if known is None:
-            degrees = replies[0]["degrees"]
-            default = CallSplit(tuple(range(len(replies))), degrees["batch"], degrees["ring"], degrees["ulysses"])
-            if default.at_work != len(replies):  # such as groups without an item: nothing could be told from it
+            degrees = reports[0].outcome.degrees
+            default = CallSplit(tuple(range(len(reports))), degrees["batch"], degrees["ring"], degrees["ulysses"])
+            if default.at_work != len(reports):  # such as groups without an item: nothing could be told from it
                 default = CallSplit(default.ranks, 1, 1, 1)
-            known = Known(_work_of(replies[0]), default)
+            known = Known(_work_of(reports[0]), default)
             if chosen.expected is not None:
                 known = replace(chosen.expected, work=replace(known.work, attentions=chosen.expected.work.attentions))
             self.times.put(chosen.kind, known)
@@ -168,11 +168,12 @@ def in_words(choice: Mapping[str, Any] | None) -> str:
     return f"{text}; {other['ranks']} would take {other['times']:.2f} times as long ({how})"
 
 
-def _work_of(reply: Mapping[str, Any]) -> CallWork:
-    work = reply["work"]
-    attentions = tuple((AttentionShape(*shape), count) for shape, count in work["attentions"])
-    result, weights = reply.get("nbytes", 0), reply["bytes"].get("weights", 0)
-    return CallWork(work["items"], work["sequence"], attentions, work["operations"], reply["modules"], result, weights)
+def _work_of(report: CallReport) -> CallWork:
+    if report.outcome.work is None:
+        raise ValueError("a call for which nobody chooses ranks")
+    return CallWork(
+        **vars(report.outcome.work), modules=report.modules, result=report.nbytes, weights=report.bytes.get("weights", 0)
+    )
 
 
 def _is_left_out(name: str) -> bool:

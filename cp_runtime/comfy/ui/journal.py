@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ...engine.measuring import device_driver
 from ...errors import ContextParallelError
 from ...pool.kept import KeptFile, KeptSeconds
+from ...pool.messages import CallReport
 from .run_timer import RunTimer
 from .speed import Speed
 
@@ -49,7 +50,7 @@ class CallRecord:
     """
 
     seconds: float
-    reports: list[dict[str, Any]]
+    reports: list[CallReport]
     pids: list[int]
     node: Node | None
     choice: dict[str, Any] | None = None
@@ -57,14 +58,12 @@ class CallRecord:
     @property
     def at_work(self) -> int:
         """Ranks that shared the call, which is not one of a VAE."""
-        ranks: int = self.reports[0]["at_work"]
-        return ranks
+        return self.reports[0].outcome.at_work
 
     @property
     def waiting_share(self) -> float:
         """Which part of the call rank 0 waited for other ranks and for the link."""
-        seconds: float = self.reports[0]["communication"]["seconds"]
-        return seconds / self.reports[0]["seconds"]
+        return self.reports[0].communication.seconds / self.reports[0].seconds
 
 
 @dataclass(frozen=True)
@@ -129,10 +128,11 @@ class CallSums:
         self._first = new
         self.last, self.count = record, self.count + 1
         report = record.reports[0]
-        self.rank_0["seconds"] += report["seconds"]
-        for kind in ("communication", "predicted"):
-            for what in ("seconds", "bytes"):
-                self.rank_0[f"{kind}_{what}"] += report[kind][what]
+        self.rank_0["seconds"] += report.seconds
+        self.rank_0["communication_seconds"] += report.communication.seconds
+        self.rank_0["communication_bytes"] += report.communication.bytes
+        self.rank_0["predicted_seconds"] += report.outcome.predicted_seconds
+        self.rank_0["predicted_bytes"] += report.outcome.predicted_bytes
         for total, parts in zip(self.times, time_by_rank(record.reports), strict=True):
             for part, seconds in parts.items():
                 total[part] += seconds
@@ -148,23 +148,23 @@ class CallSums:
         self.times = [dict.fromkeys(PARTS, 0.0) for _ in range(ranks)]
 
 
-def time_by_rank(reports: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+def time_by_rank(reports: Sequence[CallReport]) -> list[dict[str, float]]:
     """Where the time of a call went: seconds of compute, communication and wait of every rank; their sum is the same for all.
 
     A rank in a collective cannot tell a slow link from a late peer. The rank that waits least is the one that all others wait for:
     its time in collectives is counted as communication for every rank, and what others spend there beyond it as waiting, together
     with the time from the end of a rank's own work to that of the last one. A rank that does not take part waits all the time.
     """
-    inside = [report["communication"]["seconds"] for report in reports]
-    communication = min(seconds for report, seconds in zip(reports, inside, strict=True) if not report["idle"])
-    total = max(report["seconds"] for report in reports)
+    inside = [report.communication.seconds for report in reports]
+    communication = min(seconds for report, seconds in zip(reports, inside, strict=True) if not report.outcome.idle)
+    total = max(report.seconds for report in reports)
     return [
         {"compute": 0.0, "communication": 0.0, "wait": total}
-        if report["idle"]
+        if report.outcome.idle
         else {
-            "compute": report["seconds"] - seconds,
+            "compute": report.seconds - seconds,
             "communication": communication,
-            "wait": (seconds - communication) + (total - report["seconds"]),
+            "wait": (seconds - communication) + (total - report.seconds),
         }
         for report, seconds in zip(reports, inside, strict=True)
     ]

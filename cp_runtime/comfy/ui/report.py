@@ -8,6 +8,7 @@ from typing import Any
 
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
+from ...pool.messages import Compiled
 from ...version import VERSION
 from .apply import apply_to_model, check_model, timed
 from .choosing import in_words
@@ -62,7 +63,7 @@ def axes(degrees: Mapping[str, float], at_work: float | None) -> str:
 
 
 def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) -> dict[str, Any]:
-    config, degrees = model.cp_config, last.reports[0]["degrees"]
+    config, degrees = model.cp_config, last.reports[0].outcome.degrees
     mean = {name: total / calls.count for name, total in calls.rank_0.items()}
     return {
         "world_size": config.world_size,
@@ -76,7 +77,7 @@ def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) 
         "family": plan_for(model.model.diffusion_model).family,
         "weights": _weights(model, last),
         # Of the last call: kinds of compiled blocks, those that are not and why, and what rank 0 has compiled since it started.
-        "compiled": last.reports[0]["compiled"],
+        "compiled": _compiled(last.reports[0].outcome.compiled),
         "communication_share": round(calls.waiting_share, 4),
         # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
         "communication": {
@@ -90,10 +91,10 @@ def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) 
                 "rank": rank,
                 "pid": pid,
                 "device": config.devices[rank],
-                "tokens": report["tokens"],
+                "tokens": report.outcome.tokens,
                 "seconds": {part: round(total / calls.count, 4) for part, total in calls.times[rank].items()},
-                "host_memory": report["memory"]["host"],
-                "device_memory": report["memory"]["device"],
+                "host_memory": report.memory.host,
+                "device_memory": report.memory.device,
             }
             for rank, (pid, report) in enumerate(zip(last.pids, last.reports, strict=True))
         ],
@@ -110,8 +111,12 @@ def _weights(model: ContextParallelPatcher, last: CallRecord) -> dict[str, Any] 
         "placement": resident.choice.placement,
         "reason": resident.choice.reason,
         "device_bytes": resident.device_bytes,
-        "bytes_sent": last.reports[0]["bytes"].get("weights", 0),  # in a call; part of the bytes of communication
+        "bytes_sent": last.reports[0].bytes.get("weights", 0),  # in a call; part of the bytes of communication
     }
+
+
+def _compiled(compiled: Compiled) -> dict[str, Any]:
+    return {"kinds": compiled.kinds, "left": compiled.left, **compiled.counts}
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -113,8 +113,8 @@ def _activity(controller: Controller, workers: Workers, loading: tuple[str, floa
     record, speed = workers.last_call, controller.journal.speed
     if record is None or record.node != controller.node or not pool.alive:
         return ""  # what another node did says nothing about this one
-    report = record.reports[0]
-    ranks = f"{pool.world_size} ranks ({axes(report['degrees'], report.get('at_work'))})"
+    outcome = record.reports[0].outcome
+    ranks = f"{pool.world_size} ranks ({axes(outcome.degrees, outcome.at_work)})"
     if record.choice is not None and record.choice["ranks"] < pool.world_size:
         ranks = in_words(record.choice)  # else it looks as if the others did not work
     if speed is None or record is not controller.journal.calls.last:  # of a VAE
@@ -184,8 +184,8 @@ def _ranks(pool: WorkerPool, waiting: list[int]) -> str:
 def _described(controller: Controller, record: CallRecord) -> dict[str, Any]:
     calls = controller.journal.calls
     return {
-        "degrees": record.reports[0]["degrees"],
-        "at_work": sum(not report["idle"] for report in record.reports),
+        "degrees": record.reports[0].outcome.degrees,
+        "at_work": sum(not report.outcome.idle for report in record.reports),
         "choice": in_words(record.choice),
         "seconds": record.seconds,
         # Of the run that the call belongs to, as the report has it; a call of a VAE belongs to none.
@@ -230,12 +230,12 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
         "pid": pid,
         "state": state,
         "culprit": culprit,
-        "idle": bool(last and same and last.reports[rank]["idle"]),
+        "idle": bool(last and same and last.reports[rank].outcome.idle),
         "process": kernel,
         "modules": at.modules,
         "seconds_since_heartbeat": since,
-        "memory": {"host": resident_bytes(pid), "device": last.reports[rank]["memory"]["device"] if last else 0},
-        "tokens": record.reports[rank]["tokens"] if record else {},
+        "memory": {"host": resident_bytes(pid), "device": last.reports[rank].memory.device if last else 0},
+        "tokens": record.reports[rank].outcome.tokens if record else {},
         "models": workers.models if state in ("idle", "computing") else [],
         "last_error": failure.message if failure is not None and culprit else None,
     }

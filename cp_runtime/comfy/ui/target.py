@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ...engine.weights.blocks import sizes_of
 from ...errors import MirrorError
+from ...pool.messages import Loaded
 from ..wire.modules import layers_of
 from ..wire.recipe import Recipe
 from ..wire.weight_samples import differing_weight, sample_weights
@@ -72,7 +73,7 @@ def comparable_weights(patcher: Any) -> Mapping[str, str]:
     return sample_weights(patcher.model.diffusion_model, without=patched)
 
 
-def verify(target: Target, digest: str, replies: list[dict[str, Any]], pids: list[int]) -> None:
+def verify(target: Target, digest: str, replies: Sequence[Loaded], pids: list[int]) -> None:
     """Compare what every rank reports about its mirror with the UI process's model.
 
     Raises:
@@ -84,8 +85,8 @@ def verify(target: Target, digest: str, replies: list[dict[str, Any]], pids: lis
         "dtype": target.dtype,
         "cast_dtype": target.cast_dtype,
     }
-    if len({tuple(reply["formats"]) for reply in replies}) > 1:
-        able = "; ".join(f"rank {rank} in {', '.join(reply['formats']) or 'none'}" for rank, reply in enumerate(replies))
+    if len({reply.formats for reply in replies}) > 1:
+        able = "; ".join(f"rank {rank} in {', '.join(reply.formats) or 'none'}" for rank, reply in enumerate(replies))
         raise MirrorError(
             f"{os.path.basename(target.recipe.path)} is multiplied in its quantised format by some of the devices, and cast by "
             f"others: {able}. Parts of the result would differ. Leave out the devices that differ (devices of CP Config), or load "
@@ -94,7 +95,7 @@ def verify(target: Target, digest: str, replies: list[dict[str, Any]], pids: lis
     samples = target.samples()
     file = os.path.basename(target.recipe.path)
     for rank, reply in enumerate(replies):
-        weight = differing_weight(samples, reply["samples"])
+        weight = differing_weight(samples, reply.samples)
         if weight is not None:
             raise MirrorError(
                 f"rank {rank} (pid {pids[rank]}) read another weight {weight} from {file} than ComfyUI holds. Either the file was "
@@ -102,14 +103,14 @@ def verify(target: Target, digest: str, replies: list[dict[str, Any]], pids: lis
                 "and node cache, or restart it, so that it loads the file again; if that does not help, remove the node that "
                 "changes the weight."
             )
-        if target.recipe.factory is not None and reply["layers"] != target.layers():
+        if target.recipe.factory is not None and reply.layers != target.layers():
             raise MirrorError(
                 f"{target.recipe.factory.function} made other layers of {file} on rank {rank} (pid {pids[rank]}) than in ComfyUI's "
                 "process. It follows settings that a node has changed there. Use Load Diffusion Model or Load Checkpoint."
             )
         for name, value in expected.items():
-            if reply[name] != value:
+            if getattr(reply, name) != value:
                 raise MirrorError(
-                    f"rank {rank} (pid {pids[rank]}) has {name} {reply[name]} for {file}; the UI "
+                    f"rank {rank} (pid {pids[rank]}) has {name} {getattr(reply, name)} for {file}; the UI "
                     f"process has {value}. All ranks must hold the same model: choose a weight_dtype that every device supports."
                 )

@@ -46,6 +46,6 @@ class StepBar:
         record = None if workers is None else workers.last_call
         if record is not None:
             _steps.pop(self._kind, None)
-            _steps[self._kind] = record.reports[0]["modules"]
+            _steps[self._kind] = record.reports[0].modules
             if len(_steps) > MOST:
                 del _steps[next(iter(_steps))]

@@ -7,8 +7,8 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ...errors import RankOutOfMemory
 from ...nested import tensors
 from ...pool.config import RuntimeConfig
 from ...pool.kept import KeptFile, KeptSeconds
+from ...pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Unload
 from ...pool.protocol import TensorPacker, flatten
 from ...pool.settings import load_timeout
 from ...pool.tensor_cache import CallEncoder
@@ -168,7 +169,7 @@ class Workers:
     @property
     def room(self) -> int | None:
         """Bytes that a call can take on the device of every rank, after the last call; None before it and where ranks are CPUs."""
-        return None if self.last_call is None else self._for_every_rank([report["room"] for report in self.last_call.reports])
+        return None if self.last_call is None else self._for_every_rank([report.outcome.room for report in self.last_call.reports])
 
     def serves(self, config: RuntimeConfig) -> bool:
         """Whether calls with this config can run here."""
@@ -211,8 +212,8 @@ class Workers:
             self._shortages.note(self.pool.config.devices, target.key, resident.choice.placement)
 
     def _available(self, cancelled: Callable[[], bool]) -> int | None:
-        replies = self.pool.request("available", {}, timeout=load_timeout(), cancelled=cancelled)
-        return self._for_every_rank([reply["available"] for reply in replies])
+        replies = self.pool.request(Available(), timeout=load_timeout(), cancelled=cancelled)
+        return self._for_every_rank([reply.available for reply in replies])
 
     def _for_every_rank(self, free: list[int | None]) -> int | None:
         """Bytes that every rank can take, given what each sees of its device; None where ranks are CPUs."""
@@ -228,7 +229,7 @@ class Workers:
         self._networks.difference_update(gone)
         gone += [key for key in forgotten if self._resident.pop(key, None) is not None]
         if gone:
-            self.pool.request("drop", {"keys": gone}, timeout=load_timeout(), cancelled=cancelled)
+            self.pool.request(Drop(keys=tuple(gone)), timeout=load_timeout(), cancelled=cancelled)
 
     def load(self, config: RuntimeConfig, target: Target, choice: Choice, cancelled: Callable[[], bool]) -> None:
         """Make the ranks' model equal to `target`.
@@ -248,29 +249,25 @@ class Workers:
         packer = TensorPacker()
         tree = flatten(encode_weight_patches(target.patches), packer.add)
         self._resident.pop(target.key, None)
-        body = {
-            "key": target.key,
-            "recipe": target.recipe.as_json(),
-            "patches": tree,
-            "patches_uuid": target.patches_uuid,
-            "placement": choice.placement,
-            "device_bytes": target.demand.on_device(choice.placement, self.pool.world_size),
-        }
+        held = target.demand.on_device(choice.placement, self.pool.world_size)
+        request = Load(
+            key=target.key, recipe=target.recipe.as_json(), patches=tree, patches_uuid=target.patches_uuid,
+            placement=choice.placement, device_bytes=held,
+        )  # fmt: skip
         name = self._model = name_of(target.recipe.path, self.pool.site.arguments["model_folders"])
         self._on_change()
-        replies = self.pool.request("load", body, packer, timeout=load_timeout(), cancelled=cancelled)
+        replies = self.pool.request(request, packer, timeout=load_timeout(), cancelled=cancelled)
         verify(target, weight_patches_digest(tree, self.pool.payload(packer.nbytes)), replies, self.pool.pids)
         self.pool.trim()
-        held = body["device_bytes"]
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
         self._warm.pop(target.key, None)  # the next call puts weights and patches on the devices
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
             name,
-            replies[0]["bytes"] / 1e6,
+            replies[0].bytes / 1e6,
             len(target.patches),
             self.pool.world_size,
-            max(reply["seconds"] for reply in replies),
+            max(reply.seconds for reply in replies),
             choice.reason,
         )
 
@@ -278,8 +275,8 @@ class Workers:
         """Send the networks that patches of a call refer to, by key, each once."""
         for key in networks.keys() - self._networks:
             packer = TensorPacker()
-            body = {"key": key, "network": flatten(encode_module(networks[key]), packer.add)}
-            self.pool.request("attach_network", body, packer, timeout=load_timeout(), cancelled=cancelled)
+            request = AttachNetwork(key=key, network=flatten(encode_module(networks[key]), packer.add))
+            self.pool.request(request, packer, timeout=load_timeout(), cancelled=cancelled)
             self.pool.trim()
             self._networks.add(key)
             weakref.finalize(networks[key], self._unused.append, key).atexit = False
@@ -349,7 +346,7 @@ class Workers:
     ) -> tuple[Any, CallRecord]:
         """Run a call on the ranks of a split, None = on all. Returns its output and its record."""
         began, key = time.monotonic(), target.key
-        message, packer = self._encoder.encode(call.arguments, set(call.leading), IN_PLACE)
+        value, drop, packer = self._encoder.encode(call.arguments, set(call.leading), IN_PLACE)
         shapes = tuple(value.shape for value in call.arguments.values() if isinstance(value, Tensor))
         kind = (key, call.method, shapes, tuple(tile.shape for tile in tensors(call.arguments.get(INPUT))))
         sequence = (
@@ -357,35 +354,36 @@ class Workers:
         )
         ranks = set(range(self.pool.world_size) if split is None else split.ranks)
         at_work = len(ranks) if split is None else split.at_work
-        body = {
-            "key": key,
-            "method": call.method,
-            "sequence": asdict(sequence),
-            "split": None if split is None else asdict(split),
-            "batch_degree": 1 if call.patches.mixes_batch else config.batch_degree,
-            "leading": list(call.leading),
-            "memory_scale": call.memory_scale,
-            "compile": call.compile,
-            "compile_or_raise": config.on_unsupported == "error",
-            "cancel_every": self._pace.modules_per_check(kind, at_work),
-            **message,
-        }
+        request = Call(
+            key=key,
+            method=call.method,
+            sequence=sequence,
+            split=split,
+            batch_degree=1 if call.patches.mixes_batch else config.batch_degree,
+            leading=call.leading,
+            memory_scale=call.memory_scale,
+            compile=call.compile,
+            compile_or_raise=config.on_unsupported == "error",
+            cancel_every=self._pace.modules_per_check(kind, at_work),
+            value=value,
+            drop=drop,
+        )
         self._model = self._resident[key].name
         self._on_change()
         timeout = config.step_timeout if ranks <= self._warm.get(key, set()) else max(config.step_timeout, load_timeout())
-        replies = self.pool.request("call", body, packer, timeout=timeout, cancelled=cancelled)
+        replies = self.pool.request(request, packer, timeout=timeout, cancelled=cancelled)
         self._encoder.delivered()
         self._warm.setdefault(key, set()).update(ranks)
         self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
         seconds = time.monotonic() - began
-        self._pace.note(kind, at_work, seconds, replies[0]["modules"])
-        reports = [{name: value for name, value in reply.items() if name != "value"} for reply in replies]
+        self._pace.note(kind, at_work, seconds, replies[0].modules)
+        reports = [replace(reply, value=None) for reply in replies]
         return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids, node=node)
 
-    def _warn_of_left(self, replies: list[dict[str, Any]]) -> None:
+    def _warn_of_left(self, reports: Sequence[CallReport]) -> None:
         """Say once which blocks run as they are although the graph asks for compiled ones."""
-        for block, why in {block: why for reply in replies for block, why in reply["compiled"]["left"].items()}.items():
+        for block, why in {block: why for report in reports for block, why in report.outcome.compiled.left.items()}.items():
             if block not in self._left:
                 self._left.add(block)
                 log.warning("Torch Compile: blocks of kind %s run as they are: %s", block, why)
@@ -395,7 +393,7 @@ class Workers:
         del self._resident[key]
         self._encoder.reset()
         self._networks.clear()
-        self.pool.request("unload", {"key": key}, timeout=UNLOAD_TIMEOUT)
+        self.pool.request(Unload(key=key), timeout=UNLOAD_TIMEOUT)
         self.pool.trim()
 
     def make_room(self, device: str, key: str | None) -> None:
@@ -411,7 +409,7 @@ class Workers:
             self.aside.add(key)
             self._warm.get(key, set()).difference_update(ranks)
             self._encoder.reset()
-        self.pool.request("make_room", {"key": key, "ranks": sorted(ranks)}, timeout=UNLOAD_TIMEOUT)
+        self.pool.request(MakeRoom(key=key, ranks=tuple(sorted(ranks))), timeout=UNLOAD_TIMEOUT)
 
 
 def name_of(path: str, folders: Collection[str]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MirrorError
+from ...pool.typed import decode
 
 LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
 VAE_LOADERS = ("load_vae_patcher", "load_checkpoint_vae_patcher")
@@ -71,9 +72,9 @@ class Recipe:
     def from_json(cls, sent: Mapping[str, Any]) -> Recipe:
         """Inverse of `as_json`. Raises MirrorError for what that does not make."""
         try:
-            factory = sent.get("factory")
-            return cls(**{**sent, "factory": None if factory is None else _factory(**factory)})
-        except TypeError as error:
+            recipe: Recipe = decode(cls, sent)
+            return recipe
+        except ValueError as error:
             raise MirrorError(f"malformed recipe: {error}") from error
 
     def as_json(self) -> dict[str, Any]:
@@ -83,18 +84,6 @@ class Recipe:
     def key(self) -> str:
         """Identifies recipe and file content."""
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _factory(file: Any, function: Any, arguments: Any, place: Any, sources: Any, models: Any) -> Factory:
-    """A Factory, of what JSON brought. Raises TypeError for other types; what they say is checked where it is used."""
-    lists = (arguments, sources, models)
-    if not all(isinstance(text, str) for text in (file, function)) or not all(isinstance(each, list) for each in lists):
-        raise TypeError("a loader without a name, or arguments that are no list")
-    if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in (*sources, *models)):
-        raise TypeError("a file of a loader without its state")
-    if place is not None and type(place) is not int:
-        raise TypeError(f"place {place!r} of a model")
-    return Factory(file, function, arguments, place, tuple(map(tuple, sources)), tuple(map(tuple, models)))
 
 
 def is_inside(path: str, folders: Iterable[str]) -> bool:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,13 +25,13 @@ from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
 from ...engine.cost import DegreePlanner
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import BatchMesh, SequenceMesh, reduced
-from ...engine.policy import CallSplit
 from ...engine.state import CallState
 from ...engine.weights.sharded import ShardedWeights
 from ...errors import CompileError, MirrorError
 from ...families import plan_for
 from ...families.family import FamilyPlan
 from ...nested import stored, tensors
+from ...pool.messages import AttachNetwork, Call, CallOutcome, Compiled, Load, Loaded, Work
 from ...pool.protocol import read_tensor, unflatten
 from ...pool.tensor_cache import owned
 from ..wire.compiled import decode_compile
@@ -56,14 +56,7 @@ log = logging.getLogger("context_parallel.worker")
 
 SPARE = 4  # times what a call needs: so much is given back to the weights. Calls of one run differ by less
 METHODS = ("forward", "_forward")
-IDLE = {
-    "idle": True,
-    "degrees": {"ulysses": 1, "ring": 1, "batch": 1},
-    "tokens": {},
-    "predicted": {"seconds": 0.0, "bytes": 0},
-    "prelude": 0.0,
-}
-"""What a rank reports of a call that it does not take part in."""
+ALONE = {"ulysses": 1, "ring": 1, "batch": 1}
 
 
 @dataclass
@@ -137,29 +130,28 @@ class Mirrors:
         self.folders, self.node_folders = folders, node_folders
         self.entries: dict[str, Mirror] = {}
 
-    def load(self, header: dict[str, Any], block: Tensor, mesh: BatchMesh | None = None) -> dict[str, Any]:
-        """Load the model of `header` if it is new, and take its weight patches. The next call moves both to the device.
+    def load(self, request: Load, block: Tensor, mesh: BatchMesh | None = None) -> Loaded:
+        """Load the model of a request if it is new, and take its weight patches. The next call moves both to the device.
 
         Args:
             block: with tensors of the patches, which stay in it.
             mesh: the ranks, where they share the weights out.
         """
         began = time.perf_counter()
-        key, placement = header["key"], header.get("placement", WHOLE)
+        key, placement = request.key, request.placement
         if key in self.entries and self.entries[key].placement != placement:
             self.drop([key])
         mirror = self.entries.get(key)
         if mirror is None:
-            path, ranks = header["recipe"]["path"], None if placement == WHOLE or mesh is None else mesh.sequence().weights
+            recipe = Recipe.from_json(request.recipe)
+            path, ranks = recipe.path, None if placement == WHOLE or mesh is None else mesh.sequence().weights
             # Where calls compute on the host they would convert again and again.
-            patcher, missing = self._load_file(
-                Recipe.from_json(header["recipe"]), cast_later=ranks is not None or self.device.type != "cpu"
-            )
+            patcher, missing = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
             if ranks is None:
                 FileWeightsPatcher.adopt(patcher, path, self.progress)
             else:
                 SharedWeightsPatcher.share(
-                    patcher, path, ranks, header["device_bytes"], self.progress, on_host=placement == OFFLOADED
+                    patcher, path, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
                 )
             if own_formats(patcher.model, self.device):
                 Experts.find(network_of(patcher))
@@ -167,50 +159,52 @@ class Mirrors:
             samples = sample_weights(network_of(patcher), without=missing)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
             mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes)
-        self._patch(mirror, header, block)
+        self._patch(mirror, request, block)
         self.entries[key] = mirror
         model = mirror.patcher.model
         dtype, cast_dtype = dtypes_of(model)
-        return {
-            "digest": weight_patches_digest(header["patches"], block),
-            "patches_uuid": str(mirror.patcher.patches_uuid),
-            "dtype": dtype,
-            "cast_dtype": cast_dtype,
-            "formats": own_formats(model, self.device),
-            "samples": mirror.samples,
-            "layers": layers_of(mirror.model),
-            "bytes": model_management.module_size(model),
-            "seconds": time.perf_counter() - began,
-        }
+        return Loaded(
+            digest=weight_patches_digest(request.patches, block),
+            patches_uuid=str(mirror.patcher.patches_uuid),
+            dtype=dtype,
+            cast_dtype=cast_dtype,
+            formats=tuple(own_formats(model, self.device)),
+            samples=mirror.samples,
+            layers=layers_of(mirror.model),
+            bytes=model_management.module_size(model),
+            seconds=time.perf_counter() - began,
+        )
 
     def call(
         self,
-        header: dict[str, Any],
+        request: Call,
         arguments: dict[str, Any],
         mesh: BatchMesh,
         planner_for: Callable[[SequenceMesh, tuple[int, ...]], DegreePlanner],
         on_module: Callable[[], None],
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[Any, CallOutcome]:
         """Run the model's own forward with `arguments` (by name) on all ranks, or on those that the call's split names.
 
         Args:
             planner_for: mesh of the ranks that share a sequence, all ranks that take part -> planner of the call.
 
         Returns:
-            the output, and what the call did, for the report. On a rank that idles, nothing and an empty report.
+            the output, and what the call did. On a rank that idles, no output.
         """
         began = time.perf_counter()
-        mirror, forward = self._forward_of(header)
-        plan, leading = mirror.installed.plan, header["leading"]
-        may_share = plan.batch_is_shared(arguments) and header["batch_degree"] != 1
-        split, members = CallSplit.from_json(header.get("split")), tuple(range(mesh.size))
-        degree = header["batch_degree"] if may_share else 1
+        mirror, forward = self._forward_of(request)
+        plan, leading = mirror.installed.plan, request.leading
+        may_share = plan.batch_is_shared(arguments) and request.batch_degree != 1
+        split, members = request.split, tuple(range(mesh.size))
+        degree = request.batch_degree if may_share else 1
         shares = share_out(arguments, leading, mesh.size, degree, plan.shares_sequence, mesh.group_shares)
         items = shares.items // shares.unit if may_share else 1
         if split is not None and split.batch <= items:
             team = mesh.team(split.ranks, split.groups, split.ring, split.ulysses)
             if team is None:
-                return None, {**IDLE, "room": room(self.device), "compiled": _compiled(mirror)}
+                return None, CallOutcome(
+                    idle=True, degrees=ALONE, at_work=split.at_work, room=room(self.device), compiled=_compiled(mirror)
+                )
             mesh, members = team, split.ranks
             own = mesh.group_shares(split.groups)[: split.batch]  # with copies, the results of the first groups count
             shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
@@ -220,24 +214,26 @@ class Mirrors:
         part = {**owned(part, self.device), **in_place}
         planner = planner_for(sequence, members)
         latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
-        needed = mirror.patcher.memory_required(list(latent)) * header["memory_scale"] * sequence.part
+        needed = mirror.patcher.memory_required(list(latent)) * request.memory_scale * sequence.part
         self.free_buffers(mirror)
         self.to_device(mirror, needed)
-        mirror.compile(
-            decode_compile(header["compile"]) if header.get("compile") else None,
-            _raise if header.get("compile_or_raise") else _go_on,
-        )
+        mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
         prelude = time.perf_counter() - began
         # Not inference_mode, in which nobody knows of changes in place: see `CallState.once`.
         with torch.no_grad(), shared_scales(mesh.whole):
             out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
-            return shares.gather(out, mesh), {
-                **_report(shares, planner, state),
-                "work": self._work(mirror, shares, items, planner, state),
-                "prelude": prelude,
-                "room": room(self.device),
-                "compiled": _compiled(mirror),
-            }
+            ring, ulysses = planner.chosen or (1, 1)
+            return shares.gather(out, mesh), CallOutcome(
+                degrees={"ulysses": ulysses, "ring": ring, "batch": shares.groups},
+                at_work=shares.groups * planner.ranks,
+                tokens={name: state.layout((name,)).local_lengths[state.rank] for name in state.lengths},
+                room=room(self.device),
+                compiled=_compiled(mirror),
+                predicted_seconds=planner.seconds,
+                predicted_bytes=planner.bytes_sent,
+                work=self._work(mirror, shares, items, planner, state),
+                prelude=prelude,
+            )
 
     def free_buffers(self, mirror: Mirror) -> None:
         """Have all models but one give back what they hold for the blocks that are on their way."""
@@ -245,17 +241,17 @@ class Mirrors:
             if other is not mirror and other.weights is not None:
                 other.weights.free_buffers()
 
-    def _work(self, mirror: Mirror, shares: BatchShares, items: int, planner: DegreePlanner, state: CallState) -> dict[str, Any]:
+    def _work(self, mirror: Mirror, shares: BatchShares, items: int, planner: DegreePlanner, state: CallState) -> Work:
         """What the call is, whoever computes it: see `engine.policy.CallWork`."""
         start, stop = shares.held(0)
         own = max(1, (stop - start) // shares.unit) if items > 1 else 1  # items that were computed here
         weights = mirror.nbytes / mirror.patcher.model.get_dtype().itemsize
-        return {
-            "items": items,
-            "sequence": mirror.installed.plan.shares_sequence,
-            "attentions": [[astuple(replace(shape, batch=shape.batch / own)), n] for shape, n in planner.attentions.items()],
-            "operations": 2 * weights * sum(state.lengths.values()),
-        }
+        return Work(
+            items=items,
+            sequence=mirror.installed.plan.shares_sequence,
+            attentions=tuple((replace(shape, batch=shape.batch / own), count) for shape, count in planner.attentions.items()),
+            operations=2 * weights * sum(state.lengths.values()),
+        )
 
     def available(self) -> int | None:
         """Bytes of its device that a model of this rank and its calls could take; None for a CPU."""
@@ -276,10 +272,10 @@ class Mirrors:
                 model_management.load_models_gpu(wanted, memory_required=needed)
             mirror.reserved = needed
 
-    def attach_network(self, header: dict[str, Any], block: Tensor) -> None:
+    def attach_network(self, request: AttachNetwork, block: Tensor) -> None:
         """Take a network that patches of other nodes refer to. The next call moves it to the device."""
-        tree = unflatten(header["network"], lambda leaf: read_tensor(block, leaf).clone())
-        attach_network(header["key"], tree, self.device)
+        tree = unflatten(request.network, lambda leaf: read_tensor(block, leaf).clone())
+        attach_network(request.key, tree, self.device)
 
     def drop(self, keys: Iterable[str]) -> None:
         """Drop models and networks of patches that are gone."""
@@ -304,24 +300,24 @@ class Mirrors:
         for mirror in self.entries.values():
             if mirror.weights is not None:
                 mirror.weights.free_buffers()
-        leaving = [] if key is None else [self.mirror_of({"key": key}).patcher, *ATTACHED.values()]
+        leaving = [] if key is None else [self.mirror_of(key).patcher, *ATTACHED.values()]
         for loaded in list(model_management.current_loaded_models):
             if any(loaded.model is patcher for patcher in leaving):
                 loaded.model_unload()
                 model_management.current_loaded_models.remove(loaded)
         model_management.soft_empty_cache()
 
-    def _forward_of(self, header: dict[str, Any]) -> tuple[Mirror, Callable[..., Any]]:
+    def _forward_of(self, request: Call) -> tuple[Mirror, Callable[..., Any]]:
         """The model of a call, and the method of it that the call runs."""
-        mirror = self.mirror_of(header)
-        if header["method"] not in METHODS:
-            raise MirrorError(f"a call of {header['method']!r}, which is no forward")
-        forward: Callable[..., Any] = getattr(mirror.model, header["method"])
+        mirror = self.mirror_of(request.key)
+        if request.method not in METHODS:
+            raise MirrorError(f"a call of {request.method!r}, which is no forward")
+        forward: Callable[..., Any] = getattr(mirror.model, request.method)
         return mirror, forward
 
-    def mirror_of(self, header: dict[str, Any]) -> Mirror:
+    def mirror_of(self, key: str) -> Mirror:
         """The model of a call."""
-        mirror = self.entries.get(header["key"])
+        mirror = self.entries.get(key)
         if mirror is None:
             raise MirrorError("the model of this call is not loaded on the workers")
         return mirror
@@ -348,12 +344,12 @@ class Mirrors:
         make = partial(call_factory, node_folders=self.node_folders, model_folders=self.folders)
         return load_recipe(recipe, cast_later=cast_later, make=make)
 
-    def _patch(self, mirror: Mirror, header: dict[str, Any], block: Tensor) -> None:
-        patches = decode_weight_patches(unflatten(header["patches"], lambda leaf: read_tensor(block, leaf)))
+    def _patch(self, mirror: Mirror, request: Load, block: Tensor) -> None:
+        patches = decode_weight_patches(unflatten(request.patches, lambda leaf: read_tensor(block, leaf)))
         unknown = patches.keys() - mirror.names
         if unknown:
             raise MirrorError(f"{len(unknown)} patched weights do not exist on the workers, the first is {min(unknown)}")
-        mirror.patcher.patches, mirror.patcher.patches_uuid = patches, header["patches_uuid"]
+        mirror.patcher.patches, mirror.patcher.patches_uuid = patches, request.patches_uuid
 
 
 def room_changes(reserved: float, needed: float, offloaded: bool) -> bool:
@@ -381,21 +377,7 @@ def _go_on(error: CompileError) -> None:
     """The report of the call says which blocks are not compiled."""
 
 
-def _compiled(mirror: Mirror) -> dict[str, Any]:
+def _compiled(mirror: Mirror) -> Compiled:
     """What of a model is compiled, and what this process compiled so far."""
     blocks = mirror.compiled
-    if blocks is None:
-        return {"kinds": {}, "left": {}}
-    return {"kinds": blocks.kinds, "left": blocks.left, **compiler_counts()}
-
-
-def _report(shares: BatchShares, planner: DegreePlanner, state: CallState) -> dict[str, Any]:
-    """What a call did on this rank."""
-    ring, ulysses = planner.chosen or (1, 1)
-    return {
-        "idle": False,
-        "degrees": {"ulysses": ulysses, "ring": ring, "batch": shares.groups},
-        "at_work": shares.groups * planner.ranks,  # more than the degrees say, where no attention is shared
-        "tokens": {name: state.layout((name,)).local_lengths[state.rank] for name in state.lengths},
-        "predicted": {"seconds": planner.seconds, "bytes": planner.bytes_sent},
-    }
+    return Compiled() if blocks is None else Compiled(kinds=blocks.kinds, left=blocks.left, counts=compiler_counts())

@@ -10,10 +10,23 @@ import comfy.options
 from torch import Tensor
 
 from ...compat import on_compilation
-from ...engine.config import SequenceSettings
 from ...engine.cost import DegreePlanner
 from ...engine.profiling import CallTraces
 from ...pool.faults import inject
+from ...pool.messages import (
+    AttachNetwork,
+    Available,
+    Call,
+    CallReport,
+    Done,
+    Drop,
+    Load,
+    Loaded,
+    MakeRoom,
+    Request,
+    Room,
+    Unload,
+)  # fmt: skip
 from ...pool.worker import Handler, Worker
 from ..wire.vae import VAE_METHODS
 
@@ -49,68 +62,67 @@ class ModelService:
         self._told_when_compiling = False
 
     @property
-    def handlers(self) -> Mapping[str, Handler]:
-        """By command."""
+    def handlers(self) -> Mapping[type[Request[Any]], Handler]:
+        """By kind of request."""
         return {
-            "load": self._load,
-            "attach_network": self._attach_network,
-            "drop": self._drop,
-            "call": self._call,
-            "unload": self._unload,
-            "make_room": self._make_room,
-            "available": self._available,
+            Load: self._load,
+            AttachNetwork: self._attach_network,
+            Drop: self._drop,
+            Call: self._call,
+            Unload: self._unload,
+            MakeRoom: self._make_room,
+            Available: self._available,
         }
 
-    def _load(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
+    def _load(self, request: Load, block: Tensor) -> Loaded:
         kept = self._worker.keep(block)
         inject(self._worker.rank, "load")
-        return self._mirrors.load(header, kept, self._worker.mesh)
+        return self._mirrors.load(request, kept, self._worker.mesh)
 
-    def _attach_network(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
-        self._mirrors.attach_network(header, block)
-        return {}
+    def _attach_network(self, request: AttachNetwork, block: Tensor) -> Done:
+        self._mirrors.attach_network(request, block)
+        return Done()
 
-    def _drop(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
-        self._mirrors.drop(header["keys"])
-        return {}
+    def _drop(self, request: Drop, _: Tensor) -> Done:
+        self._mirrors.drop(request.keys)
+        return Done()
 
-    def _unload(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
+    def _unload(self, request: Unload, _: Tensor) -> Done:
         self._worker.cache.clear()
-        self._mirrors.unload(header["key"])
-        return {}
+        self._mirrors.unload(request.key)
+        return Done()
 
-    def _make_room(self, header: dict[str, Any], _: Tensor) -> dict[str, Any]:
-        if header["key"] is not None:
+    def _make_room(self, request: MakeRoom, _: Tensor) -> Done:
+        if request.key is not None:
             self._worker.cache.clear()
-        if self._worker.rank in header["ranks"]:
-            self._mirrors.make_room(header["key"])
-        return {}
+        if self._worker.rank in request.ranks:
+            self._mirrors.make_room(request.key)
+        return Done()
 
-    def _available(self, _: dict[str, Any], __: Tensor) -> dict[str, Any]:
-        return {"available": self._mirrors.available()}
+    def _available(self, _: Available, __: Tensor) -> Room:
+        return Room(available=self._mirrors.available())
 
-    def _call(self, header: dict[str, Any], block: Tensor) -> dict[str, Any]:
+    def _call(self, request: Call, block: Tensor) -> CallReport:
         worker = self._worker
         began = time.perf_counter()
-        arguments = worker.cache.unpack(header, block)
+        arguments = worker.cache.unpack(request, block)
         worker.begin_figures()
-        settings = SequenceSettings(**header["sequence"])
-        if header["compile"] and not self._told_when_compiling:
+        if request.compile and not self._told_when_compiling:
             on_compilation(worker.compiling)
             self._told_when_compiling = True
-        on_module = worker.module_hook(header["cancel_every"])
+        on_module = worker.module_hook(request.cancel_every)
         with self._traces.call():
-            if header["method"] in VAE_METHODS:
+            if request.method in VAE_METHODS:
                 from .vae import call_vae  # brings up ComfyUI, as the mirrors have
 
-                out, done = call_vae(self._mirrors, header, arguments, worker.mesh, on_module)
+                out, outcome = call_vae(self._mirrors, request, arguments, worker.mesh, on_module)
             else:
-                out, done = self._mirrors.call(
-                    header,
+                out, outcome = self._mirrors.call(
+                    request,
                     arguments,
                     worker.mesh,
-                    lambda mesh, members: DegreePlanner(settings, mesh.size, worker.measured.of(members), mesh.shares),
+                    lambda mesh, members: DegreePlanner(request.sequence, mesh.size, worker.measured.of(members), mesh.shares),
                     on_module,
                 )
-            reply = worker.result(out)
-        return {**reply, **done, **worker.figures(began)}
+            result = worker.result(out)
+        return worker.report(result, outcome, began)

@@ -17,6 +17,7 @@ from ...engine.rows.plan import run_on_rows
 from ...engine.sharding import in_rounds
 from ...errors import PlanError
 from ...nested import map_tensors
+from ...pool.messages import Call, CallOutcome
 from ...vaes import row_plan_for
 from ..wire.vae import INPUT, TILES
 from .mirrors import Mirror, Mirrors
@@ -24,9 +25,9 @@ from .room import room
 
 
 def call_vae(
-    mirrors: Mirrors, header: dict[str, Any], arguments: dict[str, Any], mesh: BatchMesh, on_step: Callable[[], None]
-) -> tuple[Any, dict[str, Any]]:
-    """Decode or encode on all ranks. Returns what rank 0 has of it, and what the call did, for the report.
+    mirrors: Mirrors, request: Call, arguments: dict[str, Any], mesh: BatchMesh, on_step: Callable[[], None]
+) -> tuple[Any, CallOutcome]:
+    """Decode or encode on all ranks. Returns what rank 0 has of it, and what the call did.
 
     Args:
         arguments: INPUT, its dimensions in the order in which they lie in memory; `order`, which dimension each of them is;
@@ -34,10 +35,10 @@ def call_vae(
             rank. `exact`: `ratio`, see `run_on_rows`. `tiles`: `shapes` of the results.
         on_step: called at every convolution, or before every tile: as often on all ranks.
     """
-    mirror = mirrors.mirror_of(header)
+    mirror = mirrors.mirror_of(request.key)
     mirrors.free_buffers(mirror)
-    mirrors.to_device(mirror, arguments["memory"] * header["memory_scale"], networks=False)
-    run = partial(_run, mirror, header["method"], mirrors.device, arguments["dtype"], arguments["out_dtype"])
+    mirrors.to_device(mirror, arguments["memory"] * request.memory_scale, networks=False)
+    run = partial(_run, mirror, request.method, mirrors.device, arguments["dtype"], arguments["out_dtype"])
     order = arguments["order"]
     given = map_tensors(arguments[INPUT], lambda tensor: tensor.permute([order.index(dim) for dim in range(tensor.ndim)]))
     with torch.inference_mode():
@@ -55,14 +56,7 @@ def call_vae(
             )  # fmt: skip
             out = shares.gather(out, mesh)
             degrees = {"rows": sequence.size, "batch": shares.groups}
-    return out, {
-        "degrees": degrees,
-        "idle": False,
-        "tokens": {},
-        "predicted": {"seconds": 0.0, "bytes": 0},
-        "room": room(mirrors.device),
-        "compiled": {"kinds": {}, "left": {}},
-    }
+    return out, CallOutcome(degrees=degrees, at_work=math.prod(degrees.values()), room=room(mirrors.device))
 
 
 def _run(mirror: Mirror, method: str, device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype, x: Tensor) -> Tensor:

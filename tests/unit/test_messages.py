@@ -1,0 +1,175 @@
+"""Messages between the controller and the ranks: each arrives as it was sent, or is refused."""
+
+import ast
+import json
+import random
+import re
+from dataclasses import fields, replace
+
+import pytest
+from support.package import ROOT
+from support.reports import call_report, failure
+
+from cp_runtime.engine.config import SequenceSettings
+from cp_runtime.engine.cost import AttentionShape, Rates
+from cp_runtime.engine.measuring import Measured
+from cp_runtime.engine.policy import CallSplit
+from cp_runtime.errors import ProtocolError
+from cp_runtime.pool.messages import (
+    KINDS,
+    MAX_HEADER,
+    AttachNetwork,
+    Available,
+    Call,
+    Cancel,
+    Cancelled,
+    Compiled,
+    Done,
+    Drop,
+    Echo,
+    GoOn,
+    Hello,
+    Load,
+    Loaded,
+    MakeRoom,
+    Memory,
+    Room,
+    Shutdown,
+    Unload,
+    Value,
+    Work,
+    pack,
+    unpack,
+)  # fmt: skip
+from cp_runtime.pool.worker_pool import name_of
+
+RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e12, memory=1e10, overlap=0.5, linear=1e12, launch=1e-6)
+SHAPE = AttentionShape(batch=1, queries=64, keys=80, heads=4, kv_heads=4, head_dim=16, itemsize=2)
+TREE = {"$dict": [["x", {"$tensor": ["float32", [2], 0]}], ["n", 1.5]]}
+MESSAGES = [
+    Shutdown(),
+    GoOn(),
+    Cancel(),
+    Available(),
+    Echo(value=TREE, drop=("c1",)),
+    Echo(value=None, drop=None),
+    Load(key="k", recipe={"loader": "x", "stamp": [1, -2]}, patches=[], patches_uuid="u", placement="sharded", device_bytes=7),
+    Call(
+        key="k", method="forward", sequence=SequenceSettings(ring_degree=2), split=CallSplit((0, 2), 1, 2, 1), batch_degree=0,
+        leading=("x", "timestep"), memory_scale=1.5, compile={"backend": "inductor"}, compile_or_raise=True, cancel_every=3,
+        value=TREE, drop=(),
+    ),
+    AttachNetwork(key="k", network=TREE),
+    Drop(keys=("a", "b")),
+    Unload(key="k"),
+    MakeRoom(key=None, ranks=(0, 1)),
+    Done(),
+    Cancelled(),
+    failure(at=12.5, collectives=3, pending=1, memory=Memory(host=1, device=2, free=3), device_lost=True),
+    Hello(device="cpu", name="x", backend="gloo", seconds={"import": 1.5}, shares=(2, 1),
+          measured=Measured((RATES, RATES), (((0, 1), (1e-5, 1e9)),), (0, 0))),
+    Value(value=TREE, nbytes=64),
+    Loaded(digest="d", patches_uuid="u", dtype="a", cast_dtype="b", formats=("c",), samples={"w": "x y"}, layers="l", bytes=1,
+           seconds=0.5),
+    Room(available=None),
+    Room(available=1 << 40),
+    call_report(tokens={"img": 5}, compiled=Compiled(kinds={"Block": 2}, left={"Other": "why"}, counts={"breaks": 0}),
+                work=Work(items=2, sequence=True, attentions=((SHAPE, 57),), operations=1e14)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_arrives_as_it_was_sent(message):
+    frame = unpack(pack(message, 7, 640))
+    assert (frame.seq, frame.nbytes, frame.message) == (7, 640, message)
+    assert pack(frame.message, 7, 640) == frame.data
+
+
+def test_every_kind_is_tried():
+    assert {type(message).__name__ for message in MESSAGES} == set(KINDS)
+
+
+WRONG = [None, True, -1, 1.5, 2**70, "x", [], [1], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_field_of_another_type_is_refused_or_comes_as_it_is(message):
+    header = json.loads(pack(message))
+    for name, value in header["fields"].items():
+        for wrong in WRONG:
+            sent = json.dumps({**header, "fields": {**header["fields"], name: wrong}}).encode()
+            try:
+                taken = unpack(sent).message
+            except ProtocolError:
+                continue
+            assert json.loads(pack(taken))["fields"][name] == wrong
+        without = {other: each for other, each in header["fields"].items() if other != name}
+        with pytest.raises(ProtocolError):
+            _ = unpack(json.dumps({**header, "fields": without}).encode()).message
+        assert value == header["fields"][name]
+    with pytest.raises(ProtocolError):
+        _ = unpack(json.dumps({**header, "fields": {**header["fields"], "more": 1}}).encode()).message
+
+
+@pytest.mark.parametrize(
+    ("header", "named"),
+    [
+        (b"[1]", "kind, seq, nbytes and fields"),
+        (b"{}", "kind, seq, nbytes and fields"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"kind":"Message","seq":1,"nbytes":0,"fields":{}}', "unknown message 'Message'"),
+        (b'{"kind":["Done"],"seq":1,"nbytes":0,"fields":{}}', "unknown message"),
+        (b'{"kind":"Done","seq":1,"nbytes":0,"fields":[]}', "unknown message"),
+        (b'{"kind":"Done","seq":true,"nbytes":0,"fields":{}}', "bytes"),
+        (b'{"kind":"Done","seq":1.5,"nbytes":0,"fields":{}}', "bytes"),
+        (b'{"kind":"Done","seq":NaN,"nbytes":0,"fields":{}}', "bytes"),
+        (b'{"kind":"Done","seq":1,"nbytes":-1,"fields":{}}', "a message of -1 bytes"),
+        (b'{"kind":"Done","seq":1,"nbytes":"all","fields":{}}', "a message of all bytes"),
+    ],
+)
+def test_what_is_no_message(header, named):
+    with pytest.raises(ProtocolError, match=re.escape(named)):
+        unpack(header)
+
+
+def test_random_bytes_give_typed_errors():
+    rng = random.Random(0)
+    for _ in range(2000):
+        with pytest.raises(ProtocolError):
+            unpack(rng.randbytes(rng.randrange(40)))
+
+
+def test_what_is_too_long_or_no_number_is_not_sent():
+    with pytest.raises(ProtocolError, match="above the limit"):
+        pack(Drop(keys=("x" * MAX_HEADER,)))
+    with pytest.raises(ValueError, match="JSON compliant"):
+        pack(replace(failure(), at=float("nan")))
+
+
+def test_commands_have_the_names_that_users_see():
+    assert [name_of(each) for each in (Available(), MakeRoom(key=None, ranks=()), Echo(value=1, drop=()))] == [
+        "available", "make_room", "echo"
+    ]  # fmt: skip
+
+
+def test_no_other_module_writes_a_key_of_a_message():
+    """What crosses is a dataclass: nobody takes a header or a report apart by its keys, and one module makes the bytes."""
+    messages = {"header", "headers", "reply", "replies", "report", "reports", "hello", "hellos", "frame", "request", "message"}
+    found = []
+    for path in sorted((ROOT / "cp_runtime").rglob("*.py")):
+        # A fork server has the standard library only; a chart is drawn of a saved report, which is text of a user.
+        if path.name in ("messages.py", "fork_server.py", "chart.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            key = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+            if key and isinstance(node.value, ast.Name) and node.value.id in messages:
+                found.append(f"{path.name}:{node.lineno}")
+    assert found == []
+
+
+def test_a_message_cannot_be_changed():
+    for kind in KINDS.values():
+        assert kind.__dataclass_params__.frozen
+        assert all(field.name != "kind" or kind.__name__ == "Failure" for field in fields(kind))
