@@ -1,4 +1,4 @@
-"""Writes docs/scaling.md and its plots: what several devices should gain, by the cost model, and how the model meets the world.
+"""Write docs/generated/scaling.md and its plots: the gain of several devices, predicted, and the model against published runs.
 
     python benchmarks/scaling.py
 
@@ -35,12 +35,12 @@ TEXT = """# Scaling, predicted
     python -m cp_runtime.engine.scaling --model wan14b --tokens 75600 --devices 4 --link pcie4
 
 in a clone, with `--seconds` for what a step takes on one of your devices. The formula is in
-[`cp_runtime/engine/policy.py`](../cp_runtime/engine/policy.py) and [`cost.py`](../cp_runtime/engine/cost.py); it is the one by
-which CP Config chooses, with the speeds that the ranks measure when they start in place of those that are assumed here.
+[`cp_runtime/engine/policy.py`](../../cp_runtime/engine/policy.py) and [`cost.py`](../../cp_runtime/engine/cost.py); it is the
+one by which CP Config chooses, with the speeds that the ranks measure when they start in place of those that are assumed here.
 
 ## Times as fast as one device
 
-![Predicted speed-up over the number of devices, one plot per model](images/scaling.svg)
+![Predicted speed-up over the number of devices, one plot per model](../images/scaling.svg)
 
 The fastest split of at most that many devices, its mode behind it: where one device is fastest, 1.00. Assumed: bandwidth that one
 device sends while all do, and operations per second of one device.
@@ -169,8 +169,9 @@ def plot() -> str:
 
 def main() -> None:
     (ROOT / "docs" / "images" / "scaling.svg").write_text(plot())
-    (ROOT / "docs" / "scaling.md").write_text(TEXT.format(bound=BOUND) + table() + AFTER.format(bound=BOUND) + world())
-    print("wrote docs/scaling.md and docs/images/scaling.svg")
+    page = TEXT.format(bound=BOUND) + table() + AFTER.format(bound=BOUND) + world()
+    (ROOT / "docs" / "generated" / "scaling.md").write_text(page)
+    print("wrote docs/generated/scaling.md and docs/images/scaling.svg")
 
 
 if __name__ == "__main__":

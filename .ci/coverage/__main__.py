@@ -1,4 +1,4 @@
-"""Write docs/coverage.md: which of ComfyUI's own workflow templates run under context parallelism, and what keeps the others.
+"""Write docs/generated/coverage.md: which of ComfyUI's own workflow templates run, and what keeps the others.
 
     python .ci/coverage [--report FILE]
 
@@ -25,7 +25,7 @@ import rules
 from templates import FOLLOWED, MODEL_TYPES, Template, installed
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "coverage.md"
+PAGE = ROOT / "docs" / "generated" / "coverage.md"
 DISTRIBUTION = "comfyui-workflow-templates"
 
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
@@ -108,7 +108,7 @@ class Needs:
 
 
 def page(needs: list[Needs], report: Report) -> str:
-    """The text of docs/coverage.md."""
+    """The text of docs/generated/coverage.md."""
     running = [need for need in needs if not need.missing(report)]
     blocking = Counter(item for need in needs for item in need.missing(report))
     alone = Counter(missing[0] for need in needs if len(missing := need.missing(report)) == 1)
@@ -201,7 +201,7 @@ def run_tests(report: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write docs/coverage.md.")
+    parser = argparse.ArgumentParser(description="Write docs/generated/coverage.md.")
     parser.add_argument("--report", type=Path, help="what an earlier run of the tests has written")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -26,11 +26,11 @@ def test_model_classes_are_counted():
     assert claimed("CHANGELOG.md", r"(\d+) model classes") == (str(len(PLANS)),)
     classes, calls = claimed("docs/comparison.md", r"\*\*(\d+) classes\*\*.*?, (\d+) calls compared")
     assert int(classes) == len(PLANS)
-    assert calls == claimed("docs/families.md", r"calls of the forward, (\d+) in all")[0]
+    assert calls == claimed("docs/generated/families.md", r"calls of the forward, (\d+) in all")[0]
 
 
 def test_templates_are_those_that_the_coverage_counts():
-    assert claimed("README.md", r"\*\*(\d+ of \d+)\*\*") == claimed("docs/coverage.md", r"\*\*(\d+ of \d+) templates run")
+    assert claimed("README.md", r"\*\*(\d+ of \d+)\*\*") == claimed("docs/generated/coverage.md", r"\*\*(\d+ of \d+) templates run")
 
 
 FIGURES = {
@@ -54,7 +54,7 @@ def test_figures_of_the_readme_are_those_of_the_performance_page(pattern):
 
 def test_every_case_of_the_reliability_page_is_measured_by_a_test():
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    numbers = set(re.findall(r"^\| (\d+) |[Cc]ases? (\d+)", read("docs/reliability.md"), re.MULTILINE))
+    numbers = set(re.findall(r"^\| (\d+) |[Cc]ases? (\d+)", read("docs/generated/reliability.md"), re.MULTILINE))
     named = {row or prose for row, prose in numbers}
     assert len(named) > 30
     assert [number for number in sorted(named) if not re.search(rf"""["']{number} |Case {number}\b""", tests)] == []

@@ -1,4 +1,4 @@
-"""The registry of families: every plan fits ComfyUI's class, every plan is tested, and docs/families.md says so."""
+"""The registry of families: every plan fits ComfyUI's class, every plan is tested, and docs/generated/families.md says so."""
 
 import json
 import os
