@@ -42,10 +42,9 @@ ranks over gloo, {cores} cores, {day}; runs: {runs}, {long}. Seconds count from 
 3.5 or 4 s. Figures are in the unit of their bound, the worst of {runs} measurements or of as many as stand behind them (×2); one
 over its bound is **bold**. [failures.md](../failures.md) says what each scenario means for a user.
 
-Sharded weights have cases of their own: 46 (a rank ends in a call, idle and while it loads; no memory while it loads; a hang; a
-restart), 42 (a file is cut off), and `tests/server/test_weights.py` (Cancel in a call and in a load, no memory in a call, an
-error, `/free`). Cases 47 and 48 compare what comes out. The other cases concern processes, sockets and messages, whatever the
-weights.
+Cases without a time: 42 (a file is truncated), 46 (sharded weights: a rank ends in a call, idle and while it loads; no memory while
+it loads; a hang; a restart), 47 and 48 (what comes out). `tests/server/test_weights.py` has Cancel, no memory, an error and `/free`
+with sharded weights.
 
 | Case | Promise | Bound | Worst |
 |---|---|---|---|

@@ -96,13 +96,16 @@ def table() -> str:
     lines = []
     for model in MODELS.values():
         work = work_of(model)
-        lines += [f"### {model.name}", "", f"{model.tokens} tokens. Behind each link: seconds of a step on one device.", ""]
-        lines += ["| Link | " + " | ".join(map(str, DEVICES)) + " |", "|---" * (len(DEVICES) + 1) + "|"]
+        lines += [f"### {model.name}", "", f"{model.tokens} tokens.", ""]
+        lines += [
+            "| Link, seconds of a step on one device | " + " | ".join(map(str, DEVICES)) + " |",
+            "|---" * (len(DEVICES) + 1) + "|",
+        ]
         for name in SHOWN:
             link = LINKS[name]
             alone = operations(work) / link.flops
             cells = [describe(best(work, devices, link, alone)) for devices in DEVICES]
-            lines.append(f"| {link.name}, {alone:.3g} s | {' | '.join(cells)} |")
+            lines.append(f"| {link.name}, {alone:.3g} | {' | '.join(cells)} |")
         lines += ["", *published_runs(model), ""]
     return "\n".join(lines) + "\n"
 
