@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -50,6 +51,22 @@ def test_figures_of_the_readme_are_those_of_the_performance_page(pattern):
     measured = re.search(FIGURES[pattern], page)
     assert measured is not None
     assert re.search(pattern, " ".join(read("README.md").split())).groups() == measured.groups()
+
+
+def test_the_attention_table_is_that_of_the_record():
+    """Ratios over all lengths: least to most of the times, and the memory, each also with `*_anything`."""
+    ratios = json.loads(read("benchmarks/recorded.json"))["ratios"]
+    rows = re.findall(r"^\| (\d), (ring|ulysses|unified)(, \w+)? \|(.*)", read("docs/performance.md"), re.MULTILINE)
+    assert len(rows) == 8
+    for ranks, mode, method, cells in rows:
+        expected = []
+        for kind in ("diffusers / ours", "memory ours / diffusers"):
+            for anything in ("", " anything"):
+                name = rf"attention, {ranks} ranks, {mode}{anything}{method}, \d+ tokens, {kind}"
+                found = [ratio for key, ratio in ratios.items() if re.fullmatch(name, key)]
+                ends = dict.fromkeys(f"{each(found):.2f}" for each in (min, max)) if found else ()
+                expected.append(" to ".join(ends))
+        assert [cell.strip() for cell in cells.split("|")][:4] == expected
 
 
 def test_every_case_of_the_reliability_page_is_measured_by_a_test():
