@@ -150,9 +150,9 @@ def page(needs: list[Needs], report: Report) -> str:
     for name in sorted({name for need in needs for name in need.families}):
         using = sorted((need for need in needs if name in need.families), key=lambda need: need.template)
         running = sum(verdicts[need.template] == RUNS for need in using)
-        count = f"{len(using)}" if running == len(using) else f"{running} of {len(using)}"
+        run = f"{len(using)}" if running == len(using) else f"{running} of {len(using)}"
         templates = ", ".join(template(need.template) for need in using)
-        families.append(f"- **{shown('family', name)}**, {count}: {templates}. {'; '.join(model_files(name, using, shown))}.")
+        families.append(f"- **{shown('family', name)}**, {run}: {templates}. {'; '.join(model_files(name, using, shown))}.")
     by_count: dict[int, list[str]] = {}
     for (kind, name), count in ranked(demand):
         if kind == "node":
