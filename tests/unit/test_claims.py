@@ -23,7 +23,7 @@ def claimed(document: str, pattern: str) -> tuple[str, ...]:
 
 
 def test_model_classes_are_counted():
-    named, more = claimed("README.md", r"ComfyUI samples with: ([^.]*?) and (\d+) families more")
+    named, more = claimed("README.md", r"ComfyUI samples with: ([^.]*?) and (\d+) more families")
     assert len(named.split(", ")) + int(more) == len(PLANS)
     assert claimed("CHANGELOG.md", r"(\d+) model classes") == (str(len(PLANS)),)
     classes, calls = claimed("docs/comparison.md", r"\*\*(\d+) classes\*\*.*?, (\d+) calls compared")
