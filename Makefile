@@ -31,16 +31,16 @@ play: ## start ComfyUI with this pack and a tiny model, to click around in
 bench: ## run every benchmark and say which ratios moved since they were recorded (some hours; BENCH_ARGS=--quick for less, --record to keep them)
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/recorded.py $(BENCH_ARGS)
 
-gpu-check: ## check this machine's GPU, docs/gpu.md; GPU_CHECK_ARGS="--out results --sections first" for a part of nine minutes, or --rehearse without one
+gpu-check: ## check this machine's GPU, docs/testing.md; GPU_CHECK_ARGS="--out results --sections first" for a part of nine minutes, or --rehearse without one
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
 
-soak: ## faults at full length and several times, into docs/reliability.md (an hour or two; SOAK_ARGS="--runs 1")
+soak: ## faults at full length and several times, into docs/generated/reliability.md (an hour or two; SOAK_ARGS="--runs 1")
 	@$(SETUP) && "$$CP_PYTHON" .ci/soak.py $(SOAK_ARGS)
 
-coverage: ## which of ComfyUI's templates run, into docs/coverage.md; COVERAGE_ARGS="--report FILE" reuses what the tests wrote
+coverage: ## which of ComfyUI's templates run, into docs/generated/coverage.md; COVERAGE_ARGS="--report FILE" reuses what the tests wrote
 	@$(SETUP) && "$$CP_PYTHON" .ci/coverage $(COVERAGE_ARGS)
 
-registry: ## write docs/families.md from the plan tables and their tests
+registry: ## write docs/generated/families.md from the plan tables and their tests
 	@$(SETUP) && "$$CP_PYTHON" .ci/registry.py
 
 plan: ## draft the table of a new model family from calls of a tiny model, MODEL=class [CASE=file]

@@ -133,7 +133,7 @@ TABLES = (
         (Row(1, 1, 4, 6671), Row(1, 4, 1, 13077), Row(1, 2, 2, 11069)),
         1e-3 / 50,
         "allgather",
-        missing="the host: as in eager mode on such cards, and in its ring the merging of parts in Python",
+        missing="the host: as in eager mode on such GPUs, and in its ring the merging of parts in Python",
     ),
     Table(
         "Flux 1, a step on 4, L20",
@@ -168,7 +168,7 @@ TABLES = (
         WAN_480,
         PCIE4,
         (Row(1, 1, 1, 20.26), Row(1, 1, 8, 4.75)),
-        missing="contention: eight cards share the PCIe root and the host's memory, and the link counts as that of a few",
+        missing="contention: eight GPUs share the PCIe root and the host's memory, and the link counts as that of a few",
     ),
     Table("Flux 1, a step, RTX 2000 Ada", "raylight", FLUX, PCIE4X8, (Row(1, 1, 1, 2.22), Row(1, 1, 2, 1.26))),
     Table("Wan 14B fp8, a step, RTX 2000 Ada", "raylight", WAN_SHORT, PCIE4X8, (Row(1, 1, 1, 9.23), Row(1, 1, 2, 5.18))),

@@ -1,4 +1,4 @@
-"""Writes docs/scaling.md and its plots: what several devices should gain, by the cost model, and how the model meets the world.
+"""Write docs/generated/scaling.md and its plots: the gain of several devices, predicted, and the model against published runs.
 
     python benchmarks/scaling.py
 
@@ -29,66 +29,84 @@ WIDTH, HEIGHT, LEFT, TOP = 340, 300, 46, 34  # pixels of one plot, and where its
 
 TEXT = """# Scaling, predicted
 
-**Everything on this page is predicted by the cost model, nothing is measured**, but for the column *published*. It is written by
-`python benchmarks/scaling.py`. For your own model, size and link:
+**The cost model predicts everything on this page; only published figures were measured, by others.**
+`python benchmarks/scaling.py` writes it. For your own model, size and link, in a clone:
 
     python -m cp_runtime.engine.scaling --model wan14b --tokens 75600 --devices 4 --link pcie4
 
-in a clone, with `--seconds` for what a step takes on one of your devices. The formula is in
-[`cp_runtime/engine/policy.py`](../cp_runtime/engine/policy.py) and [`cost.py`](../cp_runtime/engine/cost.py); it is the one by
-which CP Config chooses, with the speeds that the ranks measure when they start in place of those that are assumed here.
+`--seconds` gives the time of a step on one of your devices. CP Config chooses by the same formula
+([`policy.py`](../../cp_runtime/engine/policy.py), [`cost.py`](../../cp_runtime/engine/cost.py)), with the speeds that the ranks
+measure when they start instead of the assumed ones.
 
 ## Times as fast as one device
 
-![Predicted speed-up over the number of devices, one plot per model](images/scaling.svg)
+![Predicted speed-up over the number of devices, one plot per model](../images/scaling.svg)
 
-The fastest split of at most that many devices, its mode behind it: where one device is fastest, 1.00. Assumed: bandwidth that one
-device sends while all do, and operations per second of one device.
+Each cell has the fastest split of at most that many devices: C groups for CFG, U Ulysses, R ring. 1.00 without a split means that
+one device is fastest. Assumed for each link:
 
-Below each model stand published runs of it, by other programs: how many times as fast as one device they were, and in brackets what
-the model says for that very run. Where both are more than {bound:.0%} apart, the last column says what the model lacks: it lacks
-that in the predictions above, too.
+{links}
+
+Not modelled: kernels that are launched one by one (small pictures on fast GPUs), text encoders and VAEs, links that several
+devices share, unequal devices, and a fast axis inside machines with a slow one between them: whatever ranks of several machines
+exchange counts as sent between machines. A device holds the whole model, or its part of the weights arrives in time.
+
+Below each table stand published runs of that model by other programs: their speed-up, and in brackets the model's prediction for
+that very run. Where the two are more than {bound:.0%} apart, the run names what the model lacks, and with it the table above.
 
 """
 
-AFTER = """
-What it does not know: kernels that are launched one by one (small pictures on fast GPUs), text encoders and VAEs, links that are
-shared with other devices, machines whose devices are not alike, a fast axis inside of a machine and a slow one between machines:
-all that ranks of several machines send to each other counts as sent between machines. A device holds the whole model, or its part
-of the weights arrives in time.
+AFTER = """## The model against published runs
 
-## The model against the world
+The first time of each run fits the operations per second of its device, the link follows from the machine's name, and the other
+times must follow. Each entry has the split, published/predicted time, and the error; **bold** errors are above {bound:.0%}, and a
+note says what the model lacks. `tests/unit/test_scaling.py` holds this. Times are in the sources' units: seconds of a run or a
+step, or milliseconds.
 
-What others published, and what the model says: one row of each table, the first, fits the operations per second of the device,
-the link comes from the machine's name, and the other rows must follow. A row whose error is above {bound:.0%} says what the model
-lacks. `tests/unit/test_scaling.py` holds this. Times are in the units of the sources: seconds of a run or a step, or milliseconds.
-
-| Table | Source | Devices | CFG x ring x ulysses | Published | Predicted | Error | What the model lacks |
-|---|---|---|---|---|---|---|---|
+| Run | Source | Times | Median, worst error |
+|---|---|---|---|
 """
+
+
+def links() -> str:
+    lines = ["| Link | GB/s | Latency, µs | Operations per second |", "|---|---|---|---|"]
+    for name in SHOWN:
+        link = LINKS[name]
+        between = "" if link.between is None else f"; {link.between / 1e9:.3g} between machines"
+        lines.append(f"| {link.name} | {link.bandwidth / 1e9:.3g}{between} | {link.latency * 1e6:.0f} | {link.flops:.1e} |")
+    return "\n".join(lines)
+
+
+def short(batch: int, ring: int, ulysses: int) -> str:
+    """A split in short, as C2·U4·R2; empty for one device."""
+    return "·".join(f"{name}{degree}" for name, degree in (("C", batch), ("U", ulysses), ("R", ring)) if degree > 1)
+
+
+def rounded(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{float(f'{value:.3g}'):g}"
 
 
 def describe(found: Forecast) -> str:
-    return f"{found.speedup:.2f}<br>{found.mode}"
+    split = found.split
+    return f"{found.speedup:.2f} {short(split.batch, split.ring, split.ulysses)}".rstrip()
 
 
 def table() -> str:
     lines = []
     for model in MODELS.values():
         work = work_of(model)
-        lines += [f"### {model.name}", "", f"{model.tokens} tokens. Seconds of a step on one device stand behind its link.", ""]
-        lines += ["| Link | " + " | ".join(map(str, DEVICES)) + " |", "|---" * (len(DEVICES) + 1) + "|"]
+        lines += [f"### {model.name}", "", f"{model.tokens} tokens.", ""]
+        lines += [
+            "| Link, seconds of a step on one device | " + " | ".join(map(str, DEVICES)) + " |",
+            "|---" * (len(DEVICES) + 1) + "|",
+        ]
         for name in SHOWN:
             link = LINKS[name]
             alone = operations(work) / link.flops
             cells = [describe(best(work, devices, link, alone)) for devices in DEVICES]
-            lines.append(f"| {link.name}, {alone:.3g} s | {' | '.join(cells)} |")
-        lines += ["", *published_runs(model)]
-    lines += ["| Link | GB/s | Latency, µs | Operations per second |", "|---|---|---|---|"]
-    for name in SHOWN:
-        link = LINKS[name]
-        between = "" if link.between is None else f"; {link.between / 1e9:.3g} between machines"
-        lines.append(f"| {link.name} | {link.bandwidth / 1e9:.3g}{between} | {link.latency * 1e6:.0f} | {link.flops:.1e} |")
+            lines.append(f"| {link.name}, {alone:.3g} | {' | '.join(cells)} |")
+        lines += ["", *published_runs(model), ""]
     return "\n".join(lines) + "\n"
 
 
@@ -99,36 +117,30 @@ def published_runs(model: Model) -> list[str]:
         alone = each.rows[0]
         if each.model.name != model.name or alone.devices != 1:
             continue
-        cells, missing = [], ""
+        found, missing = [], ""
         for devices in DEVICES:
-            found = [one for one in replay(each) if one.row.devices == devices]
-            if found:
-                row = min(found, key=lambda one: one.row.time)
-                cells.append(f"{alone.time / row.row.time:.2f} ({alone.time / row.predicted:.2f})")
-                missing = lacks(each, row.error) or missing
-            else:
-                cells.append("")
-        lines.append(f"| {each.name} | {each.link.name} | {' | '.join(cells)} | {missing} |")
-    if not lines:
-        return ["No run of it on several devices was found.", ""]
-    head = ["| Published run | Link, as it counts here | " + " | ".join(map(str, DEVICES)) + " | What the model lacks |"]
-    return [*head, "|---" * (len(DEVICES) + 3) + "|", *lines, ""]
+            rows = [one for one in replay(each) if one.row.devices == devices]
+            if rows:
+                fastest = min(rows, key=lambda one: one.row.time)
+                found.append(f"{alone.time / fastest.row.time:.2f} ({alone.time / fastest.predicted:.2f}) on {devices}")
+                missing = lacks(each, fastest.error) or missing
+        lines.append(f"- {each.name}, {each.link.name}: {', '.join(found)}{f'; lacks {missing}' if missing else ''}")
+    return lines or ["No published run on several devices was found."]
 
 
 def world() -> str:
-    lines, summary = [], ["", "| Table | Median error | Worst | What the model lacks |", "|---|---|---|---|"]
+    lines, notes = [], {}
     for each in TABLES:
         first = each.rows[0]
-        split = f"{first.batch} x {first.ring} x {first.ulysses}"
-        lines.append(f"| {each.name} | {each.source} | {first.devices} | {split} | {first.time:g} | fitted | | |")
+        times = [f"{short(first.batch, first.ring, first.ulysses) or '1'} {first.time:g}"]
         for found in replay(each):
             row = found.row
-            split = f"{row.batch} x {row.ring} x {row.ulysses}"
-            compared = f"{row.time:g} | {found.predicted:.3g} | {found.error:+.1%} | {lacks(each, found.error)}"
-            lines.append(f"| | | {row.devices} | {split} | {compared} |")
+            error = f"**{found.error:+.1%}**" if lacks(each, found.error) else f"{found.error:+.1%}"
+            times.append(f"{short(row.batch, row.ring, row.ulysses)} {row.time:g}/{rounded(found.predicted)} {error}")
         middle, worst = errors(each)
-        summary.append(f"| {each.name} | {middle:.1%} | {worst:.1%} | {each.missing} |")
-    return "\n".join([*lines, *summary]) + "\n"
+        note = f" [{notes.setdefault(each.missing, len(notes) + 1)}]" if each.missing else ""
+        lines.append(f"| {each.name}{note} | {each.source} | {', '.join(times)} | {middle:.1%}, {worst:.1%} |")
+    return "\n".join([*lines, "", *(f"- [{number}] lacks {missing}" for missing, number in notes.items())]) + "\n"
 
 
 def plot() -> str:
@@ -169,8 +181,9 @@ def plot() -> str:
 
 def main() -> None:
     (ROOT / "docs" / "images" / "scaling.svg").write_text(plot())
-    (ROOT / "docs" / "scaling.md").write_text(TEXT.format(bound=BOUND) + table() + AFTER.format(bound=BOUND) + world())
-    print("wrote docs/scaling.md and docs/images/scaling.svg")
+    page = TEXT.format(bound=BOUND, links=links()) + table() + AFTER.format(bound=BOUND) + world()
+    (ROOT / "docs" / "generated" / "scaling.md").write_text(page)
+    print("wrote docs/generated/scaling.md and docs/images/scaling.svg")
 
 
 if __name__ == "__main__":

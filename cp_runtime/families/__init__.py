@@ -33,7 +33,7 @@ def plan_for(model: nn.Module) -> FamilyPlan:
     plan = PLANS.get(class_name(model))
     if plan is None:
         raise UnsupportedError(
-            f"{type(model).__name__} has no context parallel plan; docs/families.md lists the classes that have one. "
+            f"{type(model).__name__} has no context parallel plan; docs/generated/families.md lists the classes that have one. "
             "Connect the model to the sampler directly, or set on_unsupported of CP Config to 'single device'."
         )
     plan.check(model)

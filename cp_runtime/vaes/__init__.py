@@ -21,7 +21,8 @@ def row_plan_for(model: nn.Module) -> RowPlan:
     plan = ROW_PLANS.get(f"{type(model).__module__}.{type(model).__qualname__}")
     if plan is None:
         raise UnsupportedError(
-            f"{type(model).__name__} has no plan for mode exact; docs/families.md lists the VAEs that have one. Set mode to tiles."
+            f"{type(model).__name__} has no plan for mode exact; docs/generated/families.md lists the VAEs that have one. "
+            "Set mode to tiles."
         )
     plan.check(model)
     return plan

@@ -150,7 +150,7 @@ def test_unsupported_family(off_server):
     other = partial(flux_prompt, ckpt="flux_schnell", guidance=-1, model_nodes=[("TestPatch", {"kind": "other_class"})])
     error = refused(off_server, other(cp={"world_size": 2}))
     assert "OtherTransformer has no context parallel plan" in error.exception_message
-    assert "docs/families.md" in error.exception_message
+    assert "docs/generated/families.md" in error.exception_message
     expected = off_server.latent(off_server.run(other()).check())
     out = off_server.latent(off_server.run(other(cp={"world_size": 2, "on_unsupported": "single device"})).check())
     assert (out == expected).all()

@@ -51,7 +51,7 @@ class Stopwatch:
     """Measures from the moment of a fault.
 
     Args:
-        case: number and words of the case, as docs/reliability.md shows them.
+        case: number and words of the case, as docs/generated/reliability.md shows them.
     """
 
     case: str
@@ -70,7 +70,7 @@ class Stopwatch:
 
 
 def note(case: str, what: str, bound: float, measured: float, unit: str = "") -> None:
-    """A line for the table in docs/reliability.md."""
+    """A line for the table in docs/generated/reliability.md."""
     if REPORT:
         with Path(REPORT).open("a") as out:
             out.write(json.dumps({"case": case, "what": what, "bound": bound, "measured": measured, "unit": unit}) + "\n")

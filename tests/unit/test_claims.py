@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 
 import pytest
@@ -21,16 +23,16 @@ def claimed(document: str, pattern: str) -> tuple[str, ...]:
 
 
 def test_model_classes_are_counted():
-    named, more = claimed("README.md", r"ComfyUI samples with: ([^.]*?) and (\d+) families more")
+    named, more = claimed("README.md", r"ComfyUI samples with: ([^.]*?) and (\d+) more families")
     assert len(named.split(", ")) + int(more) == len(PLANS)
     assert claimed("CHANGELOG.md", r"(\d+) model classes") == (str(len(PLANS)),)
     classes, calls = claimed("docs/comparison.md", r"\*\*(\d+) classes\*\*.*?, (\d+) calls compared")
     assert int(classes) == len(PLANS)
-    assert calls == claimed("docs/families.md", r"calls of the forward, (\d+) in all")[0]
+    assert calls == claimed("docs/generated/families.md", r"calls of the forward, (\d+) in all")[0]
 
 
 def test_templates_are_those_that_the_coverage_counts():
-    assert claimed("README.md", r"\*\*(\d+ of \d+)\*\*") == claimed("docs/coverage.md", r"\*\*(\d+ of \d+) templates run")
+    assert claimed("README.md", r"\*\*(\d+ of \d+)\*\*") == claimed("docs/generated/coverage.md", r"\*\*(\d+ of \d+) templates run")
 
 
 FIGURES = {
@@ -52,9 +54,25 @@ def test_figures_of_the_readme_are_those_of_the_performance_page(pattern):
     assert re.search(pattern, " ".join(read("README.md").split())).groups() == measured.groups()
 
 
+def test_the_attention_table_is_that_of_the_record():
+    """Ratios over all lengths: least to most of the times, and the memory, each also with `*_anything`."""
+    ratios = json.loads(read("benchmarks/recorded.json"))["ratios"]
+    rows = re.findall(r"^\| (\d), (ring|ulysses|unified)(, \w+)? \|(.*)", read("docs/performance.md"), re.MULTILINE)
+    assert len(rows) == 8
+    for ranks, mode, method, cells in rows:
+        expected = []
+        for kind in ("diffusers / ours", "memory ours / diffusers"):
+            for anything in ("", " anything"):
+                name = rf"attention, {ranks} ranks, {mode}{anything}{method}, \d+ tokens, {kind}"
+                found = [ratio for key, ratio in ratios.items() if re.fullmatch(name, key)]
+                ends = dict.fromkeys(f"{each(found):.2f}" for each in (min, max)) if found else ()
+                expected.append(" to ".join(ends))
+        assert [cell.strip() for cell in cells.split("|")][:4] == expected
+
+
 def test_every_case_of_the_reliability_page_is_measured_by_a_test():
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    numbers = set(re.findall(r"^\| (\d+) |[Cc]ases? (\d+)", read("docs/reliability.md"), re.MULTILINE))
+    numbers = set(re.findall(r"^\| (\d+) |[Cc]ases? (\d+)", read("docs/generated/reliability.md"), re.MULTILINE))
     named = {row or prose for row, prose in numbers}
     assert len(named) > 30
     assert [number for number in sorted(named) if not re.search(rf"""["']{number} |Case {number}\b""", tests)] == []
@@ -82,6 +100,16 @@ def test_routes_that_the_documents_name_are_served():
     named = set(re.findall(r"(?<![\w/])(?:http://127.0.0.1:8188)?(/context_parallel/\w+)", WRITTEN))
     assert len(named) == 4
     assert [route for route in sorted(named) if f'"{route}"' not in read("cp_runtime/comfy/ui/routes.py")] == []
+
+
+def test_every_key_of_the_status_is_documented():
+    module = ast.parse(read("cp_runtime/comfy/ui/status.py"))
+    (status,) = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "status"]
+    written = [node for node in ast.walk(status) if isinstance(node, ast.Dict)]
+    keys = {key.value for node in written for key in node.keys if isinstance(key, ast.Constant)}
+    assert {"state", "ranks"} <= keys
+    page = read("docs/failures.md").partition("## The status")[2]
+    assert sorted(key for key in keys if f"`{key}`" not in page) == []
 
 
 def test_settings_that_the_documents_name_are_inputs_of_cp_config():

@@ -1,4 +1,4 @@
-"""The registry of families: every plan fits ComfyUI's class, every plan is tested, and docs/families.md says so."""
+"""The registry of families: every plan fits ComfyUI's class, every plan is tested, and docs/generated/families.md says so."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_a_renamed_argument_is_noticed(checked):
 
 def test_the_readme_counts_the_families_in_which_blocks_are_not_compiled(checked):
     text = " ".join((ROOT / "README.md").read_text().split())
-    named = re.search(r"Torch Compile leaves some blocks as they are in (\w+) families", text)
+    named = re.search(r"Torch Compile skips some blocks in (\w+) families", text)
     assert NUMBERS.index(named[1]) == len(checked["blocks that are not compiled"])
 
 
