@@ -37,9 +37,9 @@ def decode(kind: Any, value: Any) -> Any:
             return kind(**{name: decode(hint, value[name]) for name, hint in hints.items()})
     elif origin is tuple:
         kinds = get_args(kind)
-        if isinstance(value, list) and kinds[-1] is Ellipsis:
+        if isinstance(value, list | tuple) and kinds[-1] is Ellipsis:
             return tuple(decode(kinds[0], each) for each in value)
-        if isinstance(value, list) and len(value) == len(kinds):
+        if isinstance(value, list | tuple) and len(value) == len(kinds):
             return tuple(map(decode, kinds, value))
     elif origin in (dict, Mapping):
         if isinstance(value, dict):

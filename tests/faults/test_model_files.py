@@ -25,7 +25,8 @@ from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
 
 CP = {"world_size": 2}
-RECIPE = {"loader": "load_diffusion_model", "options": {}}
+REFUSED = "MirrorError: (unknown loader|malformed recipe: no str)"
+RECIPE = {"loader": "load_diffusion_model", "options": {}, "factory": None}
 
 
 def write_evil(folder: Path, marker: Path) -> list[Path]:
@@ -164,7 +165,7 @@ def test_model_folders_are_those_of_weights(comfyui_path, tmp_path):
 @pytest.mark.parametrize("loader", ["load_torch_file", "os.system", "__class__", "", None, 5, ["load_diffusion_model"]])
 def test_the_workers_call_the_known_loaders_only(loader, model_ranks, shelf):
     said = mirror(model_ranks, str(shelf / "models" / "diffusion_models" / "flux.safetensors"), loader=loader)
-    assert said.startswith("MirrorError: unknown loader")
+    assert re.match(REFUSED, said)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +259,7 @@ def test_names_in_node_packs_that_are_no_loaders(change, words, model_ranks, pac
 @pytest.mark.parametrize("loader", ["load_diffusion_model", "load", None])
 def test_a_loader_has_one_name(loader, model_ranks, pack):
     factory, marker, model = pack
-    assert mirror(model_ranks, model, loader=loader, factory=factory).startswith("MirrorError: unknown loader")
+    assert re.match(REFUSED, mirror(model_ranks, model, loader=loader, factory=factory))
     assert mirror(model_ranks, model, loader="factory").startswith("MirrorError: unknown loader")
     assert not marker.exists()
 
