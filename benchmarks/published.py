@@ -8,20 +8,12 @@ are copied from the sources that stand beside them; nobody measured anything her
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[1]
-if "cp_runtime" not in sys.modules:
-    sys.path.append(str(ROOT / "tests"))
-    from support.package import load_package
-
-    load_package()
+from forecast import LINKS, MODELS, Link, Model, operations, pool_of, work_of
 
 from cp_runtime.engine.policy import CallSplit, Run, predict
-from cp_runtime.engine.scaling import LINKS, MODELS, Link, Model, operations, pool_of, work_of
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from __future__ import annotations
 from math import log2
 from pathlib import Path
 
+from forecast import LINKS, MODELS, Forecast, Model, best, operations, work_of
 from published import BOUND, TABLES, errors, lacks, replay
-
-from cp_runtime.engine.scaling import LINKS, MODELS, Forecast, Model, best, operations, work_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = (2, 4, 8, 16, 64)
@@ -32,7 +31,7 @@ TEXT = """# Scaling, predicted
 **The cost model predicts everything on this page; only published figures were measured, by others.**
 `python benchmarks/scaling.py` writes it. For your own model, size and link, in a clone:
 
-    python -m cp_runtime.engine.scaling --model wan14b --tokens 75600 --devices 4 --link pcie4
+    python benchmarks/forecast.py --model wan14b --tokens 75600 --devices 4 --link pcie4
 
 `--seconds` gives the time of a step on one of your devices. CP Config chooses by the same formula
 ([`policy.py`](../../cp_runtime/engine/policy.py), [`cost.py`](../../cp_runtime/engine/cost.py)), with the speeds that the ranks

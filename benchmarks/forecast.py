@@ -1,6 +1,6 @@
 """What a model would take on a machine that one does not have yet, by the cost model: nothing is run.
 
-    python -m cp_runtime.engine.scaling --model wan14b --tokens 75600 --devices 4 --link pcie4
+    python benchmarks/forecast.py --model wan14b --tokens 75600 --devices 4 --link pcie4
 
 in a clone. The speed of one device is a guess for its name, or what you say by `--seconds`; the link is that of `LINKS`. Compare
 with `benchmarks/published.py`, where the same formula meets what others measured.
@@ -13,11 +13,19 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
 
-from .config import SequenceSettings
-from .cost import AttentionShape, Rates
-from .measuring import Measured
-from .policy import CallSplit, CallWork, Pool, Run, candidates, predict
+ROOT = Path(__file__).resolve().parents[1]
+if "cp_runtime" not in sys.modules:
+    sys.path.append(str(ROOT / "tests"))
+    from support.package import load_package
+
+    load_package()
+
+from cp_runtime.engine.config import SequenceSettings
+from cp_runtime.engine.cost import AttentionShape, Rates
+from cp_runtime.engine.measuring import Measured
+from cp_runtime.engine.policy import CallSplit, CallWork, Pool, Run, candidates, predict
 
 PER_MACHINE = 8  # devices in one machine, where there are several
 
