@@ -72,7 +72,8 @@ def test_shared_weights_give_the_latent_of_whole_ones(served, world, weights, dt
     _, entry, _ = SERVED[served]
 
     def run(kept):
-        settings = {"cp": {"world_size": world, "weights": kept}} if kept else {}
+        # Of both, all ranks take part: other splits round otherwise.
+        settings = {"cp": {"world_size": world, "weights": kept, "ranks_per_call": "all"}} if kept else {}
         return server.run(family_prompt(entry, weight_dtype=dtype, batch=1, **settings), timeout=120)
 
     def latents(kept):
