@@ -67,6 +67,7 @@ def main() -> int:
         for number in range(options.runs):
             soak = number == 0 and not options.short
             env = {**os.environ, "CP_RELIABILITY_REPORT": str(report), "CP_TIME_SLACK": "1", "CP_SOAK": str(int(soak))}
+            env["MKL_CBWR"] = "COMPATIBLE"  # else MKL rounds by where a matrix lies, and shared weights lie elsewhere
             # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
             command = [str(Path(sys.executable).with_name("pytest")), "-q", "-s", *TESTS, *(AT_FULL_LENGTH if soak else ())]
             failures += subprocess.run(command, cwd=ROOT, env=env, check=False).returncode != 0
