@@ -33,6 +33,7 @@ TESTS = [
 AT_FULL_LENGTH = [
     "tests/server/test_families.py",  # every family, with shared weights
     "tests/gloo/test_cards.py",  # every case of them, on fake CUDA devices
+    "tests/server/test_host_memory.py",  # marked `soak`
 ]
 HEAD = """# Reliability
 

@@ -66,8 +66,8 @@ def host(comfyui_path, tmp_path_factory):
     [
         ("whole", "default", (0, 1.0, 0.5)),
         ("offloaded", "default", (0, 1.0)),
-        ("whole", "fp8_e4m3fn", (0,)),  # with a LoRA, kernels of a real device round
-        ("sharded", "fp8_e4m3fn", (0,)),
+        ("whole", "fp8_e4m3fn", (0, 1.0)),
+        ("sharded", "fp8_e4m3fn", (0, 1.0)),
     ],
 )
 def test_the_host_holds_the_file_once_for_all_ranks(host, weights, weight_dtype, strengths):
