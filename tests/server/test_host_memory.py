@@ -42,7 +42,7 @@ def host(comfyui_path, tmp_path_factory):
 
         def taken():
             pids = [running.pid, *(child.pid for child in processes.descendants(running.pid))]
-            return sum(map(processes.pss, pids)) - sum(ledger.capacity - ledger.free(card) for card in range(cards.count))
+            return sum(map(processes.pss, pids)) - sum(ledger.capacities[card] - ledger.free(card) for card in range(cards.count))
 
         def run(strength, **settings):
             loras = [("large_lora", strength)] if strength else []
