@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support import checkpoints, preloaded, processes, stand_in
+from support import checkpoints, families, preloaded, stand_in
 from support.checkpoints import SD3, Checkpoint, ClipL
-from support.graphs import Graph, cp_config, flux_prompt
+from support.graphs import Graph, cp_config, family_prompt, flux_prompt
 from support.server import ComfyServer
 from support.stand_in.memory import Ledger
 from support.vae_graphs import vae_prompt
@@ -26,6 +26,8 @@ from support.vae_graphs import vae_prompt
 BOUND = 5e-5  # of float32, relative to the standard deviation
 LORA_BOUND = 5e-3  # without DynamicVRAM, as on the ranks, ComfyUI adds a LoRA in half precision
 MODEL = Checkpoint(architecture=SD3(context_dim=4096, pooled_dim=2048))
+TESTS = Path(__file__).parents[1]
+SERVED = {name: entry for name, (_, entry, _) in families.served().items()}
 VAE = "sd3_kl_vae.safetensors"
 
 
@@ -43,9 +45,11 @@ def models(comfyui_path, tmp_path_factory):
     encoder = Checkpoint(architecture=ClipL(), folder="text_encoders")
     checkpoints.write("encoder", folder, dtype=torch.float16, file_stem="encoder", checkpoint=encoder)
     env = {**os.environ, "PYTHONPATH": str(comfyui_path)}
-    made = preloaded.run(["-m", "support.vaes", str(folder), "sd3_kl", "wan", "kl"], cwd=Path(__file__).parents[1], env=env)
+    made = preloaded.run(["-m", "support.vaes", str(folder), "sd3_kl", "wan", "kl"], cwd=TESTS, env=env)
     assert made.returncode == 0, made.stderr
-    for file in (folder / "vae").iterdir():
+    made = preloaded.run(["-m", "support.models", str(folder / "diffusion_models"), "anima"], cwd=TESTS, env=env)
+    assert made.returncode == 0, made.stderr
+    for file in (*(folder / "vae").iterdir(), folder / "diffusion_models" / families.checkpoint_of(SERVED["anima"])):
         half(file)
     return folder
 
@@ -129,11 +133,9 @@ def test_two_cards_are_as_one_with_dynamic_vram(server, cards):
         stock = picture(server, seed, lora=lora)
         assert mapped(cards)[0] > of_encoder
         assert plain is None or difference(stock, plain) > 0.1
-        memory = processes.pss(server.pid)
         ours, plain = picture(server, seed, cp={}, lora=lora), stock
         assert difference(ours, stock) <= bound
         assert mapped(cards) == [of_encoder, 0]
-        print("#####", memory/1e6, processes.pss(server.pid)/1e6)
     log = server.log_text()
     assert "DynamicVRAM support detected and enabled" in log
     assert all(f"Model {name} prepared for dynamic VRAM loading" in log for name in ("SD3", "SD3ClipModel_", "AutoencoderKL"))
@@ -153,16 +155,26 @@ def test_a_vae_is_decoded_on_both_cards(server, name):
 
 
 def test_one_device_computes_what_the_ranks_cannot(server):
-    """As without context parallelism, whichever LoRA DynamicVRAM has left on the device before."""
+    """As without context parallelism, whatever DynamicVRAM has left on the device before."""
     prompt = partial(flux_prompt, ckpt="flux-bfloat16", control={"reads_weights": True})
 
     def latent(strength, **settings):
         return [server.latent(server.run(prompt(loras=[("flux_lora", strength)], **settings), timeout=120).check()).float()]
 
+    alone = {"on_unsupported": "single device"}
+    fresh = latent(0.5, cp=alone)
     first, stock = latent(1.0), latent(0.5)
     latent(1.0)
-    ours = latent(0.5, cp={"on_unsupported": "single device"})
+    ours = latent(0.5, cp=alone)
     assert difference(first, stock) > 0.1
     assert difference(ours, stock) <= LORA_BOUND
-    again = latent(1.0)
-    assert difference(again, first) <= LORA_BOUND
+    assert difference(fresh, stock) <= LORA_BOUND
+    assert difference(latent(1.0), first) <= LORA_BOUND
+
+
+def test_texts_are_prepared_with_weights_of_the_models_dtype(server):
+    entry = SERVED["anima"]
+    conditions = {"t5xxl_ids": torch.arange(3, 10), "t5xxl_weights": torch.linspace(0.5, 1.5, 7)}
+    entry = replace(entry, cond={**entry.cond, **conditions})
+    ours, stock = ([server.latent(server.run(family_prompt(entry, cp=cp)).check())] for cp in ({}, None))
+    assert difference(ours, stock) <= BOUND

@@ -20,9 +20,10 @@ EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "
 """Has the C library and MKL give back at once what is freed."""
 
 
-@pytest.fixture(scope="module")
-def host(comfyui_path, tmp_path_factory):
-    """A server with four fake CUDA devices, which compute in the dtypes that ComfyUI chooses, and a bf16 file that runs as fp16.
+@pytest.fixture(scope="module", params=["plain", "dynamic"])
+def host(request, comfyui_path, tmp_path_factory):
+    """A server with four fake CUDA devices, which compute in the dtypes that ComfyUI chooses, and a bf16 file that runs as fp16; with
+    DynamicVRAM or without.
 
     Yields a function that runs the model and returns what is taken of the host's memory for it, in sizes of the file; and one
     that has everybody drop it and does the same. Counted is the memory of ComfyUI and all its processes, pages of files and shared
@@ -35,7 +36,7 @@ def host(comfyui_path, tmp_path_factory):
         patched.setitem(checkpoints.LORAS, "large_lora", replace(checkpoints.LORAS["wan_t2v_lora"], base="large"))
         file = checkpoints.write("large", folder, dtype=torch.bfloat16)
         checkpoints.write("large_lora", folder)
-    cards = stand_in.Cards(count=4, gigabytes=8, ledger=folder / "ledger")
+    cards = stand_in.Cards(count=4, gigabytes=8, ledger=folder / "ledger", dynamic=request.param == "dynamic")
     ledger = Ledger(cards)
     options = {"args": ["--cache-classic"], "env": {**stand_in.environment(cards), **EXACT}}
     with ComfyServer(comfyui_path, models=folder, cpu=False, **options) as running:
@@ -75,4 +76,15 @@ def test_the_host_holds_the_file_once_for_all_ranks(host, weights, weight_dtype,
     run, drop = host
     sizes = [run(strength, cp={"weights": weights}, weight_dtype=weight_dtype) for strength in strengths]
     assert max(sizes) <= 1.1, sizes
+    assert drop() <= 0.1
+
+
+@pytest.mark.parametrize("kind", ["post_cfg", "not_dynamic"])
+def test_the_host_holds_the_file_once_behind_a_run_without_ranks(host, kind):
+    """`not_dynamic`: with DynamicVRAM ComfyUI loads the model a second time, as for Torch Compile."""
+    run, drop = host
+    nodes = {"model_nodes": [("TestPatch", {"kind": kind})]}
+    sizes = run(1.0, **nodes), run(1.0, cp={"weights": "whole"}, **nodes)
+    print(kind, sizes)
+    assert sizes[1] <= 1.1, sizes
     assert drop() <= 0.1
