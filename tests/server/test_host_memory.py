@@ -22,8 +22,8 @@ EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "
 
 @pytest.fixture(scope="module", params=["plain", "dynamic"])
 def host(request, comfyui_path, tmp_path_factory):
-    """A server with four fake CUDA devices, which compute in the dtypes that ComfyUI chooses, and a bf16 file that runs as fp16; with
-    DynamicVRAM or without.
+    """A server with four fake CUDA devices, which compute in the dtypes that ComfyUI chooses, and a bf16 file that runs as fp16;
+    with DynamicVRAM or without.
 
     Yields a function that runs the model and returns what is taken of the host's memory for it, in sizes of the file; and one
     that has everybody drop it and does the same. Counted is the memory of ComfyUI and all its processes, pages of files and shared
@@ -43,7 +43,7 @@ def host(request, comfyui_path, tmp_path_factory):
 
         def taken():
             pids = [running.pid, *(child.pid for child in processes.descendants(running.pid))]
-            return sum(map(processes.pss, pids)) - sum(ledger.capacities[card] - ledger.free(card) for card in range(cards.count))
+            return sum(map(processes.pss, pids)) - sum(ledger.tensors(card) + ledger.mapped(card) for card in range(cards.count))
 
         def run(strength, **settings):
             loras = [("large_lora", strength)] if strength else []
@@ -55,6 +55,7 @@ def host(request, comfyui_path, tmp_path_factory):
             return (taken() - base) / file.stat().st_size
 
         base = 0
+        run(1.0)
         run(1.0, cp={"weights": "offloaded"})
         run(1.0, cp={"weights": "whole"})
         drop()
@@ -76,15 +77,13 @@ def test_the_host_holds_the_file_once_for_all_ranks(host, weights, weight_dtype,
     run, drop = host
     sizes = [run(strength, cp={"weights": weights}, weight_dtype=weight_dtype) for strength in strengths]
     assert max(sizes) <= 1.1, sizes
-    assert drop() <= 0.1
+    left = drop()
+    print("#####", sizes, left)
+    assert left <= 0.1
 
 
-@pytest.mark.parametrize("kind", ["post_cfg", "not_dynamic"])
-def test_the_host_holds_the_file_once_behind_a_run_without_ranks(host, kind):
-    """`not_dynamic`: with DynamicVRAM ComfyUI loads the model a second time, as for Torch Compile."""
+def test_the_host_holds_the_file_once_behind_a_run_without_ranks(host):
     run, drop = host
-    nodes = {"model_nodes": [("TestPatch", {"kind": kind})]}
-    sizes = run(1.0, **nodes), run(1.0, cp={"weights": "whole"}, **nodes)
-    print(kind, sizes)
-    assert sizes[1] <= 1.1, sizes
+    run(1.0)
+    assert run(1.0, cp={"weights": "whole"}) <= 1.1
     assert drop() <= 0.1

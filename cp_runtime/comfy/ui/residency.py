@@ -2,7 +2,7 @@
 
 | This process holds | given back |
 |---|---|
-| pages and pinned copies of DynamicVRAM, which a run without context parallelism leaves | `make_way`, before the ranks load the model |
+| what DynamicVRAM has of a model, left by a run without context parallelism | `make_way`, before the ranks load the model |
 | the model itself, with --highvram and --gpu-only | `make_way` |
 | what torch keeps of freed memory | `make_way` |
 | models that do not sample now | ComfyUI's own memory manager, or `free_for_ranks` once a rank has run out of memory |

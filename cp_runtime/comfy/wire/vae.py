@@ -17,5 +17,7 @@ def dtypes_of(model: Any) -> tuple[str, str]:
     """The dtype of a model's weights, and the one that it computes in where that is another, both by name."""
     if hasattr(model, "manual_cast_dtype"):
         return str(model.get_dtype()), str(model.manual_cast_dtype)
-    weights = ((module, name) for module in model.modules() for name, weight in parameter_slots(module).items() if weight is not None)
+    weights = (
+        (module, name) for module in model.modules() for name, weight in parameter_slots(module).items() if weight is not None
+    )
     return str(next((model_dtype(model, *weight) for weight in weights), None)), str(None)

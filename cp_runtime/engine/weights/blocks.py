@@ -119,7 +119,7 @@ def sizes_of(model: nn.Module, dtype_of: Callable[[nn.Module, str], torch.dtype]
     """
 
     def nbytes(slot: Slot) -> int:
-        weight = parameter_slots(slot.module)[slot.key]
+        weight: Tensor = parameter_slots(slot.module)[slot.key]
         parts = stored(weight)
         if dtype_of is None or len(parts) > 1:
             return sum(part.nbytes for part in parts)

@@ -213,7 +213,6 @@ KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "compile_eager": _compile_eager,
     "compile_option": _compile_option,
     "compile_alone": _compile_alone,
-    "not_dynamic": lambda model: None,
 }
 
 
@@ -225,7 +224,7 @@ class TestPatch:
     `attn1_output_patch` and `post_input` by Flux. `no_recipe`, `foreign_recipe`, `subclass` and `multigpu` make the
     model look as other loaders and MultiGPU CFG Split leave it; `changed_weight` changes a weight in place, for good,
     and `other_class` the class of the transformer. `unstamped` makes it a model that a pack loaded by a function which it had
-    imported before. `not_dynamic` is a clone that does without DynamicVRAM.
+    imported before.
     `unknown_option` adds an object to the transformer options that no model reads, so the output does not change.
     """
 
@@ -238,6 +237,6 @@ class TestPatch:
     CATEGORY = "test"
 
     def patch(self, model: Any, kind: Any) -> tuple[Any, ...]:
-        patched = model.clone(disable_dynamic=kind == "not_dynamic")
+        patched = model.clone()
         KINDS[kind](patched)
         return (patched,)
