@@ -5,6 +5,7 @@ A real server with four fake CUDA devices (`support/stand_in`). It takes minutes
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -52,7 +53,11 @@ def host(request, comfyui_path, tmp_path_factory):
 
         def drop():
             running.free_workers(60)
-            return (taken() - base) / file.stat().st_size
+            before, now = None, taken()  # ComfyUI forgets its own copy behind those of the ranks
+            while before is None or abs(now - before) > 0.01 * file.stat().st_size:
+                time.sleep(1)
+                before, now = now, taken()
+            return (now - base) / file.stat().st_size
 
         base = 0
         run(1.0)
@@ -64,22 +69,20 @@ def host(request, comfyui_path, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("weights", "weight_dtype", "strengths"),
+    ("weights", "weight_dtype", "strengths", "most"),
     [
-        ("whole", "default", (0, 1.0, 0.5)),
-        ("offloaded", "default", (0, 1.0)),
-        ("whole", "fp8_e4m3fn", (0, 1.0)),
-        ("sharded", "fp8_e4m3fn", (0, 1.0)),
+        ("whole", "default", (0, 1.0, 0.5), 1.1),
+        ("offloaded", "default", (0, 1.0), 1.5),  # beside the file, 0.1 of it in each of four ranks
+        ("whole", "fp8_e4m3fn", (0, 1.0), 1.1),
+        ("sharded", "fp8_e4m3fn", (0, 1.0), 1.1),
     ],
 )
-def test_the_host_holds_the_file_once_for_all_ranks(host, weights, weight_dtype, strengths):
+def test_the_host_holds_the_file_once_for_all_ranks(host, weights, weight_dtype, strengths, most):
     """Loaded, with a LoRA, with another one and dropped."""
     run, drop = host
     sizes = [run(strength, cp={"weights": weights}, weight_dtype=weight_dtype) for strength in strengths]
-    assert max(sizes) <= 1.1, sizes
-    left = drop()
-    print("#####", sizes, left)
-    assert left <= 0.1
+    assert max(sizes) <= most, sizes
+    assert drop() <= 0.1
 
 
 def test_the_host_holds_the_file_once_behind_a_run_without_ranks(host):
