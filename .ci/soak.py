@@ -35,6 +35,7 @@ AT_FULL_LENGTH = [
     "tests/server/test_families.py",  # every family, with shared weights
     "tests/gloo/test_cards.py",  # every case of them, on fake CUDA devices
     "tests/gpu/test_gpu_check.py",  # a rehearsal of every section
+    "tests/server/test_host_memory.py",  # marked `soak`
 ]
 HEAD = """# Reliability
 

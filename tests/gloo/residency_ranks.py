@@ -89,8 +89,16 @@ parallel = apply_to_model(stock, config)
 step("ranks load", lambda: mm.load_models_gpu([parallel]))
 step("ranks load again", lambda: mm.load_models_gpu([parallel]))
 step("loaded without ranks", lambda: mm.load_models_gpu([stock]))
-model.dynamic_vbars = {META: Pages()}
+pages, module = Pages(), next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
+model.dynamic_vbars = {META: pages}
+module._v, module._v_signature = (pages, 0, 100), [1]
+module._pins = {"weights": {"pin": torch.zeros(10), "registered": False, "balancer_entry": [0, 0, module]}}
+pinned = (SimpleNamespace(truncate=lambda size, do_unregister: None), [(module, 0)], [0], [0], [1], {})
+unused = {name: (None, [], [-1], [0], [0], {}) for name in ("patches", "weights-loaded", "patches-loaded")}
+model.dynamic_pins = {META: {"weights": pinned, **unused}}
 step("ranks load behind DynamicVRAM", lambda: mm.load_models_gpu([parallel]))
+left = [name for name in ("_v", "_v_signature") if name in vars(module)]
+report(step="left of DynamicVRAM", pages=pages.size, on_modules=left, pinned=len(pinned[1]))
 removed = without_context_parallel(parallel)
 step("Apply is removed", lambda: mm.load_models_gpu([removed]))
 elsewhere = stock.clone()

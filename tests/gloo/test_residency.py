@@ -23,8 +23,8 @@ def test_what_torch_keeps_is_given_back_before_ranks_load(steps):
 
 
 def test_pages_of_dynamic_vram_are_given_back_before_ranks_load(steps):
-    assert steps["ranks load behind DynamicVRAM"]["pages"] == 0
     assert steps["ranks load behind DynamicVRAM"]["told"] == ["empty cache", "load"]
+    assert steps["left of DynamicVRAM"] == {"pages": 0, "on_modules": [], "pinned": 0}
 
 
 def test_a_model_that_lives_on_the_device_leaves_it_before_ranks_load(steps):

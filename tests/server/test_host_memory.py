@@ -5,6 +5,7 @@ A real server with four fake CUDA devices (`support/stand_in`). It takes minutes
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,13 +17,15 @@ from support.stand_in.memory import Ledger
 
 pytestmark = pytest.mark.soak
 LARGE = checkpoints.Checkpoint(architecture=checkpoints.Wan(dim=1024, heads=8, layers=6, ffn=4096))
+LEFT = 0.1
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
 """Has the C library and MKL give back at once what is freed."""
 
 
-@pytest.fixture(scope="module")
-def host(comfyui_path, tmp_path_factory):
-    """A server with four fake CUDA devices, which compute in the dtypes that ComfyUI chooses, and a bf16 file that runs as fp16.
+@pytest.fixture(scope="module", params=["plain", "dynamic"])
+def host(request, comfyui_path, tmp_path_factory):
+    """A server with four fake CUDA devices, which compute in the dtypes that ComfyUI chooses, and a bf16 file that runs as fp16;
+    with DynamicVRAM or without.
 
     Yields a function that runs the model and returns what is taken of the host's memory for it, in sizes of the file; and one
     that has everybody drop it and does the same. Counted is the memory of ComfyUI and all its processes, pages of files and shared
@@ -35,14 +38,14 @@ def host(comfyui_path, tmp_path_factory):
         patched.setitem(checkpoints.LORAS, "large_lora", replace(checkpoints.LORAS["wan_t2v_lora"], base="large"))
         file = checkpoints.write("large", folder, dtype=torch.bfloat16)
         checkpoints.write("large_lora", folder)
-    cards = stand_in.Cards(count=4, gigabytes=8, ledger=folder / "ledger")
+    cards = stand_in.Cards(count=4, gigabytes=8, ledger=folder / "ledger", dynamic=request.param == "dynamic")
     ledger = Ledger(cards)
     options = {"args": ["--cache-classic"], "env": {**stand_in.environment(cards), **EXACT}}
     with ComfyServer(comfyui_path, models=folder, cpu=False, **options) as running:
 
         def taken():
             pids = [running.pid, *(child.pid for child in processes.descendants(running.pid))]
-            return sum(map(processes.pss, pids)) - sum(ledger.capacity - ledger.free(card) for card in range(cards.count))
+            return sum(map(processes.pss, pids)) - sum(ledger.tensors(card) + ledger.mapped(card) for card in range(cards.count))
 
         def run(strength, **settings):
             loras = [("large_lora", strength)] if strength else []
@@ -51,28 +54,40 @@ def host(comfyui_path, tmp_path_factory):
 
         def drop():
             running.free_workers(60)
-            return (taken() - base) / file.stat().st_size
+            deadline = time.monotonic() + 30  # ComfyUI forgets its own copy behind those of the ranks
+            while (left := (taken() - base) / file.stat().st_size) > LEFT and time.monotonic() < deadline:
+                time.sleep(0.5)
+            return left
 
         base = 0
+        run(1.0)
         run(1.0, cp={"weights": "offloaded"})
         run(1.0, cp={"weights": "whole"})
-        drop()
+        running.free_workers(60)
+        time.sleep(10)
         base = taken()
         yield run, drop
 
 
 @pytest.mark.parametrize(
-    ("weights", "weight_dtype", "strengths"),
+    ("weights", "weight_dtype", "strengths", "most"),
     [
-        ("whole", "default", (0, 1.0, 0.5)),
-        ("offloaded", "default", (0, 1.0)),
-        ("whole", "fp8_e4m3fn", (0,)),  # with a LoRA, kernels of a real device round
-        ("sharded", "fp8_e4m3fn", (0,)),
+        ("whole", "default", (0, 1.0, 0.5), 1.1),
+        ("offloaded", "default", (0, 1.0), 1.5),  # beside the file, 0.1 of it in each of four ranks
+        ("whole", "fp8_e4m3fn", (0, 1.0), 1.1),
+        ("sharded", "fp8_e4m3fn", (0, 1.0), 1.1),
     ],
 )
-def test_the_host_holds_the_file_once_for_all_ranks(host, weights, weight_dtype, strengths):
+def test_the_host_holds_the_file_once_for_all_ranks(host, weights, weight_dtype, strengths, most):
     """Loaded, with a LoRA, with another one and dropped."""
     run, drop = host
     sizes = [run(strength, cp={"weights": weights}, weight_dtype=weight_dtype) for strength in strengths]
-    assert max(sizes) <= 1.1, sizes
-    assert drop() <= 0.1
+    assert max(sizes) <= most, sizes
+    assert drop() <= LEFT
+
+
+def test_the_host_holds_the_file_once_behind_a_run_without_ranks(host):
+    run, drop = host
+    run(1.0)
+    assert run(1.0, cp={"weights": "whole"}) <= 1.1
+    assert drop() <= LEFT

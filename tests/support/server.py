@@ -73,6 +73,8 @@ _TEXT_EVENT = 3
 """Binary event with the id of a node and a text to show in it."""
 _ENDS = ("execution_success", "execution_error", "execution_interrupted")
 """Events with which a prompt ends."""
+_TELL_AGAIN = 1.0
+"""Seconds after which the server is told again to free what it has."""
 _LOOK_AGAIN = 0.25
 """Seconds after which the history is asked for a prompt whose end was not heard of, as of one from before a restart."""
 
@@ -360,12 +362,20 @@ class ComfyServer:
         self.run(_WITHOUT_MODELS).check()  # the server looks at what it was asked before or after a prompt, never in the next
 
     def free_workers(self, timeout: float = 20.0) -> None:
-        """Have the workers drop their models, and wait for it: a prompt that is queued at once may come first."""
+        """Have the workers drop their models, and wait for it: a prompt that is queued at once may come first.
+
+        ComfyUI's thread of prompts sleeps over what it is told between its last look at that and its wait for the next prompt.
+        In between it collects garbage, if it has not for ten seconds. So it is told again.
+        """
         self.free()
-        deadline = time.monotonic() + timeout
+        began = told = time.monotonic()
         while models := self.get("/context_parallel/status")["models"]:
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > began + timeout:
                 raise ServerError(f"the workers hold {models} {timeout} s after they were to drop them")
+            if now > told + _TELL_AGAIN:
+                self.free()
+                told = now
             time.sleep(0.05)
 
     def object_info(self, node: str | None = None) -> dict[str, Any]:

@@ -62,6 +62,59 @@ CASES = {
         module.to("cuda")
         assert module.weight is weight and weight.is_cuda and module(card).shape == (2, 2)
     """,
+    "DynamicVRAM": """
+        import os, tempfile
+        from support.stand_in import dynamic_vram
+        dynamic_vram.install()
+        from comfy_aimdo import control, torch as aimdo
+        assert control.init() and control.init_devices([0, 1])
+        from comfy_aimdo import host_buffer, model_mmap, model_vbar, vram_buffer
+        mapped, held, page = memory.LEDGER.mapped, lambda: memory.LEDGER.tensors(0), 32 * MB
+        before = held()
+
+        first, second = (model_vbar.ModelVBAR(48 * MB, 0) for _ in range(2))  # beside a context, a card of 0.56 GB holds one page
+        ours = first.alloc(4 * MB)
+        signature = model_vbar.vbar_fault(ours)
+        assert mapped(0) == page == first.loaded_size() and not held() - before
+        weight = aimdo.aimdo_to_tensor(ours, torch.device("cuda:0")).view(torch.float32).fill_(2)
+        assert weight.is_cuda and weight.sum().item() == 2 * MB and not held() - before
+        assert model_vbar.vbar_signature_compare(signature, model_vbar.vbar_fault(ours))
+        theirs = second.alloc(4 * MB)
+        assert model_vbar.vbar_fault(theirs) is None  # what is used stays
+        model_vbar.vbar_unpin(ours)
+        second.prioritize()
+        assert model_vbar.vbar_fault(theirs) and mapped(0) == page == second.loaded_size() and weight.sum().item() == 0
+        assert model_vbar.vbar_fault(ours) is None  # above the watermark
+        model_vbar.vbar_unpin(theirs)
+        first.prioritize()
+        assert not model_vbar.vbar_signature_compare(signature, model_vbar.vbar_fault(ours))
+        model_vbar.vbar_unpin(ours)
+        assert torch.ones(40 * MB, dtype=torch.uint8, device="cuda").is_cuda and not mapped(0)  # tensors come first
+        torch.cuda.empty_cache()
+        first.prioritize()
+        assert model_vbar.vbar_fault(ours) and first.free_memory(page) == 0
+        model_vbar.vbar_unpin(ours)
+        assert not mapped(0)
+
+        buffer = vram_buffer.VRAMBuffer(1 << 30, 1)
+        there = aimdo.aimdo_to_tensor(buffer.get(5, 3), torch.device("cuda:1"))
+        assert mapped(1) == 16 * MB
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(bytes(range(20)))
+            file.flush()
+            host_buffer.read_file_to_device(file, 4, 5, 0, there.data_ptr(), 1)
+            assert there.tolist() == [4, 5, 6, 7, 8]
+            host = host_buffer.HostBuffer(0, 0, 4 * MB)
+            host.extend(MB, register=False)
+            host.read_file_slice(file, 2, 5, offset=100, device_ptr=there.data_ptr(), device=1)
+            assert there.tolist() == aimdo.hostbuf_to_tensor(host)[100:105].tolist() == [2, 3, 4, 5, 6]
+            mapping = model_mmap.ModelMMAP(file.name)
+            assert os.pread(mapping.get_file_handle(), 3, 1) == bytes([1, 2, 3])
+        host.truncate(0, do_unregister=False)
+        assert host.extend(10, register=False) == host.get_raw_address() and not aimdo.hostbuf_to_tensor(host).any()
+        del there, buffer, first, second, ours, theirs
+        assert not mapped(0) and not mapped(1)
+    """,
     "waits of the host": """
         def waited(act):
             tensors.waits.clear()

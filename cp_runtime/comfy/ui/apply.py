@@ -16,6 +16,7 @@ from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from .controller import CONTROLLER
 from .devices import default_config, nothing_to_share
+from .dynamic_vram import patcher_over
 from .interception import check_forward
 from .obstacles import conditions_obstacle, model_obstacle
 from .patcher import ContextParallelPatcher, executing_node, noted
@@ -102,4 +103,4 @@ def without_context_parallel(model: Any) -> Any:
     for kind in (WrappersMP.PREPARE_SAMPLING, WrappersMP.APPLY_MODEL):
         plain.remove_wrappers_with_key(kind, WRAPPER)
     stop_timing(plain)
-    return plain
+    return patcher_over(plain)

@@ -41,6 +41,7 @@ _SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, torch_device, lis
 class Owner(Protocol):
     """What a patcher does for its interception."""
 
+    model: Any
     cp_config: RuntimeConfig
 
     def call_workers(self, call: DenoiseCall) -> Any: ...

@@ -27,9 +27,11 @@ from ...errors import UnsupportedError
 from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
 from ...pool.worker_pool import CallCancelled
+from ..wire.dtypes import is_dynamic
 from ..wire.recipe import Recipe
 from .compiled import OnOneDevice, compile_of
 from .controller import CONTROLLER
+from .dynamic_vram import convert, give_back
 from .file_pages import share_file_pages
 from .interception import intercept, is_intercepted, release
 from .journal import Node
@@ -115,7 +117,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         obstacle = self.cp_conditions_obstacle or model_obstacle(self, self.cp_config.device_type)
         if obstacle is not None:
             self.refuse(obstacle)
-            return super().partially_load(device_to, extra_memory, force_patch_weights)
+            return self._load_here(device_to, extra_memory, force_patch_weights)
         if self.model.current_weight_patches_uuid is not None:  # another branch had them on a device of this process
             super().unpatch_model(self.offload_device, unpatch_weights=True)
         # Object patches (model sampling and the like) act in this process.
@@ -129,7 +131,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
         except UnsupportedError as error:
             self.refuse(str(error))
-            return super().partially_load(device_to, extra_memory, force_patch_weights)
+            return self._load_here(device_to, extra_memory, force_patch_weights)
         intercept(self, self.model.diffusion_model)
         return self.loaded_size() - before
 
@@ -172,13 +174,21 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         """`refuse`, once sampling has begun: the weights come to this process now."""
         self.refuse(obstacle)
         release(self, self.model.diffusion_model)
-        super().partially_load(self.load_device, 1e32)
+        self._load_here(self.load_device, 1e32)
 
     def call_workers(self, call: DenoiseCall) -> Any:
         """Run a call of the transformer on all ranks."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         call = replace(call, memory_scale=self.cp_memory_scale, compile=compile_of(self))
         return with_cancel(lambda cancelled: CONTROLLER.call(self.cp_config, self._target(), call, executing_node(), cancelled))
+
+    def _load_here(self, device: torch.device, extra_memory: float, force_patch_weights: bool = False) -> int:
+        """Load the model as a ModelPatcher of ComfyUI does, onto a device of this process."""
+        if give_back(self.model):
+            super().unpatch_model(self.offload_device, unpatch_weights=True)
+        if is_dynamic(self.model):
+            convert(self.model)
+        return super().partially_load(device, extra_memory, force_patch_weights)
 
     def _target(self) -> Target:
         target, notes = Target.of(self, recipe_of(self), self.cp_call_memory), notes_of(self.model)

@@ -2,7 +2,7 @@
 
 | This process holds | given back |
 |---|---|
-| pages of DynamicVRAM, which a run without context parallelism leaves | `make_way`, before the ranks load the model |
+| what DynamicVRAM has of a model, left by a run without context parallelism | `make_way`, before the ranks load the model |
 | the model itself, with --highvram and --gpu-only | `make_way` |
 | what torch keeps of freed memory | `make_way` |
 | models that do not sample now | ComfyUI's own memory manager, or `free_for_ranks` once a rank has run out of memory |
@@ -23,15 +23,16 @@ from typing import Any
 import comfy.model_management
 import torch
 
+from .dynamic_vram import give_back
+
 
 def make_way(model: Any) -> None:
-    """Give back what this process holds of a `BaseModel` on any device, and what torch keeps there of freed memory.
+    """Give back what this process holds of a `BaseModel` or a VAE on any device, and what torch keeps there of freed memory.
 
     Its weights stay valid, in host memory: where they are not the pages of the file, with --highvram, they are copied there.
     """
-    for pages in vars(model).get("dynamic_vbars", {}).values():
-        pages.free_memory(pages.loaded_size())
-    model.diffusion_model.to("cpu")
+    give_back(model)
+    getattr(model, "diffusion_model", model).to("cpu")
     model.device = torch.device("cpu")
     comfy.model_management.soft_empty_cache()
 

@@ -11,6 +11,7 @@ from typing import Any
 from ...engine.weights.blocks import sizes_of
 from ...errors import MirrorError
 from ...pool.messages import Loaded
+from ..wire.dtypes import model_dtype
 from ..wire.modules import layers_of
 from ..wire.recipe import Recipe
 from ..wire.weight_samples import differing_weight, sample_weights
@@ -60,7 +61,7 @@ def demand_of(model: Any, call_memory: float) -> Demand:
     """What a `BaseModel` takes. Its weights are counted once."""
     notes = notes_of(model)
     if notes.sizes is None:
-        notes.sizes = sizes_of(model.diffusion_model)
+        notes.sizes = sizes_of(model.diffusion_model, partial(model_dtype, model))
     return Demand(notes.sizes, call_memory)
 
 

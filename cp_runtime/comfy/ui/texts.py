@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...nested import tensors
+from ..wire.dtypes import model_dtype
 
 METHOD = "preprocess_text_embeds"
 PREFIX = "diffusion_model."
@@ -23,6 +24,8 @@ PREFIX = "diffusion_model."
 
 class Patcher(Protocol):
     """What has the patches of a model."""
+
+    model: Any
 
     def patch_weight_to_device(self, key: str, device_to: torch.device, *, return_weight: bool) -> torch.Tensor: ...
 
@@ -61,6 +64,8 @@ def _weights_at(patcher: Patcher, model: nn.Module, device: torch.device) -> Ite
             paths.pop(module, None)
             for name, parameter in module._parameters.items():
                 if parameter is not None:
+                    if (dtype := model_dtype(patcher.model, module, name)) != parameter.dtype:
+                        put(module._parameters, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
                     weight = patcher.patch_weight_to_device(f"{PREFIX}{inner}.{name}", device, return_weight=True)
                     put(module._parameters, name, nn.Parameter(weight.to(device), requires_grad=False))
             for name, buffer in module._buffers.items():
@@ -76,5 +81,5 @@ def _weights_at(patcher: Patcher, model: nn.Module, device: torch.device) -> Ite
         yield
     finally:
         hook.remove()
-        for owner, name, value in kept:
+        for owner, name, value in reversed(kept):
             owner[name] = value

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...engine.weights.blocks import sizes_of
 from ...pool.config import RuntimeConfig
+from ..wire.dtypes import model_dtype
 from ..wire.modules import layers_of
 from ..wire.placement import WHOLE
 from ..wire.vae import dtypes_of
@@ -20,6 +21,7 @@ from .controller import CONTROLLER
 from .model_notes import notes_of
 from .patcher import ContextParallelPatcher, executing_node, with_cancel
 from .placement import Demand
+from .residency import make_way
 from .target import Target
 from .vae_recipe import vae_recipe_of
 
@@ -50,6 +52,9 @@ class VAEPatcher(ContextParallelPatcher):
 
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
         before, target = self.loaded_size(), self.target()
+        if self.model.current_weight_patches_uuid is not None:  # a node without context parallelism has left it on a device
+            self.unpatch_model(self.offload_device)
+        make_way(self.model)
         with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
         return self.loaded_size() - before
 
@@ -64,7 +69,7 @@ class VAEPatcher(ContextParallelPatcher):
         if notes.check_file is not None:
             notes.check_file()
         if notes.sizes is None:
-            notes.sizes = sizes_of(self.model)
+            notes.sizes = sizes_of(self.model, partial(model_dtype, self.model))
         dtype, cast_dtype = dtypes_of(self.model)
         target = Target(
             recipe=recipe,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...compat import parameter_slots
+from .dtypes import model_dtype
+
 VAE_METHODS = ("decode", "encode")
 EXACT, TILES = "exact", "tiles"
 INPUT = "vae_input"
@@ -14,4 +17,7 @@ def dtypes_of(model: Any) -> tuple[str, str]:
     """The dtype of a model's weights, and the one that it computes in where that is another, both by name."""
     if hasattr(model, "manual_cast_dtype"):
         return str(model.get_dtype()), str(model.manual_cast_dtype)
-    return str(next((parameter.dtype for parameter in model.parameters()), None)), str(None)
+    weights = (
+        (module, name) for module in model.modules() for name, weight in parameter_slots(module).items() if weight is not None
+    )
+    return str(next((model_dtype(model, *weight) for weight in weights), None)), str(None)

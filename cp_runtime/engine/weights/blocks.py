@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ...compat import as_parameter, parameter_slots
@@ -109,8 +111,24 @@ def blocks_of(model: nn.Module) -> list[Block]:
     return found
 
 
-def sizes_of(model: nn.Module) -> Sizes:
-    """What the weights of a model take."""
-    blocks = [block.nbytes for block in blocks_of(model)]
-    whole = sum(part.nbytes for weight in model.parameters() for part in stored(weight))
-    return Sizes(sum(blocks), max(blocks, default=0), whole - sum(blocks))
+def sizes_of(model: nn.Module, dtype_of: Callable[[nn.Module, str], torch.dtype] | None = None) -> Sizes:
+    """What the weights of a model take.
+
+    Args:
+        dtype_of: what a module's parameter will have on a device, where that is another dtype than it has now.
+    """
+
+    def nbytes(slot: Slot) -> int:
+        weight: Tensor = parameter_slots(slot.module)[slot.key]
+        parts = stored(weight)
+        if dtype_of is None or len(parts) > 1:
+            return sum(part.nbytes for part in parts)
+        return weight.numel() * dtype_of(*slot).itemsize
+
+    found: dict[int, Slot] = {}
+    for module in model.modules():
+        for key, weight in parameter_slots(module).items():
+            if weight is not None:
+                found.setdefault(id(weight), Slot(module, key))
+    blocks = [sum(nbytes(places[0]) for places in block.slots.values()) for block in blocks_of(model)]
+    return Sizes(sum(blocks), max(blocks, default=0), sum(map(nbytes, found.values())) - sum(blocks))

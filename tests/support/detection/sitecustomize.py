@@ -82,3 +82,5 @@ if os.environ.get("CP_TEST_CARDS"):  # as in stand_in, which is not to be import
         put_cards_in(None)
     else:
         sys.meta_path.insert(0, PatchOnImport("torch", put_cards_in))
+    if "comfy_kitchen" not in sys.modules:  # imported without a card, it has no kernels for one
+        sys.meta_path.insert(0, PatchOnImport("comfy_kitchen", lambda kitchen: kitchen.registry.disable("cuda")))

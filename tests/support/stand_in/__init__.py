@@ -53,12 +53,14 @@ class Cards:
         kinds: names in `KINDS`, one per card, instead of a count.
         gigabytes: of each; None = as its kind has.
         ledger: a file in which all processes note what they hold; without one, those that were forked share it.
+        dynamic: ComfyUI's server has DynamicVRAM.
     """
 
     count: int = 1
     kinds: tuple[str, ...] = ()
     gigabytes: float | None = None
     ledger: Path | None = None
+    dynamic: bool = False
 
     def each(self) -> list[Kind]:
         """Return what is in every slot."""
@@ -67,20 +69,20 @@ class Cards:
 
 
 def environment(cards: Cards) -> dict[str, str]:
-    """What a process needs to find them there: how many or which kinds, gigabytes, ledger."""
-    return {VARIABLE: f"{','.join(cards.kinds) or cards.count}:{cards.gigabytes or ''}:{cards.ledger or ''}"}
+    """What a process needs to find them there: how many or which kinds, gigabytes, DynamicVRAM, ledger."""
+    parts = (",".join(cards.kinds) or cards.count, cards.gigabytes or "", "dynamic" if cards.dynamic else "", cards.ledger or "")
+    return {VARIABLE: ":".join(map(str, parts))}
 
 
 def wanted() -> Cards | None:
     """What the environment says."""
-    which, _, rest = os.environ.get(VARIABLE, "").partition(":")
-    gigabytes, _, ledger = rest.partition(":")
+    which, gigabytes, dynamic, ledger = (*os.environ.get(VARIABLE, "").split(":", 3), "", "", "")[:4]
     if not which:
         return None
     kinds = () if which.isdecimal() else tuple(which.split(","))
     return Cards(
         count=len(kinds) or int(which), kinds=kinds, gigabytes=float(gigabytes) if gigabytes else None,
-        ledger=Path(ledger) if ledger else None,
+        ledger=Path(ledger) if ledger else None, dynamic=bool(dynamic),
     )  # fmt: skip
 
 
@@ -93,3 +95,7 @@ def use(cards: Cards) -> None:
     device.install(cards)
     groups.install()
     tensors.install()
+    if cards.dynamic:
+        from . import dynamic_vram
+
+        dynamic_vram.install()

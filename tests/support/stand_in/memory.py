@@ -1,7 +1,8 @@
 """How much of every card is taken, by all processes that share them.
 
 Every process has a row in a file that all have mapped: its number, the bytes that its tensors have of every card, and those that it
-holds in all: with a context, what groups take, and what torch keeps of freed tensors until its cache is emptied.
+holds in all: with a context, what groups take, and what torch keeps of freed tensors until its cache is emptied. Beside that, how
+much of it is pages that DynamicVRAM has mapped (`dynamic_vram`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import fcntl
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from . import Cards, races
 
 MAX_CARDS, MAX_PROCESSES = 8, 64
-COLUMNS = 1 + 3 * MAX_CARDS
+COLUMNS = 1 + 4 * MAX_CARDS
 CONTEXT = 512 << 20  # bytes that CUDA takes of a card for every process that touches it
 GROUP = 16 << 20  # and NCCL of a rank's card for every group that it is in
 AcceleratorError = getattr(torch, "AcceleratorError", RuntimeError)  # of torch 2.8 and later
@@ -32,7 +33,10 @@ class Ledger:
     Attributes:
         opened: which process was the first to touch a card; those that it forks must not.
         failed: cards on which a kernel of this process has failed.
+        make_room: gives back some of the pages that this process has mapped of a card; False where it has none that may go.
     """
+
+    make_room: Callable[[int], bool] = staticmethod(lambda card: False)
 
     def __init__(self, cards: Cards) -> None:
         self.capacities = [int(kind.gigabytes * (1 << 30)) for kind in cards.each()]
@@ -77,6 +81,23 @@ class Ledger:
             self._table[fixed] += new
             self._table[self._row + 1 + MAX_CARDS + card] += new
 
+    def map(self, card: int, change: int) -> None:
+        """Map bytes of a card that are not torch's, or give them back."""
+        self.touch(card, change)
+        self._table[self._row + 1 + 3 * MAX_CARDS + card] += change
+
+    def mapped(self, card: int) -> int:
+        """Bytes that all living processes have mapped."""
+        with self._alone():
+            self._forget_dead()
+        return sum(self._table[1 + 3 * MAX_CARDS + card :: COLUMNS])
+
+    def lend(self, tensor: Tensor, card: int) -> None:
+        """Have a tensor hold nothing, since its memory is counted where it was mapped."""
+        storage = tensor.untyped_storage()
+        stream = torch.cuda.current_stream(card).cuda_stream
+        self.storages[storage._cdata, card] = Held(0, storage.data_ptr(), stream)
+
     def allocated(self, card: int) -> int:
         """Bytes that tensors of this process hold."""
         self._mine()
@@ -117,7 +138,9 @@ class Ledger:
         return {row[0]: [card for card in range(MAX_CARDS) if row[1 + MAX_CARDS + card]] for row in rows if row[0]}
 
     def check(self, card: int, wanted: int) -> None:
-        """Raise as a card does that has not got so many bytes."""
+        """Raise as a card does that has not got so many bytes, and no pages that may go."""
+        while wanted > self.free(card) and self.make_room(card):
+            pass
         if wanted > self.free(card):
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {wanted / (1 << 20):.2f} MiB. GPU {card} has a total capacity of "
@@ -196,7 +219,10 @@ class Hold:
         if not self.held.tensors:
             del LEDGER.storages[self._key]
             LEDGER.note(self._card, -self.held.nbytes)
-            races.freed(self.held.address, self.held.stream, self.held.recorded)
+            if self.held.nbytes:
+                races.freed(self.held.address, self.held.stream, self.held.recorded)
+            else:
+                races.forget(self.held.address)
 
 
 def start(cards: Cards) -> None:

@@ -92,6 +92,12 @@ def stats() -> dict[str, int]:
     return {f"{name}.current": _counts[name] for name in ("allocated_bytes", "active_bytes")} | {"registered_bytes": registered}
 
 
+def unregister_inside(start: int, size: int) -> None:
+    """Let go of whatever was registered in a range."""
+    for address in [address for address in _registered if start <= address < start + size]:
+        Runtime().cudaHostUnregister(address)
+
+
 def _block(nbytes: int) -> Any:
     """Memory of a block, which goes back to the cache with the last tensor that has it."""
     size = 1 << (nbytes - 1).bit_length()

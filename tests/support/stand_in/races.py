@@ -128,6 +128,13 @@ def freed(address: int, stream: int, recorded: set[int]) -> None:
                 _given_back[stream] += [sanitizer.UnsynchronizedAccessError(cell, None, now, before) for before in used]
 
 
+def forget(address: int) -> None:
+    """Nobody gets this memory by way of torch."""
+    with _lock:
+        for cell in _bounds.pop(address, [0])[:-1]:
+            _handler.tensors_accessed.accesses.pop(cell, None)
+
+
 def _reuse(stream: int) -> None:
     """A tensor is made for a stream, in memory that others there have given back."""
     with _lock:
