@@ -3,10 +3,10 @@
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
-from .cp_runtime.comfy.ui.events import start_events
-from .cp_runtime.comfy.ui.loaders import watch_loaders
-from .cp_runtime.comfy.ui.routes import add_routes
-from .cp_runtime.comfy.ui.stock_loads import watch_stock_loads
+from .cp_runtime.comfy.memory.ui_stock_loads import watch_stock_loads
+from .cp_runtime.comfy.model.ui_loaders import watch_loaders
+from .cp_runtime.comfy.panel.ui_events import start_events
+from .cp_runtime.comfy.panel.ui_routes import add_routes
 from .nodes import NODES
 
 WEB_DIRECTORY = "./web"

@@ -51,7 +51,7 @@ REFUSALS = """
 - Residuals of a ControlNet for a family that adds none, and ControlNets that compute with the model's own weights (ControlLoRA,
   Qwen's Fun ControlNet).
 - SamplerARVideo (autoregressive sampling of Causal Wan) and FluxKVCache: both keep keys and values of earlier frames or steps
-  inside the transformer. `cp_runtime/comfy/wire/node_patches.py` lists other nodes that patch the transformer.
+  inside the transformer. `cp_runtime/comfy/patches/wire_nodes.py` lists other nodes that patch the transformer.
 - The batch axis, always or in some calls, where one item of a batch depends on another: {batch}. Their sequence is still shared.
 """
 VAES = """

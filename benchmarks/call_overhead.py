@@ -33,7 +33,7 @@ from support.package import load_package
 
 load_package()
 
-from cp_runtime.comfy.worker.attention import attention_override
+from cp_runtime.comfy.attention.rank import attention_override
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates
 from cp_runtime.engine.hooks import InstalledPlan

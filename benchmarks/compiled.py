@@ -46,8 +46,8 @@ def rank_main() -> None:
     from support import families
     from support.models import build
 
-    from cp_runtime.comfy.ui.interception import innermost_method
-    from cp_runtime.comfy.worker.sharded import run_sharded
+    from cp_runtime.comfy.forward.rank_sharded import run_sharded
+    from cp_runtime.comfy.forward.ui_interception import innermost_method
     from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
     from cp_runtime.engine.config import ContextParallelConfig
     from cp_runtime.engine.hooks import InstalledPlan

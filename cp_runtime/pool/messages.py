@@ -270,7 +270,7 @@ class Load(Request[Loaded]):
 
     Args:
         key: of its recipe.
-        recipe: `comfy.wire.recipe.Recipe` as JSON.
+        recipe: `comfy.model.wire_recipe.Recipe` as JSON.
         device_bytes: of weights that one rank keeps on its device.
     """
 
@@ -292,7 +292,7 @@ class Call(Packed[CallReport]):
         split: ranks and degrees; None = all ranks, and the degrees of `sequence` and `batch_degree`.
         leading: names of the arguments that change with every call.
         memory_scale: times the memory that ComfyUI expects, which the call may need.
-        compile: what `torch.compile` is told, see `comfy.wire.compiled`; None = nothing is compiled.
+        compile: what `torch.compile` is told, see `comfy.compiled.wire`; None = nothing is compiled.
         compile_or_raise: a block that cannot be compiled is an error.
         cancel_every: planned modules between two polls for Cancel; 0 = none.
     """

@@ -16,7 +16,7 @@ from support.evil import Evil
 from support.faults import note
 from support.graphs import flux_prompt
 
-from cp_runtime.comfy.wire.recipe import file_digest, file_stamp
+from cp_runtime.comfy.model.wire_recipe import file_digest, file_stamp
 from cp_runtime.errors import RankError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.messages import Load
@@ -43,10 +43,10 @@ def model_ranks(comfyui_path, shelf):
     """Ranks with ComfyUI, which may read models from one folder."""
     config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2)
     site = WorkerSite(
-        service="comfy.worker.service",
+        service="comfy.ranks.rank_service",
         arguments={"model_folders": [str(shelf / "models" / "diffusion_models")], "node_folders": [str(shelf / "packs")]},
         path=(str(comfyui_path),),
-        preload=("torch", "cp_runtime.comfy.worker.preload"),
+        preload=("torch", "cp_runtime.comfy.ranks.rank_preload"),
         argv=("main.py", "--cpu", "--base-directory", str(shelf)),
     )
     pool = WorkerPool(config, site)
@@ -145,7 +145,7 @@ import comfy.cli_args
 comfy.cli_args.args.cpu = True
 from support.package import load_package
 load_package()
-from cp_runtime.comfy.ui.site import worker_site
+from cp_runtime.comfy.ranks.ui_site import worker_site
 print(json.dumps(worker_site().arguments["model_folders"]))
 """
 

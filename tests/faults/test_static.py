@@ -91,9 +91,9 @@ FORBIDDEN_METHODS = frozenset(
 )
 # Code by name, each with its reason.
 DYNAMIC_IMPORTS = {
-    ("cp_runtime/comfy/wire/modules.py", "find"): "callers let names in PACKAGES and MIRRORED through, and no others",
+    ("cp_runtime/comfy/model/wire_modules.py", "find"): "callers let names in PACKAGES and MIRRORED through, and no others",
     (
-        "cp_runtime/comfy/worker/factory.py",
+        "cp_runtime/comfy/model/rank_factory.py",
         "_imported",
     ): "a file in ComfyUI's folders of node packs, by the digest of what ComfyUI has",
     ("cp_runtime/engine/attention/kernels.py", "installed"): "callers pass literals, or a name of SAGE_MODES",
@@ -101,7 +101,7 @@ DYNAMIC_IMPORTS = {
     ("cp_runtime/pool/fork_server.py", "import_by_name"): "a constant, or what the owner of the pool names",
     ("cp_runtime/pool/fork_server.py", "load_package"): "this package itself",
     ("cp_runtime/pool/worker.py", "start"): "the owner of the pool names the module, among those of this package",
-    ("cp_runtime/comfy/worker/sharded.py", "_attention_by_name"): "the names are in the plan tables",
+    ("cp_runtime/comfy/forward/rank_sharded.py", "_attention_by_name"): "the names are in the plan tables",
 }
 # Uses of FORBIDDEN_CALLS, each with its reason.
 PROCESSES = {

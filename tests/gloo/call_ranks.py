@@ -15,7 +15,7 @@ from torch import nn
 rank, world, (what,) = start()
 
 from cp_runtime import ContextParallelInput, ContextParallelOutput, ModulePlan, ShardingPlan  # noqa: E402
-from cp_runtime.comfy.worker.attention import attention_override  # noqa: E402
+from cp_runtime.comfy.attention.rank import attention_override  # noqa: E402
 from cp_runtime.engine.config import SequenceSettings  # noqa: E402
 from cp_runtime.engine.cost import DegreePlanner, Rates  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402

@@ -18,9 +18,9 @@ import torch.distributed as dist  # noqa: E402
 from family_stock import clone, distance, forward, models, stock  # noqa: E402
 from support import families  # noqa: E402
 
-from cp_runtime.comfy.ui.interception import innermost_method  # noqa: E402
-from cp_runtime.comfy.worker.batch import share_out  # noqa: E402
-from cp_runtime.comfy.worker.sharded import run_sharded  # noqa: E402
+from cp_runtime.comfy.forward.rank_batch import share_out  # noqa: E402
+from cp_runtime.comfy.forward.rank_sharded import run_sharded  # noqa: E402
+from cp_runtime.comfy.forward.ui_interception import innermost_method  # noqa: E402
 from cp_runtime.compat import compiler_counts  # noqa: E402
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings  # noqa: E402
 from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402

@@ -24,8 +24,8 @@ import comfy.utils  # noqa: E402
 import torch  # noqa: E402
 from comfy import model_management as mm  # noqa: E402
 
-from cp_runtime.comfy.ui import host_memory  # noqa: E402
-from cp_runtime.comfy.ui.loaders import watch_loaders  # noqa: E402
+from cp_runtime.comfy.memory import ui_host_memory as host_memory  # noqa: E402
+from cp_runtime.comfy.model.ui_loaders import watch_loaders  # noqa: E402
 from cp_runtime.errors import MirrorError  # noqa: E402
 
 torch.set_grad_enabled(False)

@@ -20,14 +20,14 @@ import torch  # noqa: E402
 from comfy import model_management as mm  # noqa: E402
 from comfy.weight_adapter import LoRAAdapter  # noqa: E402
 
-from cp_runtime.comfy.ui.apply import call_memory  # noqa: E402
-from cp_runtime.comfy.wire.loading import file_backed_weights, weights_on_host  # noqa: E402
-from cp_runtime.comfy.wire.recipe import Recipe, file_stamp  # noqa: E402
-from cp_runtime.comfy.wire.weight_patches import encode_weight_patches  # noqa: E402
-from cp_runtime.comfy.worker import file_weights  # noqa: E402
-from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
-from cp_runtime.comfy.worker.progress import LoadProgress  # noqa: E402
-from cp_runtime.comfy.worker.room import room  # noqa: E402
+from cp_runtime.comfy.forward.ui_apply import call_memory  # noqa: E402
+from cp_runtime.comfy.memory import rank_file_weights as file_weights  # noqa: E402
+from cp_runtime.comfy.memory.rank_progress import LoadProgress  # noqa: E402
+from cp_runtime.comfy.memory.rank_room import room  # noqa: E402
+from cp_runtime.comfy.model.rank_mirrors import Mirrors  # noqa: E402
+from cp_runtime.comfy.model.wire_loading import file_backed_weights, weights_on_host  # noqa: E402
+from cp_runtime.comfy.model.wire_recipe import Recipe, file_stamp  # noqa: E402
+from cp_runtime.comfy.patches.wire_weights import encode_weight_patches  # noqa: E402
 from cp_runtime.pool.messages import Load  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 

@@ -18,13 +18,13 @@ from comfy_extras.nodes_model_patch import QwenImageBlockWiseControlNet, UsoStyl
 from support.comfy_nodes import attention as overrides  # noqa: E402
 from torch import nn  # noqa: E402
 
-from cp_runtime.comfy.ui.attention import _name_of, attention_of  # noqa: E402
-from cp_runtime.comfy.ui.node_patches import PatchSet  # noqa: E402
-from cp_runtime.comfy.wire.attention import SAGE_MODES, attention_function  # noqa: E402
-from cp_runtime.comfy.wire.modules import decode_module, encode_module  # noqa: E402
-from cp_runtime.comfy.wire.node_patches import OPTION  # noqa: E402
-from cp_runtime.comfy.worker import node_patches  # noqa: E402
-from cp_runtime.comfy.worker.sharded import LocalResiduals  # noqa: E402
+from cp_runtime.comfy.attention.ui import _name_of, attention_of  # noqa: E402
+from cp_runtime.comfy.attention.wire import SAGE_MODES, attention_function  # noqa: E402
+from cp_runtime.comfy.forward.rank_sharded import LocalResiduals  # noqa: E402
+from cp_runtime.comfy.model.wire_modules import decode_module, encode_module  # noqa: E402
+from cp_runtime.comfy.patches import rank_nodes as node_patches  # noqa: E402
+from cp_runtime.comfy.patches.ui_nodes import PatchSet  # noqa: E402
+from cp_runtime.comfy.patches.wire_nodes import OPTION  # noqa: E402
 from cp_runtime.engine.attention.kernels import installed  # noqa: E402
 from cp_runtime.engine.state import CallState  # noqa: E402
 from cp_runtime.errors import MirrorError, UnsupportedError  # noqa: E402

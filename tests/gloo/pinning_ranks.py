@@ -16,9 +16,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from comfy import model_management as mm  # noqa: E402
 
-from cp_runtime.comfy.wire.recipe import Recipe, file_stamp  # noqa: E402
-from cp_runtime.comfy.worker.mirrors import Mirrors  # noqa: E402
-from cp_runtime.comfy.worker.progress import LoadProgress  # noqa: E402
+from cp_runtime.comfy.memory.rank_progress import LoadProgress  # noqa: E402
+from cp_runtime.comfy.model.rank_mirrors import Mirrors  # noqa: E402
+from cp_runtime.comfy.model.wire_recipe import Recipe, file_stamp  # noqa: E402
 from cp_runtime.pool.messages import Load  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 

@@ -12,7 +12,7 @@ from comfy.ldm.hunyuan3dv2_1.hunyuandit import MoEBlock  # noqa: E402
 from comfy.quant_ops import QuantizedTensor  # noqa: E402
 from torch import nn  # noqa: E402
 
-from cp_runtime.comfy.worker.quantised import Experts, shared_scales  # noqa: E402
+from cp_runtime.comfy.memory.rank_quantised import Experts, shared_scales  # noqa: E402
 from cp_runtime.engine.collectives import RankGroup  # noqa: E402
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings  # noqa: E402
 from cp_runtime.engine.plan import ShardingPlan  # noqa: E402

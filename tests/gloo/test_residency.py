@@ -1,5 +1,5 @@
-"""Who holds memory of a device that ranks share with ComfyUI's process: the table of `comfy/ui/residency`, a test per row; and what
-a sampler takes for free memory."""
+"""Who holds memory of a device that ranks share with ComfyUI's process, a test per row of the table in `comfy/memory/ui_residency`;
+and what a sampler takes for free memory."""
 
 from pathlib import Path
 

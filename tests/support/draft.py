@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cp_runtime.comfy.ui.interception import innermost_method
+from cp_runtime.comfy.forward.ui_interception import innermost_method
 from cp_runtime.engine.plan import ModulePlan
 from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput
 from cp_runtime.families.family import FamilyPlan, gathered, side, tokens

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cp_runtime.comfy.ui.interception import innermost_method
-from cp_runtime.comfy.worker.sharded import run_sharded
+from cp_runtime.comfy.forward.rank_sharded import run_sharded
+from cp_runtime.comfy.forward.ui_interception import innermost_method
 from cp_runtime.engine.call import RunningCall
 from cp_runtime.engine.collectives import RankGroup
 from cp_runtime.engine.config import ContextParallelConfig

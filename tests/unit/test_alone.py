@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cp_runtime.comfy.ui.alone import why_alone
+from cp_runtime.comfy.ranks.ui_alone import why_alone
 from cp_runtime.pool.config import DeviceInventory
 
 

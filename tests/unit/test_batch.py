@@ -9,7 +9,7 @@ import torch
 from support.package import load_package
 
 load_package()
-from cp_runtime.comfy.worker.batch import STACKED, UNSTACKED, share_out, take_items  # noqa: E402
+from cp_runtime.comfy.forward.rank_batch import STACKED, UNSTACKED, share_out, take_items  # noqa: E402
 
 LEADING = ["x", "timesteps"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cp_runtime.comfy.wire.compiled import decode_compile, encode_compile
+from cp_runtime.comfy.compiled.wire import decode_compile, encode_compile
 from cp_runtime.compat import on_compilation
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
 from cp_runtime.engine.plan import ModulePlan, ShardingPlan

@@ -36,8 +36,9 @@ for name, attributes in {missing!r}.items():
 for name in {modules!r}:
     sys.modules[name] = None
 load_package()
-import cp_runtime.comfy.ui.events, cp_runtime.comfy.ui.report, cp_runtime.comfy.ui.chart, cp_runtime.comfy.ui.routes
-import cp_runtime.comfy.ui.stock_loads
+import cp_runtime.comfy.panel.ui_events, cp_runtime.comfy.panel.ui_report, cp_runtime.comfy.panel.ui_chart
+import cp_runtime.comfy.panel.ui_routes
+import cp_runtime.comfy.memory.ui_stock_loads
 """
 
 

@@ -18,16 +18,19 @@ LAYERS = {
     "families": {*ENGINE, "families"},
     "vaes": {*ENGINE, "vaes"},
     "pool": {*ENGINE, "pool"},
-    "comfy/wire": {*BELOW_COMFY, "comfy/wire"},
-    "comfy/worker": {*BELOW_COMFY, "comfy/wire", "comfy/worker"},
-    "comfy/ui": {*BELOW_COMFY, "comfy/wire", "comfy/ui"},
+    "comfy wire": {*BELOW_COMFY, "comfy wire"},
+    "comfy rank": {*BELOW_COMFY, "comfy wire", "comfy rank"},
+    "comfy ui": {*BELOW_COMFY, "comfy wire", "comfy ui"},
 }
-MAY_IMPORT_COMFYUI = {"comfy/wire", "comfy/worker", "comfy/ui"}
+"""Files of comfy/ say in their names which side they are: `ui`, `wire` or `rank`, and a name after it where there are more."""
 PACKAGE = ROOT / "cp_runtime"
 
 
 def layer_of(parts):
-    return next((name for n in (2, 1) if (name := "/".join(parts[:n])) in LAYERS), None)
+    """Layer of a module, or of a name in one: `comfy/vae/rank.py` and `comfy/memory/rank_room.py` are of comfy's rank side."""
+    if parts[0] != "comfy":
+        return parts[0] if parts[0] in LAYERS else None
+    return f"comfy {parts[2].partition('_')[0]}" if len(parts) > 2 else None
 
 
 def imports(file):
@@ -55,4 +58,4 @@ def test_layer(file):
         if own:
             assert layer_of(parts) in LAYERS[layer], f"{layer} must not import {'.'.join(parts)}"
         elif parts[0].startswith(("comfy", "folder_paths", "server", "nodes", "execution")):
-            assert layer in MAY_IMPORT_COMFYUI, f"{layer} must not know ComfyUI: {'.'.join(parts)}"
+            assert layer.startswith("comfy "), f"{layer} must not know ComfyUI: {'.'.join(parts)}"

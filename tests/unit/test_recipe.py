@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from cp_runtime.comfy.wire.weight_samples import same_weight
+from cp_runtime.comfy.model.wire_samples import same_weight
 
 QuantizedTensor = pytest.importorskip("comfy_kitchen.tensor").QuantizedTensor
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from cp_runtime.comfy.ui.target import Target, verify
-from cp_runtime.comfy.wire.modules import layers_of
-from cp_runtime.comfy.wire.recipe import Factory, Recipe
-from cp_runtime.comfy.wire.weight_samples import sample_weights
+from cp_runtime.comfy.model.ui_target import Target, verify
+from cp_runtime.comfy.model.wire_modules import layers_of
+from cp_runtime.comfy.model.wire_recipe import Factory, Recipe
+from cp_runtime.comfy.model.wire_samples import sample_weights
 from cp_runtime.errors import MirrorError
 from cp_runtime.pool.messages import Loaded
 

@@ -1,0 +1,134 @@
+"""ComfyUI's attention override: sends planned self-attention through the ranks, leaves all other attention alone.
+
+The user's attention backend stays in force where no log-sum-exp is needed: it arrives as the function to call. Where one is
+needed (ring attention, alltoall), the kernel of the same name is taken if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.attention.context_parallel import Attend
+from ...engine.attention.opaque import PLACE, Server, attention
+from ...engine.call import RunningCall
+from .wire import SAGE_MODES, attention_function
+
+KERNEL_OF = {
+    "attention_sage": "sage",
+    "attention_flash": "flash_attn",
+    **{name: mode.kernel for name, mode in SAGE_MODES.items()},
+}
+# These add a boolean mask to the scores as 0 and 1. Other kernels hide keys; a ring must do as the user's backend does.
+ADD_BOOLEAN_MASKS = ("attention_sub_quad", "attention_split")
+
+
+def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+    """Return a function for `transformer_options["optimized_attention_override"]`.
+
+    It has the signature of ComfyUI's attention functions: q, k, v are `[B, L, heads * D]`, or `[B, heads, L, D]` with
+    `skip_reshape`; the output is `[B, L, heads * D]`, or `[B, heads, L, D]` with `skip_output_reshape`. In a compiled block it says
+    nothing about the call, and becomes the operator that `compiled_attention` serves.
+
+    Args:
+        chosen: the function to attend with, where a node chose one for this model; None = the one that the model asks for.
+    """
+
+    def override(
+        func: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        attn_precision: torch.dtype | None = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        func = chosen or func
+        compiling = torch.compiler.is_compiling()
+        if not compiling and call.attention_is_local:
+            return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
+        if skip_reshape:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            head_dim = q.shape[-1] // heads
+            q, k, v = (t.reshape(*t.shape[:2], -1, head_dim) for t in (q, k, v))  # SD3 leaves v `[B, L, heads, D]`
+        if compiling:
+            out_BLHD = attention(
+                q, k, v, mask, func.__name__, kwargs.get("scale"), attn_precision, kwargs.get("enable_gqa", False),
+                kwargs.get("low_precision_attention", True), PLACE.local > 0,
+            )  # fmt: skip
+        else:
+            out_BLHD = _shared(call, func, q, k, v, mask, attn_precision, kwargs)
+        return out_BLHD.transpose(1, 2) if skip_output_reshape else out_BLHD.flatten(2)
+
+    return override
+
+
+def compiled_attention(call: RunningCall) -> Server:
+    """What serves the attention of compiled blocks in a call."""
+    import comfy.ldm.modules.attention as functions  # only here: benchmarks run the override without ComfyUI
+
+    def attend(
+        q_BLHD: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        mask: Tensor | None,
+        *,
+        backend: str,
+        scale: float | None,
+        precision: torch.dtype | None,
+        grouped: bool,
+        low_precision: bool,
+        local: bool,
+    ) -> Tensor:
+        func = getattr(functions, backend, None) or attention_function(backend)
+        kwargs: dict[str, Any] = {"low_precision_attention": low_precision}
+        if scale is not None:
+            kwargs["scale"] = scale
+        if grouped:
+            kwargs["enable_gqa"] = True
+        if not local and not call.attention_is_local:
+            return _shared(call, func, q_BLHD, k_BLKD, v_BLKD, mask, precision, kwargs)
+        q_BHLD, k_BKLD, v_BKLD = (t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD))
+        return _attend_with(func, precision, kwargs)(q_BHLD, k_BKLD, v_BKLD, mask).transpose(1, 2)
+
+    return attend
+
+
+def _shared(
+    call: RunningCall,
+    func: Callable[..., Tensor],
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    mask: Tensor | None,
+    precision: torch.dtype | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attention over the tokens of all ranks, with the kernel that `func` stands for."""
+    if mask is not None and mask.ndim == 3:  # ComfyUI: [batch, rows, keys]
+        mask = call.state.once("heads", mask, partial(mask.unsqueeze, 1))
+    backend = getattr(func, "__name__", "")
+    if mask is not None and mask.dtype == torch.bool and backend in ADD_BOOLEAN_MASKS:
+        mask = call.state.once("numbers", mask, partial(mask.to, q_BLHD.dtype))
+    attend = _attend_with(func, precision, kwargs)
+    return call.attend(q_BLHD, k_BLKD, v_BLKD, mask=mask, scale=kwargs.get("scale"), attend=attend, kernel=KERNEL_OF.get(backend))
+
+
+def _attend_with(func: Callable[..., Tensor], precision: torch.dtype | None, kwargs: dict[str, Any]) -> Attend:
+    """One of ComfyUI's attention functions, as `(q_BHLD, k_BKSD, v_BKSD, mask) -> out_BHLD`."""
+
+    def attend(q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
+        return func(
+            q_BHLD, k_BKSD, v_BKSD, q_BHLD.shape[1], mask=mask, attn_precision=precision,
+            skip_reshape=True, skip_output_reshape=True, **kwargs,
+        )  # fmt: skip
+
+    return attend

@@ -1,0 +1,185 @@
+"""The transformer's innermost frame, in the UI process, sent to the workers instead.
+
+Innermost, so that wrappers which skip or repeat the forward (step caches, seam smoothing) keep their meaning. Installed on the
+instance for as long as a patcher of ours is the one that is loaded, so that it does not depend on what samplers and guiders
+hand on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import ref
+
+from torch import Tensor, dtype, nn
+from torch import device as torch_device
+
+from ...errors import UnsupportedError
+from ...families import PLANS, class_name
+from ...nested import tensors
+from ...pool.config import RuntimeConfig
+from ..attention.wire import OPTION as ATTENTION
+from ..patches.ui_nodes import PatchSet
+from ..ranks.ui_workers import DenoiseCall
+from .ui_obstacles import (
+    attention_of_call,
+    control_obstacle,
+    forward_obstacle,
+    options_obstacle,
+    other_options_obstacle,
+    patcher_obstacle,
+    patches_of_call,
+)
+from .ui_texts import METHOD, LocalTexts
+
+# Entries of transformer_options that only code of the UI process reads: functions, and ids of its bookkeeping.
+_UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "prefetch_dynamic_vbars")
+_SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, torch_device, list, tuple, dict)
+
+
+class Owner(Protocol):
+    """What a patcher does for its interception."""
+
+    model: Any
+    cp_config: RuntimeConfig
+
+    def call_workers(self, call: DenoiseCall) -> Any: ...
+    def refuse_call(self, obstacle: str) -> None: ...
+    def patch_weight_to_device(self, key: str, device_to: torch_device, *, return_weight: bool) -> Tensor: ...
+
+
+class WorkerForward:
+    """Stands in for a method of one transformer instance.
+
+    Args:
+        owner: the patcher; held weakly, because it holds the model.
+        model: the transformer.
+    """
+
+    sends_to_workers = True
+
+    def __init__(self, owner: Owner, model: nn.Module) -> None:
+        self.owner, self.model = ref(owner), model
+        self.method = innermost_method(model)
+        self.stock: Callable[..., Any] = getattr(type(model), self.method).__get__(model)
+        self.signature = inspect.signature(self.stock)
+        self.leading = tuple(self.signature.parameters)[:2]  # the latent and the timestep
+        plan = PLANS.get(class_name(model))
+        self.rebuilt = [path.split(".") for path in plan.rebuilt] if plan else []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self.owner()
+        if owner is None:
+            return self.stock(*args, **kwargs)
+        arguments = self._named(args, kwargs)
+        options = arguments.get("transformer_options") or {}
+        latent = next(tensors(arguments[self.leading[0]]))  # nested: video, audio
+        try:
+            patches = self._accepted_patches(owner, arguments, options, latent)
+            attention = attention_of_call(options, owner.cp_config.device_type)
+        except UnsupportedError as error:
+            obstacle = str(error)
+        else:
+            plain = {k: v for k, v in options.items() if k not in _UI_ONLY and isinstance(v, _SENDABLE)}
+            if attention is not None:
+                plain[ATTENTION] = attention
+            arguments["transformer_options"] = {**plain, **patches.encoded}
+            return owner.call_workers(
+                DenoiseCall(method=self.method, arguments=arguments, leading=self.leading, device=latent.device, patches=patches)
+            )
+        owner.refuse_call(obstacle)
+        return self.stock(*args, **kwargs)
+
+    def _accepted_patches(self, owner: Owner, arguments: dict[str, Any], options: dict[str, Any], latent: Tensor) -> PatchSet:
+        """The patches of a call. Raises UnsupportedError where the workers cannot run it."""
+        obstacle = (
+            other_options_obstacle(options)
+            or patcher_obstacle(owner)
+            or control_obstacle(self.model, arguments.get("control"))
+            or forward_obstacle(self.model)
+        )
+        if obstacle is not None:
+            raise UnsupportedError(obstacle)
+        return patches_of_call(options, self.model, latent)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a call by name, extra keywords included."""
+        bound = dict(self.signature.bind(*args, **kwargs).arguments)
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                bound.update(bound.pop(name, {}))
+            elif bound.get(name) is parameter.default and not isinstance(parameter.default, _SENDABLE):
+                del bound[name]  # an object, which the workers' own default is as well
+        for name, key in self.rebuilt:
+            if isinstance(bound.get(name), dict):
+                bound[name] = {k: v for k, v in bound[name].items() if k != key}
+        return bound
+
+
+def innermost_method(model: nn.Module) -> str:
+    """`_forward` where the class calls it through ComfyUI's wrappers, else `forward`."""
+    return "_forward" if hasattr(type(model), "_forward") else "forward"
+
+
+def is_intercepted(model: nn.Module) -> bool:
+    """Whether a model's calls go to the workers."""
+    return isinstance(vars(model).get(innermost_method(model)), WorkerForward)
+
+
+def check_forward(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse a forward that a node has put in the place of the transformer's: it need not come to the one that is intercepted.
+
+    A wrapper of ComfyUI, around every call. Nodes that replace a forward for one call, as step caches do, do it around that.
+    """
+    model = executor.class_obj.diffusion_model  # type: ignore[attr-defined]
+    installed = vars(model).get(innermost_method(model))
+    owner = installed.owner() if isinstance(installed, WorkerForward) else None
+    obstacle = forward_obstacle(model)
+    if owner is not None and obstacle is not None:
+        owner.refuse_call(obstacle)
+    return executor(*args, **kwargs)
+
+
+class GuardedForward:
+    """Stands in for a `forward` that may go past the innermost method: refuses what would then run in this process.
+
+    Args:
+        owner, model: as for WorkerForward.
+    """
+
+    sends_to_workers = True
+
+    def __init__(self, owner: Owner, model: nn.Module) -> None:
+        self.owner, self.model = ref(owner), model
+        self.stock: Callable[..., Any] = type(model).forward.__get__(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self.owner()
+        if owner is not None:
+            obstacle = options_obstacle(kwargs.get("transformer_options") or {}, self.model, owner.cp_config.device_type)
+            if obstacle is not None:
+                owner.refuse_call(obstacle)
+        return self.stock(*args, **kwargs)
+
+
+def goes_past(model: nn.Module) -> bool:
+    """Whether the class has a `forward` of its own over an inherited innermost method, which it need not call."""
+    return innermost_method(model) == "_forward" and "forward" in vars(type(model)) and "_forward" not in vars(type(model))
+
+
+def intercept(owner: Owner, model: nn.Module) -> None:
+    """Send the model's calls to the workers."""
+    setattr(model, innermost_method(model), WorkerForward(owner, model))
+    if goes_past(model):
+        model.forward = GuardedForward(owner, model)
+    if hasattr(type(model), METHOD):
+        setattr(model, METHOD, LocalTexts(owner, model))
+
+
+def release(owner: Owner, model: nn.Module) -> None:
+    """Undo `intercept`, unless another owner has taken over."""
+    for method in {innermost_method(model), "forward", METHOD}:
+        installed = vars(model).get(method)
+        if isinstance(installed, (WorkerForward, GuardedForward, LocalTexts)) and installed.owner() in (owner, None):
+            delattr(model, method)

@@ -1,0 +1,244 @@
+"""The MODEL that Apply Context Parallel returns: ComfyUI's memory manager and samplers see an ordinary ModelPatcher, its weights
+are on the workers, and the denoise call goes there.
+
+Of the UI process's `BaseModel`, everything but the transformer's forward is used as it is: model sampling, conditioning,
+latent format, object patches on them.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import torch
+from comfy.patcher_extension import CallbacksMP
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
+from comfy_execution.progress import get_progress_state
+from comfy_execution.utils import get_executing_context
+from torch import nn
+
+from ...engine.weights.cast import settle
+from ...errors import UnsupportedError
+from ...families import PLANS, class_name
+from ...pool.config import RuntimeConfig
+from ...pool.worker_pool import CallCancelled
+from ..compiled.ui import OnOneDevice, compile_of
+from ..memory.ui_dynamic_vram import convert, give_back
+from ..memory.ui_file_pages import share_file_pages
+from ..memory.ui_residency import make_way
+from ..model.ui_notes import notes_of
+from ..model.ui_recipes import recipe_of
+from ..model.ui_target import Target
+from ..model.wire_dtypes import is_dynamic
+from ..model.wire_recipe import Recipe
+from ..panel.ui_journal import Node
+from ..panel.ui_loading_bar import LoadingBar
+from ..ranks.ui_controller import CONTROLLER
+from ..ranks.ui_workers import DenoiseCall
+from .ui_interception import intercept, is_intercepted, release
+from .ui_obstacles import model_obstacle
+
+log = logging.getLogger("context_parallel")
+
+
+class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
+    """A ModelPatcher whose weights live on the worker pool.
+
+    Attributes:
+        cp_config: pool and sharding.
+        cp_local: the model runs in the UI process on one device, because on_unsupported says so.
+        cp_conditions_obstacle: what in the conditions of the sampling run keeps it from the workers.
+        cp_memory_scale: see `DenoiseCall.memory_scale`; of the sampling run.
+        cp_call_memory: bytes that ComfyUI expects a call of it to take on one device.
+    """
+
+    cp_config: RuntimeConfig
+    cp_local: bool = False
+    cp_conditions_obstacle: str | None = None
+    cp_memory_scale: float = 1.0
+    cp_call_memory: float = 0.0
+
+    def clone(self, *args: Any, **kwargs: Any) -> ContextParallelPatcher:
+        clone = super().clone(*args, **kwargs)
+        if isinstance(clone, ContextParallelPatcher):
+            clone.cp_config, clone.size = self.cp_config, self.size  # not `model_size`: it may run on one device
+        return clone
+
+    def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., Any]) -> None:
+        if key == COMPILE_KEY and not isinstance(wrapper, OnOneDevice):
+            wrapper = OnOneDevice(wrapper, is_intercepted)
+        super().add_wrapper_with_key(wrapper_type, key, wrapper)
+
+    # --- what the memory manager asks and tells -------------------------------------------------------------------------
+
+    def model_size(self) -> int:
+        """Bytes that the model takes of this process's device: none where no rank has it, and less than all of it where the ranks
+        share it out."""
+        if not self.cp_local and str(self.load_device) not in self.cp_config.devices:
+            return 0
+        workers = None if self.cp_local else CONTROLLER.workers
+        resident = workers.resident(notes_of(self.model).key) if workers is not None else None
+        return super().model_size() if resident is None else resident.device_bytes
+
+    def loaded_size(self) -> int:
+        if self.cp_local:
+            return super().loaded_size()
+        return self.model_size() if self._on_device() else 0
+
+    def current_loaded_device(self) -> torch.device:
+        if self.cp_local:
+            return super().current_loaded_device()
+        return self.load_device if self._on_device() else self.offload_device
+
+    def lowvram_patch_counter(self) -> int:
+        return super().lowvram_patch_counter() if self.cp_local else 0
+
+    def get_free_memory(self, device: torch.device) -> int:
+        """Bytes for a call: how many CFG halves, items and areas a sampler computes at once follows from it.
+
+        This process sees the device of rank 0 only, and what rank 0 keeps of freed memory there counts as taken.
+        """
+        workers = CONTROLLER.workers
+        room = workers.room if not self.cp_local and workers is not None and workers.serves(self.cp_config) else None
+        if room is None:
+            return super().get_free_memory(device)
+        if PLANS[class_name(self.model.diffusion_model)].shares_sequence:
+            return room * self.cp_config.world_size
+        return room * min(2, self.cp_config.batch_degree or self.cp_config.world_size)  # a rank takes half of two items
+
+    def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
+        self.cp_local = False
+        release(self, self.model.diffusion_model)
+        obstacle = self.cp_conditions_obstacle or model_obstacle(self, self.cp_config.device_type)
+        if obstacle is not None:
+            self.refuse(obstacle)
+            return self._load_here(device_to, extra_memory, force_patch_weights)
+        if self.model.current_weight_patches_uuid is not None:  # another branch had them on a device of this process
+            super().unpatch_model(self.offload_device, unpatch_weights=True)
+        # Object patches (model sampling and the like) act in this process.
+        super().unpatch_model(None, unpatch_weights=False)
+        super().patch_model(load_weights=False)
+        before = self.loaded_size()
+        target = self._target()
+        try:
+            self._share_file(target.recipe)
+            make_way(self.model)
+            with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
+        except UnsupportedError as error:
+            self.refuse(str(error))
+            return self._load_here(device_to, extra_memory, force_patch_weights)
+        intercept(self, self.model.diffusion_model)
+        return self.loaded_size() - before
+
+    def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
+        if self.cp_local:
+            return super().partially_unload(device_to, memory_to_free, force_patch_weights)
+        freed = self.loaded_size()
+        CONTROLLER.make_room(self.load_device, notes_of(self.model).key)
+        return freed
+
+    def detach(self, unpatch_all: bool = True) -> nn.Module:
+        release(self, self.model.diffusion_model)
+        if self.cp_local:
+            return super().detach(unpatch_all)
+        self.eject_model()
+        self.model_patches_to(self.offload_device)
+        if unpatch_all:
+            super().unpatch_model(None, unpatch_weights=False)
+            CONTROLLER.make_room(self.load_device, notes_of(self.model).key)
+        for callback in self.get_all_callbacks(CallbacksMP.ON_DETACH):
+            callback(self, unpatch_all)
+        return self.model
+
+    def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        settle(self.model)
+        return super().state_dict_for_saving(*args, **kwargs)
+
+    # --- one denoise call ------------------------------------------------------------------------------------------------
+
+    def refuse(self, obstacle: str) -> None:
+        """Raise, or switch to the stock path on one device with a warning, as on_unsupported says."""
+        if self.cp_config.on_unsupported == "error":
+            raise noted(UnsupportedError(f"Apply Context Parallel: {obstacle}"))
+        log.warning("running on a single device: %s", obstacle)
+        self.cp_local = True
+        CONTROLLER.unload(notes_of(self.model).key)
+        settle(self.model)
+
+    def refuse_call(self, obstacle: str) -> None:
+        """`refuse`, once sampling has begun: the weights come to this process now."""
+        self.refuse(obstacle)
+        release(self, self.model.diffusion_model)
+        self._load_here(self.load_device, 1e32)
+
+    def call_workers(self, call: DenoiseCall) -> Any:
+        """Run a call of the transformer on all ranks."""
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        call = replace(call, memory_scale=self.cp_memory_scale, compile=compile_of(self))
+        return with_cancel(lambda cancelled: CONTROLLER.call(self.cp_config, self._target(), call, executing_node(), cancelled))
+
+    def _load_here(self, device: torch.device, extra_memory: float, force_patch_weights: bool = False) -> int:
+        """Load the model as a ModelPatcher of ComfyUI does, onto a device of this process."""
+        if give_back(self.model):
+            super().unpatch_model(self.offload_device, unpatch_weights=True)
+        if is_dynamic(self.model):
+            convert(self.model)
+        return super().partially_load(device, extra_memory, force_patch_weights)
+
+    def _target(self) -> Target:
+        target, notes = Target.of(self, recipe_of(self), self.cp_call_memory), notes_of(self.model)
+        if notes.key != target.key:
+            notes.key = target.key
+            CONTROLLER.own(target.key)
+            weakref.finalize(self.model, CONTROLLER.disown, target.key).atexit = False
+        return target
+
+    def _share_file(self, recipe: Recipe) -> None:
+        notes = notes_of(self.model)
+        if not notes.shares_file:
+            released = share_file_pages(self, recipe)
+            notes.shares_file = True
+            if released:
+                log.info("this process shares %.0f MB of weights with the workers through the file", released / 1e6)
+
+    def _on_device(self) -> bool:
+        return CONTROLLER.on_device(notes_of(self.model).key)
+
+
+def with_cancel(run: Callable[[Callable[[], bool]], Any]) -> Any:
+    """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt.
+
+    With each look, the node shows how far the ranks are with loading a model.
+    """
+    bar = LoadingBar()
+
+    def cancelled() -> bool:
+        workers = CONTROLLER.workers
+        return bar.show(workers.loaded if workers is not None else None)
+
+    try:
+        return run(cancelled)
+    except CallCancelled:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        raise comfy.model_management.InterruptProcessingException from None
+
+
+def noted(error: UnsupportedError) -> UnsupportedError:
+    """The error with which a run is refused, once the status has it."""
+    CONTROLLER.fail(error, executing_node())
+    return error
+
+
+def executing_node() -> Node | None:
+    """The node of the graph that runs in this thread."""
+    context = get_executing_context()
+    if context is None:
+        return None
+    graph = get_progress_state().dynprompt
+    kind = graph.get_node(context.node_id)["class_type"] if graph.has_node(context.node_id) else None
+    return Node(context.prompt_id, context.node_id, kind)

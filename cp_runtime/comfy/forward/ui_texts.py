@@ -1,0 +1,85 @@
+"""What some transformers make of their texts before sampling, with weights of their own: LTX-2, Anima, MiniMax.
+
+ComfyUI calls it in this process, where a model that lives on the workers has no weights but the pages of its file, without
+patches and on no device. The modules that it runs get theirs for as long as it takes, patched as ComfyUI patches what it loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ...nested import tensors
+from ..model.wire_dtypes import model_dtype
+
+METHOD = "preprocess_text_embeds"
+PREFIX = "diffusion_model."
+
+
+class Patcher(Protocol):
+    """What has the patches of a model."""
+
+    model: Any
+
+    def patch_weight_to_device(self, key: str, device_to: torch.device, *, return_weight: bool) -> torch.Tensor: ...
+
+
+class LocalTexts:
+    """Stands in for the method of one transformer instance.
+
+    Args:
+        patcher: has the patches; held weakly, because it holds the model.
+        model: the transformer.
+    """
+
+    def __init__(self, patcher: Patcher, model: nn.Module) -> None:
+        self.owner, self.model = ref(patcher), model
+        self.stock: Callable[..., Any] = getattr(type(model), METHOD).__get__(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        patcher, text = self.owner(), next(tensors([list(args), kwargs]), None)
+        if patcher is None or text is None:
+            return self.stock(*args, **kwargs)
+        with _weights_at(patcher, self.model, text.device):
+            return self.stock(*args, **kwargs)
+
+
+@contextmanager
+def _weights_at(patcher: Patcher, model: nn.Module, device: torch.device) -> Iterator[None]:
+    """While active, modules of the model that are called have their patched weights on a device."""
+    paths = {module: path for path, module in model.named_modules() if path}
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+
+    def bring(called: nn.Module, _: Any) -> None:
+        path = paths.get(called)
+        if path is None:
+            return  # another model's, or inside of one that was called before
+        for inner, module in called.named_modules(prefix=path):
+            paths.pop(module, None)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if (dtype := model_dtype(patcher.model, module, name)) != parameter.dtype:
+                        put(module._parameters, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
+                    weight = patcher.patch_weight_to_device(f"{PREFIX}{inner}.{name}", device, return_weight=True)
+                    put(module._parameters, name, nn.Parameter(weight.to(device), requires_grad=False))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    put(module._buffers, name, buffer.to(device))
+
+    def put(owner: dict[str, Any], name: str, value: torch.Tensor) -> None:
+        kept.append((owner, name, owner[name]))
+        owner[name] = value
+
+    hook = register_module_forward_pre_hook(bring)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for owner, name, value in reversed(kept):
+            owner[name] = value

@@ -1,0 +1,129 @@
+"""A rank's model whose weights are the pages of its file: they leave the device without being copied.
+
+ComfyUI moves a model off its device by copying all of it into memory of this process, N times on N ranks, although the file holds
+the same bytes. It does so to unload a model, to make room for another one, and whenever the LoRA changes. What it noted in
+`ModelPatcher.backup`, as it does for weights that a LoRA changes, it takes from there instead.
+
+For weights that stay on the host because the device has no room, it registers their memory with CUDA: the kernel then gives this
+process pages of its own, because safetensors maps files privately. Those weights cross to the device unregistered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from comfy import model_management
+from comfy.model_patcher import ModelPatcher
+from comfy.utils import get_attr
+from torch import Tensor, frombuffer, nn, uint8
+
+from ...compat import before_apply
+from ...engine.weights.cast import memory_of
+from ...nested import stored
+from ..model.wire_loading import parameters_of
+from .rank_progress import LoadProgress
+
+
+class Backup(NamedTuple):
+    """An entry of `ModelPatcher.backup`."""
+
+    weight: Tensor
+    inplace_update: bool = False
+
+
+class FileWeightsPatcher(ModelPatcher):
+    """A ModelPatcher that goes back to the file's pages.
+
+    Attributes:
+        cp_path: of the file.
+        cp_file_weights: those weights whose memory is the file, by name.
+        cp_progress: told what is on the device.
+    """
+
+    cp_path: str
+    cp_file_weights: dict[str, Tensor]
+    cp_progress: LoadProgress
+
+    @classmethod
+    def adopt(cls, patcher: Any, path: str, progress: LoadProgress) -> None:
+        """Make `patcher`, whose model was loaded from `path` a moment ago, one of these."""
+        patcher.__class__, patcher.cp_path, patcher.cp_progress = cls, path, progress
+        ranges = mapped(path)
+        patcher.cp_file_weights = {
+            # Not the parameter itself: a module that moves to a device puts another tensor into it.
+            name: getattr(module, parameter).detach()
+            for name, module, parameter in parameters_of(patcher.model)
+            if inside(memory_of(max(stored(getattr(module, parameter)), key=_bytes)), ranges)  # scales may be copies, and are small
+        }
+
+    def load(self, *args: Any, **kwargs: Any) -> None:
+        for name, weight in self.cp_file_weights.items():
+            self.backup.setdefault(name, Backup(weight))
+        with self._counted():
+            super().load(*args, **kwargs)
+
+    def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        weight = super().patch_weight_to_device(key, *args, **kwargs)
+        if key in self.patches and not kwargs.get("return_weight"):
+            self.cp_progress.add([get_attr(self.model, key)])
+        return weight
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Note when ComfyUI moves a module to the device. What has patches was noted when they went in."""
+        own: dict[nn.Module, list[Tensor]] = {}
+        for name, module, parameter in parameters_of(self.model):
+            if name not in self.patches:
+                own.setdefault(module, []).append(getattr(module, parameter))
+
+        def note(module: nn.Module) -> Callable[[object], None]:
+            return lambda _: self.cp_progress.add(own.pop(module, []))
+
+        with contextlib.ExitStack() as undone:
+            for module in list(own):
+                undone.callback(before_apply(module, note(module)))
+            yield
+
+    def pin_weight_to_device(self, key: str) -> None:
+        # A read-only mapping of the file is no way out: few drivers register one (docs/testing.md).
+        if key not in self.cp_file_weights:
+            super().pin_weight_to_device(key)
+
+
+def forget(patcher: ModelPatcher) -> None:
+    """Take a model from ComfyUI's memory manager as it is: its memory is free once nothing refers to it.
+
+    ComfyUI's own way to unload a model copies what is on the device to the host first.
+    """
+    loaded = model_management.current_loaded_models
+    loaded[:] = [each for each in loaded if each.model is not patcher]
+
+
+def mapped(path: str) -> list[tuple[int, int]]:
+    """Ranges of addresses at which this process has mapped a file.
+
+    What the kernel calls its device and inode is read off a page that is mapped for it: some file systems have `stat` name others.
+    """
+    with open(path, "rb") as file:
+        page = frombuffer(mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY), dtype=uint8)
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        fields = [line.split(maxsplit=5) for line in lines]
+    spans = [(int(start, 16), int(stop, 16)) for start, stop in (entry[0].split("-") for entry in fields)]
+    files = [entry[3:5] for entry in fields]
+    ours = next(file for span, file in zip(spans, files, strict=True) if inside(page, [span]))
+    return [span for span, file in zip(spans, files, strict=True) if file == ours]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.nbytes
+
+
+def inside(tensor: Tensor, ranges: list[tuple[int, int]]) -> bool:
+    """Whether all of a tensor lies in one of these ranges."""
+    if tensor.device.type != "cpu":
+        return False
+    begin = tensor.data_ptr()
+    return any(start <= begin and begin + tensor.nbytes <= stop for start, stop in ranges)

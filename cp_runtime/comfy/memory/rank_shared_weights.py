@@ -1,0 +1,120 @@
+"""A rank's model of which the blocks' weights are shared out over the ranks (`engine.weights`).
+
+ComfyUI's memory manager sees a model that is as large as what this rank keeps, and that is on the device or not: a part of a part
+cannot stay behind. Weight patches go into a block before it is shared out, so that a rank never holds more of a model than its own
+part and one block, and quantised weights stay quantised.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.collectives import RankGroup
+from ...engine.weights.blocks import Block
+from ...engine.weights.cast import memory_of, plain, settle
+from ...engine.weights.packing import round_up
+from ...engine.weights.sharded import ShardedWeights
+from ...nested import stored
+from ..model.wire_loading import parameters_of
+from .rank_file_weights import Backup, FileWeightsPatcher, inside, mapped
+from .rank_progress import LoadProgress
+
+PREFIX = "diffusion_model."
+REMEDY = "Set weights to whole in CP Config, or remove the node that reads it."
+
+
+class SharedWeightsPatcher(FileWeightsPatcher):
+    """A ModelPatcher that keeps this rank's part of the blocks.
+
+    Attributes:
+        cp_ranks, cp_on_host: see `ShardedWeights`.
+        cp_weights: the parts, while they are on the device.
+        cp_size: bytes of device memory that the model takes.
+    """
+
+    cp_ranks: RankGroup
+    cp_on_host: bool
+    cp_weights: ShardedWeights | None
+    cp_size: int
+
+    @classmethod
+    def share(cls, patcher: Any, path: str, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool) -> None:
+        """Make `patcher`, whose model was loaded from `path` a moment ago, one of these."""
+        cls.adopt(patcher, path, progress)
+        patcher.cp_ranks, patcher.cp_on_host, patcher.cp_weights, patcher.cp_size = ranks, on_host, None, size
+
+    def model_size(self) -> int:
+        return self.cp_size
+
+    def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
+        weights = ShardedWeights(self.model.diffusion_model, self.cp_ranks, device_to, on_host=self.cp_on_host, remedy=REMEDY)
+        own = {block: block.weights for block in weights.blocks.values()}
+        inner = {module for block in own for module in block.module.modules()}
+        for name, module, parameter in parameters_of(self.model):
+            if module in inner:
+                self.backup.setdefault(name, Backup(getattr(module, parameter).detach()))
+        self.cp_weights = weights
+        for block in own:
+            block.clear()
+        self._load_rest(device_to, {PREFIX + path for block in own for path in block.slots})
+        pages = mapped(self.cp_path)
+        for block, parameters in own.items():
+            block.put([plain(weight) for weight in parameters])
+            weights.keep(block.name, self._patched(block, device_to))
+            give_back(parameters, pages)
+            trim_heap()  # of what patching took, in pieces between what is kept
+            self.cp_progress.add(parameters)
+        self.model.model_loaded_weight_memory = self.cp_size
+
+    def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        if unpatch_weights and self.cp_weights is not None:
+            self.cp_weights.remove()
+            self.cp_weights = None
+        super().unpatch_model(device_to, unpatch_weights)
+
+    def partially_unload(self, *args: Any, **kwargs: Any) -> int:
+        return 0  # ComfyUI then unloads all of it
+
+    def _load_rest(self, device_to: torch.device, elsewhere: set[str]) -> None:
+        """Have ComfyUI load what is outside of the blocks, whose slots are empty now."""
+        patches = self.patches  # type: ignore[has-type]
+        self.patches = {name: entries for name, entries in patches.items() if name not in elsewhere}
+        try:
+            super().load(device_to, full_load=True)
+        finally:
+            self.patches = patches
+        if device_to.type == "cpu":
+            settle(self.model)  # once, and not in every call
+
+    def _patched(self, block: Block, device_to: torch.device) -> dict[str, Tensor]:
+        """The weights of a block that patches change, patched."""
+        names = [path for path in block.slots if PREFIX + path in self.patches]
+        return {path: self.patch_weight_to_device(PREFIX + path, device_to, return_weight=True) for path in names}
+
+
+def trim_heap() -> None:
+    """Give memory back that is free inside of this process. glibc keeps it where something above it on its heap is in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def give_back(weights: Iterable[Tensor], pages: list[tuple[int, int]]) -> None:
+    """Take pages that this process has read off its memory. They stay in the computer's page cache, and can be read again.
+
+    Args:
+        pages: ranges of addresses at which the file is mapped; other memory would lose what is in it.
+    """
+    libc = ctypes.CDLL(None)
+    for part in (memory_of(part) for weight in weights for part in stored(weight)):
+        if inside(part, pages):
+            begin = round_up(part.data_ptr(), mmap.PAGESIZE)
+            end = (part.data_ptr() + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)

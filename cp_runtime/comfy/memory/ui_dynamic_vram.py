@@ -1,0 +1,57 @@
+"""What DynamicVRAM does with a model that this process has loaded, and how it is undone where the ranks take the model over.
+
+The weights stay as they are in the mapped file, which cannot be written to, and get the model's dtype where they are used. A module
+knows its place among the pages of a device (`_v`) and which state of these it has filled (`_v_signature`); copies of its weights
+are in pinned memory of the host. ComfyUI makes all of that anew when it loads the model again.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import comfy.model_patcher
+
+from ...compat import as_parameter, parameter_slots
+from ..model.wire_dtypes import is_dynamic, model_dtype
+
+_OF_PAGES = ("_v", "_v_signature", "_v_weight", "_v_bias")
+EVERYTHING = 1e32
+
+
+def give_back(model: Any) -> bool:
+    """Give back what DynamicVRAM holds of a model: pages of devices, and copies in pinned memory. Returns whether it held pages.
+
+    Modules forget their pages as well. What is in them may have weight patches in it, and ComfyUI would no longer know which.
+    """
+    for device in vars(model).get("dynamic_pins", {}):
+        owner = SimpleNamespace(model=model, load_device=device)
+        comfy.model_patcher.ModelPatcherDynamic.partially_unload_ram(owner, EVERYTHING)
+    held = vars(model).get("dynamic_vbars", {})
+    if not held:
+        return False
+    for pages in held.values():
+        pages.free_memory(pages.loaded_size())
+    held.clear()
+    for module in model.modules():
+        for name in _OF_PAGES:
+            vars(module).pop(name, None)
+    return True
+
+
+def convert(model: Any) -> None:
+    """Give the weights of a model their dtype, as a loader without DynamicVRAM has done: what computes without it expects that."""
+    for module in model.modules():
+        for name, weight in parameter_slots(module).items():
+            if weight is not None and not weight.is_meta and (dtype := model_dtype(model, module, name)) != weight.dtype:
+                parameter_slots(module)[name] = as_parameter(weight.to(dtype), weight.requires_grad)
+
+
+def patcher_over(plain: Any) -> Any:
+    """The same patcher as ComfyUI makes one for a model: with DynamicVRAM, where that has loaded it."""
+    if not is_dynamic(plain.model):
+        return plain
+    kind = comfy.model_patcher.ModelPatcherDynamic
+    made = kind(plain.model, plain.load_device, plain.offload_device, plain.size, plain.weight_inplace_update)
+    vars(made).update(vars(plain))
+    return made

@@ -1,0 +1,62 @@
+"""What ranks give back of a device that they share with ComfyUI's process, when that loads or frees something: see `residency`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.model_base import BaseModel
+
+from ...engine.weights.cast import settle
+from ..forward.ui_patcher import ContextParallelPatcher
+from ..forward.ui_timing import recipe_key
+from ..model.ui_notes import notes_of
+from ..ranks.ui_controller import CONTROLLER
+
+EVERYTHING = 1e30
+"""Bytes that ComfyUI asks for when it means all that a device has, as for `/free`."""
+
+
+def watch_stock_loads() -> None:
+    """Wrap the functions by which ComfyUI loads models onto devices and frees devices. Call it once."""
+    stock, stock_free = comfy.model_management.load_models_gpu, comfy.model_management.free_memory
+
+    @functools.wraps(stock)
+    def load_models_gpu(models: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        for patcher in models:
+            if _is_diffusion_model(patcher) and not isinstance(patcher, ContextParallelPatcher):
+                _drop_from_ranks(patcher)
+                settle(patcher.model)
+        return stock(models, *args, **kwargs)
+
+    @functools.wraps(stock_free)
+    def free_memory(memory_required: float, device: torch.device, keep_loaded: Sequence[Any] = (), **kwargs: Any) -> Any:
+        if memory_required >= EVERYTHING:
+            _drop_all_but(keep_loaded, device)
+        elif comfy.model_management.get_free_memory(device) < memory_required:
+            CONTROLLER.make_room(device)  # before any model has to go
+        return stock_free(memory_required, device, keep_loaded, **kwargs)
+
+    comfy.model_management.load_models_gpu, comfy.model_management.free_memory = load_models_gpu, free_memory
+
+
+def _drop_from_ranks(patcher: Any) -> None:
+    workers = CONTROLLER.workers
+    if workers is not None and str(patcher.load_device) in workers.pool.config.devices:
+        CONTROLLER.unload(recipe_key(patcher) or "")
+
+
+def _drop_all_but(kept: Sequence[Any], device: torch.device) -> None:
+    """Have the ranks drop what they hold, when this process frees the device that it books their models on."""
+    workers = CONTROLLER.workers
+    if workers is not None and device == comfy.model_management.get_torch_device():
+        used = {notes_of(loaded.model.model).key for loaded in kept if isinstance(loaded.model, ContextParallelPatcher)}
+        for key in set(workers.keys) - used:
+            CONTROLLER.unload(key)
+
+
+def _is_diffusion_model(patcher: Any) -> bool:
+    return isinstance(getattr(patcher, "model", None), BaseModel)

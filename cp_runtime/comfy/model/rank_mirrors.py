@@ -1,0 +1,383 @@
+"""The models on a worker rank: loaded from the recipe of the UI's model, patched with its weight patches.
+
+Importing this brings up ComfyUI: see `service`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import comfy.sd  # noqa: F401  (slow: now, and not at the first load)
+import torch
+from comfy import model_management
+from torch import Tensor, nn
+
+from ...compat import compiler_counts
+from ...engine.batch import BatchShares
+from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
+from ...engine.cost import DegreePlanner
+from ...engine.hooks import InstalledPlan
+from ...engine.mesh import BatchMesh, SequenceMesh, reduced
+from ...engine.state import CallState
+from ...engine.weights.sharded import ShardedWeights
+from ...errors import CompileError, MirrorError
+from ...families import plan_for
+from ...families.family import FamilyPlan
+from ...nested import stored, tensors
+from ...pool.messages import AttachNetwork, Call, CallOutcome, Compiled, Load, Loaded, Work
+from ...pool.protocol import read_tensor, unflatten
+from ...pool.tensor_cache import owned
+from ..compiled.wire import decode_compile
+from ..forward.rank_batch import share_out, take_items
+from ..forward.rank_sharded import run_sharded
+from ..memory.rank_file_weights import FileWeightsPatcher, forget
+from ..memory.rank_progress import LoadProgress
+from ..memory.rank_quantised import Experts, own_formats, shared_scales
+from ..memory.rank_room import available, room
+from ..memory.rank_shared_weights import SharedWeightsPatcher, trim_heap
+from ..patches.rank_nodes import ATTACHED, attach_network
+from ..patches.wire_weights import decode_weight_patches, weight_patches_digest
+from ..ranks.wire_placement import OFFLOADED, WHOLE
+from ..vae.wire import dtypes_of
+from .rank_factory import call_factory
+from .wire_loading import LoadedModel, load_recipe, network_of
+from .wire_modules import layers_of
+from .wire_recipe import Recipe, is_inside
+from .wire_samples import sample_weights
+
+log = logging.getLogger("context_parallel.worker")
+
+SPARE = 4  # times what a call needs: so much is given back to the weights. Calls of one run differ by less
+METHODS = ("forward", "_forward")
+ALONE = {"ulysses": 1, "ring": 1, "batch": 1}
+
+
+@dataclass
+class Mirror:
+    """One model on this rank.
+
+    Args:
+        samples: of its weights as they were loaded, without patches.
+        names: of all its weights.
+        placement: of its weights, one of `wire.placement.PLACEMENTS`.
+        nbytes: of its weights.
+        reserved: bytes of device memory that were left free for calls when its weights were last put there.
+        compiled: its blocks, where calls ask for that.
+    """
+
+    patcher: Any
+    samples: dict[str, str]
+    names: frozenset[str]
+    placement: str
+    nbytes: int
+    reserved: float = 0.0
+    compiled: CompiledBlocks | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The transformer, or the VAE."""
+        return network_of(self.patcher)
+
+    @cached_property
+    def installed(self) -> InstalledPlan[FamilyPlan]:
+        """Its plan, from the first call on."""
+        return InstalledPlan(self.model, plan_for(self.model))
+
+    @property
+    def weights(self) -> ShardedWeights | None:
+        """Those of which this rank keeps a part, once they are on the device."""
+        weights: ShardedWeights | None = getattr(self.patcher, "cp_weights", None)
+        return weights
+
+    def compile(self, settings: CompileSettings | None, failed: Failed) -> None:
+        """Have the blocks compiled from now on, or not. See `CompiledBlocks`."""
+        if self.compiled is not None and self.compiled.settings != settings:
+            self.compiled.remove()
+            self.compiled = None
+        if self.compiled is None and settings is not None:
+            self.compiled = CompiledBlocks(self.model, self.installed.plan, settings)
+        if self.compiled is not None:
+            self.compiled.failed = failed
+
+    def drop(self) -> None:
+        """Take the plan off, and with it what its transforms keep, and what was compiled."""
+        if self.compiled is not None:
+            self.compiled.remove()
+        if "installed" in vars(self):
+            self.installed.remove()
+
+
+class Mirrors:
+    """All models on this rank, by the key of their recipe.
+
+    Args:
+        folders: from which alone models are loaded.
+        progress: of bringing weights to the device.
+        node_folders: from which alone loaders of node packs are called.
+    """
+
+    def __init__(
+        self, device: torch.device, folders: Sequence[str], progress: LoadProgress, node_folders: Sequence[str] = ()
+    ) -> None:
+        self.device, self.progress = device, progress
+        self.folders, self.node_folders = folders, node_folders
+        self.entries: dict[str, Mirror] = {}
+
+    def load(self, request: Load, block: Tensor, mesh: BatchMesh | None = None) -> Loaded:
+        """Load the model of a request if it is new, and take its weight patches. The next call moves both to the device.
+
+        Args:
+            block: with tensors of the patches, which stay in it.
+            mesh: the ranks, where they share the weights out.
+        """
+        began = time.perf_counter()
+        key, placement = request.key, request.placement
+        if key in self.entries and self.entries[key].placement != placement:
+            self.drop([key])
+        mirror = self.entries.get(key)
+        if mirror is None:
+            recipe = Recipe.from_json(request.recipe)
+            path, ranks = recipe.path, None if placement == WHOLE or mesh is None else mesh.sequence().weights
+            # Where calls compute on the host they would convert again and again.
+            patcher, missing = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
+            if ranks is None:
+                FileWeightsPatcher.adopt(patcher, path, self.progress)
+            else:
+                SharedWeightsPatcher.share(
+                    patcher, path, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
+                )
+            if own_formats(patcher.model, self.device):
+                Experts.find(network_of(patcher))
+            # What the file does not have is not initialised, and differs from process to process.
+            samples = sample_weights(network_of(patcher), without=missing)
+            nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
+            mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes)
+        self._patch(mirror, request, block)
+        self.entries[key] = mirror
+        model = mirror.patcher.model
+        dtype, cast_dtype = dtypes_of(model)
+        return Loaded(
+            digest=weight_patches_digest(request.patches, block),
+            patches_uuid=str(mirror.patcher.patches_uuid),
+            dtype=dtype,
+            cast_dtype=cast_dtype,
+            formats=tuple(own_formats(model, self.device)),
+            samples=mirror.samples,
+            layers=layers_of(mirror.model),
+            bytes=model_management.module_size(model),
+            seconds=time.perf_counter() - began,
+        )
+
+    def call(
+        self,
+        request: Call,
+        arguments: dict[str, Any],
+        mesh: BatchMesh,
+        planner_for: Callable[[SequenceMesh, tuple[int, ...]], DegreePlanner],
+        on_module: Callable[[], None],
+    ) -> tuple[Any, CallOutcome]:
+        """Run the model's own forward with `arguments` (by name) on all ranks, or on those that the call's split names.
+
+        Args:
+            planner_for: mesh of the ranks that share a sequence, all ranks that take part -> planner of the call.
+
+        Returns:
+            the output, and what the call did. On a rank that idles, no output.
+        """
+        began = time.perf_counter()
+        mirror, forward = self._forward_of(request)
+        plan, leading = mirror.installed.plan, request.leading
+        may_share = plan.batch_is_shared(arguments) and request.batch_degree != 1
+        split, members = request.split, tuple(range(mesh.size))
+        degree = request.batch_degree if may_share else 1
+        shares = share_out(arguments, leading, mesh.size, degree, plan.shares_sequence, mesh.group_shares)
+        items = shares.items // shares.unit if may_share else 1
+        if split is not None and split.batch <= items:
+            team = mesh.team(split.ranks, split.groups, split.ring, split.ulysses)
+            if team is None:
+                return None, CallOutcome(
+                    idle=True, degrees=ALONE, at_work=split.at_work, room=room(self.device), compiled=_compiled(mirror)
+                )
+            mesh, members = team, split.ranks
+            own = mesh.group_shares(split.groups)[: split.batch]  # with copies, the results of the first groups count
+            shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
+        sequence = mesh.sequence(shares.taking_part)
+        part = take_items(shares, arguments, mesh.index(shares.taking_part))
+        in_place = {"control": part.pop("control")} if "control" in part else {}  # of which `LocalResiduals` copies even less
+        part = {**owned(part, self.device), **in_place}
+        planner = planner_for(sequence, members)
+        latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
+        needed = mirror.patcher.memory_required(list(latent)) * request.memory_scale * sequence.part
+        self.free_buffers(mirror)
+        self.to_device(mirror, needed)
+        mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
+        prelude = time.perf_counter() - began
+        # Not inference_mode, in which nobody knows of changes in place: see `CallState.once`.
+        with torch.no_grad(), shared_scales(mesh.whole):
+            out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
+            ring, ulysses = planner.chosen or (1, 1)
+            return shares.gather(out, mesh), CallOutcome(
+                degrees={"ulysses": ulysses, "ring": ring, "batch": shares.groups},
+                at_work=shares.groups * planner.ranks,
+                tokens={name: state.layout((name,)).local_lengths[state.rank] for name in state.lengths},
+                room=room(self.device),
+                compiled=_compiled(mirror),
+                predicted_seconds=planner.seconds,
+                predicted_bytes=planner.bytes_sent,
+                work=self._work(mirror, shares, items, planner, state),
+                prelude=prelude,
+            )
+
+    def free_buffers(self, mirror: Mirror) -> None:
+        """Have all models but one give back what they hold for the blocks that are on their way."""
+        for other in self.entries.values():
+            if other is not mirror and other.weights is not None:
+                other.weights.free_buffers()
+
+    def _work(self, mirror: Mirror, shares: BatchShares, items: int, planner: DegreePlanner, state: CallState) -> Work:
+        """What the call is, whoever computes it: see `engine.policy.CallWork`."""
+        start, stop = shares.held(0)
+        own = max(1, (stop - start) // shares.unit) if items > 1 else 1  # items that were computed here
+        weights = mirror.nbytes / mirror.patcher.model.get_dtype().itemsize
+        return Work(
+            items=items,
+            sequence=mirror.installed.plan.shares_sequence,
+            attentions=tuple((replace(shape, batch=shape.batch / own), count) for shape, count in planner.attentions.items()),
+            operations=2 * weights * sum(state.lengths.values()),
+        )
+
+    def available(self) -> int | None:
+        """Bytes of its device that a model of this rank and its calls could take; None for a CPU."""
+        return available(self.device)
+
+    def to_device(self, mirror: Mirror, needed: float, *, networks: bool = True) -> None:
+        """Put weights, patches and networks on the device where they are not, and leave `needed` bytes free for a call.
+
+        Args:
+            networks: of patches of other nodes, too.
+        """
+        patcher = mirror.patcher
+        wanted = [patcher, *(ATTACHED.values() if networks else ())]
+        loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
+        there = patcher.model.current_weight_patches_uuid == patcher.patches_uuid and all(id(each) in loaded for each in wanted)
+        if not there or room_changes(mirror.reserved, needed, patcher.model.model_lowvram):
+            with self.progress.loading(mirror.nbytes):
+                model_management.load_models_gpu(wanted, memory_required=needed)
+            mirror.reserved = needed
+
+    def attach_network(self, request: AttachNetwork, block: Tensor) -> None:
+        """Take a network that patches of other nodes refer to. The next call moves it to the device."""
+        tree = unflatten(request.network, lambda leaf: read_tensor(block, leaf).clone())
+        attach_network(request.key, tree, self.device)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Drop models and networks of patches that are gone."""
+        for key in keys:
+            self._drop(key)
+            self._drop_network(key)
+        _free_dropped()
+
+    def unload(self, key: str) -> None:
+        """Drop a model and all networks of patches. Host and device memory is freed; the file stays in the page cache."""
+        self._drop(key)
+        for network in list(ATTACHED):
+            self._drop_network(network)
+        _free_dropped()
+
+    def make_room(self, key: str | None) -> None:
+        """Give back what is kept of freed memory of the device.
+
+        Args:
+            key: of a model that leaves the device until its next call, and all networks of patches with it; None = of none.
+        """
+        for mirror in self.entries.values():
+            if mirror.weights is not None:
+                mirror.weights.free_buffers()
+        leaving = [] if key is None else [self.mirror_of(key).patcher, *ATTACHED.values()]
+        for loaded in list(model_management.current_loaded_models):
+            if any(loaded.model is patcher for patcher in leaving):
+                loaded.model_unload()
+                model_management.current_loaded_models.remove(loaded)
+        model_management.soft_empty_cache()
+
+    def _forward_of(self, request: Call) -> tuple[Mirror, Callable[..., Any]]:
+        """The model of a call, and the method of it that the call runs."""
+        mirror = self.mirror_of(request.key)
+        if request.method not in METHODS:
+            raise MirrorError(f"a call of {request.method!r}, which is no forward")
+        forward: Callable[..., Any] = getattr(mirror.model, request.method)
+        return mirror, forward
+
+    def mirror_of(self, key: str) -> Mirror:
+        """The model of a call."""
+        mirror = self.entries.get(key)
+        if mirror is None:
+            raise MirrorError("the model of this call is not loaded on the workers")
+        return mirror
+
+    def _drop(self, key: str) -> None:
+        mirror = self.entries.pop(key, None)
+        if mirror is not None:
+            mirror.drop()
+            forget(mirror.patcher)
+
+    def _drop_network(self, key: str) -> None:
+        patcher = ATTACHED.pop(key, None)
+        if patcher is not None:
+            forget(patcher)
+
+    def _load_file(self, recipe: Recipe, *, cast_later: bool) -> LoadedModel:
+        path = os.path.abspath(recipe.path)
+        if self.folders and not is_inside(path, self.folders):
+            raise MirrorError(
+                f"{path} is outside of ComfyUI's model folders. Move the file into one, or add its folder to ComfyUI's."
+            )
+        log.info("loading %s", os.path.basename(path))
+        recipe = replace(recipe, path=path)  # what was checked: behind a link, `..` leads elsewhere
+        make = partial(call_factory, node_folders=self.node_folders, model_folders=self.folders)
+        return load_recipe(recipe, cast_later=cast_later, make=make)
+
+    def _patch(self, mirror: Mirror, request: Load, block: Tensor) -> None:
+        patches = decode_weight_patches(unflatten(request.patches, lambda leaf: read_tensor(block, leaf)))
+        unknown = patches.keys() - mirror.names
+        if unknown:
+            raise MirrorError(f"{len(unknown)} patched weights do not exist on the workers, the first is {min(unknown)}")
+        mirror.patcher.patches, mirror.patcher.patches_uuid = patches, request.patches_uuid
+
+
+def room_changes(reserved: float, needed: float, offloaded: bool) -> bool:
+    """Whether the weights have to be shared out anew between device and host.
+
+    Args:
+        reserved, needed: bytes for calls, then and now.
+        offloaded: some weights are on the host, from where every call fetches them.
+    """
+    return needed > reserved or (offloaded and needed * SPARE < reserved)
+
+
+def _free_dropped() -> None:
+    """Free the memory of dropped models, on the device and on the host."""
+    gc.collect()  # modules and hooks refer to each other
+    model_management.soft_empty_cache()
+    trim_heap()
+
+
+def _raise(error: CompileError) -> None:
+    raise error
+
+
+def _go_on(error: CompileError) -> None:
+    """The report of the call says which blocks are not compiled."""
+
+
+def _compiled(mirror: Mirror) -> Compiled:
+    """What of a model is compiled, and what this process compiled so far."""
+    blocks = mirror.compiled
+    return Compiled() if blocks is None else Compiled(kinds=blocks.kinds, left=blocks.left, counts=compiler_counts())

@@ -1,0 +1,109 @@
+"""The recipe of a model that a function of a node pack has loaded (`cached_patcher_init`).
+
+ComfyUI calls such a function itself, to make a copy of the model for another device. The ranks call it as well, if they have the
+same code and all that it was given is plain.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import MirrorError, UnsupportedError
+from ...pool.protocol import flatten
+from ..ranks.ui_site import node_folders
+from .wire_recipe import DECIDED_BY_WORKER, FACTORY, REMEDY, Factory, Recipe, file_digest, file_stamp, texts_in
+
+
+def factory_recipe(init: tuple[Any, ...]) -> Recipe:
+    """Return the recipe, given a model's `cached_patcher_init`.
+
+    Raises:
+        MirrorError: the workers cannot call that function, or its file is not the one that this process has imported.
+    """
+    function, given = init[0], init[1]
+    name = getattr(function, "__qualname__", type(function).__name__)
+    named = f"the workers cannot repeat the loader {getattr(function, '__module__', '')}.{name}"
+    module = sys.modules.get(getattr(function, "__module__", None) or "", sys)
+    file = os.path.abspath(getattr(module, "__file__", None) or "")
+    folders = [folder for folder in node_folders() if file.startswith(os.path.join(folder, ""))]
+    if not isinstance(function, FunctionType) or vars(module).get(name) is not function:
+        raise MirrorError(f"{named}: it does not stand at the top of a module. {REMEDY}")
+    if not folders or not file.endswith(".py"):
+        raise MirrorError(f"{named}: it is not of a node pack in ComfyUI's folder custom_nodes. {REMEDY}")
+    if os.path.basename(file) == "__init__.py":
+        raise MirrorError(f"{named}: it stands in the __init__.py of its pack, which needs ComfyUI's server. {REMEDY}")
+    try:
+        arguments = flatten([_without_devices(argument) for argument in given], _no_tensor)
+    except UnsupportedError as error:
+        raise MirrorError(f"{named}: among its arguments, {error}. {REMEDY}") from error
+    models = [path for path in dict.fromkeys(texts_in(arguments)) if os.path.isabs(path)]
+    if not models:
+        raise MirrorError(f"{named}: its arguments name no model file by its whole path. {REMEDY}")
+    if not all(map(os.path.isfile, models)):
+        raise MirrorError(f"{named}: {next(path for path in models if not os.path.isfile(path))} is no file. {REMEDY}")
+    sources = _sources_of(os.path.join(folders[0], os.path.relpath(file, folders[0]).split(os.sep)[0]))
+    return Recipe(
+        FACTORY,
+        models[0],
+        stamp=file_stamp(models[0]),
+        factory=Factory(
+            file,
+            name,
+            arguments,
+            init[2] if len(init) > 2 else None,
+            tuple((path, file_digest(path)) for path in sources),
+            tuple((path, file_stamp(path)) for path in models),
+        ),
+    )
+
+
+def _no_tensor(_: Tensor, path: str) -> Any:
+    raise UnsupportedError(f"{path} is a tensor")
+
+
+def _without_devices(argument: Any) -> Any:
+    """Options of ComfyUI's loaders without the device, which is another one on every rank."""
+    return {k: v for k, v in argument.items() if k not in DECIDED_BY_WORKER} if type(argument) is dict else argument
+
+
+def _sources_of(pack: str) -> list[str]:
+    """Files of a pack, a file or a folder, that this process has imported. Raises MirrorError where one is another one now."""
+    found = []
+    for module in list(sys.modules.values()):
+        file = os.path.abspath(getattr(module, "__file__", None) or "")
+        if file.endswith(".py") and (file == pack or file.startswith(os.path.join(pack, ""))):
+            if not _is_as_imported(module, file):
+                raise MirrorError(f"{file} changed on disk after ComfyUI had imported it. Restart ComfyUI.")
+            found.append(file)
+    return sorted(set(found))
+
+
+def _is_as_imported(module: ModuleType, file: str) -> bool:
+    """Whether the functions and methods of a module are those of its file."""
+    try:
+        on_disk = set(_codes_in(SourceFileLoader(module.__name__, file).get_code(module.__name__)))
+    except (OSError, SyntaxError):
+        return False
+    owners = [
+        module,
+        *(value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__),
+    ]
+    functions = [inspect.unwrap(value) for owner in owners for value in vars(owner).values() if isinstance(value, FunctionType)]
+    return all(function.__code__ in on_disk for function in functions if function.__code__.co_filename == file)
+
+
+def _codes_in(compiled: CodeType | None) -> Iterator[CodeType]:
+    """A piece of code, and all inside of it."""
+    if compiled is not None:
+        yield compiled
+        for constant in compiled.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _codes_in(constant)

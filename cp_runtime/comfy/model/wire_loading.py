@@ -1,0 +1,194 @@
+"""Loads a model from its recipe, with its weights in the pages of the file, which all processes of the machine share."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ...compat import state_dict_loader
+from ...engine.weights.cast import CastWeight, counting_as
+from ...engine.weights.files import MAPPED, mapped_tensors
+from ...errors import MirrorError
+from .wire_recipe import DTYPE_OPTIONS, FACTORY, LOADERS, OPTIONS, VAE_LOADERS, Factory, Recipe, file_stamp
+
+
+class LoadedModel(NamedTuple):
+    """A plain (not dynamic) ModelPatcher.
+
+    Args:
+        missing: names of the weights of its network that its file does not have.
+    """
+
+    patcher: Any
+    missing: frozenset[str]
+
+
+_LOADING = threading.RLock()
+"""Held while functions that all threads use are replaced: two that load at once would put them back in the wrong order."""
+
+
+def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Factory], Any] | None = None) -> LoadedModel:
+    """Load a model as its loader did; its weights stay in the file's pages where dtype and shape allow.
+
+    Args:
+        cast_later: leave weights that the loader would convert in the file's pages, too, each as a `CastWeight`.
+        make: calls a function of a node pack; None = no such recipes.
+
+    Raises:
+        MirrorError: the file is not the one that the UI process loaded, or the recipe is not one that it makes.
+    """
+    import comfy.sd  # picks the device, so only once that is known
+
+    if recipe.loader not in ((*LOADERS, *VAE_LOADERS) if recipe.factory is None or make is None else (FACTORY,)):
+        raise MirrorError(f"unknown loader {recipe.loader!r}")
+    _check_stamp(recipe)
+    options = {name: _option(name, value) for name, value in recipe.options.items()}
+    with weights_on_host(), file_backed_weights(cast_later) as missing:
+        if recipe.factory is not None and make is not None:
+            patcher = make(recipe.factory)
+        elif recipe.loader in VAE_LOADERS:
+            patcher = getattr(comfy.sd, recipe.loader)(recipe.path, disable_dynamic=True)
+        elif recipe.loader == LOADERS[0]:
+            patcher = comfy.sd.load_diffusion_model(recipe.path, options, disable_dynamic=True)
+        else:
+            patcher = comfy.sd.load_checkpoint_guess_config(
+                recipe.path, output_vae=False, output_clip=False, model_options=options, disable_dynamic=True
+            )[0]
+    _check_stamp(recipe)
+    return LoadedModel(patcher, frozenset(missing.get(network_of(patcher), ())))
+
+
+def network_of(patcher: Any) -> nn.Module:
+    """What a ModelPatcher is about: the transformer of a diffusion model, or all of a VAE."""
+    network: nn.Module = getattr(patcher.model, "diffusion_model", patcher.model)
+    return network
+
+
+def _check_stamp(recipe: Recipe) -> None:
+    others = recipe.factory.models if recipe.factory is not None else ()
+    for path, stamp in ((recipe.path, recipe.stamp), *others):
+        if file_stamp(path) != tuple(stamp):
+            raise MirrorError(
+                f"{path} changed on disk after ComfyUI had loaded it. Free ComfyUI's model and node cache, or restart it, "
+                "so that it loads the new file."
+            )
+
+
+def _option(name: str, value: Any) -> Any:
+    if name not in OPTIONS:
+        raise MirrorError(f"unknown model option {name!r}")
+    if name not in DTYPE_OPTIONS:
+        return value
+    dtype = getattr(torch, value, None) if isinstance(value, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise MirrorError(f"unknown dtype {value!r} of model option {name!r}")
+    return dtype
+
+
+@contextlib.contextmanager
+def weights_on_host() -> Iterator[None]:
+    """While active, ComfyUI makes models in host memory, and gives them back to it.
+
+    It would make them on the device with --highvram, or where that has more room than the host: no weight there is the file's page.
+    """
+    from comfy import model_management
+
+    with _LOADING:
+        own = {name: getattr(model_management, name) for name in ("unet_inital_load_device", "unet_offload_device")}
+        for name in own:
+            setattr(model_management, name, lambda *_args, **_kwargs: torch.device("cpu"))
+        try:
+            yield
+        finally:
+            for name, function in own.items():
+                setattr(model_management, name, function)
+
+
+@contextlib.contextmanager
+def file_backed_weights(cast_later: bool = False) -> Iterator[Mapping[nn.Module, Sequence[str]]]:
+    """While active, files that ComfyUI reads in this thread are mapped, and `load_state_dict` adopts tensors and copies none.
+
+    Their memory is the mapped file, so N processes share one host copy of the weights. ComfyUI copies them into memory of each
+    process. Adopted are plain parameters of the same dtype and shape; everything else takes ComfyUI's own way, which keeps the data
+    of quantised weights in the file's pages by itself. A second thread waits until the first one has left.
+
+    Args:
+        cast_later: adopt floating-point weights of another dtype as well, to be converted where they are used.
+
+    Returns:
+        which weights a state dict did not have, by the module that loaded it; filled as models are loaded.
+    """
+    import comfy.ops
+    import comfy.utils
+
+    ops = comfy.ops.disable_weight_init
+    missing_from: dict[nn.Module, list[str]] = {}
+    places: set[int] = set()  # of tensors in mapped files
+    plain_loaders = {state_dict_loader(cls) for cls in (nn.Module, ops.Linear, ops.Embedding)}
+
+    def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if threading.get_ident() != owner or assign:
+            return original(self, state_dict, strict, assign)
+        adopted = set()
+        for name, module, parameter in parameters_of(self):
+            on_host = getattr(module, parameter).device.type == "cpu"  # what is on a device takes no memory of the host
+            if on_host and state_dict_loader(type(module)) in plain_loaders:
+                tensor = state_dict.get(name)
+                if cast_later and type(tensor) is Tensor and tensor.untyped_storage().data_ptr() in places:
+                    tensor = counting_as(tensor, getattr(module, parameter).dtype)
+                if adopt(module, parameter, tensor):
+                    adopted.add(name)
+        result = original(self, {k: v for k, v in state_dict.items() if k not in adopted}, strict=False)
+        missing = [name for name in result.missing_keys if name not in adopted]
+        missing_from[self] = missing
+        if strict and (missing or result.unexpected_keys):
+            raise RuntimeError(f"missing weights {missing[:3]}, unexpected weights {result.unexpected_keys[:3]}")
+        return type(result)(missing, result.unexpected_keys)
+
+    def load_torch_file(ckpt: str, safe_load: bool = False, device: Any = None, return_metadata: bool = False) -> Any:
+        ours = threading.get_ident() == owner and ckpt.lower().endswith(MAPPED) and device is None
+        if ours and not comfy.utils.DISABLE_MMAP:
+            with contextlib.suppress(OSError, ValueError, SafetensorError):  # ComfyUI says what is wrong with a file
+                tensors, metadata = mapped_tensors(ckpt)
+                places.update(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+                return (tensors, metadata) if return_metadata else tensors
+        return read(ckpt, safe_load=safe_load, device=device, return_metadata=return_metadata)
+
+    with _LOADING:
+        owner, original, read = threading.get_ident(), nn.Module.load_state_dict, comfy.utils.load_torch_file
+        nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+        comfy.utils.load_torch_file = load_torch_file
+        try:
+            yield missing_from
+        finally:
+            comfy.utils.load_torch_file = read
+            nn.Module.load_state_dict = original  # type: ignore[method-assign]
+
+
+def adopt(module: nn.Module, name: str, tensor: Tensor | None) -> bool:
+    """Make `tensor` the module's parameter `name`, wherever that was, if it is a plain tensor of the same dtype and shape."""
+    current = getattr(module, name)
+    if (
+        type(tensor) not in (Tensor, nn.Parameter, CastWeight)
+        or type(current) is not nn.Parameter
+        or tensor is None
+        or (tensor.dtype, tensor.shape) != (current.dtype, current.shape)
+    ):
+        return False
+    module.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
+    return True
+
+
+def parameters_of(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """(full name, module, name in the module) of every parameter."""
+    return [
+        (f"{path}.{name}" if path else name, module, name)
+        for path, module in root.named_modules()
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]

@@ -1,0 +1,117 @@
+"""How a model can be loaded again: the loader ComfyUI used, the file, and plain options.
+
+Read off a model in the UI process (`comfy.model.ui_recipes`), followed by the ranks (`loading`, `comfy.model.rank_factory`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import MirrorError
+from ...pool.typed import decode
+
+LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
+VAE_LOADERS = ("load_vae_patcher", "load_checkpoint_vae_patcher")
+FACTORY = "factory"
+DTYPE_OPTIONS = ("dtype", "weight_dtype")
+OPTIONS = (*DTYPE_OPTIONS, "fp8_optimizations")
+REMEDY = "Use Load Diffusion Model or Load Checkpoint."
+"""Where a loader is not one that workers can repeat."""
+DECIDED_BY_WORKER = ("load_device", "offload_device")
+FileStamp = tuple[int, ...]
+"""State of a file: bytes, time of change of its content and of its inode in nanoseconds, number of the inode. Two of the same
+size and time can still be told apart, whether the file was replaced or written to in place."""
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A function of a node pack that loads a model, and what ComfyUI called it with.
+
+    Args:
+        file: in which it stands at the top level.
+        function: its name there.
+        arguments: plain values, as `pool.protocol.flatten` writes them.
+        place: of the model among the things that it returns; None = it returns the model alone.
+        sources: files of the pack that ComfyUI's process has imported, each with its SHA-256.
+        models: model files that the arguments name, each with its state.
+    """
+
+    file: str
+    function: str
+    arguments: Any
+    place: int | None
+    sources: tuple[tuple[str, str], ...]
+    models: tuple[tuple[str, FileStamp], ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a worker needs to load the UI's model.
+
+    Args:
+        loader: name of a function of `comfy.sd`, one of LOADERS or VAE_LOADERS, or FACTORY.
+        path: model file.
+        options: ComfyUI's `model_options`, plain values only (`dtype` by name).
+        stamp: of the file when the UI process had loaded it.
+        factory: where the loader is a function of a node pack.
+    """
+
+    loader: str
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    stamp: FileStamp = ()
+    factory: Factory | None = None
+
+    @classmethod
+    def from_json(cls, sent: Mapping[str, Any]) -> Recipe:
+        """Inverse of `as_json`. Raises MirrorError for what that does not make."""
+        try:
+            recipe: Recipe = decode(cls, sent)
+            return recipe
+        except ValueError as error:
+            raise MirrorError(f"malformed recipe: {error}") from error
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def key(self) -> str:
+        """Identifies recipe and file content."""
+        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def is_inside(path: str, folders: Iterable[str]) -> bool:
+    """Whether a file is in one of these folders. Links inside of them may lead anywhere: the user made them."""
+    plain = Path(os.path.abspath(path))
+    return any(plain.is_relative_to(f) or plain.resolve().is_relative_to(Path(f).resolve()) for f in folders)
+
+
+def file_digest(path: str) -> str:
+    """SHA-256 of a file. Raises MirrorError when it is gone."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise MirrorError(f"{path} cannot be read: {error.strerror}. Restart ComfyUI.") from error
+
+
+def texts_in(tree: Any) -> list[str]:
+    """Every text inside of lists and objects of JSON, such as the arguments of a Factory."""
+    if isinstance(tree, str):
+        return [tree]
+    inner = tree if isinstance(tree, list) else tree.values() if isinstance(tree, dict) else ()
+    return [text for item in inner for text in texts_in(item)]
+
+
+def file_stamp(path: str) -> FileStamp:
+    """The state of a file. Raises MirrorError when it is gone."""
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise MirrorError(f"the model file {path} cannot be read: {error.strerror}. Load a model that is there.") from error
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino

@@ -1,0 +1,108 @@
+"""Tells the browser over ComfyUI's websocket what the workers are doing, whenever that changes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from ..ranks.ui_controller import CONTROLLER, Controller
+from .ui_journal import Node
+from .ui_status import ending, status
+
+log = logging.getLogger("context_parallel")
+
+EVENT = "context_parallel.status"
+LOOK = 1.0  # seconds between two looks: neither a rank that died in between nor a prompt without workers told anybody
+PAUSE = 0.2  # seconds at least between two events
+GRAIN = 16 << 20  # bytes; less is no news
+SAMPLING = ("ApplyContextParallel", "CPSampler")
+"""Nodes of this pack without which a prompt samples without it."""
+BYPASSED = "without Context Parallel in this run"
+
+
+def start_events(server: Any, controller: Controller = CONTROLLER) -> None:
+    """Send what `status` returns as `EVENT` to every client of ComfyUI's `PromptServer`, and what happens now as text in the node
+    that waits for it, to the client that queued it. Where its prompt fails there or is cancelled, the text says so. Nothing is sent
+    while there are no workers."""
+
+    def run() -> None:
+        events = Events(server, controller)
+        while True:
+            controller.changed.wait(LOOK)
+            controller.changed.clear()
+            try:
+                events.send()
+            except Exception:
+                if server.loop.is_closed():  # ComfyUI ends
+                    return
+                log.exception("the status of the workers could not be sent")
+                time.sleep(LOOK)
+            time.sleep(PAUSE)
+
+    threading.Thread(target=run, name="context parallel events", daemon=True).start()
+
+
+class Events:
+    """What was sent last, and what is to be sent now."""
+
+    def __init__(self, server: Any, controller: Controller) -> None:
+        self._server, self._controller = server, controller
+        self._sent = news(status(server, controller))
+        self._user: tuple[Node | None, str | None] = None, None  # the last node that used the pool, and the client that queued it
+        self._said: tuple[str, Node | None] = "", None
+        self._prompt = ""  # id of the last one that was seen
+
+    def send(self) -> None:
+        """Send what is new."""
+        self._look_at_the_prompt()
+        now = status(self._server, self._controller)
+        new = news(now)
+        if new != self._sent:
+            self._sent = new
+            self._server.send_sync(EVENT, now)
+        before, node = self._user, self._controller.node
+        if node not in (None, before[0]):
+            self._user = node, self._server.client_id
+        for user, client in (before, self._user):
+            # The browser leaves a text where it is, and takes no empty one.
+            self._say(ending(self._server, user) or (now["activity"] if user == node else ""), user, client)
+
+    def _look_at_the_prompt(self) -> None:
+        """Clear what is said about the last run, once a prompt has begun that samples without this pack."""
+        newest = newest_prompt(self._server)
+        if newest is None or newest[0] == self._prompt:
+            return
+        self._prompt, graph = newest
+        # A link to a model, of whatever sampler or guider.
+        samples = any(isinstance(each["inputs"].get("model"), list) for each in graph.values())
+        if not samples or any(each["class_type"] in SAMPLING for each in graph.values()):
+            return
+        self._controller.bypassed()
+        (node, client), self._user = self._user, (None, None)
+        if node is not None and graph.get(node.node_id, {}).get("class_type") == node.kind:
+            self._say(BYPASSED, node, client)
+
+    def _say(self, text: str, node: Node | None, client: str | None) -> None:
+        if text and node is not None and client is not None and (text, node) != self._said:
+            self._said = text, node
+            self._server.send_progress_text(text.encode(errors="replace"), node.node_id, client)
+
+
+def newest_prompt(server: Any) -> tuple[str, dict[str, Any]] | None:
+    """Id and graph of the prompt that runs now, or ran last."""
+    queue = server.prompt_queue
+    with queue.mutex:
+        last = next(reversed(queue.history.values()), {"prompt": None})["prompt"]
+        begun = next(reversed(queue.currently_running.values()), last)
+    return None if begun is None else (begun[1], begun[2])
+
+
+def news(now: dict[str, Any]) -> Any:
+    """What of a status is worth an event: all but heartbeats, and memory in large steps."""
+    ranks = [
+        {**rank, "seconds_since_heartbeat": None, "modules": None, "memory": {k: v // GRAIN for k, v in rank["memory"].items()}}
+        for rank in now["ranks"]
+    ]
+    return {**now, "ranks": ranks}

@@ -1,0 +1,241 @@
+"""What the workers are doing, for the status route and the panel. Reads only: it waits for no lock, no rank and no device."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from ...pool.board import SILENT, resident_bytes
+from ...pool.stacks import process_state
+from ...pool.worker_pool import WorkerPool
+from ...version import VERSION
+from ..ranks.ui_choosing import in_words
+from ..ranks.ui_controller import CONTROLLER, Controller
+from ..ranks.ui_devices import nothing_to_share
+from ..ranks.ui_workers import Workers
+from .ui_journal import CallRecord, Failure, Journal, Node
+from .ui_report import axes
+from .ui_speed import NOT_MEASURED
+
+LINGER = 1.0
+"""Seconds. Between two commands of a prompt the ranks have nothing to do for a moment: a state lasts that much longer, within the
+prompt."""
+
+STATES = {"start": "starting", "load": "loading", "attach_network": "loading", "call": "computing"}
+"""State by command; others take no time."""
+
+UNFINISHED = {"execution_error": "failed", "execution_interrupted": "cancelled"}
+"""How a prompt did not reach its end, by the message that ComfyUI keeps in its history."""
+
+
+def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
+    """State of the pool and of every rank, as plain data. `server` is ComfyUI's `PromptServer`.
+
+    `state` is "off" (no workers: they start with the next prompt that needs them), "starting", "loading", "computing", "idle" or
+    "failed" (started again on next use); `activity` says more in words, `loading` and `compiling` what of that takes its time.
+    `alone` is why one device computes alone on this machine, None where several can share. `speed` is that of the last sampling
+    run, on one device or on several, None before the first call of it. `starting` is None but while the workers start. A rank is
+    "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it since),
+    "failed" or "ended" (with the one that failed); `culprit` is the one that failed. `backend` is the one in use, None until the
+    ranks are ready; `peer_to_peer`, of NCCL only, whether all GPUs reach each other's memory; `fallback` why the ranks do not
+    communicate as they would by default. `last_call` is the last one of the last sampling run, None before it and after a run on
+    one device; `last_vae_call` is one of a VAE. `pace` is seconds per call of the sampling run that goes on. Times are seconds,
+    memory is bytes: `host` is resident now; `device` is the peak of the last call. `idle`: the last call left the rank out.
+    `version` is the pack's. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
+    """
+    workers, journal = controller.workers, controller.journal
+    alone = nothing_to_share()
+    always = {
+        "version": VERSION, "speed": _speed(journal), "last_error": _failure(journal.last_error),
+        "alone": alone and {**asdict(alone), "words": alone.words},
+    }  # fmt: skip
+    if workers is None:
+        return {
+            "state": "off", "activity": "" if alone is None else alone.words,
+            "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {},
+            "starting": None, "loading": None, "compiling": False, "pace": None, "last_call": None, "last_vae_call": None,
+            "ranks": [], **always
+        }  # fmt: skip
+    pool = workers.pool
+    loading, waiting = workers.loading, pool.waiting_for  # read once: state and words are to agree
+    record, vae = _last_call(controller, workers), workers.last_vae_call
+    work = _work(server, controller, pool) if loading is None else "loading"
+    # One that has reported is done, while others are not; at the start it waits for them.
+    done = set(range(pool.world_size)).difference(waiting) if waiting and work != "starting" else ()
+    ranks = [_rank(workers, record, rank, "idle" if rank in done else work) for rank in range(len(pool.processes))]
+    return {
+        "state": _state(pool, ranks, work),
+        "activity": _activity(controller, workers, loading),
+        "starting": _starting(workers),
+        "loading": _loading(loading),
+        "compiling": bool(_compiling(pool)),
+        "world_size": pool.world_size,
+        "backend": pool.backend,
+        "peer_to_peer": pool.peer_to_peer,
+        "fallback": pool.ways.fallback,
+        "models": workers.models,
+        "weights": workers.placements,
+        "pace": _pace(controller, workers) if work == "computing" else None,
+        "last_call": None if record is None else _described(controller, record),
+        "last_vae_call": None if vae is None else _described(controller, vae),
+        "ranks": ranks,
+        **always,
+    }
+
+
+def _last_call(controller: Controller, workers: Workers) -> CallRecord | None:
+    """The last denoise call of the last sampling run, if these ranks computed it."""
+    record = controller.journal.calls.last
+    return None if record is None or record.pids != workers.pool.pids else record
+
+
+def _pace(controller: Controller, workers: Workers) -> float | None:
+    """Seconds per call of the sampling run that goes on, once a call of it has ended; None while the ranks run a VAE."""
+    run, last = controller.journal.run, controller.journal.calls.last
+    return run.per_call or last.seconds if workers.sampling and last is not None else None
+
+
+def _activity(controller: Controller, workers: Workers, loading: tuple[str, float | None] | None) -> str:
+    """What the workers do at the moment, or did last, in words."""
+    pool = workers.pool
+    waiting = pool.waiting_for
+    if pool.doing == "start":
+        before = "" if workers.last_start is None else f" (took {workers.last_start:.0f} s last time)"
+        return f"starting {pool.world_size} workers: {pool.stage}{before}…"
+    if loading is not None:
+        model, loaded = loading
+        return f"loading {model} on {_ranks(pool, waiting)}…" + ("" if loaded is None else f" {100 * loaded:.0f} %")
+    if compiling := _compiling(pool):
+        return f"compiling blocks on {_ranks(pool, compiling)}…"
+    if workers.comparing:
+        return "measuring a call on one device…"
+    record, speed = workers.last_call, controller.journal.speed
+    if record is None or record.node != controller.node or not pool.alive:
+        return ""  # what another node did says nothing about this one
+    outcome = record.reports[0].outcome
+    ranks = f"{pool.world_size} ranks ({axes(outcome.degrees, outcome.at_work)})"
+    if record.choice is not None and record.choice["ranks"] < pool.world_size:
+        ranks = in_words(record.choice)  # else it looks as if the others did not work
+    if speed is None or record is not controller.journal.calls.last:  # of a VAE
+        return f"{ranks}, {record.seconds:.3g} s per call"
+    return f"{speed.words} · {speed.per_call or record.seconds:.3g} s per call · {ranks}"
+
+
+def _loading(loading: tuple[str, float | None] | None) -> dict[str, Any] | None:
+    if loading is None:
+        return None
+    model, part = loading
+    return {"model": model, "part": None if part is None else round(part, 2)}  # finer, it would be news too often
+
+
+def _compiling(pool: WorkerPool) -> list[int]:
+    return [rank for rank in pool.waiting_for if pool.progress(rank).compiling]
+
+
+def ending(server: Any, node: Node | None) -> str | None:
+    """How the prompt of a node ended before the node did: "failed" or "cancelled"; empty where the node was done, None while it
+    runs."""
+    entry = None if node is None else server.prompt_queue.history.get(node.prompt_id)
+    if node is None or entry is None:
+        return None
+    for name, data in (entry["status"] or {"messages": []})["messages"]:
+        if name in UNFINISHED and node.node_id not in data["executed"]:
+            return UNFINISHED[name]
+    return ""
+
+
+def _speed(journal: Journal) -> dict[str, Any] | None:
+    speed = journal.speed
+    if speed is None and not journal.measuring:
+        return None
+    return {
+        "times": speed and speed.times,
+        # Alike for both, so that they can be compared: with what the sampler does between two calls.
+        "seconds_per_call": speed and speed.per_call,
+        "seconds_per_call_on_one_device": speed and speed.on_one_device,
+        "measuring": journal.measuring,
+        "words": speed.words if speed else NOT_MEASURED,
+        # For those who say it in another language.
+        "case": speed.case if speed else "not_measured",
+        "ranks": speed and speed.ranks,
+        "obstacle": speed and speed.obstacle,
+    }
+
+
+def _failure(error: Failure | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    node = None if error.node is None else {"id": error.node.node_id, "type": error.node.kind}
+    return {"time": error.time, "rank": error.rank, "device": error.device, "message": error.message, "node": node}
+
+
+def _starting(workers: Workers) -> dict[str, Any] | None:
+    pool = workers.pool
+    return {"since": pool.since, "stage": pool.stage, "last_took": workers.last_start} if pool.doing == "start" else None
+
+
+def _ranks(pool: WorkerPool, waiting: list[int]) -> str:
+    if len(waiting) in (0, pool.world_size):
+        return f"{pool.world_size} ranks"
+    return "rank " + ", ".join(map(str, waiting))
+
+
+def _described(controller: Controller, record: CallRecord) -> dict[str, Any]:
+    calls = controller.journal.calls
+    return {
+        "degrees": record.reports[0].outcome.degrees,
+        "at_work": sum(not report.outcome.idle for report in record.reports),
+        "choice": in_words(record.choice),
+        "seconds": record.seconds,
+        # Of the run that the call belongs to, as the report has it; a call of a VAE belongs to none.
+        "waiting_share": calls.waiting_share if record is calls.last else record.waiting_share,
+    }
+
+
+def _work(server: Any, controller: Controller, pool: WorkerPool) -> str:
+    """The state of ranks that are well."""
+    recent = controller.node is not None and ending(server, controller.node) is None and time.monotonic() - pool.did_until < LINGER
+    return STATES.get(pool.doing or (pool.did if recent else ""), "idle")
+
+
+def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
+    if not pool.alive:
+        return "starting" if pool.doing == "start" else "failed"
+    # A rank that imports or loads may hold the GIL for longer than SILENT.
+    lost = ("gone",) if pool.doing and (pool.doing != "call" or work == "loading") else ("gone", "silent")
+    if any(rank["state"] in lost for rank in ranks):
+        return "failed"
+    return work
+
+
+def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) -> dict[str, Any]:
+    pool, failure = workers.pool, workers.failure
+    at, pid = pool.progress(rank), pool.pids[rank]
+    since = time.monotonic() - at.beat if at.beat else None
+    kernel = process_state(pid) if pid else "not forked yet"
+    culprit = failure is not None and failure.rank == rank
+    if kernel in ("gone", "zombie", "dead"):
+        state = "gone"
+        if not pool.alive and pool.doing != "start":  # somebody has noticed, and ended the others
+            state = "failed" if culprit else "ended"
+    elif since is not None and since > SILENT:
+        state = "silent"
+    # What a rank has of a sequence is of the sampling run; what it held, and whether it was left out, of the last call of its kind.
+    last = workers.last_call
+    same = last is not None and (last is not workers.last_vae_call) == workers.sampling
+    return {
+        "rank": rank,
+        "device": pool.config.devices[rank],
+        "pid": pid,
+        "state": state,
+        "culprit": culprit,
+        "idle": bool(last and same and last.reports[rank].outcome.idle),
+        "process": kernel,
+        "modules": at.modules,
+        "seconds_since_heartbeat": since,
+        "memory": {"host": resident_bytes(pid), "device": last.reports[rank].memory.device if last else 0},
+        "tokens": record.reports[rank].outcome.tokens if record else {},
+        "models": workers.models if state in ("idle", "computing") else [],
+        "last_error": failure.message if failure is not None and culprit else None,
+    }

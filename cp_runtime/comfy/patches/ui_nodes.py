@@ -1,0 +1,168 @@
+"""Patches that other nodes put into the transformer, in the UI process: whether they can be mirrored, and what is sent for them."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import comfy.model_patcher
+import comfy.sd
+from torch import Tensor, nn
+
+from ...errors import UnsupportedError
+from ...pool.protocol import flatten
+from ..model.wire_modules import encode_module, full_name
+from .wire_nodes import KINDS, MIRRORED, OPTION, Patch, name_of
+
+# Nodes whose patches cannot be mirrored, and why. `code`: name of what they put there, where it is no function of the node's own.
+REFUSED: Mapping[str, str] = {
+    "HyperTile": "draws random tiles inside the model",
+    "TomePatchModel": "draws random tokens inside the model",
+    "SelfAttentionGuidance": "reads attention scores out of the model",
+    "FluxKVCache": "keeps keys and values of earlier steps inside the model",
+    "SUPIRApply": "keeps state between the blocks of the model",
+    "HypernetworkLoader": "puts networks into the attention of the model",
+    "SDPoseKeypointExtractor": "reads features out of the model",
+}
+_MADE_BY = {
+    "KV_Attn_Input": "FluxKVCache",
+    "SUPIRPatch": "SUPIRApply",
+    "load_hypernetwork_patch": "HypernetworkLoader",
+}
+_keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_checked: WeakSet[nn.Module] = WeakSet()
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchSet:
+    """The patches of one call.
+
+    Args:
+        encoded: what stands for them in `transformer_options`: plain data and tensors; empty where there are none.
+        networks: that they refer to, by key.
+        mixes_batch: one of them needs all items of the batch.
+    """
+
+    encoded: Mapping[str, Any] = field(default_factory=dict)
+    networks: Mapping[str, nn.Module] = field(default_factory=dict)
+    mixes_batch: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], model: nn.Module, latent: Tensor | None = None) -> PatchSet:
+        """Take the patches out of `transformer_options`.
+
+        Args:
+            model: the transformer that they patch.
+            latent: of the call, for whose size patches encode their images; None = to find out whether they can be mirrored.
+
+        Raises:
+            UnsupportedError: one of them cannot be mirrored.
+        """
+        entries = [(*entry, _check(entry, model)) for entry in _entries(options)]
+        if not entries:
+            return cls()
+        for _, _, _, patch, known in entries:
+            if known.prepare is not None and latent is not None:
+                known.prepare(patch, latent)
+        encoder, kinds = _Encoder(), {kind: list[Any]() for kind in KINDS}
+        for kind, name, place, patch, _ in entries:  # after all are prepared: one may refer to another
+            kinds[kind].append([name, place, encoder.index(patch)])
+        encoded = {OPTION: {"entries": encoder.entries, **kinds}}
+        _check_plain(encoded, encoder.modules)
+        mixes_batch = any(MIRRORED[entry["name"]].mixes_batch for entry in encoder.entries)
+        return cls(encoded=encoded, networks=encoder.modules, mixes_batch=mixes_batch)
+
+
+def _check(entry: tuple[str, str, Any, Any], model: nn.Module) -> Patch:
+    """How a patch is mirrored. Raises UnsupportedError where it cannot be."""
+    kind, name, _, patch = entry
+    known = MIRRORED.get(name_of(patch))
+    if known is None:
+        node = node_of(patch)
+        reason = REFUSED.get(node, "the workers do not have that code")
+        raise UnsupportedError(f"{display_name(node)} patched the transformer ({kind}: {name}) and {reason}.")
+    if type(model).__name__ in known.unless:
+        node = display_name(known.node or node_of(patch))
+        raise UnsupportedError(f"{node} ({kind}: {name}) cannot be applied to a part of the tokens of {type(model).__name__}.")
+    return known
+
+
+def _check_plain(encoded: dict[str, Any], networks: Mapping[str, nn.Module]) -> None:
+    try:
+        flatten(encoded, lambda tensor, path: None)
+        for network in networks.values():
+            if network not in _checked:
+                flatten(encode_module(network), lambda tensor, path: None)
+                _checked.add(network)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"a patch of the transformer holds something else than plain data: {error}.") from error
+
+
+def node_of(patch: Any) -> str:
+    """Id of the node that made a patch, or, where it cannot be told, the file that it is from."""
+    module, _, path = name_of(patch).partition(":")
+    head = path.split(".")[0]
+    if head in _MADE_BY and module.startswith("comfy"):
+        return _MADE_BY[head]
+    nodes = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
+    found = (name for name, cls in nodes.items() if cls.__qualname__ == head and full_name(cls) == f"{module}:{head}")
+    pack = module.partition("custom_nodes")[2].strip("/.").replace(".", "/").split("/")[0]
+    return next(found, f"a node of {pack or module}")
+
+
+def display_name(node: str) -> str:
+    """What the user calls a node."""
+    names = getattr(sys.modules.get("nodes"), "NODE_DISPLAY_NAME_MAPPINGS", {})
+    return str(names.get(node) or node)
+
+
+def _entries(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
+    """(kind, name, place in it, patch) of every patch."""
+    for name, patches in options.get("patches", {}).items():
+        for patch in patches:
+            yield "patches", name, None, patch
+    for name, replaced in options.get("patches_replace", {}).items():
+        for place, patch in replaced.items():
+            yield "patches_replace", name, place, patch
+
+
+class _Encoder:
+    """Patches may share objects: each becomes one entry of a list."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.modules: dict[str, nn.Module] = {}
+        self._seen: dict[int, int] = {}
+
+    def index(self, patch: Any) -> int:
+        if id(patch) not in self._seen:
+            self._seen[id(patch)] = len(self.entries)
+            self.entries.append({})
+            self.entries[self._seen[id(patch)]] = self._entry(patch)
+        return self._seen[id(patch)]
+
+    def _entry(self, patch: Any) -> dict[str, Any]:
+        name = name_of(patch)
+        if not isinstance(patch, FunctionType):
+            without = MIRRORED[name].without
+            return {"name": name, "data": {k: None if k in without else self._pack(v) for k, v in vars(patch).items()}}
+        cells = zip(patch.__code__.co_freevars, patch.__closure__ or (), strict=True)
+        data = {name: self._pack(cell.cell_contents) for name, cell in cells}
+        return {"name": name, "data": data, "defaults": patch.__defaults__}
+
+    def _pack(self, value: Any) -> Any:
+        if isinstance(value, comfy.model_patcher.ModelPatcher):
+            key = _keys.setdefault(value.model, f"m{next(_numbers)}")
+            self.modules[key] = value.model
+            return {"$module": key}
+        if isinstance(value, comfy.sd.VAE):
+            return {"$vae": value.spacial_compression_encode()}
+        if full_name(type(value)) in MIRRORED:
+            return {"$patch": self.index(value)}
+        return value

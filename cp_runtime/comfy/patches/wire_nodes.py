@@ -1,0 +1,178 @@
+"""Patches that other nodes put into the transformer (`transformer_options`), rebuilt on the workers.
+
+A patch is a function inside a node's code, or an object of one of ComfyUI's classes. What travels is its name and the data that it
+holds; a worker finds the same code under that name in its own ComfyUI and gives it that data. Only names in MIRRORED are looked
+up. A patch sees what the forward of its rank sees: this rank's tokens. Where that is not what it expects, MIRRORED says how it is
+adapted.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import comfy.ldm.common_dit
+from torch import Tensor
+
+from ...engine.call import RunningCall
+from ..model.wire_modules import full_name
+
+KINDS = ("patches", "patches_replace")
+OPTION = "cp_patches"  # entry of transformer_options that stands for both
+LOCALS = ".<locals>."
+Prepare = Callable[[Any, Tensor], None]
+Adapt = Callable[[Any, RunningCall], Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """How a patch is mirrored.
+
+    Args:
+        node: id of the node that makes it, where its code does not tell.
+        without: attributes that the workers do not need: None there.
+        prepare: called in the UI process before every call, with the patch and the latent: encodes images, which takes a VAE.
+        adapt: (patch, the running call) -> what the forward calls in its place.
+        mixes_batch: it needs all items of a batch; no batch axis.
+        unless: classes of transformers whose forward does not give it what it expects, once tokens are split.
+    """
+
+    node: str = ""
+    without: tuple[str, ...] = ()
+    prepare: Prepare | None = None
+    adapt: Adapt | None = None
+    mixes_batch: bool = False
+    unless: tuple[str, ...] = ()
+
+
+def _on_whole_tokens(stream: str, *names: str) -> Adapt:
+    """Run the patch on the tokens of all ranks, on every rank: `names` are gathered, and what it returns is split again."""
+
+    def adapt(patch: Any, call: RunningCall) -> Callable[..., Any]:
+        def adapted(arguments: dict[str, Any]) -> Any:
+            if stream not in call.state.lengths:
+                return patch(arguments)
+            layout = call.state.layout((stream,))
+            out = patch({**arguments, **{n: call.gather(arguments[n], stream, 1) for n in names}})
+            if isinstance(out, Tensor):
+                return layout.take_local(out, call.state.rank, 1)
+            return {k: layout.take_local(v, call.state.rank, 1) if k in names else v for k, v in out.items()}
+
+        return adapted
+
+    return adapt
+
+
+def _with_local_hint(patch: Any, call: RunningCall) -> Callable[..., Any]:
+    """Add the hint of this rank's tokens to this rank's tokens."""
+
+    def adapted(arguments: dict[str, Any]) -> Any:
+        hint = patch.encoded_image
+        start, stop = call.state.layout(("img",)).window(call.state.rank)
+        local = copy.copy(patch)
+        local.encoded_image = hint[:, start : min(stop, hint.shape[1])]
+        return local(arguments)
+
+    return adapted
+
+
+def _with_local_embedding(patch: Any, call: RunningCall) -> Callable[..., Any]:
+    """Show the patch this rank's part of what it embedded before the first block."""
+    data = "model_patch_data"
+
+    def localised(options: dict[str, Any]) -> dict[str, Any]:
+        state = call.state
+        layout = state.layout(("video",))
+        local = {k: state.once(data, v, lambda v=v: layout.take_local(v, state.rank, 1)) for k, v in options[data].items()}
+        return {**options, data: local}
+
+    def attention(*args: Any, extra_options: dict[str, Any], **kwargs: Any) -> Any:
+        return patch(*args, extra_options=localised(extra_options), **kwargs)
+
+    def mlp(arguments: dict[str, Any]) -> Any:
+        return patch({**arguments, "transformer_options": localised(arguments["transformer_options"])})
+
+    return attention if "extra_options" in inspect.signature(patch).parameters else mlp
+
+
+def _encode_qwen_hint(patch: Any, x: Tensor) -> None:
+    # The patch encodes its image inside the forward, once it knows the size. Here it does so around a network that adds nothing.
+    alone, network = copy.copy(patch), patch.model_patch.model
+    alone.model_patch = SimpleNamespace(
+        model=SimpleNamespace(
+            additional_in_dim=network.additional_in_dim,
+            process_input_latent_image=network.process_input_latent_image,
+            control_block=lambda img, *_: img,
+        )
+    )
+    alone({"x": x, "img": x.new_zeros(1, 1, 1), "block_index": 0})
+    patch.encoded_image, patch.encoded_image_size = alone.encoded_image, alone.encoded_image_size
+
+
+def _encode_z_image_hint(patch: Any, x: Tensor) -> None:
+    # Behind its last block the patch only encodes its image. The forward shows it whole image patches.
+    x = comfy.ldm.common_dit.pad_to_patch_size(x, (2, 2))
+    patch({"x": x, "img": x, "txt": x, "block_index": sys.maxsize})
+
+
+def _encode_render(patch: Any, x: Tensor) -> None:
+    x = comfy.ldm.common_dit.pad_to_patch_size(x, (1, 2, 2))
+    patch.build_controlnet_input(x, x.dtype, x.shape[0])
+
+
+_EXTRAS = "comfy_extras."
+_MODEL_PATCH = _EXTRAS + "nodes_model_patch:"
+_LLLITE = "comfy.ldm.anima.lllite:AnimaLLLite"
+_MULTITALK = "comfy.ldm.wan.model_multitalk:MultiTalk"
+_IMAGES = ("image", "inpaint_image", "mask", "render_video", "latent_format", "temp_data")
+MIRRORED: Mapping[str, Patch] = {
+    _EXTRAS + "nodes_slg:SkipLayerGuidanceDiT.execute.<locals>.skip": Patch(),
+    _EXTRAS + "nodes_slg:SkipLayerGuidanceDiTSimple.execute.<locals>.skip": Patch(),
+    _EXTRAS + "nodes_pag:PerturbedAttentionGuidance.execute.<locals>.perturbed_attention": Patch(),
+    _EXTRAS + "nodes_freelunch:FreeU.execute.<locals>.output_block_patch": Patch(),
+    _EXTRAS + "nodes_freelunch:FreeU_V2.execute.<locals>.output_block_patch": Patch(),
+    _EXTRAS + "nodes_model_downscale:PatchModelAddDownscale.execute.<locals>.input_block_patch": Patch(),
+    _EXTRAS + "nodes_model_downscale:PatchModelAddDownscale.execute.<locals>.output_block_patch": Patch(),
+    # Krea 2 counts the image's tokens from the start of all tokens.
+    _EXTRAS + "nodes_nag:NAGuidance.execute.<locals>.nag_attention_output_patch": Patch(
+        mixes_batch=True, unless=("SingleStreamDiT",)
+    ),
+    _MODEL_PATCH + "UsoStyleProjectorPatch": Patch(node="USOStyleReference", mixes_batch=True),
+    _MODEL_PATCH + "DiffSynthCnetPatch": Patch(
+        node="QwenImageDiffsynthControlnet", without=_IMAGES, prepare=_encode_qwen_hint, adapt=_with_local_hint, mixes_batch=True
+    ),
+    # The forward cuts text from image between the blocks: Lumina's plan gathers what they return when this is there.
+    _MODEL_PATCH + "ZImageControlPatch": Patch(
+        node="ZImageFunControlnet",
+        without=_IMAGES,
+        prepare=_encode_z_image_hint,
+        mixes_batch=True,
+        unless=("NextDiTPixelSpace",),
+    ),
+    _MODEL_PATCH + "WanUni3CCnetPatch": Patch(
+        node="WanUni3CControlnetApply",
+        without=_IMAGES,
+        prepare=_encode_render,
+        adapt=_on_whole_tokens("video", "img"),
+        mixes_batch=True,
+    ),
+    _LLLITE + "Patch": Patch(node="AnimaLLLiteApply", mixes_batch=True),
+    _LLLITE + "AttentionPatch": Patch(node="AnimaLLLiteApply", adapt=_with_local_embedding, mixes_batch=True),
+    _LLLITE + "MLPPatch": Patch(node="AnimaLLLiteApply", adapt=_with_local_embedding, mixes_batch=True),
+    _MULTITALK + "CrossAttnPatch": Patch(
+        node="WanInfiniteTalkToVideo", adapt=_on_whole_tokens("video", "x"), mixes_batch=True
+    ),
+    _MULTITALK + "GetAttnMapPatch": Patch(
+        node="WanInfiniteTalkToVideo", adapt=_on_whole_tokens("video", "x", "q", "k"), mixes_batch=True
+    ),
+}  # fmt: skip
+
+
+def name_of(patch: Any) -> str:
+    patch = getattr(patch, "__func__", patch)
+    return full_name(patch if hasattr(patch, "__qualname__") else type(patch))

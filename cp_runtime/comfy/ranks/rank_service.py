@@ -1,0 +1,128 @@
+"""What a rank does for ComfyUI: the commands of the pool's service. Imported in worker processes only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import comfy.options
+from torch import Tensor
+
+from ...compat import on_compilation
+from ...engine.cost import DegreePlanner
+from ...engine.profiling import CallTraces
+from ...pool.faults import inject
+from ...pool.messages import (
+    AttachNetwork,
+    Available,
+    Call,
+    CallReport,
+    Done,
+    Drop,
+    Load,
+    Loaded,
+    MakeRoom,
+    Request,
+    Room,
+    Unload,
+)  # fmt: skip
+from ...pool.worker import Handler, Worker
+from ..vae.wire import VAE_METHODS
+
+if TYPE_CHECKING:
+    from ..model.rank_mirrors import Mirrors
+
+
+def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
+    """The service of a rank. `arguments`: `model_folders`, from which alone models are loaded; `node_folders` of node packs."""
+    comfy.options.enable_args_parsing()  # of the UI process's arguments
+    from comfy import cli_args
+
+    cli_args.args.cpu |= worker.device.type == "cpu"  # ComfyUI picks its device when it is imported, which is now
+    from ..memory.rank_progress import LoadProgress
+    from ..model.rank_mirrors import Mirrors
+
+    progress = LoadProgress(worker.loading_hook())
+    mirrors = Mirrors(worker.device, arguments["model_folders"], progress, arguments.get("node_folders", ()))
+    return ModelService(worker, mirrors)
+
+
+class ModelService:
+    """Loads models and runs their forward.
+
+    Args:
+        worker: the rank.
+        mirrors: its models.
+    """
+
+    def __init__(self, worker: Worker, mirrors: Mirrors) -> None:
+        self._worker, self._mirrors = worker, mirrors
+        self._traces = CallTraces.from_environment(worker.rank)
+        self._told_when_compiling = False
+
+    @property
+    def handlers(self) -> Mapping[type[Request[Any]], Handler]:
+        """By kind of request."""
+        return {
+            Load: self._load,
+            AttachNetwork: self._attach_network,
+            Drop: self._drop,
+            Call: self._call,
+            Unload: self._unload,
+            MakeRoom: self._make_room,
+            Available: self._available,
+        }
+
+    def _load(self, request: Load, block: Tensor) -> Loaded:
+        kept = self._worker.keep(block)
+        inject(self._worker.rank, "load")
+        return self._mirrors.load(request, kept, self._worker.mesh)
+
+    def _attach_network(self, request: AttachNetwork, block: Tensor) -> Done:
+        self._mirrors.attach_network(request, block)
+        return Done()
+
+    def _drop(self, request: Drop, _: Tensor) -> Done:
+        self._mirrors.drop(request.keys)
+        return Done()
+
+    def _unload(self, request: Unload, _: Tensor) -> Done:
+        self._worker.cache.clear()
+        self._mirrors.unload(request.key)
+        return Done()
+
+    def _make_room(self, request: MakeRoom, _: Tensor) -> Done:
+        if request.key is not None:
+            self._worker.cache.clear()
+        if self._worker.rank in request.ranks:
+            self._mirrors.make_room(request.key)
+        return Done()
+
+    def _available(self, _: Available, __: Tensor) -> Room:
+        return Room(available=self._mirrors.available())
+
+    def _call(self, request: Call, block: Tensor) -> CallReport:
+        worker = self._worker
+        began = time.perf_counter()
+        arguments = worker.cache.unpack(request, block)
+        worker.begin_figures()
+        if request.compile and not self._told_when_compiling:
+            on_compilation(worker.compiling)
+            self._told_when_compiling = True
+        on_module = worker.module_hook(request.cancel_every)
+        with self._traces.call():
+            if request.method in VAE_METHODS:
+                from ..vae.rank import call_vae  # brings up ComfyUI, as the mirrors have
+
+                out, outcome = call_vae(self._mirrors, request, arguments, worker.mesh, on_module)
+            else:
+                out, outcome = self._mirrors.call(
+                    request,
+                    arguments,
+                    worker.mesh,
+                    lambda mesh, members: DegreePlanner(request.sequence, mesh.size, worker.measured.of(members), mesh.shares),
+                    on_module,
+                )
+            result = worker.result(out)
+        return worker.report(result, outcome, began)

@@ -1,0 +1,349 @@
+"""The one owner of the workers in this process: starts, uses, restarts and ends them."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import ContextParallelError, MirrorError, PoolError, ProtocolError, RankOutOfMemory
+from ...pool.config import RuntimeConfig
+from ...pool.worker_pool import CallCancelled
+from ..memory.ui_residency import free_for_ranks
+from ..model.ui_target import Target
+from ..panel.ui_journal import CallRecord, Failure, Journal, Node
+from ..panel.ui_run_timer import RunTimer
+from .ui_shortages import Shortages
+from .ui_workers import DenoiseCall, Workers
+
+log = logging.getLogger("context_parallel")
+
+RESTART_TIMEOUT = 15.0  # seconds that a prompt has to end once its workers are killed
+CLOSE_TIMEOUT = 3.0  # the same, at exit
+MORE_ROOM = 2.0  # times the memory that was expected, once a rank had too little of it
+POLL = 0.1  # seconds between two polls for Cancel while another thread holds the lock
+
+
+class Controller:
+    """Owner of the workers. Everything that uses them holds the lock from beginning to end: a call, a load by ComfyUI's memory
+    manager, a restart.
+
+    Attributes:
+        workers: None before the first use. Another thread may replace it, so read it once and use what was read.
+        journal: outlives the workers.
+        node: the node that uses the workers, or used them last; None where there is no graph.
+        changed: set whenever the status changes. Whoever waits for it clears it.
+    """
+
+    def __init__(self) -> None:
+        self.workers: Workers | None = None
+        self.journal = Journal()
+        self.node: Node | None = None
+        self.changed = threading.Event()
+        self._lock = threading.RLock()
+        self._shortages = Shortages()
+        self._owners: Counter[str] = Counter()
+        self._forgotten: deque[str] = deque()
+        self._restarting: Future[bool] | None = None
+        self._restarting_lock = threading.Lock()
+        self._closing = False
+
+    def holds(self, key: str) -> bool:
+        """Whether the workers hold a model."""
+        workers = self.workers
+        return workers is not None and workers.holds(key)
+
+    def on_device(self, key: str) -> bool:
+        """Whether the workers hold a model, and have it on this process's device, or put it there with the next call."""
+        workers = self.workers
+        return workers is not None and workers.holds(key) and key not in workers.aside
+
+    def load(self, config: RuntimeConfig, target: Target, node: Node | None, cancelled: Callable[[], bool]) -> None:
+        """Make the workers' model equal to `target`, and start the workers if there are none.
+
+        Raises:
+            MirrorError: a rank's model is not the UI's.
+            PoolError: the pool failed.
+            CallCancelled: `cancelled` returned True.
+        """
+        self.node = node
+        with self._exclusive(cancelled), self._noted():
+            self._loaded(config, target, cancelled)
+
+    def call(
+        self, config: RuntimeConfig, target: Target, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
+    ) -> Any:
+        """Run a call of the model `target` and return its output.
+
+        The model is loaded first if the workers hold another state of it: two guiders may use the same file with different LoRA,
+        and the pool may have been lost since the last call. Where a rank runs out of memory, room is made and the call is tried
+        once more. Raises what `load` raises, and RankOutOfMemory the second time.
+        """
+        self.node, began = node, time.monotonic()
+        with self._exclusive(cancelled), self._noted():
+            try:
+                out, record = self._called(config, target, call, node, cancelled)
+            except RankOutOfMemory as error:
+                log.warning("rank %d ran out of memory; making room for the call and trying it again", error.rank)
+                self._make_room(config, target)
+                larger = replace(call, memory_scale=call.memory_scale * MORE_ROOM)
+                out, record = self._called(config, target, larger, node, cancelled)
+            if call.sampling:
+                self.journal.calls.add(record)
+                extra = self._compare(config, target, call, record, cancelled)
+                self.journal.run.inside(time.monotonic() - began, extra)
+            return out
+
+    def unload(self, key: str) -> None:
+        """Make the workers drop a model, and the conditioning they keep. Never raises."""
+        if not self.holds(key):  # do not wait for the lock with nothing to do
+            return
+        with self._lock:
+            workers = self.workers
+            if workers is not None and workers.holds(key):
+                self._unload(workers, key)
+
+    def make_room(self, device: torch.device, key: str | None = None) -> None:
+        """Have the ranks on a device give back what they keep of freed memory there. Never raises.
+
+        Args:
+            key: of a model that leaves the device until its next call as well; the ranks keep it.
+        """
+        workers = self.workers
+        if workers is None or str(device) not in workers.pool.config.devices or not (key is None or self.on_device(key)):
+            return  # do not wait for the lock with nothing to do
+        with self._lock:
+            if workers is self.workers and workers.pool.alive:
+                self._free(workers, partial(workers.make_room, str(device), key))
+
+    def restart(self) -> Future[bool]:
+        """Kill the workers, whatever they do, and start them again; a prompt in a call fails. Returns at once, in any thread.
+
+        A request that comes while a restart is under way joins it. The result is False if there were no workers, and a PoolError
+        if they did not start or the prompt that used them did not end.
+        """
+        with self._restarting_lock:
+            if self._restarting is None or self._restarting.done():
+                self._restarting = Future()
+                self._restarting.set_running_or_notify_cancel()
+                # A daemon thread: Python joins all others at exit before it runs `close`, which ends the workers.
+                threading.Thread(target=self._restart, args=(self._restarting,), name="restart of workers", daemon=True).start()
+            return self._restarting
+
+    def measure(self) -> None:
+        """Have the next run measure one of its calls on one device."""
+        self.journal.measure()
+        self.changed.set()
+
+    def end_run(self) -> None:
+        """A sampling run has come to its end, on one device or on the workers."""
+        self.journal.end_run()
+        self.did_well()
+
+    def did_well(self) -> None:
+        """A run, of a model or of a VAE, has come to its end: an error of a run before is over."""
+        self.journal.last_error = None
+        self.changed.set()
+
+    def pass_through(self, node: Node | None) -> None:
+        """A node passes its model through, because this machine has nothing to share it out to."""
+        self.node = node
+        self.changed.set()
+
+    def bypassed(self) -> None:
+        """A prompt has begun that samples without this pack: what the run before it came to is no news of it."""
+        self.node = None
+        self.journal.begin_run(RunTimer(None))
+
+    def fail(self, error: ContextParallelError, node: Node | None) -> None:
+        """A run is refused before the workers have to do with it."""
+        self.journal.last_error = Failure.of(error, (), node)
+        self.changed.set()
+
+    def own(self, key: str) -> None:
+        """A model of the UI process uses this key."""
+        self._owners[key] += 1
+
+    def disown(self, key: str) -> None:
+        """A model that used this key was garbage-collected. May run in any thread, inside anything: takes no lock."""
+        self._owners[key] -= 1
+        if self._owners[key] <= 0:
+            self._forgotten.append(key)
+
+    def close(self) -> None:
+        """End the workers, at exit. A thread that uses them gets an error."""
+        self._closing = True
+        workers = self.workers
+        if workers is None:
+            return
+        if not self._lock.acquire(timeout=POLL):
+            workers.pool.abort("ComfyUI is shutting down")
+            if not self._lock.acquire(timeout=CLOSE_TIMEOUT):
+                return
+        try:
+            self._end()
+        finally:
+            self._lock.release()
+
+    def _called(
+        self, config: RuntimeConfig, target: Target, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
+    ) -> tuple[Any, CallRecord]:
+        """Run a call on workers that hold the model; returns its output and its record."""
+        workers = self._loaded(config, target, cancelled)
+        workers.attach_networks(call.patches.networks, cancelled)
+        return workers.call(config, target, call, node, cancelled)
+
+    def _compare(
+        self, config: RuntimeConfig, target: Target, call: DenoiseCall, record: CallRecord, cancelled: Callable[[], bool]
+    ) -> float:
+        """Note what a call takes on one device: this one, if it ran there, or where that is asked for a repetition of it.
+
+        Returns the seconds that belong to no call of the run.
+        """
+        journal, workers = self.journal, self.workers
+        if journal.run.calls < 2 or workers is None:  # the first call warms up
+            return 0.0
+        if record.at_work == 1:
+            journal.measured(record.seconds)
+            return 0.0
+        if not journal.measuring:
+            return 0.0
+        if journal.run.kind is None:
+            journal.measured(None, "calls of this run differ in size")
+            return 0.0
+        log.info("running this call once more, on one device, to compare with")
+        began = time.monotonic()
+        try:
+            seconds = workers.seconds_alone(config, target, call, cancelled)
+        except PoolError:  # the next run need not fail as well
+            journal.measured(None, "the call failed there")
+            raise
+        journal.measured(seconds, "" if seconds is not None else "one device has too little memory for it")
+        return time.monotonic() - began
+
+    def _make_room(self, config: RuntimeConfig, target: Target) -> None:
+        """Free the devices of the ranks: of the ranks' models, and of those of this process that do not sample.
+
+        Args:
+            target: the model that needs the room; it may take less from now on.
+        """
+        workers = self.workers
+        if workers is not None:
+            workers.use_less_memory(target)
+        while workers is not None and workers.keys:  # none, where the pool failed
+            self._unload(workers, workers.keys[0])
+        free_for_ranks(config.devices)
+
+    def _unload(self, workers: Workers, key: str) -> None:
+        self._free(workers, partial(workers.unload, key))
+
+    def _free(self, workers: Workers, free: Callable[[], None]) -> None:
+        try:
+            free()
+        except Exception as error:  # noqa: BLE001  (any error would end the thread of ComfyUI's queue)
+            self._failed(error)
+            log.error("the workers did not free their devices and are restarted on next use: %s: %s", type(error).__name__, error)
+            workers.pool.kill()
+        self.changed.set()
+
+    def _loaded(self, config: RuntimeConfig, target: Target, cancelled: Callable[[], bool]) -> Workers:
+        """Return workers that fit `config` and hold the model `target`."""
+        workers = self.workers
+        if workers is None or not workers.serves(config):
+            workers = self._start(config, cancelled)
+        workers.drop(self._take_forgotten(target.key), cancelled)
+        if not workers.has(config, target):
+            choice = workers.place(config, target, cancelled)
+            workers.load(config, target, choice, cancelled)
+        workers.aside.discard(target.key)
+        return workers
+
+    def _start(self, config: RuntimeConfig, cancelled: Callable[[], bool] | None = None) -> Workers:
+        self._end()
+        if self._closing:
+            raise PoolError("ComfyUI is shutting down")
+        log.info("starting %d ranks on %s", config.world_size, ", ".join(config.devices))
+        # Visible while they start, so that they can be aborted.
+        workers = self.workers = Workers(config, self.changed.set, self._shortages)
+        self.changed.set()
+        workers.start(cancelled)
+        return workers
+
+    def _end(self) -> None:
+        workers, self.workers = self.workers, None
+        if workers is not None:
+            workers.pool.close()
+            self.changed.set()
+
+    def _restart(self, done: Future[bool]) -> None:
+        try:
+            done.set_result(self._restart_now())
+        except BaseException as error:  # noqa: BLE001  (raised where the result is read)
+            done.set_exception(error)
+
+    def _restart_now(self) -> bool:
+        workers = self.workers
+        if workers is None:
+            return False
+        workers.pool.abort("the workers were restarted on request, in the middle of this prompt. Queue it again.")
+        if not self._lock.acquire(timeout=RESTART_TIMEOUT):
+            raise PoolError("the workers were killed; they start with the next prompt, because this one has not ended yet")
+        try:
+            if self.workers is workers:  # else the next prompt was faster
+                self.node = None  # no node waits for them
+                self._shortages.forget()
+                with self._noted():
+                    self._start(workers.pool.config)
+                self.journal.last_error = None
+        finally:
+            self._lock.release()
+        return True
+
+    @contextmanager
+    def _exclusive(self, cancelled: Callable[[], bool]) -> Iterator[None]:
+        """Hold the lock. Another thread may hold it for as long as workers take to start, so Cancel is polled meanwhile."""
+        while not self._lock.acquire(timeout=POLL):
+            if cancelled():
+                raise CallCancelled
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keep an error of the workers for the status."""
+        try:
+            yield
+            if self.workers is not None:
+                self.workers.failure = None
+        except (PoolError, MirrorError, ProtocolError) as error:
+            self._failed(error)
+            raise
+        finally:
+            self.changed.set()
+
+    def _failed(self, error: BaseException) -> None:
+        workers = self.workers
+        self.journal.last_error = Failure.of(error, () if workers is None else workers.pool.config.devices, self.node)
+        if workers is not None:
+            workers.failure = self.journal.last_error
+
+    def _take_forgotten(self, wanted: str) -> list[str]:
+        """Return keys that no model of this process uses any more."""
+        gone = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        return [key for key in gone if key != wanted and self._owners[key] <= 0]
+
+
+CONTROLLER = Controller()
+atexit.register(CONTROLLER.close)

@@ -1,0 +1,96 @@
+"""Where the ranks keep the weights of a model: what the user says, or the first way that fits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...engine.weights.blocks import Sizes
+from ...errors import UnsupportedError
+from ...pool.config import RuntimeConfig
+from .wire_placement import OFFLOADED, PLACEMENTS, WHOLE
+
+GB = 1e9
+
+
+class Demand(NamedTuple):
+    """What a model takes.
+
+    Args:
+        sizes: of its transformer's weights.
+        call: bytes that ComfyUI expects a call to take on one device, without weights.
+    """
+
+    sizes: Sizes
+    call: float
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights."""
+        return self.sizes.whole
+
+    def on_device(self, placement: str, ranks: int) -> int:
+        """Bytes of weights on the device of one rank."""
+        if placement == WHOLE:
+            return self.weights
+        return self.sizes.per_rank(ranks, on_host=placement == OFFLOADED)
+
+    def per_rank(self, placement: str, ranks: int) -> float:
+        """Bytes on the device of one rank, with its part of a call."""
+        return self.on_device(placement, ranks) + self.call / ranks
+
+
+class Choice(NamedTuple):
+    """Where weights are kept, and why, in words."""
+
+    placement: str
+    reason: str
+
+
+def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: str = WHOLE) -> Choice:
+    """Choose for a model that is about to go to the ranks.
+
+    Args:
+        room: bytes of its device that a rank may use; None where that says nothing, as on a CPU: there ranks share the pages of the
+            file, so that all of them together hold the model once.
+        at_least: a way that takes no more than this one, because a rank ran out of memory with the one before.
+
+    Raises:
+        UnsupportedError: the user has set a way that does not fit into the memory that the user has set.
+    """
+    ranks = config.world_size
+    if config.weights != "auto":
+        needed = demand.per_rank(config.weights, ranks)
+        if config.memory_per_rank and needed > config.memory_per_rank * GB:
+            raise UnsupportedError(
+                f"weights: got {config.weights}, with which each of {ranks} ranks needs {needed / GB:.3g} GB; memory_per_rank "
+                f"allows {config.memory_per_rank:.3g} GB. Set weights to auto, raise memory_per_rank, or use more devices."
+            )
+        reason = f"{config.weights}, as set: {_on_each(demand, config.weights, ranks)}"
+        if demand.on_device(config.weights, ranks) > demand.weights:
+            reason += ", which is more than all of them: two of its few large blocks are there at a time"
+        return Choice(config.weights, reason)
+    if room is None:
+        return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, which CPU ranks share through the file")
+    for placement in PLACEMENTS[PLACEMENTS.index(at_least) :]:
+        if demand.per_rank(placement, ranks) <= room:
+            return Choice(placement, f"{placement}: {_on_each(demand, placement, ranks)} of {room / GB:.3g} GB")
+    if not demand.sizes.blocks:
+        return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, none of which can be shared out")
+    # Of a model with a few large blocks, two of them and a part take more than all of it.
+    least = min(PLACEMENTS, key=lambda placement: demand.on_device(placement, ranks))
+    limit = f"{room / GB:.3g} GB that {'memory_per_rank allows' if config.memory_per_rank else 'are free'}"
+    return Choice(least, f"{least}: {_on_each(demand, least, ranks)}, more than the {limit}")
+
+
+def next_smaller(demand: Demand, placement: str, ranks: int) -> str | None:
+    """The first way behind this one that takes less device memory, or None. Of a few large blocks, two may take more than all."""
+    held = demand.on_device(placement, ranks)
+    behind = PLACEMENTS[PLACEMENTS.index(placement) + 1 :]
+    return next((other for other in behind if demand.on_device(other, ranks) < held), None)
+
+
+def _on_each(demand: Demand, placement: str, ranks: int) -> str:
+    held = demand.on_device(placement, ranks) / GB
+    if placement == WHOLE:
+        return f"{held:.3g} GB of weights on each of {ranks} devices"
+    return f"{demand.weights / GB:.3g} GB of weights as {ranks} × {held:.3g} GB"

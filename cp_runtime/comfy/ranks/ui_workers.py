@@ -1,0 +1,426 @@
+"""A pool of ranks, and what this process knows about what the ranks hold. All of it is replaced together with the pool."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.policy import CallSplit
+from ...errors import RankOutOfMemory
+from ...nested import tensors
+from ...pool.config import RuntimeConfig
+from ...pool.kept import KeptFile, KeptSeconds
+from ...pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Unload
+from ...pool.protocol import TensorPacker, flatten
+from ...pool.settings import load_timeout
+from ...pool.tensor_cache import CallEncoder
+from ...pool.worker_pool import WorkerPool
+from ..model.ui_target import Target, verify
+from ..model.wire_modules import encode_module
+from ..panel.ui_journal import CallRecord, Failure, Node
+from ..patches.ui_nodes import PatchSet
+from ..patches.wire_weights import encode_weight_patches, weight_patches_digest
+from ..vae.wire import INPUT
+from .ui_choosing import Chooser
+from .ui_pace import Pace
+from .ui_placement import GB, Choice, choose, next_smaller
+from .ui_shortages import Shortages
+from .ui_site import worker_site
+from .wire_placement import OFFLOADED, PLACEMENTS, WHOLE
+
+log = logging.getLogger("context_parallel")
+
+UNLOAD_TIMEOUT = 15.0
+IN_PLACE = frozenset({"control", INPUT})  # arguments of which each rank copies only its part
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoiseCall:
+    """One call of the transformer's innermost forward.
+
+    Args:
+        method: its name.
+        arguments: by name; plain data and tensors.
+        leading: names of the first arguments, the latent and the timestep, which change with every call.
+        device: where the result goes.
+        patches: of other nodes; the arguments hold their encoded form.
+        memory_scale: how many times the memory that ComfyUI expects for its latent alone the call may need.
+        compile: what `torch.compile` is told about the model's blocks, in wire form; None = they are not compiled.
+        sampling: it belongs to a sampling run; the calls of a VAE do not.
+    """
+
+    method: str
+    arguments: dict[str, Any]
+    leading: tuple[str, ...]
+    device: torch.device
+    patches: PatchSet
+    memory_scale: float = 1.0
+    compile: dict[str, Any] | None = None
+    sampling: bool = True
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A model that the ranks hold: which weight patches are in it, and where its weights are.
+
+    Args:
+        name: of its file, in its model folder.
+        asked: what was set when that was chosen: weights, and memory per rank.
+        call: bytes that a call was expected to take then.
+        device_bytes: of weights, on the device of one rank.
+    """
+
+    name: str
+    patches_uuid: str
+    choice: Choice
+    asked: tuple[str, float]
+    call: float
+    device_bytes: int
+
+
+class Workers:
+    """The ranks of one pool and what they hold. One caller at a time; any thread may read the attributes.
+
+    Args:
+        config: of the pool.
+        on_change: called when the status has changed.
+        shortages: what ranks ran out of memory with, in this pool or one before.
+
+    Attributes:
+        last_call, last_vae_call: of whatever model, and of a VAE; None before the first one.
+        sampling: the call that runs, or ran last, belongs to a sampling run.
+        failure: with which the ranks were used last; None = they did well.
+        comparing: a call runs once more, on one device.
+        aside: keys of models that have left the device of this process until their next call.
+    """
+
+    def __init__(self, config: RuntimeConfig, on_change: Callable[[], None], shortages: Shortages) -> None:
+        self.pool = WorkerPool(config, worker_site())
+        self.last_call: CallRecord | None = None
+        self.last_vae_call: CallRecord | None = None
+        self.sampling = False
+        self.failure: Failure | None = None
+        self.comparing = False
+        self.aside: set[str] = set()
+        self._starts = KeptSeconds(KeptFile("starts.json"), ", ".join(config.devices))
+        self._on_change = on_change
+        self._model = ""  # name of the one that the last load or call was about
+        self._resident: dict[str, Resident] = {}  # by key
+        self._warm: dict[str, set[int]] = {}  # models, and the ranks whose devices hold their weights
+        self._shortages, self._chooser = shortages, Chooser(self.pool, shortages)
+        self._networks: set[str] = set()
+        self._unused: deque[str] = deque()  # networks that are gone from this process
+        self._left: set[str] = set()  # kinds of blocks that are not compiled, which the log says
+        self._encoder = CallEncoder()
+        self._pace = Pace()
+
+    def start(self, cancelled: Callable[[], bool] | None) -> None:
+        """Start the ranks. Raises what `WorkerPool.start` raises."""
+        self.pool.start(cancelled)
+        self._starts.put(str(self.pool.imports), self.pool.seconds["start"])
+
+    @property
+    def last_start(self) -> float | None:
+        """Seconds that such a start took the last time, in this process or one before; None where there was none."""
+        return self._starts.get(str(self.pool.imports))
+
+    @property
+    def loading(self) -> tuple[str, float | None] | None:
+        """Name of the model that goes to the ranks, or from the host to their devices, now, and `loaded`; None = none does."""
+        loaded = self.loaded
+        return (self._model, loaded) if self.pool.doing == "load" or loaded is not None else None
+
+    @property
+    def loaded(self) -> float | None:
+        """Part of a model's weights that the ranks have brought to their devices, by the slowest; None = they do no such thing."""
+        if self.pool.doing != "call":
+            return None
+        progress = [self.pool.progress(rank).loaded for rank in range(len(self.pool.processes))]
+        return min((each / 1000 for each in progress if each is not None), default=None)
+
+    @property
+    def models(self) -> list[str]:
+        """The models that the ranks hold, as ComfyUI's loaders name their files."""
+        return sorted(self.placements)
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """Where the ranks keep each of these models, and why, in words."""
+        found: dict[str, str] = {}
+        for resident in list(self._resident.values()):
+            same = sum(name == resident.name or name.startswith(f"{resident.name} (") for name in found)
+            found[f"{resident.name} ({same + 1})" if same else resident.name] = resident.choice.reason
+        return found
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the models that the ranks hold."""
+        return [key for key in list(self._resident) if self.holds(key)]
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that a call can take on the device of every rank, after the last call; None before it and where ranks are CPUs."""
+        return None if self.last_call is None else self._for_every_rank([report.outcome.room for report in self.last_call.reports])
+
+    def serves(self, config: RuntimeConfig) -> bool:
+        """Whether calls with this config can run here."""
+        return self.pool.alive and _pool_key(self.pool.config) == _pool_key(config)
+
+    def resident(self, key: str) -> Resident | None:
+        """What the ranks hold under a key."""
+        return self._resident.get(key) if self.pool.alive else None
+
+    def holds(self, key: str, patches_uuid: str | None = None) -> bool:
+        """Whether the ranks hold a model, with these weight patches in it (None = any)."""
+        resident = self.resident(key)
+        return resident is not None and patches_uuid in (None, resident.patches_uuid)
+
+    def has(self, config: RuntimeConfig, target: Target) -> bool:
+        """Whether the ranks hold this state of a model, and in a way that is good for the calls to come."""
+        resident = self.resident(target.key)
+        if resident is None or resident.patches_uuid != target.patches_uuid:
+            return False
+        if resident.asked != _asked(config):
+            return False
+        return config.weights != "auto" or target.demand.call <= resident.call or resident.choice.placement == OFFLOADED
+
+    def place(self, config: RuntimeConfig, target: Target, cancelled: Callable[[], bool]) -> Choice:
+        """Choose where the ranks keep a model. Models that they hold already can make way, and count as free memory."""
+        if config.weights != "auto":
+            return choose(config, target.demand, None)
+        room = config.memory_per_rank * GB or self._available(cancelled)
+        resident = self.resident(target.key)
+        tried = self._shortages.of(config.devices, target.key)
+        known = [next_smaller(target.demand, each, config.world_size) or each for each in tried]
+        if resident is not None and resident.asked == _asked(config):
+            known.append(resident.choice.placement)  # for a larger call
+        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE))
+
+    def use_less_memory(self, target: Target) -> None:
+        """A rank ran out of memory: a model that may be kept in a smaller way is, from its next load on."""
+        resident = self._resident.get(target.key)
+        if resident is not None:
+            self._shortages.note(self.pool.config.devices, target.key, resident.choice.placement)
+
+    def _available(self, cancelled: Callable[[], bool]) -> int | None:
+        replies = self.pool.request(Available(), timeout=load_timeout(), cancelled=cancelled)
+        return self._for_every_rank([reply.available for reply in replies])
+
+    def _for_every_rank(self, free: list[int | None]) -> int | None:
+        """Bytes that every rank can take, given what each sees of its device; None where ranks are CPUs."""
+        known = [each for each in free if each is not None]
+        devices = self.pool.config.devices
+        if len(known) < len(free):
+            return None
+        return min(known) * len(set(devices)) // len(devices)  # ranks that share a device count its memory each
+
+    def drop(self, forgotten: Collection[str], cancelled: Callable[[], bool]) -> None:
+        """Have the ranks drop models that this process no longer has, by their keys, and networks of patches that are gone."""
+        gone = [self._unused.popleft() for _ in range(len(self._unused))]
+        self._networks.difference_update(gone)
+        gone += [key for key in forgotten if self._resident.pop(key, None) is not None]
+        if gone:
+            self.pool.request(Drop(keys=tuple(gone)), timeout=load_timeout(), cancelled=cancelled)
+
+    def load(self, config: RuntimeConfig, target: Target, choice: Choice, cancelled: Callable[[], bool]) -> None:
+        """Make the ranks' model equal to `target`.
+
+        Args:
+            choice: where they keep its weights.
+
+        Raises:
+            MirrorError: a rank's model is not the UI's.
+            PoolError: the pool failed.
+        """
+        resident = self.resident(target.key)
+        if resident is not None and (resident.patches_uuid, resident.choice.placement) == (target.patches_uuid, choice.placement):
+            kept = replace(resident, choice=choice, asked=_asked(config), call=target.demand.call)
+            self._resident[target.key] = kept  # good for a larger call, too
+            return
+        packer = TensorPacker()
+        tree = flatten(encode_weight_patches(target.patches), packer.add)
+        self._resident.pop(target.key, None)
+        held = target.demand.on_device(choice.placement, self.pool.world_size)
+        request = Load(
+            key=target.key, recipe=target.recipe.as_json(), patches=tree, patches_uuid=target.patches_uuid,
+            placement=choice.placement, device_bytes=held,
+        )  # fmt: skip
+        name = self._model = name_of(target.recipe.path, self.pool.site.arguments["model_folders"])
+        self._on_change()
+        replies = self.pool.request(request, packer, timeout=load_timeout(), cancelled=cancelled)
+        verify(target, weight_patches_digest(tree, self.pool.payload(packer.nbytes)), replies, self.pool.pids)
+        self.pool.trim()
+        self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
+        self._warm.pop(target.key, None)  # the next call puts weights and patches on the devices
+        log.info(
+            "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
+            name,
+            replies[0].bytes / 1e6,
+            len(target.patches),
+            self.pool.world_size,
+            max(reply.seconds for reply in replies),
+            choice.reason,
+        )
+
+    def attach_networks(self, networks: Mapping[str, nn.Module], cancelled: Callable[[], bool]) -> None:
+        """Send the networks that patches of a call refer to, by key, each once."""
+        for key in networks.keys() - self._networks:
+            packer = TensorPacker()
+            request = AttachNetwork(key=key, network=flatten(encode_module(networks[key]), packer.add))
+            self.pool.request(request, packer, timeout=load_timeout(), cancelled=cancelled)
+            self.pool.trim()
+            self._networks.add(key)
+            weakref.finalize(networks[key], self._unused.append, key).atexit = False
+
+    def call(
+        self, config: RuntimeConfig, target: Target, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
+    ) -> tuple[Any, CallRecord]:
+        """Run a call of the model `target`, which must be loaded. Returns its output and its record."""
+        shared = self._shares_weights(target.key)
+        chosen, self.sampling = None, call.sampling
+        if call.sampling:
+            chosen = self._chooser.choose(
+                config,
+                (target.key, call.method, call.patches.mixes_batch, call.compile),
+                call.arguments,
+                shared,
+                lambda part: self._fits(part * target.demand.call),
+            )
+        try:
+            out, record = self._run(config, target, call, None if chosen is None else chosen.split, node, cancelled)
+        except RankOutOfMemory:
+            if chosen is not None:
+                self._chooser.failed(chosen)
+            raise
+        if chosen is not None:
+            record = replace(record, choice=self._chooser.note(config, chosen, record.reports, shared))
+        self.last_call = record
+        if not call.sampling:
+            self.last_vae_call = record
+        return out, record
+
+    def seconds_alone(
+        self, config: RuntimeConfig, target: Target, call: DenoiseCall, cancelled: Callable[[], bool]
+    ) -> float | None:
+        """Seconds of a call that has just run, once more, on one rank; what it computes is dropped. None where one rank has not the
+        memory for it. Where every rank keeps a part of the weights all compute the same, since they put blocks together."""
+        if not self._fits(target.demand.call):
+            return None
+        shared = self._shares_weights(target.key)
+        alone = CallSplit(tuple(range(self.pool.world_size)) if shared else (0,), 1, 1, 1)
+        self.comparing = True
+        try:
+            return self._run(config, target, call, alone, None, cancelled)[1].seconds
+        except RankOutOfMemory as error:
+            if not self.pool.alive:
+                raise
+            log.warning("a call was not measured on one device: rank %d has too little memory for it", error.rank)
+            return None
+        finally:
+            self.comparing = False
+
+    def _fits(self, nbytes: float) -> bool:
+        """Whether the devices have so much memory for a call, after the last one."""
+        return self.room is None or nbytes <= self.room
+
+    def _shares_weights(self, key: str) -> bool:
+        return self._resident[key].choice.placement != WHOLE
+
+    def _run(
+        self,
+        config: RuntimeConfig,
+        target: Target,
+        call: DenoiseCall,
+        split: CallSplit | None,
+        node: Node | None,
+        cancelled: Callable[[], bool],
+    ) -> tuple[Any, CallRecord]:
+        """Run a call on the ranks of a split, None = on all. Returns its output and its record."""
+        began, key = time.monotonic(), target.key
+        value, drop, packer = self._encoder.encode(call.arguments, set(call.leading), IN_PLACE)
+        shapes = tuple(value.shape for value in call.arguments.values() if isinstance(value, Tensor))
+        kind = (key, call.method, shapes, tuple(tile.shape for tile in tensors(call.arguments.get(INPUT))))
+        sequence = (
+            config.sequence if split is None else replace(config.sequence, ring_degree=split.ring, ulysses_degree=split.ulysses)
+        )
+        ranks = set(range(self.pool.world_size) if split is None else split.ranks)
+        at_work = len(ranks) if split is None else split.at_work
+        request = Call(
+            key=key,
+            method=call.method,
+            sequence=sequence,
+            split=split,
+            batch_degree=1 if call.patches.mixes_batch else config.batch_degree,
+            leading=call.leading,
+            memory_scale=call.memory_scale,
+            compile=call.compile,
+            compile_or_raise=config.on_unsupported == "error",
+            cancel_every=self._pace.modules_per_check(kind, at_work),
+            value=value,
+            drop=drop,
+        )
+        self._model = self._resident[key].name
+        self._on_change()
+        timeout = config.step_timeout if ranks <= self._warm.get(key, set()) else max(config.step_timeout, load_timeout())
+        replies = self.pool.request(request, packer, timeout=timeout, cancelled=cancelled)
+        self._encoder.delivered()
+        self._warm.setdefault(key, set()).update(ranks)
+        self._warn_of_left(replies)
+        out = self.pool.result(replies, call.device)
+        seconds = time.monotonic() - began
+        self._pace.note(kind, at_work, seconds, replies[0].modules)
+        reports = [replace(reply, value=None) for reply in replies]
+        return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids, node=node)
+
+    def _warn_of_left(self, reports: Sequence[CallReport]) -> None:
+        """Say once which blocks run as they are although the graph asks for compiled ones."""
+        for block, why in {block: why for report in reports for block, why in report.outcome.compiled.left.items()}.items():
+            if block not in self._left:
+                self._left.add(block)
+                log.warning("Torch Compile: blocks of kind %s run as they are: %s", block, why)
+
+    def unload(self, key: str) -> None:
+        """Make the ranks drop a model, all networks, and the conditioning that they keep."""
+        del self._resident[key]
+        self._encoder.reset()
+        self._networks.clear()
+        self.pool.request(Unload(key=key), timeout=UNLOAD_TIMEOUT)
+        self.pool.trim()
+
+    def make_room(self, device: str, key: str | None) -> None:
+        """Make the ranks on a device give back what they keep of freed memory there, and of a model all of it until its next call.
+
+        Args:
+            key: of that model; None = of none. One whose weights are shared out leaves all devices, and the host's memory as well,
+                since what the other ranks keep of it would be of no use.
+        """
+        ranks = {rank for rank, other in enumerate(self.pool.config.devices) if other == device}
+        if key is not None:
+            ranks = set(range(self.pool.world_size)) if self._shares_weights(key) else ranks
+            self.aside.add(key)
+            self._warm.get(key, set()).difference_update(ranks)
+            self._encoder.reset()
+        self.pool.request(MakeRoom(key=key, ranks=tuple(sorted(ranks))), timeout=UNLOAD_TIMEOUT)
+
+
+def name_of(path: str, folders: Collection[str]) -> str:
+    """A model file as ComfyUI's loaders name it: from the innermost of these folders on that it is in."""
+    inside = [os.path.relpath(path, folder) for folder in folders if path.startswith(os.path.join(folder, ""))]
+    return min(inside, key=len, default=os.path.basename(path))
+
+
+def _asked(config: RuntimeConfig) -> tuple[str, float]:
+    return config.weights, config.memory_per_rank
+
+
+def _pool_key(config: RuntimeConfig) -> tuple[Any, ...]:
+    return config.devices, config.backend, config.shares, max(config.step_timeout, load_timeout())

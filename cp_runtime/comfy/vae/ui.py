@@ -1,0 +1,275 @@
+"""A VAE whose decode and encode run on all ranks. Everything else of them is ComfyUI's own: cropping, scaling, batches, tiles.
+
+ComfyUI's `VAE` calls two methods of its network. A shallow copy of it has a network in its place that sends those calls to the
+ranks. In mode *exact* the ranks share the rows of every picture. In mode *tiles* ComfyUI's tiled decode runs twice: once to find
+out which tiles there are, which the ranks then decode side by side, and once to blend the results in its own order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import torch
+from comfy.cli_args import args
+from torch import Tensor
+
+from ...errors import MirrorError, PlanError, RankOutOfMemory, UnsupportedError, bad_value
+from ...nested import map_tensors
+from ...pool.config import RuntimeConfig
+from ...vaes import row_plan_for
+from ..forward.ui_obstacles import replaced_code
+from ..forward.ui_patcher import executing_node, noted, with_cancel
+from ..patches.ui_nodes import PatchSet
+from ..ranks.ui_controller import CONTROLLER
+from ..ranks.ui_devices import default_config
+from ..ranks.ui_workers import DenoiseCall
+from .ui_patcher import VAEPatcher
+from .ui_progress import StepBar
+from .wire import EXACT, INPUT, TILES
+
+log = logging.getLogger("context_parallel")
+
+AUTO = "auto"
+MODES = (AUTO, EXACT, TILES)
+ATTRIBUTE = "context_parallel_patcher"
+_REMEDY = "Use VAE Decode or VAE Encode, or set on_unsupported of CP Config to 'single device'."
+
+
+def _config_in_use() -> RuntimeConfig:
+    """The config of the ranks that there are, or that of a node without one."""
+    workers = CONTROLLER.workers
+    return workers.pool.config if workers is not None else default_config()
+
+
+def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[Any], Any], tiles: Callable[[Any], Any]) -> Any:
+    """Run a VAE on the ranks of a config.
+
+    Args:
+        config: None = on the ranks that there are, or else on all devices.
+        mode: one of MODES; auto = exact where there is a plan for the VAE, else tiles.
+        exact: calls `decode` or `encode` of the VAE that it is given; what ComfyUI's own node does.
+        tiles: the same with `decode_tiled` or `encode_tiled`.
+
+    Raises:
+        ConfigError: one of them is something else.
+        UnsupportedError: the VAE cannot run on the ranks and on_unsupported is "error".
+    """
+    if not isinstance(vae, comfy.sd.VAE):  # ComfyUI takes any JSON in the place of a link
+        raise bad_value("vae", vae, "a VAE", "Connect the output of Load VAE or Load Checkpoint.")
+    config = _config_in_use() if config is None else config
+    if not isinstance(config, RuntimeConfig):
+        raise bad_value("cp_config", config, "the output of a CP Config node", "Connect one, or leave it open.")
+    if mode not in MODES:
+        raise bad_value("mode", mode, ", ".join(MODES), "Leave it at auto unless you know better.")
+    vae.throw_exception_if_invalid()
+    on_one_device = tiles if mode == TILES else exact
+    if sys.platform != "linux" or config.world_size == 1:
+        log.info("the VAE runs on one device: context parallelism needs Linux and more than one rank")
+        return on_one_device(vae)
+    try:
+        mode = mode_for(vae, mode)
+        ranked = RankedVAE(vae, config)
+        out = exact(ranked.exact()) if mode == EXACT else ranked.tiled(tiles)
+        CONTROLLER.did_well()
+        return out
+    except UnsupportedError as error:
+        if config.on_unsupported == "error":
+            raise noted(error) from None
+        log.warning("the VAE runs on a single device: %s", error)
+        return on_one_device(vae)
+
+
+def mode_for(vae: Any, mode: str) -> str:
+    """How a VAE runs on the ranks: EXACT or TILES. Raises UnsupportedError where it cannot run as asked."""
+    network = vae.first_stage_model
+    obstacle = next(_obstacles(vae), None)
+    if obstacle is not None:
+        raise UnsupportedError(f"{obstacle} {_REMEDY}")
+    if mode != TILES:
+        try:
+            row_plan_for(network)
+            return EXACT
+        except (UnsupportedError, PlanError) as error:
+            if mode == EXACT:
+                raise UnsupportedError(str(error)) from error
+            log.info("VAE in tiles: %s", error)
+    if vae.handles_tiling:
+        raise UnsupportedError(f"{type(network).__name__} cuts tiles by itself, which the ranks cannot share. {_REMEDY}")
+    return TILES
+
+
+def _obstacles(vae: Any) -> Iterator[str]:
+    patcher, network = vae.patcher, vae.first_stage_model
+    if vae.latent_dim not in (2, 3) or vae.extra_1d_channel is not None:
+        yield f"{type(network).__name__} is a VAE of sound or shapes; ranks share pictures and videos."
+    if args.cpu_vae and not args.cpu:
+        yield "ComfyUI runs with --cpu-vae, and ranks are on other devices."
+    if patcher.patches or patcher.object_patches or any(patcher.injections.values()) or patcher.hook_patches:
+        yield "a node patched the VAE, which the workers do not repeat."
+    yield from replaced_code(network)
+
+
+class RankedVAE:
+    """A VAE and the ranks that run it.
+
+    Args:
+        vae: ComfyUI's.
+    """
+
+    def __init__(self, vae: Any, config: RuntimeConfig) -> None:
+        self.vae = vae
+        kept = vars(vae).get(ATTRIBUTE)
+        if kept is None or kept.cp_config.devices != config.devices:
+            # As long as the VAE: ComfyUI's memory manager does not keep what it manages.
+            kept = VAEPatcher.over(vae.patcher, config)
+            setattr(vae, ATTRIBUTE, kept)
+        self.patcher: VAEPatcher = kept
+        self.patcher.cp_config = VAEPatcher.config_of(config)
+        self._config = config
+        try:
+            self._target = self.patcher.target()
+        except MirrorError as error:
+            raise UnsupportedError(f"{error} {_REMEDY}") from error
+
+    def exact(self) -> Any:
+        """ComfyUI's VAE, with all decodes and encodes on all ranks."""
+        return self._with(Network(self.vae.first_stage_model, self._exact))
+
+    def tiled(self, run: Callable[[Any], Any]) -> Any:
+        """What a tiled decode or encode makes, with its tiles on all ranks."""
+        found: list[tuple[str, Tensor]] = []
+        with _without_bar():
+            run(self._with(Network(self.vae.first_stage_model, partial(self._note, found))))
+        if not found:
+            raise UnsupportedError(f"nothing to decode or encode. {_REMEDY}")
+        method = found[0][0]
+        tiles = [tile for _, tile in found]
+        shapes = [list(self._result_shape(method, tile)) for tile in tiles]
+        done = iter(self._send(method, self.vae.vae_output_dtype(), mode=TILES, steps=len(tiles), shapes=shapes, **{INPUT: tiles}))
+        with _without_bar():
+            return run(self._with(Network(self.vae.first_stage_model, lambda method, tile: next(done))))
+
+    def _with(self, network: Network) -> Any:
+        """A copy of the VAE with another network, and with 1/N of what it expects to take of a device."""
+        vae, ranks = copy.copy(self.vae), self._config.world_size
+        vae.first_stage_model, vae.patcher = network, self.patcher
+        vae.device = torch.device("cpu")  # ranks read what they get from the memory of this process
+        for name in ("memory_used_decode", "memory_used_encode"):
+            setattr(vae, name, _part(getattr(self.vae, name), ranks))
+        return vae
+
+    def _note(self, found: list[tuple[str, Tensor]], method: str, tile: Tensor) -> Tensor:
+        found.append((method, tile))
+        return tile.new_zeros(()).expand(self._result_shape(method, tile))
+
+    def _result_shape(self, method: str, tile: Tensor) -> list[int]:
+        """What becomes of a tile, by the VAE's own figures."""
+        vae, dims = self.vae, tile.ndim - 2
+        if method == "decode":
+            ratios, channels = vae.upscale_ratio, vae.output_channels
+        else:
+            ratios, channels = vae.downscale_ratio, vae.latent_channels
+        each = ratios if isinstance(ratios, (tuple, list)) else [ratios] * dims
+        sizes = [
+            int(ratio(size)) if callable(ratio) else round(size * ratio) if method == "decode" else size // ratio
+            for ratio, size in zip(each[-dims:], tile.shape[2:], strict=True)
+        ]
+        return [tile.shape[0], channels, *sizes]
+
+    def _exact(self, method: str, whole: Tensor) -> Tensor:
+        ratio = 1 if method == "decode" else self.vae.spacial_compression_encode()
+        out: Tensor = self._send(method, self.vae.vae_output_dtype(), mode=EXACT, steps=None, ratio=ratio, **{INPUT: whole})
+        return out
+
+    def _send(self, method: str, out_dtype: torch.dtype, *, mode: str, steps: int | None, **arguments: Any) -> Any:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        first = arguments[INPUT][0] if mode == TILES else arguments[INPUT]
+        # As it lies in memory: with channels last, convolutions round in another way.
+        order = sorted(range(first.ndim), key=lambda dim: -first.stride(dim))
+        memory = getattr(self.vae, f"memory_used_{method}")(first.shape, self.vae.vae_dtype)
+        items = first.shape[0] if mode == EXACT else self._config.world_size  # every rank has a tile of its own
+        call = DenoiseCall(
+            method=method,
+            arguments={
+                **arguments,
+                INPUT: map_tensors(arguments[INPUT], lambda tensor: tensor.permute(order)),
+                "order": order,
+                "mode": mode,
+                "dtype": self.vae.vae_dtype,
+                "out_dtype": out_dtype,
+                "memory": float(memory) * items / self._config.world_size,
+            },
+            leading=(INPUT,),
+            device=self.vae.output_device,
+            patches=PatchSet(),
+            sampling=False,
+        )
+        config, bar = self.patcher.cp_config, StepBar(self._config.world_size, steps, (self._target.key, method, mode, first.shape))
+
+        def run(cancelled: Callable[[], bool]) -> Any:
+            def polled() -> bool:
+                return bar.show(CONTROLLER.workers) or cancelled()
+
+            return CONTROLLER.call(config, self._target, call, executing_node(), polled)
+
+        out = with_cancel(run)
+        bar.done(CONTROLLER.workers)
+        return out
+
+
+class Network:
+    """Stands in for the network of ComfyUI's VAE.
+
+    Args:
+        stock: what it stands in for; everything but `decode` and `encode` is that one's.
+        run: (name of the method, input) -> result.
+    """
+
+    def __init__(self, stock: Any, run: Callable[[str, Tensor], Tensor]) -> None:
+        self._stock, self._run = stock, run
+        self._failed: RankOutOfMemory | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def decode(self, samples: Tensor, output_buffer: Tensor | None = None, **options: Any) -> Tensor:
+        out = self._result("decode", samples, options)
+        return out if output_buffer is None else output_buffer.copy_(out)
+
+    def encode(self, pixels: Tensor, device: Any = None, **options: Any) -> Tensor:
+        return self._result("encode", pixels, options)
+
+    def _result(self, method: str, value: Tensor, options: dict[str, Any]) -> Tensor:
+        if options:
+            raise UnsupportedError(f"the VAE is called with {', '.join(options)}, which is not sent to the workers. {_REMEDY}")
+        if self._failed is not None:  # ComfyUI would go on in tiles, with another picture
+            raise self._failed
+        try:
+            return self._run(method, value)
+        except RankOutOfMemory as error:
+            self._failed = error
+            raise
+
+
+@contextlib.contextmanager
+def _without_bar() -> Iterator[None]:
+    """While active, ComfyUI counts no steps of what is not computed here."""
+    hook = comfy.utils.PROGRESS_BAR_HOOK
+    comfy.utils.set_progress_bar_global_hook(None)
+    try:
+        yield
+    finally:
+        comfy.utils.set_progress_bar_global_hook(hook)
+
+
+def _part(memory: Callable[..., float], ranks: int) -> Callable[..., float]:
+    return lambda *args, **kwargs: memory(*args, **kwargs) / ranks

@@ -1,0 +1,89 @@
+"""The ModelPatcher of a VAE whose weights are on the ranks: what ComfyUI's memory manager sees of it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...engine.weights.blocks import sizes_of
+from ...pool.config import RuntimeConfig
+from ..forward.ui_patcher import ContextParallelPatcher, executing_node, with_cancel
+from ..memory.ui_residency import make_way
+from ..model.ui_notes import notes_of
+from ..model.ui_target import Target
+from ..model.wire_dtypes import model_dtype
+from ..model.wire_modules import layers_of
+from ..model.wire_samples import sample_weights
+from ..ranks.ui_controller import CONTROLLER
+from ..ranks.ui_placement import Demand
+from ..ranks.wire_placement import WHOLE
+from .ui_recipe import vae_recipe_of
+from .wire import dtypes_of
+
+MANY = 1 << 62
+
+
+class VAEPatcher(ContextParallelPatcher):
+    """As `ContextParallelPatcher`, for a VAE: there is nothing to intercept, and every rank holds all of its weights."""
+
+    @classmethod
+    def over(cls, patcher: Any, config: RuntimeConfig) -> VAEPatcher:
+        """One over the model of a VAE's ModelPatcher, whatever kind of memory management that does."""
+        made: VAEPatcher = patcher.clone(disable_dynamic=True, model_override=patcher.get_clone_model_override())
+        made.__class__ = cls
+        made.cp_config = cls.config_of(config)
+        return made
+
+    @staticmethod
+    def config_of(config: RuntimeConfig) -> RuntimeConfig:
+        """The config by which a VAE is kept: one is small beside what it computes."""
+        return replace(config, weights=WHOLE, memory_per_rank=0.0)
+
+    def get_free_memory(self, device: torch.device) -> int:
+        """Bytes for a call: how many items of a batch ComfyUI gives to the VAE at once follows from it."""
+        workers = CONTROLLER.workers
+        room = workers.room if workers is not None and workers.serves(self.cp_config) else None
+        return MANY if room is None else room
+
+    def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
+        before, target = self.loaded_size(), self.target()
+        if self.model.current_weight_patches_uuid is not None:  # a node without context parallelism has left it on a device
+            self.unpatch_model(self.offload_device)
+        make_way(self.model)
+        with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
+        return self.loaded_size() - before
+
+    def detach(self, unpatch_all: bool = True) -> nn.Module:
+        if unpatch_all:
+            CONTROLLER.make_room(self.load_device, notes_of(self.model).key)
+        return self.model
+
+    def target(self) -> Target:
+        """What the ranks' copy must equal. Raises MirrorError when its file was cut off."""
+        recipe, notes = vae_recipe_of(self), notes_of(self.model)
+        if notes.check_file is not None:
+            notes.check_file()
+        if notes.sizes is None:
+            notes.sizes = sizes_of(self.model, partial(model_dtype, self.model))
+        dtype, cast_dtype = dtypes_of(self.model)
+        target = Target(
+            recipe=recipe,
+            key=recipe.key,
+            patches={},
+            patches_uuid=str(self.patches_uuid),
+            dtype=dtype,
+            cast_dtype=cast_dtype,
+            layers=partial(layers_of, self.model),
+            samples=partial(sample_weights, self.model),
+            demand=Demand(notes.sizes, 0.0),
+        )
+        if notes.key != target.key:
+            notes.key = target.key
+            CONTROLLER.own(target.key)
+            weakref.finalize(self.model, CONTROLLER.disown, target.key).atexit = False
+        return target
