@@ -328,8 +328,8 @@ def overhead() -> float:
     os.environ.setdefault("COMFYUI_PATH", "")
     from support.reports import call_report
 
-    from cp_runtime.comfy.ranks.ui_choosing import Chooser
-    from cp_runtime.comfy.ranks.ui_shortages import Shortages
+    from cp_runtime.controller.choosing import Chooser
+    from cp_runtime.controller.shortages import Shortages
     from cp_runtime.engine.cost import AttentionShape, Rates
     from cp_runtime.engine.measuring import Measured
     from cp_runtime.pool.config import DeviceInventory, RuntimeConfig

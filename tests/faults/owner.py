@@ -2,7 +2,7 @@
 
 Tests use `Owner`. The other half of this file runs in the process that it starts: every line of its input is a JSON object
 `{"id": 1, "do": "start", …}`, every answer a line `{"id": 1, "ok": true, …}`; all other lines are its log. It closes its pools
-on its way out, as `cp_runtime.comfy.ranks.ui_controller` does.
+on its way out, as `cp_runtime.controller.controller` does.
 """
 
 from __future__ import annotations

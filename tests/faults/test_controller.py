@@ -13,10 +13,10 @@ import comfy.cli_args
 comfy.cli_args.args.cpu = True
 from support.package import load_package
 load_package()
-from cp_runtime.comfy.ranks.ui_controller import Controller
-from cp_runtime.comfy.ranks.ui_placement import Choice
-from cp_runtime.comfy.ranks.ui_shortages import Shortages
-from cp_runtime.comfy.ranks.ui_workers import Resident, Workers
+from cp_runtime.controller.controller import Controller
+from cp_runtime.controller.placement import Choice
+from cp_runtime.controller.shortages import Shortages
+from cp_runtime.controller.workers import Resident, Workers
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.protocol import MAX_HEADER
 

@@ -27,11 +27,11 @@ from cp_runtime.comfy.forward.ui_timing import recipe_key  # noqa: E402
 from cp_runtime.comfy.memory import ui_file_pages as file_pages  # noqa: E402
 from cp_runtime.comfy.memory.ui_residency import free_for_ranks  # noqa: E402
 from cp_runtime.comfy.memory.ui_stock_loads import _drop_from_ranks, watch_stock_loads  # noqa: E402
-from cp_runtime.comfy.panel.ui_journal import CallRecord  # noqa: E402
+from cp_runtime.controller.journal import CallRecord  # noqa: E402
 from cp_runtime.comfy.ranks import ui_devices as devices  # noqa: E402
-from cp_runtime.comfy.ranks.ui_controller import CONTROLLER  # noqa: E402
-from cp_runtime.comfy.ranks.ui_shortages import Shortages  # noqa: E402
-from cp_runtime.comfy.ranks.ui_workers import Workers  # noqa: E402
+from cp_runtime.controller.controller import CONTROLLER  # noqa: E402
+from cp_runtime.controller.shortages import Shortages  # noqa: E402
+from cp_runtime.controller.workers import Workers  # noqa: E402
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig  # noqa: E402
 
 torch.set_grad_enabled(False)

@@ -3,9 +3,9 @@
 import pytest
 from support.reports import call_report
 
-from cp_runtime.comfy.panel.ui_journal import CallRecord, CallSums, Journal, public_message, time_by_rank
-from cp_runtime.comfy.panel.ui_run_timer import RunTimer
-from cp_runtime.comfy.panel.ui_speed import Speed
+from cp_runtime.controller.journal import CallRecord, CallSums, Journal, public_message, time_by_rank
+from cp_runtime.controller.run_timer import RunTimer
+from cp_runtime.controller.speed import Speed
 from cp_runtime.errors import MirrorError, PoolTimeout, RankError
 from cp_runtime.pool.kept import KeptFile, KeptSeconds
 
@@ -90,7 +90,7 @@ def test_a_run_of_the_ranks_is_no_run_on_one_device(tmp_path):
 
 def test_a_call_that_is_repeated_on_one_device_counts_with_what_comes_between_calls(tmp_path, monkeypatch):
     now = 0.0
-    monkeypatch.setattr("cp_runtime.comfy.panel.ui_run_timer.time.monotonic", lambda: now)
+    monkeypatch.setattr("cp_runtime.controller.run_timer.time.monotonic", lambda: now)
     timer = RunTimer("flux", "cpu")
     journal = Journal(tmp_path / "one_device.json")
     journal.begin_run(timer)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_runtime.comfy.panel.ui_speed import WORDS
+from cp_runtime.controller.speed import WORDS
 from cp_runtime.comfy.ranks.ui_alone import WORDS as ALONE
 from cp_runtime.comfy.ranks.wire_placement import PLACEMENTS
 

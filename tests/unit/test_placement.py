@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cp_runtime.comfy.ranks.ui_placement import Demand, choose, next_smaller
+from cp_runtime.controller.placement import Demand, choose, next_smaller
 from cp_runtime.engine.weights.blocks import Sizes
 from cp_runtime.errors import UnsupportedError
 

@@ -21,7 +21,7 @@ from ...nested import tensors
 from ...pool.config import RuntimeConfig
 from ..attention.wire import OPTION as ATTENTION
 from ..patches.ui_nodes import PatchSet
-from ..ranks.ui_workers import DenoiseCall
+from ...controller.workers import DenoiseCall
 from .ui_obstacles import (
     attention_of_call,
     control_obstacle,

@@ -36,10 +36,10 @@ from ..model.ui_recipes import recipe_of
 from ..model.ui_target import Target
 from ..model.wire_dtypes import is_dynamic
 from ..model.wire_recipe import Recipe
-from ..panel.ui_journal import Node
+from ...controller.journal import Node
 from ..panel.ui_loading_bar import LoadingBar
-from ..ranks.ui_controller import CONTROLLER
-from ..ranks.ui_workers import DenoiseCall
+from ...controller.controller import CONTROLLER
+from ...controller.workers import DenoiseCall
 from .ui_interception import intercept, is_intercepted, release
 from .ui_obstacles import model_obstacle
 

@@ -13,8 +13,8 @@ from comfy.patcher_extension import WrappersMP
 from ...engine.measuring import device_name
 from ...errors import MirrorError, UnsupportedError
 from ..model.ui_recipes import recipe_of
-from ..panel.ui_run_timer import RunTimer
-from ..ranks.ui_controller import CONTROLLER
+from ...controller.run_timer import RunTimer
+from ...controller.controller import CONTROLLER
 
 TIMER = "context_parallel_timer"
 _KINDS = (WrappersMP.PREPARE_SAMPLING, WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL)

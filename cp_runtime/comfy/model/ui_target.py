@@ -11,7 +11,7 @@ from typing import Any
 from ...engine.weights.blocks import sizes_of
 from ...errors import MirrorError
 from ...pool.messages import Loaded
-from ..ranks.ui_placement import Demand
+from ...controller.placement import Demand
 from .ui_notes import notes_of
 from .wire_dtypes import model_dtype
 from .wire_modules import layers_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...errors import ContextParallelError, bad_value
 from ...pool.config import MAX_RANKS
 from .ui_report import axes
-from .ui_speed import NOT_MEASURED, times_in_words
+from ...controller.speed import NOT_MEASURED, times_in_words
 
 WIDTH, MARGIN, LABEL = 640, 20, 150  # pixels: nodes show it a third smaller
 BAR, GAP, LINE = 32, 12, 28

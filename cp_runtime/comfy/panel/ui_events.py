@@ -7,8 +7,8 @@ import threading
 import time
 from typing import Any
 
-from ..ranks.ui_controller import CONTROLLER, Controller
-from .ui_journal import Node
+from ...controller.controller import CONTROLLER, Controller
+from ...controller.journal import Node
 from .ui_status import ending, status
 
 log = logging.getLogger("context_parallel")

@@ -13,10 +13,10 @@ from ...version import VERSION
 from ..forward.ui_apply import apply_to_model, check_model, timed
 from ..forward.ui_patcher import ContextParallelPatcher
 from ..model.ui_notes import notes_of
-from ..ranks.ui_choosing import in_words
-from ..ranks.ui_controller import CONTROLLER
-from .ui_journal import CallRecord, CallSums
-from .ui_run_timer import RunTimer
+from ...controller.choosing import in_words
+from ...controller.controller import CONTROLLER
+from ...controller.journal import CallRecord, CallSums
+from ...controller.run_timer import RunTimer
 
 
 def run_with_report(

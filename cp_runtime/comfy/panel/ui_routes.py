@@ -9,9 +9,9 @@ from typing import Any
 from aiohttp import web
 
 from ...errors import ContextParallelError
-from ..ranks.ui_controller import CONTROLLER
+from ...controller.controller import CONTROLLER
 from ..ranks.ui_devices import named_devices
-from .ui_journal import public_message
+from ...controller.journal import public_message
 from .ui_status import status
 
 STATUS, RESTART, DEVICES = "/context_parallel/status", "/context_parallel/restart", "/context_parallel/devices"

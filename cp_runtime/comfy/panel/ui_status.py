@@ -10,13 +10,13 @@ from ...pool.board import SILENT, resident_bytes
 from ...pool.stacks import process_state
 from ...pool.worker_pool import WorkerPool
 from ...version import VERSION
-from ..ranks.ui_choosing import in_words
-from ..ranks.ui_controller import CONTROLLER, Controller
+from ...controller.choosing import in_words
+from ...controller.controller import CONTROLLER, Controller
 from ..ranks.ui_devices import nothing_to_share
-from ..ranks.ui_workers import Workers
-from .ui_journal import CallRecord, Failure, Journal, Node
+from ...controller.workers import Workers
+from ...controller.journal import CallRecord, Failure, Journal, Node
 from .ui_report import axes
-from .ui_speed import NOT_MEASURED
+from ...controller.speed import NOT_MEASURED
 
 LINGER = 1.0
 """Seconds. Between two commands of a prompt the ranks have nothing to do for a moment: a state lasts that much longer, within the

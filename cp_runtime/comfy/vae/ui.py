@@ -29,9 +29,9 @@ from ...vaes import row_plan_for
 from ..forward.ui_obstacles import replaced_code
 from ..forward.ui_patcher import executing_node, noted, with_cancel
 from ..patches.ui_nodes import PatchSet
-from ..ranks.ui_controller import CONTROLLER
+from ...controller.controller import CONTROLLER
 from ..ranks.ui_devices import default_config
-from ..ranks.ui_workers import DenoiseCall
+from ...controller.workers import DenoiseCall
 from .ui_patcher import VAEPatcher
 from .ui_progress import StepBar
 from .wire import EXACT, INPUT, TILES

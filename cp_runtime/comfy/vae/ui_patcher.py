@@ -19,8 +19,8 @@ from ..model.ui_target import Target
 from ..model.wire_dtypes import model_dtype
 from ..model.wire_modules import layers_of
 from ..model.wire_samples import sample_weights
-from ..ranks.ui_controller import CONTROLLER
-from ..ranks.ui_placement import Demand
+from ...controller.controller import CONTROLLER
+from ...controller.placement import Demand
 from ..ranks.wire_placement import WHOLE
 from .ui_recipe import vae_recipe_of
 from .wire import dtypes_of

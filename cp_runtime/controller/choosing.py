@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ...engine.measuring import device_driver
-from ...engine.policy import CallSplit, CallWork, Known, Pool, Run, link_of, resized
-from ...nested import tensors
-from ...pool.call_times import CallTimes
-from ...pool.config import RuntimeConfig
-from ...pool.messages import CallReport
-from ...pool.worker_pool import WorkerPool
-from .ui_shortages import Shortages
+from ..engine.measuring import device_driver
+from ..engine.policy import CallSplit, CallWork, Known, Pool, Run, link_of, resized
+from ..nested import tensors
+from ..pool.call_times import CallTimes
+from ..pool.config import RuntimeConfig
+from ..pool.messages import CallReport
+from ..pool.worker_pool import WorkerPool
+from .shortages import Shortages
 
 LEFT_OUT = ("context", "mask", "txt", "text", "llama", "t5", "clip", "embed", "num_tokens", "transformer_options")
 """Parts of the names of arguments whose shapes do not tell kinds of calls apart: text, whose length changes with every prompt and

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from ...errors import ContextParallelError, MirrorError, PoolError, ProtocolError, RankOutOfMemory
-from ...pool.config import RuntimeConfig
-from ...pool.worker_pool import CallCancelled
-from ..memory.ui_residency import free_for_ranks
-from ..model.ui_target import Target
-from ..panel.ui_journal import CallRecord, Failure, Journal, Node
-from ..panel.ui_run_timer import RunTimer
-from .ui_shortages import Shortages
-from .ui_workers import DenoiseCall, Workers
+from ..errors import ContextParallelError, MirrorError, PoolError, ProtocolError, RankOutOfMemory
+from ..pool.config import RuntimeConfig
+from ..pool.worker_pool import CallCancelled
+from ..comfy.memory.ui_residency import free_for_ranks
+from ..comfy.model.ui_target import Target
+from .journal import CallRecord, Failure, Journal, Node
+from .run_timer import RunTimer
+from .shortages import Shortages
+from .workers import DenoiseCall, Workers
 
 log = logging.getLogger("context_parallel")
 

@@ -14,28 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...engine.policy import CallSplit
-from ...errors import RankOutOfMemory
-from ...nested import tensors
-from ...pool.config import RuntimeConfig
-from ...pool.kept import KeptFile, KeptSeconds
-from ...pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Unload
-from ...pool.protocol import TensorPacker, flatten
-from ...pool.settings import load_timeout
-from ...pool.tensor_cache import CallEncoder
-from ...pool.worker_pool import WorkerPool
-from ..model.ui_target import Target, verify
-from ..model.wire_modules import encode_module
-from ..panel.ui_journal import CallRecord, Failure, Node
-from ..patches.ui_nodes import PatchSet
-from ..patches.wire_weights import encode_weight_patches, weight_patches_digest
-from ..vae.wire import INPUT
-from .ui_choosing import Chooser
-from .ui_pace import Pace
-from .ui_placement import GB, Choice, choose, next_smaller
-from .ui_shortages import Shortages
-from .ui_site import worker_site
-from .wire_placement import OFFLOADED, PLACEMENTS, WHOLE
+from ..engine.policy import CallSplit
+from ..errors import RankOutOfMemory
+from ..nested import tensors
+from ..pool.config import RuntimeConfig
+from ..pool.kept import KeptFile, KeptSeconds
+from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Unload
+from ..pool.protocol import TensorPacker, flatten
+from ..pool.settings import load_timeout
+from ..pool.tensor_cache import CallEncoder
+from ..pool.worker_pool import WorkerPool
+from ..comfy.model.ui_target import Target, verify
+from ..comfy.model.wire_modules import encode_module
+from .journal import CallRecord, Failure, Node
+from ..comfy.patches.ui_nodes import PatchSet
+from ..comfy.patches.wire_weights import encode_weight_patches, weight_patches_digest
+from ..comfy.vae.wire import INPUT
+from .choosing import Chooser
+from .pace import Pace
+from .placement import GB, Choice, choose, next_smaller
+from .shortages import Shortages
+from ..comfy.ranks.ui_site import worker_site
+from ..comfy.ranks.wire_placement import OFFLOADED, PLACEMENTS, WHOLE
 
 log = logging.getLogger("context_parallel")
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ...nested import tensors
+from ..nested import tensors
 
 
 class RunTimer:

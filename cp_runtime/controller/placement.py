@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...engine.weights.blocks import Sizes
-from ...errors import UnsupportedError
-from ...pool.config import RuntimeConfig
-from .wire_placement import OFFLOADED, PLACEMENTS, WHOLE
+from ..engine.weights.blocks import Sizes
+from ..errors import UnsupportedError
+from ..pool.config import RuntimeConfig
+from ..comfy.ranks.wire_placement import OFFLOADED, PLACEMENTS, WHOLE
 
 GB = 1e9
 

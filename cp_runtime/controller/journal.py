@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...engine.measuring import device_driver
-from ...errors import ContextParallelError
-from ...pool.kept import KeptFile, KeptSeconds
-from ...pool.messages import CallReport
-from .ui_run_timer import RunTimer
-from .ui_speed import Speed
+from ..engine.measuring import device_driver
+from ..errors import ContextParallelError
+from ..pool.kept import KeptFile, KeptSeconds
+from ..pool.messages import CallReport
+from .run_timer import RunTimer
+from .speed import Speed
 
 PARTS = ("compute", "communication", "wait")
 # Folders of a path, up to its last slash. Their names may hold spaces.
