@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,13 +17,13 @@ import torch
 
 from ..errors import ContextParallelError, MirrorError, PoolError, ProtocolError, RankOutOfMemory
 from ..pool.config import RuntimeConfig
+from ..pool.site import WorkerSite
 from ..pool.worker_pool import CallCancelled
-from ..comfy.memory.ui_residency import free_for_ranks
-from ..comfy.model.ui_target import Target
+from .calls import ModelCall, ModelState
 from .journal import CallRecord, Failure, Journal, Node
 from .run_timer import RunTimer
 from .shortages import Shortages
-from .workers import DenoiseCall, Workers
+from .workers import Workers
 
 log = logging.getLogger("context_parallel")
 
@@ -45,7 +44,8 @@ class Controller:
         changed: set whenever the status changes. Whoever waits for it clears it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, site: Callable[[], WorkerSite], free_for_ranks: Callable[[Sequence[str]], None]) -> None:
+        self._site, self._free_for_ranks = site, free_for_ranks
         self.workers: Workers | None = None
         self.journal = Journal()
         self.node: Node | None = None
@@ -68,7 +68,7 @@ class Controller:
         workers = self.workers
         return workers is not None and workers.holds(key) and key not in workers.aside
 
-    def load(self, config: RuntimeConfig, target: Target, node: Node | None, cancelled: Callable[[], bool]) -> None:
+    def load(self, config: RuntimeConfig, target: ModelState, node: Node | None, cancelled: Callable[[], bool]) -> None:
         """Make the workers' model equal to `target`, and start the workers if there are none.
 
         Raises:
@@ -81,7 +81,7 @@ class Controller:
             self._loaded(config, target, cancelled)
 
     def call(
-        self, config: RuntimeConfig, target: Target, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
+        self, config: RuntimeConfig, target: ModelState, call: ModelCall, node: Node | None, cancelled: Callable[[], bool]
     ) -> Any:
         """Run a call of the model `target` and return its output.
 
@@ -196,15 +196,15 @@ class Controller:
             self._lock.release()
 
     def _called(
-        self, config: RuntimeConfig, target: Target, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
+        self, config: RuntimeConfig, target: ModelState, call: ModelCall, node: Node | None, cancelled: Callable[[], bool]
     ) -> tuple[Any, CallRecord]:
         """Run a call on workers that hold the model; returns its output and its record."""
         workers = self._loaded(config, target, cancelled)
-        workers.attach_networks(call.patches.networks, cancelled)
+        workers.attach_networks(call, cancelled)
         return workers.call(config, target, call, node, cancelled)
 
     def _compare(
-        self, config: RuntimeConfig, target: Target, call: DenoiseCall, record: CallRecord, cancelled: Callable[[], bool]
+        self, config: RuntimeConfig, target: ModelState, call: ModelCall, record: CallRecord, cancelled: Callable[[], bool]
     ) -> float:
         """Note what a call takes on one device: this one, if it ran there, or where that is asked for a repetition of it.
 
@@ -231,7 +231,7 @@ class Controller:
         journal.measured(seconds, "" if seconds is not None else "one device has too little memory for it")
         return time.monotonic() - began
 
-    def _make_room(self, config: RuntimeConfig, target: Target) -> None:
+    def _make_room(self, config: RuntimeConfig, target: ModelState) -> None:
         """Free the devices of the ranks: of the ranks' models, and of those of this process that do not sample.
 
         Args:
@@ -242,7 +242,7 @@ class Controller:
             workers.use_less_memory(target)
         while workers is not None and workers.keys:  # none, where the pool failed
             self._unload(workers, workers.keys[0])
-        free_for_ranks(config.devices)
+        self._free_for_ranks(config.devices)
 
     def _unload(self, workers: Workers, key: str) -> None:
         self._free(workers, partial(workers.unload, key))
@@ -256,7 +256,7 @@ class Controller:
             workers.pool.kill()
         self.changed.set()
 
-    def _loaded(self, config: RuntimeConfig, target: Target, cancelled: Callable[[], bool]) -> Workers:
+    def _loaded(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Workers:
         """Return workers that fit `config` and hold the model `target`."""
         workers = self.workers
         if workers is None or not workers.serves(config):
@@ -274,7 +274,7 @@ class Controller:
             raise PoolError("ComfyUI is shutting down")
         log.info("starting %d ranks on %s", config.world_size, ", ".join(config.devices))
         # Visible while they start, so that they can be aborted.
-        workers = self.workers = Workers(config, self.changed.set, self._shortages)
+        workers = self.workers = Workers(config, self._site(), self.changed.set, self._shortages)
         self.changed.set()
         workers.start(cancelled)
         return workers
@@ -343,7 +343,3 @@ class Controller:
         """Return keys that no model of this process uses any more."""
         gone = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         return [key for key in gone if key != wanted and self._owners[key] <= 0]
-
-
-CONTROLLER = Controller()
-atexit.register(CONTROLLER.close)

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from ..engine.weights.blocks import Sizes
 from ..errors import UnsupportedError
-from ..pool.config import RuntimeConfig
-from ..comfy.ranks.wire_placement import OFFLOADED, PLACEMENTS, WHOLE
+from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig
 
 GB = 1e9
 

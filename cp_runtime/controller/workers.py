@@ -7,65 +7,33 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..engine.policy import CallSplit
 from ..errors import RankOutOfMemory
 from ..nested import tensors
-from ..pool.config import RuntimeConfig
+from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig
 from ..pool.kept import KeptFile, KeptSeconds
-from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Unload
+from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom, Unload
 from ..pool.protocol import TensorPacker, flatten
 from ..pool.settings import load_timeout
+from ..pool.site import WorkerSite
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
-from ..comfy.model.ui_target import Target, verify
-from ..comfy.model.wire_modules import encode_module
-from .journal import CallRecord, Failure, Node
-from ..comfy.patches.ui_nodes import PatchSet
-from ..comfy.patches.wire_weights import encode_weight_patches, weight_patches_digest
-from ..comfy.vae.wire import INPUT
+from .calls import ModelCall, ModelState
 from .choosing import Chooser
+from .journal import CallRecord, Failure, Node
 from .pace import Pace
 from .placement import GB, Choice, choose, next_smaller
 from .shortages import Shortages
-from ..comfy.ranks.ui_site import worker_site
-from ..comfy.ranks.wire_placement import OFFLOADED, PLACEMENTS, WHOLE
 
 log = logging.getLogger("context_parallel")
 
 UNLOAD_TIMEOUT = 15.0
-IN_PLACE = frozenset({"control", INPUT})  # arguments of which each rank copies only its part
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenoiseCall:
-    """One call of the transformer's innermost forward.
-
-    Args:
-        method: its name.
-        arguments: by name; plain data and tensors.
-        leading: names of the first arguments, the latent and the timestep, which change with every call.
-        device: where the result goes.
-        patches: of other nodes; the arguments hold their encoded form.
-        memory_scale: how many times the memory that ComfyUI expects for its latent alone the call may need.
-        compile: what `torch.compile` is told about the model's blocks, in wire form; None = they are not compiled.
-        sampling: it belongs to a sampling run; the calls of a VAE do not.
-    """
-
-    method: str
-    arguments: dict[str, Any]
-    leading: tuple[str, ...]
-    device: torch.device
-    patches: PatchSet
-    memory_scale: float = 1.0
-    compile: dict[str, Any] | None = None
-    sampling: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,6 +60,7 @@ class Workers:
 
     Args:
         config: of the pool.
+        site: what its ranks run.
         on_change: called when the status has changed.
         shortages: what ranks ran out of memory with, in this pool or one before.
 
@@ -103,8 +72,8 @@ class Workers:
         aside: keys of models that have left the device of this process until their next call.
     """
 
-    def __init__(self, config: RuntimeConfig, on_change: Callable[[], None], shortages: Shortages) -> None:
-        self.pool = WorkerPool(config, worker_site())
+    def __init__(self, config: RuntimeConfig, site: WorkerSite, on_change: Callable[[], None], shortages: Shortages) -> None:
+        self.pool = WorkerPool(config, site)
         self.last_call: CallRecord | None = None
         self.last_vae_call: CallRecord | None = None
         self.sampling = False
@@ -184,7 +153,7 @@ class Workers:
         resident = self.resident(key)
         return resident is not None and patches_uuid in (None, resident.patches_uuid)
 
-    def has(self, config: RuntimeConfig, target: Target) -> bool:
+    def has(self, config: RuntimeConfig, target: ModelState) -> bool:
         """Whether the ranks hold this state of a model, and in a way that is good for the calls to come."""
         resident = self.resident(target.key)
         if resident is None or resident.patches_uuid != target.patches_uuid:
@@ -193,7 +162,7 @@ class Workers:
             return False
         return config.weights != "auto" or target.demand.call <= resident.call or resident.choice.placement == OFFLOADED
 
-    def place(self, config: RuntimeConfig, target: Target, cancelled: Callable[[], bool]) -> Choice:
+    def place(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
         """Choose where the ranks keep a model. Models that they hold already can make way, and count as free memory."""
         if config.weights != "auto":
             return choose(config, target.demand, None)
@@ -205,7 +174,7 @@ class Workers:
             known.append(resident.choice.placement)  # for a larger call
         return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE))
 
-    def use_less_memory(self, target: Target) -> None:
+    def use_less_memory(self, target: ModelState) -> None:
         """A rank ran out of memory: a model that may be kept in a smaller way is, from its next load on."""
         resident = self._resident.get(target.key)
         if resident is not None:
@@ -231,7 +200,7 @@ class Workers:
         if gone:
             self.pool.request(Drop(keys=tuple(gone)), timeout=load_timeout(), cancelled=cancelled)
 
-    def load(self, config: RuntimeConfig, target: Target, choice: Choice, cancelled: Callable[[], bool]) -> None:
+    def load(self, config: RuntimeConfig, target: ModelState, choice: Choice, cancelled: Callable[[], bool]) -> None:
         """Make the ranks' model equal to `target`.
 
         Args:
@@ -246,18 +215,13 @@ class Workers:
             kept = replace(resident, choice=choice, asked=_asked(config), call=target.demand.call)
             self._resident[target.key] = kept  # good for a larger call, too
             return
-        packer = TensorPacker()
-        tree = flatten(encode_weight_patches(target.patches), packer.add)
-        self._resident.pop(target.key, None)
         held = target.demand.on_device(choice.placement, self.pool.world_size)
-        request = Load(
-            key=target.key, recipe=target.recipe.as_json(), patches=tree, patches_uuid=target.patches_uuid,
-            placement=choice.placement, device_bytes=held,
-        )  # fmt: skip
-        name = self._model = name_of(target.recipe.path, self.pool.site.arguments["model_folders"])
+        request, packer = target.request(choice.placement, held)
+        self._resident.pop(target.key, None)
+        name = self._model = name_of(target.path, self.pool.site.arguments["model_folders"])
         self._on_change()
         replies = self.pool.request(request, packer, timeout=load_timeout(), cancelled=cancelled)
-        verify(target, weight_patches_digest(tree, self.pool.payload(packer.nbytes)), replies, self.pool.pids)
+        target.verify(request, self.pool.payload(packer.nbytes), replies, self.pool.pids)
         self.pool.trim()
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
         self._warm.pop(target.key, None)  # the next call puts weights and patches on the devices
@@ -265,24 +229,24 @@ class Workers:
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
             name,
             replies[0].bytes / 1e6,
-            len(target.patches),
+            len(request.patches),
             self.pool.world_size,
             max(reply.seconds for reply in replies),
             choice.reason,
         )
 
-    def attach_networks(self, networks: Mapping[str, nn.Module], cancelled: Callable[[], bool]) -> None:
-        """Send the networks that patches of a call refer to, by key, each once."""
-        for key in networks.keys() - self._networks:
+    def attach_networks(self, call: ModelCall, cancelled: Callable[[], bool]) -> None:
+        """Send the networks that patches of a call refer to, each once."""
+        for key in call.networks.keys() - self._networks:
             packer = TensorPacker()
-            request = AttachNetwork(key=key, network=flatten(encode_module(networks[key]), packer.add))
+            request = AttachNetwork(key=key, network=flatten(call.encode_network(call.networks[key]), packer.add))
             self.pool.request(request, packer, timeout=load_timeout(), cancelled=cancelled)
             self.pool.trim()
             self._networks.add(key)
-            weakref.finalize(networks[key], self._unused.append, key).atexit = False
+            weakref.finalize(call.networks[key], self._unused.append, key).atexit = False
 
     def call(
-        self, config: RuntimeConfig, target: Target, call: DenoiseCall, node: Node | None, cancelled: Callable[[], bool]
+        self, config: RuntimeConfig, target: ModelState, call: ModelCall, node: Node | None, cancelled: Callable[[], bool]
     ) -> tuple[Any, CallRecord]:
         """Run a call of the model `target`, which must be loaded. Returns its output and its record."""
         shared = self._shares_weights(target.key)
@@ -290,7 +254,7 @@ class Workers:
         if call.sampling:
             chosen = self._chooser.choose(
                 config,
-                (target.key, call.method, call.patches.mixes_batch, call.compile),
+                (target.key, call.method, call.mixes_batch, call.compile),
                 call.arguments,
                 shared,
                 lambda part: self._fits(part * target.demand.call),
@@ -309,7 +273,7 @@ class Workers:
         return out, record
 
     def seconds_alone(
-        self, config: RuntimeConfig, target: Target, call: DenoiseCall, cancelled: Callable[[], bool]
+        self, config: RuntimeConfig, target: ModelState, call: ModelCall, cancelled: Callable[[], bool]
     ) -> float | None:
         """Seconds of a call that has just run, once more, on one rank; what it computes is dropped. None where one rank has not the
         memory for it. Where every rank keeps a part of the weights all compute the same, since they put blocks together."""
@@ -338,17 +302,17 @@ class Workers:
     def _run(
         self,
         config: RuntimeConfig,
-        target: Target,
-        call: DenoiseCall,
+        target: ModelState,
+        call: ModelCall,
         split: CallSplit | None,
         node: Node | None,
         cancelled: Callable[[], bool],
     ) -> tuple[Any, CallRecord]:
         """Run a call on the ranks of a split, None = on all. Returns its output and its record."""
         began, key = time.monotonic(), target.key
-        value, drop, packer = self._encoder.encode(call.arguments, set(call.leading), IN_PLACE)
+        value, drop, packer = self._encoder.encode(call.arguments, set(call.leading), call.in_place)
         shapes = tuple(value.shape for value in call.arguments.values() if isinstance(value, Tensor))
-        kind = (key, call.method, shapes, tuple(tile.shape for tile in tensors(call.arguments.get(INPUT))))
+        kind = (key, call.method, shapes, tuple(each.shape for name in call.in_place for each in tensors(call.arguments.get(name))))
         sequence = (
             config.sequence if split is None else replace(config.sequence, ring_degree=split.ring, ulysses_degree=split.ulysses)
         )
@@ -359,7 +323,7 @@ class Workers:
             method=call.method,
             sequence=sequence,
             split=split,
-            batch_degree=1 if call.patches.mixes_batch else config.batch_degree,
+            batch_degree=1 if call.mixes_batch else config.batch_degree,
             leading=call.leading,
             memory_scale=call.memory_scale,
             compile=call.compile,

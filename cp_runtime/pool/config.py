@@ -15,6 +15,8 @@ from ..errors import bad_value, shown
 BACKENDS = ("auto", "nccl", "gloo", "xccl", "hccl")
 ON_UNSUPPORTED = ("error", "single device")
 WEIGHTS = ("auto", "whole", "sharded", "offloaded")
+WHOLE, SHARDED, OFFLOADED = PLACEMENTS = WEIGHTS[1:]
+"""Where ranks keep a model's weights: all on every device; 1/N on each; 1/N in the host's memory for each."""
 RANKS_PER_CALL = ("auto", "all")
 MAX_MEMORY = 1 << 20  # GB; more is a typing error
 MAX_STEP_TIMEOUT = 7 * 24 * 3600.0

@@ -20,6 +20,7 @@ from comfy import model_management as mm  # noqa: E402
 from comfy.patcher_extension import CallbacksMP  # noqa: E402
 from support import families  # noqa: E402
 from support.models import build  # noqa: E402
+from support.reports import call_report  # noqa: E402
 
 from cp_runtime.comfy.forward.ui_apply import apply_to_model, without_context_parallel  # noqa: E402
 from cp_runtime.comfy.forward.ui_interception import innermost_method, intercept, release  # noqa: E402
@@ -27,12 +28,13 @@ from cp_runtime.comfy.forward.ui_timing import recipe_key  # noqa: E402
 from cp_runtime.comfy.memory import ui_file_pages as file_pages  # noqa: E402
 from cp_runtime.comfy.memory.ui_residency import free_for_ranks  # noqa: E402
 from cp_runtime.comfy.memory.ui_stock_loads import _drop_from_ranks, watch_stock_loads  # noqa: E402
-from cp_runtime.controller.journal import CallRecord  # noqa: E402
 from cp_runtime.comfy.ranks import ui_devices as devices  # noqa: E402
-from cp_runtime.controller.controller import CONTROLLER  # noqa: E402
+from cp_runtime.comfy.ranks.ui import CONTROLLER  # noqa: E402
+from cp_runtime.controller.journal import CallRecord  # noqa: E402
 from cp_runtime.controller.shortages import Shortages  # noqa: E402
 from cp_runtime.controller.workers import Workers  # noqa: E402
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig  # noqa: E402
+from cp_runtime.pool.site import WorkerSite  # noqa: E402
 
 torch.set_grad_enabled(False)
 META = torch.device("meta")
@@ -162,10 +164,10 @@ report(step="freed", freed=freed)
 def batches(rooms, inventory=CUDA, **inputs):
     inputs = inputs or {"world_size": len(rooms) or 2}
     parallel.cp_config = RuntimeConfig.resolve(inventory=inventory, **inputs)
-    CONTROLLER.workers = workers = Workers(parallel.cp_config, lambda: None, Shortages())
+    CONTROLLER.workers = workers = Workers(parallel.cp_config, WorkerSite(), lambda: None, Shortages())
     workers.pool.alive = True
     if rooms:
-        reports = [{"room": room and int(room * one)} for room in rooms]
+        reports = [call_report(room=room and int(room * one)) for room in rooms]
         workers.last_call = CallRecord(seconds=1.0, reports=reports, pids=[], node=None)
     sizes = []
 

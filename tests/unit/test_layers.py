@@ -7,7 +7,7 @@ from support.package import ROOT
 
 BASE = {"errors", "compat", "nested", "version"}
 ENGINE = {*BASE, "engine"}
-BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}
+BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}  # the controller as well, for the side in ComfyUI's process
 LAYERS = {
     "errors": set(),
     "compat": set(),
@@ -18,9 +18,10 @@ LAYERS = {
     "families": {*ENGINE, "families"},
     "vaes": {*ENGINE, "vaes"},
     "pool": {*ENGINE, "pool"},
+    "controller": {*ENGINE, "pool", "controller"},
     "comfy wire": {*BELOW_COMFY, "comfy wire"},
     "comfy rank": {*BELOW_COMFY, "comfy wire", "comfy rank"},
-    "comfy ui": {*BELOW_COMFY, "comfy wire", "comfy ui"},
+    "comfy ui": {*BELOW_COMFY, "controller", "comfy wire", "comfy ui"},
 }
 """Files of comfy/ say in their names which side they are: `ui`, `wire` or `rank`, and a name after it where there are more."""
 PACKAGE = ROOT / "cp_runtime"

@@ -22,7 +22,7 @@ def target(seed=0, patches_in=None, backup=(), factory=None):
         diffusion_model=transformer(seed),
     )
     patcher = SimpleNamespace(model=model, patches={}, patches_uuid="u1", backup=dict.fromkeys(backup), hook_backup={})
-    return Target.of(patcher, Recipe("load_diffusion_model", "/models/flux.safetensors", factory=factory), 0.0)
+    return Target.of(patcher, Recipe("load_diffusion_model", "/models/flux.safetensors", factory=factory), 0.0, list)
 
 
 def transformer(seed):

@@ -15,7 +15,7 @@ from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from ..memory.ui_dynamic_vram import patcher_over
-from ...controller.controller import CONTROLLER
+from ..ranks.ui import CONTROLLER
 from ..ranks.ui_devices import default_config, nothing_to_share
 from .ui_interception import check_forward
 from .ui_obstacles import conditions_obstacle, model_obstacle

@@ -15,13 +15,14 @@ from weakref import ref
 from torch import Tensor, dtype, nn
 from torch import device as torch_device
 
+from ...controller.calls import ModelCall
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
 from ...nested import tensors
 from ...pool.config import RuntimeConfig
 from ..attention.wire import OPTION as ATTENTION
+from ..model.wire_modules import encode_module
 from ..patches.ui_nodes import PatchSet
-from ...controller.workers import DenoiseCall
 from .ui_obstacles import (
     attention_of_call,
     control_obstacle,
@@ -35,6 +36,7 @@ from .ui_texts import METHOD, LocalTexts
 
 # Entries of transformer_options that only code of the UI process reads: functions, and ids of its bookkeeping.
 _UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "prefetch_dynamic_vbars")
+IN_PLACE = frozenset({"control"})  # residuals, of which each rank copies only its part
 _SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, torch_device, list, tuple, dict)
 
 
@@ -44,7 +46,7 @@ class Owner(Protocol):
     model: Any
     cp_config: RuntimeConfig
 
-    def call_workers(self, call: DenoiseCall) -> Any: ...
+    def call_workers(self, call: ModelCall) -> Any: ...
     def refuse_call(self, obstacle: str) -> None: ...
     def patch_weight_to_device(self, key: str, device_to: torch_device, *, return_weight: bool) -> Tensor: ...
 
@@ -86,7 +88,16 @@ class WorkerForward:
                 plain[ATTENTION] = attention
             arguments["transformer_options"] = {**plain, **patches.encoded}
             return owner.call_workers(
-                DenoiseCall(method=self.method, arguments=arguments, leading=self.leading, device=latent.device, patches=patches)
+                ModelCall(
+                    method=self.method,
+                    arguments=arguments,
+                    leading=self.leading,
+                    device=latent.device,
+                    in_place=IN_PLACE,
+                    mixes_batch=patches.mixes_batch,
+                    networks=patches.networks,
+                    encode_network=encode_module,
+                )
             )
         owner.refuse_call(obstacle)
         return self.stock(*args, **kwargs)

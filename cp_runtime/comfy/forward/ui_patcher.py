@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import comfy.model_management
@@ -22,6 +23,8 @@ from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 from torch import nn
 
+from ...controller.calls import ModelCall
+from ...controller.journal import Node
 from ...engine.weights.cast import settle
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
@@ -36,10 +39,9 @@ from ..model.ui_recipes import recipe_of
 from ..model.ui_target import Target
 from ..model.wire_dtypes import is_dynamic
 from ..model.wire_recipe import Recipe
-from ...controller.journal import Node
 from ..panel.ui_loading_bar import LoadingBar
-from ...controller.controller import CONTROLLER
-from ...controller.workers import DenoiseCall
+from ..patches.wire_weights import encode_weight_patches
+from ..ranks.ui import CONTROLLER
 from .ui_interception import intercept, is_intercepted, release
 from .ui_obstacles import model_obstacle
 
@@ -53,7 +55,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         cp_config: pool and sharding.
         cp_local: the model runs in the UI process on one device, because on_unsupported says so.
         cp_conditions_obstacle: what in the conditions of the sampling run keeps it from the workers.
-        cp_memory_scale: see `DenoiseCall.memory_scale`; of the sampling run.
+        cp_memory_scale: see `ModelCall.memory_scale`; of the sampling run.
         cp_call_memory: bytes that ComfyUI expects a call of it to take on one device.
     """
 
@@ -176,7 +178,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         release(self, self.model.diffusion_model)
         self._load_here(self.load_device, 1e32)
 
-    def call_workers(self, call: DenoiseCall) -> Any:
+    def call_workers(self, call: ModelCall) -> Any:
         """Run a call of the transformer on all ranks."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         call = replace(call, memory_scale=self.cp_memory_scale, compile=compile_of(self))
@@ -191,7 +193,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return super().partially_load(device, extra_memory, force_patch_weights)
 
     def _target(self) -> Target:
-        target, notes = Target.of(self, recipe_of(self), self.cp_call_memory), notes_of(self.model)
+        patches, notes = partial(encode_weight_patches, self.patches), notes_of(self.model)
+        target = Target.of(self, recipe_of(self), self.cp_call_memory, patches)
         if notes.key != target.key:
             notes.key = target.key
             CONTROLLER.own(target.key)

@@ -10,11 +10,11 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP
 
+from ...controller.run_timer import RunTimer
 from ...engine.measuring import device_name
 from ...errors import MirrorError, UnsupportedError
 from ..model.ui_recipes import recipe_of
-from ...controller.run_timer import RunTimer
-from ...controller.controller import CONTROLLER
+from ..ranks.ui import CONTROLLER
 
 TIMER = "context_parallel_timer"
 _KINDS = (WrappersMP.PREPARE_SAMPLING, WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL)

@@ -14,7 +14,7 @@ from ...engine.weights.cast import settle
 from ..forward.ui_patcher import ContextParallelPatcher
 from ..forward.ui_timing import recipe_key
 from ..model.ui_notes import notes_of
-from ...controller.controller import CONTROLLER
+from ..ranks.ui import CONTROLLER
 
 EVERYTHING = 1e30
 """Bytes that ComfyUI asks for when it means all that a device has, as for `/free`."""

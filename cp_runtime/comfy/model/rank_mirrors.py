@@ -31,6 +31,7 @@ from ...errors import CompileError, MirrorError
 from ...families import plan_for
 from ...families.family import FamilyPlan
 from ...nested import stored, tensors
+from ...pool.config import OFFLOADED, WHOLE
 from ...pool.messages import AttachNetwork, Call, CallOutcome, Compiled, Load, Loaded, Work
 from ...pool.protocol import read_tensor, unflatten
 from ...pool.tensor_cache import owned
@@ -43,8 +44,8 @@ from ..memory.rank_quantised import Experts, own_formats, shared_scales
 from ..memory.rank_room import available, room
 from ..memory.rank_shared_weights import SharedWeightsPatcher, trim_heap
 from ..patches.rank_nodes import ATTACHED, attach_network
-from ..patches.wire_weights import decode_weight_patches, weight_patches_digest
-from ..ranks.wire_placement import OFFLOADED, WHOLE
+from ..patches.wire_digest import weight_patches_digest
+from ..patches.wire_weights import decode_weight_patches
 from ..vae.wire import dtypes_of
 from .rank_factory import call_factory
 from .wire_loading import LoadedModel, load_recipe, network_of

@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
+from ...controller.placement import Demand
 from ...engine.weights.blocks import sizes_of
 from ...errors import MirrorError
-from ...pool.messages import Loaded
-from ...controller.placement import Demand
+from ...pool.messages import Load, Loaded
+from ...pool.protocol import TensorPacker, flatten
+from ..patches.wire_digest import weight_patches_digest
 from .ui_notes import notes_of
 from .wire_dtypes import model_dtype
 from .wire_modules import layers_of
@@ -24,7 +28,7 @@ class Target:
     """A model as the UI process has it: what the workers' mirror must equal.
 
     Args:
-        patches: of weights, as ComfyUI keeps them.
+        patches: returns those of weights, as plain data and tensors. Raises MirrorError: one cannot be sent.
         demand: what it takes of the devices.
         samples: returns `comparable_weights`. It takes about 50 µs per weight, so it is called only when the workers have loaded
             the model, and not for every call.
@@ -33,7 +37,7 @@ class Target:
 
     recipe: Recipe
     key: str
-    patches: dict[str, list[tuple[Any, ...]]] = field(repr=False)
+    patches: Callable[[], list[Any]] = field(repr=False)
     patches_uuid: str
     dtype: str
     cast_dtype: str
@@ -42,12 +46,17 @@ class Target:
     demand: Demand = field(repr=False)
 
     @classmethod
-    def of(cls, patcher: Any, recipe: Recipe, call_memory: float) -> Target:
-        """Describe a ModelPatcher. `call_memory`: bytes that ComfyUI expects a call to take on one device."""
+    def of(cls, patcher: Any, recipe: Recipe, call_memory: float, patches: Callable[[], list[Any]]) -> Target:
+        """Describe a ModelPatcher.
+
+        Args:
+            call_memory: bytes that ComfyUI expects a call to take on one device.
+            patches: returns its weight patches as plain data and tensors.
+        """
         return cls(
             recipe=recipe,
             key=recipe.key,
-            patches=patcher.patches,
+            patches=patches,
             patches_uuid=str(patcher.patches_uuid),
             dtype=str(patcher.model.get_dtype()),
             cast_dtype=str(patcher.model.manual_cast_dtype),
@@ -55,6 +64,27 @@ class Target:
             layers=partial(layers_of, patcher.model.diffusion_model),
             demand=demand_of(patcher.model, call_memory),
         )
+
+    @property
+    def path(self) -> str:
+        """The model's file."""
+        return self.recipe.path
+
+    def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
+        """See `ModelState`."""
+        packer = TensorPacker()
+        tree = flatten(self.patches(), packer.add)
+        return (
+            Load(
+                key=self.key, recipe=self.recipe.as_json(), patches=tree, patches_uuid=self.patches_uuid, placement=placement,
+                device_bytes=device_bytes,
+            ),
+            packer,
+        )  # fmt: skip
+
+    def verify(self, request: Load, payload: Tensor, loaded: Sequence[Loaded], pids: Sequence[int]) -> None:
+        """See `ModelState`."""
+        verify(self, weight_patches_digest(request.patches, payload), loaded, pids)
 
 
 def demand_of(model: Any, call_memory: float) -> Demand:
@@ -74,7 +104,7 @@ def comparable_weights(patcher: Any) -> Mapping[str, str]:
     return sample_weights(patcher.model.diffusion_model, without=patched)
 
 
-def verify(target: Target, digest: str, replies: Sequence[Loaded], pids: list[int]) -> None:
+def verify(target: Target, digest: str, replies: Sequence[Loaded], pids: Sequence[int]) -> None:
     """Compare what every rank reports about its mirror with the UI process's model.
 
     Raises:

@@ -11,10 +11,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from ...controller.speed import NOT_MEASURED, times_in_words
 from ...errors import ContextParallelError, bad_value
 from ...pool.config import MAX_RANKS
 from .ui_report import axes
-from ...controller.speed import NOT_MEASURED, times_in_words
 
 WIDTH, MARGIN, LABEL = 640, 20, 150  # pixels: nodes show it a third smaller
 BAR, GAP, LINE = 32, 12, 28

@@ -7,8 +7,9 @@ import threading
 import time
 from typing import Any
 
-from ...controller.controller import CONTROLLER, Controller
+from ...controller.controller import Controller
 from ...controller.journal import Node
+from ..ranks.ui import CONTROLLER
 from .ui_status import ending, status
 
 log = logging.getLogger("context_parallel")

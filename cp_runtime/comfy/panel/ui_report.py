@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...controller.choosing import in_words
+from ...controller.journal import CallRecord, CallSums
+from ...controller.run_timer import RunTimer
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.messages import Compiled
@@ -13,10 +16,7 @@ from ...version import VERSION
 from ..forward.ui_apply import apply_to_model, check_model, timed
 from ..forward.ui_patcher import ContextParallelPatcher
 from ..model.ui_notes import notes_of
-from ...controller.choosing import in_words
-from ...controller.controller import CONTROLLER
-from ...controller.journal import CallRecord, CallSums
-from ...controller.run_timer import RunTimer
+from ..ranks.ui import CONTROLLER
 
 
 def run_with_report(

@@ -8,10 +8,10 @@ from typing import Any
 
 from aiohttp import web
 
-from ...errors import ContextParallelError
-from ...controller.controller import CONTROLLER
-from ..ranks.ui_devices import named_devices
 from ...controller.journal import public_message
+from ...errors import ContextParallelError
+from ..ranks.ui import CONTROLLER
+from ..ranks.ui_devices import named_devices
 from .ui_status import status
 
 STATUS, RESTART, DEVICES = "/context_parallel/status", "/context_parallel/restart", "/context_parallel/devices"

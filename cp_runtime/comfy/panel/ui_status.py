@@ -6,17 +6,18 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from ...controller.choosing import in_words
+from ...controller.controller import Controller
+from ...controller.journal import CallRecord, Failure, Journal, Node
+from ...controller.speed import NOT_MEASURED
+from ...controller.workers import Workers
 from ...pool.board import SILENT, resident_bytes
 from ...pool.stacks import process_state
 from ...pool.worker_pool import WorkerPool
 from ...version import VERSION
-from ...controller.choosing import in_words
-from ...controller.controller import CONTROLLER, Controller
+from ..ranks.ui import CONTROLLER
 from ..ranks.ui_devices import nothing_to_share
-from ...controller.workers import Workers
-from ...controller.journal import CallRecord, Failure, Journal, Node
 from .ui_report import axes
-from ...controller.speed import NOT_MEASURED
 
 LINGER = 1.0
 """Seconds. Between two commands of a prompt the ranks have nothing to do for a moment: a state lasts that much longer, within the

@@ -6,13 +6,10 @@ A patcher holds `{weight name: [(strength, patch, strength_model, offset, functi
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 import comfy.utils
 import comfy.weight_adapter
-from torch import Tensor
 
 from ...errors import MirrorError
 
@@ -32,13 +29,6 @@ def encode_weight_patches(patches: dict[str, list[tuple[Any, ...]]]) -> list[Any
 def decode_weight_patches(encoded: list[Any]) -> dict[str, list[tuple[Any, ...]]]:
     """Inverse of `encode_weight_patches`. Raises MirrorError for an unknown adapter or function."""
     return {key: [_decode(*entry) for entry in entries] for key, entries in encoded}
-
-
-def weight_patches_digest(tree: Any, block: Tensor) -> str:
-    """SHA-256 over the patches as they travel: tree and tensor bytes."""
-    digest = hashlib.sha256(json.dumps(tree, separators=(",", ":")).encode())
-    digest.update(block.numpy().data)
-    return digest.hexdigest()
 
 
 def _encode(key: str, strength: float, patch: Any, strength_model: float, offset: Any, function: Any) -> tuple[Any, ...]:

@@ -22,16 +22,16 @@ import torch
 from comfy.cli_args import args
 from torch import Tensor
 
+from ...controller.calls import ModelCall
 from ...errors import MirrorError, PlanError, RankOutOfMemory, UnsupportedError, bad_value
 from ...nested import map_tensors
 from ...pool.config import RuntimeConfig
 from ...vaes import row_plan_for
 from ..forward.ui_obstacles import replaced_code
 from ..forward.ui_patcher import executing_node, noted, with_cancel
-from ..patches.ui_nodes import PatchSet
-from ...controller.controller import CONTROLLER
+from ..model.wire_modules import encode_module
+from ..ranks.ui import CONTROLLER
 from ..ranks.ui_devices import default_config
-from ...controller.workers import DenoiseCall
 from .ui_patcher import VAEPatcher
 from .ui_progress import StepBar
 from .wire import EXACT, INPUT, TILES
@@ -197,7 +197,7 @@ class RankedVAE:
         order = sorted(range(first.ndim), key=lambda dim: -first.stride(dim))
         memory = getattr(self.vae, f"memory_used_{method}")(first.shape, self.vae.vae_dtype)
         items = first.shape[0] if mode == EXACT else self._config.world_size  # every rank has a tile of its own
-        call = DenoiseCall(
+        call = ModelCall(
             method=method,
             arguments={
                 **arguments,
@@ -210,7 +210,8 @@ class RankedVAE:
             },
             leading=(INPUT,),
             device=self.vae.output_device,
-            patches=PatchSet(),
+            in_place=frozenset({INPUT}),
+            encode_network=encode_module,
             sampling=False,
         )
         config, bar = self.patcher.cp_config, StepBar(self._config.world_size, steps, (self._target.key, method, mode, first.shape))

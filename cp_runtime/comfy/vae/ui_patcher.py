@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...controller.placement import Demand
 from ...engine.weights.blocks import sizes_of
-from ...pool.config import RuntimeConfig
+from ...pool.config import WHOLE, RuntimeConfig
 from ..forward.ui_patcher import ContextParallelPatcher, executing_node, with_cancel
 from ..memory.ui_residency import make_way
 from ..model.ui_notes import notes_of
@@ -19,9 +20,7 @@ from ..model.ui_target import Target
 from ..model.wire_dtypes import model_dtype
 from ..model.wire_modules import layers_of
 from ..model.wire_samples import sample_weights
-from ...controller.controller import CONTROLLER
-from ...controller.placement import Demand
-from ..ranks.wire_placement import WHOLE
+from ..ranks.ui import CONTROLLER
 from .ui_recipe import vae_recipe_of
 from .wire import dtypes_of
 
@@ -74,7 +73,7 @@ class VAEPatcher(ContextParallelPatcher):
         target = Target(
             recipe=recipe,
             key=recipe.key,
-            patches={},
+            patches=list,
             patches_uuid=str(self.patches_uuid),
             dtype=dtype,
             cast_dtype=cast_dtype,

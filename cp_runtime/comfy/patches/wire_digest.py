@@ -1,0 +1,16 @@
+"""Whether weight patches arrived as they were sent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from torch import Tensor
+
+
+def weight_patches_digest(tree: Any, block: Tensor) -> str:
+    """SHA-256 over the patches as they travel: tree and tensor bytes."""
+    digest = hashlib.sha256(json.dumps(tree, separators=(",", ":")).encode())
+    digest.update(block.numpy().data)
+    return digest.hexdigest()

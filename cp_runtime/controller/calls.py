@@ -1,0 +1,82 @@
+"""What the owner of a model asks of its ranks: to hold the model as it is now, and to run a method of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..pool.messages import Load, Loaded
+from ..pool.protocol import TensorPacker
+from .placement import Demand
+
+
+class ModelState(Protocol):
+    """A model as its owner has it, which the ranks' copies must equal."""
+
+    @property
+    def key(self) -> str:
+        """Identifies recipe and file."""
+
+    @property
+    def patches_uuid(self) -> str:
+        """Identifies its weight patches."""
+
+    @property
+    def demand(self) -> Demand:
+        """What it takes of the devices."""
+
+    @property
+    def path(self) -> str:
+        """Its file."""
+
+    def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
+        """The request to hold it, and the tensors of its weight patches.
+
+        Args:
+            device_bytes: of weights, on the device of one rank.
+        """
+
+    def verify(self, request: Load, payload: Tensor, loaded: Sequence[Loaded], pids: Sequence[int]) -> None:
+        """Compare it with what the ranks report, by rank.
+
+        Args:
+            payload: the bytes of the request's tensors.
+
+        Raises:
+            MirrorError: naming the rank, what differs and both values.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCall:
+    """One call of a method of a model: of a transformer's innermost forward, or of a VAE's decode or encode.
+
+    Args:
+        method: its name.
+        arguments: by name; plain data and tensors.
+        leading: names of the first arguments, the latent and the timestep, which change with every call.
+        device: where the result goes.
+        in_place: names of arguments of which each rank copies only its part.
+        encode_network: makes plain data and tensors of one of the networks.
+        mixes_batch: a patch of another node needs all items of the batch.
+        networks: that patches in the arguments refer to, by key.
+        memory_scale: how many times the memory that ComfyUI expects for its latent alone the call may need.
+        compile: what `torch.compile` is told about the model's blocks, in wire form; None = they are not compiled.
+        sampling: it belongs to a sampling run; the calls of a VAE do not.
+    """
+
+    method: str
+    arguments: dict[str, Any]
+    leading: tuple[str, ...]
+    device: torch.device
+    in_place: frozenset[str]
+    encode_network: Callable[[nn.Module], Any]
+    mixes_batch: bool = False
+    networks: Mapping[str, nn.Module] = field(default_factory=dict)
+    memory_scale: float = 1.0
+    compile: dict[str, Any] | None = None
+    sampling: bool = True
