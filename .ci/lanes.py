@@ -66,6 +66,7 @@ def faults(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/faults/test_{name}.py" for name in names)
 
 
+LINT = Job(name="lint", command=("make", "-k", "lint"))
 # The longest first. Few: every job has a session of pytest, checkpoints, servers and a process that ranks are forked from.
 JOBS = (
     Job(name="gloo", paths=("tests/gloo",)),
@@ -79,12 +80,13 @@ JOBS = (
         paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files", "families", "workflows", "blueprint"),
     ),
     Job(name="tables", paths=("tests/families", "tests/unit", "tests/gpu")),
+    LINT,
 )
 # One prompt per mode, and what needs no ComfyUI.
 QUICK = (
     Job(name="modes", paths=server("parity"), options=("-m", "quick")),
     Job(name="unit", paths=("tests/unit",)),
-    Job(name="lint", command=("make", "-k", "lint")),
+    LINT,
 )
 
 

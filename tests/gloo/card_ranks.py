@@ -1,4 +1,4 @@
-"""Rank script: cases of families on cards that are not there (`support/stand_in`), one per rank, with a stand-in for NCCL.
+"""Rank script: cases of families on fake CUDA devices (`support/stand_in`), one per rank, with a stand-in for NCCL.
 
 The sharded forward against the stock forward on the CPU. Rank 0 reports both, what of this project made a host wait for its
 card, and where ranks differed in what they launched. Arguments: ring degree, Ulysses degree, rotate method, and as JSON the

@@ -1,4 +1,4 @@
-"""Families on CUDA tensors, with cards that are not there (`support/stand_in`): every line of a sharded call that a card would run.
+"""Families on CUDA tensors, with fake CUDA devices (`support/stand_in`): every line of a sharded call that a card would run.
 
 A card refuses operands on two devices, and what a CPU rank does in passing makes the host wait for it.
 """

@@ -1,4 +1,4 @@
-"""A real server with two cards that are not there (`support/stand_in`), as a user has it who has two GPUs: NCCL by default.
+"""A real server with two fake CUDA devices (`support/stand_in`), as a user has it who has two GPUs: NCCL by default.
 
 float32 throughout, so that the latents are those of the stock graph on one card.
 """

@@ -1,4 +1,4 @@
-"""Cards that are not there (`support/stand_in`) refuse and note what cards do. Each in a process, because torch stays changed."""
+"""Fake CUDA devices (`support/stand_in`) refuse and note what cards do. Each in a process, because torch stays changed."""
 
 import os
 import textwrap
@@ -386,7 +386,7 @@ UNOPENED = {"memory of other processes", "a fork of a process that has a device 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_card_that_is_not_there(case, tmp_path):
+def test_a_fake_device(case, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(START + ("" if case in UNOPENED else CARD) + textwrap.dedent(CASES[case]))
     done = preloaded.run([str(program), str(tmp_path / "ledger")], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(TESTS)})

@@ -4,7 +4,7 @@ Python imports this module in every process that has its folder on PYTHONPATH: t
 environment, its worker ranks. A file with the metadata entry `test_model`, written by `support.models`, is taken at its word; any
 other goes through ComfyUI's own detection. Nothing is imported before ComfyUI does.
 
-Where the environment says so, torch has cards that are not there (`support/stand_in`).
+Where the environment says so, torch has fake CUDA devices (`support/stand_in`).
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""`torch.cuda`, as far as this project, ComfyUI and torch itself ask it, for cards that are not there."""
+"""`torch.cuda`, as far as this project, ComfyUI and torch itself ask it, for fake CUDA devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DynamicVRAM on cards that are not there: what ComfyUI 0.30 calls of `comfy_aimdo`'s C library, by the names that it has there.
+"""DynamicVRAM on fake CUDA devices: what ComfyUI 0.30 calls of `comfy_aimdo`'s C library, by the names that it has there.
 
 This module stands in the library's place; the package's own Python is used as it is. A model's weights have addresses from the
 start, and pages of a card while they are used: `vbar_fault` takes pages, pins them, and tells by their serial numbers whether they
