@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PoolError, PoolTimeout, ProtocolError
-from .messages import MAX_HEADER, Frame, Message, pack, unpack
+from .frames import MAX_HEADER, Frame, pack, unpack
+from .messages import Message
 
 _LENGTH = struct.Struct("<Q")
 

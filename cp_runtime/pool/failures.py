@@ -17,7 +17,8 @@ from .forking import ForkServer, RankProcess
 from .log_pump import LogPump
 from .messages import Failure, Report
 from .peers import shm_advice
-from .stacks import collect_stacks, process_state
+from .proc import process_state
+from .stacks import collect_stacks
 
 _FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # what they say is all that there is to know
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__

@@ -25,8 +25,8 @@ from typing import Any
 from ..errors import PoolError
 from .launcher import LAUNCHER, interpreter_options, memory_file
 from .log_pump import Lines
+from .proc import process_state
 from .site import WorkerSite
-from .stacks import process_state
 
 log = logging.getLogger("context_parallel")
 

@@ -1,7 +1,6 @@
-"""Every message between the controller and the ranks, and how it becomes bytes.
+"""Every message between the controller and the ranks. `frames` makes bytes of them.
 
-A message is a JSON object: its name, the number of the command that it belongs to, the bytes of its tensors in shared memory, and
-the fields of its dataclass. A value with tensors in it is a `Tree` (see `protocol`). Nothing is ever unpickled.
+A value with tensors in it is a `Tree` (see `protocol`).
 
 | Sent by | Messages |
 |---|---|
@@ -12,7 +11,6 @@ the fields of its dataclass. A value with tensors in it is a `Tree` (see `protoc
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -20,11 +18,7 @@ from ..engine.config import SequenceSettings
 from ..engine.cost import AttentionShape
 from ..engine.measuring import Measured
 from ..engine.policy import CallSplit
-from ..errors import ProtocolError
 from .protocol import Tree
-from .typed import LARGEST, decode, encode, is_number
-
-MAX_HEADER = 64 << 20  # bytes of a message without its tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,8 +346,6 @@ class Available(Request[Room]):
     report: ClassVar[type[Any]] = Room
 
 
-# --- bytes --------------------------------------------------------------------------------------------------------------
-
 KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
@@ -361,54 +353,3 @@ KINDS: dict[str, type[Message]] = {
         Done, Cancelled, Failure, Hello, Value, Loaded, Room, CallReport,
     )
 }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frame:
-    """A message that has arrived.
-
-    Args:
-        kind: name of its class.
-        seq: number of the command; 0 = the start.
-        nbytes: of its tensors.
-        data: as it came.
-    """
-
-    kind: str
-    seq: int
-    nbytes: int
-    fields: dict[str, Any]
-    data: bytes
-
-    @property
-    def message(self) -> Message:
-        """The message. Raises ProtocolError: it has other fields."""
-        try:
-            message: Message = decode(KINDS[self.kind], self.fields)
-            return message
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"a malformed {self.kind}: {error}") from error
-
-
-def pack(message: Message, seq: int = 0, nbytes: int = 0) -> bytes:
-    """Bytes of a message. Raises ProtocolError: it is too long."""
-    data = encode({"kind": type(message).__name__, "seq": seq, "nbytes": nbytes, "fields": message})
-    if len(data) > MAX_HEADER:
-        raise ProtocolError(f"a message header of {len(data)} bytes is above the limit of {MAX_HEADER}")
-    return data
-
-
-def unpack(data: bytes) -> Frame:
-    """Bytes -> frame. Raises ProtocolError for what `pack` does not make, but for the fields of the message."""
-    try:
-        header = json.loads(data)
-    except (ValueError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a message header is not JSON: {error}") from error
-    if not isinstance(header, dict) or header.keys() != {"kind", "seq", "nbytes", "fields"}:
-        raise ProtocolError("a message header is not a JSON object with kind, seq, nbytes and fields")
-    kind, fields = header["kind"], header["fields"]
-    if not isinstance(kind, str) or kind not in KINDS or not isinstance(fields, dict):
-        raise ProtocolError(f"unknown message {str(kind)[:80]!r}")
-    if not all(is_number(header[name]) and isinstance(header[name], int) for name in ("seq", "nbytes")):
-        raise ProtocolError(f"a message of {str(header['nbytes'])[:80]} bytes, at most {LARGEST:g}")
-    return Frame(kind=kind, seq=header["seq"], nbytes=header["nbytes"], fields=fields, data=data)

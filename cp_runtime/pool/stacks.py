@@ -14,12 +14,10 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..version import VERSION
-
-if TYPE_CHECKING:
-    from .forking import RankProcess
+from .forking import RankProcess
+from .proc import process_state
 
 SIGNAL = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is only imported
 PREFIX = "context-parallel-stacks-"
@@ -80,15 +78,6 @@ def _signal_main_thread(pid: int) -> None:
         os.kill(pid, SIGNAL)
     else:
         tgkill(pid, pid, SIGNAL)
-
-
-def process_state(pid: int) -> str:
-    """What the kernel says a process does, such as "sleeping" or "stopped"; "gone" where there is none."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return "gone"
-    return next((line.partition("(")[2].rstrip(")") for line in lines if line.startswith("State:")), "unknown")
 
 
 class StateWatch:

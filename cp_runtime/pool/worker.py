@@ -31,6 +31,7 @@ from .board import Board, resident_bytes, start_heartbeat
 from .cancel import CancelPoints
 from .channel import Channel, Closed, SharedBlock
 from .faults import armed_fault, inject
+from .frames import Frame, unpack
 from .limits import name_limit
 from .messages import (
     CallOutcome,
@@ -41,7 +42,6 @@ from .messages import (
     Done,
     Echo,
     Failure,
-    Frame,
     GoOn,
     Hello,
     Memory,
@@ -49,7 +49,6 @@ from .messages import (
     Request,
     Shutdown,
     Value,
-    unpack,
 )  # fmt: skip
 from .peers import probe
 from .protocol import TensorPacker, flatten

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import select
 import socket
 import time
@@ -21,24 +20,26 @@ from torch import Tensor
 
 from ..engine.measuring import Measured
 from ..engine.sharding import Shares
-from ..errors import ContextParallelError, PoolError, PoolTimeout, ProtocolError, RankError
+from ..errors import ContextParallelError, PoolError, PoolTimeout, RankError
 from .board import Progress
 from .channel import Channel, Closed
 from .collection import Collection, Outcome, SendCancel
 from .config import RuntimeConfig
 from .failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure, unforked
 from .forking import FORK_SERVERS, RankProcess, kill_all
+from .frames import all_of, name_of, report_of
 from .inherited import Inherited
 from .launcher import as_host, child_environment
 from .limits import starting
 from .log_pump import LogPump
-from .messages import Cancel, Failure, Frame, GoOn, Hello, R, Report, Request, Shutdown, Value
+from .messages import Cancel, Failure, GoOn, Hello, R, Report, Request, Shutdown, Value
 from .module_times import ModuleTimes
 from .peers import Connection, look_at_peers, ways_of
+from .proc import process_state
 from .protocol import TensorPacker, read_tensor, unflatten
 from .settings import connect_timeout, load_timeout, startup_timeout
 from .site import WorkerSite
-from .stacks import StateWatch, process_state
+from .stacks import StateWatch
 
 log = logging.getLogger("context_parallel")
 
@@ -146,7 +147,7 @@ class WorkerPool:
             self.peer_to_peer = None
             self._collect(0, "start", began, self._startup_timeout, cancelled)
         self._go_on()
-        hellos = _all(Hello, self._collect(0, "start", began, self._startup_timeout, cancelled))
+        hellos = all_of(Hello, self._collect(0, "start", began, self._startup_timeout, cancelled))
         self.backend, self.measured, self.shares = hellos[0].backend, hellos[0].measured, hellos[0].shares
         self.device_names = [hello.name for hello in hellos]
         if self.shares:
@@ -211,7 +212,7 @@ class WorkerPool:
             packer.write(self.inherited.request.view(packer.nbytes))
             with contextlib.suppress(Closed):  # rank 0 died: _collect says how
                 self.channels[0].send(request, self._seq, packer.nbytes, began + timeout)
-            return _all(request.report, self._collect(self._seq, command, began, timeout, cancelled))
+            return all_of(request.report, self._collect(self._seq, command, began, timeout, cancelled))
         except (RankError, CallCancelled):
             raise
         except ContextParallelError:
@@ -350,7 +351,7 @@ class WorkerPool:
                 try:
                     while (frame := self.channels[rank].poll()) is not None:
                         if frame.seq == seq:
-                            collection.reported(rank, _report(frame, rank))
+                            collection.reported(rank, report_of(frame, rank))
                 except Closed:
                     poller.unregister(fd)
                     collection.died(rank, time.monotonic())
@@ -397,24 +398,3 @@ class WorkerPool:
         if error is not None:
             raise error
         return [outcome.replies[rank] for rank in range(self.world_size)]
-
-
-def name_of(request: Request[Any]) -> str:
-    """What status and errors call a command."""
-    return re.sub(r"(?<=.)(?=[A-Z])", "_", type(request).__name__).lower()
-
-
-def _report(frame: Frame, rank: int) -> Report:
-    """Raises ProtocolError: it is none."""
-    report = frame.message
-    if not isinstance(report, Report):
-        raise ProtocolError(f"rank {rank} sent a {frame.kind}, which is no report")
-    return report
-
-
-def _all(kind: type[R], reports: Sequence[Report]) -> list[R]:
-    """The reports, which are to be of one kind. Raises ProtocolError: one is not."""
-    for rank, report in enumerate(reports):
-        if not isinstance(report, kind):
-            raise ProtocolError(f"rank {rank} sent a {type(report).__name__} in place of a {kind.__name__}")
-    return list(reports)  # type: ignore[arg-type]

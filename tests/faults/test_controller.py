@@ -8,7 +8,7 @@ from cp_runtime.controller.controller import Controller
 from cp_runtime.controller.placement import Choice
 from cp_runtime.controller.shortages import Shortages
 from cp_runtime.controller.workers import Resident, Workers
-from cp_runtime.pool.messages import MAX_HEADER
+from cp_runtime.pool.frames import MAX_HEADER
 from cp_runtime.pool.site import WorkerSite
 
 

@@ -13,7 +13,8 @@ from cp_runtime.engine.collectives import CommStats
 from cp_runtime.pool.board import Board
 from cp_runtime.pool.cancel import CancelPoints
 from cp_runtime.pool.channel import SharedBlock
-from cp_runtime.pool.messages import CallOutcome, Echo, Shutdown, Value, pack, unpack
+from cp_runtime.pool.frames import pack, unpack
+from cp_runtime.pool.messages import CallOutcome, Echo, Shutdown, Value
 from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache, owned
 from cp_runtime.pool.worker import INLINE, Worker, left_memory
 

@@ -12,7 +12,7 @@ from ...controller.journal import CallRecord, Failure, Journal, Node
 from ...controller.speed import NOT_MEASURED
 from ...controller.workers import Workers
 from ...pool.board import SILENT, resident_bytes
-from ...pool.stacks import process_state
+from ...pool.proc import process_state
 from ...pool.worker_pool import WorkerPool
 from ...version import VERSION
 from ..ranks.ui import CONTROLLER
