@@ -1,6 +1,6 @@
 """The models on a worker rank: loaded from the recipe of the UI's model, patched with its weight patches.
 
-Importing this brings up ComfyUI: see `service`.
+Importing this brings up ComfyUI: see `ranks.rank_service`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a model can be loaded again: the loader ComfyUI used, the file, and plain options.
 
-Read off a model in the UI process (`comfy.model.ui_recipes`), followed by the ranks (`loading`, `comfy.model.rank_factory`).
+Read off a model in the UI process (`ui_recipes`), followed by the ranks (`wire_loading`, `rank_factory`).
 """
 
 from __future__ import annotations
