@@ -368,9 +368,7 @@ def test_a_first_run_on_all_ranks_is_not_held_against_them_in_another_session(tm
         lambda entry: entry["work"]["attentions"][0][0].update(heads=2**31 - 1, kv_heads=1),  # a prime: minutes of trying
         lambda entry: entry["work"].update(attentions=entry["work"]["attentions"] * 1000),
         lambda entry: entry["runs"][0][1].update(seconds=0),
-        lambda entry: entry["runs"][0][1].update(
-            seconds=1e-320
-        ),  # others take so many times as long that JSON has no number for it
+        lambda entry: entry["runs"][0][1].update(seconds=1e-320),  # JSON has no number for how many times as long others take
         lambda entry: entry["runs"][0][0].update(ranks=[0, 1, 2, 3, 4]),
         lambda entry: entry["default"].update(ranks=[0, 1]),
         lambda entry: entry["runs"][0][1].update(compute=float("nan")),
