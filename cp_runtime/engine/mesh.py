@@ -44,10 +44,13 @@ class Groups:
     Args:
         like: with this backend.
         timeout: of the groups; None = torch's default.
+
+    Attributes:
+        are_closed: no more can be made, since only some ranks are here.
     """
 
     def __init__(self, like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
-        self._like, self._timeout, self._closed = like, timeout, False
+        self._like, self._timeout, self.are_closed = like, timeout, False
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}  # None on ranks that are not in it
 
     def of(self, lists: Sequence[Sequence[int]], use: str = "tokens") -> dist.ProcessGroup | None:
@@ -62,7 +65,7 @@ class Groups:
         """
         keys = [(use, tuple(ranks)) for ranks in lists]
         missing = [key for key in keys if key not in self._made]
-        if missing and self._closed:
+        if missing and self.are_closed:
             raise PlanError(
                 f"process groups of the ranks {[ranks for _, ranks in missing]} were not made while all ranks were there"
             )
@@ -74,7 +77,7 @@ class Groups:
     def closed(self) -> Groups:
         """Return the same groups for a team, whose ranks cannot make more of them on their own."""
         known = copy(self)
-        known._closed = True
+        known.are_closed = True
         return known
 
 
@@ -259,7 +262,8 @@ class BatchMesh:
             group = self._groups.of(peers) if groups < self.size else None
             own = tuple(self.shares[rank] for rank in members[self.index(groups)]) if self.shares else ()
             made = self._meshes[groups] = SequenceMesh(group, self._groups, self.stats, peers, own)
-            if self.shares:  # unequal groups may choose different degrees: no rank could wait for all others then
+            # Unequal groups may choose different degrees: no rank could wait for all others then. A team's degrees are given.
+            if self.shares and not self._groups.are_closed:
                 for ring, ulysses in factors(made.size):
                     made.axes(ring, ulysses)
         return self._meshes[groups]

@@ -11,6 +11,10 @@ from ..engine.policy import CallSplit, CallWork, Known, Run
 from .kept import LONGEST, KeptFile
 from .typed import decode
 
+MOST_ATTENTIONS = 100  # kinds of them in a call that is believed: a prediction goes through all
+MOST_HEADS = 1 << 14  # of an attention that is believed: so many numbers are tried
+SHORTEST = 1e-6  # seconds of a call that are believed
+
 
 class CallTimes:
     """Known kinds of calls on one machine.
@@ -54,9 +58,11 @@ def _known_of(entry: dict[str, Any], world_size: int) -> Known:
             raise ValueError(split)
         if not at_work or len(split.ranks) % at_work or split.batch > work.items:
             raise ValueError(split)
-    if default.ranks != everyone or not work.items or not all(sizes) or any(run.seconds >= LONGEST for run in runs.values()):
+    if default.ranks != everyone or not work.items or not all(sizes) or len(work.attentions) > MOST_ATTENTIONS:
         raise ValueError(entry)
-    if any(shape.heads % shape.kv_heads for shape, _ in work.attentions):
+    if not all(SHORTEST <= run.seconds < LONGEST for run in runs.values()):
+        raise ValueError(runs)
+    if any(shape.heads > MOST_HEADS or shape.heads % shape.kv_heads for shape, _ in work.attentions):
         raise ValueError(work.attentions)
     # A single run on all ranks may have been slow for what happened once. It is predicted again where ranks have measured anew.
     return Known(work, default, {split: run for split, run in runs.items() if run.count or split != default})

@@ -26,7 +26,7 @@ log = logging.getLogger("context_parallel")
 
 VERSION = 2
 MAX_ENTRIES = 500  # that are kept; the oldest go
-MAX_BYTES = 16 << 20  # of a file that is read: hundreds of times what this writes
+MAX_BYTES = 1 << 20  # of a file that is read, twice what so many entries take: nothing else runs in this process meanwhile
 PATIENCE = 0.2  # seconds that a prompt waits for a file
 LONGEST = 1e9  # seconds that are believed
 DAY = 86400.0  # seconds
@@ -59,14 +59,17 @@ class KeptFile:
     def _put(self, machine: str, name: str, entry: Entry) -> None:
         os.makedirs(self._file.parent, exist_ok=True)
         with self._locked():
-            machines = self._read()
+            machines = {group: entries for group, entries in self._read().items() if entries}
             machines.setdefault(machine, {})[name] = {**entry, "time": time.time()}
             oldest = sorted((e["time"], group, name) for group, entries in machines.items() for name, e in entries.items())
             for _, group, gone in oldest[: max(0, len(oldest) - MAX_ENTRIES)]:
                 del machines[group][gone]
             new = self._file.with_suffix(".new")  # one name: what a killed process leaves is written over by the next one
+            # No waiting for a reader, where that is a pipe, and no writing elsewhere, where it is a link.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
             try:
-                new.write_text(json.dumps({"version": VERSION, "machines": machines}))
+                with open(os.open(new, flags, 0o666), "w") as file:
+                    file.write(json.dumps({"version": VERSION, "machines": machines}))
                 os.replace(new, self._file)
             except OSError:
                 with contextlib.suppress(OSError):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 from concurrent.futures import Future
+from functools import lru_cache
 from typing import Any
 
 # What a launcher around ComfyUI may have left behind.
@@ -99,7 +102,27 @@ def _compiled_folder() -> str:
     said = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     folder, name = os.path.split(said)
     by_torch = folder == tempfile.gettempdir() and name.startswith("torchinductor_")
-    return os.path.join(cache_folder(), "inductor") if by_torch or not said else said
+    if said and not by_torch:
+        return said
+    kept = os.path.join(cache_folder(), "inductor")
+    with contextlib.suppress(OSError):
+        os.makedirs(kept, exist_ok=True)
+    # torch makes the folder when it is imported: without one no rank starts, in a container whose home is read-only, say.
+    return kept if os.access(kept, os.W_OK | os.X_OK) and os.path.isdir(kept) else _temporary_folder()
+
+
+@lru_cache
+def _temporary_folder() -> str:
+    """A folder for temporary files that is this user's alone, the same in every process if nobody else has made it."""
+    folder = os.path.join(tempfile.gettempdir(), f"comfyui-context-parallel-{os.getuid()}")
+    with contextlib.suppress(OSError):
+        os.mkdir(folder, 0o700)
+        return folder
+    with contextlib.suppress(OSError):
+        found = os.lstat(folder)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            return folder
+    return tempfile.mkdtemp(prefix="comfyui-context-parallel-")
 
 
 def child_environment(device_type: str, world_size: int) -> dict[str, str]:

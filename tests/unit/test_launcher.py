@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from torch._inductor.runtime import cache_dir_utils
 
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.errors import PoolError
+from cp_runtime.pool import launcher
 from cp_runtime.pool.config import RuntimeConfig
 from cp_runtime.pool.forking import FORK_SERVERS
 from cp_runtime.pool.launcher import Launcher, child_environment
@@ -119,14 +121,48 @@ def test_ranks_on_one_card_are_computers_of_their_own_to_nccl(device, backend, h
     assert len({environment["NCCL_HOSTID"] for environment in given if "NCCL_HOSTID" in environment}) == hosts
 
 
-def test_what_is_compiled_is_kept_in_the_users_own_folder(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/home/somebody/cache")
+def test_what_is_compiled_is_kept_in_the_users_own_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     for _ in range(2):
         environment = child_environment("cpu", 2)
-        assert environment["TORCHINDUCTOR_CACHE_DIR"] == "/home/somebody/cache/comfyui-context-parallel/inductor"
+        assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "comfyui-context-parallel" / "inductor")
         cache_dir_utils.cache_dir()  # as ComfyUI has it asked before it imports this pack
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(tempfile.gettempdir())
     assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/data/compiled")  # the user said so
     assert child_environment("cpu", 2)["TORCHINDUCTOR_CACHE_DIR"] == "/data/compiled"
+
+
+def _nothing(folder):
+    pass
+
+
+def _open_to_all(folder):
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def _link(folder):
+    (folder.parent / "elsewhere").mkdir()
+    folder.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("make", [_nothing, Path.mkdir, _open_to_all, _link, Path.touch])
+def test_where_the_cache_folder_cannot_be_made_ranks_import_torch_all_the_same(monkeypatch, tmp_path, make):
+    """It makes the folder when it is imported. Nothing is taken from a folder that others can write to."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"comfyui-context-parallel-{os.getuid()}"
+    make(own)
+    launcher._temporary_folder.cache_clear()
+    first, second = (Path(child_environment("cpu", 2)["TORCHINDUCTOR_CACHE_DIR"]) for _ in range(2))
+    launcher._temporary_folder.cache_clear()
+    assert first == second
+    assert first.parent == tmp_path
+    assert (first == own) == (make in (_nothing, Path.mkdir))
+    assert first.is_dir()
+    assert not first.is_symlink()
+    assert not first.stat().st_mode & 0o022

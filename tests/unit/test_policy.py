@@ -23,7 +23,7 @@ from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Pool, Run, candidates, largest_part, link_of, predict
 from cp_runtime.pool.call_times import CallTimes
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.kept import MAX_ENTRIES, KeptFile, KeptSeconds
+from cp_runtime.pool.kept import MAX_BYTES, MAX_ENTRIES, KeptFile, KeptSeconds
 from cp_runtime.pool.messages import Work
 
 GPU = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0, linear=4e14, launch=5e-6)
@@ -365,6 +365,10 @@ def test_a_first_run_on_all_ranks_is_not_held_against_them_in_another_session(tm
         lambda entry: entry["work"].update(sequence=1),
         lambda entry: entry["work"]["attentions"][0][0].update(heads=0),
         lambda entry: entry["work"]["attentions"][0][0].update(heads=12),  # fewer than of keys
+        lambda entry: entry["work"]["attentions"][0][0].update(heads=2**31 - 1, kv_heads=1),  # a prime: minutes of trying
+        lambda entry: entry["work"].update(attentions=entry["work"]["attentions"] * 1000),
+        lambda entry: entry["runs"][0][1].update(seconds=0),
+        lambda entry: entry["runs"][0][1].update(seconds=1e-320),  # JSON has no number for how many times as long others take
         lambda entry: entry["runs"][0][0].update(ranks=[0, 1, 2, 3, 4]),
         lambda entry: entry["default"].update(ranks=[0, 1]),
         lambda entry: entry["runs"][0][1].update(compute=float("nan")),
@@ -408,7 +412,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
 
 def _write(file, name):
     times = CallTimes("m", 4, file)
-    for number in range(10):
+    for number in range(1, 11):
         times.put(f"{name} {number}", some(number))
         times.save(f"{name} {number}")
 
@@ -421,7 +425,8 @@ def test_several_processes_lose_nothing(tmp_path):
     for writer in writers:
         writer.join()
     kept = CallTimes("m", 4, tmp_path / "calls.json")
-    assert [kept.get(f"{name} {number}") for name in "abc" for number in range(10)] == [some(n) for _ in "abc" for n in range(10)]
+    numbers = range(1, 11)
+    assert [kept.get(f"{name} {number}") for name in "abc" for number in numbers] == [some(n) for _ in "abc" for n in numbers]
 
 
 def test_a_lock_that_is_held_delays_nobody(tmp_path):
@@ -474,6 +479,36 @@ def test_what_is_no_file_counts_as_absent_and_nothing_is_left(tmp_path, make):
     times.save("flux")
     assert CallTimes("m", 4, file).get("flux") == (None if make is Path.mkdir else some())
     assert {path.name for path in tmp_path.iterdir()} <= {"calls.json", "calls.lock"}
+
+
+@pytest.mark.parametrize("make", [_fifo, _loop, lambda file: file.symlink_to(file.with_name("elsewhere"))])
+def test_what_is_in_the_way_of_the_new_file_goes(tmp_path, monkeypatch, make):
+    """Nobody waits for a reader of a pipe, and nothing is written where a link leads."""
+    monkeypatch.setattr("cp_runtime.pool.kept._hung", None)
+    make(tmp_path / "calls.new")
+    times = CallTimes("m", 4, tmp_path / "calls.json")
+    times.put("flux", some())
+    times.save("flux")
+    times.save("flux")
+    assert CallTimes("m", 4, tmp_path / "calls.json").get("flux") == some()
+    assert {path.name for path in tmp_path.iterdir()} == {"calls.json", "calls.lock"}
+
+
+def test_a_file_is_read_that_is_as_large_as_it_gets_and_none_much_larger(tmp_path):
+    """While JSON is read, nothing else runs in ComfyUI's process: 16 MB take seconds."""
+    file = tmp_path / "calls.json"
+    known = Known(replace(work(4608), attentions=work(4608).attentions * 5), all_ranks(FAST))
+    known.runs = {CallSplit((0, 1, 2, 3), 1, 1, number): Run(1 / 3, 1 / 3, 1 / 3, 1000) for number in range(TRIES)}
+    times = CallTimes("m", 4, file)
+    times.put("0" * 16, known)
+    times.save("0" * 16)
+    assert file.stat().st_size * MAX_ENTRIES < MAX_BYTES
+    content = json.loads(file.read_text())
+    content["machines"] |= {"m": {"more": {"time": 1, "seconds": 1, "more": [[]] * 600_000}}, "empty": {}}
+    file.write_text(json.dumps(content))
+    assert KeptFile("", file).read("m") == {}
+    times.save("0" * 16)
+    assert file.stat().st_size < 10_000
 
 
 ODD = [None, True, -1, 0, 3, 1.5, 1e400, float("nan"), 10**30, "1", "", [], {}, [0, 1, 2, 3], {"ranks": [0]}]

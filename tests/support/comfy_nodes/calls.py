@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-CONTROLLER = ".cp_runtime.controller.controller"
+CONTROLLER = "cp_runtime.comfy.ranks.ui"
 
 
 class TestWorkerCalls:
