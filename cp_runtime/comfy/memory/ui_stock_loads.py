@@ -1,4 +1,4 @@
-"""What ranks give back of a device that they share with ComfyUI's process, when that loads or frees something: see `ui_residency`."""
+"""What ranks give back of a device that they share with this process, when that loads or frees something: see `ui_residency`."""
 
 from __future__ import annotations
 
