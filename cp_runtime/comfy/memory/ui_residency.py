@@ -11,7 +11,7 @@
 |---|---|
 | a model that is loaded without them | `stock_loads`, before ComfyUI loads it |
 | what torch keeps of freed memory | `stock_loads`, before ComfyUI's memory manager looks at the device |
-| a model while ComfyUI loads another one | that memory manager, which sees an ordinary model (`forward.ui_patcher`), until its next call |
+| a model while ComfyUI loads another one | that memory manager, which sees an ordinary model (`ui_patcher`), until its next call |
 | all models, with `/free` | `stock_loads` |
 """
 
