@@ -85,8 +85,9 @@ def report_of(frame: Frame, rank: int) -> Report:
 
 def all_of(kind: type[R], reports: Sequence[Report]) -> list[R]:
     """The reports of all ranks, which are to be of one kind. Raises ProtocolError: one is not."""
-    found = [report for report in reports if isinstance(report, kind)]
+    found = []
     for rank, report in enumerate(reports):
         if not isinstance(report, kind):
             raise ProtocolError(f"rank {rank} sent a {type(report).__name__} in place of a {kind.__name__}")
+        found.append(report)
     return found

@@ -188,15 +188,15 @@ class Worker:
     def _next(self) -> tuple[Frame, Tensor]:
         """Receive a command: rank 0 from the controller, the others from rank 0. Its tensors lie in memory that all of them map."""
         head = torch.zeros(16 + INLINE, dtype=torch.uint8)
-        data, nbytes = b"", 0
+        data, frame = b"", None
         if self.rank == 0:
             frame = self.channel.receive()
             while frame.kind == Cancel.__name__:  # came after its call had ended
                 frame = self.channel.receive()
             if frame.kind not in {kind.__name__ for kind in (*self._handlers, Shutdown)}:
                 raise ProtocolError(f"unknown command {frame.kind!r}")
-            data, nbytes = frame.data, frame.nbytes
-            head[:16].view(torch.int64)[:] = torch.tensor([len(data), nbytes])
+            data = frame.data
+            head[:16].view(torch.int64)[:] = torch.tensor([len(data), frame.nbytes])
             if len(data) <= INLINE:
                 head[16 : 16 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.cancel_points.restart()
@@ -210,7 +210,7 @@ class Worker:
             data = long.numpy().tobytes()
         if not 0 <= nbytes <= max(self.request.size, mmap.PAGESIZE):
             raise ProtocolError(f"a message of {nbytes} bytes in {self.request.size} bytes of shared memory")
-        return unpack(data), self.request.view(nbytes)
+        return frame or unpack(data), self.request.view(nbytes)
 
     def keep(self, block: Tensor) -> Tensor:
         """The bytes of a message in memory that all ranks map, which lives as long as a tensor on it. All ranks call it alike.

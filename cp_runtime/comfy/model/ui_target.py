@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...controller.placement import Demand
 from ...engine.weights.blocks import sizes_of
@@ -62,7 +62,7 @@ class Target:
             cast_dtype=str(patcher.model.manual_cast_dtype),
             samples=partial(comparable_weights, patcher),
             layers=partial(layers_of, patcher.model.diffusion_model),
-            demand=demand_of(patcher.model, call_memory),
+            demand=demand_of(patcher.model, patcher.model.diffusion_model, call_memory),
         )
 
     @property
@@ -87,11 +87,16 @@ class Target:
         verify(self, weight_patches_digest(request.patches, payload), loaded, pids)
 
 
-def demand_of(model: Any, call_memory: float) -> Demand:
-    """What a `BaseModel` takes. Its weights are counted once."""
+def demand_of(model: Any, network: nn.Module, call_memory: float) -> Demand:
+    """What a `BaseModel` or a VAE takes. Its weights are counted once.
+
+    Args:
+        network: of the model, with the weights that ranks hold.
+        call_memory: bytes that ComfyUI expects a call to take on one device.
+    """
     notes = notes_of(model)
     if notes.sizes is None:
-        notes.sizes = sizes_of(model.diffusion_model, partial(model_dtype, model))
+        notes.sizes = sizes_of(network, partial(model_dtype, model))
     return Demand(notes.sizes, call_memory)
 
 

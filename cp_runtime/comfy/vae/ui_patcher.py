@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...controller.placement import Demand
-from ...engine.weights.blocks import sizes_of
 from ...pool.config import WHOLE, RuntimeConfig
 from ..forward.ui_patcher import ContextParallelPatcher, executing_node, with_cancel
 from ..memory.ui_residency import make_way
 from ..model.ui_notes import notes_of
-from ..model.ui_target import Target
-from ..model.wire_dtypes import model_dtype
+from ..model.ui_target import Target, demand_of
 from ..model.wire_modules import layers_of
 from ..model.wire_samples import sample_weights
 from ..ranks.ui import CONTROLLER
@@ -67,8 +64,6 @@ class VAEPatcher(ContextParallelPatcher):
         recipe, notes = vae_recipe_of(self), notes_of(self.model)
         if notes.check_file is not None:
             notes.check_file()
-        if notes.sizes is None:
-            notes.sizes = sizes_of(self.model, partial(model_dtype, self.model))
         dtype, cast_dtype = dtypes_of(self.model)
         target = Target(
             recipe=recipe,
@@ -79,7 +74,7 @@ class VAEPatcher(ContextParallelPatcher):
             cast_dtype=cast_dtype,
             layers=partial(layers_of, self.model),
             samples=partial(sample_weights, self.model),
-            demand=Demand(notes.sizes, 0.0),
+            demand=demand_of(self.model, self.model, 0.0),
         )
         if notes.key != target.key:
             notes.key = target.key
