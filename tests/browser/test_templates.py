@@ -177,7 +177,7 @@ def test_help(page, picture):
     page.mouse.click(*point_in(page, "CPConfig"))
     page.get_by_test_id("info-button").click()
     content = page.locator(".node-help-content")
-    expect(content).to_contain_text("Which mode when")
+    expect(content).to_contain_text("Choosing a mode")
     expect(content).to_contain_text("Troubleshooting")
     graph = content.locator("img").first
     expect(graph).to_be_visible()

@@ -172,7 +172,7 @@ def test_the_page_says_what_is_connected_to_what(node, pages, info):
 
 
 def test_the_page_of_the_config_says_which_mode_when(pages):
-    rows = cells(section(pages["CPConfig"], "Which mode when"))[2:]
+    rows = cells(section(pages["CPConfig"], "Choosing a mode"))[2:]
     assert [row[0].strip() for row in rows] == ["Batch", "Ulysses", "Ring", "Unified"]
     for row in rows:
         parts = re.split(r"\*\*(\w+):\*\*", "|".join(row[1:]))
