@@ -21,19 +21,20 @@ class ApplyContextParallel(io.ComfyNode):
             display_name="Apply Context Parallel",
             category=CATEGORY,
             search_aliases=[*ALIASES, *WANTED],
-            description="All GPUs compute each step of this model together: the same picture or video in less time. Put it between "
+            description="All GPUs work on each step together, so you get the same picture or video in less time. Put it between "
             "the model (and its LoRAs) and any sampler or guider; nothing else is needed. The workers start with the first "
-            "sampling, which takes about ten seconds, and stay. A model that is too large for one device is shared out over all "
+            "sampling run, which takes about ten seconds, and stay. A model that is too large for one device is sharded over all "
             "of them.",
             inputs=[
                 io.Model.Input(
-                    "model", tooltip="A model from Load Diffusion Model or Load Checkpoint; LoRA loaders may stand before or after."
+                    "model",
+                    tooltip="A model from Load Diffusion Model or Load Checkpoint; LoRA loaders can go before or after this node.",
                 ),
                 CPConfigType.Input(
                     "cp_config",
                     optional=True,
-                    tooltip="From CP Config, for those who want to choose devices or how a call is split. Without it: all devices, "
-                    "and the choice that is fastest.",
+                    tooltip="From CP Config, to choose devices or how a call is split. Without it: all devices, and the fastest "
+                    "split.",
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The same model, computed on all devices. Connect it to any sampler or guider.")],

@@ -41,8 +41,8 @@ class CPConfig(io.ComfyNode):
             display_name="CP Config",
             category=CATEGORY,
             search_aliases=ALIASES,
-            description="Which devices compute one denoise call together, and how it is split over them. Leave everything at its "
-            "default to use all devices. It starts nothing by itself.",
+            description="Chooses the devices that work together on one denoise call, and how it is split over them. Leave "
+            "everything at its default to use all devices. The node itself starts nothing.",
             inputs=[
                 io.Int.Input(
                     "world_size",
@@ -50,23 +50,23 @@ class CPConfig(io.ComfyNode):
                     min=0,
                     max=MAX_RANKS,
                     tooltip="Number of worker processes (ranks), one per device. 0 = every visible accelerator; on a machine "
-                    "without any, 2 CPU ranks. 1 passes the model through unchanged. More ranks save time, and where weights "
-                    "is sharded also memory.",
+                    "without any, 2 CPU ranks. 1 passes the model through unchanged. More ranks save time and, with sharded "
+                    "weights, memory.",
                 ),
                 io.String.Input(
                     "devices",
                     default="",
                     tooltip="Devices to use, such as cuda:0,cuda:2. Empty = the first world_size devices. Change it to keep a "
-                    "device free, or to leave out a slow one. Name the fastest first: rank 0 takes part in every call.",
+                    "device free, or to leave out a slow one. List the fastest first: rank 0 takes part in every call.",
                 ),
                 io.Int.Input(
                     "ulysses_degree",
                     default=0,
                     min=0,
                     max=MAX_RANKS,
-                    tooltip="Ranks that trade parts of the sequence for attention heads. 0 = choose: both degrees by "
-                    "tokens, heads and the measured speed of the link, or what ring_degree leaves. Costs two exchanges per "
-                    "attention, during which ranks wait: for fast links. The product of all degrees must equal the world size.",
+                    tooltip="Ranks that trade parts of the sequence for attention heads. 0 = choose: both degrees by tokens, heads "
+                    "and the measured speed of the link, or the factor that ring_degree leaves. For fast links: ranks wait during "
+                    "two exchanges per attention. The product of all degrees must equal the world size.",
                     advanced=True,
                 ),
                 io.Int.Input(
@@ -75,8 +75,8 @@ class CPConfig(io.ComfyNode):
                     min=0,
                     max=MAX_RANKS,
                     tooltip="Ranks that pass keys and values around in a ring. 0 = choose, as for ulysses_degree. For more ranks "
-                    "than heads, and for slow links. Sends more than Ulysses when there are many ranks, but can send while it "
-                    "computes. Together with ulysses_degree: unified attention.",
+                    "than heads, and for slow links. Sends more than Ulysses with many ranks, but can send while it computes. "
+                    "Together with ulysses_degree: unified attention.",
                     advanced=True,
                 ),
                 io.Int.Input(
@@ -85,8 +85,8 @@ class CPConfig(io.ComfyNode):
                     min=0,
                     max=MAX_RANKS,
                     tooltip="Groups of ranks that compute different CFG halves and batch items at the same time. 0 = choose: as "
-                    "many as the batch of a call divides by; the other ranks share the sequence. Costs least: groups exchange only "
-                    "the result. The only axis for UNets, so with CFG 1 and one image a UNet gets no faster.",
+                    "many as the batch of a call divides by; the remaining factor splits the sequence. Costs least: groups "
+                    "exchange only the result. The only axis for UNets, so with CFG 1 and one image a UNet gets no faster.",
                     advanced=True,
                 ),
                 io.Combo.Input(
@@ -94,7 +94,7 @@ class CPConfig(io.ComfyNode):
                     options=list(ROTATE_METHODS),
                     default="alltoall",
                     tooltip="How ring attention moves keys and values: alltoall = from neighbour to neighbour while it computes, "
-                    "little memory; allgather = all at once, more memory, for links that take long to start. Without a ring it "
+                    "with little memory; allgather = all at once, with more memory, for links with high latency. Without a ring it "
                     "has no effect.",
                     advanced=True,
                 ),
@@ -102,7 +102,7 @@ class CPConfig(io.ComfyNode):
                     "convert_to_fp32",
                     default=True,
                     tooltip="Ring attention merges its partial results in float32: more exact, a little slower. Off = in the "
-                    "precision of the model. Without a ring it has no effect.",
+                    "model's precision. Without a ring it has no effect.",
                     advanced=True,
                 ),
                 io.Boolean.Input(
@@ -123,15 +123,15 @@ class CPConfig(io.ComfyNode):
                     "backend",
                     options=list(BACKENDS),
                     default="auto",
-                    tooltip="Communication library of torch. auto = the usual one for the devices: nccl for CUDA, gloo for CPU. "
-                    "Change it only to look for a fault; gloo works nearly everywhere and is slow between GPUs.",
+                    tooltip="torch's communication library. auto = the usual one for the devices: nccl for CUDA, gloo for CPU. "
+                    "Change it only for troubleshooting; gloo works nearly everywhere but is slow between GPUs.",
                     advanced=True,
                 ),
                 io.Combo.Input(
                     "on_unsupported",
                     options=list(ON_UNSUPPORTED),
                     default="error",
-                    tooltip="When the model, or something another node did to it, cannot run on several devices: error = stop "
+                    tooltip="What to do if the model, or another node's change to it, cannot run on several devices: error = stop "
                     "and say why; single device = write a warning to the log and run as without this node, at the speed of one "
                     "device.",
                     advanced=True,
@@ -142,7 +142,7 @@ class CPConfig(io.ComfyNode):
                     min=1.0,
                     max=MAX_STEP_TIMEOUT,
                     step=1.0,
-                    tooltip="Seconds that one denoise call may take once the model is warm. Past it the workers are ended and "
+                    tooltip="Seconds that one denoise call may take once the model is warm. After that the workers are killed and "
                     "the prompt fails with the name of the rank that hangs. Raise it if a step really takes that long. Higher = a "
                     "hanging rank is noticed later.",
                     advanced=True,
@@ -152,7 +152,7 @@ class CPConfig(io.ComfyNode):
                     options=list(WEIGHTS),
                     default="auto",
                     tooltip="Where the ranks keep the model. whole = all of it on every device: fastest. sharded = 1/N of it on "
-                    "each, put together block by block while it computes: for models larger than one device. offloaded = as "
+                    "each, gathered block by block during the computation: for models larger than one device. offloaded = as "
                     "sharded, in the computer's memory. auto = the first of these that fits. The result is the same.",
                     advanced=True,
                     optional=True,
@@ -163,17 +163,16 @@ class CPConfig(io.ComfyNode):
                     min=0.0,
                     max=float(MAX_MEMORY),
                     step=0.1,
-                    tooltip="GB of its device that a rank may use, for the choice that weights = auto makes. 0 = what is free. Set "
-                    "it to leave room for other programs.",
+                    tooltip="GB of its device that a rank may use, for the choice of weights = auto. 0 = all free memory. Set it "
+                    "to leave room for other programs.",
                     advanced=True,
                     optional=True,
                 ),
                 io.String.Input(
                     "shares",
                     default="",
-                    tooltip="How much of the work each rank takes, such as 2,1 where the first is twice as fast as the second. "
-                    "Empty = as much as each other on devices of one kind, by measured speed on others. The result is the same "
-                    "up to rounding.",
+                    tooltip="How much of the work each rank takes, such as 2,1 if the first is twice as fast as the second. Empty "
+                    "= equal shares on devices of one kind, by measured speed on others. The result is the same up to rounding.",
                     advanced=True,
                     optional=True,
                 ),
@@ -181,9 +180,9 @@ class CPConfig(io.ComfyNode):
                     "ranks_per_call",
                     options=list(RANKS_PER_CALL),
                     default="auto",
-                    tooltip="auto = as many ranks compute a call as make it fastest, and the others idle: a small picture over a "
-                    "slow link may be fastest on one. all = every rank takes part in every call. Degrees that are set are obeyed. "
-                    "Panel and report say what was chosen.",
+                    tooltip="auto = a call runs on as many ranks as make it fastest, and the others idle: a small picture over a "
+                    "slow link may be fastest on one. all = every rank takes part in every call. Degrees that you set are obeyed. "
+                    "Panel and report show the choice.",
                     advanced=True,
                     optional=True,
                 ),

@@ -20,12 +20,10 @@ class CPReport(io.ComfyNode):
             search_aliases=[*ALIASES, "benchmark", "speed"],
             description="Shows what CP Sampler measured: how fast it was, and how much of its time each rank spent computing, "
             "communicating and waiting for the others. It costs no sampling time.",
-            inputs=[
-                io.String.Input("report", force_input=True, tooltip="From the report output of CP Sampler. Other text is refused.")
-            ],
+            inputs=[io.String.Input("report", force_input=True, tooltip="The report output of CP Sampler. Other text is refused.")],
             outputs=[
-                io.String.Output(display_name="text", tooltip="The summary: a line for the whole, a line for each rank."),
-                io.Image.Output(display_name="image", tooltip="The same with bars. Connect it to Save Image to keep it."),
+                io.String.Output(display_name="text", tooltip="The summary: an overall line and a line for each rank."),
+                io.Image.Output(display_name="image", tooltip="The same, with bars. Connect it to Save Image to keep it."),
             ],
             is_output_node=True,
         )

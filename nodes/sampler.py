@@ -24,7 +24,7 @@ class CPSampler(io.ComfyNode):
             category=CATEGORY,
             search_aliases=[*ALIASES, "ksampler"],
             description="KSampler on several devices, with a report of time, communication and memory. Any other sampler works as "
-            "well and as fast behind Apply Context Parallel; this one is for measuring.",
+            "well and as fast after Apply Context Parallel; this one is for measuring.",
             inputs=[
                 io.Model.Input("model", tooltip="The model to denoise with, with or without Apply Context Parallel before it."),
                 io.Int.Input(
@@ -35,7 +35,7 @@ class CPSampler(io.ComfyNode):
                     control_after_generate=True,
                     tooltip="Seed of the noise. The same seed gives the same picture, up to rounding, on any number of devices.",
                 ),
-                io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Denoising steps. Time grows with them."),
+                io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Denoising steps. More steps take more time."),
                 io.Float.Input(
                     "cfg",
                     default=8.0,
@@ -44,7 +44,7 @@ class CPSampler(io.ComfyNode):
                     step=0.1,
                     round=0.01,
                     tooltip="Classifier-free guidance: how closely the picture follows the prompt. Above 1 every step computes "
-                    "positive and negative, on different devices where it can. 1 computes the positive only: half the work.",
+                    "positive and negative, on different devices if possible. At 1 it computes only the positive: half the work.",
                 ),
                 io.Combo.Input(
                     "sampler_name",
@@ -60,7 +60,7 @@ class CPSampler(io.ComfyNode):
                 io.Conditioning.Input("negative", tooltip="What it should not contain."),
                 io.Latent.Input(
                     "latent_image",
-                    tooltip="The latent to denoise. Its size decides how many tokens the devices share: small ones gain little.",
+                    tooltip="The latent to denoise. Its size determines the number of tokens to split: small latents gain little.",
                 ),
                 io.Float.Input(
                     "denoise",
@@ -68,13 +68,13 @@ class CPSampler(io.ComfyNode):
                     min=0.0,
                     max=1.0,
                     step=0.01,
-                    tooltip="Share of denoising applied. 1 = all; lower values keep more of the latent.",
+                    tooltip="Amount of denoising. 1 = full; lower values keep more of the latent.",
                 ),
                 CPConfigType.Input(
                     "cp_config",
                     optional=True,
-                    tooltip="From CP Config. Not needed when the model went through Apply Context Parallel; if given, it "
-                    "replaces that one.",
+                    tooltip="From CP Config. Not needed if the model went through Apply Context Parallel; if given, it replaces "
+                    "that one.",
                 ),
             ],
             outputs=[

@@ -21,14 +21,14 @@ def _inputs(first: Any, doing: str, least_step: int) -> list[Any]:
             "mode",
             options=list(MODES),
             default=AUTO,
-            tooltip=f"exact: the ranks share the rows of every picture and exchange those at the borders. The result is that of "
-            f"VAE {doing}, and each rank takes a part of the memory. tiles: each rank takes whole tiles; the result is that of VAE "
-            f"{doing} (Tiled). auto = exact where there is a plan for the VAE, else tiles.",
+            tooltip=f"exact: the rows of every picture are split over the ranks, which exchange the rows at the borders. The "
+            f"result is that of VAE {doing}, and each rank needs only a part of the memory. tiles: each rank takes whole tiles; "
+            f"the result is that of VAE {doing} (Tiled). auto = exact if there is a plan for the VAE, otherwise tiles.",
         ),
         CPConfigType.Input(
             "cp_config",
             optional=True,
-            tooltip="From CP Config. Left open, it runs on the ranks that sample already, or on all devices.",
+            tooltip="From CP Config. Without it, the node runs on the ranks that already sample, or on all devices.",
         ),
         io.Int.Input(
             "tile_size",
@@ -38,7 +38,8 @@ def _inputs(first: Any, doing: str, least_step: int) -> list[Any]:
             step=least_step,
             optional=True,
             advanced=True,
-            tooltip="Mode tiles: rows and columns of a tile, in pixels. Smaller ones need less memory and show their borders more.",
+            tooltip="Mode tiles: rows and columns of a tile, in pixels. Smaller tiles need less memory but show their borders "
+            "more.",
         ),
         io.Int.Input(
             "overlap",
@@ -48,7 +49,7 @@ def _inputs(first: Any, doing: str, least_step: int) -> list[Any]:
             step=32,
             optional=True,
             advanced=True,
-            tooltip="Mode tiles: pixels by which neighbouring tiles overlap. More hides borders better and costs time.",
+            tooltip="Mode tiles: pixels by which neighbouring tiles overlap. More overlap hides borders better but costs time.",
         ),
         io.Int.Input(
             "temporal_size",
@@ -83,8 +84,8 @@ class CPVAEDecode(io.ComfyNode):
             display_name="CP VAE Decode",
             category=CATEGORY,
             search_aliases=[*ALIASES, "vae decode", "decode latent", "tiled decode"],
-            description="VAE Decode on several devices together, with the same picture. Put it in the place of VAE Decode or VAE "
-            "Decode (Tiled). Decoding takes 1/N of the time and, in mode exact, of the memory.",
+            description="VAE Decode on several devices together, with the same picture. Use it instead of VAE Decode or VAE Decode "
+            "(Tiled). Decoding takes about 1/N of the time and, in mode exact, of the memory.",
             inputs=_inputs(io.Latent.Input("samples", tooltip="The latent to decode."), "Decode", 32),
             outputs=[io.Image.Output(tooltip="The picture, or the frames of the video.")],
         )
@@ -123,8 +124,8 @@ class CPVAEEncode(io.ComfyNode):
             display_name="CP VAE Encode",
             category=CATEGORY,
             search_aliases=[*ALIASES, "vae encode", "encode image", "image to latent", "tiled encode"],
-            description="VAE Encode on several devices together, with the same latent. Put it in the place of VAE Encode or VAE "
-            "Encode (Tiled).",
+            description="VAE Encode on several devices together, with the same latent. Use it instead of VAE Encode or VAE Encode "
+            "(Tiled).",
             inputs=_inputs(io.Image.Input("pixels", tooltip="The picture, or the frames of a video, to encode."), "Encode", 64),
             outputs=[io.Latent.Output(tooltip="The latent.")],
         )
