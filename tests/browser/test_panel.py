@@ -429,7 +429,7 @@ def test_restart_asks_while_a_prompt_runs(browser_server, page, panel):
     pids = browser_server.worker_pids()
     panel.get_by_role("button", name="Restart workers").click()
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text("its prompt fails. Between two calls it goes on with the new workers")
+    expect(dialog).to_contain_text("its prompt fails. Between two calls it continues with the new workers")
     dialog.get_by_role("button", name="Cancel").click()
     assert browser_server.worker_pids() == pids
     panel.get_by_role("button", name="Restart workers").click()
