@@ -22,7 +22,7 @@ from ..errors import ConfigError, PlanError, bad_value
 from .calls import ShardedCalls
 from .shared import SharedModel
 from .table import own_table, plan_from_table
-from .vae import VAE, SplitVAE, vae_of
+from .vae import SplitVAE, is_vae
 
 
 class Removable(Protocol):
@@ -103,9 +103,8 @@ def apply_context_parallel(
     if device is not None and not shard_weights:
         raise bad_value("device", device, "None without shard_weights", "Move the module there before: module.to(device).")
     _check_free(module)
-    vae = vae_of(module)
-    if vae is not None:
-        return _apply_to_vae(module, vae, config, check_inputs, plan=plan, shard_weights=shard_weights or None, verify=verify)
+    if is_vae(module):
+        return _apply_to_vae(module, config, check_inputs, plan=plan, shard_weights=shard_weights or None, verify=verify)
     plan = _plan_of(module, plan, config)
     if config.of_all_ranks.mesh_shape == (1, 1):
         return AppliedPlan(None, SequenceMesh(None), None)
@@ -169,9 +168,7 @@ def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | Shardin
         installed.remove()
 
 
-def _apply_to_vae(
-    module: nn.Module, vae: VAE, config: ContextParallelConfig, check_inputs: bool, **not_for_vaes: object
-) -> AppliedPlan:
+def _apply_to_vae(module: nn.Module, config: ContextParallelConfig, check_inputs: bool, **not_for_vaes: object) -> AppliedPlan:
     for setting, value in not_for_vaes.items():
         if value is not None:
             raise bad_value(setting, value, "nothing for a VAE", "Leave it out.")
@@ -180,7 +177,7 @@ def _apply_to_vae(
     if config.mesh_shape == (1, 1):
         return AppliedPlan(None, SequenceMesh(None), None)
     mesh = _mesh(module, config)
-    split = SplitVAE(module, vae, mesh, (*config.compared, check_inputs), check_inputs=check_inputs)
+    split = SplitVAE(module, mesh, (*config.compared, check_inputs), check_inputs=check_inputs)
     _installed[module] = ref(split)
     split.on_remove(lambda: _installed.pop(module, None))
     return AppliedPlan(split, mesh, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,33 +18,20 @@ from . import agreement
 _MODULE = "diffusers.models.autoencoders."
 
 
-class VAE(NamedTuple):
-    """A class of VAE, whose encoder and decoder are modules of these names.
-
-    Args:
-        plan: of both.
-        ratio: given the VAE, rows of what its encoder takes for each of what that returns.
-    """
-
-    plan: RowPlan
-    ratio: Callable[[Any], int]
+VAES: Mapping[str, Callable[[Any], int]] = {
+    _MODULE + "autoencoder_kl.AutoencoderKL": lambda vae: 2 ** (len(vae.config.block_out_channels) - 1),
+    _MODULE + "autoencoder_kl_wan.AutoencoderKLWan": lambda vae: 2 ** (len(vae.config.dim_mult) - 1),
+}
+"""Classes of VAEs with an `encoder` and a `decoder` that run on rows -> rows of a picture for each of the latent, given the VAE."""
 
 
-def _known(family: str, name: str, ratio: Callable[[Any], int]) -> tuple[str, VAE]:
-    return _MODULE + name, VAE(RowPlan(family=family, model_class=_MODULE + name), ratio)
+def is_vae(module: nn.Module) -> bool:
+    """Return whether the rows of a module's pictures can be split."""
+    return _class_name(module) in VAES
 
 
-VAES: Mapping[str, VAE] = dict(
-    [
-        _known("AutoencoderKL", "autoencoder_kl.AutoencoderKL", lambda vae: 2 ** (len(vae.config.block_out_channels) - 1)),
-        _known("AutoencoderKLWan", "autoencoder_kl_wan.AutoencoderKLWan", lambda vae: 2 ** (len(vae.config.dim_mult) - 1)),
-    ]
-)
-
-
-def vae_of(module: nn.Module) -> VAE | None:
-    """What is known about the class of a VAE; None for any other module."""
-    return VAES.get(f"{type(module).__module__}.{type(module).__qualname__}")
+def _class_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 class SplitVAE:
@@ -52,20 +39,20 @@ class SplitVAE:
 
     Args:
         module: the VAE.
-        vae: what is known about it.
         mesh: the ranks.
         settings: that it was applied with.
         check_inputs: compare what all ranks decode or encode in every call, not in the first one alone.
     """
 
-    def __init__(self, module: nn.Module, vae: VAE, mesh: SequenceMesh, settings: tuple[Any, ...], *, check_inputs: bool) -> None:
+    def __init__(self, module: nn.Module, mesh: SequenceMesh, settings: tuple[Any, ...], *, check_inputs: bool) -> None:
         self._undo: list[Callable[[], object]] = []
         self._settings, self._check_inputs = settings, check_inputs
-        for name, ratio in (("encoder", vae.ratio(module)), ("decoder", 1)):
+        plan = RowPlan(family=type(module).__name__, model_class=_class_name(module))
+        for name, ratio in (("encoder", VAES[plan.model_class](module)), ("decoder", 1)):
             part = getattr(module, name)
             if "forward" in vars(part):
                 raise PlanError(f"the forward of the {name} was replaced. Apply context parallelism before whatever replaces it.")
-            part.forward = MethodType(self._shared(vae.plan, mesh, ratio, type(part).forward), part)
+            part.forward = MethodType(self._shared(plan, mesh, ratio, type(part).forward), part)
             self._undo.append(partial(delattr, part, "forward"))
 
     def on_remove(self, undo: Callable[[], object]) -> None:

@@ -128,11 +128,6 @@ class RunningCall:
         return self._scopes[-1]
 
     @property
-    def shares_attention(self) -> bool:
-        """Whether attention may be shared in this scope at all."""
-        return bool(self._scopes[-1].streams)
-
-    @property
     def has_missed_attention(self) -> bool:
         """Whether attention in this scope had to be shared, and none was: it took a way that is out of reach."""
         return self._scopes[-1].shared_before == self._shared and not self.attention_is_local

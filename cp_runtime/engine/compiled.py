@@ -69,7 +69,7 @@ class CompiledBlocks:
         self.kinds: dict[str, int] = {}
         self.left: dict[str, str] = {}
         self.settings = settings
-        self.failed: Failed = _ignore
+        self.failed: Failed = lambda error: None
         self._wrapped: list[nn.Module] = []
         self._given_up: dict[type[nn.Module], CompileError] = {}
         planned = [name for pattern in (*plan.modules, *plan.outputs) for name, _ in find_modules(model, pattern)]
@@ -117,10 +117,6 @@ def _compiled(cls: Any, settings: CompileSettings) -> Callable[..., Any]:
     torch keeps what it compiled by the function: a model that is loaded again, or a second one of the class, finds it there.
     """
     return torch.compile(cls.forward, **settings.arguments)
-
-
-def _ignore(_: CompileError) -> None:
-    pass
 
 
 def _first_line(error: BaseException) -> str:

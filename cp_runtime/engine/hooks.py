@@ -193,8 +193,8 @@ class InstalledPlan(Generic[PlanT]):
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if call := self.current:
-                arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-                if call.shares_attention:
+                if call.scope.streams:
+                    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
                     call.enter_scope(rule(arguments), derived=True, name=name)
                 else:
                     call.enter_scope(())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -130,15 +130,11 @@ class LocalResiduals(Sequence[Tensor | None]):
 @contextmanager
 def _attention_by_name(names: Sequence[str], override: Callable[..., Tensor]) -> Iterator[None]:
     """Put `override` in the place of functions that modules call by name, without transformer_options."""
-    replaced = []
-    try:
+    with ExitStack() as undo:
         for name in names:
             module, _, function = name.rpartition(".")
             owner = importlib.import_module(module)
             original = getattr(owner, function)
-            replaced.append((owner, function, original))
+            undo.callback(setattr, owner, function, original)
             setattr(owner, function, partial(override, original))
         yield
-    finally:
-        for owner, function, original in replaced:
-            setattr(owner, function, original)

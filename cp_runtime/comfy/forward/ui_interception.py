@@ -23,15 +23,7 @@ from ...pool.config import RuntimeConfig
 from ..attention.wire import OPTION as ATTENTION
 from ..model.wire_modules import encode_module
 from ..patches.ui_nodes import PatchSet
-from .ui_obstacles import (
-    attention_of_call,
-    control_obstacle,
-    forward_obstacle,
-    options_obstacle,
-    other_options_obstacle,
-    patcher_obstacle,
-    patches_of_call,
-)
+from .ui_obstacles import control_obstacle, forward_obstacle, options_obstacle, patcher_obstacle, patches_and_attention
 from .ui_texts import METHOD, LocalTexts
 
 # Entries of transformer_options that only code of the UI process reads: functions, and ids of its bookkeeping.
@@ -78,8 +70,7 @@ class WorkerForward:
         options = arguments.get("transformer_options") or {}
         latent = next(tensors(arguments[self.leading[0]]))  # nested: video, audio
         try:
-            patches = self._accepted_patches(owner, arguments, options, latent)
-            attention = attention_of_call(options, owner.cp_config.device_type)
+            patches, attention = self._accepted(owner, arguments, options, latent)
         except UnsupportedError as error:
             obstacle = str(error)
         else:
@@ -102,17 +93,15 @@ class WorkerForward:
         owner.refuse_call(obstacle)
         return self.stock(*args, **kwargs)
 
-    def _accepted_patches(self, owner: Owner, arguments: dict[str, Any], options: dict[str, Any], latent: Tensor) -> PatchSet:
-        """The patches of a call. Raises UnsupportedError where the workers cannot run it."""
-        obstacle = (
-            other_options_obstacle(options)
-            or patcher_obstacle(owner)
-            or control_obstacle(self.model, arguments.get("control"))
-            or forward_obstacle(self.model)
-        )
+    def _accepted(
+        self, owner: Owner, arguments: dict[str, Any], options: dict[str, Any], latent: Tensor
+    ) -> tuple[PatchSet, str | None]:
+        """Return a call's patches and chosen attention. Raise UnsupportedError where the workers cannot run it."""
+        control = arguments.get("control")
+        obstacle = patcher_obstacle(owner) or control_obstacle(self.model, control) or forward_obstacle(self.model)
         if obstacle is not None:
             raise UnsupportedError(obstacle)
-        return patches_of_call(options, self.model, latent)
+        return patches_and_attention(options, self.model, owner.cp_config.device_type, latent)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of a call by name, extra keywords included."""
@@ -174,15 +163,11 @@ class GuardedForward:
         return self.stock(*args, **kwargs)
 
 
-def goes_past(model: nn.Module) -> bool:
-    """Whether the class has a `forward` of its own over an inherited innermost method, which it need not call."""
-    return innermost_method(model) == "_forward" and "forward" in vars(type(model)) and "_forward" not in vars(type(model))
-
-
 def intercept(owner: Owner, model: nn.Module) -> None:
     """Send the model's calls to the workers."""
     setattr(model, innermost_method(model), WorkerForward(owner, model))
-    if goes_past(model):
+    own = vars(type(model))
+    if innermost_method(model) == "_forward" and "forward" in own and "_forward" not in own:  # it need not call what it inherits
         model.forward = GuardedForward(owner, model)
     if hasattr(type(model), METHOD):
         setattr(model, METHOD, LocalTexts(owner, model))

@@ -55,34 +55,26 @@ def patcher_obstacle(patcher: Any) -> str | None:
 def options_obstacle(options: dict[str, Any], model: nn.Module, device_type: str) -> str | None:
     """Return what in `transformer_options` cannot run on the workers, or None."""
     try:
-        patches_of_call(options, model)
-        attention_of_call(options, device_type)
+        patches_and_attention(options, model, device_type)
     except UnsupportedError as error:
         return str(error)
-    return other_options_obstacle(options)
-
-
-def patches_of_call(options: Mapping[str, Any], model: nn.Module, latent: Tensor | None = None) -> PatchSet:
-    """`PatchSet.of`, with a remedy in its errors."""
-    try:
-        return PatchSet.of(options, model, latent)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{error} {_REMEDY}") from error
-
-
-def attention_of_call(options: Mapping[str, Any], device_type: str) -> str | None:
-    """`attention_of`, with a remedy in its errors."""
-    try:
-        return attention_of(options, device_type)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{error} {_REMEDY}") from error
-
-
-def other_options_obstacle(options: Mapping[str, Any]) -> str | None:
-    """Return what in `transformer_options`, besides patches and attention, cannot run on the workers, or None."""
-    if options.get("ar_state") is not None:
-        return f"autoregressive sampling keeps state inside the transformer. {_REMEDY}"
     return None
+
+
+def patches_and_attention(
+    options: Mapping[str, Any], model: nn.Module, device_type: str, latent: Tensor | None = None
+) -> tuple[PatchSet, str | None]:
+    """Take what the workers need out of `transformer_options`: see `PatchSet.of` and `attention_of`.
+
+    Raises:
+        UnsupportedError: something in them cannot run on the workers; with a remedy.
+    """
+    try:
+        if options.get("ar_state") is not None:
+            raise UnsupportedError("autoregressive sampling keeps state inside the transformer.")
+        return PatchSet.of(options, model, latent), attention_of(options, device_type)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error} {_REMEDY}") from error
 
 
 def control_obstacle(model: nn.Module, control: dict[str, Any] | None) -> str | None:

@@ -193,8 +193,11 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return super().partially_load(device, extra_memory, force_patch_weights)
 
     def _target(self) -> Target:
-        patches, notes = partial(encode_weight_patches, self.patches), notes_of(self.model)
-        target = Target.of(self, recipe_of(self), self.cp_call_memory, patches)
+        return self.owned(Target.of(self, recipe_of(self), self.cp_call_memory, partial(encode_weight_patches, self.patches)))
+
+    def owned(self, target: Target) -> Target:
+        """Keep the ranks' copy for as long as the model of this process is there. Return the given target."""
+        notes = notes_of(self.model)
         if notes.key != target.key:
             notes.key = target.key
             CONTROLLER.own(target.key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,19 +64,16 @@ class VAEPatcher(ContextParallelPatcher):
         if notes.check_file is not None:
             notes.check_file()
         dtype, cast_dtype = dtypes_of(self.model)
-        target = Target(
-            recipe=recipe,
-            key=recipe.key,
-            patches=list,
-            patches_uuid=str(self.patches_uuid),
-            dtype=dtype,
-            cast_dtype=cast_dtype,
-            layers=partial(layers_of, self.model),
-            samples=partial(sample_weights, self.model),
-            demand=demand_of(self.model, self.model, 0.0),
+        return self.owned(
+            Target(
+                recipe=recipe,
+                key=recipe.key,
+                patches=list,
+                patches_uuid=str(self.patches_uuid),
+                dtype=dtype,
+                cast_dtype=cast_dtype,
+                layers=partial(layers_of, self.model),
+                samples=partial(sample_weights, self.model),
+                demand=demand_of(self.model, self.model, 0.0),
+            )
         )
-        if notes.key != target.key:
-            notes.key = target.key
-            CONTROLLER.own(target.key)
-            weakref.finalize(self.model, CONTROLLER.disown, target.key).atexit = False
-        return target

@@ -21,7 +21,7 @@ Shape suffixes: B batch, L tokens of this rank, H query heads, K key/value heads
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,19 +37,11 @@ from .ulysses import HeadExchange, repeats
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
+Memo = Callable[[object, Any, Callable[[], Any]], Any]
+"""`once(key, source, make)` returns `make()` for the object `source`, computed once per call."""
+
 # Bytes above which q, k and v travel one after the other: packing the next one overlaps with sending.
 PACKED_LIMIT = 256 << 20
-
-
-class Memo(Protocol):
-    """Computes something once per call: `once(key, source, make)` returns `make()` for the object `source`."""
-
-    def __call__(self, key: object, source: Any, make: Callable[[], Any]) -> Any: ...
-
-
-def each_time(key: object, source: Any, make: Callable[[], Any]) -> Any:
-    """A memo that remembers nothing."""
-    return make()
 
 
 def sdpa(scale: float | None = None, causal: bool = False) -> Attend:
@@ -79,7 +71,7 @@ def context_parallel_attention(
     scale: float | None = None,
     attend: Attend | None = None,
     kernel: str | None = None,
-    once: Memo = each_time,
+    once: Memo = lambda key, source, make: make(),
 ) -> Tensor:
     """Attend from this rank's tokens to the tokens of all ranks.
 
@@ -121,9 +113,12 @@ def context_parallel_attention(
         mask = once(("causal", rows, k_layout, dtype), q_layout, lambda: _causal(*rows, k_layout, dtype, q_BLHD.device))
 
     q_owned, k_owned = (layout.owned_positions(mesh.rank, q_BLHD.device) for layout in (q_layout, k_layout))
-    q_BLHD, k_BLKD, v_BLKD = _without_stand_ins(q_BLHD, k_BLKD, v_BLKD, q_owned, k_owned)
-    if U > 1:
-        k_BLKD, v_BLKD = (_enough_heads(t, H, U) for t in (k_BLKD, v_BLKD))
+    if q_owned is not None:
+        q_BLHD = q_BLHD.index_select(1, q_owned)
+    if k_owned is not None:
+        k_BLKD, v_BLKD = (t.index_select(1, k_owned) for t in (k_BLKD, v_BLKD))
+    if (times := repeats(H, k_BLKD.shape[2], U)) > 1:
+        k_BLKD, v_BLKD = (t.repeat_interleave(times, 2) for t in (k_BLKD, v_BLKD))
     K = k_BLKD.shape[2]
     exchange = HeadExchange(axes.ulysses, K, mesh.head_shares(U))
     if U > 1:
@@ -199,21 +194,6 @@ def _check(
             f"ulysses_anything is off and ulysses_degree {ulysses}, on {ranks}, does not divide {k.shape[2]} key/value heads. "
             "Turn ulysses_anything on, or change ulysses_degree."
         )
-
-
-def _without_stand_ins(
-    q: Tensor, k: Tensor, v: Tensor, q_owned: Tensor | None, k_owned: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    if q_owned is not None:
-        q = q.index_select(1, q_owned)
-    if k_owned is not None:
-        k, v = (t.index_select(1, k_owned) for t in (k, v))
-    return q, k, v
-
-
-def _enough_heads(t_BLKD: Tensor, heads: int, ranks: int) -> Tensor:
-    times = repeats(heads, t_BLKD.shape[2], ranks)
-    return t_BLKD if times == 1 else t_BLKD.repeat_interleave(times, 2)
 
 
 def _to_heads(

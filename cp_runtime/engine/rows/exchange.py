@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..collectives import Pending, RankGroup
+from ..collectives import RankGroup
 from .layout import RowLayout
 
 
@@ -40,26 +39,15 @@ class Neighbours:
             sent.append(sum(part.numel() for part in rows))
             ours = [_overlap(_scaled(layout.owned(rank), scale), side) for side in wanted[me]] if rank != me else []
             arriving.append(sum(max(0, stop - start) for start, stop in ours) * per_row)
-        self._sent = torch.cat([own.new_empty(0), *leaving])
-        self._received = own.new_empty(sum(arriving))
-        self._arriving = arriving
-        self._pending: Pending | None = group.all_to_all(self._sent, sent, self._received, arriving, "halo")
+        self._received, self._arriving = own.new_empty(sum(arriving)), arriving
+        self._pending = group.all_to_all(torch.cat([own.new_empty(0), *leaving]), sent, self._received, arriving, "halo")
 
     def wait(self) -> Sides:
         """The rows above and below, in order; fewer than wanted at the edges of the picture."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-        shape, dim = list(self._own.shape), self._dim
-        per_row = self._own.numel() // shape[dim]
-        offsets = accumulate(self._arriving, initial=0)
-        parts = []
-        for offset, count in zip(offsets, self._arriving, strict=False):
-            shape[dim] = count // per_row
-            parts.append(self._received[offset : offset + count].view(shape))
+        self._pending.wait()
         # Ranks ascend with their rows, and a rank lies either above or below this one.
-        whole = torch.cat(parts, dim)
-        return Sides(whole.narrow(dim, 0, self._above), whole.narrow(dim, self._above, self._below))
+        whole = torch.cat([rows_of(part, self._own, self._dim) for part in self._received.split(self._arriving)], self._dim)
+        return Sides(whole.narrow(self._dim, 0, self._above), whole.narrow(self._dim, self._above, self._below))
 
 
 class Sides(NamedTuple):
@@ -67,6 +55,13 @@ class Sides(NamedTuple):
 
     above: Tensor
     below: Tensor
+
+
+def rows_of(flat: Tensor, like: Tensor, dim: int) -> Tensor:
+    """Return elements as rows along `dim` that are otherwise of the shape of `like`."""
+    shape = list(like.shape)
+    shape[dim] = -1
+    return flat.view(shape)
 
 
 def _scaled(segment: tuple[int, int], scale: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,15 +107,12 @@ def run_on_rows(
 @contextmanager
 def _attention(model: nn.Module, attribute: str | None, split: SplitRows) -> Iterator[None]:
     """While active, modules attend over the rows of all ranks."""
-    modules = attending(model, attribute) if attribute is not None else []
-    own = [(module, getattr(module, attribute or "")) for module in modules]
-    try:
-        for module, _ in own:
-            setattr(module, attribute or "", split.attend)
+    with ExitStack() as undo:
+        if attribute is not None:
+            for module in attending(model, attribute):
+                undo.callback(setattr, module, attribute, getattr(module, attribute))
+                setattr(module, attribute, split.attend)
         yield
-    finally:
-        for module, function in own:
-            setattr(module, attribute or "", function)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from ...errors import PlanError
 from ..attention.context_parallel import context_parallel_attention
 from ..config import ContextParallelConfig
 from ..mesh import SequenceMesh
-from .exchange import Neighbours, Sides
+from .exchange import Neighbours, Sides, rows_of
 from .layout import RowLayout
 
 STATISTICS = 64 << 20  # bytes of half-precision values that are converted at a time for mean and variance
@@ -112,13 +112,9 @@ class SplitRows(TorchFunctionMode):
         own = local.narrow(dim, 0, lengths[group.rank])
         if not first_only:
             return group.all_gather([own], lengths, dim)[0]
-        shape = list(local.shape)
-        per_row = local.numel() // shape[dim]
-        parts = []
-        for part, length in zip(group.to_first(own, [length * per_row for length in lengths], "rows"), lengths, strict=False):
-            shape[dim] = length
-            parts.append(part.view(shape))
-        return torch.cat(parts, dim) if parts else None
+        per_row = local.numel() // local.shape[dim]
+        parts = group.to_first(own, [length * per_row for length in lengths], "rows")
+        return torch.cat([rows_of(part, local, dim) for part in parts], dim) if parts else None
 
     # --- functions that look across rows ------------------------------------------------------------------------------------
 
