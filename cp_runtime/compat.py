@@ -1,4 +1,4 @@
-"""What torch and diffusers have no public name for. The only module that uses their names with a leading underscore."""
+"""Private names of torch and diffusers, for which there are no public ones. No other module uses any."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether forward hooks are registered on a module."""
+    """Return whether a module has forward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def slots(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None], dict[str, nn.Module | None]]:
-    """A module's own parameters, buffers and children, empty ones too."""
+    """Return a module's own parameters, buffers and children, including empty ones."""
     return dict(module._parameters), dict(module._buffers), dict(module._modules)
 
 
 def state_dict_loader(cls: type[nn.Module]) -> Callable[..., Any]:
-    """The method by which a module class takes its part of a state dict."""
+    """Return the method by which a module class takes its part of a state dict."""
     return cls._load_from_state_dict
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """One axis over all ranks of a mesh, the last axis running fastest."""
+    """Flatten a mesh to one axis, its last axis running fastest."""
     return mesh if mesh.ndim == 1 else mesh._flatten()
 
 
 def versions(values: Iterable[Tensor]) -> tuple[int, ...] | None:
-    """How often each tensor was changed in place; None where one was made in inference mode, of which torch does not count that."""
+    """Return how often each tensor was modified in place; None if one was made in inference mode, where torch does not count."""
     given = list(values)
     return None if any(value.is_inference() for value in given) else tuple(value._version for value in given)
 
 
 def fused_attention_functions() -> frozenset[Callable[..., Any]]:
-    """Functions of torch that hold a whole attention layer: what they call inside cannot be reached."""
+    """Return torch's functions that run a whole attention layer: what they call inside cannot be reached."""
     names = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
     return frozenset({F.multi_head_attention_forward, *(getattr(torch, name) for name in names if hasattr(torch, name))})
 
 
 def profiler_is_on() -> bool:
-    """Whether one of torch's profilers runs in this thread."""
+    """Return whether one of torch's profilers runs in this thread."""
     return bool(torch.autograd._profiler_enabled())
 
 
 def load_op(name: str) -> Callable[..., Any] | None:
-    """An operator of ATen, or None where this torch lacks it."""
+    """Return an ATen operator, or None if this torch lacks it."""
     return getattr(torch.ops.aten, name, None)
 
 
 def as_parameter(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
-    """The same numbers as a parameter. `nn.Parameter` would detach a tensor that wraps others, for which some copy their scales."""
+    """Make a tensor a parameter. `nn.Parameter` would detach tensors that wrap others, and some of those copy their scales then."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     if not hasattr(tensor, "__tensor_flatten__"):
@@ -69,7 +69,7 @@ def as_parameter(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
 
 
 def parameter_slots(module: nn.Module) -> dict[str, Any]:
-    """A module's own parameters by name; what is written there is not checked, and takes a tenth of the time of `setattr`."""
+    """Return the dict of a module's own parameters. Writing to it skips checks, and takes a tenth of `setattr`'s time."""
     return module._parameters
 
 
@@ -93,19 +93,19 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def arguments_of(function: Any) -> list[Any]:
-    """What an operator of ATen takes: each with a `name`, and an `alias_info` if it is written to or shared with a result."""
+    """Return an ATen operator's arguments. Each has a `name`, and an `alias_info` if it is written to or shared with a result."""
     return list(function._schema.arguments)
 
 
 def tensor_without_storage(
     cls: type[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """A tensor of a subclass that only looks like one."""
+    """Make a tensor of a subclass that only looks like one."""
     return Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """What `torch.compile` raises when it cannot compile, before anything of a whole graph has run."""
+    """Return what `torch.compile` raises if it cannot compile, before any of a full graph has run."""
     from torch._dynamo import exc  # takes a second to import, so only where something is compiled
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
@@ -113,7 +113,7 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def compiler_settings(variants: int) -> Iterator[None]:
-    """While active, a function may be compiled for so many kinds of arguments, and sizes that happen to be equal may differ."""
+    """While active, let a function be compiled for that many kinds of arguments, and treat equal sizes as unrelated."""
     from torch import _dynamo as dynamo
     from torch.fx.experimental import _config as shapes
 
@@ -122,7 +122,7 @@ def compiler_settings(variants: int) -> Iterator[None]:
 
 
 def on_compilation(tell: Callable[[int], None]) -> None:
-    """Have `tell` called when this process begins to compile something, with how many times it did, and with 0 when it is done."""
+    """Call `tell` whenever this process starts to compile, with the running number, and with 0 when it is done."""
     from torch._dynamo.callback import callback_handler
 
     numbers = itertools.count(1)
@@ -131,32 +131,32 @@ def on_compilation(tell: Callable[[int], None]) -> None:
 
 
 def compiler_counts() -> dict[str, int]:
-    """Of this process: graphs that were compiled, and places where a construct broke one in two."""
+    """Count this process's compiled graphs, and the places where a construct broke a graph in two."""
     from torch._dynamo.utils import counters
 
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
 def not_compiled(function: Function) -> Function:
-    """The same function, left out of the graphs of `torch.compile` with all that it calls."""
+    """Keep a function, and everything it calls, out of the graphs of `torch.compile`."""
     left_out: Function = torch.compiler.disable(function)
     return left_out
 
 
 def not_compiled_itself(function: Function) -> Function:
-    """The same function, left out of the graphs of `torch.compile`; what it calls is compiled."""
+    """Keep a function out of the graphs of `torch.compile`, but not what it calls."""
     left_out: Function = torch.compiler.disable(function, recursive=False)
     return left_out
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` was called with, where it is what that returned."""
+    """Return the module that `torch.compile` was given, if this is its result."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
 
 
 def attention_backend_of(processor: object) -> str | None:
-    """Name of the backend that one of diffusers' attention processors dispatches to; None for a processor that chooses none."""
+    """Return the name of the backend that a diffusers attention processor dispatches to; None if it chooses none."""
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     if dispatch is None or not hasattr(processor, "_attention_backend"):
         return None

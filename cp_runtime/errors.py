@@ -90,7 +90,7 @@ class RankError(PoolError):
 
 
 class RankOutOfMemory(RankError, torch.OutOfMemoryError):
-    """A rank's device has no memory left. ComfyUI, too, sees an error of its device in it, and unloads its models."""
+    """A rank's device is out of memory. ComfyUI, too, recognises it as an error of its device, and unloads its models."""
 
 
 def bad_value(field: str, got: object, allowed: str, remedy: str) -> ConfigError:
@@ -99,6 +99,6 @@ def bad_value(field: str, got: object, allowed: str, remedy: str) -> ConfigError
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it, however long it is."""
+    """Return a value as errors show it, cut off if it is long."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested lists, tuples and dicts."""
+    """Yield every tensor in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -20,7 +20,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same nested lists, tuples and dicts with every tensor replaced."""
+    """Replace every tensor in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):
@@ -31,7 +31,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def form_of(value: Any) -> object:
-    """What decides the way that a forward takes, as a key: shapes, dtypes and which values there are, but not their numbers."""
+    """Return a key for what decides a forward's path: shapes, dtypes and which values there are, but not their numbers."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, (list, tuple)):
@@ -42,12 +42,12 @@ def form_of(value: Any) -> object:
 
 
 def rebuild(value: Any, items: list[Any]) -> Any:
-    """A tuple, named tuple or list of the same type with other items."""
+    """Make a tuple, named tuple or list of the same type with other items."""
     return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def stored(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor consists of: itself, or, of a quantised weight, its data and scales."""
+    """Return the plain tensors that make up a tensor: itself, or a quantised weight's data and scales."""
     flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's protocol for tensors that wrap others
     if flatten is None:
         return [tensor.detach()]

@@ -1,4 +1,4 @@
-"""Do all ranks compute the same: the arguments of a call on every rank, and its output against the module in one process."""
+"""Check that all ranks compute the same: their arguments, and their output against the module in one process."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_inputs(
 
 
 def digest(value: Any) -> int:
-    """A number that is another one, all but surely, for another value; the same in every process."""
+    """Hash a value to a number that is the same in every process, and almost certainly another one for another value."""
     if isinstance(value, Tensor):
         return _mixed(str(value.dtype), tuple(value.shape), _sum_of(value))
     if isinstance(value, (list, tuple)):
@@ -84,7 +84,7 @@ def _mixed(*parts: object) -> int:
 
 
 def _sum_of(tensor: Tensor) -> int:
-    """Of the bytes, each with a weight by its place."""
+    """Return the sum of the bytes, each weighted by its position."""
     if tensor.is_meta or not tensor.numel():
         return 0
     data = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -108,7 +108,7 @@ class Decision(NamedTuple):
 
 
 def decide(told: Decision | PlanError, group: RankGroup, device: torch.device) -> Decision:
-    """The decision of all ranks, or the error of one of them on all. One collective of some bytes.
+    """Return the decision of all ranks, or raise the error of one of them on all. One collective of some bytes.
 
     A rank whose share happens to be as long as something else may be unable to tell what the others can.
     """
@@ -128,7 +128,7 @@ def agree(error: PlanError | None, group: RankGroup, device: torch.device) -> No
 
 
 def _exchange(told: Decision | PlanError | None, group: RankGroup, device: torch.device) -> list[Any]:
-    """What every rank was told; where that is an error, it is raised on all."""
+    """Return what every rank was told; raise it on all ranks if it is an error."""
     text = json.dumps({"error": str(told)[:MESSAGE]} if isinstance(told, PlanError) else told).encode()
     padded = torch.tensor(list(text.ljust(8 * MESSAGE)), dtype=torch.uint8, device=device)  # a character takes 6 at most
     (rows,) = group.all_gather([padded[None]], [1] * group.size, 0)
@@ -144,7 +144,7 @@ def _decision(streams: list[list[str]] | None, local: bool) -> Decision:
 
 
 class Expected:
-    """What the module returns in one process, to be compared with what the ranks return together.
+    """What the module returns in one process, for comparison with what the ranks return together.
 
     Args:
         forward: the module's own, outside of any sharded call.
@@ -156,7 +156,7 @@ class Expected:
 
     @not_compiled
     def check(self, module: str, out: Any, group: RankGroup) -> None:
-        """Raise PlanError, on all ranks alike, where an output is another one on any rank."""
+        """Raise PlanError, on all ranks alike, if an output differs on any rank."""
         found = list(tensors(out))
         same = [tensor.shape for tensor in found] == [tensor.shape for tensor in self._tensors]
         worst = max([_error(a, b) for a, b in zip(found, self._tensors, strict=True)], default=0.0) if same else torch.inf
@@ -171,7 +171,7 @@ class Expected:
 
 
 def _error(out: Tensor, expected: Tensor) -> float:
-    """The difference, in units of the tolerance."""
+    """Return the difference, in units of the tolerance."""
     if not expected.is_floating_point() or expected.numel() < 2:
         return 0.0 if torch.equal(out, expected) else torch.inf
     exact = torch.promote_types(expected.dtype, torch.float32) == expected.dtype

@@ -1,4 +1,4 @@
-"""Context parallelism for any module, without ComfyUI: the functions of diffusers by their names, and reversible."""
+"""Context parallelism for any module, without ComfyUI: reversible, with diffusers' names."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Removable(Protocol):
 
 
 class AppliedPlan:
-    """What `apply_context_parallel` returns.
+    """Result of `apply_context_parallel`.
 
     Attributes:
         mesh: the ranks that share the sequence; `mesh.stats` counts what is sent.
-        weights: of the blocks, where every rank keeps a part of them: `weights.nbytes` are on this rank's device.
+        weights: of the blocks, if every rank keeps a part of them: `weights.nbytes` are on this rank's device.
     """
 
     def __init__(self, installed: Removable | None, mesh: SequenceMesh, weights: ShardedWeights | None) -> None:
         self._installed, self.mesh, self.weights = installed, mesh, weights
 
     def remove(self) -> None:
-        """Undo `apply_context_parallel`. With `shard_weights` all ranks do it: see `remove_context_parallel`."""
+        """Undo `apply_context_parallel`. With `shard_weights` all ranks must call it: see `remove_context_parallel`."""
         if self._installed is not None:
             self._installed.remove()
 
@@ -65,8 +65,8 @@ def apply_context_parallel(
     """Split the module's sequence over the ranks, from its next call on.
 
     Every rank calls it, and then the module, alike: with the same arguments, under `torch.inference_mode()`; the first call checks
-    that they are the same. Attention is reached where the module calls torch's `scaled_dot_product_attention`; none of it may take
-    another way, or run over less than the split sequence (windows, frames), unless the plan says so with a `ModulePlan`.
+    that they are the same. Attention is shared where the module calls torch's `scaled_dot_product_attention`. Attention by other
+    means, or over less than the split sequence (windows, frames), needs a `ModulePlan`.
 
     Args:
         module: any module, in eval mode; on this rank's device, unless `device` says where that is.
@@ -74,23 +74,23 @@ def apply_context_parallel(
         plan: which arguments are split and which outputs are gathered, as a table in diffusers' form (see `table`) or a
             `ShardingPlan`; None = the module's own `_cp_plan`, or for AutoencoderKL and AutoencoderKLWan the rows of every picture.
         shard_weights: leave every rank 1/N of the bytes of the module's blocks, the elements of its lists of modules. All ranks
-            put a block together while it runs, and the next one meanwhile: two are there at a time. Results are the same, bit
-            for bit. Every rank has the same weights before; they may be mapped from a file (`map_weights`), and quantised by
-            tensors that say what they consist of, as torchao's. Until `remove_context_parallel`, whatever reads, saves, moves
-            or changes weights of blocks is refused; a LoRA is fused before.
-        device: with `shard_weights`, where this rank computes: its shards, and what is outside of the blocks, go there. None =
+            assemble a block while it runs, and the next one meanwhile: two exist at a time. Results are the same, bit for bit.
+            Every rank must have the same weights before; they may be mapped from a file (`map_weights`), and quantised as tensor
+            subclasses that say what they consist of, such as torchao's. Until `remove_context_parallel`, anything that reads,
+            saves, moves or changes weights of blocks is refused; fuse a LoRA before.
+        device: with `shard_weights`, where this rank computes: its shards, and everything outside of the blocks, go there. None =
             where the weights are.
-        check_inputs: compare the arguments of all ranks in every call, not in the first one alone.
-        verify: "first" = in the first call every rank runs the module alone, too, and compares the outputs.
+        check_inputs: compare the arguments of all ranks in every call, not only in the first one.
+        verify: "first" = in the first call every rank also runs the module alone, and compares the outputs.
 
     Returns:
-        The applied plan: its `mesh.stats` count what is sent, its `remove` undoes it. Where the degrees are 1 x 1, nothing changes,
-        neither weights nor device.
+        The applied plan: its `mesh.stats` count what is sent, its `remove` undoes it. With degrees 1 x 1 nothing changes, neither
+        weights nor device.
 
     Raises:
-        ConfigError: the config is none, or does not fit the ranks; a device without `shard_weights`.
-        PlanError: the plan does not fit the module, or one is applied already; weights that cannot be shared out. A call raises
-            it, on all ranks alike, where arguments differ, attention is out of reach, or the output is not gathered.
+        ConfigError: not a config, or one that does not fit the ranks; a device without `shard_weights`.
+        PlanError: the plan does not fit the module, or one is applied already; weights that cannot be sharded. A call raises it,
+            on all ranks alike, if arguments differ, attention is out of reach, or the output is not gathered.
     """
     if not isinstance(module, nn.Module):
         raise bad_value(
@@ -156,11 +156,11 @@ def apply_context_parallel(
 def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None = None) -> None:
     """Undo `apply_context_parallel`. Does nothing to a module that it was not applied to.
 
-    With `shard_weights` it puts the weights together again, bit for bit, as new parameters on the device where they were before:
-    all ranks call it alike, and each has room for the whole model there. A weight that was replaced meanwhile stays as it is.
+    With `shard_weights` it reassembles the weights, bit for bit, as new parameters on the device where they were before: all ranks
+    must call it, and each needs room for the whole model there. A weight that was replaced meanwhile stays as it is.
 
     Args:
-        plan: taken for diffusers' signature; what was applied is known.
+        plan: ignored; diffusers' signature has it.
     """
     module = uncompiled(module)
     installed = _installed[module]() if module in _installed else None
@@ -184,7 +184,7 @@ def _apply_to_vae(module: nn.Module, config: ContextParallelConfig, check_inputs
 
 
 def _check_free(module: nn.Module) -> None:
-    """Raise PlanError where something parallel is applied to the module already."""
+    """Raise PlanError if something parallel is already applied to the module."""
     if module in _installed:
         raise PlanError(
             f"context parallelism is applied to this {type(module).__name__} already. Call remove_context_parallel before."
@@ -203,7 +203,7 @@ def _check_free(module: nn.Module) -> None:
 def _plan_of(
     module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None, config: ContextParallelConfig
 ) -> Mapping[str, Any] | ShardingPlan:
-    """The plan that was given, or the module's own."""
+    """Return the given plan, or the module's own."""
     if plan is not None:
         return plan
     own = own_table(module)

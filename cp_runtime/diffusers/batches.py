@@ -23,7 +23,7 @@ FOR_ALL_ITEMS = {
 
 
 class Share:
-    """What the group of this rank computes of one call.
+    """The part of a call that this rank's group computes.
 
     Args:
         mesh: all ranks.
@@ -37,7 +37,7 @@ class Share:
 
     @classmethod
     def of(cls, mesh: BatchMesh, groups: int, args: Any, kwargs: Mapping[str, Any]) -> Share | None:
-        """None where there are fewer items than groups: then all ranks share the sequence.
+        """Return this rank's share, or None if there are fewer items than groups: then all ranks share the sequence.
 
         Items are counted along dimension 0 of the first argument that is a tensor of three or more dimensions.
         """
@@ -47,7 +47,7 @@ class Share:
     def take_call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str], whole: Collection[str]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """This group's part of the arguments of a call.
+        """Return this group's part of the arguments of a call.
 
         Args:
             names: of the positional ones.
@@ -60,7 +60,7 @@ class Share:
         )
 
     def take(self, value: Any) -> Any:
-        """This group's part of arguments: of tensors with as many rows as items, and of lists that have one entry for each."""
+        """Return this group's part of an argument: of tensors with as many rows as items, and of lists with one entry per item."""
         start, stop = self._span
         if isinstance(value, Tensor):
             return value[start:stop] if value.ndim and value.shape[0] == self._shares.items else value
@@ -73,7 +73,7 @@ class Share:
         return value
 
     def gather(self, out: Any) -> Any:
-        """The items of all groups, of an output of the module.
+        """Return an output of the module with the items of all groups.
 
         Raises:
             PlanError: a tensor in it has another number of rows than this group has items.
@@ -91,7 +91,7 @@ class Share:
 
 
 def for_all_items(module: nn.Module, plan: ModulePlan | None) -> frozenset[str]:
-    """Arguments whose rows are no items, though there may be as many of them: the tokens of positions, and what is known."""
+    """Return the arguments whose rows are never items, however many there are: token positions, and known exceptions."""
     inputs = plan.inputs if plan is not None else {}
     tokens = {name for name, split in inputs.items() if getattr(split, "split_dim", None) == 0}
     return FOR_ALL_ITEMS.get(type(module).__name__, frozenset()) | tokens

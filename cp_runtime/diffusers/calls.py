@@ -1,4 +1,4 @@
-"""The calls of a module that is context parallel: what one does, and what is remembered from the first of its form."""
+"""Run the calls of a context-parallel module, and remember what the first call of each form found out."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class ShardedCalls:
     """Runs a module's own forward over the ranks.
 
     Args:
-        module: that a plan is installed on.
+        module: a module with an installed plan.
         stock: its own forward.
         config: set up for these ranks.
         mesh: the ranks that share the sequence.
-        weights: of the blocks, where every rank keeps a part of them.
-        check_inputs: compare the arguments of all ranks in every call, not in the first one alone.
-        verify: in the first call every rank runs the module alone, too, and compares the outputs.
+        weights: of the blocks, if every rank keeps a part of them.
+        check_inputs: compare the arguments of all ranks in every call, not only in the first one.
+        verify: in the first call every rank also runs the module alone, and compares the outputs.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ShardedCalls:
 
     @not_compiled_itself
     def __call__(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call.
+        """Run one call.
 
         Args:
             called: whose forward it is: the module, or a copy, which is refused.
@@ -118,7 +118,7 @@ class ShardedCalls:
 
     @not_compiled
     def _followed(self, known: Record | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Record]:
-        """The first call of a form: a compiled module would not call the functions of torch that tokens are followed through."""
+        """Run the first call of a form eagerly: compiled code calls no functions of torch, through which tokens are followed."""
         with torch.compiler.set_stance("force_eager"):
             return self._sharded(known, args, kwargs)
 
@@ -145,7 +145,7 @@ def _check_call(called: nn.Module, module: nn.Module, mesh: SequenceMesh) -> Non
 
 
 def _mode_error(module: nn.Module) -> PlanError | None:
-    """What is wrong with the mode that the module is called in."""
+    """Return what is wrong with the module's mode, or None."""
     name = type(module).__name__
     if module.training:
         return PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval(). {TRAINING}")

@@ -1,4 +1,4 @@
-"""Weights from safetensors files that are mapped and not read."""
+"""Weights from safetensors files that are mapped, not read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ INDEX = ".safetensors.index.json"
 
 
 def map_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Give a model its weights from safetensors files, without reading them: they are pages of the files, on the CPU.
+    """Give a model its weights from safetensors files without reading them: they become pages of the files, on the CPU.
 
     For a model that was built without memory for its weights, under `torch.device("meta")` or accelerate's `init_empty_weights`.
     `apply_context_parallel(model, config, shard_weights=True, device=...)` then reads what this rank keeps, block by block. Weights
-    get the dtypes that they have in the files, whatever the model was built with: to convert a model is to hold it whole.
+    get the dtypes of the files, whatever the model was built with: converting a model would mean holding all of it.
 
     The files must stay as they are while the model uses them; replace one by renaming a new one over it.
 
@@ -31,7 +31,7 @@ def map_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: a file, or a folder with one, or with several and their `*.safetensors.index.json`.
 
     Raises:
-        ConfigError: a file cannot be read, or does not fit the model. Nothing is changed then.
+        ConfigError: a file cannot be read, or does not fit the model. The model is then unchanged.
     """
     weights: dict[str, Tensor] = {}
     with torch.inference_mode(False):
@@ -95,7 +95,7 @@ def _check(model: nn.Module, weights: Mapping[str, Tensor], path: object) -> Non
 
 
 def _without_numbers(model: nn.Module) -> Iterable[str]:
-    """Tensors on the meta device, buffers and plain attributes."""
+    """Yield the names of all buffers and plain attributes that are tensors on the meta device."""
     for path, module in model.named_modules():
         tensors = {**vars(module), **dict(module.named_buffers(recurse=False))}
         for name, value in tensors.items():

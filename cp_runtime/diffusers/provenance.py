@@ -1,12 +1,12 @@
-"""Which tokens a tensor holds, followed through the forward from where the plan splits them.
+"""Follow tokens through a forward, from where the plan splits them to where they attend.
 
-A table names no order of streams, and no cross-attention. The forward shows both: what the plan splits is marked, and what is
-computed from a marked tensor is marked too. So queries and keys say in the end which streams they are made of, in which order they
-were put together, and whether there are tokens among them that every rank holds whole.
+A table names no order of streams, and no cross-attention. The forward shows both: what the plan splits is marked, and whatever is
+computed from a marked tensor is marked too. Queries and keys then show which streams they are made of, in which order these were
+joined, and whether tokens that every rank holds whole are among them.
 
-A mark lists what stands along the dimension of tokens, `(stream, tokens)` in order, None for tokens that are whole on every rank.
-An empty mark says that a tensor comes from split tokens, and that its own cannot be told any more. No mark says that nothing
-split is in it, or that it was made where no function of torch can be seen.
+A mark lists what lies along the token dimension as `(stream, tokens)` in order; the stream is None for tokens that are whole on
+every rank. An empty mark means that a tensor was computed from split tokens, but which of them it holds is unknown. No mark means
+that it holds nothing split, or was made where no function of torch could be seen.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Provenance:
     """Marks of one call.
 
     Attributes:
-        refused: what was found wrong. It is for the ranks to raise together: where a share happens to be as long as something else,
-            one of them sees what the others do not.
-        left_torch: split tokens went where no function of torch can be seen, so that a tensor without a mark may hold them.
+        refused: the first mistake found. The ranks raise it together, because a rank whose share happens to be as long as something
+            else may see what the others do not.
+        left_torch: split tokens went where no function of torch can be seen, so a tensor without a mark may hold them.
     """
 
     def __init__(self) -> None:
@@ -74,19 +74,19 @@ class Provenance:
         self._call = next(_calls)  # a tensor may outlive the call; its mark does not
 
     def of(self, value: object) -> Mark | None:
-        """The mark of a tensor, None where it has none."""
+        """Return the mark of a tensor, or None."""
         known = getattr(value, _ATTRIBUTE, None)
         return known[1] if known is not None and known[0] == self._call else None
 
     def mark(self, value: Any, mark: Mark | None) -> None:
-        """Say what tensors hold, also those in a tuple or list."""
+        """Mark tensors, also those in a tuple or list."""
         for tensor in tensors(value):
             setattr(tensor, _ATTRIBUTE, None if mark is None else (self._call, mark))
             if mark is None and tensor.layout is torch.strided:  # gathered into a buffer that was filled part by part
                 self._filled.pop(tensor.untyped_storage().data_ptr(), None)
 
     def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Mark what a function of torch returned, and note where it brings split tokens together out of reach."""
+        """Mark what a function of torch returned, and note if it combines split tokens out of reach."""
         if type(out) not in _RESULTS:
             self.left_torch |= func in _OUTSIDE and self.of(args[0]) is not None
             return
@@ -115,7 +115,7 @@ class Provenance:
             setattr(tensor, _ATTRIBUTE, None if whole else (self._call, held))
 
     def _collect(self, value: object, found: list[Mark]) -> None:
-        """Add the marks of a tensor, or of those in a tuple or list. Every function of torch comes by here."""
+        """Add the marks of a tensor, or of those in a tuple or list. Every function of torch passes through here."""
         if isinstance(value, Tensor):
             known = getattr(value, _ATTRIBUTE, None)
             if known is not None and known[0] == self._call:
@@ -132,13 +132,13 @@ class Provenance:
             self._filled[storage.data_ptr()] = storage
 
     def _written(self, target: Tensor, found: list[Mark]) -> None:
-        """A tensor that was filled, such as channel by channel, holds what was written, if that is the same each time."""
+        """Mark a tensor that is filled, such as channel by channel, with what was written if that is the same each time."""
         self._fill(target)
         same = found[0] if found[0] and _total(found[0]) in target.shape and len(set(found)) == 1 else LOST
         self.mark(target, same)
 
     def _joined(self, parts: Any, dim: int = 0, **_: Any) -> Mark | None:
-        """What tensors hold that are put one behind the other along their tokens; None where that is another dimension."""
+        """Return the mark of tensors concatenated along their tokens; None if along another dimension."""
         first = parts[0]
         dim %= max(first.ndim, 1)
         if (first.ndim > 1 and dim == first.ndim - 1) or (first.ndim > 2 and dim == 0):  # channels, batch
@@ -153,7 +153,7 @@ class Provenance:
         return tuple(pieces) if len(names) == len(set(names)) else None
 
     def _cut(self, whole: Tensor, part: Tensor) -> Mark | None:
-        """What a view holds that has some of a tensor's tokens; None where it has all of them."""
+        """Return the mark of a view with some of a tensor's tokens; None if it has all of them."""
         mark = self.of(whole)
         if not mark or part.ndim != whole.ndim or part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
             return None
@@ -170,7 +170,7 @@ class Provenance:
         return tuple(held) if _total(tuple(held)) == part.shape[dim] else None
 
     def _check_together(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Note where a function brings split tokens together, as far as shapes show it."""
+        """Note if a function combines split tokens, as far as shapes show it."""
         if not isinstance(out, Tensor):
             return
         marked = [(tensor, _total(mark)) for tensor in tensors([args, dict(kwargs)]) if (mark := self.of(tensor))]
@@ -199,7 +199,7 @@ class Provenance:
             )
 
     def _einsum(self, args: tuple[Any, ...], out: Tensor) -> bool:
-        """Whether letters say so: each token alone stands at one and the same letter, that of the output too."""
+        """Return whether an equation combines tokens: the operands' token dimensions share no letter that the output keeps."""
         equation, *operands = args
         operands = list(tensors(operands))
         if not isinstance(equation, str) or "->" not in equation or "." in equation:
@@ -215,7 +215,7 @@ class Provenance:
 
     @staticmethod
     def _is_along(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Tensor, tokens: int) -> bool:
-        """Whether it goes along the dimension of tokens, where only one can be that."""
+        """Return whether a function works along the token dimension, if only one dimension can be that."""
         places = [dim for dim, size in enumerate(tensor.shape) if size == tokens]
         if len(places) != 1 or not args or args[0] is not tensor:
             return False

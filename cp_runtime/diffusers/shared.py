@@ -1,4 +1,4 @@
-"""Models of which every rank keeps 1/N: what `apply_context_parallel(shard_weights=True)` does to the weights."""
+"""Models of which every rank keeps 1/N: the weights' side of `apply_context_parallel(shard_weights=True)`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SharedModel:
             raise
 
     def give_back(self) -> None:
-        """All weights are whole again, where they were. All ranks do it."""
+        """Make all weights whole again, where they were. All ranks must call it."""
         self._allow_changes()
         self.weights.restore(self._home)
         self._move(self._home)
@@ -68,7 +68,7 @@ class SharedModel:
             allow()
 
     def _try_on_blocks(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Weights that are not here refuse what would change them; what leaves them as they are passes."""
+        """Apply a function to the absent weights, which refuse to be changed; a function that leaves them unchanged passes."""
         for block in self.weights.blocks.values():
             for weight in block.weights:
                 function(weight)
@@ -76,7 +76,7 @@ class SharedModel:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _move(self, device: torch.device) -> None:
-        """Bring what is outside of the blocks to a device. Weights that are shared by modules stay shared."""
+        """Move everything outside of the blocks to a device. Weights that modules share stay shared."""
         moved: dict[Tensor, Tensor] = {}
         for module in self._model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):

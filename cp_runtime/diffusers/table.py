@@ -1,8 +1,8 @@
 """Plans in diffusers' form: `{module path: {argument or output index: ContextParallelInput} | ContextParallelOutput}`.
 
-They name no streams. Here every split argument is a stream of its own, named after the argument. What attention is over is seen in
-the first call, by following tokens to it (`provenance`). Names alone tell what it may be over: diffusers' attention modules show by
-their arguments whose keys they use. Where tokens cannot be followed, the table may hold a `ModulePlan` that says it.
+They name no streams. Here every split argument becomes a stream of its own, named after the argument. The first call shows what
+attention is over, by following tokens to it (`provenance`). Names alone only show what it may be over: the arguments of diffusers'
+attention modules tell whose keys they use. Where tokens cannot be followed, a `ModulePlan` in the table says it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: 
 
 
 def own_table(module: nn.Module) -> Mapping[str, Any] | None:
-    """The table that diffusers has for a module, and what it leaves unsaid; None where there is none."""
+    """Return diffusers' table for a module, completed by what it leaves unsaid; None if there is none."""
     table: Mapping[str, Any] | None = getattr(module, "_cp_plan", None)
     argument, paths = WHOLE.get(type(module).__name__, ("", ()))
     if not table or argument in table.get("", {}):
@@ -39,7 +39,7 @@ def own_table(module: nn.Module) -> Mapping[str, Any] | None:
 
 
 def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan:
-    """Bring a table into the form that is applied.
+    """Convert a table into the plan that is applied.
 
     Raises:
         PlanError: an entry is of no known kind, or it is not clear which stream an output belongs to.
@@ -99,7 +99,7 @@ class _Each:
 
 
 def _input(path: str, key: str | int, value: Any, stream: str) -> ContextParallelInput:
-    """This package's class from its own or diffusers' object."""
+    """Convert an entry, of this package or of diffusers, to this package's class."""
     try:
         split_output = bool(value.split_output)
         made = ContextParallelInput(value.split_dim, value.expected_dims, split_output, streams=None if split_output else (stream,))
@@ -148,12 +148,12 @@ def _outputs(path: str, entry: Any, streams: Sequence[str], named: set[str]) -> 
 
 
 def _arguments(modules: Mapping[str, ModulePlan]) -> Sequence[ContextParallelInput]:
-    """What arguments are split by that are no lists."""
+    """Return the splits of all arguments that are not lists."""
     return [split for plan in modules.values() for split in plan.inputs.values() if isinstance(split, ContextParallelInput)]
 
 
 def _items_and_outputs(modules: Mapping[str, ModulePlan]) -> Sequence[ContextParallelInput]:
-    """What items of lists, and outputs, are split by. In a table without other streams these are the tokens."""
+    """Return the splits of list items and of outputs. They are the tokens in a table without other streams."""
     found: list[ContextParallelInput] = []
     for plan in modules.values():
         found += [split for each in plan.inputs.values() if isinstance(each, _Each) for split in each.transforms]
@@ -162,7 +162,7 @@ def _items_and_outputs(modules: Mapping[str, ModulePlan]) -> Sequence[ContextPar
 
 
 def _with_streams(path: str, plan: ModulePlan) -> ModulePlan:
-    """The same plan, where an output that is split is a stream of its own, named after module and index."""
+    """Return the plan with a stream for every split output, named after module and index."""
     outputs = dict(plan.outputs)
     for i, split in outputs.items():
         if isinstance(split, ContextParallelInput) and split.expected_dims in TOKENS:
@@ -171,7 +171,7 @@ def _with_streams(path: str, plan: ModulePlan) -> ModulePlan:
 
 
 def _streams(splits: Sequence[ContextParallelInput]) -> tuple[str, ...]:
-    """Streams of tokens `[B, L, channels]`, in the order of the plan. The forward shows in which order they are joint."""
+    """Return the streams of tokens `[B, L, channels]` in the order of the plan. Their joint order only shows in the forward."""
     names: dict[str, None] = {}
     for split in splits:
         if not split.side and split.expected_dims in TOKENS:
@@ -186,7 +186,7 @@ def _self_attention(streams: Sequence[str]) -> list[AttentionStreams]:
 
 
 def _diffusers_rule(module: nn.Module, streams: Sequence[str]) -> AttentionRule | None:
-    """What one of diffusers' attention modules attends to: joint, cross or self, told by its arguments."""
+    """Return what a diffusers attention module attends to (joint, cross or self), given its arguments; None for other modules."""
     if not hasattr(getattr(module, "processor", None), "_attention_backend"):
         return None
     joint = tuple(name for name in (ENCODER, HIDDEN) if name in streams)

@@ -1,4 +1,4 @@
-"""Takes over the attention of any module that calls torch's `scaled_dot_product_attention`."""
+"""Take over the attention of any module that calls torch's `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ need not find them out again."""
 
 
 class SharedAttention(TorchFunctionMode):
-    """While active, attention that the call has to share goes over all ranks.
+    """While active, shares attention over all ranks where the call needs it.
 
     Args:
         known: what a call of the same form has found out; None = this one finds out.
@@ -67,8 +67,9 @@ class SharedAttention(TorchFunctionMode):
 
     @not_compiled
     def check_output(self, out: Any) -> None:
-        """In the first call of a form: raise PlanError, on all ranks alike, where tokens were brought together out of reach, or
-        where what the model returns is made of a part of them only."""
+        """In the first call of a form: raise PlanError, on all ranks alike, if tokens were combined out of reach, or if the output
+        holds only a part of them.
+        """
         if self._provenance is not None:
             device = next((tensor.device for tensor in tensors(out)), torch.device("cpu"))
             agreement.agree(self._provenance.refused or self._not_gathered(self._provenance, out), self._call.mesh.whole, device)
@@ -126,7 +127,7 @@ class SharedAttention(TorchFunctionMode):
         return decision
 
     def _not_said(self, provenance: Provenance, key: Tensor) -> PlanError | None:
-        """What is wrong where each rank would attend to its own keys alone, and the plan does not say so."""
+        """Return what is wrong if each rank would attend to its own keys alone without the plan saying so."""
         scope, lengths = self._call.scope, self._call.state.lengths
         if (scope.said and not scope.streams) or not lengths or provenance.of(key) is None:
             return None
@@ -138,7 +139,7 @@ class SharedAttention(TorchFunctionMode):
         )
 
     def _told(self, q: Mark | None, k: Mark | None, query: Tensor, key: Tensor) -> Decision:
-        """What an attention is over, by the marks of its queries and keys."""
+        """Decide what an attention is over by the marks of its queries and keys."""
         queries, keys = _names(q, query), _names(k, key)
         if queries and keys:
             return Decision((queries, keys), local=False)
@@ -159,7 +160,7 @@ class SharedAttention(TorchFunctionMode):
         return self._by_numbers(query, key)
 
     def _by_numbers(self, query: Tensor, key: Tensor) -> Decision:
-        """What is left where tokens were not followed: with a single stream their numbers tell."""
+        """Decide by numbers of tokens where they were not followed; that works for a single stream."""
         local = self._call.attention_is_local
         if not local and any(len(streams) > 1 for streams, _ in self._call.scope.streams):
             raise PlanError(
@@ -199,7 +200,7 @@ class SharedAttention(TorchFunctionMode):
 
 
 def _names(mark: Mark | None, tensor: Tensor) -> tuple[str, ...]:
-    """The streams that `[batch, heads, tokens, channels]` consists of; none where that is not known."""
+    """Return the streams in `[batch, heads, tokens, channels]`; none if they are unknown."""
     if not mark or sum(tokens for _, tokens in mark) != tensor.shape[-2]:
         return ()
     names = tuple(name for name, _ in mark if name is not None)

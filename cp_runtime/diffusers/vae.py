@@ -35,13 +35,13 @@ def _class_name(module: nn.Module) -> str:
 
 
 class SplitVAE:
-    """A VAE whose encoder and decoder run on all ranks, until `remove`. What holds it are these two, by their forward.
+    """A VAE whose encoder and decoder run on all ranks until `remove`. Their forwards keep this object alive.
 
     Args:
         module: the VAE.
         mesh: the ranks.
-        settings: that it was applied with.
-        check_inputs: compare what all ranks decode or encode in every call, not in the first one alone.
+        settings: the arguments that it was applied with.
+        check_inputs: compare what all ranks decode or encode in every call, not only in the first one.
     """
 
     def __init__(self, module: nn.Module, mesh: SequenceMesh, settings: tuple[Any, ...], *, check_inputs: bool) -> None:
@@ -56,11 +56,11 @@ class SplitVAE:
             self._undo.append(partial(delattr, part, "forward"))
 
     def on_remove(self, undo: Callable[[], object]) -> None:
-        """Have something done by `remove`."""
+        """Register something for `remove` to do."""
         self._undo.append(undo)
 
     def remove(self) -> None:
-        """Undo it."""
+        """Restore the VAE."""
         while self._undo:
             self._undo.pop()()
 

@@ -1,4 +1,4 @@
-"""The batch axis: items of a batch, computed by different groups of ranks at the same time."""
+"""The batch axis: groups of ranks that compute different items of a batch at the same time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .sharding import Shares, split_ranges
 
 @dataclass(frozen=True)
 class BatchShares:
-    """How the items of one call are shared out over groups of ranks.
+    """How the items of a call are shared out over groups of ranks.
 
     Args:
-        groups: of ranks, each computing some items.
+        groups: number of groups, each of which computes some items.
         items: size of dimension 0 of what is stacked.
-        unit: items that belong together, as the frames of a video where they are stacked.
+        unit: number of items that belong together, as the frames of a video where they are stacked.
         stacked: names of the arguments that are stacked.
         shares: of the groups.
-        copies: of every group's work: so many times as many groups take part, and the results of the first ones count.
+        copies: how often each group's work is computed, by as many times more groups; the first ones' results count.
     """
 
     groups: int
@@ -33,30 +33,30 @@ class BatchShares:
 
     @property
     def taking_part(self) -> int:
-        """Groups that compute, copies included."""
+        """Number of groups that compute, copies included."""
         return self.groups * self.copies
 
     def owned(self, group: int) -> tuple[int, int]:
-        """(start, stop) of the items whose result a group contributes; may be empty."""
+        """Return (start, stop) of the items whose results a group contributes; may be empty."""
         if group >= self.groups:
             return 0, 0
         start, stop = split_ranges(self.items // self.unit, self.groups, self.shares)[group]
         return start * self.unit, stop * self.unit
 
     def held(self, group: int) -> tuple[int, int]:
-        """(start, stop) of the items that a group computes: its own, or the first ones in the place of none."""
+        """Return (start, stop) of the items that a group computes: its own, or the first ones if it has none."""
         start, stop = self.owned(group % self.groups)
         return (start, stop) if stop > start else (0, self.unit)
 
     def take(self, arguments: Mapping[str, Any], group: int) -> dict[str, Any]:
-        """A group's part of the arguments of a call. Views, not copies."""
+        """Return a group's part of a call's arguments, as views."""
         if self.groups == 1:
             return dict(arguments)
         start, stop = self.held(group)
         return {k: map_tensors(v, lambda t: t[start:stop]) if k in self.stacked else v for k, v in arguments.items()}
 
     def gather(self, out: Any, mesh: BatchMesh) -> Any:
-        """Put the groups' outputs together: a tensor, or a list or tuple of tensors, with items along dimension 0."""
+        """Concatenate the groups' outputs along dimension 0: a tensor, or a list or tuple of tensors."""
         if self.groups == 1:
             return out
         lengths = [0] * mesh.size

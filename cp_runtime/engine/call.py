@@ -53,7 +53,7 @@ class Followed(Protocol):
 
 
 class RunningCall:
-    """A call from its beginning to its end. Nothing of it is kept afterwards, except what a transform puts into `kept`.
+    """A call from beginning to end. Nothing outlives it except what a transform puts into `kept`.
 
     Args:
         plan: what is split and gathered.
@@ -94,7 +94,7 @@ class RunningCall:
         return self.mesh.size == 1 or not any(map(self._known, self._scopes[-1].streams))
 
     def enter_module(self, name: str, plan: ModulePlan) -> None:
-        """A planned module begins."""
+        """Enter a planned module."""
         if self._on_module is not None:
             self._on_module()
         entered = trace_range("cp.block", name or self._model_name)
@@ -108,18 +108,18 @@ class RunningCall:
             self.enter_scope([(plan.attention, plan.keys or plan.attention)] if plan.attention else (), name=name)
 
     def leave_module(self, plan: ModulePlan) -> None:
-        """A planned module has returned."""
+        """Leave a planned module."""
         self.leave_scope()
         if plan.separate:
             self.state.end()
         self._ranges.pop().__exit__(None, None, None)
 
     def enter_scope(self, streams: Sequence[AttentionStreams], derived: bool = False, name: str = "", *, said: bool = True) -> None:
-        """From here on, attention may be over these streams; none = it needs no communication. See `Scope`."""
+        """Set what attention may be over from here on; no streams = it needs no communication. See `Scope`."""
         self._scopes.append(Scope(streams, self._shared, derived, name, said))
 
     def leave_scope(self) -> None:
-        """Attention is over what it was before `enter_scope`."""
+        """Return to the scope around the current one."""
         self._scopes.pop()
 
     @property
@@ -129,11 +129,11 @@ class RunningCall:
 
     @property
     def has_missed_attention(self) -> bool:
-        """Whether attention in this scope had to be shared, and none was: it took a way that is out of reach."""
+        """Whether attention in this scope had to be shared, but none reached `attend`."""
         return self._scopes[-1].shared_before == self._shared and not self.attention_is_local
 
     def local(self, transform: Transform, value: Any, where: str) -> Any:
-        """This rank's value. As long as nothing is split, because a patch skipped the blocks that begin it, it is the whole one."""
+        """Return this rank's part of a value; the whole one before anything is split, as when a patch skips the first blocks."""
         try:
             local = transform(self.state, value, where)
         except UnknownStreamError:
@@ -160,7 +160,7 @@ class RunningCall:
         streams: AttentionStreams | None = None,
         own_masks: bool = False,
     ) -> Tensor:
-        """Attention at this point of the forward, over the tokens of all ranks. See `context_parallel_attention`.
+        """Attend over the tokens of all ranks at this point of the forward. See `context_parallel_attention`.
 
         Args:
             streams: of queries and keys, where they are known; None = told by their numbers.
@@ -186,11 +186,11 @@ class RunningCall:
         return out if seeing is None else out.masked_fill(~seeing, 0.0)
 
     def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
-        """The tokens of all ranks, given this rank's tokens of a stream along `dim`."""
+        """Return the tokens of all ranks, given this rank's tokens of a stream along `dim`."""
         return self._all_tokens(self._model_name, (stream,), dim, value)
 
     def whole_output(self, name: str, output: ContextParallelOutput, value: Tensor) -> Tensor:
-        """What a module returns, with the tokens of all ranks.
+        """Return a module's output with the tokens of all ranks.
 
         Args:
             name: of the module, for messages.
@@ -217,7 +217,7 @@ class RunningCall:
         return torch.cat(parts, dim)
 
     def check_attention(self) -> None:
-        """Raise PlanError where tokens were split, but no attention was shared."""
+        """Raise PlanError if tokens were split but no attention was shared."""
         if self._plan.shares_attention and self.mesh.size > 1 and self.state.lengths and not self._shared:
             raise PlanError(
                 f"{self._model_name}: tokens were split, but no attention was shared. Attention must go through torch's "
@@ -226,19 +226,19 @@ class RunningCall:
             )
 
     def close(self) -> None:
-        """The call has ended, perhaps with an error. Its tensors are freed now, not when Python next looks for cycles."""
+        """End the call, also after an error. This frees its tensors now rather than at Python's next garbage collection."""
         while self._ranges:  # of modules that raised
             self._ranges.pop().__exit__(None, None, None)
         self._scopes.clear()
         self.state.close()
 
     def _own_parts(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout) -> tuple[Tensor, Tensor | None]:
-        """Of a mask for this rank's queries and keys: visible keys `[..., 1, keys]`, and queries that see any `[B or 1, queries, H
-        or 1, 1]`. Another mask as it is, and None.
+        """Reduce a mask over this rank's queries and keys to its visible keys, `[..., 1, keys]`, and the queries that see any key,
+        `[B or 1, queries, H or 1, 1]`. Any other mask is returned unchanged, with None.
 
         Raises:
-            PlanError: it hides some keys from some queries only: what other ranks' keys are to them is not in it. Or a rank has a
-                single query, so that its mask may as well be meant for the queries of all ranks.
+            PlanError: it hides some keys from only some queries, so it does not say whether those see other ranks' keys. Or a rank
+                has a single query, and its mask may as well be meant for the queries of all ranks.
         """
         own = tuple(layout.local_lengths[self.mesh.rank] for layout in (q_layout, k_layout))
         is_own = tuple(mask.shape[-2:]) == own and own[0] not in (1, q_layout.total)
@@ -256,7 +256,7 @@ class RunningCall:
         return keys, None if queries is None else queries[(None,) * (4 - queries.ndim)].transpose(1, 2)
 
     def _check_split(self, followed: Followed, transform: Transform, value: Any, where: str) -> None:
-        """Raise PlanError where a value was taken for split tokens by its length alone."""
+        """Raise PlanError if a value was taken for split tokens merely because of its length."""
         if not isinstance(transform, ContextParallelInput) or not transform.streams or transform.side:
             return
         if not isinstance(value, Tensor) or value.ndim <= transform.split_dim or followed.left_torch:
@@ -270,7 +270,7 @@ class RunningCall:
             )
 
     def _tokens(self, transform: Transform) -> tuple[tuple[str | None, int], ...]:
-        """What a value that a transform has split holds; nothing where that is none of the streams that attend."""
+        """Return the streams and numbers of tokens in a value that was just split; nothing if its streams do not attend."""
         streams = getattr(transform, "streams", None) or ()
         attending = {name for pair in self._scopes[0].streams for name in pair[0]}
         if not streams or getattr(transform, "side", False) or not attending.issuperset(streams):
@@ -282,7 +282,7 @@ class RunningCall:
         return self.state.knows(queries) and (keys is queries or self.state.knows(keys))
 
     def _layouts(self, queries: int, keys: int, mask: Tensor | None) -> tuple[JointLayout, JointLayout]:
-        """Layouts of queries and keys, given how many of each this rank has."""
+        """Find the layouts of queries and keys by how many of each this rank has."""
         state = self.state
         if id(mask) in state.masked:
             _, (q, k) = state.masked[id(mask)]

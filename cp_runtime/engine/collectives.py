@@ -1,4 +1,4 @@
-"""Collectives among some ranks: exact sizes as bytes, and what they cost."""
+"""Collectives with exact sizes among some ranks, and their statistics."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ KEPT_EVENTS = 1024  # pairs of device events; more are added up while the work g
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all it was given. A CPU has."""
+    """Wait until a device has finished all its work; a CPU always has."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 
 class CommStats:
-    """What one rank sent, in how many collectives of each kind, how long it waited for them, and how many are under way.
+    """What one rank sent, in how many collectives of each kind, how long it waited for them, and how many are in flight.
 
-    Time is that of the device's clock where it has one. What overlaps with computation is not waited for and not counted.
+    Time is measured by the device's clock if it has one. Whatever overlaps with computation is not waited for and not counted.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class CommStats:
 
     @property
     def collectives(self) -> int:
-        """Collectives of every kind; an exchange with two neighbours is one."""
+        """Number of collectives of every kind; an exchange with two neighbours counts as one."""
         return self.counts.total()
 
     @property
@@ -51,20 +51,20 @@ class CommStats:
 
     @property
     def seconds(self) -> float:
-        """Time spent waiting for collectives. Waits for the last of them."""
+        """Seconds spent waiting for collectives. Reading it waits for the last one."""
         if self._events:
             self._events[-1][1].synchronize()
         self._add_up(len(self._events))
         return self._seconds
 
     def started(self, kind: str, sent: int) -> None:
-        """Count one collective that sends `sent` bytes from this rank to others."""
+        """Count one collective in which this rank sends `sent` bytes to others."""
         self.counts[kind] += 1
         self.bytes[kind] += sent
         self.pending += 1
 
     def wait(self, works: Sequence[Any], device: torch.device, on_host: bool) -> None:
-        """Wait for the works of one collective and add the time that took."""
+        """Wait for the works of one collective, and add up the time."""
         if on_host or device.type == "cpu":
             began = time.perf_counter()
             for work in works:
@@ -89,12 +89,12 @@ class CommStats:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as a flat view of its bytes."""
+    """Return a flat view of a contiguous tensor's bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 class Pending:
-    """Messages under way. What is sent must stay as it is, and what is received is not there, before `wait`."""
+    """Messages in flight. Before `wait`, what is sent must not change, and what is received is not there."""
 
     def __init__(
         self, group: RankGroup, kind: str, works: Sequence[Any], device: torch.device, staged: Sequence[tuple[Tensor, Tensor]]
@@ -113,12 +113,12 @@ class Pending:
 class RankGroup:
     """Ranks that share something along one axis of the mesh.
 
-    Every collective moves exact sizes, which every rank derives on its own: none carries a size, and uneven ones need no padding.
-    On NCCL each is one kernel. Data crosses as bytes, because not every backend knows every dtype.
+    Every collective moves exact sizes that all ranks derive on their own: none carries a size, and uneven ones need no padding.
+    On NCCL each is one kernel. Data travels as bytes, because not every backend supports every dtype.
 
     Args:
         group: process group, or None for a single process.
-        stats: where to account for the collectives.
+        stats: where collectives are counted.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, stats: CommStats | None = None) -> None:
@@ -132,13 +132,13 @@ class RankGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where the backend takes tensors from, for numbers that no device has yet: NCCL takes none of the host."""
+        """Device for tensors that are made for a collective: NCCL takes none on the host."""
         accelerator = None if self.group is None or self.via_host else torch.accelerator.current_accelerator()
         return accelerator or torch.device("cpu")
 
     @property
     def may_overlap(self) -> bool:
-        """Whether what is sent on this group may be under way together with what is sent on another one of the same ranks.
+        """Whether messages on this group may be in flight together with those of another group of the same ranks.
 
         Devices may start NCCL's kernels of two groups in different orders, and those would wait for each other without end. NCCL
         2.26 and newer keeps the order of the program where the environment says so.
@@ -150,7 +150,7 @@ class RankGroup:
     def all_to_all(
         self, send: Tensor, sent: Sequence[int], received: Tensor, arriving: Sequence[int], kind: str = "all_to_all"
     ) -> Pending:
-        """Send a part of `send` to every rank, and receive a part of `received` from every rank, this one included.
+        """Send a part of `send` to every rank and receive a part of `received` from every rank, this one included.
 
         Args:
             send, received: contiguous, of one dtype and on one device.
@@ -172,13 +172,13 @@ class RankGroup:
         return Pending(self, kind, [work], send.device, staged)
 
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
-        """Send a tensor to the next rank, and receive one from the rank before into `received`."""
+        """Send a tensor to the next rank, and receive one from the previous rank into `received`."""
         sent, arriving = [0] * self.size, [0] * self.size
         sent[(self.rank + 1) % self.size], arriving[self.rank - 1] = send.numel(), received.numel()
         return self.all_to_all(send, sent, received, arriving, "exchange")
 
     def to_first(self, own: Tensor, counts: Sequence[int], kind: str) -> list[Tensor]:
-        """Send a tensor to the first rank, which returns those of all ranks, flat and in their order; none on the others.
+        """Send a tensor to the first rank, which returns those of all ranks, flat and in rank order; other ranks return none.
 
         Args:
             counts: elements of every rank's.
@@ -192,7 +192,7 @@ class RankGroup:
         return list(received.split(list(counts))) if first else []
 
     def all_gather(self, locals_: Sequence[Tensor], lengths: Sequence[int], dim: int) -> list[Tensor]:
-        """Concatenate the shards of all ranks along `dim`, for each of some tensors; `lengths[r]` is rank r's size there.
+        """Concatenate the shards of all ranks along `dim`, for several tensors at once; `lengths[r]` is rank r's size along it.
 
         One batch of messages between pairs of ranks: torch's own gathers want shards of one size, or copy the whole.
         """
@@ -218,7 +218,7 @@ class RankGroup:
         return [tensor.movedim(0, dim) for tensor in whole]
 
     def gather_parts(self, part: Tensor, whole: Tensor) -> Pending:
-        """Put the parts of all ranks one behind the other into `whole`, `[size * part.numel()]`. All parts are of one size."""
+        """Gather equally long parts of all ranks, in rank order, into `whole` of `size * part.numel()` elements."""
         works: list[Any] = []
         staged: list[tuple[Tensor, Tensor]] = []
         with trace_range("cp.weights"):
@@ -233,7 +233,7 @@ class RankGroup:
         return Pending(self, "weights", works, whole.device, staged)
 
     def largest(self, value: Tensor) -> Tensor:
-        """The largest of the values of all ranks, element by element. `value` is contiguous, and may be overwritten."""
+        """Return the elementwise maximum over all ranks. `value` is contiguous, and may be overwritten."""
         if self.size == 1:
             return value
         with trace_range("cp.all_reduce"):
@@ -244,11 +244,11 @@ class RankGroup:
         return shared.to(value.device)
 
     def _leaving(self, tensor: Tensor) -> Tensor:
-        """What the backend sends in place of a tensor."""
+        """Return the tensor that the backend sends in place of this one."""
         return tensor.cpu() if self.via_host else tensor
 
     def _landing(self, tensor: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Where the backend receives what is for a tensor; noted in `staged` where it has to be copied from there."""
+        """Return the buffer that the backend receives into; note it in `staged` if it must be copied to `tensor` afterwards."""
         if not self.via_host or tensor.device.type == "cpu":
             return tensor
         host = torch.empty_like(tensor, device="cpu")
@@ -256,5 +256,5 @@ class RankGroup:
         return host
 
     def global_rank(self, rank: int) -> int:
-        """A rank of this group, counted around, as torch's point-to-point functions want it."""
+        """Return the global number of a rank of this group, modulo its size, as torch's point-to-point functions expect it."""
         return self._global_ranks[rank % self.size]

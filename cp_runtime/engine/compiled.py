@@ -1,8 +1,8 @@
-"""Blocks of a model, compiled by torch, with everything that shards them outside of what is compiled.
+"""Blocks of a model compiled by torch, with all sharding outside of the compiled code.
 
-What is compiled is a block's own forward: the hooks of a plan and of shared weights stay around it, and attention inside of it is
-one operator that the compiler does not look into (`attention.opaque`). Blocks of one class share what was compiled: weights are
-inputs of a graph. A block is compiled whole or not at all, so that a failure comes before any of it has run.
+A block's own forward is compiled. The hooks of plans and of sharded weights stay around it, and attention inside it is one operator
+that the compiler does not look into (`attention.opaque`). Blocks of a class share compiled code, as weights are inputs of a graph.
+A block is compiled whole or not at all, so that a failure comes before any of it has run.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Failed = Callable[[CompileError], None]
 
 @dataclass(frozen=True, kw_only=True)
 class CompileSettings:
-    """What `torch.compile` is told.
+    """Settings for `torch.compile`.
 
     Args:
-        backend, mode, options: as of `torch.compile`; options as pairs, so that settings can be compared.
+        backend, mode, options: as in `torch.compile`; options as pairs, so that settings can be compared.
         dynamic: whether sizes may change without compiling again; None = they may.
     """
 
@@ -41,7 +41,7 @@ class CompileSettings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of `torch.compile`."""
+        """Keyword arguments for `torch.compile`."""
         named: dict[str, Any] = {"backend": self.backend, "dynamic": self.dynamic is not False, "fullgraph": True}
         if self.mode is not None:
             named["mode"] = self.mode
@@ -86,7 +86,7 @@ class CompiledBlocks:
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
 
     def remove(self) -> None:
-        """Give the blocks their own forward back."""
+        """Restore the blocks' own forward."""
         while self._wrapped:
             del self._wrapped.pop().forward
 
@@ -112,9 +112,9 @@ class CompiledBlocks:
 
 @functools.cache
 def _compiled(cls: Any, settings: CompileSettings) -> Callable[..., Any]:
-    """The forward of a class, compiled: a function of the module and its arguments.
+    """Compile the forward of a class: a function of the module and its arguments.
 
-    torch keeps what it compiled by the function: a model that is loaded again, or a second one of the class, finds it there.
+    torch caches compiled code by function, so a reloaded model, or a second one of the class, reuses it.
     """
     return torch.compile(cls.forward, **settings.arguments)
 

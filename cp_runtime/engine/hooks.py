@@ -25,17 +25,17 @@ PlanT = TypeVar("PlanT", bound=ShardingPlan)
 
 
 class InstalledPlan(Generic[PlanT]):
-    """A plan on a model. While a call runs, the hooks hand over to it; otherwise the model behaves as if they were not there.
+    """A plan installed on a model. Its hooks hand over to the running call; without one they do nothing.
 
     One call at a time and one thread, as in a worker rank.
 
     Args:
-        model: the module the plan was written for.
+        model: the module that the plan was written for.
         plan: what to split and gather.
 
     Attributes:
-        current: the call that is running.
-        kept: what transforms keep from one call to the next, by transform. It goes when the plan is removed.
+        current: the running call.
+        kept: what transforms keep from one call to the next, by transform; cleared when the plan is removed.
     """
 
     def __init__(self, model: nn.Module, plan: PlanT) -> None:
@@ -76,7 +76,7 @@ class InstalledPlan(Generic[PlanT]):
         on_module: Callable[[], None] | None = None,
         weights: ShardedWeights | None = None,
     ) -> Iterator[RunningCall]:
-        """Shard what runs inside.
+        """Shard whatever runs inside.
 
         Args:
             mesh: the ranks that share the sequence.
@@ -100,7 +100,7 @@ class InstalledPlan(Generic[PlanT]):
 
     @not_compiled_itself
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `run`, the model's own forward, with this rank's part of the model's arguments. Inside of `call`."""
+        """Call `run`, the model's own forward, with this rank's part of the arguments. Only inside of `call`."""
         for enter in self._enter_model:
             args, kwargs = enter(self.model, args, kwargs) or (args, kwargs)
         out = run(*args, **kwargs)
@@ -110,7 +110,7 @@ class InstalledPlan(Generic[PlanT]):
         return out
 
     def remove(self) -> None:
-        """Take everything off."""
+        """Remove the hooks, and undo what `on_remove` was given."""
         while self._undo:
             self._undo.pop()()
         self._enter_model.clear()
@@ -118,7 +118,7 @@ class InstalledPlan(Generic[PlanT]):
         self.kept.clear()
 
     def on_remove(self, undo: Callable[[], None]) -> None:
-        """Have something undone by `remove`."""
+        """Register something for `remove` to undo."""
         self._undo.append(undo)
 
     def _hook(self, module: nn.Module, enter: Callable[..., Any] | None, leave: Callable[..., Any] | None) -> None:
@@ -232,7 +232,7 @@ class InstalledPlan(Generic[PlanT]):
 
 
 def _map_outputs(value: Any, changes: Mapping[int, Callable[[Any], Any]], name: str) -> Any:
-    """Apply a function to some outputs of a module that returns a tensor, or a tuple or list of values."""
+    """Apply functions to some outputs of a module that returns a tensor, or a tuple or list of values."""
     if not changes:
         return None
     if isinstance(value, Tensor):

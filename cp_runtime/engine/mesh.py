@@ -1,4 +1,4 @@
-"""Which ranks share a sequence, a batch, or an axis of them: process groups, made when they are needed."""
+"""Process groups of the ranks that share a sequence, a batch, or an axis of either, created on first use."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ MAKE_MESH = (
 
 @dataclass(frozen=True)
 class SequenceAxes:
-    """The ranks of a sequence as `ring` x `ulysses`, ulysses inner: rank = ring index * ulysses degree + ulysses index."""
+    """Groups of a sequence's ranks, arranged as `ring` x `ulysses`: rank = ring index * ulysses degree + ulysses index."""
 
     ring: RankGroup
     ulysses: RankGroup
 
 
 class Groups:
-    """The process groups of a mesh, each made when it is first asked for: by all ranks of the world, in the same order.
+    """Process groups of a mesh. Each is created on first use, by all ranks of the world and in the same order.
 
-    torch numbers the groups that a process makes and names them by that number, so one that only some ranks make leaves all later
-    ones waiting for each other.
+    torch names the groups that a process creates by a running number. If only some ranks created a group, all later groups would
+    wait for each other.
 
     Args:
-        like: with this backend.
+        like: group whose backend they use.
         timeout: of the groups; None = torch's default.
 
     Attributes:
-        are_closed: no more can be made, since only some ranks are here.
+        are_closed: no more groups can be created, because not all ranks are here.
     """
 
     def __init__(self, like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
@@ -54,14 +54,14 @@ class Groups:
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}  # None on ranks that are not in it
 
     def of(self, lists: Sequence[Sequence[int]], use: str = "tokens") -> dist.ProcessGroup | None:
-        """Return this rank's group of the given ones; None where it is in none of them. See `make_groups`.
+        """Return the group among the given ones that contains this rank, or None. See `make_groups`.
 
         Args:
             lists: global ranks of every group.
-            use: what is sent on it waits for nothing that is sent on a group of the same ranks for another use.
+            use: messages for different uses, even among the same ranks, do not wait for each other.
 
         Raises:
-            PlanError: only some ranks are here, and it was not made before.
+            PlanError: the group does not exist yet, and not all ranks are here to create it.
         """
         keys = [(use, tuple(ranks)) for ranks in lists]
         missing = [key for key in keys if key not in self._made]
@@ -75,7 +75,7 @@ class Groups:
         return next((group for key in keys if (group := self._made[key]) is not None), None)
 
     def closed(self) -> Groups:
-        """Return the same groups for a team, whose ranks cannot make more of them on their own."""
+        """Return these groups for use by a team, whose ranks cannot create more on their own."""
         known = copy(self)
         known.are_closed = True
         return known
@@ -85,7 +85,7 @@ _of_worlds: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Groups]] = WeakKeyDic
 
 
 def groups_of_world(like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Groups:
-    """Return the one `Groups` of this world for a backend and a timeout: all meshes share it, so that none is made twice."""
+    """Return the world's `Groups` for a backend and timeout. All meshes share it, so no group is created twice."""
     world = dist.group.WORLD
     if like is None or world is None:
         return Groups(None)
@@ -93,15 +93,15 @@ def groups_of_world(like: dist.ProcessGroup | None, timeout: timedelta | None = 
 
 
 class SequenceMesh:
-    """The ranks that share one sequence, and their groups for any ring and Ulysses degrees.
+    """Ranks that share one sequence, and their process groups for any ring and Ulysses degrees.
 
-    Groups are made when degrees are first asked for, by all ranks alike: every rank must ask for the same.
+    Groups are created when degrees are first requested, so all ranks must request the same ones.
 
     Args:
-        group: process group of those ranks, or None for a single process.
-        groups: makes those of its axes; None = those of the world, with torch's default timeout.
-        stats: where to account for the collectives.
-        peers: ranks of all meshes that make their groups together with this one, itself included; None = it is the only one.
+        group: process group of these ranks, or None for a single process.
+        groups: creates the groups of the axes; None = those of the world, with torch's default timeout.
+        stats: where collectives are counted.
+        peers: global ranks of all meshes that create their groups together with this one, itself included; None = only this one.
         shares: of the ranks.
     """
 
@@ -122,7 +122,7 @@ class SequenceMesh:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, shares: Shares = ()) -> SequenceMesh:
-        """Use the axes "ring" and "ulysses" of a mesh that has both, in this order, and may have more, such as "fsdp".
+        """Build it from a mesh with axes "ring" and "ulysses", in this order; the mesh may have others, such as "fsdp".
 
         Raises:
             ConfigError: the ranks do not ascend along them, or the mesh has outlived its process groups.
@@ -150,9 +150,9 @@ class SequenceMesh:
 
     @cached_property
     def weights(self) -> RankGroup:
-        """These ranks, on a process group for weights, made by all ranks of the world.
+        """These ranks on a process group of their own for weights, created by all ranks of the world.
 
-        It is that of the tokens where the meshes of all ranks are not known: weights wait for tokens then.
+        Where the meshes of other ranks are unknown, it is the group for tokens, and weights wait for tokens.
         """
         if self.size == 1 or sum(map(len, self._peers)) < dist.get_world_size():
             return self.whole
@@ -160,7 +160,7 @@ class SequenceMesh:
 
     @property
     def is_alive(self) -> bool:
-        """Whether torch.distributed is initialised as it was when this was made."""
+        """Whether the process group that this was made in still exists."""
         return self._world is dist.group.WORLD
 
     @property
@@ -170,20 +170,20 @@ class SequenceMesh:
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """Index of this rank among them."""
         return self.whole.rank
 
     @property
     def part(self) -> float:
-        """The part of the tokens that this rank has."""
+        """Fraction of the tokens that this rank holds."""
         return self.shares[self.rank] / sum(self.shares) if self.shares else 1 / self.size
 
     def head_shares(self, ulysses: int) -> Shares:
-        """Of the heads, by place on the Ulysses axis: the same in every chunk of the ring, whose ranks must have the same heads."""
+        """Return the shares of the heads by index on the Ulysses axis; every chunk of the ring must divide the heads alike."""
         return reduced(tuple(sum(self.shares[place::ulysses]) for place in range(ulysses))) if self.shares else ()
 
     def axes(self, ring: int, ulysses: int) -> SequenceAxes:
-        """The groups of this rank for the given degrees.
+        """Return this rank's process groups for the given degrees.
 
         Raises:
             PlanError: their product is not the number of ranks.
@@ -204,28 +204,28 @@ class SequenceMesh:
 
 
 def factors(ranks: int) -> Iterator[tuple[int, int]]:
-    """Every (ring, ulysses) whose product is the number of ranks."""
+    """Yield every (ring, ulysses) whose product is the number of ranks."""
     return ((ring, ranks // ring) for ring in range(1, ranks + 1) if ranks % ring == 0)
 
 
 def axis_ranks(peers: Sequence[Sequence[int]], ring: int, ulysses: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Ranks that form a group on the axes ring and Ulysses, for each of some meshes."""
+    """Return the ranks of every group on the ring axis, and on the Ulysses axis, for several meshes."""
     columns = [list(ranks[u::ulysses]) for ranks in peers for u in range(ulysses)]
     return columns, [list(ranks[r * ulysses : (r + 1) * ulysses]) for ranks in peers for r in range(ring)]
 
 
 class BatchMesh:
-    """All ranks as `batch` x sequence, batch outermost: rank = batch index * ranks per sequence + rank in the sequence.
+    """All ranks arranged as `batch` x sequence: rank = batch index * ranks per sequence + rank in the sequence.
 
-    Where ranks have shares and groups of neighbours would differ in theirs, ranks are mixed so that they differ less. Groups are in
-    the order of their first ranks, and ranks ascend in each.
+    If ranks have shares, and groups of neighbours would have unequal totals, ranks are mixed to even them out. Groups are ordered
+    by their first rank, and ranks ascend within a group.
 
     Args:
         group: process group of all ranks.
-        timeout: of the groups made for an axis.
-        stats: where to account for the collectives.
+        timeout: of the groups that are created for an axis.
+        stats: where collectives are counted.
         shares: of the ranks.
-        groups: makes those of its axes; None = those of the world.
+        groups: creates the groups of the axes; None = those of the world.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class BatchMesh:
         return self.whole.size
 
     def sequence(self, groups: int = 1) -> SequenceMesh:
-        """The ranks that share a sequence with this one, when there are that many batch groups. All ranks ask alike.
+        """Return the ranks that share a sequence with this one when there are `groups` batch groups. All ranks must ask alike.
 
         Raises:
             PlanError: the ranks do not divide by it.
@@ -269,9 +269,9 @@ class BatchMesh:
         return self._meshes[groups]
 
     def team(self, ranks: Sequence[int], groups: int, ring: int, ulysses: int) -> BatchMesh | None:
-        """Some ranks as a mesh, with the groups for these degrees; None on ranks that are not among them. All ranks ask alike.
+        """Return a mesh of the given ranks, with groups for these degrees; None on all other ranks. All ranks must ask alike.
 
-        torch wants all ranks to be there when a group is made, those that are not in it as well.
+        torch creates a group only if all ranks take part, members or not.
         """
         own = tuple(self.shares[rank] for rank in ranks) if self.shares else ()
         everyone = [self.whole.global_rank(rank) for rank in ranks]
@@ -291,29 +291,29 @@ class BatchMesh:
         return self._teams[tuple(ranks)]
 
     def members(self, groups: int) -> list[list[int]]:
-        """Ranks of every batch group."""
+        """Return the ranks of every batch group."""
         return form_groups(self.size, groups, self.shares)
 
     def index(self, groups: int) -> int:
-        """The batch group of this rank."""
+        """Return the index of this rank's batch group."""
         return next(index for index, ranks in enumerate(self.members(groups)) if self.whole.rank in ranks)
 
     def group_shares(self, groups: int) -> Shares:
-        """Of batch groups: together those of their ranks."""
+        """Return the shares of the batch groups: the sums of their ranks' shares."""
         return reduced(tuple(sum(self.shares[rank] for rank in ranks) for ranks in self.members(groups))) if self.shares else ()
 
 
 def reduced(shares: Shares) -> Shares:
-    """Shares in lowest terms; none where they are equal."""
+    """Return the shares in lowest terms; empty if they are equal."""
     divisor = math.gcd(*shares)
     return tuple(share // divisor for share in shares) if len(set(shares)) > 1 else ()
 
 
 @lru_cache(maxsize=64)
 def form_groups(ranks: int, groups: int, shares: Shares) -> list[list[int]]:
-    """Groups of as many ranks each: of neighbours, unless the group with the least share gets more when ranks are mixed.
+    """Form groups of equal size: neighbours, unless mixing ranks gives the weakest group a larger share.
 
-    Mixed means that every rank, the one with the largest share first, goes to the group that has least so far.
+    Mixing is greedy: each rank, largest share first, joins the group with the smallest total so far.
     """
     each = ranks // groups
     neighbours = [list(range(start, start + each)) for start in range(0, ranks, each)]
@@ -330,10 +330,10 @@ def form_groups(ranks: int, groups: int, shares: Shares) -> list[list[int]]:
 
 
 def make_groups(lists: Sequence[Sequence[int]], like: dist.ProcessGroup | None, timeout: timedelta | None) -> Any:
-    """Make the groups of the given ranks, and return this rank's, if it is in one. Connected at once.
+    """Create and connect groups of the given ranks. Return this rank's group, or None.
 
-    That happens in the middle of a forward, when degrees are chosen for the first time: each NCCL group takes device memory, and
-    most that might be chosen never are.
+    This may happen in the middle of a forward, when degrees are first chosen: every NCCL group takes device memory for good, and
+    most candidates are never chosen.
     """
     backend = dist.get_backend(like)
     if backend != "gloo":  # it knows no device, and on CPU ranks this would open one

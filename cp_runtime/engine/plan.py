@@ -20,18 +20,18 @@ AttentionRule = Callable[[Mapping[str, Any]], Sequence[AttentionStreams]]
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePlan:
-    """What happens to one module, or to every module that a pattern with one `*` names.
+    """What happens to a module, or to every module that a pattern with one `*` matches.
 
     Args:
-        inputs: argument name -> transform. Arguments that define a stream stand before those that use it. What a module takes by
+        inputs: argument name -> transform. Arguments that define a stream come before those that use it. An argument taken by
             `**name` is written "name.argument".
         outputs: index of an output -> how it is split.
-        attention: streams of the self-attention inside the module, in joint order; empty = no communication inside; None =
-            as around the module, and around all of them there is none unless the plan says so.
-        keys: streams of the keys and values, where they are not those of the queries.
+        attention: streams of the self-attention inside the module, in joint order; empty = no communication inside; None = the
+            same as around the module. Outside of all modules there is none unless the plan says so.
+        keys: streams of the keys and values, if they differ from those of the queries.
         local: submodules, relative to the module, whose attention needs no communication (replicated keys and values).
-        separate: the module splits its inputs and gathers its output itself: its streams have lengths of their own.
-        when: given the model and the path of a module that the pattern names, whether the plan is for it; None = always.
+        separate: the module splits its inputs and gathers its output by itself: its streams have their own lengths.
+        when: (model, path of a matching module) -> whether the plan applies to it; None = always.
     """
 
     inputs: Mapping[str, Transform] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class ShardingPlan:
 
     @property
     def shares_attention(self) -> bool:
-        """Whether any attention is shared. A call that splits tokens and then shares none has missed it."""
+        """Whether any attention is shared. If so, a call that splits tokens but shares no attention has missed it."""
         return bool(self.attention) or any(plan.attention for plan in self.modules.values())
 
     @property
@@ -71,7 +71,7 @@ class ShardingPlan:
 
     @property
     def remedy(self) -> str:
-        """What to do when it does not fit."""
+        """What to do if the plan does not fit, for messages."""
         return "Correct the plan."
 
     def check(self, model: nn.Module) -> None:
@@ -111,14 +111,14 @@ def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = 
 
 
 def _inside(module: nn.Module, part: str) -> list[tuple[str, nn.Module]]:
-    """The children of a module that one component of a pattern names."""
+    """Return the children of a module that one component of a pattern matches."""
     children = module._modules
     names = [*children] if part == "*" else [name for name in [*children][-1:] if name.isdigit()] if part == "-1" else [part]
     return [(name, child) for name in names if (child := children.get(name)) is not None]
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments of a module's forward, in order, without `self`; of `*args`, `args[0]` and so on."""
+    """Return the argument names of a module's forward, in order and without `self`; those of `*args` are `args[0]` and so on."""
     return _argument_names(type(module).forward)
 
 

@@ -1,4 +1,4 @@
-"""Ranges in the traces of torch's profiler, and one trace per rank on request (`CP_PROFILE`)."""
+"""Ranges in torch's profiler traces, and one trace per rank on request (`CP_PROFILE`)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _NO_RANGE = nullcontext()
 
 
 def trace_range(name: str, detail: str = "") -> AbstractContextManager[Any]:
-    """A range called "name detail". Without a profiler it is an empty context: `record_function` alone would cost 6 µs."""
+    """Return a profiler range called "name detail"; without a profiler an empty context, as `record_function` costs 6 µs."""
     if not profiler_is_on():
         return _NO_RANGE
     return record_function(f"{name} {detail}" if detail else name)
 
 
 class CallTraces:
-    """Writes what a rank did from its second to its fourth call to `rank<N>.json`, for chrome://tracing or Perfetto.
+    """Traces a rank's second to fourth call into `rank<N>.json`, for chrome://tracing or Perfetto.
 
     Args:
-        folder: where to; it is made. None or empty = nothing is traced.
-        rank: this rank's number.
+        folder: where to write, created if missing; None or empty = nothing is traced.
+        rank: number of this rank.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be created.
     """
 
     def __init__(self, folder: str | None, rank: int) -> None:
@@ -50,12 +50,12 @@ class CallTraces:
 
     @classmethod
     def from_environment(cls, rank: int) -> CallTraces:
-        """As `CP_PROFILE` says."""
+        """Trace if `CP_PROFILE` names a folder."""
         return cls(os.environ.get("CP_PROFILE"), rank)
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around one call."""
+        """Trace one call."""
         self._calls += 1
         if self._file is None or self._calls not in TRACED:
             yield

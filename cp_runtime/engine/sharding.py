@@ -3,19 +3,19 @@
 Every rank derives the ranges of *all* ranks from (stream lengths, world size, shares). Therefore no collective ever carries a
 size, and uneven lengths are exact.
 
-Layout invariant: each stream (for example text, image) is split on its own, in contiguous ranges, the first `length % world` ranks
-holding one token more (as `torch.tensor_split` does). Ranks with *shares*, (2, 1) for one that is twice as fast as the other, hold
-tokens in proportion to them, unless the stream has fewer tokens than the shares add up to. What a rank holds is the concatenation
-of its ranges in stream order ("local"). What an all-to-all returns is the concatenation of all locals in rank order ("gathered").
-The order the unsharded model would use is "joint". Attention without a mask does not depend on the order of keys, so nothing is
-reordered; masks are brought into gathered order instead.
+Layout invariant: each stream (for example text, image) is split on its own, into contiguous ranges, and the first `length % world`
+ranks hold one token more (as in `torch.tensor_split`). With *shares*, such as (2, 1) for a rank that is twice as fast as the other,
+ranks hold tokens in proportion, unless the stream has fewer tokens than the shares add up to. A rank holds the concatenation of its
+ranges in stream order ("local"). An all-to-all returns the concatenation of all locals in rank order ("gathered"). The unsharded
+model would use "joint" order. Attention without a mask does not depend on the order of keys, so nothing is reordered; masks are
+brought into gathered order instead.
 
-A stream with fewer tokens than there are ranks leaves some ranks without any. Models cannot run on an empty stream, so such a
-rank holds a copy of the stream's first token, a *stand-in*: it is computed on, but never sent and never returned.
+If a stream has fewer tokens than there are ranks, some ranks get none. Models cannot run on an empty stream, so such a rank holds
+a copy of the stream's first token, a *stand-in*, which it computes on but never sends or returns.
 
 Two kinds of streams differ (`Split`). A stream of frames is split inside each frame, so that what a model does per frame needs
-no other rank. A replicated stream is held in full by every rank, because the model cuts it by absolute lengths between blocks;
-its attention is shared out as that of any other stream, and the results are gathered.
+no other rank. A replicated stream is held in full by every rank, because the model slices it by absolute lengths between blocks;
+its attention is shared out like that of any other stream, and the results are gathered.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Shares = tuple[int, ...]
 
 @lru_cache(maxsize=256)
 def split_sizes(length: int, parts: int, shares: Shares = ()) -> tuple[int, ...]:
-    """Return how many of `length` items each part gets: in units of its share, as few as can be for the part with most.
+    """Return how many of `length` items each part gets, in proportion to its share.
 
-    That is the method of D'Hondt: every item goes to the part that is least loaded with it, the first of several. Equal shares give
-    what `torch.tensor_split` gives.
+    Uses D'Hondt's method: each item goes to the part with the lowest (items + 1) / share, the first one on a tie. This minimises
+    the largest items / share; with equal shares it gives what `torch.tensor_split` gives.
     """
     weights = shares or (1,) * parts
     sizes = [length * weight // sum(weights) for weight in weights]  # D'Hondt's method never gives less
@@ -50,14 +50,14 @@ def split_sizes(length: int, parts: int, shares: Shares = ()) -> tuple[int, ...]
 
 @lru_cache(maxsize=256)
 def split_ranges(length: int, parts: int, shares: Shares = ()) -> tuple[tuple[int, int], ...]:
-    """Return (start, stop) of every part, one behind the other. See `split_sizes`."""
+    """Return (start, stop) of every part, in order. See `split_sizes`."""
     return tuple(pairwise(accumulate(split_sizes(length, parts, shares), initial=0)))
 
 
 def in_rounds(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Which of some pieces the ranks compute side by side, round by round: lists of at most `ranks` indices.
+    """Assign pieces to rounds that the ranks compute side by side: lists of at most `ranks` indices.
 
-    The largest come first: pieces of a round are of like sizes then, and no rank waits long for another's.
+    The largest pieces come first, so that pieces of a round are similar in size and no rank waits long for another.
     """
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     return [order[first : first + ranks] for first in range(0, len(order), ranks)]
@@ -68,7 +68,7 @@ class Split:
     """How one stream is split.
 
     Args:
-        frames: runs of equal length, each split on its own.
+        frames: number of equally long runs, each split on its own.
         replicated: every rank holds all tokens, and contributes a contiguous share of them to attention.
     """
 
@@ -86,7 +86,7 @@ class JointLayout:
 
     Args:
         lengths: token count of each stream, in joint order.
-        world_size: number of ranks the streams are split over.
+        world_size: number of ranks that the streams are split over.
         splits: how each stream is split; empty = all of them contiguously.
         shares: of the ranks.
     """
@@ -103,12 +103,12 @@ class JointLayout:
 
     @cached_property
     def held(self) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
-        """`held[rank][stream]` = segments (start, stop), in joint coordinates, of what the rank holds, stand-ins included."""
+        """`held[rank][stream]`: segments (start, stop) that the rank holds, in joint coordinates, stand-ins included."""
         return tuple(tuple(held for held, _ in self._segments(rank)) for rank in range(self.world_size))
 
     @cached_property
     def owned(self) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
-        """The same for the tokens that the rank contributes: neither stand-ins nor what others contribute of replicated ones."""
+        """Like `held`, but only tokens that the rank contributes: no stand-ins, and only its share of replicated streams."""
         return tuple(tuple(owned for _, owned in self._segments(rank)) for rank in range(self.world_size))
 
     def _segments(self, rank: int) -> Iterator[tuple[tuple[Segment, ...], tuple[Segment, ...]]]:
@@ -127,7 +127,7 @@ class JointLayout:
                 yield owned or tuple((offset + i * size, offset + i * size + min(1, size)) for i in range(split.frames)), owned
 
     def window(self, rank: int) -> Segment:
-        """(start, stop) that a rank holds of the only stream. Raises PlanError when that is no single segment."""
+        """Return (start, stop) that a rank holds of the only stream. Raises PlanError if that is not a single segment."""
         ((segments),) = self.held[rank]
         if len(segments) != 1:
             raise PlanError("token positions and ranges do not work on a stream that is split inside its frames. Correct the plan.")
@@ -135,22 +135,22 @@ class JointLayout:
 
     @cached_property
     def local_lengths(self) -> tuple[int, ...]:
-        """Tokens that each rank holds, stand-ins included: what a module sees."""
+        """Number of tokens that each rank holds, stand-ins included: what a module sees."""
         return tuple(_count(streams) for streams in self.held)
 
     @cached_property
     def owned_lengths(self) -> tuple[int, ...]:
-        """Tokens that each rank contributes. Their sum is the total."""
+        """Number of tokens that each rank contributes; they add up to the total."""
         return tuple(_count(streams) for streams in self.owned)
 
     def owned_positions(self, rank: int, device: torch.device) -> Tensor | None:
-        """Local positions of the tokens that `rank` contributes; None when that is all it holds."""
+        """Return the local positions of the tokens that `rank` contributes; None if it contributes all it holds."""
         if self.owned_lengths[rank] == self.local_lengths[rank]:
             return None
         return self._index(("owned", rank), device, lambda: self._owned_segments(rank))
 
     def _owned_segments(self, rank: int) -> Iterator[Segment]:
-        """What `rank` contributes, as places in what it holds."""
+        """Yield the segments that `rank` contributes, relative to what it holds."""
         at = 0
         for held, owned in zip(self.held[rank], self.owned[rank], strict=True):
             for start, stop in held:
@@ -158,7 +158,7 @@ class JointLayout:
                 at += stop - start
 
     def replicated(self, rank: int) -> Iterator[tuple[slice, slice, tuple[int, ...]]]:
-        """Of every replicated stream: place of its share in what the rank contributes, its place in what it holds, all shares."""
+        """Yield, per replicated stream: slice of its share in what the rank contributes, its slice in what it holds, all shares."""
         if not self.splits:
             return
         share_at = held_at = 0
@@ -170,7 +170,7 @@ class JointLayout:
             share_at, held_at = share_at + share, held_at + whole
 
     def gathered_order(self, device: torch.device) -> Tensor:
-        """Index tensor: position in gathered order -> position in joint order."""
+        """Return an index tensor that maps positions in gathered order to positions in joint order."""
         return self._index("gathered", device, self._gathered_segments)
 
     def _gathered_segments(self) -> Iterator[Segment]:
@@ -182,7 +182,7 @@ class JointLayout:
         return all(a[1] == b[0] for a, b in pairwise((start, stop) for start, stop in self._gathered_segments() if stop > start))
 
     def _index(self, name: object, device: torch.device, segments: Callable[[], Iterable[Segment]]) -> Tensor:
-        """The positions in some segments. Made on the device, where the host need not wait for them, and kept."""
+        """Return the positions in some segments, cached. They are made on the device, so that the host need not wait."""
         if (name, device) not in self._indices:
             parts = [torch.arange(start, stop, device=device) for start, stop in segments()]
             self._indices[name, device] = torch.cat([torch.arange(0, device=device), *parts])
@@ -193,14 +193,14 @@ class JointLayout:
         return {}
 
     def take_local(self, tensor: Tensor, rank: int, dim: int) -> Tensor:
-        """Return a copy of the tokens that `rank` holds from a tensor that has all tokens, in joint order, along `dim`.
+        """Copy the tokens that `rank` holds out of a tensor with all tokens, in joint order, along `dim`.
 
-        A copy, because models add to their hidden states in place.
+        It is a copy because models modify their hidden states in place.
         """
         return torch.cat([tensor.narrow(dim, start, stop - start) for s in self.held[rank] for start, stop in s], dim)
 
     def to_joint(self, tensor: Tensor, dim: int) -> Tensor:
-        """Bring a tensor that has all tokens along `dim` from gathered into joint order."""
+        """Reorder a tensor with all tokens along `dim` from gathered into joint order."""
         if self.in_order:
             return tensor
         key = ("joint", tensor.device)
@@ -218,14 +218,14 @@ def _count(streams: Iterable[Iterable[Segment]]) -> int:
 
 
 def normalize_dim(dim: int, ndim: int) -> int:
-    """Return `dim` counted from the front. Raises PlanError where there is no such dimension."""
+    """Return `dim` counted from the front. Raises PlanError if there is no such dimension."""
     if not -ndim <= dim < ndim:
         raise PlanError(f"dimension: got {dim}; allowed: {-ndim} to {ndim - 1} for a tensor of {ndim}. Correct the plan.")
     return dim if dim >= 0 else dim + ndim
 
 
 def clip_range(start: int, stop: int, window: tuple[int, int]) -> tuple[int, int]:
-    """Intersect [start, stop) with `window` and return it relative to the start of the window (may be empty)."""
+    """Intersect [start, stop) with `window`; return the result, which may be empty, relative to the start of the window."""
     low, high = window
     begin = min(max(start, low), high)
     return begin - low, max(begin, min(stop, high)) - low

@@ -1,4 +1,4 @@
-"""What a rank knows about the call that is running: streams, their lengths, and what was made of arguments that come again."""
+"""The state of a running call on one rank: streams, their lengths, and results for arguments that come again."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ AttentionStreams = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class CallState:
-    """What one rank knows about the call that is running: the length of every stream seen so far.
+    """The state of a running call on one rank: the length of every stream seen so far.
 
     Args:
         rank: this rank's index on the sequence axes.
         world_size: ranks on the sequence axes.
         gather: (this rank's tokens, stream, dimension of tokens) -> the tokens of all ranks.
-        kept: what a transform keeps for the next calls of the same model, under the transform itself as key.
+        kept: what a transform keeps for later calls of the same model, by transform.
         shares: of the ranks.
 
     Attributes:
-        arguments: of the model's forward, by name, as far as the caller tells.
+        arguments: of the model's forward, by name, as far as the caller passes them on.
         lengths: tokens of every stream seen so far.
         grids: frames, rows and columns of streams that were grids.
-        masked: id of a mask -> the mask, streams of the queries and keys it comes with, where a transform made them known.
-        whole: streams that every rank has all tokens of again.
+        masked: id of a mask -> the mask, and the streams of the queries and keys it belongs to, if a transform knows them.
+        whole: streams of which every rank has all tokens again.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CallState:
         self._memo: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
     def layout(self, streams: tuple[str, ...]) -> JointLayout:
-        """Layout of `streams` in joint order. Raises PlanError when one of them has not been seen yet."""
+        """Return the layout of `streams` in joint order. Raises PlanError if one of them has not been seen yet."""
         layout = self._layouts.get(streams)
         if layout is None:
             missing = [name for name in streams if name not in self.lengths]
@@ -79,16 +79,16 @@ class CallState:
         return layout
 
     def knows(self, streams: tuple[str, ...]) -> bool:
-        """Whether the lengths of all of them are known."""
+        """Return whether the lengths of all given streams are known."""
         return streams in self._layouts or all(name in self.lengths for name in streams)
 
     def define(self, stream: str, length: int, split: Split = CONTIGUOUS) -> None:
-        """Say how long a stream is and how it is split. The first to say so is right."""
+        """Define a stream's length and how it is split. The first definition counts."""
         if stream not in self.lengths:
             self.lengths[stream], self._splits[stream] = length, split
 
     def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
-        """The tokens of all ranks, in order. Every rank must call it."""
+        """Return the tokens of all ranks, in order. Every rank must call it."""
         if self._gather is None:
             raise PlanError("no ranks to gather from")
         return self._gather(value, stream, dim)
@@ -99,14 +99,14 @@ class CallState:
         self.lengths, self.grids, self._splits, self._layouts = {}, {}, {}, {}
 
     def end(self) -> None:
-        """Leave it."""
+        """Leave such a module."""
         self.lengths, self.grids, self._splits, self._layouts = self._around.pop()
 
     def once(self, key: object, source: Any, make: Any) -> Any:
         """Return `make()`, computed once per call for the object `source`.
 
-        A tensor that is changed in place counts as another one. Of one that was made in inference mode torch does not say whether
-        it was, so what is made of it is computed every time; ranks compute under `torch.no_grad`.
+        A tensor that was modified in place counts as a new one. torch does not track that for tensors made in inference mode: their
+        results are computed every time. Ranks compute under `torch.no_grad`.
         """
         counts = versions(tensors(source))
         if counts is None:
@@ -119,7 +119,7 @@ class CallState:
         return self._memo[slot][1]
 
     def close(self) -> None:
-        """The call has ended: let go of every tensor, and of the call itself. Lengths and layouts stay, for reports."""
+        """End the call: release its tensors and the call itself. Lengths and layouts stay, for reports."""
         self.arguments = {}
         self.masked.clear()
         self._memo.clear()

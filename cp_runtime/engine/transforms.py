@@ -1,11 +1,11 @@
-"""What becomes of an argument or output of a module: the vocabulary of plans.
+"""Transforms of a module's arguments and outputs: the vocabulary of plans.
 
-`ContextParallelInput` and `ContextParallelOutput` keep the names and meanings of diffusers. What is added: the token
-*streams* a tensor belongs to (diffusers knows one anonymous sequence), and arguments that are not tensors of tokens but
-speak about tokens (absolute indices, token ranges).
+`ContextParallelInput` and `ContextParallelOutput` keep the names and meanings of diffusers. Added are the token *streams* that a
+tensor belongs to (diffusers knows one anonymous sequence), and arguments that are not tensors of tokens but describe tokens
+(absolute indices, token ranges).
 
-A transform is called with the state of the running call and the full value, and returns what this rank's shard of the
-module must see. It is idempotent: a value that is local already passes unchanged.
+A transform is called with the state of the running call and the full value, and returns what the module must see on this rank.
+It is idempotent: a value that is already local passes unchanged.
 """
 
 from __future__ import annotations
@@ -109,15 +109,15 @@ class ContextParallelOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class GridInput:
-    """Split a tensor whose tokens lie in three dimensions, frames, rows and columns, inside each frame.
+    """Split a tensor whose tokens form a grid of frames, rows and columns, inside each frame.
 
-    What a rank gets has the same number of dimensions: frames, its tokens of a frame, 1. Works for modules that treat rows and
-    columns alike. A size of 1 in all three says nothing about tokens and passes.
+    The result has the same number of dimensions: frames, this rank's tokens of a frame, 1. This works for modules that treat rows
+    and columns alike. A tensor of size 1 in all three describes no tokens and passes.
 
     Args:
         stream: the tokens; the first tensor seen defines them.
         dim: the first of the three dimensions.
-        side: the same tensor comes with every module.
+        side: every module gets the same tensor: it is split once per call.
     """
 
     stream: str
@@ -153,15 +153,15 @@ class GridInput:
 
 @dataclass(frozen=True, kw_only=True)
 class WithNeighbours:
-    """This rank's tokens and those next to them, for what is no attention over all tokens: convolutions, windows, sums.
+    """Extend this rank's tokens by their neighbours, for operations other than attention: convolutions, windows, sums.
 
-    Splitting the output by `WithoutNeighbours` (or `ContextParallelInput`, where these are all tokens) leaves this rank's own.
+    Splitting the output by `WithoutNeighbours` (or by `ContextParallelInput` if it has all tokens) leaves this rank's own.
 
     Args:
-        stream: whose tokens, already defined, local or whole.
-        reach: tokens on either side; None = all.
+        stream: stream of the tokens, already defined, local or whole.
+        reach: number of tokens on either side; None = all.
         dim: dimension that counts tokens.
-        side: the same tensor comes with every module: it is gathered once per call.
+        side: every module gets the same tensor: it is gathered once per call.
     """
 
     stream: str
@@ -187,7 +187,7 @@ class WithNeighbours:
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutNeighbours:
-    """What `WithNeighbours` of the same stream and reach added is taken away."""
+    """Remove what `WithNeighbours` with the same stream and reach has added."""
 
     stream: str
     reach: int
@@ -202,7 +202,7 @@ class WithoutNeighbours:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenIndex:
-    """An absolute token index that separates a stream in two: becomes the boundary inside the local range."""
+    """Make an absolute token index, which divides a stream in two, the boundary inside the local range."""
 
     stream: str
 
@@ -215,12 +215,12 @@ class TokenIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRanges:
-    """A list of (start, stop, ...) over a stream: each becomes its part inside the local range, empty ones vanish.
+    """Clip (start, stop, ...) ranges over a stream to the local range, dropping empty ones.
 
     Args:
-        stream: the stream the ranges speak about.
-        after: a stream that stands before it in the same tensor, by its *local* length: the caller has shifted every range
-            by it, except a start of 0, which also covers that stream.
+        stream: the stream that the ranges refer to.
+        after: a stream in front of it in the same tensor, by its *local* length: the caller has shifted every range by it,
+            except a start of 0, which also covers that stream.
     """
 
     stream: str
@@ -242,9 +242,9 @@ class TokenRanges:
 
 @dataclass(frozen=True, kw_only=True)
 class JointRanges:
-    """(start, stop or None for the end, ...) over streams in joint order, one or a list: its parts among this rank's tokens.
+    """Clip (start, stop or None for the end, ...), one or a list, over streams in joint order to this rank's tokens.
 
-    A single one must lie within one stream, or be empty.
+    A single range must lie within one stream, or be empty.
     """
 
     streams: tuple[str, ...]

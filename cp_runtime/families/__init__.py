@@ -19,7 +19,7 @@ PLANS: dict[str, FamilyPlan] = {
 
 
 def class_name(model: nn.Module) -> str:
-    """Full name of a module's class, the key of `PLANS`."""
+    """Return the full name of a module's class, the key of `PLANS`."""
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 

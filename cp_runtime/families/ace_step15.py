@@ -16,7 +16,7 @@ WINDOW = 128
 
 
 def slides(model: nn.Module, path: str) -> bool:
-    """Whether an attention is to a window."""
+    """Return whether an attention is over a sliding window."""
     attention: Any = model.get_submodule(path)
     window = attention.sliding_window
     if window is not None and window > WINDOW:

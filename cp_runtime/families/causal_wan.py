@@ -1,4 +1,4 @@
-"""Wan for autoregressive sampling. Without the state of such a sampler it is an ordinary Wan; with it, it is refused."""
+"""Wan for autoregressive sampling. Without such a sampler's state it is an ordinary Wan; with it, it is refused."""
 
 from dataclasses import replace
 

@@ -14,7 +14,7 @@ VIDEO = ("video",)
 
 @dataclass(frozen=True, kw_only=True)
 class Frames(GridInput):
-    """The grid that all tokens come from. The tokens of one frame are a stream too, split as they are inside each frame."""
+    """Split the grid of all tokens. The tokens of one frame are a stream too, split as inside each frame."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         state.define("frame", math.prod(value.shape[self.dim + 1 : self.dim + 3]))
@@ -23,7 +23,7 @@ class Frames(GridInput):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeGrid:
-    """Something of the shape of the whole grid, for modules that make positions from a shape."""
+    """Return something in the shape of the whole grid, for modules that make positions from a shape."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         return value[:, :1, :1, :1].expand(-1, *state.grids["video"], -1)

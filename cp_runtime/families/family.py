@@ -1,4 +1,4 @@
-"""The plan of one class of ComfyUI's models, and the words that its table is written in.
+"""The plan of a class of ComfyUI's models, and the vocabulary of its table.
 
 diffusers' names are long for a line of a table. Here `tokens` and `side` make a `ContextParallelInput` and `gathered` makes a
 `ContextParallelOutput`, with the defaults that fit most models: hidden states are `[B, L, channels]`.
@@ -24,19 +24,19 @@ Streams = str | tuple[str, ...]
 def tokens(
     streams: Streams, *, dim: int = 1, dims: int = 3, frames: Callable[[CallState], int] | None = None, replicated: bool = False
 ) -> ContextParallelInput:
-    """Hidden states: the first such tensor says how long its stream is. `dim` counts tokens, `dims` is the number of dimensions."""
+    """Split hidden states: the first such tensor defines its stream's length; `dim` counts tokens, `dims` all dimensions."""
     return ContextParallelInput(dim, dims, streams=_joint(streams), frames=frames, replicated=replicated)
 
 
 def side(streams: Streams, *, dim: int, dims: int) -> ContextParallelInput:
-    """What speaks about tokens and is the same for every block: positions, masks, modulation. It is split once per call."""
+    """Split what describes tokens and is the same for every block (positions, masks, modulation), once per call."""
     return ContextParallelInput(dim, dims, streams=_joint(streams), side=True)
 
 
 def gathered(
     stream: Streams, *, dim: int = 1, dims: int = 3, within: tuple[str, ...] = (), when: Callable[[CallState], bool] | None = None
 ) -> ContextParallelOutput:
-    """Where the tokens of all ranks come together again: `stream` is what the module returns, or a part of it (`within`)."""
+    """Gather the tokens of all ranks: `stream` is what the module returns, or a part of it (`within`)."""
     return ContextParallelOutput(dim, dims, stream=stream, within=within, when=when)
 
 
@@ -52,11 +52,10 @@ class FamilyPlan(ShardingPlan):
         family: name shown to users.
         model_class: full name of the module class that the plan was written for.
         control: kind of ControlNet residuals ("input", "middle", "output") -> the stream, or streams in joint order, that they
-            are added to, or None where they are no tokens. Empty = the model takes none.
-        attention_names: full names of functions that ComfyUI's attention is called by where no transformer_options reach it.
-        shares_batch: given the arguments of a call, whether what the model computes of one item is the same without the
-            others; None = always.
-        rebuilt: "argument.key" of objects in dicts that the forward makes again where they are missing: not sent to the workers.
+            are added to, or None if they are not tokens. Empty = the model takes none.
+        attention_names: full names under which modules call ComfyUI's attention without passing transformer_options.
+        shares_batch: arguments of a call -> whether each item is computed independently of the others; None = always.
+        rebuilt: "argument.key" of objects in dicts that the forward rebuilds if they are missing: not sent to the workers.
     """
 
     family: str
@@ -67,12 +66,12 @@ class FamilyPlan(ShardingPlan):
     rebuilt: tuple[str, ...] = ()
 
     def batch_is_shared(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the items of a call may be computed on different ranks."""
+        """Return whether the items of a call may be computed on different ranks."""
         return self.shares_batch is None or self.shares_batch(arguments)
 
     @property
     def shares_sequence(self) -> bool:
-        """Whether ranks can share a sequence. If not, they share a batch only."""
+        """Whether ranks can share a sequence. If not, they only share a batch."""
         return bool(self.outputs)
 
     @property

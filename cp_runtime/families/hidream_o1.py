@@ -31,10 +31,10 @@ class KeptKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """A tensor of all tokens that a block is called with, `[..., tokens, D]`, or several.
+    """Split a tensor (or several) with all tokens of a block, `[..., tokens, D]`.
 
     Args:
-        side: the same tensor comes with every block.
+        side: every block gets the same tensor.
     """
 
     side: bool = False
@@ -54,11 +54,11 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class SameObject:
-    """The same tensor object for the same values: the model tells its kept keys apart by the identity of the reference images.
+    """Return the same tensor object for equal values: the model identifies its kept keys by the reference images' identity.
 
     Args:
-        number: of tensors that are remembered for as long as the plan is installed: more than the model keeps keys of, so that
-            none of those is another tensor by now.
+        number: of tensors to remember while the plan is installed: more than the model keeps keys for, so that each of those is
+            still the same tensor.
     """
 
     number: int = 8

@@ -15,7 +15,7 @@ PE = side(JOINT, dim=2, dims=6)
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """An output that defines a stream and stays whole. The first one counts."""
+    """Define a stream by the first such output, which stays whole."""
 
     stream: str
 

@@ -22,7 +22,7 @@ AUDIO_TOKENS = tokens(AUDIO)
 
 @dataclass(frozen=True, kw_only=True)
 class VideoAndAudio:
-    """The tokens of both, as a pair."""
+    """Split the tokens of both, given as a pair."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         return VIDEO_TOKENS(state, value[0], where), AUDIO_TOKENS(state, value[1], where)
@@ -30,7 +30,7 @@ class VideoAndAudio:
 
 @dataclass(frozen=True, kw_only=True)
 class FrameTimestep:
-    """ComfyUI's CompressedTimestep of the video: one row per frame and the tokens of a frame, or one row per token, or one."""
+    """Localise ComfyUI's CompressedTimestep of the video: one row per frame and its number of tokens, one per token, or one."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         return value if value is None else state.once(self, value, lambda: self._local(state, value, where))
@@ -52,7 +52,7 @@ def _side(streams: tuple[str, ...], dims: int, *names: str) -> Mapping[str, Tran
 
 
 def timesteps_are_alike(arguments: Mapping[str, Any]) -> bool:
-    """Whether all items have the same timesteps: gates follow the largest one of the whole batch."""
+    """Return whether all items have the same timesteps: gates follow the largest one of the whole batch."""
     times = [*tensors(arguments["timestep"]), *tensors(arguments.get("a_timestep"))]
     return all(torch.equal(time, time[:1].expand_as(time)) for time in times)
 

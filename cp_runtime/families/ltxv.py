@@ -18,10 +18,10 @@ VIDEO = ("noisy", "guides")
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedVideo:
-    """Video tokens `[B, tokens, D]`, guides last.
+    """Split video tokens `[B, tokens, D]`, guides last.
 
     Args:
-        per_frame: split inside each frame of the latent, where the tokens are whole frames.
+        per_frame: split inside each frame of the latent, if the tokens are whole frames.
     """
 
     per_frame: bool = False
@@ -32,7 +32,7 @@ class GuidedVideo:
         return value if value.shape[1] != layout.total else layout.take_local(value, state.rank, 1)
 
     def define(self, state: CallState, noisy: int, guides: int) -> None:
-        """Say how many there are, unless that is known."""
+        """Define the lengths of both streams, unless they are known."""
         if "noisy" not in state.lengths:
             for stream, length in zip(VIDEO, (noisy, guides), strict=True):
                 state.define(stream, length, self._split(state, length))
@@ -47,10 +47,10 @@ class GuidedVideo:
 
 @dataclass(frozen=True, kw_only=True)
 class GuideMask:
-    """ComfyUI's GuideAttentionMask, which knows where guides begin: the same for this rank's tokens.
+    """Localise ComfyUI's GuideAttentionMask, which knows where guides begin.
 
     Args:
-        video: the tokens it speaks of.
+        video: the tokens that it is about.
     """
 
     video: GuidedVideo

@@ -9,7 +9,7 @@ from .family import FamilyPlan, gathered, side, tokens
 
 
 def is_patched(state: CallState) -> bool:
-    """Whether patches of other nodes run between the layers."""
+    """Return whether patches of other nodes run between the layers."""
     options = state.arguments.get("transformer_options") or {}
     return bool(options.get("patches", {}).get("double_block"))
 

@@ -14,7 +14,7 @@ TOKENS = tokens(JOINT, dim=0, dims=2)
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """All tokens, `[tokens, D]`: text and references, then the audio and the video that are denoised."""
+    """Split all tokens, `[tokens, D]`: text and references, then the audio and video that are denoised."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         video, audio = state.arguments["x"]

@@ -13,7 +13,7 @@ JOINT = ("img", "txt")
 
 @dataclass(frozen=True, kw_only=True)
 class TextCrop:
-    """How many text tokens take part in attention: the first ones of all that a block is called with."""
+    """Define the text tokens that take part in attention: the first ones of those that a block is called with."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         state.define("txt", min(int(value), state.lengths["all txt"]), Split(replicated=True))

@@ -1,4 +1,4 @@
-"""SeedVR2: every rank computes the attention, which is within windows of different sizes; what is done per token is shared."""
+"""SeedVR2: every rank computes the attention, within windows of different sizes; work per token is shared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = tokens("video", dim=0, dims=2)
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCounts:
-    """Tokens of every item (of video and text), which stand one after the other in a stream: those that a rank has."""
+    """Return how many tokens of every item (video and text), one after the other in a stream, a rank has."""
 
     stream: str
 

@@ -18,7 +18,7 @@ TOKENS = tokens(AUDIO)
 
 @dataclass(frozen=True, kw_only=True)
 class LastTokens:
-    """A value for each of the last tokens, `[B, count, ...]`: the module puts zeros in front of those that a rank has."""
+    """Split a value per token for the last tokens, `[B, count, ...]`: the module puts zeros in front of a rank's part."""
 
     stream: str
 
@@ -31,7 +31,7 @@ class LastTokens:
 
 
 def takes_mean(model: nn.Module, path: str) -> bool:
-    """Whether the attention that a module belongs to scales its output around the mean over all tokens."""
+    """Return whether a module's attention scales its output around the mean over all tokens."""
     return bool(model.get_submodule(path.rpartition(".")[0]).feat_scale)
 
 

@@ -7,7 +7,7 @@ from .family import FamilyPlan, gathered, tokens
 
 
 def _layers(blocks: str, positions: str, stream: str) -> Mapping[str, ModulePlan]:
-    """Blocks, and the layers that make their rotary positions of the hidden states."""
+    """Plan blocks, and the layers that make their rotary positions from the hidden states."""
     return {
         positions: ModulePlan(inputs={"hidden_states": tokens(stream)}),
         blocks: ModulePlan(inputs={"x": tokens(stream)}, attention=(stream,)),

@@ -18,10 +18,10 @@ EXTRA_TOKENS = ("time_dim_concat", "reference_latent", "context_latents", "pose_
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """A value per run of tokens, `[B, runs, ...]`, that the module repeats over its tokens (`repeat_e`).
+    """Localise a value per run of tokens, `[B, runs, ...]`, which the module repeats over its tokens (`repeat_e`).
 
-    It passes unchanged where repeating it over the local tokens says the same, because a value per token is large: that is so
-    where the streams are split inside each run. Values with other dimensions, or one run, apply to all tokens and pass too.
+    It passes unchanged if repeating it over the local tokens is equivalent (streams split inside each run), because a value per
+    token is large. Values with other dimensions, or with one run, apply to all tokens and pass too.
     """
 
     streams: tuple[str, ...]
@@ -48,7 +48,7 @@ class Repeated:
 
 
 def timed_frames(state: CallState) -> int:
-    """Frames where each has a timestep of its own and there are no other tokens, else 1."""
+    """Return the number of frames if each has its own timestep and there are no other tokens, else 1."""
     x, timestep = state.arguments["x"], state.arguments["timestep"]
     plain = all(state.arguments.get(name) is None for name in EXTRA_TOKENS)
     return x.shape[2] if plain and timestep.ndim == 2 and timestep.shape[1] == x.shape[2] else 1

@@ -17,25 +17,25 @@ TOKENS = ("video", "references", "tail")
 
 
 def latent_frames(state: CallState) -> int:
-    """Frames of the latent and of what is appended to it."""
+    """Return the number of latent frames, appended ones included."""
     appended = state.arguments.get("time_dim_concat")
     return int(state.arguments["x"].shape[2]) + (0 if appended is None else int(appended.shape[2]))
 
 
 def sound_frames(state: CallState) -> int:
-    """HuMo: frames that have 16 tokens of sound each, reference frames included."""
+    """Return HuMo's number of frames with 16 tokens of sound each, reference frames included."""
     sound, reference = state.arguments.get("audio_embed"), state.arguments.get("reference_latent")
     return 1 if sound is None else sound.shape[1] + (0 if reference is None else reference.shape[2])
 
 
 def music_frames(state: CallState) -> int:
-    """WanDancer: eight pieces of a frame hear one token of music each."""
+    """Return WanDancer's number of runs with a token of music each: eight per frame."""
     return 1 if state.arguments.get("audio_embed") is None else 8 * latent_frames(state)
 
 
 @dataclass(frozen=True)
 class VideoThenReferences(ContextParallelInput):
-    """S2V's tokens. The number of references follows from the length."""
+    """Split S2V's tokens. The number of references follows from the length."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if "video" not in state.lengths:
@@ -59,7 +59,7 @@ class VideoThenReferences(ContextParallelInput):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalLength:
-    """The length of a stream: becomes what this rank has of it."""
+    """Replace the length of a stream by the number of its tokens on this rank."""
 
     stream: str
 

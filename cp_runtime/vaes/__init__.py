@@ -1,4 +1,4 @@
-"""One plan per class of VAE, as in `families`: data. `row_plan_for` finds the plan of a VAE."""
+"""Plans of VAEs, one per class: data, as in `families`. `row_plan_for` finds a VAE's plan."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""ComfyUI's attention override: sends planned self-attention through the ranks, leaves all other attention alone.
+"""ComfyUI's attention override: shares planned self-attention over the ranks, and leaves all other attention alone.
 
-The user's attention backend stays in force where no log-sum-exp is needed: it arrives as the function to call. Where one is
-needed (ring attention, alltoall), the kernel of the same name is taken if there is one.
+The user's attention backend is used wherever no log-sum-exp is needed: it arrives as the function to call. Where one is needed
+(ring attention, alltoall), the kernel of the same name is used if there is one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
 
 
 def compiled_attention(call: RunningCall) -> Server:
-    """What serves the attention of compiled blocks in a call."""
+    """Return what serves the attention of compiled blocks in a call."""
     import comfy.ldm.modules.attention as functions  # only here: benchmarks run the override without ComfyUI
 
     def attend(
@@ -112,7 +112,7 @@ def _shared(
     precision: torch.dtype | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Attention over the tokens of all ranks, with the kernel that `func` stands for."""
+    """Attend over the tokens of all ranks, with the kernel that `func` stands for."""
     if mask is not None and mask.ndim == 3:  # ComfyUI: [batch, rows, keys]
         mask = call.state.once("heads", mask, partial(mask.unsqueeze, 1))
     backend = getattr(func, "__name__", "")
@@ -123,7 +123,7 @@ def _shared(
 
 
 def _attend_with(func: Callable[..., Tensor], precision: torch.dtype | None, kwargs: dict[str, Any]) -> Attend:
-    """One of ComfyUI's attention functions, as `(q_BHLD, k_BKSD, v_BKSD, mask) -> out_BHLD`."""
+    """Adapt one of ComfyUI's attention functions to `(q_BHLD, k_BKSD, v_BKSD, mask) -> out_BHLD`."""
 
     def attend(q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
         return func(

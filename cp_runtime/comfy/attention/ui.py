@@ -1,4 +1,4 @@
-"""Which attention function a node chose for a model, read off the override that it set."""
+"""Find out which attention function a node chose for a model, from the override that it set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OVERRIDE = "optimized_attention_override"
 
 
 def attention_of(options: Mapping[str, Any], device_type: str) -> str | None:
-    """Name of the function (`wire.attention.attention_function`); None where nobody chose one.
+    """Return the name of the chosen function (see `wire.attention_function`); None if no node chose one.
 
     Args:
         device_type: of the ranks.
@@ -48,7 +48,7 @@ def attention_of(options: Mapping[str, Any], device_type: str) -> str | None:
 
 
 def _name_of(override: Any) -> str | None:
-    """None: it is not known what it does. An override that holds more than its attention has conditions of its own."""
+    """Return the function's name, or None if it is unknown: an override that holds anything else has conditions of its own."""
     variable = OVERRIDES.get(_name_in_pack(override))
     held = _held(override)
     if variable is None or set(held) != {variable}:
@@ -64,7 +64,7 @@ def _name_of(override: Any) -> str | None:
 
 
 def _sage_mode(attention: Callable[..., Any]) -> str | None:
-    """The mode of KJNodes' function, whose inner one is a closure over SageAttention's and names the precision of its sums."""
+    """Return the mode of KJNodes' function: its inner function closes over SageAttention's and names the precision of its sums."""
     inner = inspect.unwrap(_held(attention).get("sage_func", attention))
     held = _held(inner)
     if "sage_attention" in held:  # the mode itself
@@ -77,7 +77,7 @@ def _sage_mode(attention: Callable[..., Any]) -> str | None:
 
 
 def _held(function: Any) -> dict[str, Any]:
-    """Variables of a closure, by name."""
+    """Return the variables of a closure, by name."""
     if not isinstance(function, FunctionType):
         return {}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -85,7 +85,7 @@ def _held(function: Any) -> dict[str, Any]:
 
 
 def _name_in_pack(function: Any) -> str:
-    """`module:qualified.name`, without the folder of a pack, which ComfyUI puts in front of the names of its modules."""
+    """Return `module:qualified.name` without the pack's folder, which ComfyUI puts in front of module names."""
     module = getattr(function, "__module__", None) or ""
     if os.path.isabs(module):
         module = module.rpartition(os.sep)[2].partition(".")[2]

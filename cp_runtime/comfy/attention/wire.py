@@ -1,8 +1,8 @@
-"""Attention that a node chose for one model (`optimized_attention_override`), and the function of a rank that stands for it.
+"""Attention that a node chose for a model (`optimized_attention_override`), and the function that replaces it on a rank.
 
-No code of a node pack runs on a rank for this: a name travels, and the rank calls ComfyUI's function of that name, or
-SageAttention's. OVERRIDES has the functions of packs whose source was read, and which do nothing but give every attention to the
-one function that they hold. Whatever else a pack sets is refused.
+No code of a node pack runs on a rank for this: a name is sent, and the rank calls the function of that name in ComfyUI or
+SageAttention. OVERRIDES lists functions of packs whose source was read, and which only pass every attention to the one function
+that they hold. Anything else that a pack sets is refused.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ ON_CUDA = frozenset({*SAGE_MODES, "sage", "sage3", "flash", "xformers", "comfy_k
 
 
 def missing_for(name: str) -> str | None:
-    """What an attention function needs and this process does not have, or None. Ranks run in the same Python environment."""
+    """Return what an attention function needs that is not installed, or None. Ranks share this Python environment."""
     from comfy.ldm.modules import attention
 
     mode = SAGE_MODES.get(name)
@@ -87,7 +87,7 @@ def missing_for(name: str) -> str | None:
 
 @functools.cache
 def attention_function(name: str) -> Callable[..., Tensor]:
-    """The function of that name, with the signature of ComfyUI's. Raises MirrorError where there is none."""
+    """Return the function of that name, with the signature of ComfyUI's. Raises MirrorError if there is none."""
     from comfy.ldm.modules import attention
 
     if name not in SAGE_MODES and name not in attention.REGISTERED_ATTENTION_FUNCTIONS:

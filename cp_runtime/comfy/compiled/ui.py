@@ -1,4 +1,4 @@
-"""Torch Compile in a graph: what it asks for, and where it acts."""
+"""Torch Compile in a graph: its settings, and where it applies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .wire import encode_compile
 
 
 def compile_of(patcher: Any) -> dict[str, Any] | None:
-    """What the ranks shall tell `torch.compile`, in wire form; None where no node asks for it.
+    """Return what the ranks shall pass to `torch.compile`, in wire form; None if no node asks for it.
 
     Raises:
         UnsupportedError: the ranks cannot do that.
@@ -22,16 +22,16 @@ def compile_of(patcher: Any) -> dict[str, Any] | None:
 
 
 def is_known(patcher: Any, kind: str, key: Any) -> bool:
-    """Whether wrappers of a model are those of a node that says what it asks for."""
+    """Return whether a model's wrappers belong to a node that says how it compiles."""
     return (kind, key) == (WrappersMP.APPLY_MODEL, COMPILE_KEY) and TORCH_COMPILE_KWARGS in patcher.model_options
 
 
 class OnOneDevice:
-    """The wrapper that puts compiled modules in the place of a model's own, unless the model's calls go to the ranks.
+    """Wrapper that replaces a model's modules by compiled ones, unless the model's calls go to the ranks.
 
     Args:
-        wrapper: of ComfyUI.
-        goes_to_ranks: whether the calls of a transformer do.
+        wrapper: ComfyUI's wrapper.
+        goes_to_ranks: returns whether a transformer's calls do.
     """
 
     def __init__(self, wrapper: Callable[..., Any], goes_to_ranks: Callable[[Any], bool]) -> None:

@@ -1,4 +1,4 @@
-"""What a node asks of `torch.compile`, as it crosses to the ranks: names and plain numbers, of which each is known here."""
+"""Encode what a node asks of `torch.compile` for the ranks: names and plain numbers, each of them known here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECORDING = (
 
 
 def encode_compile(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """`torch_compile_kwargs` of a model -> plain data. `fullgraph` does not count: a block is compiled whole or not at all.
+    """Check `torch_compile_kwargs` and encode them as plain data. `fullgraph` is ignored: a block is compiled whole or not at all.
 
     Raises:
         UnsupportedError: the ranks cannot do that.
@@ -59,7 +59,7 @@ def encode_compile(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_compile(sent: Mapping[str, Any]) -> CompileSettings:
-    """The same on a rank. Raises MirrorError for what `encode_compile` does not make."""
+    """Decode them on a rank. Raises MirrorError for anything that `encode_compile` does not make."""
     try:
         plain = encode_compile(sent)
     except UnsupportedError as error:

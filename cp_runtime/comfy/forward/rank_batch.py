@@ -1,8 +1,8 @@
-"""Which arguments of ComfyUI's innermost forward the batch axis splits, and into how many groups.
+"""Which arguments of ComfyUI's innermost forward are split along the batch axis, and into how many groups.
 
-A call comes with everything that is to be computed at once (CFG halves, batch items, areas) stacked along dimension 0. Which
-of its arguments are stacked follows from an argument's name: ComfyUI's conditioning classes (`CONDRegular`, `CONDConstant`, ...)
-say so for every one of them, and `tests/unit/test_batch.py` compares the tables below with ComfyUI.
+A call has everything to be computed at once (CFG halves, batch items, areas) stacked along dimension 0. The name of an argument
+tells whether it is stacked: ComfyUI's conditioning classes (`CONDRegular`, `CONDConstant`, ...) say so for each of them, and
+`tests/unit/test_batch.py` compares the tables below with ComfyUI.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def share_out(
     sequence: bool,
     group_shares: Callable[[int], Shares] = lambda groups: (),
 ) -> BatchShares:
-    """Decide how a call is shared out. Every rank decides alike.
+    """Decide how a call is shared out. All ranks decide alike.
 
     Args:
         arguments: of the innermost forward, by name.
@@ -75,7 +75,7 @@ def share_out(
 
 
 def _is_fair(items: int, groups: int, shares: Shares) -> bool:
-    """Whether no group gets more of the items than its share says, or hardly more."""
+    """Return whether no group gets (much) more of the items than its share."""
     parts = zip(split_sizes(items, groups, shares), shares or (1,) * groups, strict=True)
     return max(own / share for own, share in parts) * (sum(shares) or groups) <= items * (UNFAIR if shares else 1)
 
@@ -91,7 +91,7 @@ def _unshareable(arguments: Mapping[str, Any], stacked: frozenset[str], items: i
 
 
 def take_items(shares: BatchShares, arguments: Mapping[str, Any], group: int) -> dict[str, Any]:
-    """A group's part of the arguments of a call, and of what ComfyUI says about the kinds of its items. Views, not copies."""
+    """Return a group's part of a call's arguments, and of ComfyUI's list of the kinds of items, as views."""
     part = shares.take(arguments, group)
     options = part.get("transformer_options") or {}
     if shares.groups > 1 and options.get(COND_KINDS):

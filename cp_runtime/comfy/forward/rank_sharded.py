@@ -36,7 +36,7 @@ def run_sharded(
     on_module: Callable[[], None] | None = None,
     weights: ShardedWeights | None = None,
 ) -> tuple[Any, CallState]:
-    """Call `forward`, a method of the model, with whole `arguments` (by name). Returns (whole output, state after the call).
+    """Call `forward`, a method of the model, with whole arguments by name. Return (whole output, state after the call).
 
     Args:
         mesh, planner, on_module, weights: see `InstalledPlan.call`.
@@ -57,7 +57,7 @@ def run_sharded(
 
 
 def _local_control(arguments: Mapping[str, Any], state: CallState, plan: FamilyPlan) -> dict[str, Any]:
-    """ControlNet residuals as the forward of this rank must see them. They may come in memory shared with other processes."""
+    """Return the ControlNet residuals for this rank's forward. They may lie in memory shared with other processes."""
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     local: dict[str, Any] = {}
     for kind, residuals in arguments["control"].items():
@@ -70,7 +70,7 @@ def _local_control(arguments: Mapping[str, Any], state: CallState, plan: FamilyP
 
 
 def _copied(residual: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device. CUDA copies pinned memory when it gets there, and keeps the host waiting with any other."""
+    """Copy to the device. CUDA copies from pinned memory asynchronously; from any other it makes the host wait."""
     if device.type == "cuda":
         return residual.pin_memory().to(device, non_blocking=True)
     return residual.to(device, copy=True)
@@ -80,10 +80,10 @@ class LocalResiduals(Sequence[Tensor | None]):
     """ControlNet residuals `[B, tokens, D]`. A rank's part is copied to its device when the forward asks for it.
 
     Args:
-        residuals: of every block, over the first tokens of the streams (reference tokens behind them get none). Several blocks may
-            have the same one: it is copied once.
-        state: of the running call; the streams are known by the time a residual is asked for.
-        streams: whose tokens they are added to, in joint order; once they are gathered, they get the whole residual.
+        residuals: of every block, over the first tokens of the streams (reference tokens behind them get none). Blocks may share
+            one, which is copied once.
+        state: of the running call; by the time a residual is asked for, the streams are known.
+        streams: streams that they are added to, in joint order; once these are gathered, the whole residual is.
         device: of this rank.
     """
 
@@ -101,7 +101,7 @@ class LocalResiduals(Sequence[Tensor | None]):
         return self._local(self._residuals[index])
 
     def pop(self) -> Any:
-        """Take the last one out, as some forwards do."""
+        """Remove and return the last one, as some forwards do."""
         return self._local(self._residuals.pop())
 
     def _local(self, residual: Tensor | None) -> Tensor | None:
@@ -129,7 +129,7 @@ class LocalResiduals(Sequence[Tensor | None]):
 
 @contextmanager
 def _attention_by_name(names: Sequence[str], override: Callable[..., Tensor]) -> Iterator[None]:
-    """Put `override` in the place of functions that modules call by name, without transformer_options."""
+    """Replace functions that modules call by name, without transformer_options, while active."""
     with ExitStack() as undo:
         for name in names:
             module, _, function = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""What Apply Context Parallel does to a MODEL, and how it is undone."""
+"""Apply context parallelism to a MODEL, and undo it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
 
 
 def timed(patcher: Any) -> Any:
-    """The given patcher, whose runs are measured: those on one device, too, for comparison."""
+    """Have a patcher's runs measured, also those on one device, for comparison. Return the patcher."""
     parallel = isinstance(patcher, ContextParallelPatcher)
     time_calls(patcher, patcher.cp_config.devices[0] if parallel else str(patcher.load_device))
     return patcher
@@ -88,7 +88,7 @@ def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any,
 
 
 def call_memory(model: Any, noise_shape: Any, conds: dict[str, Any]) -> tuple[float, float]:
-    """Bytes that ComfyUI expects a call to take, and how many times what it expects for the latent alone."""
+    """Return the bytes that ComfyUI expects a call to take, and their ratio to what it expects for the latent alone."""
     alone = model.memory_required(list(noise_shape))
     _, together = estimate_memory(model, noise_shape, conds)
     return together, max(1.0, together / alone) if alone > 0 else 1.0

@@ -1,8 +1,7 @@
-"""The transformer's innermost frame, in the UI process, sent to the workers instead.
+"""Send the transformer's innermost forward, in the UI process, to the workers.
 
-Innermost, so that wrappers which skip or repeat the forward (step caches, seam smoothing) keep their meaning. Installed on the
-instance for as long as a patcher of ours is the one that is loaded, so that it does not depend on what samplers and guiders
-hand on.
+It is the innermost one, so that wrappers which skip or repeat it (step caches, seam smoothing) keep their meaning. It is installed
+on the instance while a patcher of ours is the loaded one, so that it does not depend on what samplers and guiders hand on.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, torch_device, lis
 
 
 class Owner(Protocol):
-    """What a patcher does for its interception."""
+    """What an interception needs of its patcher."""
 
     model: Any
     cp_config: RuntimeConfig
@@ -44,7 +43,7 @@ class Owner(Protocol):
 
 
 class WorkerForward:
-    """Stands in for a method of one transformer instance.
+    """Replacement for a method of one transformer instance.
 
     Args:
         owner: the patcher; held weakly, because it holds the model.
@@ -104,7 +103,7 @@ class WorkerForward:
         return patches_and_attention(options, self.model, owner.cp_config.device_type, latent)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of a call by name, extra keywords included."""
+        """Return the arguments of a call by name, extra keywords included."""
         bound = dict(self.signature.bind(*args, **kwargs).arguments)
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -118,19 +117,19 @@ class WorkerForward:
 
 
 def innermost_method(model: nn.Module) -> str:
-    """`_forward` where the class calls it through ComfyUI's wrappers, else `forward`."""
+    """Return `_forward` if the class calls it through ComfyUI's wrappers, else `forward`."""
     return "_forward" if hasattr(type(model), "_forward") else "forward"
 
 
 def is_intercepted(model: nn.Module) -> bool:
-    """Whether a model's calls go to the workers."""
+    """Return whether a model's calls go to the workers."""
     return isinstance(vars(model).get(innermost_method(model)), WorkerForward)
 
 
 def check_forward(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse a forward that a node has put in the place of the transformer's: it need not come to the one that is intercepted.
+    """Refuse a forward that a node has put in place of the transformer's: it may never reach the intercepted one.
 
-    A wrapper of ComfyUI, around every call. Nodes that replace a forward for one call, as step caches do, do it around that.
+    This ComfyUI wrapper is around every call. Nodes that replace a forward for a single call, as step caches do, do so outside it.
     """
     model = executor.class_obj.diffusion_model  # type: ignore[attr-defined]
     installed = vars(model).get(innermost_method(model))
@@ -142,7 +141,7 @@ def check_forward(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 class GuardedForward:
-    """Stands in for a `forward` that may go past the innermost method: refuses what would then run in this process.
+    """Replacement for a `forward` that may bypass the innermost method: refuses what would then run in this process.
 
     Args:
         owner, model: as for WorkerForward.

@@ -1,7 +1,7 @@
-"""What keeps a model, as the graph built it, from running on the workers. One sentence each, with a remedy.
+"""What keeps a model, as the graph built it, from running on the workers: one sentence each, with a remedy.
 
-The workers hold the model, its weight patches and stock forwards. Whatever else another node attached to the model exists in
-the UI process only, and must be refused: a sharded forward would silently run without it.
+The workers hold the model, its weight patches and stock forwards. Anything else that another node attached to the model exists only
+in the UI process, and must be refused: a sharded forward would silently run without it.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _attached(patcher: Any) -> Iterator[str]:
 
 
 def replaced_code(model: nn.Module) -> Iterator[str]:
-    """What other nodes put into modules of a model, which the workers do not have."""
+    """Yield what other nodes put into modules of a model and the workers do not have."""
     for name, module in model.named_modules():
         if any(_is_foreign(module, method) for method in FORWARDS):
             yield f"a node replaced the forward of {name or type(model).__name__}. {_REMEDY}"
@@ -146,7 +146,7 @@ def replaced_code(model: nn.Module) -> Iterator[str]:
 
 
 def _is_foreign(module: nn.Module, method: str) -> bool:
-    """Whether an instance's method is not its class's. ComfyUI leaves the stock method on the instance when it undoes a patch."""
+    """Return whether an instance's method is not its class's. ComfyUI leaves the stock method there when it undoes a patch."""
     own = vars(module).get(method)
     if own is None or getattr(own, "sends_to_workers", False):  # ours, see interception.py
         return False

@@ -1,8 +1,8 @@
-"""The MODEL that Apply Context Parallel returns: ComfyUI's memory manager and samplers see an ordinary ModelPatcher, its weights
-are on the workers, and the denoise call goes there.
+"""The MODEL that Apply Context Parallel returns. To ComfyUI's memory manager and samplers it is an ordinary ModelPatcher; its
+weights are on the workers, and denoise calls go there.
 
-Of the UI process's `BaseModel`, everything but the transformer's forward is used as it is: model sampling, conditioning,
-latent format, object patches on them.
+Everything of the UI process's `BaseModel` but the transformer's forward is used as it is: model sampling, conditioning, latent
+format, object patches on them.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     # --- what the memory manager asks and tells -------------------------------------------------------------------------
 
     def model_size(self) -> int:
-        """Bytes that the model takes of this process's device: none where no rank has it, and less than all of it where the ranks
-        share it out."""
+        """Return the bytes that the model takes on this process's device: 0 if no rank uses that device, and less than the whole if
+        the ranks share the weights out.
+        """
         if not self.cp_local and str(self.load_device) not in self.cp_config.devices:
             return 0
         workers = None if self.cp_local else CONTROLLER.workers
@@ -101,9 +102,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return super().lowvram_patch_counter() if self.cp_local else 0
 
     def get_free_memory(self, device: torch.device) -> int:
-        """Bytes for a call: how many CFG halves, items and areas a sampler computes at once follows from it.
+        """Return the bytes that a call may take. From it samplers decide how many CFG halves, items and areas to compute at once.
 
-        This process sees the device of rank 0 only, and what rank 0 keeps of freed memory there counts as taken.
+        This process only sees rank 0's device, where memory that rank 0 has freed but keeps counts as taken.
         """
         workers = CONTROLLER.workers
         room = workers.room if not self.cp_local and workers is not None and workers.serves(self.cp_config) else None
@@ -164,7 +165,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     # --- one denoise call ------------------------------------------------------------------------------------------------
 
     def refuse(self, obstacle: str) -> None:
-        """Raise, or switch to the stock path on one device with a warning, as on_unsupported says."""
+        """Raise, or switch to ComfyUI's own path on one device with a warning, as on_unsupported says."""
         if self.cp_config.on_unsupported == "error":
             raise noted(UnsupportedError(f"Apply Context Parallel: {obstacle}"))
         log.warning("running on a single device: %s", obstacle)
@@ -173,7 +174,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         settle(self.model)
 
     def refuse_call(self, obstacle: str) -> None:
-        """`refuse`, once sampling has begun: the weights come to this process now."""
+        """Refuse after sampling has begun: the weights are loaded into this process now."""
         self.refuse(obstacle)
         release(self, self.model.diffusion_model)
         self._load_here(self.load_device, 1e32)
@@ -185,7 +186,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return with_cancel(lambda cancelled: CONTROLLER.call(self.cp_config, self._target(), call, executing_node(), cancelled))
 
     def _load_here(self, device: torch.device, extra_memory: float, force_patch_weights: bool = False) -> int:
-        """Load the model as a ModelPatcher of ComfyUI does, onto a device of this process."""
+        """Load the model onto a device of this process, as ComfyUI's ModelPatcher does."""
         if give_back(self.model):
             super().unpatch_model(self.offload_device, unpatch_weights=True)
         if is_dynamic(self.model):
@@ -219,7 +220,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 def with_cancel(run: Callable[[Callable[[], bool]], Any]) -> Any:
     """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt.
 
-    With each look, the node shows how far the ranks are with loading a model.
+    Every poll also shows on the node how far the ranks have loaded a model.
     """
     bar = LoadingBar()
 
@@ -235,13 +236,13 @@ def with_cancel(run: Callable[[Callable[[], bool]], Any]) -> Any:
 
 
 def noted(error: UnsupportedError) -> UnsupportedError:
-    """The error with which a run is refused, once the status has it."""
+    """Record the error with which a run is refused in the status, and return it."""
     CONTROLLER.fail(error, executing_node())
     return error
 
 
 def executing_node() -> Node | None:
-    """The node of the graph that runs in this thread."""
+    """Return the node of the graph that runs in this thread."""
     context = get_executing_context()
     if context is None:
         return None

@@ -1,7 +1,7 @@
-"""What some transformers make of their texts before sampling, with weights of their own: LTX-2, Anima, MiniMax.
+"""Text processing that some transformers do before sampling, with weights of their own: LTX-2, Anima, MiniMax.
 
-ComfyUI calls it in this process, where a model that lives on the workers has no weights but the pages of its file, without
-patches and on no device. The modules that it runs get theirs for as long as it takes, patched as ComfyUI patches what it loads.
+ComfyUI calls it in this process, where a model that lives on the workers has no weights but the pages of its file, unpatched and
+on no device. The modules that it runs get their weights for the duration, patched as ComfyUI patches what it loads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREFIX = "diffusion_model."
 
 
 class Patcher(Protocol):
-    """What has the patches of a model."""
+    """A patcher with a model's patches."""
 
     model: Any
 
@@ -31,7 +31,7 @@ class Patcher(Protocol):
 
 
 class LocalTexts:
-    """Stands in for the method of one transformer instance.
+    """Replacement for the method of one transformer instance.
 
     Args:
         patcher: has the patches; held weakly, because it holds the model.
@@ -52,7 +52,7 @@ class LocalTexts:
 
 @contextmanager
 def _weights_at(patcher: Patcher, model: nn.Module, device: torch.device) -> Iterator[None]:
-    """While active, modules of the model that are called have their patched weights on a device."""
+    """Give modules of the model that are called their patched weights on a device, while active."""
     paths = {module: path for path, module in model.named_modules() if path}
     kept: list[tuple[dict[str, Any], str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""Has the sampling runs of a model measured, whether it computes on one device or on several."""
+"""Measure a model's sampling runs, whether on one device or on several."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def stop_timing(patcher: Any) -> None:
 
 
 def recipe_key(patcher: Any) -> str | None:
-    """Key of a model's file, None where its loader left no recipe that workers could follow."""
+    """Return the key of a model's file, or None if its loader left no recipe that workers could follow."""
     with contextlib.suppress(MirrorError, UnsupportedError):
         return recipe_of(patcher).key
     return None

@@ -26,7 +26,7 @@ def attach_network(key: str, encoded: dict[str, Any], device: torch.device) -> N
 
 
 def decode_node_patches(encoded: dict[str, Any], call: RunningCall) -> dict[str, Any]:
-    """The entries `patches` and `patches_replace` of transformer_options on this rank."""
+    """Rebuild the entries `patches` and `patches_replace` of transformer_options on this rank."""
     decoder = _Decoder(encoded["entries"])
 
     def patch(index: int) -> Callable[..., Any]:

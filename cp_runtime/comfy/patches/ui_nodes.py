@@ -1,4 +1,4 @@
-"""Patches that other nodes put into the transformer, in the UI process: whether they can be mirrored, and what is sent for them."""
+"""Patches that other nodes put into the transformer, in the UI process: check that they can be mirrored, and encode them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class PatchSet:
     """The patches of one call.
 
     Args:
-        encoded: what stands for them in `transformer_options`: plain data and tensors; empty where there are none.
-        networks: that they refer to, by key.
+        encoded: their form in `transformer_options`: plain data and tensors; empty if there are none.
+        networks: networks that they refer to, by key.
         mixes_batch: one of them needs all items of the batch.
     """
 
@@ -80,7 +80,7 @@ class PatchSet:
 
 
 def _check(entry: tuple[str, str, Any, Any], model: nn.Module) -> Patch:
-    """How a patch is mirrored. Raises UnsupportedError where it cannot be."""
+    """Return how a patch is mirrored. Raise UnsupportedError if it cannot be."""
     kind, name, _, patch = entry
     known = MIRRORED.get(name_of(patch))
     if known is None:
@@ -105,7 +105,7 @@ def _check_plain(encoded: dict[str, Any], networks: Mapping[str, nn.Module]) -> 
 
 
 def node_of(patch: Any) -> str:
-    """Id of the node that made a patch, or, where it cannot be told, the file that it is from."""
+    """Return the id of the node that made a patch, or the pack or file it comes from if that is unknown."""
     module, _, path = name_of(patch).partition(":")
     head = path.split(".")[0]
     if head in _MADE_BY and module.startswith("comfy"):
@@ -117,13 +117,13 @@ def node_of(patch: Any) -> str:
 
 
 def display_name(node: str) -> str:
-    """What the user calls a node."""
+    """Return the name under which users know a node."""
     names = getattr(sys.modules.get("nodes"), "NODE_DISPLAY_NAME_MAPPINGS", {})
     return str(names.get(node) or node)
 
 
 def _entries(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
-    """(kind, name, place in it, patch) of every patch."""
+    """Yield (kind, name, place in it, patch) of every patch."""
     for name, patches in options.get("patches", {}).items():
         for patch in patches:
             yield "patches", name, None, patch
@@ -133,7 +133,7 @@ def _entries(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 class _Encoder:
-    """Patches may share objects: each becomes one entry of a list."""
+    """Encodes patches, which may share objects: each becomes one entry of a list."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def weight_patches_digest(tree: Any, block: Tensor) -> str:
-    """SHA-256 over the patches as they travel: tree and tensor bytes."""
+    """Return the SHA-256 of the patches as they travel: tree and tensor bytes."""
     digest = hashlib.sha256(json.dumps(tree, separators=(",", ":")).encode())
     digest.update(block.numpy().data)
     return digest.hexdigest()

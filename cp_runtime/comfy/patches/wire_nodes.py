@@ -1,9 +1,8 @@
 """Patches that other nodes put into the transformer (`transformer_options`), rebuilt on the workers.
 
-A patch is a function inside a node's code, or an object of one of ComfyUI's classes. What travels is its name and the data that it
-holds; a worker finds the same code under that name in its own ComfyUI and gives it that data. Only names in MIRRORED are looked
-up. A patch sees what the forward of its rank sees: this rank's tokens. Where that is not what it expects, MIRRORED says how it is
-adapted.
+A patch is a function inside a node's code, or an object of one of ComfyUI's classes. Its name and the data it holds are sent; a
+worker finds the same code by name in its own ComfyUI and gives it the data. Only names in MIRRORED are looked up. A patch sees what
+its rank's forward sees: this rank's tokens. If it expects anything else, MIRRORED says how it is adapted.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Patch:
 
 
 def _on_whole_tokens(stream: str, *names: str) -> Adapt:
-    """Run the patch on the tokens of all ranks, on every rank: `names` are gathered, and what it returns is split again."""
+    """Run the patch on all tokens on every rank: gather the arguments `names`, and split what it returns."""
 
     def adapt(patch: Any, call: RunningCall) -> Callable[..., Any]:
         def adapted(arguments: dict[str, Any]) -> Any:
@@ -69,7 +68,7 @@ def _on_whole_tokens(stream: str, *names: str) -> Adapt:
 
 
 def _with_local_hint(patch: Any, call: RunningCall) -> Callable[..., Any]:
-    """Add the hint of this rank's tokens to this rank's tokens."""
+    """Add the hint for this rank's tokens only."""
 
     def adapted(arguments: dict[str, Any]) -> Any:
         hint = patch.encoded_image

@@ -18,7 +18,7 @@ FUNCTIONS = {"swap_scale_shift": comfy.utils.swap_scale_shift}
 
 
 def encode_weight_patches(patches: dict[str, list[tuple[Any, ...]]]) -> list[Any]:
-    """Patches of a ModelPatcher -> nested lists and tuples of plain values and tensors.
+    """Encode a ModelPatcher's patches as nested lists and tuples of plain values and tensors.
 
     Raises:
         MirrorError: a patch is of a kind that the workers cannot rebuild; the message names it.
@@ -27,7 +27,7 @@ def encode_weight_patches(patches: dict[str, list[tuple[Any, ...]]]) -> list[Any
 
 
 def decode_weight_patches(encoded: list[Any]) -> dict[str, list[tuple[Any, ...]]]:
-    """Inverse of `encode_weight_patches`. Raises MirrorError for an unknown adapter or function."""
+    """Invert `encode_weight_patches`. Raises MirrorError for an unknown adapter or function."""
     return {key: [_decode(*entry) for entry in entries] for key, entries in encoded}
 
 

@@ -1,4 +1,4 @@
-"""One call of a VAE on this rank: a part of the rows of every picture, or some of the tiles."""
+"""One call of a VAE on this rank: a part of the rows of every picture, or some tiles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .wire import INPUT, TILES
 def call_vae(
     mirrors: Mirrors, request: Call, arguments: dict[str, Any], mesh: BatchMesh, on_step: Callable[[], None]
 ) -> tuple[Any, CallOutcome]:
-    """Decode or encode on all ranks. Returns what rank 0 has of it, and what the call did.
+    """Decode or encode on all ranks. Return rank 0's part of the result, and what the call did.
 
     Args:
         arguments: INPUT, its dimensions in the order in which they lie in memory; `order`, which dimension each of them is;
@@ -60,7 +60,7 @@ def call_vae(
 
 
 def _run(mirror: Mirror, method: str, device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype, x: Tensor) -> Tensor:
-    """The VAE's own method. What it is given may lie in memory that other processes read."""
+    """Run the VAE's own method on a copy, as the input may lie in memory that other processes read."""
     out: Tensor = getattr(mirror.model, method)(x.to(device=device, dtype=dtype, copy=True))
     return out.to(device=device, dtype=out_dtype)
 
@@ -74,7 +74,7 @@ def _tiles(
     device: torch.device,
     on_step: Callable[[], None],
 ) -> list[Tensor] | None:
-    """Run one tile on every rank at a time, and bring the results to rank 0. So no rank keeps them, or runs ahead of a Cancel."""
+    """Run one tile per rank at a time and send results to rank 0, so that no rank keeps them or runs ahead of a Cancel."""
     results: dict[int, Tensor] = {}
     for now in in_rounds([tile.numel() for tile in tiles], group.size):
         on_step()

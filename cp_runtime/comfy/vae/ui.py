@@ -1,8 +1,8 @@
-"""A VAE whose decode and encode run on all ranks. Everything else of them is ComfyUI's own: cropping, scaling, batches, tiles.
+"""A VAE that decodes and encodes on all ranks. The rest is ComfyUI's own: cropping, scaling, batches, tiles.
 
-ComfyUI's `VAE` calls two methods of its network. A shallow copy of it has a network in its place that sends those calls to the
-ranks. In mode *exact* the ranks share the rows of every picture. In mode *tiles* ComfyUI's tiled decode runs twice: once to find
-out which tiles there are, which the ranks then decode side by side, and once to blend the results in its own order.
+ComfyUI's `VAE` calls two methods of its network. A shallow copy of it gets a network that sends those calls to the ranks. In mode
+*exact* the ranks share the rows of every picture. In mode *tiles* ComfyUI's tiled decode runs twice: once to find out which tiles
+there are, which the ranks then decode side by side, and once to blend the results in its own order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REMEDY = "Use VAE Decode or VAE Encode, or set on_unsupported of CP Config to '
 
 
 def _config_in_use() -> RuntimeConfig:
-    """The config of the ranks that there are, or that of a node without one."""
+    """Return the config of the running ranks, or the default one."""
     workers = CONTROLLER.workers
     return workers.pool.config if workers is not None else default_config()
 
@@ -89,7 +89,7 @@ def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[
 
 
 def mode_for(vae: Any, mode: str) -> str:
-    """How a VAE runs on the ranks: EXACT or TILES. Raises UnsupportedError where it cannot run as asked."""
+    """Return how a VAE runs on the ranks: EXACT or TILES. Raises UnsupportedError if it cannot run as asked."""
     network = vae.first_stage_model
     obstacle = next(_obstacles(vae), None)
     if obstacle is not None:
@@ -141,11 +141,11 @@ class RankedVAE:
             raise UnsupportedError(f"{error} {_REMEDY}") from error
 
     def exact(self) -> Any:
-        """ComfyUI's VAE, with all decodes and encodes on all ranks."""
+        """Return ComfyUI's VAE with all decodes and encodes on all ranks."""
         return self._with(Network(self.vae.first_stage_model, self._exact))
 
     def tiled(self, run: Callable[[Any], Any]) -> Any:
-        """What a tiled decode or encode makes, with its tiles on all ranks."""
+        """Run a tiled decode or encode with its tiles on all ranks."""
         found: list[tuple[str, Tensor]] = []
         with _without_bar():
             run(self._with(Network(self.vae.first_stage_model, partial(self._note, found))))
@@ -159,7 +159,7 @@ class RankedVAE:
             return run(self._with(Network(self.vae.first_stage_model, lambda method, tile: next(done))))
 
     def _with(self, network: Network) -> Any:
-        """A copy of the VAE with another network, and with 1/N of what it expects to take of a device."""
+        """Copy the VAE with another network, expecting 1/N of the memory."""
         vae, ranks = copy.copy(self.vae), self._config.world_size
         vae.first_stage_model, vae.patcher = network, self.patcher
         vae.device = torch.device("cpu")  # ranks read what they get from the memory of this process
@@ -172,7 +172,7 @@ class RankedVAE:
         return tile.new_zeros(()).expand(self._result_shape(method, tile))
 
     def _result_shape(self, method: str, tile: Tensor) -> list[int]:
-        """What becomes of a tile, by the VAE's own figures."""
+        """Return the shape that a tile becomes, by the VAE's own figures."""
         vae, dims = self.vae, tile.ndim - 2
         if method == "decode":
             ratios, channels = vae.upscale_ratio, vae.output_channels
@@ -228,10 +228,10 @@ class RankedVAE:
 
 
 class Network:
-    """Stands in for the network of ComfyUI's VAE.
+    """Replacement for the network of ComfyUI's VAE.
 
     Args:
-        stock: what it stands in for; everything but `decode` and `encode` is that one's.
+        stock: the network that it replaces, and to which everything but `decode` and `encode` is passed on.
         run: (name of the method, input) -> result.
     """
 
@@ -263,7 +263,7 @@ class Network:
 
 @contextlib.contextmanager
 def _without_bar() -> Iterator[None]:
-    """While active, ComfyUI counts no steps of what is not computed here."""
+    """Keep ComfyUI's progress bar from counting steps that are not computed here, while active."""
     hook = comfy.utils.PROGRESS_BAR_HOOK
     comfy.utils.set_progress_bar_global_hook(None)
     try:

@@ -1,4 +1,4 @@
-"""The ModelPatcher of a VAE whose weights are on the ranks: what ComfyUI's memory manager sees of it."""
+"""The ModelPatcher of a VAE whose weights are on the ranks, for ComfyUI's memory manager."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MANY = 1 << 62
 
 
 class VAEPatcher(ContextParallelPatcher):
-    """As `ContextParallelPatcher`, for a VAE: there is nothing to intercept, and every rank holds all of its weights."""
+    """A `ContextParallelPatcher` for a VAE: nothing is intercepted, and every rank holds all of its weights."""
 
     @classmethod
     def over(cls, patcher: Any, config: RuntimeConfig) -> VAEPatcher:
-        """One over the model of a VAE's ModelPatcher, whatever kind of memory management that does."""
+        """Make one for the model of a VAE's ModelPatcher, whatever its memory management."""
         made: VAEPatcher = patcher.clone(disable_dynamic=True, model_override=patcher.get_clone_model_override())
         made.__class__ = cls
         made.cp_config = cls.config_of(config)
@@ -36,11 +36,11 @@ class VAEPatcher(ContextParallelPatcher):
 
     @staticmethod
     def config_of(config: RuntimeConfig) -> RuntimeConfig:
-        """The config by which a VAE is kept: one is small beside what it computes."""
+        """Return the config by which a VAE is kept: whole, as it is small compared with what it computes."""
         return replace(config, weights=WHOLE, memory_per_rank=0.0)
 
     def get_free_memory(self, device: torch.device) -> int:
-        """Bytes for a call: how many items of a batch ComfyUI gives to the VAE at once follows from it."""
+        """Return the bytes that a call may take: from this ComfyUI decides how many items the VAE gets at once."""
         workers = CONTROLLER.workers
         room = workers.room if workers is not None and workers.serves(self.cp_config) else None
         return MANY if room is None else room
@@ -59,7 +59,7 @@ class VAEPatcher(ContextParallelPatcher):
         return self.model
 
     def target(self) -> Target:
-        """What the ranks' copy must equal. Raises MirrorError when its file was cut off."""
+        """Return what the ranks' copy must equal. Raises MirrorError if its file was truncated."""
         recipe, notes = vae_recipe_of(self), notes_of(self.model)
         if notes.check_file is not None:
             notes.check_file()

@@ -29,7 +29,7 @@ class StepBar:
         self._shown = 0
 
     def show(self, workers: Any) -> bool:
-        """Show what is done. Returns whether the user has cancelled."""
+        """Show what is done. Return whether the user has cancelled."""
         if comfy.model_management.processing_interrupted():
             return True
         if self._bar is None or workers is None or workers.pool.doing != "call":
@@ -42,7 +42,7 @@ class StepBar:
         return False
 
     def done(self, workers: Any) -> None:
-        """The call has ended well: remember its steps."""
+        """Remember the number of steps of a call that has ended well."""
         record = None if workers is None else workers.last_call
         if record is not None:
             _steps.pop(self._kind, None)

@@ -15,13 +15,13 @@ _REMEDY = "Use Load VAE or Load Checkpoint."
 
 
 def vae_recipe_of(patcher: Any) -> Recipe:
-    """Return the recipe of a VAE's ModelPatcher. It is read once per VAE.
+    """Return the recipe of a VAE's ModelPatcher, which is read once per VAE.
 
-    No stamp is taken when ComfyUI loads a VAE by itself, so its file is the one that is there when the recipe is read; that the
-    weights are the same is compared once the ranks have loaded it (`target.verify`).
+    ComfyUI takes no stamp when it loads a VAE, so its file is the one found when the recipe is read. Once the ranks have loaded it,
+    their weights are compared (`target.verify`).
 
     Raises:
-        MirrorError: its loader left none, or one that workers do not follow.
+        MirrorError: its loader left no recipe, or one that workers do not follow.
     """
     return once(patcher, _read)
 

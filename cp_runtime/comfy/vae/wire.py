@@ -14,7 +14,7 @@ INPUT = "vae_input"
 
 
 def dtypes_of(model: Any) -> tuple[str, str]:
-    """The dtype of a model's weights, and the one that it computes in where that is another, both by name."""
+    """Return the names of a model's weight dtype, and of the dtype that it computes in if that differs."""
     if hasattr(model, "manual_cast_dtype"):
         return str(model.get_dtype()), str(model.manual_cast_dtype)
     weights = (

@@ -45,7 +45,7 @@ PACKED_LIMIT = 256 << 20
 
 
 def sdpa(scale: float | None = None, causal: bool = False) -> Attend:
-    """torch's own attention, as the function to attend with."""
+    """Return torch's own attention as the function to attend with."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None and mask.dtype != torch.bool:
@@ -199,7 +199,7 @@ def _check(
 def _to_heads(
     exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]
 ) -> list[Tensor]:
-    """Send q, k and v: packed into one collective where they are the same tokens and the buffer is affordable."""
+    """Send q, k and v, in one collective if they hold the same tokens and the buffer is affordable."""
     B, _, H, D = q.shape
     # Of the rank with the most tokens, so that all ranks decide alike.
     size = B * D * (H * max(q_lengths) + 2 * k.shape[2] * max(k_lengths)) * q.element_size()
@@ -216,7 +216,7 @@ def _to_heads(
 def _place(
     mask: Tensor, mesh: SequenceMesh, q_chunks: ChunkLayout, chunk: int, k_layout: JointLayout, dtype: torch.dtype | None
 ) -> Tensor:
-    """All keys in gathered order, and the rows of one chunk in gathered order (or one row for all); with a dtype, for merging."""
+    """Return the mask with all keys and one chunk's rows (or a single row) in gathered order; additive if a dtype is given."""
     q_layout, rank = q_chunks.layout, mesh.rank
     rows, keys = mask.shape[-2:]
     if rows not in (1, q_layout.total) or (keys != k_layout.total and (rows != 1 or keys != k_layout.local_lengths[rank])):
@@ -236,7 +236,7 @@ def _place(
 
 
 def _causal(q_chunks: ChunkLayout, chunk: int, k_layout: JointLayout, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """As `_place`, of the mask that hides all keys behind a query."""
+    """Return what `_place` would make of a mask that hides all keys behind a query."""
     rows, keys = (torch.arange(layout.total, device=device) for layout in (q_chunks.layout, k_layout))
     rows = in_gathered_order(rows[:, None], q_chunks.layout, 0, q_chunks.spans[chunk])
     mask = in_gathered_order(keys[None], k_layout, 1) <= rows

@@ -71,7 +71,7 @@ def attend_with_lse(
     scale: float | None = None,
     kernel: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp.
+    """Compute attention and the log-sum-exp of its scores.
 
     Args:
         q_BHLD, k_BKSD, v_BKSD: H is a multiple of K; L and S are at least 1.
@@ -101,14 +101,14 @@ def attend_with_lse(
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as it is added to the scores, with four dimensions."""
+    """Return the mask in the form that is added to the scores, with four dimensions."""
     if mask.dtype == torch.bool:
         mask = torch.zeros((), dtype=dtype, device=mask.device).where(mask, -torch.inf)
     return mask.to(dtype)[(None,) * (4 - mask.ndim)]
 
 
 def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -> Kernel:
-    """The kernel called `name` if it can do this, else the first that can, of those that torch may use: see `sdpa_kernel`.
+    """Return the kernel called `name` if it supports the inputs, else the first that does and that torch's switches allow.
 
     Raises:
         ConfigError: there is no kernel of that name, or none that can do this is allowed.
@@ -130,7 +130,7 @@ def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -
 
 
 def _aligned(bias: Tensor) -> Tensor:
-    """The mask in rows that start at aligned addresses, as CUDA kernels want them. A ring gives a part of all keys, from any on."""
+    """Return the mask with rows at aligned addresses, as CUDA kernels need: a ring slices the keys at any position."""
     *steps, step = bias.stride()
     if bias.device.type == "cpu" or (step == 1 and all(n % BIAS_ALIGNMENT == 0 for n in (bias.storage_offset(), *steps))):
         return bias
@@ -140,13 +140,12 @@ def _aligned(bias: Tensor) -> Tensor:
 
 
 def _expanded(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask as a view `[B, H, L, S]`."""
     return None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
 
 
 @cache
 def installed(module: str) -> Any:
-    """A module that the user may have; None if it is missing or does not load."""
+    """Import an optional module; return None if it is missing or fails to load."""
     try:
         return importlib.import_module(module) if importlib.util.find_spec(module) else None
     except (ImportError, OSError, RuntimeError):  # built for another torch or driver
@@ -155,14 +154,14 @@ def installed(module: str) -> Any:
 
 @cache
 def _sage_returns_lse() -> bool:
-    """Whether an installed SageAttention gives the log-sum-exp. Version 1 takes any keyword, and returns the output alone."""
+    """Return whether SageAttention can return the log-sum-exp. Version 1 accepts any keyword, and returns only the output."""
     sage = installed("sageattention")
     return sage is not None and "return_lse" in inspect.signature(sage.sageattn).parameters
 
 
 @cache
 def _runs(package: str, run: Run, device: torch.device, dtype: torch.dtype) -> bool:
-    """Try an installed package's kernel on a device, once: it may have been built for others. Return whether it runs there.
+    """Return whether an installed package's kernel runs on a device, by trying it once: it may have been built for other devices.
 
     Raises:
         OutOfMemoryError: of the device, which says nothing about the kernel.
@@ -188,7 +187,7 @@ def _plain_half(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
 
 
 def _torch_can(check: str, q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
-    """What torch says about one of its own CUDA kernels on this device."""
+    """Ask torch whether one of its own CUDA kernels supports this on this device."""
     backend = torch.backends.cuda
     parameters = backend.SDPAParams(q, k, k, mask, 0.0, False, False)
     return bool(getattr(backend, check)(parameters, False))

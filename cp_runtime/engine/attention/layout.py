@@ -1,8 +1,8 @@
-"""Where tokens stand while attention runs on a ring x ulysses mesh, and what follows from it for masks. No communication.
+"""Positions of tokens while attention runs on a ring x ulysses mesh, and what they mean for masks. No communication.
 
-Rank `r` has ring index `r // ulysses` and ulysses index `r % ulysses`. The ranks of one ring index are a *chunk*: after the
-first all-to-all each of them holds all tokens of the chunk, for its share of the heads. The ring passes chunks of keys and
-values around. With `ulysses == 1` a chunk is one rank's shard; with `ring == 1` there is one chunk, and it is everything.
+Ulysses gathers a *chunk*: the tokens of the ranks on its axis, each of which then holds all of them for its share of the heads.
+The ring passes chunks of keys and values around. With `ulysses == 1` a chunk is one rank's shard; with `ring == 1` there is one
+chunk, which holds everything.
 
 Tokens of a chunk are in gathered order (see `sharding`), so chunk after chunk is the gathered order of the whole sequence.
 """
@@ -31,7 +31,7 @@ class ChunkLayout:
     ulysses: int
 
     def member_lengths(self, chunk: int) -> tuple[int, ...]:
-        """Tokens that each rank of a chunk contributes to it."""
+        """Return how many tokens each rank of a chunk contributes to it."""
         return self.layout.owned_lengths[chunk * self.ulysses : (chunk + 1) * self.ulysses]
 
     @cached_property
@@ -41,7 +41,7 @@ class ChunkLayout:
 
     @cached_property
     def spans(self) -> tuple[slice, ...]:
-        """Place of every chunk in gathered order."""
+        """Position of every chunk in gathered order."""
         return tuple(slice(start, stop) for start, stop in pairwise(accumulate(self.lengths, initial=0)))
 
 
@@ -49,7 +49,7 @@ chunk_layout = lru_cache(maxsize=64)(ChunkLayout)
 
 
 def in_gathered_order(mask: Tensor, layout: JointLayout, dim: int, span: slice = slice(None)) -> Tensor:
-    """The tokens at `span` in gathered order, of a mask that has all in joint order along `dim`. A view where that will do."""
+    """Return the tokens at `span` of gathered order from a mask in joint order along `dim`, as a view if possible."""
     if layout.in_order:
         return mask.movedim(dim, 0)[span].movedim(0, dim)
     return mask.index_select(dim, layout.gathered_order(mask.device)[span])

@@ -24,7 +24,7 @@ class PartialAttention:
         self._lse: Tensor | None = None
 
     def add(self, out_BHLD: Tensor, lse_BHL: Tensor) -> None:
-        """Merge one part. A row without any visible key has log-sum-exp -inf and output 0 there."""
+        """Merge one part: `[B, H, L, D]` and `[B, H, L]`. Rows without visible keys must have log-sum-exp -inf and output 0."""
         if self._convert:
             out_BHLD = out_BHLD.to(torch.promote_types(out_BHLD.dtype, torch.float32))
         if self._out is None or self._lse is None:
@@ -37,5 +37,5 @@ class PartialAttention:
         self._lse = lse
 
     def result(self) -> Tensor | None:
-        """The merged output, `[B, H, L, D]`; None if nothing was added."""
+        """Return the merged output, `[B, H, L, D]`; None if nothing was added."""
         return self._out

@@ -1,8 +1,8 @@
-"""Attention as one operator that a compiler does not look into, so that collectives inside of it break no graph.
+"""Attention as one operator that a compiler does not look into, so that the collectives inside it break no graph.
 
-What a compiled block calls is `context_parallel::attention`. It hands over to whoever runs the call at that moment (`serving`): a
-graph that was compiled in one call, or for one block, says nothing about the call or block that it runs in. What is the same
-whenever a place of a module is reached, such as whether its attention is local by the plan, is an argument.
+Compiled blocks call `context_parallel::attention`, which hands over to the call that is running (`serving`): a graph compiled in
+one call, or for one block, knows nothing about the call or block that it runs in later. Whatever is the same each time a place in a
+module is reached, such as whether its attention is local by the plan, is an argument.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Server = Callable[..., Tensor]
 
 
 class Place:
-    """Where in a block the compiler is that follows it: how many modules deep in those whose attention is local by the plan.
+    """Where in a block the compiler is.
 
     Attributes:
-        in_block: a compiled block runs, or is compiled.
-        local: 0 outside of such modules, and whenever nothing is compiled.
+        in_block: a compiled block runs, or is being compiled.
+        local: depth in modules whose attention is local by the plan; 0 outside of them, and whenever nothing is compiled.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ _servers: list[Server] = []
 
 @contextmanager
 def serving(server: Server) -> Iterator[None]:
-    """Have a running call answer the operator. One thread, as in a rank."""
+    """Let a running call answer the operator. Single-threaded, as ranks are."""
     _servers.append(server)
     try:
         yield
@@ -59,7 +59,7 @@ def attention(
     low_precision: bool,
     local: bool,
 ) -> Tensor:
-    """Attention of the call that runs.
+    """Compute attention through the running call.
 
     Args:
         q, k, v: `[B, L, H, D]`, `[B, S, K, D]`, `[B, S, K, E]`.

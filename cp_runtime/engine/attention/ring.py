@@ -51,7 +51,6 @@ def rotate(
     buffers = [k_BKCD.new_empty(2 * B * K * D * max(lengths)) for _ in range(2)]
 
     def packed(step: int) -> Tensor:
-        """The buffer of a step, as long as the chunk that this rank has in that step."""
         return buffers[step % 2][: 2 * B * K * D * lengths[(rank - step) % R]]
 
     torch.stack([k_BKCD, v_BKCD], out=packed(0).view(2, *k_BKCD.shape))

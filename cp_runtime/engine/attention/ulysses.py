@@ -30,7 +30,7 @@ from ..sharding import Shares, split_ranges, split_sizes
 
 
 def repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often key/value heads are repeated, as little as possible, so that every rank gets one if query heads suffice."""
+    """Return the least repetition of key/value heads that gives every rank one, as far as there are query heads."""
     per_key = heads // kv_heads
     return next((n for n in range(1, per_key + 1) if per_key % n == 0 and kv_heads * n >= ranks), per_key)
 
@@ -59,11 +59,11 @@ class HeadExchange:
 
     @property
     def own_range(self) -> tuple[int, int]:
-        """Units that this rank attends with."""
+        """(start, stop) of the head units that this rank attends with."""
         return self._ranges[self._group.rank]
 
     def to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> PendingHeads:
-        """Begin to send this rank's tokens, all heads, and to receive the chunk's tokens, own heads. One collective.
+        """Start exchanging this rank's tokens with all heads for the chunk's tokens with this rank's heads. One collective.
 
         Args:
             tensors: `[B, L, N_i, D]`, the same tokens, of one dtype; N_i is a multiple of the number of units.
@@ -83,7 +83,7 @@ class HeadExchange:
         return PendingHeads(self._group.all_to_all(send, sent, whole, arriving), whole, heads)
 
     def to_tokens(self, out_BHCD: Tensor, lengths: Sequence[int], heads_per_unit: int) -> Tensor:
-        """Send back attention outputs: `[B, own heads, C, D]` -> `[B, L, all heads, D]`. One collective."""
+        """Send attention outputs back: `[B, own heads, C, D]` -> `[B, L, all heads, D]`. One collective."""
         B, _, _, D = out_BHCD.shape
         L, unit = lengths[self._group.rank], B * D * heads_per_unit
         send = out_BHCD.permute(2, 0, 1, 3).contiguous()
@@ -98,18 +98,18 @@ class HeadExchange:
 
 
 def _by_rank(tensor: Tensor, first: int, ranks: int, units: int, width: int) -> Tensor:
-    """A view `[B, L, ranks, heads of each, D]` of the units from `first` on of `[B, L, N, D]`."""
+    """Return a view `[B, L, ranks, heads of each, D]` of `[B, L, N, D]`, beginning at head unit `first`."""
     B, L, _, D = tensor.shape
     return tensor[:, :, first * width : (first + ranks * units) * width].view(B, L, ranks, units * width, D)
 
 
 class PendingHeads:
-    """Tensors on their way to `to_heads`' result."""
+    """The result of `to_heads`, in flight."""
 
     def __init__(self, pending: Pending, whole: Tensor, heads: list[int]) -> None:
         self._pending, self._whole, self._heads = pending, whole, heads
 
     def wait(self) -> list[Tensor]:
-        """`[B, own heads, C, D]` of each tensor."""
+        """Wait, and return each tensor as `[B, own heads, C, D]`."""
         self._pending.wait()
         return [t.permute(1, 2, 0, 3) for t in self._whole.split(self._heads, 2)]

@@ -1,4 +1,4 @@
-"""Rows that lie next to a rank's own, fetched from the ranks that have them."""
+"""Rows next to a rank's own, fetched from the ranks that have them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .layout import RowLayout
 
 
 class Neighbours:
-    """Rows above and below a rank's own, under way in one collective. Every rank must begin it, needed or not.
+    """Rows above and below a rank's own, in flight in one collective. Every rank must start it, needed or not.
 
     Args:
         own: this rank's rows, without padding.
         dim: dimension that counts rows, from the end.
         layout: rows of the latent.
-        scale: rows of `own` for each of those.
-        above, below: rows wanted on either side.
+        scale: rows of `own` for each row of the latent.
+        above, below: number of rows wanted on either side.
     """
 
     def __init__(self, group: RankGroup, own: Tensor, dim: int, layout: RowLayout, scale: int, above: int, below: int) -> None:
@@ -43,7 +43,7 @@ class Neighbours:
         self._pending = group.all_to_all(torch.cat([own.new_empty(0), *leaving]), sent, self._received, arriving, "halo")
 
     def wait(self) -> Sides:
-        """The rows above and below, in order; fewer than wanted at the edges of the picture."""
+        """Return the rows above and below, in order; fewer than requested at the edges of the picture."""
         self._pending.wait()
         # Ranks ascend with their rows, and a rank lies either above or below this one.
         whole = torch.cat([rows_of(part, self._own, self._dim) for part in self._received.split(self._arriving)], self._dim)
@@ -58,7 +58,7 @@ class Sides(NamedTuple):
 
 
 def rows_of(flat: Tensor, like: Tensor, dim: int) -> Tensor:
-    """Return elements as rows along `dim` that are otherwise of the shape of `like`."""
+    """Shape flat elements as rows along `dim`, with the other dimensions of `like`."""
     shape = list(like.shape)
     shape[dim] = -1
     return flat.view(shape)

@@ -1,4 +1,4 @@
-"""Plans of VAEs: data that says what of a VAE the functions of torch do not show; and a call of one on a part of the rows."""
+"""Plans of VAEs, which say what torch's functions do not show, and a VAE's call on a part of the rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,12 @@ class RowPlan:
     refuses: Callable[[nn.Module], str | None] | None = None
 
     def check(self, model: nn.Module) -> None:
-        """Raise UnsupportedError where this VAE cannot run on a part of the rows, PlanError where it is not the planned one."""
+        """Check that a model is the planned VAE, and can run on a part of the rows.
+
+        Raises:
+            UnsupportedError: it cannot.
+            PlanError: it is another VAE.
+        """
         reason = self.refuses(model) if self.refuses is not None else None
         if reason is not None:
             raise UnsupportedError(reason)
@@ -53,12 +58,12 @@ class RowPlan:
 
 
 def attending(model: nn.Module, attribute: str) -> list[nn.Module]:
-    """The modules that keep their function of attention under a name."""
+    """Return the modules that keep their attention function in the given attribute."""
     return [module for module in model.modules() if attribute in vars(module)]
 
 
 def split_dim(rows: int, columns: int, world_size: int, least: int = 1) -> int:
-    """The dimension to split, from the end: rows, unless there are too few of them and more columns."""
+    """Return the dimension to split, counted from the end: rows, unless they are too few and there are more columns."""
     return COLUMNS if rows // least < world_size and columns > rows else ROWS
 
 
@@ -73,7 +78,7 @@ def run_on_rows(
     first_only: bool = False,
     on_convolution: Callable[[], None] | None = None,
 ) -> Tensor | None:
-    """Run a VAE on all ranks, each with its part of the rows or columns. Every rank must call it alike, without gradients.
+    """Run a VAE on all ranks, each on its part of the rows or columns. Every rank must call it alike, without gradients.
 
     Args:
         model: the VAE.
@@ -106,7 +111,7 @@ def run_on_rows(
 
 @contextmanager
 def _attention(model: nn.Module, attribute: str | None, split: SplitRows) -> Iterator[None]:
-    """While active, modules attend over the rows of all ranks."""
+    """Make modules attend over the rows of all ranks while active."""
     with ExitStack() as undo:
         if attribute is not None:
             for module in attending(model, attribute):
@@ -117,7 +122,7 @@ def _attention(model: nn.Module, attribute: str | None, split: SplitRows) -> Ite
 
 @contextmanager
 def _budget(model: nn.Module, name: str | None, layout: RowLayout, group: RankGroup) -> Iterator[None]:
-    """While active, a rank's budget of activations is its share by rows, so that all ranks cut their tensors in as many parts."""
+    """Scale a rank's activation budget to its share of the rows while active, so that all ranks cut tensors into as many parts."""
     if name is None:
         yield
         return

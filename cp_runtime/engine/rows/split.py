@@ -1,13 +1,13 @@
-"""A VAE's own forward on a part of the rows of its input: what looks across rows is completed with those of other ranks.
+"""Run a VAE's own forward on a part of the rows, completing what looks across rows with those of other ranks.
 
-Everything a VAE computes reaches torch as a few functions. Of these, convolutions look at the rows next to a row, GroupNorm and
-attention at all of them. `SplitRows` is active while the forward runs, and does those together with the other ranks; all others see
-a picture that happens to be less high.
+Everything that a VAE computes reaches torch as a few functions. Of these, convolutions look at neighbouring rows, and GroupNorm and
+attention at all rows. While the forward runs, `SplitRows` performs those together with the other ranks; all other functions just
+see a picture with fewer rows.
 
-- A convolution runs on this rank's rows as it is. Meanwhile the rows next to them arrive, and the few rows of the result that
-  depend on them are computed again. So nothing large is copied, and how the picture is padded at its edges (zeros, replicated,
-  reflected, by the convolution or before it) makes no difference: padding between ranks is what is replaced.
-- GroupNorm takes mean and variance of all rows, merged from those of every rank in float32.
+- A convolution runs on this rank's rows as they are. Meanwhile the neighbouring rows arrive, and the few rows of the result that
+  depend on them are computed again. Nothing large is copied, and it does not matter how the picture's edges are padded (zeros,
+  replicated, reflected, by the convolution or before it): only padding between ranks is replaced.
+- GroupNorm uses mean and variance of all rows, merged from each rank's in float32.
 - Attention is `context_parallel_attention` over the tokens of all ranks.
 - Caches of causal convolutions hold frames of this rank's rows: time is not split.
 """
@@ -47,15 +47,15 @@ Run = Callable[[Tensor, list[int]], Tensor]
 
 
 class SplitRows(TorchFunctionMode):
-    """While active, tensors of images and videos hold a part of the rows, and are computed on as if they held all.
+    """While active, tensors of images and videos hold a part of the rows, but are processed as if they held all.
 
-    Every rank must run the same forward. One thread.
+    Every rank must run the same forward, in one thread.
 
     Args:
         layout: rows of the latent.
         mesh: the ranks that share them.
         dim: dimension that is split, from the end: -2 for rows, -1 for columns.
-        on_convolution: called at every convolution, the same number of times on all ranks.
+        on_convolution: called at every convolution, equally often on all ranks.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SplitRows(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention with one head, as ComfyUI's VAEs call it: `[B, C, ..., rows, columns]` of this rank, for all three."""
+        """Attend with one head, as ComfyUI's VAEs do; q, k and v are this rank's `[B, C, ..., rows, columns]`."""
         self._sharing = True
         try:
             q_BLHD, k_BLHD, v_BLHD = (t.flatten(2).transpose(1, 2).unsqueeze(2) for t in (q, k, v))
@@ -97,7 +97,7 @@ class SplitRows(TorchFunctionMode):
             self._sharing = False
 
     def gather(self, local: Tensor, *, first_only: bool = False) -> Tensor | None:
-        """The rows of all ranks, given this rank's.
+        """Return the rows of all ranks, given this rank's.
 
         Args:
             first_only: for the first rank only; None on all others.
@@ -185,7 +185,7 @@ class SplitRows(TorchFunctionMode):
         return out
 
     def _sides(self, x: Tensor, window: Window, sides: Sides) -> Sides:
-        """As many rows above and below as the convolution reads: those of neighbours, and padding beyond the picture."""
+        """Return as many rows above and below as the convolution reads: those of neighbours, and padding at the picture's edges."""
         dim = self._dim
         padded = x.shape[dim] > window.rows
         start, stop = self._layout.owned(self._mesh.rank)
@@ -229,7 +229,7 @@ class SplitRows(TorchFunctionMode):
         return out.view(input.shape)
 
     def _parts(self, like: Tensor) -> Tensor:
-        """Return the part of all rows that each rank with rows has, `[ranks, 1, 1]`: made on the device, so that no host waits."""
+        """Return each rank's fraction of the rows, `[ranks with rows, 1, 1]`, made on the device so that the host does not wait."""
         key = like.device, like.dtype
         if key not in self._parts_on:
             parts = [like.new_full((1, 1, 1), size / self._layout.total) for size in self._layout.sizes() if size]
@@ -280,13 +280,13 @@ class SplitRows(TorchFunctionMode):
 
 
 class Window:
-    """What a convolution reads of this rank's rows and of those next to them.
+    """The rows that a convolution reads: this rank's own and their neighbours.
 
     Rows are counted from this rank's first one; row j of the result reads `reach` rows from `j * stride - above` on.
 
     Attributes:
         rows: this rank's own, without padding.
-        given: rows of padding that the input has above them already.
+        given: rows of padding that the input already has above them.
         out: rows of the result.
         above, below: rows beyond its own that the result reads.
     """
@@ -297,16 +297,16 @@ class Window:
 
     @classmethod
     def of(cls, size: int, held: int, reach: int, stride: int, padding: int) -> Window:
-        """The window of a convolution.
+        """Compute the window of a convolution.
 
         Args:
-            size: rows of its input, padding that it has already included.
+            size: rows of its input, including padding that it already has.
             held: rows of the latent that this rank holds.
-            reach: rows that one row of the result reads from the first to the last.
-            padding: on either side, by the convolution itself.
+            reach: rows that one row of the result spans.
+            padding: rows that the convolution itself adds on either side.
 
         Raises:
-            PlanError: its result would not be a whole number of rows for each of the latent's.
+            PlanError: the result would not have a whole number of rows for each row of the latent.
         """
         out = (size + 2 * padding - reach) // stride + 1
         rows = out * stride
@@ -321,21 +321,21 @@ class Window:
 
     @property
     def first_complete(self) -> int:
-        """First row of the result that reads no row above this rank's own."""
+        """First row of the result that depends on no row above this rank's own."""
         return min(self.out, math.ceil(self.above / self._stride))
 
     @property
     def last_complete(self) -> int:
-        """The row of the result behind the last one that reads no row below this rank's own."""
+        """End (exclusive) of the rows of the result that depend on no row below this rank's own."""
         return max(0, min(self.out, (self.rows + self.above - self._reach) // self._stride + 1))
 
     def reads(self, begin: int, end: int) -> tuple[int, int]:
-        """(start, stop) of the rows that rows [begin, end) of the result read, counted from the first one above."""
+        """Return (start, stop) of the rows that rows [begin, end) of the result read, counted from the first one above."""
         return begin * self._stride, (end - 1) * self._stride + self._reach
 
 
 def mean_and_variance(x_BGN: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance over the last dimension, `[B, G]`, in float32 or better."""
+    """Return mean and variance over the last dimension, `[B, G]`, in float32 or better."""
     dtype = torch.promote_types(x_BGN.dtype, torch.float32)
     moments: Callable[[Tensor], tuple[Tensor, Tensor]] = partial(torch.var_mean, dim=-1, correction=0)
     groups = x_BGN.shape[1]
@@ -348,14 +348,14 @@ def mean_and_variance(x_BGN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _moments_on_cpu(x_BGN: Tensor) -> tuple[Tensor, Tensor]:
-    """Variance and mean. There, `var_mean` takes one value after the other, three times as long as all of stock's GroupNorm."""
+    """Return variance and mean. On CPUs, `var_mean` is scalar code and takes three times as long as stock's whole GroupNorm."""
     B, G, N = x_BGN.shape
     _, mean, inverse_deviation = torch.native_group_norm(x_BGN.contiguous(), None, None, B, G, N, G, 0.0)
     return inverse_deviation.pow(-2), mean
 
 
 def _rows(own: Tensor, sides: Sides, dim: int, wanted: tuple[int, int]) -> Tensor:
-    """Rows [start, stop) of what stands above, this rank's own and what stands below, one behind the other."""
+    """Return rows [start, stop) of the concatenation of the rows above, this rank's own and the rows below."""
     at, parts = 0, []
     for part in (sides.above, own, sides.below):
         size = part.shape[dim]
@@ -376,6 +376,6 @@ def _with_zeros(rows: Tensor, count: int, dim: int, before: bool) -> Tensor:
 
 
 def _each(value: Any, dims: int) -> list[Any]:
-    """One value for every dimension of a picture or video."""
+    """Return one value for every spatial dimension."""
     values = list(value) if isinstance(value, (tuple, list)) else [value]
     return values * dims if len(values) == 1 else values
