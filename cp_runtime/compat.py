@@ -106,7 +106,7 @@ def tensor_without_storage(
 
 def compiler_errors() -> tuple[type[Exception], ...]:
     """Return what `torch.compile` raises if it cannot compile, before any of a full graph has run."""
-    from torch._dynamo import exc  # takes a second to import, so only where something is compiled
+    from torch._dynamo import exc  # imported only on use, as it takes a second
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 

@@ -35,8 +35,8 @@ class CompileError(ContextParallelError):
 
     Args:
         block: class of the block.
-        backend: of `torch.compile`.
-        cause: what the compiler says, one line.
+        backend: backend of `torch.compile`.
+        cause: the compiler's message, one line.
     """
 
     def __init__(self, block: str, backend: str, cause: str) -> None:

@@ -17,11 +17,11 @@ from ..engine.state import AttentionStreams
 from ..errors import PlanError
 from ..nested import map_tensors, tensors
 
-# Largest difference in float32 and root mean square in half precision, in standard deviations of the output. Sharding leaves 1e-5
-# and the rounding of the dtype; what is over the wrong tokens is off by 0.1 and more.
+# Largest difference in float32, root mean square in half precision, in standard deviations of the output. Sharding causes 1e-5 and
+# the rounding of the dtype; attention over the wrong tokens is off by 0.1 and more.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
 SETTINGS = "the arguments of apply_context_parallel"
-MESSAGE = 512  # characters of an error that other ranks get to know
+MESSAGE = 512  # characters of an error that are sent to other ranks
 
 
 @not_compiled
@@ -37,17 +37,17 @@ def check_inputs(
     """Raise PlanError, on all ranks alike, unless all ranks have the same arguments. One collective of some bytes.
 
     Args:
-        module: its name, for the message.
+        module: name for messages.
         forward: the module's own.
         group: ranks that share the sequence.
-        error: what keeps this rank from the call; all raise it.
-        settings: that the module was applied with.
+        error: an error that keeps this rank from the call; all raise it.
+        settings: the arguments that context parallelism was applied with.
     """
     signature = inspect.signature(forward)
     names = [*signature.parameters, "arguments", SETTINGS]
     try:
         given: Mapping[str, Any] = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # torch says it when forward is called
+    except TypeError:  # calling forward will raise it
         given = {"arguments": (args, dict(kwargs))}
     given = {**given, SETTINGS: settings}
     device = next((tensor.device for tensor in tensors([args, dict(kwargs)])), torch.device("cpu"))
@@ -88,7 +88,7 @@ def _sum_of(tensor: Tensor) -> int:
     if tensor.is_meta or not tensor.numel():
         return 0
     data = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    # A single number that was expanded, as a pipeline's timestep, is contiguous, too, and with a stride of 0 it cannot be viewed.
+    # An expanded single number, such as a pipeline's timestep, counts as contiguous, but has stride 0 and cannot be viewed.
     data = data.detach().contiguous().as_strided((data.numel(),), (1,)).view(torch.uint8)
     words = data.view(torch.int32) if data.numel() % 4 == 0 else data
     places = torch.arange(1, words.numel() + 1, device=words.device)
@@ -99,7 +99,7 @@ class Decision(NamedTuple):
     """What one attention is over.
 
     Args:
-        streams: of queries and keys; None where only their numbers can tell.
+        streams: those of queries and keys; None if only their numbers can tell.
         local: every rank has all of the keys.
     """
 
@@ -130,7 +130,7 @@ def agree(error: PlanError | None, group: RankGroup, device: torch.device) -> No
 def _exchange(told: Decision | PlanError | None, group: RankGroup, device: torch.device) -> list[Any]:
     """Return what every rank was told; raise it on all ranks if it is an error."""
     text = json.dumps({"error": str(told)[:MESSAGE]} if isinstance(told, PlanError) else told).encode()
-    padded = torch.tensor(list(text.ljust(8 * MESSAGE)), dtype=torch.uint8, device=device)  # a character takes 6 at most
+    padded = torch.tensor(list(text.ljust(8 * MESSAGE)), dtype=torch.uint8, device=device)  # JSON: at most 6 bytes per character
     (rows,) = group.all_gather([padded[None]], [1] * group.size, 0)
     answers = [json.loads(bytes(row)) for row in rows.tolist()]
     for rank, answer in enumerate(answers):
@@ -151,7 +151,7 @@ class Expected:
     """
 
     def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
-        copies = map_tensors([args, dict(kwargs)], Tensor.clone)  # a model may change what it is given
+        copies = map_tensors([args, dict(kwargs)], Tensor.clone)  # a model may modify its inputs
         self._tensors = list(tensors(forward(*copies[0], **copies[1])))
 
     @not_compiled

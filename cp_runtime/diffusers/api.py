@@ -48,7 +48,7 @@ class AppliedPlan:
             self._installed.remove()
 
 
-# What holds an installed plan is the module itself, by its forward.
+# Weak references: the module's own forward keeps the installed plan alive.
 _installed: WeakKeyDictionary[nn.Module, ref[Removable]] = WeakKeyDictionary()
 
 
@@ -128,12 +128,12 @@ def apply_context_parallel(
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(self, args, kwargs)
 
-    ours = MethodType(forward, module)  # bound, so that a copy of the module is told from it
+    ours = MethodType(forward, module)  # bound, so that a copy of the module can be recognised
 
     def undo() -> None:
         _installed.pop(module, None)
         vars(module).pop("__reduce_ex__", None)
-        if vars(module).get("forward") is not ours:  # somebody has wrapped it since: it stays, and passes on
+        if vars(module).get("forward") is not ours:  # it was wrapped since: the wrapper stays, and ours passes calls on
             return
         if had is None:
             del module.forward
@@ -209,7 +209,7 @@ def _plan_of(
     own = own_table(module)
     if own is not None:
         return own
-    if config.mesh_shape == (1, 1):  # no sequence is split: for the batch axis alone
+    if config.mesh_shape == (1, 1):  # only the batch is shared, so no sequence is split
         return {}
     raise PlanError(
         f"{type(module).__name__} has no _cp_plan. Pass a plan, or the model inside where this one wraps it, such as "

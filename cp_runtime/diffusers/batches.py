@@ -13,7 +13,7 @@ from ..engine.plan import ModulePlan
 from ..errors import PlanError
 from ..nested import rebuild, tensors
 
-# Of diffusers: noise levels that tokens name by their index, and a number for each layer.
+# In diffusers: noise levels that tokens refer to by index, and one number per layer.
 FOR_ALL_ITEMS = {
     "MiniMaxH3Transformer3DModel": frozenset({
         "timestep", "timestep_indices", "token_tags", "position_ids", "text_indices", "audio_indices", "video_indices",
@@ -27,7 +27,7 @@ class Share:
 
     Args:
         mesh: all ranks.
-        shares: of the items over the groups.
+        shares: how the groups share the items.
     """
 
     def __init__(self, mesh: BatchMesh, shares: BatchShares) -> None:
@@ -50,8 +50,8 @@ class Share:
         """Return this group's part of the arguments of a call.
 
         Args:
-            names: of the positional ones.
-            whole: those that every group gets as they are, see `for_all_items`.
+            names: names of the positional ones.
+            whole: those that every group gets unchanged, see `for_all_items`.
         """
         positional = [value if name in whole else self.take(value) for name, value in zip(names, args, strict=False)]
         return (

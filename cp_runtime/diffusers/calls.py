@@ -22,11 +22,11 @@ from .batches import Share, for_all_items
 from .torch_function import Record, SharedAttention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
-FORMS = 64  # of calls that are remembered
+FORMS = 64  # forms of calls that are remembered
 CACHES_BY_CONTENT = {"FirstBlockCacheConfig"}
-"""Those of diffusers in which ranks would go separate ways, and wait for each other for ever."""
+"""Caches of diffusers that would make ranks take different paths, and wait for each other forever."""
 REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
-"""Those of diffusers that call torch's function. The others attend out of reach."""
+"""Attention backends of diffusers that call torch's function. Others attend out of reach."""
 
 
 class ShardedCalls:
@@ -68,7 +68,7 @@ class ShardedCalls:
         """Run one call.
 
         Args:
-            called: whose forward it is: the module, or a copy, which is refused.
+            called: the module, or a copy of it, which is refused.
         """
         name = type(self._module).__name__
         _check_call(called, self._module, self._mesh)
@@ -89,7 +89,7 @@ class ShardedCalls:
         try:
             out, record = (self._followed if known is None else self._sharded)(known, args, kwargs)
         except PlanError:
-            self._records.pop(form, None)  # the next call finds out anew
+            self._records.pop(form, None)  # the next call finds out again
             raise
         if expected is not None:
             expected.check(name, out, self._mesh.whole)

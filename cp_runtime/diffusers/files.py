@@ -62,7 +62,7 @@ def _files_of_index(index: Path) -> list[Path]:
 
 
 def _mapped(file: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError  # a part of diffusers and of ComfyUI; nothing else here needs it
+    from safetensors import SafetensorError  # comes with diffusers and ComfyUI; nothing else here needs it
 
     try:
         return mapped_tensors(file)[0]

@@ -36,7 +36,7 @@ _PRODUCTS = {
     torch.tensordot, torch.inner, torch.addmm, F.linear,
 }  # fmt: skip
 _PAIRWISE = {*_PRODUCTS, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
-# What takes tokens together along a dimension, or changes their order, by the place of the argument that names it.
+# Functions that combine or reorder tokens along a dimension -> position of the argument that names the dimension.
 _ALONG = {
     **dict.fromkeys((getattr(owner, name) for owner in (torch, Tensor) for name in (
         "mean", "sum", "var", "std", "prod", "logsumexp", "softmax", "log_softmax", "cumsum", "cumprod", "flip",
@@ -46,7 +46,7 @@ _ALONG = {
     **dict.fromkeys((torch.roll, Tensor.roll), 2),
 }  # fmt: skip
 _CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
-# What takes dtype, device or shape of a tensor, and none of its numbers.
+# Functions that use a tensor's dtype, device or shape, but none of its numbers.
 _LIKE = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
 _EMPTY = {
     torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like,
@@ -69,7 +69,7 @@ class Provenance:
     def __init__(self) -> None:
         self.refused: PlanError | None = None
         self.left_torch = False
-        # Memory that was written through a view. Other views of it hold split tokens, too; kept, so that no address comes again.
+        # Memory written through a view: other views of it hold split tokens, too. Kept, so that no address is reused.
         self._filled: dict[int, torch.UntypedStorage] = {}
         self._call = next(_calls)  # a tensor may outlive the call; its mark does not
 
@@ -82,7 +82,7 @@ class Provenance:
         """Mark tensors, also those in a tuple or list."""
         for tensor in tensors(value):
             setattr(tensor, _ATTRIBUTE, None if mark is None else (self._call, mark))
-            if mark is None and tensor.layout is torch.strided:  # gathered into a buffer that was filled part by part
+            if mark is None and tensor.layout is torch.strided:  # it was gathered into a buffer that had been filled part by part
                 self._filled.pop(tensor.untyped_storage().data_ptr(), None)
 
     def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
@@ -111,7 +111,7 @@ class Provenance:
             if held is None:
                 shape = tensor.shape
                 held = next((mark for mark in found if mark and _total(mark) in shape), LOST)
-            whole = held and not any(name for name, _ in held)  # cut out of what was split in part
+            whole = held and not any(name for name, _ in held)  # only whole tokens of a tensor that was partly split
             setattr(tensor, _ATTRIBUTE, None if whole else (self._call, held))
 
     def _collect(self, value: object, found: list[Mark]) -> None:

@@ -19,10 +19,10 @@ REMEDY = "Call remove_context_parallel on all ranks, do this with whole weights,
 class SharedModel:
     """A model whose blocks are shared out over the ranks of a mesh.
 
-    Made by all ranks alike. What is outside of the blocks is whole on every rank.
+    All ranks make it alike. Everything outside of the blocks is whole on every rank.
 
     Args:
-        model: with weights, the same on every rank.
+        model: model with the same weights on every rank.
         device: where this rank computes; None = where the weights are.
 
     Raises:
@@ -35,7 +35,7 @@ class SharedModel:
         self._model = model
         self._home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         place = self._home if device is None else torch.empty(0, device=device).device  # with its index
-        # One group for all models of a mesh, as for a pipeline with two transformers: they run one after the other.
+        # All models of a mesh share a group: the two transformers of a pipeline, for example, run one after the other.
         self.weights = ShardedWeights(model, mesh.weights, place, remedy=REMEDY)
         if not self.weights.blocks:
             self.weights.remove()
@@ -43,13 +43,13 @@ class SharedModel:
                 f"shard_weights: {type(model).__name__} has no blocks: no list of modules with weights of their own. "
                 "Apply with shard_weights=False."
             )
-        # Before they change what is outside of the blocks.
+        # These refuse before anything outside of the blocks is changed.
         self._allow = [
             model.register_load_state_dict_pre_hook(_refuse_to_load).remove,
             before_apply(model, self._try_on_blocks),
         ]
         try:
-            for name in self.weights.blocks:  # one after the other: no more than one is here beside the shards
+            for name in self.weights.blocks:  # one at a time, so that at most one whole block exists beside the shards
                 self.weights.keep(name)
             self._move(place)
         except BaseException:

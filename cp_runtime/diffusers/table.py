@@ -19,10 +19,10 @@ from ..engine.transforms import ContextParallelInput, ContextParallelOutput
 from ..errors import PlanError
 from ..nested import rebuild
 
-NAMED = ("the plan: ", "Correct the plan.")  # where a module is not there
-TOKENS = (None, 3)  # dimensions of what may be tokens
-# What plans of diffusers leave unsaid: modules whose attention is over tokens that every rank holds whole, as long as the plan does
-# not split this argument. LTX-2's splits the video; its audio, and the text for it, are whole.
+NAMED = ("the plan: ", "Correct the plan.")  # prefix and remedy if a module is missing
+TOKENS = (None, 3)  # `expected_dims` of what may be tokens
+# What plans of diffusers leave unsaid: unless they split this argument, these modules attend to tokens that all ranks hold whole.
+# LTX-2's plan splits the video; audio, and the text for it, are whole.
 WHOLE = {
     "LTX2VideoTransformer3DModel": ("audio_hidden_states", ("transformer_blocks.*.audio_attn1", "transformer_blocks.*.audio_attn2"))
 }
@@ -194,7 +194,7 @@ def _diffusers_rule(module: nn.Module, streams: Sequence[str]) -> AttentionRule 
 
     def rule(arguments: Mapping[str, Any]) -> Sequence[AttentionStreams]:
         if arguments.get(ENCODER) is None:
-            # The text alone would need a rule of its own: a number of tokens cannot tell it from the image on every rank.
+            # Text alone would need its own rule: its number of tokens does not distinguish it from the image on every rank.
             return [pair for pair in _self_attention(joint) if pair[0] != (ENCODER,)]
         if ENCODER not in streams:
             return ()  # the text is replicated

@@ -27,8 +27,8 @@ REMEDY = (
 
 
 Record = dict[str, list[tuple[Decision, tuple[int, int]]]]
-"""Decisions of one call, with this rank's numbers of queries and keys, by the module that attends, in order. Calls of the same form
-need not find them out again."""
+"""Decisions of one call, in order, with this rank's numbers of queries and keys, by attending module. Calls of the same form reuse
+them."""
 
 
 class SharedAttention(TorchFunctionMode):
@@ -99,7 +99,7 @@ class SharedAttention(TorchFunctionMode):
 
     def _decision(self, query: Tensor, key: Tensor) -> Decision:
         scope = self._call.scope
-        if not scope.derived or not self._call.state.lengths:  # said by the plan; nothing split
+        if not scope.derived or not self._call.state.lengths:  # the plan says it, or nothing is split
             local = self._call.attention_is_local
             if local and self._provenance is not None:
                 self._provenance.refused = self._provenance.refused or self._not_said(self._provenance, key)
@@ -150,7 +150,7 @@ class SharedAttention(TorchFunctionMode):
                 "make them a stream that is kept whole: "
                 'ContextParallelInput(1, 3, streams=("encoder_hidden_states",), replicated=True).'
             )
-        if queries and k is None and not (self._provenance and self._provenance.left_torch):  # as of an image prompt
+        if queries and k is None and not (self._provenance and self._provenance.left_torch):  # such as an image prompt's
             return Decision(None, local=True)
         if k is not None and not self._call.scope.streams:
             raise PlanError(

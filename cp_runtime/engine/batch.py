@@ -62,6 +62,6 @@ class BatchShares:
         lengths = [0] * mesh.size
         for group, ranks in enumerate(mesh.members(self.taking_part)):
             start, stop = self.owned(group)
-            lengths[ranks[0]] = stop - start  # the first rank of every group speaks for it
+            lengths[ranks[0]] = stop - start  # a group's first rank contributes for all of it
         own = lengths[mesh.whole.rank]
         return map_tensors(out, lambda t: mesh.whole.all_gather([t[:own]], lengths, 0)[0])

@@ -28,10 +28,10 @@ class Scope(NamedTuple):
     """What attention at a point of the forward may be over.
 
     Args:
-        streams: the combinations that it may be over; none = it needs no communication.
-        shared_before: attentions that had been shared when it began.
-        derived: the streams were told from names of arguments; nobody said what attention is over.
-        name: of the module.
+        streams: possible combinations; none = it needs no communication.
+        shared_before: number of attentions that had been shared when the scope began.
+        derived: the streams were derived from names of arguments; nobody said what attention is over.
+        name: name of the module.
         said: the plan says what attention is over, even if that is nothing.
     """
 
@@ -57,16 +57,16 @@ class RunningCall:
 
     Args:
         plan: what is split and gathered.
-        model_name: for messages.
+        model_name: name for messages.
         mesh: the ranks that share the sequence.
         planner: decides how each attention is shared.
         on_module: called whenever a planned module is entered.
         kept: what transforms keep from one call to the next, by transform; the installed plan owns it.
-        after_attention: called when an attention, with its exchanges, has been given to the device.
+        after_attention: called when an attention and its exchanges have been launched.
 
     Attributes:
         state: streams, lengths and layouts.
-        followed: is told what is split and gathered, if somebody wants to know.
+        followed: told what is split and gathered, if set.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class RunningCall:
         """Attend over the tokens of all ranks at this point of the forward. See `context_parallel_attention`.
 
         Args:
-            streams: of queries and keys, where they are known; None = told by their numbers.
-            own_masks: take a mask that was made inside of the attention, for this rank's queries and keys, if it hides padding.
+            streams: those of queries and keys, if known; None = found by their numbers.
+            own_masks: accept a mask made inside the attention, over this rank's queries and keys, if it hides padding.
         """
         with trace_range("cp.attention"):
             self._shared += 1
@@ -193,7 +193,7 @@ class RunningCall:
         """Return a module's output with the tokens of all ranks.
 
         Args:
-            name: of the module, for messages.
+            name: name of the module, for messages.
         """
         if output.expected_dims is not None and value.ndim != output.expected_dims:
             raise PlanError(f"{name}: expected an output of {output.expected_dims} dimensions, got {tuple(value.shape)}")
@@ -227,7 +227,7 @@ class RunningCall:
 
     def close(self) -> None:
         """End the call, also after an error. This frees its tensors now rather than at Python's next garbage collection."""
-        while self._ranges:  # of modules that raised
+        while self._ranges:  # left open by modules that raised
             self._ranges.pop().__exit__(None, None, None)
         self._scopes.clear()
         self.state.close()
@@ -243,7 +243,7 @@ class RunningCall:
         own = tuple(layout.local_lengths[self.mesh.rank] for layout in (q_layout, k_layout))
         is_own = tuple(mask.shape[-2:]) == own and own[0] not in (1, q_layout.total)
         keys, queries = (mask.any(-2, keepdim=True), mask.any(-1, keepdim=True)) if is_own else (mask, None)
-        if self.followed is not None:  # calls of the same form do not ask again, which waits for the device
+        if self.followed is not None:  # only in the first call of a form, as asking waits for the device
             one_by_one = queries is not None and bool((mask != (keys & queries)).any())
             asked = torch.tensor([float(is_own), float(not is_own), float(one_by_one)], device=mask.device)
             of_own, of_all, differs = self.mesh.whole.largest(asked).tolist()
@@ -317,5 +317,5 @@ class RunningCall:
         if owned is not None:
             value = value.index_select(dim, owned)
         (whole,) = self.mesh.whole.all_gather([value], layout.owned_lengths, dim)
-        whole = layout.to_joint(whole, dim).contiguous()  # models may go on with a view
+        whole = layout.to_joint(whole, dim).contiguous()  # models may call view on it
         return whole if grid is None else whole.unflatten(dim, grid)

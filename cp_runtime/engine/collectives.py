@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .profiling import trace_range
 
-KEPT_EVENTS = 1024  # pairs of device events; more are added up while the work goes on
+KEPT_EVENTS = 1024  # pairs of device events; beyond that they are added up early
 
 
 def wait_for(device: torch.device) -> None:
@@ -105,7 +105,7 @@ class Pending:
         """Wait until everything was sent and received."""
         with trace_range("cp.wait", self._kind):
             self._group.stats.wait(self._works, self._device, self._group.via_host)
-            self._works = ()  # they hold what was sent
+            self._works = ()  # they keep alive what was sent
             for target, host in self._staged:
                 target.copy_(host)
 
@@ -155,7 +155,7 @@ class RankGroup:
         Args:
             send, received: contiguous, of one dtype and on one device.
             sent, arriving: elements for and from every rank, in the order of the ranks. Both sides know them.
-            kind: what to count it as, and its name in traces.
+            kind: name in statistics and traces.
         """
         size = send.element_size()
         staged: list[tuple[Tensor, Tensor]] = []
@@ -181,7 +181,7 @@ class RankGroup:
         """Send a tensor to the first rank, which returns those of all ranks, flat and in rank order; other ranks return none.
 
         Args:
-            counts: elements of every rank's.
+            counts: elements of every rank's tensor.
             kind: see `all_to_all`.
         """
         nothing = [0] * self.size
@@ -224,7 +224,7 @@ class RankGroup:
         with trace_range("cp.weights"):
             if self.size == 1:
                 whole.copy_(part)
-                if whole.device.type != "cpu":  # no collective is there to wait for, and who waits may be on another stream
+                if whole.device.type != "cpu":  # there is no collective to wait for, and the waiter may use another stream
                     works.append(torch.get_device_module(whole.device).current_stream(whole.device).record_event())
             else:
                 target, source = self._landing(whole, staged), self._leaving(part)

@@ -21,7 +21,7 @@ from .attention.opaque import PLACE
 from .plan import ShardingPlan, find_modules
 from .weights.blocks import blocks_of
 
-VARIANTS = 64  # of a kind of block that are compiled: other dtypes, numbers of dimensions, masks
+VARIANTS = 64  # compiled versions per kind of block, for other dtypes, numbers of dimensions, masks
 Failed = Callable[[CompileError], None]
 
 
@@ -54,15 +54,15 @@ class CompiledBlocks:
     """The blocks of a model, compiled when they first run.
 
     Args:
-        model: in eval mode.
-        plan: of the model. Blocks inside of which it splits or gathers stay as they are.
-        settings: for `torch.compile`.
+        model: model in eval mode.
+        plan: plan of the model. Blocks inside which it splits or gathers stay as they are.
+        settings: settings for `torch.compile`.
 
     Attributes:
-        failed: told whenever a block runs that the compiler could not take. If it raises, the call ends with that; else such
-            blocks run as they are.
-        kinds: of blocks that are compiled: class -> number of blocks.
-        left: of blocks that are not, because of the plan or because the compiler could not: class -> why.
+        failed: called whenever a block runs that could not be compiled. If it raises, so does the call; otherwise such blocks
+            run as they are.
+        kinds: class of compiled blocks -> number of blocks.
+        left: class of blocks that are not compiled -> reason: the plan, or the compiler's error.
     """
 
     def __init__(self, model: nn.Module, plan: ShardingPlan, settings: CompileSettings) -> None:
@@ -100,7 +100,7 @@ class CompiledBlocks:
             with compiler_settings(VARIANTS):
                 return compiled(module, *args, **kwargs)
         except compiler_errors() as error:
-            out = cls.forward(module, *args, **kwargs)  # it raises where the arguments are wrong, and not the compiler
+            out = cls.forward(module, *args, **kwargs)  # raises if the arguments are wrong, rather than the compiler
             self._given_up[cls] = CompileError(cls.__name__, self.settings.backend, _first_line(error))
             self.left[cls.__name__] = _first_line(error)
             self.kinds.pop(cls.__name__, None)

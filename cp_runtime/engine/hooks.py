@@ -44,7 +44,7 @@ class InstalledPlan(Generic[PlanT]):
         self.current: RunningCall | None = None
         self.kept: dict[object, Any] = {}
         self._undo: list[Callable[[], None]] = []
-        # What the plan says about the model itself is done by `forward`: torch would run such hooks outside of `call`.
+        # Hooks of the model itself are run by `forward`: torch would run them outside of `call`.
         self._enter_model: list[Callable[..., Any]] = []
         self._leave_model: list[Callable[..., Any]] = []
         with_attention: set[nn.Module] = set()
@@ -82,7 +82,7 @@ class InstalledPlan(Generic[PlanT]):
             mesh: the ranks that share the sequence.
             planner: decides how each attention is shared.
             on_module: called whenever a planned module is entered.
-            weights: of the model, where every rank keeps a part of them.
+            weights: weights of the model, if every rank keeps a part of them.
         """
         if self.current is not None:
             raise PlanError("a sharded call is running already")
@@ -126,11 +126,11 @@ class InstalledPlan(Generic[PlanT]):
             self._enter_model += [enter] if enter else []
             self._leave_model[:0] = [leave] if leave else []
             return
-        # Compiled modules leave their graph for them: they speak with other ranks.
+        # Not compiled, because they communicate with other ranks.
         if enter is not None:
             self._undo.append(module.register_forward_pre_hook(not_compiled(enter), with_kwargs=True).remove)
         if leave is not None:
-            # In front of the hooks that are there: what was entered last is left first, and other hooks see whole outputs.
+            # In front of existing hooks: what was entered last is left first, and other hooks see whole outputs.
             self._undo.append(module.register_forward_hook(not_compiled(leave), prepend=True).remove)
 
     def _enter_module(self, name: str, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
@@ -167,7 +167,7 @@ class InstalledPlan(Generic[PlanT]):
         return hook
 
     def _enter_local(self, *_: Any) -> None:
-        if PLACE.in_block and torch.compiler.is_compiling():  # where no call may be looked at
+        if PLACE.in_block and torch.compiler.is_compiling():  # traced code must not look at the call
             PLACE.local += 1
         else:
             self._enter_local_now()

@@ -43,7 +43,7 @@ class Groups:
 
     Args:
         like: group whose backend they use.
-        timeout: of the groups; None = torch's default.
+        timeout: timeout of the groups; None = torch's default.
 
     Attributes:
         are_closed: no more groups can be created, because not all ranks are here.
@@ -51,7 +51,7 @@ class Groups:
 
     def __init__(self, like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
         self._like, self._timeout, self.are_closed = like, timeout, False
-        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}  # None on ranks that are not in it
+        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}  # None on non-members
 
     def of(self, lists: Sequence[Sequence[int]], use: str = "tokens") -> dist.ProcessGroup | None:
         """Return the group among the given ones that contains this rank, or None. See `make_groups`.
@@ -69,7 +69,7 @@ class Groups:
             raise PlanError(
                 f"process groups of the ranks {[ranks for _, ranks in missing]} were not made while all ranks were there"
             )
-        if missing:  # one of NCCL takes memory of the device for good: the same ranks share one, whatever brings them together
+        if missing:  # an NCCL group takes device memory for good, so the same ranks share one for every purpose
             made, own = make_groups([ranks for _, ranks in missing], self._like, self._timeout), dist.get_rank()
             self._made |= {key: made if own in key[1] else None for key in missing}
         return next((group for key in keys if (group := self._made[key]) is not None), None)
@@ -128,7 +128,7 @@ class SequenceMesh:
             ConfigError: the ranks do not ascend along them, or the mesh has outlived its process groups.
         """
         ranks = mesh[AXES].mesh.flatten().tolist()
-        if ranks != sorted(ranks):  # torch orders the ranks of a group, so that a rank's place in it would not be that in the mesh
+        if ranks != sorted(ranks):  # torch sorts a group's ranks: places in it and in the mesh would differ
             raise ConfigError(
                 f"mesh: got the ranks {ranks} along ring and ulysses; allowed: ascending ones, ulysses running fastest. "
                 "Build it with init_device_mesh."
@@ -222,7 +222,7 @@ class BatchMesh:
 
     Args:
         group: process group of all ranks.
-        timeout: of the groups that are created for an axis.
+        timeout: timeout of the groups that are created for an axis.
         stats: where collectives are counted.
         shares: of the ranks.
         groups: creates the groups of the axes; None = those of the world.
@@ -262,7 +262,7 @@ class BatchMesh:
             group = self._groups.of(peers) if groups < self.size else None
             own = tuple(self.shares[rank] for rank in members[self.index(groups)]) if self.shares else ()
             made = self._meshes[groups] = SequenceMesh(group, self._groups, self.stats, peers, own)
-            # Unequal groups may choose different degrees: no rank could wait for all others then. A team's degrees are given.
+            # Unequal groups may choose different degrees, and then could not create groups together. A team's degrees are given.
             if self.shares and not self._groups.are_closed:
                 for ring, ulysses in factors(made.size):
                     made.axes(ring, ulysses)
@@ -336,9 +336,9 @@ def make_groups(lists: Sequence[Sequence[int]], like: dist.ProcessGroup | None, 
     most candidates are never chosen.
     """
     backend = dist.get_backend(like)
-    if backend != "gloo":  # it knows no device, and on CPU ranks this would open one
-        torch.accelerator.synchronize()  # NCCL splits a communicator while nothing is under way on it
+    if backend != "gloo":  # gloo uses no device, and synchronising would open one on CPU ranks
+        torch.accelerator.synchronize()  # NCCL can only split an idle communicator
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists], timeout=timeout, backend=backend)
     if group is not None:
-        dist.barrier(group)  # later a rank may have nothing to send at first
+        dist.barrier(group)  # connects it; later a rank may have nothing to send at first
     return group

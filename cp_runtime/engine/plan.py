@@ -14,7 +14,7 @@ from ..errors import PlanError
 from .state import AttentionStreams
 from .transforms import ContextParallelOutput, Transform
 
-# What the attention inside a module may be over, given the arguments of its forward. Empty = no communication.
+# Arguments of a module's forward -> what the attention inside it may be over; empty = no communication.
 AttentionRule = Callable[[Mapping[str, Any]], Sequence[AttentionStreams]]
 
 
@@ -100,7 +100,7 @@ def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = 
     found: list[tuple[str, nn.Module]] = [("", root)]
     for part in pattern.split(".") if pattern else ():
         found = [(f"{path}.{name}".lstrip("."), inner) for path, module in found for name, inner in _inside(module, part)]
-    unique: dict[nn.Module, str] = {}  # a list may hold one module several times
+    unique: dict[nn.Module, str] = {}  # a list may hold a module several times
     for path, module in found:
         unique.setdefault(module, path)
     if not found:

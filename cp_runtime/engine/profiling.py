@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 from ..compat import profiler_is_on
 from ..errors import bad_value
 
-TRACED = (2, 3, 4)  # calls; the first one also moves weights and connects groups
+TRACED = (2, 3, 4)  # numbers of calls; the first one also moves weights and connects groups
 _NO_RANGE = nullcontext()
 
 

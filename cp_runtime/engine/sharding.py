@@ -42,7 +42,7 @@ def split_sizes(length: int, parts: int, shares: Shares = ()) -> tuple[int, ...]
     the largest items / share; with equal shares it gives what `torch.tensor_split` gives.
     """
     weights = shares or (1,) * parts
-    sizes = [length * weight // sum(weights) for weight in weights]  # D'Hondt's method never gives less
+    sizes = [length * weight // sum(weights) for weight in weights]  # a lower bound for D'Hondt's method
     for _ in range(length - sum(sizes)):
         sizes[min(range(parts), key=lambda part: (sizes[part] + 1) / weights[part])] += 1
     return tuple(sizes)
@@ -117,7 +117,7 @@ class JointLayout:
             if length % split.frames:
                 raise PlanError(f"{length} tokens are not {split.frames} frames of the same length. Correct the plan.")
             size = length // split.frames
-            # So that no rank has all of several tokens: a mask of as many keys would be for its own keys, or for all.
+            # Otherwise one rank might hold all of several tokens, and a mask over its own keys would look like one over all keys.
             shares = self.shares if size >= sum(self.shares) else ()
             start, stop = split_ranges(size, self.world_size, shares)[rank]
             owned = tuple((offset + i * size + start, offset + i * size + stop) for i in range(split.frames) if stop > start)
@@ -209,7 +209,7 @@ class JointLayout:
         return tensor.index_select(dim, self._indices[key])
 
 
-# A layout depends on its arguments alone. The order of a long video's tokens takes milliseconds to compute, so calls share it.
+# Shared by calls: computing the order of a long video's tokens takes milliseconds.
 joint_layout = lru_cache(maxsize=32)(JointLayout)
 
 

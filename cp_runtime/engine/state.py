@@ -12,7 +12,7 @@ from ..errors import PlanError, UnknownStreamError
 from ..nested import tensors
 from .sharding import CONTIGUOUS, JointLayout, Shares, Split, joint_layout
 
-REMEMBERED = 64  # results of one call that are kept for the blocks to come
+REMEMBERED = 64  # results of a call that are kept for later blocks
 
 # Streams of the queries and of the keys of one attention, each in joint order.
 AttentionStreams = tuple[tuple[str, ...], tuple[str, ...]]
@@ -55,7 +55,7 @@ class CallState:
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
         self._around: list[tuple[Any, ...]] = []
-        # Side inputs are the same tensor for every block. The source is kept, so that its id cannot be reused.
+        # Side inputs are the same tensor for every block. Keeping the source prevents its id from being reused.
         self._memo: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
     def layout(self, streams: tuple[str, ...]) -> JointLayout:

@@ -72,13 +72,13 @@ class ContextParallelInput:
             known = sum(state.layout((name,)).total for name in self.streams[1:])
             state.define(self.streams[0], length - known, Split(frames, self.replicated))
         layout = state.layout(self.streams)
-        if length == layout.local_lengths[state.rank]:  # local already, or the rank holds all of it
+        if length == layout.local_lengths[state.rank]:  # already local, or held in full
             return value
         if length == layout.total:
             if not self.side:
                 return layout.take_local(value, state.rank, dim)
             return state.once(self, value, lambda: layout.take_local(value, state.rank, dim))
-        if length == 1:  # for all tokens
+        if length == 1:  # applies to all tokens
             return value
         raise PlanError(
             f"{where}: dimension {dim} of {tuple(value.shape)} is {length}; expected {layout.total} tokens "

@@ -23,7 +23,7 @@ KERNEL_OF = {
     "attention_flash": "flash_attn",
     **{name: mode.kernel for name, mode in SAGE_MODES.items()},
 }
-# These add a boolean mask to the scores as 0 and 1. Other kernels hide keys; a ring must do as the user's backend does.
+# These add boolean masks to the scores as 0 and 1, others hide keys; a ring must do what the user's backend does.
 ADD_BOOLEAN_MASKS = ("attention_sub_quad", "attention_split")
 
 
@@ -73,7 +73,7 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
 
 def compiled_attention(call: RunningCall) -> Server:
     """Return what serves the attention of compiled blocks in a call."""
-    import comfy.ldm.modules.attention as functions  # only here: benchmarks run the override without ComfyUI
+    import comfy.ldm.modules.attention as functions  # not at the top, as benchmarks run the override without ComfyUI
 
     def attend(
         q_BLHD: Tensor,

@@ -21,7 +21,7 @@ def attention_of(options: Mapping[str, Any], device_type: str) -> str | None:
     """Return the name of the chosen function (see `wire.attention_function`); None if no node chose one.
 
     Args:
-        device_type: of the ranks.
+        device_type: device type of the ranks.
 
     Raises:
         UnsupportedError: the ranks do not have it, or it is not known what the override does.
@@ -56,7 +56,7 @@ def _name_of(override: Any) -> str | None:
     chosen = inspect.unwrap(held[variable])
     for name, function in functions.REGISTERED_ATTENTION_FUNCTIONS.items():
         if chosen is inspect.unwrap(function):
-            return str(name) if chosen.__module__ == functions.__name__ else None  # packs may register theirs
+            return str(name) if chosen.__module__ == functions.__name__ else None  # packs may register their own
     made_by = _name_in_pack(chosen)
     if made_by == FLASH_OF_PACK:
         return "flash"
@@ -67,7 +67,7 @@ def _sage_mode(attention: Callable[..., Any]) -> str | None:
     """Return the mode of KJNodes' function: its inner function closes over SageAttention's and names the precision of its sums."""
     inner = inspect.unwrap(_held(attention).get("sage_func", attention))
     held = _held(inner)
-    if "sage_attention" in held:  # the mode itself
+    if "sage_attention" in held:  # it holds the mode itself
         return held["sage_attention"] if held["sage_attention"] in SAGE_MODES else None
     constants = set(getattr(getattr(inner, "__code__", None), "co_consts", ()))
     for name, mode in SAGE_MODES.items():

@@ -22,7 +22,7 @@ OPTION = "cp_attention"  # entry of transformer_options that stands for the over
 
 _KJ = "nodes.model_optimization_nodes:"
 OVERRIDES: Mapping[str, str] = {
-    # ComfyUI's own Model Attention Backend, which came after 0.30.
+    # ComfyUI's own Model Attention Backend, newer than 0.30.
     "comfy.model_patcher:ModelPatcher.set_model_optimized_attention.<locals>.optimized_attention_override": "optimized_attention",
     # KJNodes: Patch Sage Attention KJ, and the two loaders with an input for it.
     _KJ + "PathchSageAttentionKJ.patch.<locals>.attention_override_sage": "new_attention",
@@ -120,7 +120,7 @@ def _sage(name: str) -> Callable[..., Tensor]:
         **kwargs: Any,
     ) -> Tensor:
         scale, third = kwargs.get("scale"), mode.package == "sageattn3"
-        # Its kernels know no masks, and those of version 3 no scale.
+        # SageAttention supports no masks, and version 3 no scale.
         if mask is not None or kwargs.get("low_precision_attention") is False or (third and scale is not None):
             exact: Tensor = attention_pytorch(
                 q, k, v, heads, mask=mask, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape, **kwargs

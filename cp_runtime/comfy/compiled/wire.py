@@ -10,7 +10,7 @@ from ...errors import MirrorError, UnsupportedError
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 MODES = (None, "default", "max-autotune-no-cudagraphs")
-# Options of inductor that only say how hard it tries. Others name compilers, files and functions.
+# Inductor's options that only set how hard it tries. Others name compilers, files and functions.
 OPTIONS = (
     "coordinate_descent_tuning",
     "epilogue_fusion",
@@ -44,7 +44,7 @@ def encode_compile(asked: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedError(f"Torch Compile: dynamic is {dynamic!r}, and must be true, false or nothing.")
     options = {}
     for name, value in (asked.get("options") or {}).items():
-        # Of a whole model: a block is given what it reads, and what it did not read when it was compiled does not count.
+        # Irrelevant here: they are about guards of a whole model, or off.
         if name == "guard_filter_fn" or (name == "triton.cudagraphs" and not value):
             continue
         if name == "triton.cudagraphs":

@@ -32,11 +32,11 @@ _UNSTACKED = """
     return_info transformer_options vace_strength
 """
 STACKED, UNSTACKED = frozenset(_STACKED.split()), frozenset(_UNSTACKED.split())
-# Those that model_base does not name: the conditioning of HiDream-O1, the second timestep of LTX-2.
+# Names that model_base does not have: HiDream-O1's conditioning, LTX-2's second timestep.
 _ELSEWHERE = "a_timestep input_ids position_ids ref_image_grid_thw ref_patches ref_pixel_values token_types vinput_mask"
 STACKED_ELSEWHERE, UNSTACKED_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
-UNFAIR = 1.1  # times as much as its share, and a group gets too much
-COND_KINDS = "cond_or_uncond"  # of transformer_options: what each of the equal parts of the batch is
+UNFAIR = 1.1  # a group may get this many times its share
+COND_KINDS = "cond_or_uncond"  # in transformer_options: the kind of each of the batch's equal parts
 
 
 def share_out(
@@ -50,14 +50,14 @@ def share_out(
     """Decide how a call is shared out. All ranks decide alike.
 
     Args:
-        arguments: of the innermost forward, by name.
-        leading: names of its first two, the latent and the timestep.
-        ranks: of the pool.
-        degree: groups that the user asked for; 0 = choose.
+        arguments: arguments of the innermost forward, by name.
+        leading: names of the first two, latent and timestep.
+        ranks: number of ranks of the pool.
+        degree: number of groups that the user asked for; 0 = choose.
         sequence: whether the ranks of a group can share a sequence. Then there are as many groups as divide the batch, and the
             other ranks share sequences. If not, the batch is all there is to share: groups of uneven sizes, and one without an
             item computes a copy of the first, since it has nothing else to do.
-        group_shares: of the groups, by their number. Groups with unequal ones must get items in proportion, nearly.
+        group_shares: number of groups -> their shares. Groups with unequal shares must get nearly proportional items.
     """
     stacked = STACKED | STACKED_ELSEWHERE | frozenset(leading)
     items = next((t.shape[0] for name in leading for t in tensors(arguments[name])), 1)

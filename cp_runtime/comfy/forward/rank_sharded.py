@@ -107,7 +107,7 @@ class LocalResiduals(Sequence[Tensor | None]):
     def _local(self, residual: Tensor | None) -> Tensor | None:
         if residual is None:
             return None
-        # Whole once the tokens are gathered, and before any were split: a patch may skip the first blocks.
+        # Whole once the tokens are gathered, and before any are split: a patch may skip the first blocks.
         known = self._state.lengths.keys() >= set(self._streams)
         key, whole = residual.data_ptr(), not known or self._state.whole.issuperset(self._streams)
         local = self._copies.pop((key, whole), None)

@@ -42,7 +42,7 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     """
     check_model(model)
     config = default_config() if config is None else config
-    if not isinstance(config, RuntimeConfig):  # ComfyUI takes any JSON in the place of a link
+    if not isinstance(config, RuntimeConfig):  # ComfyUI accepts any JSON in place of a link
         raise bad_value("cp_config", config, "the output of a CP Config node, or nothing", "Connect one, or none for all devices.")
     alone = nothing_to_share()
     if alone is not None and (config.world_size == 1 or sys.platform != "linux"):
@@ -59,7 +59,7 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
             raise noted(UnsupportedError(f"Apply Context Parallel: {obstacle}"))
         log.warning("the model passes through on a single device: %s", obstacle)
         return timed(without_context_parallel(model).clone())
-    # A plain patcher over the same BaseModel, whatever kind of memory management the given one does.
+    # A plain patcher over the same BaseModel, whatever memory management the given one uses.
     patcher = model.clone(disable_dynamic=True, model_override=model.get_clone_model_override())
     patcher.__class__ = ContextParallelPatcher
     patcher.cp_config = config

@@ -25,9 +25,9 @@ from ..patches.ui_nodes import PatchSet
 from .ui_obstacles import control_obstacle, forward_obstacle, options_obstacle, patcher_obstacle, patches_and_attention
 from .ui_texts import METHOD, LocalTexts
 
-# Entries of transformer_options that only code of the UI process reads: functions, and ids of its bookkeeping.
+# Entries of transformer_options that only the UI process reads: functions, and ids for its bookkeeping.
 _UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "prefetch_dynamic_vbars")
-IN_PLACE = frozenset({"control"})  # residuals, of which each rank copies only its part
+IN_PLACE = frozenset({"control"})  # residuals: each rank copies only its part
 _SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, torch_device, list, tuple, dict)
 
 
@@ -109,7 +109,7 @@ class WorkerForward:
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 bound.update(bound.pop(name, {}))
             elif bound.get(name) is parameter.default and not isinstance(parameter.default, _SENDABLE):
-                del bound[name]  # an object, which the workers' own default is as well
+                del bound[name]  # an object; the workers have the same default
         for name, key in self.rebuilt:
             if isinstance(bound.get(name), dict):
                 bound[name] = {k: v for k, v in bound[name].items() if k != key}
@@ -166,7 +166,7 @@ def intercept(owner: Owner, model: nn.Module) -> None:
     """Send the model's calls to the workers."""
     setattr(model, innermost_method(model), WorkerForward(owner, model))
     own = vars(type(model))
-    if innermost_method(model) == "_forward" and "forward" in own and "_forward" not in own:  # it need not call what it inherits
+    if innermost_method(model) == "_forward" and "forward" in own and "_forward" not in own:  # may bypass `_forward`
         model.forward = GuardedForward(owner, model)
     if hasattr(type(model), METHOD):
         setattr(model, METHOD, LocalTexts(owner, model))

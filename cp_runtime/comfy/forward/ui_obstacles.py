@@ -148,6 +148,6 @@ def replaced_code(model: nn.Module) -> Iterator[str]:
 def _is_foreign(module: nn.Module, method: str) -> bool:
     """Return whether an instance's method is not its class's. ComfyUI leaves the stock method there when it undoes a patch."""
     own = vars(module).get(method)
-    if own is None or getattr(own, "sends_to_workers", False):  # ours, see interception.py
+    if own is None or getattr(own, "sends_to_workers", False):  # ours, see ui_interception.py
         return False
     return getattr(own, "__func__", None) is not getattr(type(module), method, None)

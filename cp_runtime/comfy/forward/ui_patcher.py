@@ -54,7 +54,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     Attributes:
         cp_config: pool and sharding.
         cp_local: the model runs in the UI process on one device, because on_unsupported says so.
-        cp_conditions_obstacle: what in the conditions of the sampling run keeps it from the workers.
+        cp_conditions_obstacle: what in the conditions of the sampling run cannot be sent to the workers.
         cp_memory_scale: see `ModelCall.memory_scale`; of the sampling run.
         cp_call_memory: bytes that ComfyUI expects a call of it to take on one device.
     """
@@ -68,7 +68,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def clone(self, *args: Any, **kwargs: Any) -> ContextParallelPatcher:
         clone = super().clone(*args, **kwargs)
         if isinstance(clone, ContextParallelPatcher):
-            clone.cp_config, clone.size = self.cp_config, self.size  # not `model_size`: it may run on one device
+            clone.cp_config, clone.size = self.cp_config, self.size  # not `model_size`, as it may run on one device
         return clone
 
     def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., Any]) -> None:
@@ -121,9 +121,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         if obstacle is not None:
             self.refuse(obstacle)
             return self._load_here(device_to, extra_memory, force_patch_weights)
-        if self.model.current_weight_patches_uuid is not None:  # another branch had them on a device of this process
+        if self.model.current_weight_patches_uuid is not None:  # another branch has loaded them on a device of this process
             super().unpatch_model(self.offload_device, unpatch_weights=True)
-        # Object patches (model sampling and the like) act in this process.
+        # Object patches, such as model sampling, act in this process.
         super().unpatch_model(None, unpatch_weights=False)
         super().patch_model(load_weights=False)
         before = self.loaded_size()

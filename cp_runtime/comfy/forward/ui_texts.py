@@ -59,7 +59,7 @@ def _weights_at(patcher: Patcher, model: nn.Module, device: torch.device) -> Ite
     def bring(called: nn.Module, _: Any) -> None:
         path = paths.get(called)
         if path is None:
-            return  # another model's, or inside of one that was called before
+            return  # another model's, or inside a module that was called before
         for inner, module in called.named_modules(prefix=path):
             paths.pop(module, None)
             for name, parameter in module._parameters.items():

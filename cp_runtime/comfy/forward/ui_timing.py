@@ -24,7 +24,7 @@ def time_calls(patcher: Any, device: str) -> None:
     """Have every sampling run with this ModelPatcher measured, for the journal.
 
     Args:
-        device: that would compute it alone, as torch names it.
+        device: torch's name of the device that would compute it alone.
     """
 
     timer = RunTimer(None)
@@ -38,7 +38,7 @@ def time_calls(patcher: Any, device: str) -> None:
     def sample(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = executor(*args, **kwargs)
         if CONTROLLER.journal.run is timer:
-            if CONTROLLER.journal.calls.last is None:  # ranks have computed what they return
+            if CONTROLLER.journal.calls.last is None:  # ranks are done when they return
                 comfy.model_management.synchronize()
             CONTROLLER.end_run()
         return out
@@ -47,7 +47,7 @@ def time_calls(patcher: Any, device: str) -> None:
         executor: Callable[..., Any], x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        # Not the text: its length varies with every prompt and hardly counts.
+        # Without the text, whose length varies with every prompt and hardly matters.
         timer.enter({"x": x, "concat": c_concat, "control": control, **kwargs})
         out = executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
         timer.leave()

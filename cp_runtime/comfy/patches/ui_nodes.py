@@ -19,7 +19,7 @@ from ...pool.protocol import flatten
 from ..model.wire_modules import encode_module, full_name
 from .wire_nodes import KINDS, MIRRORED, OPTION, Patch, name_of
 
-# Nodes whose patches cannot be mirrored, and why. `code`: name of what they put there, where it is no function of the node's own.
+# Nodes whose patches cannot be mirrored, and why. _MADE_BY: name of what they install, if it is not a function of their own.
 REFUSED: Mapping[str, str] = {
     "HyperTile": "draws random tiles inside the model",
     "TomePatchModel": "draws random tokens inside the model",
@@ -71,7 +71,7 @@ class PatchSet:
             if known.prepare is not None and latent is not None:
                 known.prepare(patch, latent)
         encoder, kinds = _Encoder(), {kind: list[Any]() for kind in KINDS}
-        for kind, name, place, patch, _ in entries:  # after all are prepared: one may refer to another
+        for kind, name, place, patch, _ in entries:  # after all are prepared, as one may refer to another
             kinds[kind].append([name, place, encoder.index(patch)])
         encoded = {OPTION: {"entries": encoder.entries, **kinds}}
         _check_plain(encoded, encoder.modules)

@@ -100,7 +100,7 @@ def _with_local_embedding(patch: Any, call: RunningCall) -> Callable[..., Any]:
 
 
 def _encode_qwen_hint(patch: Any, x: Tensor) -> None:
-    # The patch encodes its image inside the forward, once it knows the size. Here it does so around a network that adds nothing.
+    # The patch encodes its image inside the forward, once it knows the size. Here it runs with a network that adds nothing.
     alone, network = copy.copy(patch), patch.model_patch.model
     alone.model_patch = SimpleNamespace(
         model=SimpleNamespace(
@@ -114,7 +114,7 @@ def _encode_qwen_hint(patch: Any, x: Tensor) -> None:
 
 
 def _encode_z_image_hint(patch: Any, x: Tensor) -> None:
-    # Behind its last block the patch only encodes its image. The forward shows it whole image patches.
+    # After its last block the patch only encodes its image. The forward passes it whole image patches.
     x = comfy.ldm.common_dit.pad_to_patch_size(x, (2, 2))
     patch({"x": x, "img": x, "txt": x, "block_index": sys.maxsize})
 
@@ -145,7 +145,7 @@ MIRRORED: Mapping[str, Patch] = {
     _MODEL_PATCH + "DiffSynthCnetPatch": Patch(
         node="QwenImageDiffsynthControlnet", without=_IMAGES, prepare=_encode_qwen_hint, adapt=_with_local_hint, mixes_batch=True
     ),
-    # The forward cuts text from image between the blocks: Lumina's plan gathers what they return when this is there.
+    # The forward separates text and image between blocks: with this patch, Lumina's plan gathers what blocks return.
     _MODEL_PATCH + "ZImageControlPatch": Patch(
         node="ZImageFunControlnet",
         without=_IMAGES,

@@ -81,7 +81,7 @@ def _tiles(
         mine = now[group.rank] if group.rank < len(now) else None
         out = torch.empty(0, dtype=dtype, device=device) if mine is None else run(tiles[mine])
         wrong = float(mine is not None and list(out.shape) != shapes[mine])
-        # All ranks hear of it: else they would wait for what does not come.
+        # All ranks must know: otherwise they would wait for data that never arrives.
         if group.largest(torch.tensor([wrong], device=device)).item():
             raise PlanError(
                 f"tiles of {tuple(tiles[now[0]].shape)} do not become what the VAE says of itself, {tuple(shapes[now[0]])}. Set "

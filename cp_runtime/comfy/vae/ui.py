@@ -63,7 +63,7 @@ def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[
         ConfigError: one of them is something else.
         UnsupportedError: the VAE cannot run on the ranks and on_unsupported is "error".
     """
-    if not isinstance(vae, comfy.sd.VAE):  # ComfyUI takes any JSON in the place of a link
+    if not isinstance(vae, comfy.sd.VAE):  # ComfyUI accepts any JSON in place of a link
         raise bad_value("vae", vae, "a VAE", "Connect the output of Load VAE or Load Checkpoint.")
     config = _config_in_use() if config is None else config
     if not isinstance(config, RuntimeConfig):
@@ -129,7 +129,7 @@ class RankedVAE:
         self.vae = vae
         kept = vars(vae).get(ATTRIBUTE)
         if kept is None or kept.cp_config.devices != config.devices:
-            # As long as the VAE: ComfyUI's memory manager does not keep what it manages.
+            # Lives as long as the VAE: ComfyUI's memory manager keeps nothing alive.
             kept = VAEPatcher.over(vae.patcher, config)
             setattr(vae, ATTRIBUTE, kept)
         self.patcher: VAEPatcher = kept
@@ -162,7 +162,7 @@ class RankedVAE:
         """Copy the VAE with another network, expecting 1/N of the memory."""
         vae, ranks = copy.copy(self.vae), self._config.world_size
         vae.first_stage_model, vae.patcher = network, self.patcher
-        vae.device = torch.device("cpu")  # ranks read what they get from the memory of this process
+        vae.device = torch.device("cpu")  # ranks read their inputs from this process's memory
         for name in ("memory_used_decode", "memory_used_encode"):
             setattr(vae, name, _part(getattr(self.vae, name), ranks))
         return vae
@@ -193,10 +193,10 @@ class RankedVAE:
     def _send(self, method: str, out_dtype: torch.dtype, *, mode: str, steps: int | None, **arguments: Any) -> Any:
         comfy.model_management.throw_exception_if_processing_interrupted()
         first = arguments[INPUT][0] if mode == TILES else arguments[INPUT]
-        # As it lies in memory: with channels last, convolutions round in another way.
+        # In memory order: with channels last, convolutions round differently.
         order = sorted(range(first.ndim), key=lambda dim: -first.stride(dim))
         memory = getattr(self.vae, f"memory_used_{method}")(first.shape, self.vae.vae_dtype)
-        items = first.shape[0] if mode == EXACT else self._config.world_size  # every rank has a tile of its own
+        items = first.shape[0] if mode == EXACT else self._config.world_size  # every rank has its own tile
         call = ModelCall(
             method=method,
             arguments={
@@ -252,7 +252,7 @@ class Network:
     def _result(self, method: str, value: Tensor, options: dict[str, Any]) -> Tensor:
         if options:
             raise UnsupportedError(f"the VAE is called with {', '.join(options)}, which is not sent to the workers. {_REMEDY}")
-        if self._failed is not None:  # ComfyUI would go on in tiles, with another picture
+        if self._failed is not None:  # ComfyUI would continue in tiles, with a different picture
             raise self._failed
         try:
             return self._run(method, value)

@@ -47,7 +47,7 @@ class VAEPatcher(ContextParallelPatcher):
 
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
         before, target = self.loaded_size(), self.target()
-        if self.model.current_weight_patches_uuid is not None:  # a node without context parallelism has left it on a device
+        if self.model.current_weight_patches_uuid is not None:  # left on a device by a node without context parallelism
             self.unpatch_model(self.offload_device)
         make_way(self.model)
         with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))

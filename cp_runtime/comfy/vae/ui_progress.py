@@ -9,7 +9,7 @@ from typing import Any
 import comfy.model_management
 import comfy.utils
 
-MOST = 64  # kinds of calls whose number of steps is remembered
+MOST = 64  # kinds of calls whose step counts are remembered
 _steps: dict[Any, int] = {}
 
 
@@ -17,9 +17,9 @@ class StepBar:
     """Shows how many steps the slowest rank has done: tiles, or convolutions once a call of this kind has counted them.
 
     Args:
-        ranks: of the pool.
-        tiles: of the call; None = no tiles.
-        kind: of the call: calls of one kind take as many steps.
+        ranks: number of ranks of the pool.
+        tiles: number of tiles of the call; None = no tiles.
+        kind: kind of the call; calls of a kind take equally many steps.
     """
 
     def __init__(self, ranks: int, tiles: int | None, kind: Any) -> None:
@@ -37,7 +37,7 @@ class StepBar:
         done = min((workers.pool.progress(rank).modules for rank in range(self._ranks)), default=0)
         if done > self._shown:
             self._shown = done
-            with contextlib.suppress(comfy.model_management.InterruptProcessingException):  # the next look says so
+            with contextlib.suppress(comfy.model_management.InterruptProcessingException):  # the next call returns it
                 self._bar.update_absolute(done)
         return False
 

@@ -40,7 +40,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 Memo = Callable[[object, Any, Callable[[], Any]], Any]
 """`once(key, source, make)` returns `make()` for the object `source`, computed once per call."""
 
-# Bytes above which q, k and v travel one after the other: packing the next one overlaps with sending.
+# Above this many bytes q, k and v are sent one after the other, so that packing one overlaps with sending another.
 PACKED_LIMIT = 256 << 20
 
 
@@ -102,10 +102,10 @@ def context_parallel_attention(
     q_chunks = chunk_layout(q_layout, U)
     k_chunks = q_chunks if k_layout is q_layout else chunk_layout(k_layout, U)
     chunk, H = mesh.rank // U, q_BLHD.shape[2]
-    as_it_is = R == 1 and k_layout is q_layout and q_layout.in_order  # the kernel hides what a causal mask hides
+    as_it_is = R == 1 and k_layout is q_layout and q_layout.in_order  # the kernel can apply the causal mask by itself
     plain = attend or sdpa(scale, causal and as_it_is)
     merging = R > 1 and config.rotate_method == "alltoall"
-    # All rows of this rank's chunk, all keys, in gathered order; as numbers where chunks are merged.
+    # All rows of this rank's chunk and all keys, in gathered order; additive if chunks are merged.
     rows, given, dtype = (q_chunks, chunk), mask, q_BLHD.dtype if merging else None
     if given is not None:
         mask = once(("mask", rows, k_layout, dtype), given, lambda: _place(given, mesh, *rows, k_layout, dtype))
@@ -201,7 +201,7 @@ def _to_heads(
 ) -> list[Tensor]:
     """Send q, k and v, in one collective if they hold the same tokens and the buffer is affordable."""
     B, _, H, D = q.shape
-    # Of the rank with the most tokens, so that all ranks decide alike.
+    # The size on the rank with the most tokens, so that all ranks decide alike.
     size = B * D * (H * max(q_lengths) + 2 * k.shape[2] * max(k_lengths)) * q.element_size()
     if size > PACKED_LIMIT or not q.dtype == k.dtype == v.dtype:
         pending = [exchange.to_heads([t], n) for t, n in ((v, k_lengths), (q, q_lengths), (k, k_lengths))]

@@ -48,7 +48,7 @@ class Kernel:
     """One attention function.
 
     Args:
-        name: what users and reports call it.
+        name: as users and reports know it.
         run: `(q_BHLD, k_BHSD, v_BHSD, mask, scale) -> (out_BHLD, lse)`. The mask is additive, in q's dtype, with four
             dimensions that broadcast to `[B, H, L, S]`.
         supports: whether it can do what is asked; the mask may be None.
@@ -83,7 +83,7 @@ def attend_with_lse(
         `[B, H, L, D]` in q's dtype, and `[B, H, L]` in float32 or better, natural logarithm. A row without visible keys: 0
         and -inf.
     """
-    # torch's dispatcher keeps other strides away from these kernels; called directly, they read the wrong numbers.
+    # Called directly, without torch's dispatcher, these kernels misread tensors with other strides.
     q_BHLD, k_BKSD, v_BKSD = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_BHLD, k_BKSD, v_BKSD))
     H, K = q_BHLD.shape[1], k_BKSD.shape[1]
     if H != K:
@@ -93,7 +93,7 @@ def attend_with_lse(
     out_BHLD, lse = chosen.run(q_BHLD, k_BKSD, v_BKSD, None if bias is None else _aligned(bias), scale)
     lse_BHL = lse.to(torch.promote_types(lse.dtype, torch.float32)).reshape(*q_BHLD.shape[:2], -1)[:, :, : q_BHLD.shape[2]]
     if bias is not None:
-        # What kernels return for a row without visible keys differs: nan, 0, inf.
+        # Kernels disagree about rows without visible keys: nan, 0, inf.
         empty = (bias.amax(-1) == -torch.inf).expand(lse_BHL.shape)
         lse_BHL = lse_BHL.masked_fill(empty, -torch.inf)
         out_BHLD = out_BHLD.masked_fill(empty.unsqueeze(-1), 0.0)
@@ -210,7 +210,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | 
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    # torch expands what it may; cuDNN takes one mask for all heads as it is, and no heads that lie in the same place.
+    # Not expanded: cuDNN accepts one mask for all heads, but not heads that alias each other; torch expands the rest.
     out, lse, *_ = _op("_scaled_dot_product_cudnn_attention")(q, k, v, mask, True, scale=scale)
     return out, lse
 

@@ -31,7 +31,7 @@ class PartialAttention:
             self._out, self._lse = out_BHLD, lse_BHL
             return
         lse = torch.logaddexp(self._lse, lse_BHL)
-        # -inf - -inf: no key is visible in any part so far; the output stays 0.
+        # -inf - -inf is nan: no key has been visible so far, so the output stays 0.
         weight = torch.exp(lse_BHL - lse).nan_to_num_(0.0)
         self._out.lerp_(out_BHLD, weight.unsqueeze(-1).to(out_BHLD.dtype))
         self._lse = lse

@@ -63,13 +63,13 @@ def attention(
 
     Args:
         q, k, v: `[B, L, H, D]`, `[B, S, K, D]`, `[B, S, K, E]`.
-        mask: added to the scores, or boolean; as many dimensions as the model gives it.
-        backend: name of the function that the model asked for.
-        scale: of the scores; None = the usual one.
-        precision: that the scores need at least.
-        grouped: K divides H, and each key is for H/K heads.
+        mask: additive or boolean, with as many dimensions as the model gives it.
+        backend: name of the attention function that the model asked for.
+        scale: factor for the scores; None = 1 / sqrt(D).
+        precision: least precision of the scores.
+        grouped: K divides H, and each key serves H/K heads.
         low_precision: whether quantised scores will do.
-        local: no communication, whatever the tokens are, because the plan says so of a module around it.
+        local: no communication, whatever the tokens are, because the plan says so for a module around it.
 
     Returns:
         `[B, L, H, E]`, contiguous.

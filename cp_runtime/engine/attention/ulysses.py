@@ -4,7 +4,7 @@ Source: Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509. Beyond it: exact u
 collective for all tensors of the same tokens.
 
 Shape suffixes: B batch, L tokens of this rank, C tokens of the chunk in gathered order, D head dimension. N heads come in *units*:
-one key/value head and its query heads. Units are dealt out to the ranks as tokens are (`sharding.split_sizes`); with too few,
+one key/value head and its query heads. Units are dealt out to the ranks like tokens (`sharding.split_sizes`); with too few,
 some ranks get none: they take part in the collectives and skip the attention.
 
 | step | shape on rank r |
@@ -15,7 +15,7 @@ some ranks get none: they take part in the collectives and skip the attention.
 | out: a view of it for each tensor | `[B, units_r * width, C, D]` |
 
 For any number of ranks the host launches one collective and one copy per tensor, or two where ranks get different numbers of units:
-a denoise step on a fast GPU is so short that what each launch takes would show.
+a denoise step on a fast GPU is so short that the time of each launch would show.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HeadExchange:
 
     Args:
         group: the ranks of one chunk.
-        units: head units that are dealt out.
+        units: number of head units to deal out.
         shares: of the ranks.
     """
 
@@ -48,7 +48,7 @@ class HeadExchange:
         self._group, self._units = group, units
         self._ranges = split_ranges(units, group.size, shares)
         self._sizes = split_sizes(units, group.size, shares)
-        # (first unit, number of ranks, units of each) of ranks side by side that get as many as each other, at least one
+        # (first unit, number of ranks, units of each) for runs of neighbouring ranks with equally many units, at least one
         self._runs: list[tuple[int, int, int]] = []
         first = 0
         for each, same in groupby(self._sizes):
@@ -71,7 +71,7 @@ class HeadExchange:
         """
         B, L, _, D = tensors[0].shape
         widths = [tensor.shape[2] // self._units for tensor in tensors]
-        unit = B * D * sum(widths)  # elements of a unit of one token
+        unit = B * D * sum(widths)  # elements per token and unit
         send = tensors[0].new_empty(L * unit * self._units)
         for first, ranks, units in self._runs:
             block = send[L * unit * first : L * unit * (first + ranks * units)].view(ranks, L, B, units * sum(widths), D)

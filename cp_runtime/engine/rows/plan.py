@@ -25,12 +25,12 @@ class RowPlan:
     """How a VAE runs on a part of the rows, with its own forward. See `split`.
 
     Args:
-        family: what users call it.
+        family: name shown to users.
         model_class: full name of its class.
-        attention: attribute by which its modules keep the function that attends, `(q, k, v)` of `[B, C, ..., rows, columns]`;
+        attention: attribute in which its modules keep their attention function, `(q, k, v)` of `[B, C, ..., rows, columns]`;
             None = they call torch's.
-        least: rows of the latent that a rank needs: 2 where padding reflects.
-        budget: name of a function, in the file of the VAE's class, that returns how many bytes of activations to compute at once.
+        least: rows of the latent that a rank needs: 2 if padding reflects.
+        budget: name of a function, in the VAE class's module, that returns how many bytes of activations to compute at once.
         refuses: why a VAE of this class cannot run on a part of the rows, or None.
     """
 
@@ -83,13 +83,13 @@ def run_on_rows(
     Args:
         model: the VAE.
         run: its own `decode` or `encode`.
-        whole: what it is called with, `[B, C, ..., rows, columns]`.
+        whole: its whole input, `[B, C, ..., rows, columns]`.
         ratio: rows of `whole` for each row of the latent: 1 to decode, the VAE's compression to encode.
         first_only: only the first rank gets the result; None on all others.
         on_convolution: called at every convolution.
 
     Returns:
-        what the VAE makes of all of it.
+        the VAE's output for all rows.
 
     Raises:
         PlanError: the VAE does something that the plan does not know.
@@ -133,7 +133,7 @@ def _budget(model: nn.Module, name: str | None, layout: RowLayout, group: RankGr
     def share(*args: Any, **kwargs: Any) -> int:
         budget = torch.tensor([-float(own(*args, **kwargs))], dtype=torch.float64, device=group.device)
         least = -int(group.largest(budget).item())
-        # A multiple of this rank's rows, as its tensors are: the quotient is the same whole number on every rank.
+        # A multiple of this rank's rows, as its tensors are, so that the quotient is the same integer on every rank.
         return max(1, least // max(held)) * held[group.rank]
 
     setattr(beside, name, share)

@@ -31,7 +31,7 @@ from ..mesh import SequenceMesh
 from .exchange import Neighbours, Sides, rows_of
 from .layout import RowLayout
 
-STATISTICS = 64 << 20  # bytes of half-precision values that are converted at a time for mean and variance
+STATISTICS = 64 << 20  # bytes of half-precision values to convert at a time for mean and variance
 NEAREST = ("nearest", "nearest-exact")
 ACROSS = frozenset(
     {
@@ -66,7 +66,7 @@ class SplitRows(TorchFunctionMode):
         start, stop = layout.held(mesh.rank)
         self._held = stop - start
         self._parts_on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._sharing = False  # what is called now is part of something that is shared already
+        self._sharing = False  # the current calls are part of a shared operation
         self._config = ContextParallelConfig(ring_degree=mesh.size, ring_anything=True)
         self._handlers: dict[Any, Callable[..., Any]] = {
             torch.conv2d: self._conv,
@@ -173,7 +173,7 @@ class SplitRows(TorchFunctionMode):
         last = window.out if stop in (0, layout.total) else window.last_complete
         inside = list(paddings)
         inside[dim] = 0
-        if first >= last:  # so few rows that all of the result depends on others
+        if first >= last:  # with so few rows, all of the result depends on others
             return run(_rows(own, self._sides(x, window, neighbours.wait()), dim, window.reads(0, window.out)), inside)
         out = run(x, paddings)
         sides = neighbours.wait()
@@ -214,7 +214,7 @@ class SplitRows(TorchFunctionMode):
         B, C = input.shape[:2]
         x_BGN = input.reshape(B, num_groups, -1)
         group, layout = self._mesh.whole, self._layout
-        # [1, mean and variance, B, G] of every rank that has rows
+        # [1, mean and variance, B, G] from every rank with rows
         local = torch.stack(mean_and_variance(x_BGN)).unsqueeze(0)
         there = [int(size > 0) for size in layout.sizes()]
         (all_ranks,) = group.all_gather([local[: there[group.rank]]], there, 0)
@@ -222,7 +222,7 @@ class SplitRows(TorchFunctionMode):
         means, variances = all_ranks.unbind(1)
         mean = (shares * means).sum(0)
         variance = (shares * (variances + (means - mean) ** 2)).sum(0)
-        # As batch norm with these as its running figures: in one pass, in float32, without a copy.
+        # Batch norm with these as its running statistics: one pass, in float32, without a copy.
         mean, variance = (t.repeat_interleave(C // num_groups, 1).reshape(-1) for t in (mean, variance))
         weight, bias = (None if t is None else t.to(local.dtype).repeat(B) for t in (weight, bias))
         out = F.batch_norm(input.reshape(1, B * C, -1), mean, variance, weight, bias, training=False, eps=eps)
@@ -316,7 +316,7 @@ class Window:
                 f"a convolution makes {out} rows of {size}, with {held} of the latent (kernel {reach}, stride {stride}, padding "
                 f"{padding}): that cannot be split between rows of the latent. Decode in tiles."
             )
-        given = extra // 2  # an odd one lies below, as encoders pad before they halve
+        given = extra // 2  # an odd row is below: encoders pad there before they halve
         return cls(rows, given, out, padding + given, reach, stride)
 
     @property
@@ -340,8 +340,8 @@ def mean_and_variance(x_BGN: Tensor) -> tuple[Tensor, Tensor]:
     moments: Callable[[Tensor], tuple[Tensor, Tensor]] = partial(torch.var_mean, dim=-1, correction=0)
     groups = x_BGN.shape[1]
     if x_BGN.device.type == "cpu":
-        moments, groups = _moments_on_cpu, 1  # so what it writes besides is small, and its memory is used again
-    elif dtype != x_BGN.dtype:  # on a GPU as few kernels as the room for converted values allows
+        moments, groups = _moments_on_cpu, 1  # one group at a time, so that its extra output is small and its memory is reused
+    elif dtype != x_BGN.dtype:  # on a GPU, as few kernels as memory for converted values allows
         groups = max(1, STATISTICS // max(1, x_BGN[:, :1].nbytes))
     variances, means = zip(*(moments(part.to(dtype)) for part in x_BGN.split(groups, 1)), strict=True)
     return torch.cat(means, 1), torch.cat(variances, 1)
