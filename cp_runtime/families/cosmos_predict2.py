@@ -1,4 +1,6 @@
-"""Cosmos Predict2: text to image, image to video."""
+"""Cosmos Predict2: text to image, image to video; and Anima."""
+
+from dataclasses import replace
 
 from ..engine.plan import ModulePlan
 from ..engine.transforms import GridInput
@@ -22,3 +24,5 @@ COSMOS_PREDICT2 = FamilyPlan(
     },
     outputs={"final_layer": gathered("video", dims=5)},
 )
+# Its text encoder runs before the sharded forward.
+ANIMA = replace(COSMOS_PREDICT2, family="Anima", model_class="comfy.ldm.anima.model.Anima")

@@ -1,4 +1,4 @@
-"""Qwen-Image, Edit and Layered."""
+"""Qwen-Image, Edit and Layered; and Mage-Flow, which has its blocks without a second timestep."""
 
 from ..engine.plan import ModulePlan
 from ..engine.transforms import TokenIndex
@@ -21,6 +21,13 @@ QWEN_IMAGE = FamilyPlan(
             inputs={**BLOCK_INPUTS, "timestep_zero_index": TokenIndex(stream="img")}, attention=JOINT
         ),
     },
+    outputs=OUTPUTS,
+    control={"input": "img"},
+)
+MAGE_FLOW = FamilyPlan(
+    family="Mage-Flow",
+    model_class="comfy.ldm.mage_flow.model.MageFlowTransformer2DModel",
+    modules={"transformer_blocks.*": ModulePlan(inputs=BLOCK_INPUTS, attention=JOINT)},
     outputs=OUTPUTS,
     control={"input": "img"},
 )

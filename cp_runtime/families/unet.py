@@ -1,4 +1,6 @@
-"""The UNets of Stable Diffusion 1.5, 2, XL, Stable Video Diffusion and others: no sequence to share, but a batch."""
+"""UNets (Stable Diffusion 1.5, 2, XL, Stable Video Diffusion and others) and Stable Cascade: only a batch can be shared."""
+
+from dataclasses import replace
 
 from ..engine.plan import ModulePlan
 from .family import FamilyPlan
@@ -11,3 +13,11 @@ UNET = FamilyPlan(
     outputs={},
     control={"input": None, "middle": None, "output": None},
 )
+STAGE_C = FamilyPlan(
+    family="Stable Cascade C",
+    model_class="comfy.ldm.cascade.stage_c.StageC",
+    modules={"down_blocks.*.*": ModulePlan(), "up_blocks.*.*": ModulePlan()},  # where a call can be cancelled
+    outputs={},
+    control={"input": None},
+)
+STAGE_B = replace(STAGE_C, family="Stable Cascade B", model_class="comfy.ldm.cascade.stage_b.StageB", control={})

@@ -95,3 +95,5 @@ VACE = replace(
         "head": HEAD,
     },
 )
+# For autoregressive sampling. Without such a sampler's state it is an ordinary Wan; with it, it is refused.
+CAUSAL_WAN = replace(WAN, family="Causal Wan", model_class="comfy.ldm.wan.ar_model.CausalWanModel")

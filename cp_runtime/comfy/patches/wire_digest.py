@@ -1,4 +1,4 @@
-"""Whether weight patches arrived as they were sent."""
+"""A check that weight patches arrived as they were sent. It imports no ComfyUI, unlike `wire_weights`."""
 
 from __future__ import annotations
 
