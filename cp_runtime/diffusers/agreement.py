@@ -143,31 +143,26 @@ def _decision(streams: list[list[str]] | None, local: bool) -> Decision:
     return Decision(None if streams is None else (tuple(streams[0]), tuple(streams[1])), local)
 
 
-class Expected:
-    """What the module returns in one process, for comparison with what the ranks return together.
+def expected_output(forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return what the module's own forward returns in one process, outside of any sharded call."""
+    copies = map_tensors([args, dict(kwargs)], Tensor.clone)  # a model may modify its inputs
+    return list(tensors(forward(*copies[0], **copies[1])))
 
-    Args:
-        forward: the module's own, outside of any sharded call.
-    """
 
-    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
-        copies = map_tensors([args, dict(kwargs)], Tensor.clone)  # a model may modify its inputs
-        self._tensors = list(tensors(forward(*copies[0], **copies[1])))
-
-    @not_compiled
-    def check(self, module: str, out: Any, group: RankGroup) -> None:
-        """Raise PlanError, on all ranks alike, if an output differs on any rank."""
-        found = list(tensors(out))
-        same = [tensor.shape for tensor in found] == [tensor.shape for tensor in self._tensors]
-        worst = max([_error(a, b) for a, b in zip(found, self._tensors, strict=True)], default=0.0) if same else torch.inf
-        device = found[0].device if found else torch.device("cpu")
-        worst = group.largest(torch.tensor([worst], dtype=torch.float32, device=device)).item()
-        if worst > 1:
-            raise PlanError(
-                f"{module}: verify found the output off by {worst:.3g} times what rounding explains, against one process. "
-                "Attention outside of scaled_dot_product_attention or over less than the sequence (windows, frames), and sums over "
-                "tokens, need a plan of their own: ModulePlan, or split behind them."
-            )
+@not_compiled
+def check_output(module: str, out: Any, expected: list[Tensor], group: RankGroup) -> None:
+    """Raise PlanError, on all ranks alike, if an output differs on any rank."""
+    found = list(tensors(out))
+    same = [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
+    worst = max([_error(a, b) for a, b in zip(found, expected, strict=True)], default=0.0) if same else torch.inf
+    device = found[0].device if found else torch.device("cpu")
+    worst = group.largest(torch.tensor([worst], dtype=torch.float32, device=device)).item()
+    if worst > 1:
+        raise PlanError(
+            f"{module}: verify found the output off by {worst:.3g} times what rounding explains, against one process. "
+            "Attention outside of scaled_dot_product_attention or over less than the sequence (windows, frames), and sums over "
+            "tokens, need a plan of their own: ModulePlan, or split behind them."
+        )
 
 
 def _error(out: Tensor, expected: Tensor) -> float:

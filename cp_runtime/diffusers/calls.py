@@ -85,14 +85,14 @@ class ShardedCalls:
         expected = None
         if self._verify and not self._calls:
             with self._weights.call() if self._weights is not None else nullcontext():
-                expected = agreement.Expected(self._stock, args, kwargs)
+                expected = agreement.expected_output(self._stock, args, kwargs)
         try:
             out, record = (self._followed if known is None else self._sharded)(known, args, kwargs)
         except PlanError:
             self._records.pop(form, None)  # the next call finds out again
             raise
         if expected is not None:
-            expected.check(name, out, self._mesh.whole)
+            agreement.check_output(name, out, expected, self._mesh.whole)
         if known is None:
             if len(self._records) == FORMS:
                 del self._records[next(iter(self._records))]

@@ -122,6 +122,8 @@ class InstalledPlan(Generic[PlanT]):
         self._undo.append(undo)
 
     def _hook(self, module: nn.Module, enter: Callable[..., Any] | None, leave: Callable[..., Any] | None) -> None:
+        """Run functions before and after a module, in calls only: they get the running call, then what torch gives to hooks."""
+        enter, leave = (hook and self._in_call(hook) for hook in (enter, leave))
         if module is self.model:
             self._enter_model += [enter] if enter else []
             self._leave_model[:0] = [leave] if leave else []
@@ -133,6 +135,12 @@ class InstalledPlan(Generic[PlanT]):
             # In front of existing hooks: what was entered last is left first, and other hooks see whole outputs.
             self._undo.append(module.register_forward_hook(not_compiled(leave), prepend=True).remove)
 
+    def _in_call(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            return None if self.current is None else hook(self.current, *given)
+
+        return run
+
     def _enter_module(self, name: str, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
         positions = {argument: i for i, argument in enumerate(argument_names(module))}
         inputs = []  # (keyword, position, transform, place for messages)
@@ -140,10 +148,7 @@ class InstalledPlan(Generic[PlanT]):
             parameter, keyword = argument.partition(".")[::2]
             inputs.append((keyword or parameter, positions[parameter], transform, f"{name}({argument})"))
 
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            call = self.current
-            if call is None:
-                return None
+        def hook(call: RunningCall, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
             call.enter_module(name, plan)
             values, named = list(args), dict(kwargs)
             for keyword, position, transform, where in inputs:
@@ -156,10 +161,7 @@ class InstalledPlan(Generic[PlanT]):
         return hook
 
     def _leave_module(self, name: str, plan: ModulePlan) -> Callable[..., Any]:
-        def hook(_: nn.Module, __: Any, value: Any) -> Any:
-            call = self.current
-            if call is None:
-                return None
+        def hook(call: RunningCall, _: Any, __: Any, value: Any) -> Any:
             call.leave_module(plan)
             changes = {i: partial(call.local, split, where=f"{name} output {i}") for i, split in plan.outputs.items()}
             return _map_outputs(value, changes, name)
@@ -191,21 +193,17 @@ class InstalledPlan(Generic[PlanT]):
     def _enter_attention(self, name: str, module: nn.Module, rule: AttentionRule) -> Callable[..., Any]:
         names = argument_names(module)
 
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if call := self.current:
-                if call.scope.streams:
-                    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-                    call.enter_scope(rule(arguments), derived=True, name=name)
-                else:
-                    call.enter_scope(())
+        def hook(call: RunningCall, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if call.scope.streams:
+                arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+                call.enter_scope(rule(arguments), derived=True, name=name)
+            else:
+                call.enter_scope(())
 
         return hook
 
     def _leave_attention(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        def hook(*_: Any) -> None:
-            call = self.current
-            if call is None:
-                return
+        def hook(call: RunningCall, *_: Any) -> None:
             missed = call.has_missed_attention
             call.leave_scope()
             if missed:
@@ -221,10 +219,7 @@ class InstalledPlan(Generic[PlanT]):
     ) -> Callable[..., Any]:
         each = [outputs] if isinstance(outputs, ContextParallelOutput) else list(outputs)
 
-        def hook(_: nn.Module, __: Any, value: Any) -> Any:
-            call = self.current
-            if call is None:
-                return None
+        def hook(call: RunningCall, _: Any, __: Any, value: Any) -> Any:
             due = [(i, output) for i, output in enumerate(each) if output and (output.when is None or output.when(call.state))]
             return _map_outputs(value, {i: partial(call.whole_output, name, output) for i, output in due}, name)
 

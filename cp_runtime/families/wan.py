@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,15 +56,18 @@ def timed_frames(state: CallState) -> int:
 
 
 FREQS = side(VIDEO, dim=1, dims=6)
-BLOCK = ModulePlan(
-    inputs={
-        "x": tokens(VIDEO, frames=timed_frames),
-        "freqs": FREQS,
-        "e": Repeated(streams=VIDEO, ndim=4),
-    },
-    attention=VIDEO,
-    local=("cross_attn",),
-)
+
+
+def block(frames: Callable[[CallState], int], *local: str) -> ModulePlan:
+    """Plan blocks of video tokens that are split inside each frame; `local`: submodules with local attention, as cross_attn."""
+    return ModulePlan(
+        inputs={"x": tokens(VIDEO, frames=frames), "freqs": FREQS, "e": Repeated(streams=VIDEO, ndim=4)},
+        attention=VIDEO,
+        local=("cross_attn", *local),
+    )
+
+
+BLOCK = block(timed_frames)
 HEAD = ModulePlan(inputs={"e": Repeated(streams=VIDEO, ndim=3)})
 
 WAN = FamilyPlan(

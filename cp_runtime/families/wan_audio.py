@@ -9,8 +9,8 @@ from ..engine.plan import ModulePlan
 from ..engine.sharding import Split
 from ..engine.state import CallState
 from ..engine.transforms import ContextParallelInput
-from .family import FamilyPlan, gathered, tokens
-from .wan import FREQS, HEAD, VIDEO, WAN, Repeated
+from .family import FamilyPlan, gathered
+from .wan import FREQS, HEAD, WAN, Repeated, block
 
 # S2V: the video, then reference and shrunken motion frames: whole runs of tokens that have one modulation, and what is left.
 TOKENS = ("video", "references", "tail")
@@ -85,33 +85,24 @@ S2V = FamilyPlan(
     },
     outputs={"head": gathered(TOKENS)},
 )
-
-
-def _block(frames: Any, *local: str) -> ModulePlan:
-    x = tokens(VIDEO, frames=frames)
-    return ModulePlan(
-        inputs={"x": x, "freqs": FREQS, "e": Repeated(streams=VIDEO, ndim=4)}, attention=VIDEO, local=("cross_attn", *local)
-    )
-
-
 HUMO = replace(
     WAN,
     family="HuMo",
     model_class="comfy.ldm.wan.model.HumoWanModel",
-    modules={"blocks.*": _block(sound_frames, "audio_cross_attn_wrapper"), "head": HEAD},
+    modules={"blocks.*": block(sound_frames, "audio_cross_attn_wrapper"), "head": HEAD},
 )
 ANIMATE = replace(
     WAN,
     family="Wan Animate",
     model_class="comfy.ldm.wan.model_animate.AnimateWanModel",
-    modules={"blocks.*": _block(latent_frames), "head": HEAD},
+    modules={"blocks.*": block(latent_frames), "head": HEAD},
 )
 DANCER = replace(
     WAN,
     family="WanDancer",
     model_class="comfy.ldm.wan.model_wandancer.WanDancerModel",
     modules={
-        "blocks.*": _block(music_frames),
+        "blocks.*": block(music_frames),
         "music_injector": ModulePlan(inputs={"seq_len": LocalLength(stream="video")}),
         "head": HEAD,
         "head_global": HEAD,

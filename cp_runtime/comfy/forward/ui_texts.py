@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
+from comfy.model_patcher import ModelPatcher
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -22,14 +23,6 @@ METHOD = "preprocess_text_embeds"
 PREFIX = "diffusion_model."
 
 
-class Patcher(Protocol):
-    """A patcher with a model's patches."""
-
-    model: Any
-
-    def patch_weight_to_device(self, key: str, device_to: torch.device, *, return_weight: bool) -> torch.Tensor: ...
-
-
 class LocalTexts:
     """Replacement for the method of one transformer instance.
 
@@ -38,7 +31,7 @@ class LocalTexts:
         model: the transformer.
     """
 
-    def __init__(self, patcher: Patcher, model: nn.Module) -> None:
+    def __init__(self, patcher: ModelPatcher, model: nn.Module) -> None:
         self.owner, self.model = ref(patcher), model
         self.stock: Callable[..., Any] = getattr(type(model), METHOD).__get__(model)
 
@@ -51,7 +44,7 @@ class LocalTexts:
 
 
 @contextmanager
-def _weights_at(patcher: Patcher, model: nn.Module, device: torch.device) -> Iterator[None]:
+def _weights_at(patcher: ModelPatcher, model: nn.Module, device: torch.device) -> Iterator[None]:
     """Give modules of the model that are called their patched weights on a device, while active."""
     paths = {module: path for path, module in model.named_modules() if path}
     kept: list[tuple[dict[str, Any], str, Any]] = []
