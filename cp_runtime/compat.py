@@ -113,7 +113,7 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def compiler_settings(variants: int) -> Iterator[None]:
-    """While active, let a function be compiled for that many kinds of arguments, and treat equal sizes as unrelated."""
+    """Let a function be compiled for that many kinds of arguments, and treat equal sizes as unrelated, while active."""
     from torch import _dynamo as dynamo
     from torch.fx.experimental import _config as shapes
 

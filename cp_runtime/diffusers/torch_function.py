@@ -67,8 +67,9 @@ class SharedAttention(TorchFunctionMode):
 
     @not_compiled
     def check_output(self, out: Any) -> None:
-        """In the first call of a form: raise PlanError, on all ranks alike, if tokens were combined out of reach, or if the output
-        holds only a part of them.
+        """Raise PlanError, on all ranks alike, if tokens were combined out of reach, or the output holds only a part of them.
+
+        Only the first call of a form finds that out.
         """
         if self._provenance is not None:
             device = next((tensor.device for tensor in tensors(out)), torch.device("cpu"))

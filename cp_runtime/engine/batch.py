@@ -20,7 +20,7 @@ class BatchShares:
         items: size of dimension 0 of what is stacked.
         unit: number of items that belong together, as the frames of a video where they are stacked.
         stacked: names of the arguments that are stacked.
-        shares: of the groups.
+        shares: share of each group; empty = equal shares.
         copies: how often each group's work is computed, by as many times more groups; the first ones' results count.
     """
 

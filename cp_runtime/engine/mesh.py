@@ -102,7 +102,7 @@ class SequenceMesh:
         groups: creates the groups of the axes; None = those of the world, with torch's default timeout.
         stats: where collectives are counted.
         peers: global ranks of all meshes that create their groups together with this one, itself included; None = only this one.
-        shares: of the ranks.
+        shares: share of each rank; empty = equal shares.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class BatchMesh:
         group: process group of all ranks.
         timeout: timeout of the groups that are created for an axis.
         stats: where collectives are counted.
-        shares: of the ranks.
+        shares: share of each rank; empty = equal shares.
         groups: creates the groups of the axes; None = those of the world.
     """
 

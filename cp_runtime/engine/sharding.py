@@ -88,7 +88,7 @@ class JointLayout:
         lengths: token count of each stream, in joint order.
         world_size: number of ranks that the streams are split over.
         splits: how each stream is split; empty = all of them contiguously.
-        shares: of the ranks.
+        shares: share of each rank; empty = equal shares.
     """
 
     lengths: tuple[int, ...]

@@ -26,7 +26,7 @@ class CallState:
         world_size: ranks on the sequence axes.
         gather: (this rank's tokens, stream, dimension of tokens) -> the tokens of all ranks.
         kept: what a transform keeps for later calls of the same model, by transform.
-        shares: of the ranks.
+        shares: share of each rank; empty = equal shares.
 
     Attributes:
         arguments: of the model's forward, by name, as far as the caller passes them on.

@@ -59,7 +59,7 @@ FREQS = side(VIDEO, dim=1, dims=6)
 
 
 def block(frames: Callable[[CallState], int], *local: str) -> ModulePlan:
-    """Plan blocks of video tokens that are split inside each frame; `local`: submodules with local attention, as cross_attn."""
+    """Plan blocks of video tokens, split inside each frame; `local` names submodules with local attention besides cross_attn."""
     return ModulePlan(
         inputs={"x": tokens(VIDEO, frames=frames), "freqs": FREQS, "e": Repeated(streams=VIDEO, ndim=4)},
         attention=VIDEO,

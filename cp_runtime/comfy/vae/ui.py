@@ -44,12 +44,6 @@ ATTRIBUTE = "context_parallel_patcher"
 _REMEDY = "Use VAE Decode or VAE Encode, or set on_unsupported of CP Config to 'single device'."
 
 
-def _config_in_use() -> RuntimeConfig:
-    """Return the config of the running ranks, or the default one."""
-    workers = CONTROLLER.workers
-    return workers.pool.config if workers is not None else default_config()
-
-
 def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[Any], Any], tiles: Callable[[Any], Any]) -> Any:
     """Run a VAE on the ranks of a config.
 
@@ -65,7 +59,9 @@ def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[
     """
     if not isinstance(vae, comfy.sd.VAE):  # ComfyUI accepts any JSON in place of a link
         raise bad_value("vae", vae, "a VAE", "Connect the output of Load VAE or Load Checkpoint.")
-    config = _config_in_use() if config is None else config
+    if config is None:
+        workers = CONTROLLER.workers
+        config = workers.pool.config if workers is not None else default_config()
     if not isinstance(config, RuntimeConfig):
         raise bad_value("cp_config", config, "the output of a CP Config node", "Connect one, or leave it open.")
     if mode not in MODES:

@@ -41,7 +41,7 @@ class HeadExchange:
     Args:
         group: the ranks of one chunk.
         units: number of head units to deal out.
-        shares: of the ranks.
+        shares: share of each rank; empty = equal shares.
     """
 
     def __init__(self, group: RankGroup, units: int, shares: Shares = ()) -> None:

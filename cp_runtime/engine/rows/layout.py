@@ -23,7 +23,7 @@ class RowLayout:
         total: number of rows.
         world_size: number of ranks.
         least: rows that a rank needs at least; if there are fewer per rank, some ranks have none.
-        shares: of the ranks, as far as each then gets `least` rows.
+        shares: share of each rank, as far as each then gets `least` rows.
     """
 
     total: int
