@@ -77,7 +77,7 @@ def before_apply(module: nn.Module, check: Callable[[Callable[[Tensor], Tensor]]
     """Call `check` with the function that `to`, `half` and the like are about to apply to the module's tensors.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
 
     def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -76,7 +76,7 @@ class Share:
         """Return an output of the module with the items of all groups.
 
         Raises:
-            PlanError: a tensor in it has another number of rows than this group has items.
+            PlanError: a tensor in it does not have one row per item of this group.
         """
         if isinstance(out, dict) and type(out) is not dict:  # diffusers' outputs
             return type(out)(**{key: self.gather(item) for key, item in out.items()})

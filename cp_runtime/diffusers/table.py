@@ -42,7 +42,7 @@ def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan
     """Convert a table into the plan that is applied.
 
     Raises:
-        PlanError: an entry is of no known kind, or it is not clear which stream an output belongs to.
+        PlanError: an entry is of an unknown kind, or the stream of an output is ambiguous.
     """
     modules: dict[str, ModulePlan] = {}
     outputs: dict[str, Any] = {}

@@ -61,7 +61,7 @@ class RunningCall:
         mesh: the ranks that share the sequence.
         planner: decides how each attention is shared.
         on_module: called whenever a planned module is entered.
-        kept: what transforms keep from one call to the next, by transform; the installed plan owns it.
+        kept: what transforms keep from one call to the next, by transform; owned by the installed plan.
         after_attention: called when an attention and its exchanges have been launched.
 
     Attributes:

@@ -140,8 +140,8 @@ class RankGroup:
     def may_overlap(self) -> bool:
         """Whether messages on this group may be in flight together with those of another group of the same ranks.
 
-        Devices may start NCCL's kernels of two groups in different orders, and those would wait for each other without end. NCCL
-        2.26 and newer keeps the order of the program where the environment says so.
+        Devices may start NCCL's kernels of two groups in different orders, and then wait for each other forever. NCCL 2.26 and
+        newer keep the order of the program if the environment says so.
         """
         if self.size == 1 or self.via_host:
             return True
@@ -194,7 +194,7 @@ class RankGroup:
     def all_gather(self, locals_: Sequence[Tensor], lengths: Sequence[int], dim: int) -> list[Tensor]:
         """Concatenate the shards of all ranks along `dim`, for several tensors at once; `lengths[r]` is rank r's size along it.
 
-        One batch of messages between pairs of ranks: torch's own gathers want shards of one size, or copy the whole.
+        One batch of messages between pairs of ranks, as torch's own gathers need equal shards, or copy the whole.
         """
         if self.size == 1:
             return list(locals_)

@@ -76,7 +76,7 @@ class InstalledPlan(Generic[PlanT]):
         on_module: Callable[[], None] | None = None,
         weights: ShardedWeights | None = None,
     ) -> Iterator[RunningCall]:
-        """Shard whatever runs inside.
+        """Shard the model while active.
 
         Args:
             mesh: the ranks that share the sequence.

@@ -95,7 +95,7 @@ def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = 
     """Return (path, module) of every module that `pattern` names; `*` stands for one path component, `-1` for the last of a list.
 
     Raises:
-        PlanError: if there is none.
+        PlanError: there is none.
     """
     found: list[tuple[str, nn.Module]] = [("", root)]
     for part in pattern.split(".") if pattern else ():

@@ -31,11 +31,11 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
     """Return a function for `transformer_options["optimized_attention_override"]`.
 
     It has the signature of ComfyUI's attention functions: q, k, v are `[B, L, heads * D]`, or `[B, heads, L, D]` with
-    `skip_reshape`; the output is `[B, L, heads * D]`, or `[B, heads, L, D]` with `skip_output_reshape`. In a compiled block it says
-    nothing about the call, and becomes the operator that `compiled_attention` serves.
+    `skip_reshape`; the output is `[B, L, heads * D]`, or `[B, heads, L, D]` with `skip_output_reshape`. In compiled blocks it
+    becomes the operator that `compiled_attention` serves, independent of the call.
 
     Args:
-        chosen: the function to attend with, where a node chose one for this model; None = the one that the model asks for.
+        chosen: the function to attend with, if a node chose one for this model; None = the one that the model asks for.
     """
 
     def override(

@@ -24,7 +24,7 @@ def attention_of(options: Mapping[str, Any], device_type: str) -> str | None:
         device_type: device type of the ranks.
 
     Raises:
-        UnsupportedError: the ranks do not have it, or it is not known what the override does.
+        UnsupportedError: the ranks do not have it, or the override is unknown.
     """
     override = options.get(OVERRIDE)
     if override is None:

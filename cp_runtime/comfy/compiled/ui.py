@@ -15,7 +15,7 @@ def compile_of(patcher: Any) -> dict[str, Any] | None:
     """Return what the ranks shall pass to `torch.compile`, in wire form; None if no node asks for it.
 
     Raises:
-        UnsupportedError: the ranks cannot do that.
+        UnsupportedError: the ranks cannot compile like that.
     """
     asked = patcher.model_options.get(TORCH_COMPILE_KWARGS)
     return None if asked is None else encode_compile(asked)

@@ -29,7 +29,7 @@ def encode_compile(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Check `torch_compile_kwargs` and encode them as plain data. `fullgraph` is ignored: a block is compiled whole or not at all.
 
     Raises:
-        UnsupportedError: the ranks cannot do that.
+        UnsupportedError: the ranks cannot compile like that.
     """
     backend, mode, dynamic = asked.get("backend"), asked.get("mode"), asked.get("dynamic")
     if backend == "cudagraphs":

@@ -54,9 +54,9 @@ def share_out(
         leading: names of the first two, latent and timestep.
         ranks: number of ranks of the pool.
         degree: number of groups that the user asked for; 0 = choose.
-        sequence: whether the ranks of a group can share a sequence. Then there are as many groups as divide the batch, and the
-            other ranks share sequences. If not, the batch is all there is to share: groups of uneven sizes, and one without an
-            item computes a copy of the first, since it has nothing else to do.
+        sequence: whether the ranks of a group can share a sequence. If so, there are as many groups as divide the batch, and the
+            ranks of each share its sequence. If not, only the batch can be shared: groups may be of uneven sizes, and a group
+            without items computes a copy of the first item.
         group_shares: number of groups -> their shares. Groups with unequal shares must get nearly proportional items.
     """
     stacked = STACKED | STACKED_ELSEWHERE | frozenset(leading)

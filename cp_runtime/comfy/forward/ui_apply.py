@@ -34,10 +34,10 @@ def check_model(model: Any) -> None:
 
 
 def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
-    """Return a MODEL that computes on `config`'s ranks, without one on all devices; as it was where there is nothing to do.
+    """Return a MODEL that computes on `config`'s ranks, or on all devices without one; unchanged if there is nothing to do.
 
     Raises:
-        ConfigError: one of them is something else.
+        ConfigError: an argument is of another type.
         UnsupportedError: the model cannot run sharded and on_unsupported is "error".
     """
     check_model(model)

@@ -59,7 +59,7 @@ class PatchSet:
 
         Args:
             model: the transformer that they patch.
-            latent: of the call, for whose size patches encode their images; None = to find out whether they can be mirrored.
+            latent: the call's, for whose size patches encode their images; None = only check that they can be mirrored.
 
         Raises:
             UnsupportedError: one of them cannot be mirrored.

@@ -27,13 +27,13 @@ from .wire import INPUT, TILES
 def call_vae(
     mirrors: Mirrors, request: Call, arguments: dict[str, Any], mesh: BatchMesh, on_step: Callable[[], None]
 ) -> tuple[Any, CallOutcome]:
-    """Decode or encode on all ranks. Return rank 0's part of the result, and what the call did.
+    """Decode or encode on all ranks. Return the result, which only rank 0 is sure to have, and what the call did.
 
     Args:
-        arguments: INPUT, its dimensions in the order in which they lie in memory; `order`, which dimension each of them is;
-            `mode`; `dtype` that the VAE computes in, and `out_dtype` of the result; `memory`, bytes that ComfyUI expects of one
-            rank. `exact`: `ratio`, see `run_on_rows`. `tiles`: `shapes` of the results.
-        on_step: called at every convolution, or before every tile: as often on all ranks.
+        arguments: INPUT, its dimensions in memory order; `order`, the original index of each dimension; `mode`; `dtype` that the
+            VAE computes in, and `out_dtype` of the result; `memory`, bytes that ComfyUI expects one rank to take. `exact`:
+            `ratio`, see `run_on_rows`. `tiles`: `shapes` of the results.
+        on_step: called at every convolution, or before every tile, equally often on all ranks.
     """
     mirror = mirrors.mirror_of(request.key)
     mirrors.free_buffers(mirror)

@@ -48,13 +48,13 @@ def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[
     """Run a VAE on the ranks of a config.
 
     Args:
-        config: None = on the ranks that there are, or else on all devices.
-        mode: one of MODES; auto = exact where there is a plan for the VAE, else tiles.
-        exact: calls `decode` or `encode` of the VAE that it is given; what ComfyUI's own node does.
+        config: None = the running ranks, or else all devices.
+        mode: one of MODES; auto = exact if there is a plan for the VAE, else tiles.
+        exact: calls `decode` or `encode` of the given VAE, as ComfyUI's own node does.
         tiles: the same with `decode_tiled` or `encode_tiled`.
 
     Raises:
-        ConfigError: one of them is something else.
+        ConfigError: an argument is of another type, or an unknown mode.
         UnsupportedError: the VAE cannot run on the ranks and on_unsupported is "error".
     """
     if not isinstance(vae, comfy.sd.VAE):  # ComfyUI accepts any JSON in place of a link

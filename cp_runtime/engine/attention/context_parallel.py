@@ -80,14 +80,14 @@ def context_parallel_attention(
         mesh: the ranks that share the sequence.
         config: degrees and method; its degrees multiply to the number of ranks.
         q_layout: tokens of every rank.
-        k_layout: the same for keys and values, where they are other tokens than the queries.
+        k_layout: the same for keys and values, if they are other tokens than the queries.
         mask: boolean (True = visible) or additive, `[..., rows, keys]`: all keys and all rows (or one) in joint order; or one
             row over this rank's keys. A third dimension from the end is heads (1 or H), a fourth is batch.
-        causal: in joint order, no query sees a key behind it. Without `mask` and `attend`.
-        scale: of the scores; None = 1 / sqrt(D).
+        causal: no query sees a later key, in joint order. Only without `mask` and `attend`.
+        scale: factor for the scores; None = 1 / sqrt(D).
         attend: `(q_BHSD, k_BKSD, v_BKSD, mask) -> out_BHSD`, used where no log-sum-exp is needed; None = torch's.
-        kernel: name of the kernel to use where one is needed (see `kernels`); None = the first that can.
-        once: remembers what is made of a mask, for masks that come with every block.
+        kernel: name of the kernel to use where one is needed (see `kernels`); None = the first suitable one.
+        once: caches what is computed from a mask that comes with every block.
 
     Returns:
         `[B, L, H, D]`, this rank's tokens, all heads.

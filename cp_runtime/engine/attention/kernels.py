@@ -1,11 +1,11 @@
 """Attention kernels that also return the log-sum-exp of the scores, which ring attention merges by.
 
-One registry. Each kernel says what it can do; `attend_with_lse` picks the first that can do what is asked, brings its inputs and
-its result into one form, and falls back to float32 matrix products.
+One registry. Each kernel declares what it supports; `attend_with_lse` picks the first suitable one, brings its inputs and result
+into a common form, and falls back to float32 matrix products.
 
 | kernel | where | log-sum-exp it returns |
 |---|---|---|
-| flash_attn | flash-attn installed and runs on this device, CUDA, half precision | `[B, H, L]` |
+| flash_attn | flash-attn is installed and runs on this device, CUDA, half precision | `[B, H, L]` |
 | sage | SageAttention 2 installed and runs on this device, CUDA, D up to 128, only on request: it quantises | `[B, H, L]` |
 | flash, cudnn | CUDA, half precision | `[B, H, L]`, cuDNN `[B, H, L, 1]` |
 | efficient | CUDA, masks, float32 | `[B, H, L rounded up to 32]` |
@@ -51,8 +51,8 @@ class Kernel:
         name: as users and reports know it.
         run: `(q_BHLD, k_BHSD, v_BHSD, mask, scale) -> (out_BHLD, lse)`. The mask is additive, in q's dtype, with four
             dimensions that broadcast to `[B, H, L, S]`.
-        supports: whether it can do what is asked; the mask may be None.
-        on_request: never chosen unless asked for by name, because its result is not exact.
+        supports: whether it supports the inputs; the mask may be None.
+        on_request: only chosen by name, because its result is not exact.
         allowed: whether torch's own switches (`torch.nn.attention.sdpa_kernel`) let kernels of its kind run.
     """
 
@@ -76,8 +76,8 @@ def attend_with_lse(
     Args:
         q_BHLD, k_BKSD, v_BKSD: H is a multiple of K; L and S are at least 1.
         mask: boolean (True = visible) or additive, broadcastable to `[B, H, L, S]`.
-        scale: of the scores; None = 1 / sqrt(D).
-        kernel: name of the kernel to use if it can do this; None = the first that can.
+        scale: factor for the scores; None = 1 / sqrt(D).
+        kernel: name of the kernel to use if it supports the inputs; None = the first that does.
 
     Returns:
         `[B, H, L, D]` in q's dtype, and `[B, H, L]` in float32 or better, natural logarithm. A row without visible keys: 0
@@ -111,7 +111,7 @@ def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -
     """Return the kernel called `name` if it supports the inputs, else the first that does and that torch's switches allow.
 
     Raises:
-        ConfigError: there is no kernel of that name, or none that can do this is allowed.
+        ConfigError: there is no kernel of that name, or none that supports the inputs is allowed.
     """
     if name is not None:
         named = [kernel for kernel in KERNELS if kernel.name == name]
@@ -164,7 +164,7 @@ def _runs(package: str, run: Run, device: torch.device, dtype: torch.dtype) -> b
     """Return whether an installed package's kernel runs on a device, by trying it once: it may have been built for other devices.
 
     Raises:
-        OutOfMemoryError: of the device, which says nothing about the kernel.
+        OutOfMemoryError: the device has no memory left, which says nothing about the kernel.
     """
     tokens = torch.zeros(1, 1, 128, 64, device=device, dtype=dtype)
     try:

@@ -1,4 +1,4 @@
-"""Merging attention over parts of the keys: exact, given each part's output and log-sum-exp.
+"""Merge attention over parts of the keys, exactly, from each part's output and log-sum-exp.
 
 With out_i = softmax-weighted values over part i and lse_i = log of the sum of exponentiated scores there, attention over both parts
 is the average of the outputs with weights exp(lse_i - lse), lse = log(exp(lse_1) + exp(lse_2)). Source: Liu et al., "Ring

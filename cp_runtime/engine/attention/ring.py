@@ -2,10 +2,9 @@
 
 Two ways to move them, both exact for uneven chunks and any mask:
 
-- `alltoall`: from neighbour to neighbour, R - 1 exchanges, each under way while the chunk before is computed on. Two packed chunk
-  buffers are held beside the local keys and values: 2 / R of the whole.
-- `allgather`: all at once, then one attention without any merging. The whole is held. There is nothing to it but
-  `RankGroup.all_gather`.
+- `alltoall`: from neighbour to neighbour in R - 1 exchanges, each in flight while the previous chunk is computed on. Two packed
+  chunk buffers are held beside the local keys and values: 2 / R of the whole.
+- `allgather`: all at once, then one attention without merging. Holds the whole. It is just `RankGroup.all_gather`.
 
 Shape suffixes: B batch, H query heads, K key/value heads, L own queries, C keys of a chunk, D head dimension.
 """

@@ -89,10 +89,10 @@ def run_on_rows(
         on_convolution: called at every convolution.
 
     Returns:
-        the VAE's output for all rows.
+        The VAE's output for all rows.
 
     Raises:
-        PlanError: the VAE does something that the plan does not know.
+        PlanError: the VAE does something that the plan does not cover.
     """
     if mesh.size == 1:
         return run(whole)

@@ -100,7 +100,7 @@ class SplitRows(TorchFunctionMode):
         """Return the rows of all ranks, given this rank's.
 
         Args:
-            first_only: for the first rank only; None on all others.
+            first_only: only the first rank gets them; None on all others.
         """
         group, dim = self._mesh.whole, self._dim
         scale, rest = divmod(local.shape[dim], self._held)
