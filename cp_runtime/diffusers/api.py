@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import wraps
 from types import MethodType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -24,11 +24,7 @@ from .shared import SharedModel
 from .table import own_table, plan_from_table
 from .vae import SplitVAE, is_vae
 
-
-class Removable(Protocol):
-    """What was applied to a module."""
-
-    def remove(self) -> None: ...
+Applied = InstalledPlan[ShardingPlan] | SplitVAE
 
 
 class AppliedPlan:
@@ -39,7 +35,7 @@ class AppliedPlan:
         weights: of the blocks, if every rank keeps a part of them: `weights.nbytes` are on this rank's device.
     """
 
-    def __init__(self, installed: Removable | None, mesh: SequenceMesh, weights: ShardedWeights | None) -> None:
+    def __init__(self, installed: Applied | None, mesh: SequenceMesh, weights: ShardedWeights | None) -> None:
         self._installed, self.mesh, self.weights = installed, mesh, weights
 
     def remove(self) -> None:
@@ -49,7 +45,7 @@ class AppliedPlan:
 
 
 # Weak references: the module's own forward keeps the installed plan alive.
-_installed: WeakKeyDictionary[nn.Module, ref[Removable]] = WeakKeyDictionary()
+_installed: WeakKeyDictionary[nn.Module, ref[Applied]] = WeakKeyDictionary()
 
 
 def apply_context_parallel(

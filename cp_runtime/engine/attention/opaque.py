@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ Server = Callable[..., Tensor]
 """Attention of a running call: the arguments of the operator, from `backend` on by name, to what it returns."""
 
 
+@dataclass
 class Place:
     """Where in a block the compiler is.
 
@@ -27,9 +29,8 @@ class Place:
         local: depth in modules whose attention is local by the plan; 0 outside of them, and whenever nothing is compiled.
     """
 
-    def __init__(self) -> None:
-        self.in_block = False
-        self.local = 0
+    in_block: bool = False
+    local: int = 0
 
 
 PLACE = Place()
