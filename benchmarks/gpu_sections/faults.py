@@ -31,7 +31,7 @@ class Fault:
     """A fault of rank 1.
 
     Args:
-        kind: as in `pool/faults.py`.
+        kind: as in `tests/support/faulty_worker.py`.
         seconds: from the queue to the end of the prompt, at most.
         words: in its message; without any, the prompt succeeds.
         times: calls in a row that have it.

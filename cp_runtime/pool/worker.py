@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,6 @@ from ..errors import PoolError, ProtocolError
 from .board import Board, resident_bytes, start_heartbeat
 from .cancel import CancelPoints
 from .channel import Channel, Closed, SharedBlock
-from .faults import armed_fault, inject
 from .frames import Frame, unpack
 from .limits import name_limit
 from .messages import (
@@ -113,7 +113,6 @@ class Worker:
             service: Service = module.make_service(self, self.spec["arguments"])
             self._handlers |= service.handlers
         seconds["import"] = time.perf_counter() - began
-        inject(self.rank, "start")
         self._end_step()
         began = time.perf_counter()
         backend, timeout = self._connect()
@@ -281,12 +280,8 @@ class Worker:
     def module_hook(self, cancel_every: int) -> Callable[[], None]:
         """Return what runs at every planned module: note the progress, and now and then leave together if the user cancelled."""
 
-        fault = armed_fault(self.rank, "module")
-
         def on_module() -> None:
             module = self.board.enter_module(self.rank)
-            if fault is not None:
-                fault(module)
             if cancel_every and module % cancel_every == 0:
                 self._check_cancel()
 
@@ -295,24 +290,10 @@ class Worker:
     def compiling(self, part: int) -> None:
         """A part of a model is compiled from now on, the how many-th one; 0 = no more. The time does not count as the command's."""
         self.board.compiling(self.rank, part)
-        if part:
-            inject(self.rank, "compile")
 
     def loading_hook(self) -> Callable[[int | None], None]:
         """Return what is told how many thousandths of a model are loaded, and None when it is."""
-        fault: Callable[[int], None] | None = None
-        told = 0
-
-        def on_loaded(loaded: int | None) -> None:
-            nonlocal fault, told
-            if loaded == 0:
-                fault, told = armed_fault(self.rank, "weights"), 0
-            self.board.load(self.rank, loaded)
-            told += 1
-            if fault is not None and loaded is not None:
-                fault(told)
-
-        return on_loaded
+        return partial(self.board.load, self.rank)
 
     def _check_cancel(self) -> None:
         wait_for(self.device)  # a host that runs ahead leaves nothing to cancel

@@ -222,7 +222,7 @@ class Commands:
 
     def hold_lock(self):
         """Answer, and then stay in C, holding the GIL."""
-        from cp_runtime.pool.faults import KINDS
+        from support.faulty_worker import KINDS
 
         self._afterwards = KINDS["lock"]
         return {}

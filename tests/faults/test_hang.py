@@ -52,8 +52,8 @@ def test_a_rank_that_hangs_is_named(fault_server, expected, faults, kind, rank):
     assert stacks.stat().st_mode & 0o777 == 0o600
     parts = dict(zip((0, 1), re.split(r"=== rank \d, ", text)[1:], strict=True))
     assert parts[rank].startswith(f"pid {pids[rank]}, {'stopped' if kind == 'stop' else ''}")
-    assert "faults.py" in parts[rank], text
-    assert "faults.py" not in parts[1 - rank], text
+    assert "faulty_worker.py" in parts[rank], text
+    assert "faulty_worker.py" not in parts[1 - rank], text
     assert "collectives.py" in parts[1 - rank], text  # it waits in a collective
     stacks.unlink()
     assert not set(pids) & set(assert_right(fault_server, expected))
@@ -109,7 +109,8 @@ def test_a_stopped_rank_writes_the_stack_it_was_stopped_at(tmp_path):
 
 def test_a_start_that_hangs_ends_within_its_budget(tmp_path, monkeypatch):
     faults = Faults(tmp_path)
-    monkeypatch.setenv("CP_TEST_FAULTS", str(tmp_path))
+    for name, value in faults.pool_environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("CP_STARTUP_TIMEOUT", "12")
     faults.arm(1, "sleep", at="start")
     pool = make_pool()

@@ -126,7 +126,7 @@ def test_crash_and_respawn(temp, faults):
         assert ranks(owner.pid) == []
         assert not owner.ask("alive", pool="a")["alive"]
 
-    with Owner(temp, faults.environment) as owner:
+    with Owner(temp, faults.pool_environment) as owner:
         assert_nothing_grew(owner, "20 crash and respawn", cycle)
         owner.ask("start", pool="a")
         assert owner.ask("echo", pool="a")["same"]

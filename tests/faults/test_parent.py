@@ -19,12 +19,13 @@ from support.server import ComfyServer
 CP = {"world_size": 2}
 # The fork server's interpreter, when it stands still before the first line of its program, until it is let go.
 SLOW_INTERPRETER = """
-import os, pathlib, sys, time
+import os, pathlib, runpy, sys, time
 if any(argument.endswith("fork_server.py") for argument in sys.orig_argv):
     here = pathlib.Path(__file__).parent
-    (here / f"waiting-{os.getpid()}").touch()
+    (here / ("waiting-%d" % os.getpid())).touch()
     while not (here / "go").exists():
         time.sleep(0.005)
+runpy.run_path(os.path.join({next_one!r}, "sitecustomize.py"))
 """
 
 
@@ -58,7 +59,7 @@ def start_hung(owner, faults, kind):
 @pytest.mark.parametrize("moment", ["idle", "busy", "starting", "holding Python's lock"])
 def test_sigkill(temp, faults, moment):
     """In "busy" one rank is stopped as well: it cannot run, and must end all the same."""
-    with Owner(temp, faults.environment) as owner:
+    with Owner(temp, faults.pool_environment) as owner:
         if moment in ("idle", "busy"):
             pids = owner.ask("start", pool="a")["pids"]
             assert owner.ask("echo", pool="a")["same"]
@@ -82,9 +83,9 @@ def test_sigkill_before_the_fork_server_has_run_a_line(temp, tmp_path, faults):
     """It asks for the signal at its parent's death when that is dead already. Left alone, its ranks would sleep."""
     for rank in range(2):
         faults.arm(rank, "sleep", at="start")
-    (tmp_path / "sitecustomize.py").write_text(SLOW_INTERPRETER)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with Owner(temp, {**faults.environment, "PYTHONPATH": path}) as owner:
+    path = faults.pool_environment["PYTHONPATH"]
+    (tmp_path / "sitecustomize.py").write_text(SLOW_INTERPRETER.format(next_one=path.partition(os.pathsep)[0]))
+    with Owner(temp, {**faults.pool_environment, "PYTHONPATH": os.pathsep.join([str(tmp_path), path])}) as owner:
         owner.send("start", pool="a", thread=True)
         wait_for(lambda: len(list(tmp_path.glob("waiting-*"))) == 1)
         os.kill(owner.pid, signal.SIGKILL)
@@ -142,7 +143,7 @@ MOMENTS = [(kind, "idle") for kind in ASKING] + [(kind, "starting") for kind in 
 @pytest.mark.parametrize(("kind", "moment"), MOMENTS, ids=[f"{kind.name}-{moment}" for kind, moment in MOMENTS])
 def test_signals_that_ask(temp, faults, kind, moment):
     """The process ends as it would without ranks: by that signal."""
-    with Owner(temp, faults.environment) as owner:
+    with Owner(temp, faults.pool_environment) as owner:
         if moment == "idle":
             owner.ask("start", pool="a")
         else:

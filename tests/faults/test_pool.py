@@ -71,7 +71,8 @@ NOTICED = 5  # seconds
 
 def test_a_rank_that_is_stopped_at_start_is_named_long_before_the_deadline(tmp_path, monkeypatch):
     faults, watches = Faults(tmp_path), []
-    monkeypatch.setenv("CP_TEST_FAULTS", str(tmp_path))
+    for name, value in faults.pool_environment.items():
+        monkeypatch.setenv(name, value)
     faults.arm(1, "stop", at="start")
 
     def measure_from_the_stop() -> bool:

@@ -20,7 +20,7 @@ REPORT = os.environ.get("CP_RELIABILITY_REPORT", "")
 
 @dataclass(frozen=True)
 class Faults:
-    """The folder that workers look into; see cp_runtime/pool/faults.py."""
+    """The folder that workers look into; see faulty_worker.py."""
 
     folder: Path
 
@@ -28,6 +28,12 @@ class Faults:
     def environment(self) -> dict[str, str]:
         """What a server needs in its environment."""
         return {"CP_TEST_FAULTS": str(self.folder)}
+
+    @property
+    def pool_environment(self) -> dict[str, str]:
+        """What a process with pools needs in its environment; a server has the import path already."""
+        detection = str(Path(__file__).parent / "detection")
+        return {**self.environment, "PYTHONPATH": os.pathsep.join(filter(None, (detection, os.environ.get("PYTHONPATH"))))}
 
     def arm(self, rank: int, kind: str, at: str = "module", **settings: Any) -> None:
         """Let a rank fail, once. The file appears whole."""

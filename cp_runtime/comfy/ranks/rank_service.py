@@ -12,7 +12,6 @@ from torch import Tensor
 from ...compat import on_compilation
 from ...engine.cost import DegreePlanner
 from ...engine.profiling import CallTraces
-from ...pool.faults import inject
 from ...pool.messages import (
     AttachNetwork,
     Available,
@@ -75,9 +74,7 @@ class ModelService:
         }
 
     def _load(self, request: Load, block: Tensor) -> Loaded:
-        kept = self._worker.keep(block)
-        inject(self._worker.rank, "load")
-        return self._mirrors.load(request, kept, self._worker.mesh)
+        return self._mirrors.load(request, self._worker.keep(block), self._worker.mesh)
 
     def _attach_network(self, request: AttachNetwork, block: Tensor) -> Done:
         self._mirrors.attach_network(request, block)

@@ -4,7 +4,7 @@ Python imports this module in every process that has its folder on PYTHONPATH: t
 environment, its worker ranks. A file with the metadata entry `test_model`, written by `support.models`, is taken at its word; any
 other goes through ComfyUI's own detection. Nothing is imported before ComfyUI does.
 
-Where the environment says so, torch has fake CUDA devices (`support/stand_in`).
+Where the environment says so, torch has fake CUDA devices (`support/stand_in`). Ranks look for faults (`support/faulty_worker.py`).
 """
 
 import ast
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STAND_IN = Path(__file__).resolve().parents[1] / "stand_in" / "__init__.py"
+SUPPORT = Path(__file__).resolve().parents[1]
 
 
 class PatchOnImport(importlib.abc.MetaPathFinder):
@@ -65,18 +65,30 @@ def take_at_its_word(detection: Any) -> None:
     detection.model_config_from_unet = model_config_from_unet
 
 
+def imported(name: str, file: Path) -> Any:
+    """A module from its file, which is in no folder of `sys.path`."""
+    folders = [str(file.parent)] if file.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+    if spec is None or spec.loader is None:
+        raise ImportError(file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def put_cards_in(_: Any) -> None:
     """Have the cards that the environment names."""
-    spec = importlib.util.spec_from_file_location("stand_in", STAND_IN, submodule_search_locations=[str(STAND_IN.parent)])
-    if spec is None or spec.loader is None:
-        raise ImportError(STAND_IN)
-    module = sys.modules["stand_in"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    cards = module.wanted()
-    module.use(cards)
+    stand_in = imported("stand_in", SUPPORT / "stand_in" / "__init__.py")
+    stand_in.use(stand_in.wanted())
+
+
+def look_for_faults(worker: Any) -> None:
+    """Have ranks look for faults where the environment names a folder: theirs, and not that of their fork server."""
+    imported("faulty_worker", SUPPORT / "faulty_worker.py").make_faulty(worker)
 
 
 sys.meta_path.insert(0, PatchOnImport("comfy.model_detection", take_at_its_word))
+sys.meta_path.insert(0, PatchOnImport("cp_runtime.pool.worker", look_for_faults))
 if os.environ.get("CP_TEST_CARDS"):  # as in stand_in, which is not to be imported where there are none
     if "torch" in sys.modules:
         put_cards_in(None)

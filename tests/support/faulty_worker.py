@@ -1,14 +1,15 @@
-"""Injected faults, for tests: inert unless CP_TEST_FAULTS names a folder (docs/testing.md).
+"""Faults of ranks: what `detection/sitecustomize.py` makes of a rank's `Worker`, in processes that have its folder on PYTHONPATH.
 
-A file `<rank>.json` there, `{"kind": "oom", "at": "module", "module": 3}`, is removed by that rank and takes effect at that place:
-`start`, before it joins the others; `load`, before it loads a model; `weights`, when it has brought that many pieces of a model to
-its device (`module` counts them); `module`, when it enters that planned module of a call; `compile`, when it begins to compile.
-With `"times": 2` it stays for a second time.
+Inert unless CP_TEST_FAULTS names a folder (docs/testing.md). A file `<rank>.json` there, `{"kind": "oom", "at": "module", "module":
+3}`, is removed by that rank and takes effect at that place: `start`, before it joins the others; `load`, before it loads a model;
+`weights`, when it has brought that many pieces of a model to its device (`module` counts them); `module`, when it enters that
+planned module of a call; `compile`, when it begins to compile. With `"times": 2` it stays for a second time.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -112,3 +113,55 @@ def inject(rank: int, place: str) -> None:
     fault = armed_fault(rank, place)
     if fault is not None:
         fault(0)
+
+
+def make_faulty(module: Any) -> None:
+    """Have the ranks of `cp_runtime.pool.worker` look for faults."""
+
+    class FaultyWorker(module.Worker):
+        """A rank that looks for faults."""
+
+        started = False
+
+        def _end_step(self) -> None:
+            if not self.started:
+                self.started = True
+                inject(self.rank, "start")
+            super()._end_step()
+
+        def keep(self, block: torch.Tensor) -> torch.Tensor:
+            kept: torch.Tensor = super().keep(block)
+            inject(self.rank, "load")
+            return kept
+
+        def module_hook(self, cancel_every: int) -> Callable[[], None]:
+            enter, fault = super().module_hook(cancel_every), armed_fault(self.rank, "module")
+            entered = itertools.count(1)
+
+            def on_module() -> None:
+                enter()
+                if fault is not None:
+                    fault(next(entered))
+
+            return on_module
+
+        def compiling(self, part: int) -> None:
+            super().compiling(part)
+            if part:
+                inject(self.rank, "compile")
+
+        def loading_hook(self) -> Callable[[int | None], None]:
+            tell, told = super().loading_hook(), itertools.count(1)
+            fault: Callable[[int], None] | None = None
+
+            def on_loaded(loaded: int | None) -> None:
+                nonlocal fault, told
+                if loaded == 0:
+                    fault, told = armed_fault(self.rank, "weights"), itertools.count(1)
+                tell(loaded)
+                if fault is not None and loaded is not None:
+                    fault(next(told))
+
+            return on_loaded
+
+    module.Worker = FaultyWorker
