@@ -16,11 +16,10 @@ from torch import Tensor
 from ..engine.policy import CallSplit
 from ..errors import RankOutOfMemory
 from ..nested import tensors
-from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig
+from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, load_timeout
 from ..pool.kept import KeptFile, KeptSeconds
 from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom, Unload
 from ..pool.protocol import TensorPacker, flatten
-from ..pool.settings import load_timeout
 from ..pool.site import WorkerSite
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool

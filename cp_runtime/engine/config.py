@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,11 +68,9 @@ class ContextParallelConfig:
             self._check_sizes(sizes)
             if self.batch_degree > 1:
                 raise bad_value("batch_degree", self.batch_degree, "1 with a mesh", "Leave the mesh out: all ranks are used then.")
-        if self.rotate_method not in ROTATE_METHODS:
-            raise bad_value("rotate_method", self.rotate_method, " or ".join(ROTATE_METHODS), "Choose one of them.")
+        check_choice("rotate_method", self.rotate_method, ROTATE_METHODS)
         for name in ("convert_to_fp32", "ulysses_anything", "ring_anything"):
-            if not isinstance(getattr(self, name), bool):
-                raise bad_value(name, getattr(self, name), "True or False", "Set it to one of them.")
+            check_switch(name, getattr(self, name))
         if self.shares is not None:
             object.__setattr__(self, "shares", self._checked_shares(self.shares))
 
@@ -215,11 +214,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSettings:
-    """What a user asks for on the sequence axes: the fields of `ContextParallelConfig`, with degrees that may be left open.
-
-    Args:
-        ring_degree, ulysses_degree: both 0 = chosen for every attention, by the cost model (`cost`).
-    """
+    """What a user asks for on the sequence axes: as in `ContextParallelConfig`, but with degrees of 0, both of them, where they are
+    chosen for every attention (`cost`)."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -254,6 +250,20 @@ def given_to_diffusers() -> ConfigError:
         "parallel_config: got a config of cp_runtime; allowed in diffusers' enable_parallelism and from_pretrained: diffusers' own."
         " Load the model without parallel_config, and call cp_runtime.apply_context_parallel(model, config)."
     )
+
+
+def check_choice(name: str, value: object, options: Sequence[str]) -> None:
+    """Raise ConfigError for what is none of the options."""
+    if value not in options:
+        two = len(options) == 2
+        remedy = "Choose one of them." if two else "Leave it at auto unless you know better."
+        raise bad_value(name, value, (" or " if two else ", ").join(options), remedy)
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise ConfigError for what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise bad_value(name, value, "True or False", "Set it to one of them.")
 
 
 def is_int(value: object) -> bool:

@@ -6,27 +6,170 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
-from ..engine.config import MAX_SHARE, SequenceSettings, is_int
+from ..engine.config import MAX_SHARE, ROTATE_METHODS, SequenceSettings, check_choice, check_switch, is_int
 from ..engine.sharding import Shares
 from ..errors import bad_value, shown
 
-BACKENDS = ("auto", "nccl", "gloo", "xccl", "hccl")
-ON_UNSUPPORTED = ("error", "single device")
-WEIGHTS = ("auto", "whole", "sharded", "offloaded")
-WHOLE, SHARDED, OFFLOADED = PLACEMENTS = WEIGHTS[1:]
+WHOLE, SHARDED, OFFLOADED = PLACEMENTS = ("whole", "sharded", "offloaded")
 """Where ranks keep a model's weights: all on every device; 1/N on each; 1/N in the host's memory for each."""
-RANKS_PER_CALL = ("auto", "all")
+DEGREES = ("ulysses_degree", "ring_degree", "batch_degree")
 MAX_MEMORY = 1 << 20  # GB; more is a typing error
 MAX_STEP_TIMEOUT = 7 * 24 * 3600.0
 MAX_RANKS = 1024  # that can be asked for
-DEFAULT_STEP_TIMEOUT = 600.0
 CPU_RANKS_PER_CORE = 4  # more than that is a typing error, not a plan
 RANKS_PER_ACCELERATOR = 8  # the same, where ranks share one over gloo
 ONE_CARD = "CP_TEST_ONE_CARD"
 """Environment variable by which tests have NCCL connect ranks on one GPU: see `launcher.as_host`."""
 _DEVICE = re.compile(r"([a-z]+)(?::(\d{1,3}))?")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An input of CP Config, and of `RuntimeConfig.resolve`.
+
+    Args:
+        default: says the type as well.
+        options: of a text; empty = it is free, and checked in another way.
+        least, most, step: of a number.
+        allowed, remedy: of a number, for its error; empty = it depends on the machine, and is checked in another way.
+        advanced: shown on demand.
+        optional: newer than the first workflows.
+    """
+
+    default: bool | int | float | str
+    tooltip: str
+    options: tuple[str, ...] = ()
+    least: float = 0
+    most: float = 0
+    step: float | None = None
+    allowed: str = ""
+    remedy: str = ""
+    advanced: bool = False
+    optional: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ConfigError for a value that is not allowed on any machine."""
+        if self.options:
+            check_choice(name, value, self.options)
+        elif isinstance(self.default, bool):
+            check_switch(name, value)
+        elif self.allowed:
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (number and 0 <= value <= self.most and (value or not self.least)):
+                raise bad_value(name, value, self.allowed, self.remedy)
+
+
+# In this order saved workflows hold the values.
+SETTINGS = {
+    "world_size": Setting(
+        0,
+        "Number of worker processes (ranks), one per device. 0 = every visible accelerator; on a machine without any, 2 CPU "
+        "ranks. 1 passes the model through unchanged. More ranks save time and, with sharded weights, memory.",
+        most=MAX_RANKS,
+    ),
+    "devices": Setting(
+        "",
+        "Devices to use, such as cuda:0,cuda:2. Empty = the first world_size devices. Change it to keep a device free, or to "
+        "leave out a slow one. List the fastest first: rank 0 takes part in every call.",
+    ),
+    "ulysses_degree": Setting(
+        0,
+        "Ranks that trade parts of the sequence for attention heads. 0 = choose: both degrees by tokens, heads and the measured "
+        "speed of the link, or the factor that ring_degree leaves. For fast links: ranks wait during two exchanges per attention. "
+        "The product of all degrees must equal the world size.",
+        most=MAX_RANKS, advanced=True,
+    ),
+    "ring_degree": Setting(
+        0,
+        "Ranks that pass keys and values around in a ring. 0 = choose, as for ulysses_degree. For more ranks than heads, and for "
+        "slow links. Sends more than Ulysses with many ranks, but can send while it computes. Together with ulysses_degree: "
+        "unified attention.",
+        most=MAX_RANKS, advanced=True,
+    ),
+    "batch_degree": Setting(
+        0,
+        "Groups of ranks that compute different CFG halves and batch items at the same time. 0 = choose: as many as the batch of "
+        "a call divides by; the remaining factor splits the sequence. Costs least: groups exchange only the result. The only axis "
+        "for UNets, so with CFG 1 and one image a UNet gets no faster.",
+        most=MAX_RANKS, advanced=True,
+    ),
+    "rotate_method": Setting(
+        "alltoall",
+        "How ring attention moves keys and values: alltoall = from neighbour to neighbour while it computes, with little memory; "
+        "allgather = all at once, with more memory, for links with high latency. Without a ring it has no effect.",
+        options=ROTATE_METHODS, advanced=True,
+    ),
+    "convert_to_fp32": Setting(
+        True,
+        "Ring attention merges its partial results in float32: more exact, a little slower. Off = in the model's precision. "
+        "Without a ring it has no effect.",
+        advanced=True,
+    ),
+    "ulysses_anything": Setting(
+        True,
+        "Accept token and head counts that do not divide by ulysses_degree. The result is exact either way; some ranks then have "
+        "a little more to do. Off = stop with the numbers instead.",
+        advanced=True,
+    ),
+    "ring_anything": Setting(
+        True,
+        "Accept token counts that do not divide by ring_degree. The result is exact either way; some ranks then have a little "
+        "more to do. Off = stop with the numbers instead.",
+        advanced=True,
+    ),
+    "backend": Setting(
+        "auto",
+        "torch's communication library. auto = the usual one for the devices: nccl for CUDA, gloo for CPU. Change it only for "
+        "troubleshooting; gloo works nearly everywhere but is slow between GPUs.",
+        options=("auto", "nccl", "gloo", "xccl", "hccl"), advanced=True,
+    ),
+    "on_unsupported": Setting(
+        "error",
+        "What to do if the model, or another node's change to it, cannot run on several devices: error = stop and say why; single "
+        "device = write a warning to the log and run as without this node, at the speed of one device.",
+        options=("error", "single device"), advanced=True,
+    ),
+    "step_timeout": Setting(
+        600.0,
+        "Seconds that one denoise call may take once the model is warm. After that the workers are killed and the prompt fails "
+        "with the name of the rank that hangs. Raise it if a step really takes that long. Higher = a hanging rank is noticed "
+        "later.",
+        least=1.0, most=MAX_STEP_TIMEOUT, step=1.0,
+        allowed=f"seconds above 0 and up to {MAX_STEP_TIMEOUT:.0f}", remedy="Set it well above the time of one sampling step.",
+        advanced=True,
+    ),
+    "weights": Setting(
+        "auto",
+        "Where the ranks keep the model. whole = all of it on every device: fastest. sharded = 1/N of it on each, gathered block "
+        "by block during the computation: for models larger than one device. offloaded = as sharded, in the computer's memory. "
+        "auto = the first of these that fits. The result is the same.",
+        options=("auto", *PLACEMENTS), advanced=True, optional=True,
+    ),
+    "memory_per_rank": Setting(
+        0.0,
+        "GB of its device that a rank may use, for the choice of weights = auto. 0 = all free memory. Set it to leave room for "
+        "other programs.",
+        most=float(MAX_MEMORY), step=0.1,
+        allowed=f"GB from 0 (what is free) to {MAX_MEMORY}", remedy="Set it to what a rank may use of its device.",
+        advanced=True, optional=True,
+    ),
+    "shares": Setting(
+        "",
+        "How much of the work each rank takes, such as 2,1 if the first is twice as fast as the second. Empty = equal shares on "
+        "devices of one kind, by measured speed on others. The result is the same up to rounding.",
+        advanced=True, optional=True,
+    ),
+    "ranks_per_call": Setting(
+        "auto",
+        "auto = a call runs on as many ranks as make it fastest, and the others idle: a small picture over a slow link may be "
+        "fastest on one. all = every rank takes part in every call. Degrees that you set are obeyed. Panel and report show the "
+        "choice.",
+        options=("auto", "all"), advanced=True, optional=True,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,27 +192,18 @@ class DeviceInventory:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """A pool and the way calls run on it. Build it with `resolve`; two equal configs share one pool.
-
-    Args:
-        batch_degree: groups of ranks that share out CFG halves and batch items; 0 = chosen for every call (see `batch`).
-        weights: where the ranks keep a model: whole on every device, 1/N of it on each (sharded), or 1/N in the host's memory
-            for each (offloaded); auto = the first of these that fits.
-        memory_per_rank: GB of a device that a rank may use; 0 = what is free.
-        shares: how much of the work each rank takes, by rank; empty = equal for devices of one kind, by measured speed for others.
-        ranks_per_call: auto = as many ranks compute a call as make it fastest, if no degree is given; all = all of them.
-    """
+    """A pool and the way calls run on it: what `SETTINGS` say. Build it with `resolve`; two equal configs share one pool."""
 
     devices: tuple[str, ...]
     sequence: SequenceSettings
-    batch_degree: int = 0
-    backend: str = "auto"
-    on_unsupported: str = "error"
-    step_timeout: float = DEFAULT_STEP_TIMEOUT
-    weights: str = "auto"
-    memory_per_rank: float = 0.0
-    shares: Shares = ()
-    ranks_per_call: str = "auto"
+    batch_degree: int
+    backend: str
+    on_unsupported: str
+    step_timeout: float
+    weights: str
+    memory_per_rank: float
+    shares: Shares
+    ranks_per_call: str
 
     @property
     def chooses_ranks(self) -> bool:
@@ -98,85 +232,26 @@ class RuntimeConfig:
         return self.device_type != "cpu" and len(set(self.devices)) < len(self.devices)
 
     @classmethod
-    def resolve(
-        cls,
-        *,
-        inventory: DeviceInventory,
-        world_size: int = 0,
-        devices: str = "",
-        ulysses_degree: int = 0,
-        ring_degree: int = 0,
-        batch_degree: int = 0,
-        rotate_method: str = "alltoall",
-        convert_to_fp32: bool = True,
-        ulysses_anything: bool = True,
-        ring_anything: bool = True,
-        backend: str = "auto",
-        on_unsupported: str = "error",
-        step_timeout: float = DEFAULT_STEP_TIMEOUT,
-        weights: str = "auto",
-        memory_per_rank: float = 0.0,
-        shares: str = "",
-        ranks_per_call: str = "auto",
-    ) -> RuntimeConfig:
-        """Check every input against the machine and the other inputs, and fill in what was left open (0 or empty).
+    def resolve(cls, *, inventory: DeviceInventory, **given: Any) -> RuntimeConfig:
+        """Check every input (see `SETTINGS`) against the machine and the other inputs, and fill in what was left open (0 or empty).
 
         Raises:
             ConfigError: naming the input, its value, what is allowed and what to do. No process has started by then.
         """
-        if backend not in BACKENDS:
-            raise bad_value("backend", backend, ", ".join(BACKENDS), "Leave it at auto unless you know better.")
-        names = _resolve_devices(world_size, devices, backend, inventory)
-        ring, ulysses, batch = _resolve_degrees(len(names), ulysses_degree, ring_degree, batch_degree)
-        if backend == "nccl" and inventory.type != "cuda":
-            raise bad_value("backend", backend, f"auto or gloo on {inventory.type} devices", "nccl needs CUDA devices.")
-        if on_unsupported not in ON_UNSUPPORTED:
-            raise bad_value("on_unsupported", on_unsupported, " or ".join(ON_UNSUPPORTED), "Choose one of them.")
-        if weights not in WEIGHTS:
-            raise bad_value("weights", weights, ", ".join(WEIGHTS), "Leave it at auto unless you know better.")
-        memory = _number(memory_per_rank)
-        if not 0 <= memory <= MAX_MEMORY:
-            raise bad_value(
-                "memory_per_rank",
-                memory_per_rank,
-                f"GB from 0 (what is free) to {MAX_MEMORY}",
-                "Set it to what a rank may use of its device.",
-            )
-        if ranks_per_call not in RANKS_PER_CALL:
-            raise bad_value("ranks_per_call", ranks_per_call, " or ".join(RANKS_PER_CALL), "Choose one of them.")
-        timeout = _number(step_timeout)
-        if not 0 < timeout <= MAX_STEP_TIMEOUT:
-            raise bad_value(
-                "step_timeout",
-                step_timeout,
-                f"seconds above 0 and up to {MAX_STEP_TIMEOUT:.0f}",
-                "Set it well above the time of one sampling step.",
-            )
-        sequence = SequenceSettings(
-            ring_degree=ring,
-            ulysses_degree=ulysses,
-            convert_to_fp32=convert_to_fp32,
-            rotate_method=rotate_method,  # type: ignore[arg-type]  # checked below
-            ulysses_anything=ulysses_anything,
-            ring_anything=ring_anything,
-        )
-        sequence.with_degrees(1, 1)  # checks every field
-        return cls(
-            devices=names,
-            sequence=sequence,
-            batch_degree=batch,
-            backend=backend,
-            on_unsupported=on_unsupported,
-            step_timeout=float(timeout),
-            weights=weights,
-            memory_per_rank=float(memory),
-            shares=_resolve_shares(shares, len(names)),
-            ranks_per_call=ranks_per_call,
-        )
-
-
-def _number(value: object) -> float:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+        if unknown := given.keys() - SETTINGS.keys():
+            raise TypeError(f"there is no setting {', '.join(sorted(unknown))}")
+        values = {name: given.get(name, setting.default) for name, setting in SETTINGS.items()}
+        for name, setting in SETTINGS.items():
+            setting.check(name, values[name])
+        devices = _resolve_devices(values.pop("world_size"), values["devices"], values["backend"], inventory)
+        ring, ulysses, batch = _resolve_degrees(len(devices), *(values[name] for name in DEGREES))
+        if values["backend"] == "nccl" and inventory.type != "cuda":
+            raise bad_value("backend", "nccl", f"auto or gloo on {inventory.type} devices", "nccl needs CUDA devices.")
+        values |= {"devices": devices, "ring_degree": ring, "ulysses_degree": ulysses, "batch_degree": batch}
+        for name in ("step_timeout", "memory_per_rank"):
+            values[name] = float(values[name])
+        values["shares"] = _resolve_shares(values["shares"], len(devices))
+        return cls(sequence=SequenceSettings(**{each.name: values.pop(each.name) for each in fields(SequenceSettings)}), **values)
 
 
 def _resolve_shares(shares: str, ranks: int) -> Shares:
@@ -248,7 +323,7 @@ def _remedy(advice: str, inventory: DeviceInventory) -> str:
 
 def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tuple[int, int, int]:
     """(ring, ulysses, batch); 0 where the ranks are to choose: ring and ulysses both or neither."""
-    for name, value in (("ulysses_degree", ulysses), ("ring_degree", ring), ("batch_degree", batch)):
+    for name, value in zip(DEGREES, (ulysses, ring, batch), strict=True):
         if not is_int(value) or value < 0:
             raise bad_value(name, value, "a whole number from 0 (choose)", "Leave it at 0.")
     if not (ulysses or ring or batch):
@@ -271,3 +346,40 @@ def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tu
             "Leave the degrees at 0 to have them chosen.",
         )
     return chosen
+
+
+def startup_timeout() -> float:
+    """Seconds that ranks may take to start."""
+    return _seconds("CP_STARTUP_TIMEOUT", 300.0)
+
+
+def connect_timeout() -> float:
+    """Seconds that ranks may take to meet over NCCL and to exchange something, before they try without what may have broken it."""
+    return _seconds("CP_CONNECT_TIMEOUT", 20.0)
+
+
+def load_timeout() -> float:
+    """Seconds that ranks may take to load a model, and for its first call."""
+    return _seconds("CP_LOAD_TIMEOUT", 1800.0)
+
+
+def _seconds(name: str, default: float) -> float:
+    """An environment variable as a number of seconds; empty counts as not set. It is read when it is needed: a bad one must not
+    stop an import.
+
+    Raises:
+        ConfigError: it is no number, or out of range.
+    """
+    text = os.environ.get(name, "").strip()
+    try:
+        value = float(text or default)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MAX_STEP_TIMEOUT:
+        raise bad_value(
+            f"environment variable {name}",
+            text,
+            f"seconds above 0 and up to {MAX_STEP_TIMEOUT:.0f}, such as {default:g}",
+            f"Correct or unset it and restart ComfyUI; without it {default:g} holds.",
+        )
+    return value

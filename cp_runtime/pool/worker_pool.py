@@ -24,7 +24,7 @@ from ..errors import ContextParallelError, PoolError, PoolTimeout, RankError
 from .board import Progress
 from .channel import Channel, Closed
 from .collection import Collection, Outcome, SendCancel
-from .config import RuntimeConfig
+from .config import RuntimeConfig, connect_timeout, load_timeout, startup_timeout
 from .failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure, unforked
 from .forking import FORK_SERVERS, RankProcess, kill_all
 from .frames import all_of, name_of, report_of
@@ -37,7 +37,6 @@ from .module_times import ModuleTimes
 from .peers import Connection, look_at_peers, ways_of
 from .proc import process_state
 from .protocol import TensorPacker, read_tensor, unflatten
-from .settings import connect_timeout, load_timeout, startup_timeout
 from .site import WorkerSite
 from .stacks import StateWatch
 

@@ -8,8 +8,7 @@ from support.package import ROOT
 from support.pools import make_pool
 
 from cp_runtime.errors import ConfigError
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.settings import connect_timeout, load_timeout, startup_timeout
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, connect_timeout, load_timeout, startup_timeout
 
 SETTINGS = {"CP_STARTUP_TIMEOUT": (startup_timeout, 300.0), "CP_LOAD_TIMEOUT": (load_timeout, 1800.0)}
 SETTINGS["CP_CONNECT_TIMEOUT"] = connect_timeout, 20.0
