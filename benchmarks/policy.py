@@ -328,6 +328,7 @@ def overhead() -> float:
     os.environ.setdefault("COMFYUI_PATH", "")
     from support.reports import call_report
 
+    from cp_runtime.controller.calls import CallKind
     from cp_runtime.controller.choosing import Chooser
     from cp_runtime.controller.shortages import Shortages
     from cp_runtime.engine.cost import AttentionShape, Rates
@@ -348,7 +349,7 @@ def overhead() -> float:
     times = []
     for _ in range(2000):
         began = time.perf_counter()
-        chosen = chooser.choose(config, ("key", "forward", False, None), arguments, False, lambda _: True)
+        chosen = chooser.choose(config, CallKind.of(("key", "forward", False, None), arguments), False, lambda _: True)
         chooser.note(config, chosen, [report_] * 8, False)
         times.append(time.perf_counter() - began)
     return median(times[100:])

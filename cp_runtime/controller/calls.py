@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..nested import tensors
 from ..pool.messages import Load, Loaded
 from ..pool.protocol import TensorPacker
 from .placement import Demand
+
+LEFT_OUT = ("context", "mask", "txt", "text", "llama", "t5", "clip", "embed", "num_tokens", "transformer_options")
+"""Parts of the names of arguments whose shapes do not tell kinds of calls apart: text, whose length changes with every prompt and
+hardly counts, and what ComfyUI notes, such as all sigmas of the run."""
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """What calls have in common that take the same time.
+
+    Args:
+        what: model, method, and what else matters, in words.
+        shapes: of the tensors that were given: (name of the argument, *sizes).
+    """
+
+    what: str
+    shapes: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(cls, what: object, arguments: Mapping[str, Any]) -> CallKind:
+        """Of a call with these arguments."""
+        given = ((name, value) for name, value in sorted(arguments.items()) if not any(part in name for part in LEFT_OUT))
+        return cls(repr(what), tuple((name, *tensor.shape) for name, value in given for tensor in tensors(value)))
+
+    @property
+    def name(self) -> str:
+        """The same in every process."""
+        return hashlib.sha256(f"{self.what}{self.shapes}".encode()).hexdigest()[:16]
+
+    @property
+    def elements(self) -> int:
+        """Of all arguments together."""
+        return sum(prod(shape[1:]) for shape in self.shapes)
+
+    @property
+    def of_any_size(self) -> tuple[object, ...]:
+        """The same for calls that differ in their sizes alone: model and batch."""
+        return self.what, *((shape[0], len(shape), *shape[1:2]) for shape in self.shapes)
 
 
 class ModelState(Protocol):
@@ -80,3 +121,7 @@ class ModelCall:
     memory_scale: float = 1.0
     compile: dict[str, Any] | None = None
     sampling: bool = True
+
+    def kind(self, key: str) -> CallKind:
+        """Of the call, of the model with this key."""
+        return CallKind.of((key, self.method, self.mixes_batch, self.compile), self.arguments)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from ..engine.measuring import device_driver
 from ..engine.policy import CallSplit, CallWork, Known, Pool, Run, link_of, resized
-from ..nested import tensors
 from ..pool.call_times import CallTimes
 from ..pool.config import RuntimeConfig
 from ..pool.messages import CallReport
 from ..pool.worker_pool import WorkerPool
+from .calls import CallKind
 from .shortages import Shortages
-
-LEFT_OUT = ("context", "mask", "txt", "text", "llama", "t5", "clip", "embed", "num_tokens", "transformer_options")
-"""Parts of the names of arguments whose shapes do not tell kinds of calls apart: text, whose length changes with every prompt and
-hardly counts, and what ComfyUI notes, such as all sigmas of the run."""
-
-Sizes = tuple[tuple[object, ...], int]
-"""(model and batch, elements of all arguments) of a kind of call."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +21,12 @@ class Chosen:
     """How a call runs.
 
     Args:
-        kind: of the call.
         split: the ranks that take part and their degrees; None = all of them, as nobody chose otherwise.
-        sizes: of the kind.
         expected: what the call should be, where it first runs on one device, which does not report its attentions.
     """
 
-    kind: str
+    kind: CallKind
     split: CallSplit | None
-    sizes: Sizes
     expected: Known | None = None
 
 
@@ -59,41 +47,36 @@ class Chooser:
     def choose(
         self,
         config: RuntimeConfig,
-        kind: Sequence[object],
-        arguments: Mapping[str, Any],
+        kind: CallKind,
         shared: bool,
         fits: Callable[[float], bool],
     ) -> Chosen | None:
         """How a call is to run; None where the config leaves no choice.
 
         Args:
-            kind: what else tells it from other calls, besides the shapes of its arguments.
             shared: every rank keeps a part of the weights.
             fits: whether the devices have the memory for this part of a call.
         """
         if not config.chooses_ranks:
             return None
-        shapes = [(name, *t.shape) for name, value in sorted(arguments.items()) if not _is_left_out(name) for t in tensors(value)]
-        model = repr((*kind, shared, config.sequence))
-        name = hashlib.sha256(f"{model}{shapes}".encode()).hexdigest()[:16]
-        sizes = (model, *((each[0], len(each), *each[1:2]) for each in shapes)), sum(prod(each[1:]) for each in shapes)
-        known, failed = self.times.get(name), self._shortages.of(config.devices, name)
+        kind = replace(kind, what=repr((kind.what, shared, config.sequence)))
+        known, failed = self.times.get(kind.name), self._shortages.of(config.devices, kind.name)
         if known is None or not known.runs:
-            return self._first(name, sizes, self._ranks(config, shared), fits(1.0) and not failed)
+            return self._first(kind, self._ranks(config, shared), fits(1.0) and not failed)
         known.failed = failed
         split = known.choose(self._ranks(config, shared), fits)
-        return Chosen(name, None if split == known.default else split, sizes)
+        return Chosen(kind, None if split == known.default else split)
 
-    def _first(self, name: str, sizes: Sizes, pool: Pool, fits: bool) -> Chosen:
+    def _first(self, kind: CallKind, pool: Pool, fits: bool) -> Chosen:
         """How a call runs of which nothing is known: on all ranks, or on one device if it fits there and that should be faster, as
         far as another size of it can tell."""
-        size, known = self._last.get(sizes[0], (0, None))
-        if known is not None and size and fits:
+        elements, known = self._last.get(kind.of_any_size, (0, None))
+        if known is not None and elements and fits:
+            size = kind.elements / elements
             alone = CallSplit(tuple(range(pool.size)) if pool.all_take_part else (0,), 1, 1, 1)
-            on_one, on_all = (known.predict(pool, split, sizes[1] / size) for split in (alone, known.default))
-            if on_one < on_all:
-                return Chosen(name, alone, sizes, Known(resized(known.work, sizes[1] / size), known.default))
-        return Chosen(name, None, sizes)
+            if known.predict(pool, alone, size) < known.predict(pool, known.default, size):
+                return Chosen(kind, alone, Known(resized(known.work, size), known.default))
+        return Chosen(kind, None)
 
     def note(self, config: RuntimeConfig, chosen: Chosen, reports: Sequence[CallReport], shared: bool) -> dict[str, Any]:
         """A call has ended. Returns what the report says about the choice."""
@@ -102,7 +85,8 @@ class Chooser:
         inside = [report.communication.seconds for report in busy]
         compute = max(one - waited for one, waited in zip(seconds, inside, strict=True))
         run = Run(max(seconds), max(0.0, compute), min(inside))
-        known = self.times.get(chosen.kind)
+        name = chosen.kind.name
+        known = self.times.get(name)
         if known is None:
             degrees = reports[0].outcome.degrees
             default = CallSplit(tuple(range(len(reports))), degrees["batch"], degrees["ring"], degrees["ulysses"])
@@ -111,18 +95,18 @@ class Chooser:
             known = Known(_work_of(reports[0]), default)
             if chosen.expected is not None:
                 known = replace(chosen.expected, work=replace(known.work, attentions=chosen.expected.work.attentions))
-            self.times.put(chosen.kind, known)
+            self.times.put(name, known)
         split = chosen.split or known.default
         if known.note(split, run):
             self._link = link_of(known.work, self._ranks(config, shared), split, known.runs[split]) or self._link
-            self.times.save(chosen.kind)
-        self._last[chosen.sizes[0]] = chosen.sizes[1], known
+            self.times.save(name)
+        self._last[chosen.kind.of_any_size] = chosen.kind.elements, known
         return self._described(known, split, self._ranks(config, shared))
 
     def failed(self, chosen: Chosen) -> None:
         """A call ran out of memory as it was to run. It runs otherwise the next time, unless nobody chose."""
         if chosen.split is not None:
-            self._shortages.note(self._pool.config.devices, chosen.kind, chosen.split)
+            self._shortages.note(self._pool.config.devices, chosen.kind.name, chosen.split)
 
     @property
     def times(self) -> CallTimes:
@@ -174,7 +158,3 @@ def _work_of(report: CallReport) -> CallWork:
     return CallWork(
         **vars(report.outcome.work), modules=report.modules, result=report.nbytes, weights=report.bytes.get("weights", 0)
     )
-
-
-def _is_left_out(name: str) -> bool:
-    return any(part in name for part in LEFT_OUT)

@@ -20,8 +20,8 @@ from ..pool.config import RuntimeConfig
 from ..pool.site import WorkerSite
 from ..pool.worker_pool import CallCancelled
 from .calls import ModelCall, ModelState
-from .journal import CallRecord, Failure, Journal, Node
-from .run_timer import RunTimer
+from .journal import Failure, Journal
+from .run_stats import CallRecord, Node, RunStats
 from .shortages import Shortages
 from .workers import Workers
 
@@ -99,7 +99,7 @@ class Controller:
                 larger = replace(call, memory_scale=call.memory_scale * MORE_ROOM)
                 out, record = self._called(config, target, larger, node, cancelled)
             if call.sampling:
-                self.journal.calls.add(record)
+                self.journal.run.add(record)
                 extra = self._compare(config, target, call, record, cancelled)
                 self.journal.run.inside(time.monotonic() - began, extra)
             return out
@@ -163,7 +163,7 @@ class Controller:
     def bypassed(self) -> None:
         """A prompt has begun that samples without this pack: what the run before it came to is no news of it."""
         self.node = None
-        self.journal.begin_run(RunTimer(None))
+        self.journal.run = RunStats(None)
 
     def fail(self, error: ContextParallelError, node: Node | None) -> None:
         """A run is refused before the workers have to do with it."""

@@ -28,6 +28,10 @@ class Pace:
         if len(self._last) > KINDS:
             del self._last[next(iter(self._last))]
 
+    def modules(self, kind: Hashable) -> int:
+        """How many planned modules a rank passed; 0 = nobody knows."""
+        return self._last.get(kind, (0.0, 0))[1]
+
     def modules_per_check(self, kind: Hashable, ranks: int) -> int:
         """How many planned modules so many ranks may pass between two polls for Cancel; 0 = they need not poll."""
         if kind not in self._last:

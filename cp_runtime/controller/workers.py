@@ -11,11 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from ..engine.policy import CallSplit
 from ..errors import RankOutOfMemory
-from ..nested import tensors
 from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, load_timeout
 from ..pool.kept import KeptFile, KeptSeconds
 from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom, Unload
@@ -25,9 +22,10 @@ from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
 from .calls import ModelCall, ModelState
 from .choosing import Chooser
-from .journal import CallRecord, Failure, Node
+from .journal import Failure
 from .pace import Pace
 from .placement import GB, Choice, choose, next_smaller
+from .run_stats import CallRecord, Node
 from .shortages import Shortages
 
 log = logging.getLogger("context_parallel")
@@ -69,6 +67,7 @@ class Workers:
         failure: with which the ranks were used last; None = they did well.
         comparing: a call runs once more, on one device.
         aside: keys of models that have left the device of this process until their next call.
+        pace: of the calls.
     """
 
     def __init__(self, config: RuntimeConfig, site: WorkerSite, on_change: Callable[[], None], shortages: Shortages) -> None:
@@ -89,7 +88,7 @@ class Workers:
         self._unused: deque[str] = deque()  # networks that are gone from this process
         self._left: set[str] = set()  # kinds of blocks that are not compiled, which the log says
         self._encoder = CallEncoder()
-        self._pace = Pace()
+        self.pace = Pace()
 
     def start(self, cancelled: Callable[[], bool] | None) -> None:
         """Start the ranks. Raises what `WorkerPool.start` raises."""
@@ -114,6 +113,13 @@ class Workers:
             return None
         progress = [self.pool.progress(rank).loaded for rank in range(len(self.pool.processes))]
         return min((each / 1000 for each in progress if each is not None), default=None)
+
+    @property
+    def modules(self) -> int:
+        """Planned modules that all ranks have entered in the call that runs; 0 = none does."""
+        if self.pool.doing != "call":
+            return 0
+        return min((self.pool.progress(rank).modules for rank in range(len(self.pool.processes))), default=0)
 
     @property
     def models(self) -> list[str]:
@@ -251,13 +257,7 @@ class Workers:
         shared = self._shares_weights(target.key)
         chosen, self.sampling = None, call.sampling
         if call.sampling:
-            chosen = self._chooser.choose(
-                config,
-                (target.key, call.method, call.mixes_batch, call.compile),
-                call.arguments,
-                shared,
-                lambda part: self._fits(part * target.demand.call),
-            )
+            chosen = self._chooser.choose(config, call.kind(target.key), shared, lambda part: self._fits(part * target.demand.call))
         try:
             out, record = self._run(config, target, call, None if chosen is None else chosen.split, node, cancelled)
         except RankOutOfMemory:
@@ -310,8 +310,7 @@ class Workers:
         """Run a call on the ranks of a split, None = on all. Returns its output and its record."""
         began, key = time.monotonic(), target.key
         value, drop, packer = self._encoder.encode(call.arguments, set(call.leading), call.in_place)
-        shapes = tuple(value.shape for value in call.arguments.values() if isinstance(value, Tensor))
-        kind = (key, call.method, shapes, tuple(each.shape for name in call.in_place for each in tensors(call.arguments.get(name))))
+        kind = call.kind(key)
         sequence = (
             config.sequence if split is None else replace(config.sequence, ring_degree=split.ring, ulysses_degree=split.ulysses)
         )
@@ -327,7 +326,7 @@ class Workers:
             memory_scale=call.memory_scale,
             compile=call.compile,
             compile_or_raise=config.on_unsupported == "error",
-            cancel_every=self._pace.modules_per_check(kind, at_work),
+            cancel_every=self.pace.modules_per_check(kind, at_work),
             value=value,
             drop=drop,
         )
@@ -340,7 +339,7 @@ class Workers:
         self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
         seconds = time.monotonic() - began
-        self._pace.note(kind, at_work, seconds, replies[0].modules)
+        self.pace.note(kind, at_work, seconds, replies[0].modules)
         reports = [replace(reply, value=None) for reply in replies]
         return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids, node=node)
 

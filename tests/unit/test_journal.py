@@ -3,9 +3,8 @@
 import pytest
 from support.reports import call_report
 
-from cp_runtime.controller.journal import CallRecord, CallSums, Journal, public_message, time_by_rank
-from cp_runtime.controller.run_timer import RunTimer
-from cp_runtime.controller.speed import Speed
+from cp_runtime.controller.journal import Journal, public_message
+from cp_runtime.controller.run_stats import CallRecord, RunStats, Speed, time_by_rank
 from cp_runtime.errors import MirrorError, PoolTimeout, RankError
 from cp_runtime.pool.kept import KeptFile, KeptSeconds
 
@@ -19,7 +18,7 @@ def record(*ranks):
 
 
 def test_the_first_call_counts_only_while_it_is_alone():
-    sums = CallSums()
+    sums = RunStats(None)
     sums.add(record((9.0, 5.0), (9.0, 4.0)))
     assert (sums.count, sums.waiting_share) == (1, 5 / 9)
     for _ in range(3):
@@ -40,7 +39,7 @@ def test_a_rank_that_idles_waits_and_says_nothing_about_the_link():
 
 
 def test_other_ranks_begin_new_sums():
-    sums = CallSums()
+    sums = RunStats(None)
     for _ in range(3):
         sums.add(record((2.0, 1.0), (2.0, 1.0)))
     sums.add(record((4.0, 1.0), (4.0, 1.0), (4.0, 1.0)))
@@ -52,7 +51,7 @@ def test_other_ranks_begin_new_sums():
 
 def a_run(key="flux", calls=3):
     """A timer whose calls have ended, of a run on one device called "cpu"."""
-    timer = RunTimer(key, "cpu")
+    timer = RunStats(key, "cpu")
     for _ in range(calls):
         timer.enter({})
         timer.leave()
@@ -63,26 +62,26 @@ def test_times_on_one_device_are_kept_by_kind_and_device_for_another_process(tmp
     file = tmp_path / "one_device.json"
     journal = Journal(file)
     assert journal.speed is None
-    journal.begin_run(a_run())
+    journal.run = a_run()
     journal.end_run()
     alone = journal.on_one_device
     assert alone == journal.run.per_call > 0
     assert journal.speed.words == "one device"
 
     again = Journal(file)
-    again.begin_run(a_run())
+    again.run = a_run()
     assert again.on_one_device == alone
-    for other in (a_run("wan"), RunTimer("flux", "cuda"), RunTimer(None, "cpu")):
+    for other in (a_run("wan"), RunStats("flux", "cuda"), RunStats(None, "cpu")):
         if not other.calls:
             other.enter({})
-        again.begin_run(other)
+        again.run = other
         assert again.on_one_device is None
 
 
 def test_a_run_of_the_ranks_is_no_run_on_one_device(tmp_path):
     journal = Journal(tmp_path / "one_device.json")
-    journal.begin_run(a_run())
-    journal.calls.add(record((2.0, 1.0), (2.0, 1.0)))
+    journal.run = a_run()
+    journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
     journal.end_run()
     assert journal.on_one_device is None
     assert journal.speed.words == "not measured yet"
@@ -90,15 +89,15 @@ def test_a_run_of_the_ranks_is_no_run_on_one_device(tmp_path):
 
 def test_a_call_that_is_repeated_on_one_device_counts_with_what_comes_between_calls(tmp_path, monkeypatch):
     now = 0.0
-    monkeypatch.setattr("cp_runtime.controller.run_timer.time.monotonic", lambda: now)
-    timer = RunTimer("flux", "cpu")
+    monkeypatch.setattr("cp_runtime.controller.run_stats.time.monotonic", lambda: now)
+    timer = RunStats("flux", "cpu")
     journal = Journal(tmp_path / "one_device.json")
-    journal.begin_run(timer)
+    journal.run = timer
     journal.measure()
     for ranks, repeated in ((9.0, 0.0), (2.0, 6.0), (2.0, 0.0), (2.0, 0.0)):
         timer.enter({})
         now += ranks + repeated
-        journal.calls.add(record((ranks, 0.1), (ranks, 0.1)))
+        journal.run.add(record((ranks, 0.1), (ranks, 0.1)))
         if repeated:
             journal.measured(repeated)
         timer.inside(ranks + repeated, repeated)
@@ -111,15 +110,15 @@ def test_a_call_that_is_repeated_on_one_device_counts_with_what_comes_between_ca
     assert list(tmp_path.iterdir()) == []  # no file is written between calls
     journal.end_run()
     again = Journal(tmp_path / "one_device.json")
-    again.begin_run(timer)
+    again.run = timer
     assert again.on_one_device == 6.5
 
 
 def test_what_cannot_be_measured_says_why_until_another_kind_runs(tmp_path):
     journal = Journal(tmp_path / "one_device.json")
     for key in ("flux", "wan"):
-        journal.begin_run(a_run(key))
-        journal.calls.add(record((2.0, 1.0), (2.0, 1.0)))
+        journal.run = a_run(key)
+        journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
         if key == "flux":
             journal.measure()
             journal.measured(None, "one device has too little memory")

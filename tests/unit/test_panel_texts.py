@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cp_runtime.comfy.ranks.ui_alone import WORDS as ALONE
-from cp_runtime.controller.speed import WORDS
+from cp_runtime.controller.run_stats import WORDS
 from cp_runtime.pool.config import PLACEMENTS
 
 CHECKOUT = Path(__file__).resolve().parents[2]

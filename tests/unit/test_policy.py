@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.reports import call_report
 
+from cp_runtime.controller.calls import CallKind
 from cp_runtime.controller.choosing import Chooser, in_words
 from cp_runtime.controller.shortages import LIMIT, Shortages
 from cp_runtime.engine.config import SequenceSettings
@@ -189,7 +190,7 @@ def replies(call, ranks, split, **machine):
 def called(choose, config, call, ranks, size=64, **machine):
     """Have a call run as it is chosen; returns the choice and its split."""
     arguments = {"x": torch.zeros(call.items, 16, size, size)}
-    chosen = choose.choose(config, ("model", "forward"), arguments, False, everywhere)
+    chosen = choose.choose(config, CallKind.of(("model", "forward"), arguments), False, everywhere)
     split = chosen.split or all_ranks(ranks)
     choose.note(config, chosen, replies(call, ranks, split, **machine), False)
     return chosen, split
@@ -288,10 +289,10 @@ def test_other_sizes_and_kinds_hear_what_one_call_showed_about_the_link(tmp_path
         split = called(choose, config, work(tokens, parameters=3e8), ranks, size, link=200.0)[1]
         assert split.at_work == 1
     arguments = {"x": torch.zeros(1, 16, 32, 32)}
-    small = choose.choose(config, ("model", "forward"), arguments, False, everywhere)
+    small = choose.choose(config, CallKind.of(("model", "forward"), arguments), False, everywhere)
     assert small.split == split
     choose.failed(small)  # it does not fit there
-    assert choose.choose(config, ("model", "forward"), arguments, False, everywhere).split is None
+    assert choose.choose(config, CallKind.of(("model", "forward"), arguments), False, everywhere).split is None
 
 
 def test_what_is_said_about_a_choice_does_not_speak_against_it(tmp_path, monkeypatch):
@@ -301,7 +302,7 @@ def test_what_is_said_about_a_choice_does_not_speak_against_it(tmp_path, monkeyp
     choose, config = chooser(ranks, devices=(0, 1))
     arguments, said = {"x": torch.zeros(1, 16, 64, 64)}, []
     for link in (200.0, 200.0, 1.0, 1.0, 1.0):
-        chosen = choose.choose(config, ("model", "forward"), arguments, False, everywhere)
+        chosen = choose.choose(config, CallKind.of(("model", "forward"), arguments), False, everywhere)
         split = chosen.split or all_ranks(ranks)
         told = choose.note(config, chosen, replies(call, ranks, split, link=link), False)
         said.append((split.at_work, told["alternative"], in_words(told)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.devices import SlowDevice
 
-from cp_runtime.controller.journal import time_by_rank
+from cp_runtime.controller.run_stats import time_by_rank
 from cp_runtime.engine.collectives import CommStats
 from cp_runtime.pool.board import Board
 from cp_runtime.pool.cancel import CancelPoints

@@ -24,7 +24,7 @@ from comfy_execution.utils import get_executing_context
 from torch import nn
 
 from ...controller.calls import ModelCall
-from ...controller.journal import Node
+from ...controller.run_stats import Node
 from ...engine.weights.cast import settle
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
@@ -39,7 +39,7 @@ from ..model.ui_recipes import recipe_of
 from ..model.ui_target import Target
 from ..model.wire_dtypes import is_dynamic
 from ..model.wire_recipe import Recipe
-from ..panel.ui_loading_bar import LoadingBar
+from ..panel.ui_progress import WorkBar
 from ..patches.wire_weights import encode_weight_patches
 from ..ranks.ui import CONTROLLER
 from .ui_interception import intercept, is_intercepted, release
@@ -217,16 +217,16 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return CONTROLLER.on_device(notes_of(self.model).key)
 
 
-def with_cancel(run: Callable[[Callable[[], bool]], Any]) -> Any:
+def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any:
     """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt.
 
-    Every poll also shows on the node how far the ranks have loaded a model.
+    Every poll also shows on the node how far the ranks have loaded a model, and the steps of a call, if it has any.
     """
-    bar = LoadingBar()
+    bar = WorkBar(steps)
 
     def cancelled() -> bool:
         workers = CONTROLLER.workers
-        return bar.show(workers.loaded if workers is not None else None)
+        return bar.show(None) if workers is None else bar.show(workers.loaded, workers.modules)
 
     try:
         return run(cancelled)

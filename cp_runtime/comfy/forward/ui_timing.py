@@ -10,7 +10,7 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ...controller.run_timer import RunTimer
+from ...controller.run_stats import RunStats
 from ...engine.measuring import device_name
 from ...errors import MirrorError, UnsupportedError
 from ..model.ui_recipes import recipe_of
@@ -27,18 +27,18 @@ def time_calls(patcher: Any, device: str) -> None:
         device: torch's name of the device that would compute it alone.
     """
 
-    timer = RunTimer(None)
+    timer = RunStats(None)
 
     def prepare(executor: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal timer
-        timer = RunTimer(recipe_key(model), device_name(torch.device(device)))
-        CONTROLLER.journal.begin_run(timer)
+        timer = RunStats(recipe_key(model), device_name(torch.device(device)))
+        CONTROLLER.journal.run = timer
         return executor(model, *args, **kwargs)
 
     def sample(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = executor(*args, **kwargs)
         if CONTROLLER.journal.run is timer:
-            if CONTROLLER.journal.calls.last is None:  # ranks are done when they return
+            if timer.last is None:  # ranks are done when they return
                 comfy.model_management.synchronize()
             CONTROLLER.end_run()
         return out

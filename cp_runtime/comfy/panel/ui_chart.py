@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from ...controller.speed import NOT_MEASURED, times_in_words
+from ...controller.run_stats import NOT_MEASURED, times_in_words
 from ...errors import ContextParallelError, bad_value
 from ...pool.config import MAX_RANKS
 from .ui_report import axes

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from ...controller.controller import Controller
-from ...controller.journal import Node
+from ...controller.run_stats import Node
 from ..ranks.ui import CONTROLLER
 from .ui_status import ending, status
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...controller.choosing import in_words
-from ...controller.journal import CallRecord, CallSums
-from ...controller.run_timer import RunTimer
+from ...controller.run_stats import CallRecord, RunStats
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.messages import Compiled
@@ -29,11 +28,11 @@ def run_with_report(
         model = apply_to_model(model, config)
     if not isinstance(model, ContextParallelPatcher):
         model = timed(model.clone())
-    journal.begin_run(RunTimer(None))  # there may be nothing to sample
+    journal.run = RunStats(None)  # there may be nothing to sample
     began = time.monotonic()
     result = sample(model)
     ended = time.monotonic()
-    run, calls, speed = journal.run, journal.calls, journal.speed
+    run, speed = journal.run, journal.speed
     per_call = run.per_call
     report = {
         "version": VERSION,
@@ -46,12 +45,12 @@ def run_with_report(
         "seconds_per_step": round((ended - began if per_call is None else per_call * run.calls) / steps, 4),
         "seconds_per_call": _rounded(per_call),
     }
-    if isinstance(model, ContextParallelPatcher) and not model.cp_local and calls.last is not None and speed is not None:
+    if isinstance(model, ContextParallelPatcher) and not model.cp_local and run.last is not None and speed is not None:
         report |= {
             # Of the same model and sizes, where they ran on one device: by world_size 1, by choice, or to be measured.
             "seconds_per_call_on_one_device": _rounded(speed.on_one_device),
             "speedup": None if speed.times is None else round(speed.times, 2),
-            **_of_ranks(model, calls, calls.last),
+            **_of_ranks(model, run, run.last),
         }
     return result, report
 
@@ -62,9 +61,9 @@ def axes(degrees: Mapping[str, float], at_work: float | None) -> str:
     return named or ("one at work" if at_work in (None, 1) else f"{at_work} at work")
 
 
-def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) -> dict[str, Any]:
+def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) -> dict[str, Any]:
     config, degrees = model.cp_config, last.reports[0].outcome.degrees
-    mean = {name: total / calls.count for name, total in calls.rank_0.items()}
+    mean = {name: total / run.count for name, total in run.rank_0.items()}
     return {
         "world_size": config.world_size,
         "devices": list(config.devices),
@@ -78,7 +77,7 @@ def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) 
         "weights": _weights(model, last),
         # Of the last call: kinds of compiled blocks, those that are not and why, and what rank 0 has compiled since it started.
         "compiled": _compiled(last.reports[0].outcome.compiled),
-        "communication_share": round(calls.waiting_share, 4),
+        "communication_share": round(run.waiting_share, 4),
         # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
         "communication": {
             "seconds": round(mean["communication_seconds"], 6),
@@ -92,7 +91,7 @@ def _of_ranks(model: ContextParallelPatcher, calls: CallSums, last: CallRecord) 
                 "pid": pid,
                 "device": config.devices[rank],
                 "tokens": report.outcome.tokens,
-                "seconds": {part: round(total / calls.count, 4) for part, total in calls.times[rank].items()},
+                "seconds": {part: round(total / run.count, 4) for part, total in run.times[rank].items()},
                 "host_memory": report.memory.host,
                 "device_memory": report.memory.device,
             }

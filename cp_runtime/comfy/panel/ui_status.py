@@ -8,8 +8,8 @@ from typing import Any
 
 from ...controller.choosing import in_words
 from ...controller.controller import Controller
-from ...controller.journal import CallRecord, Failure, Journal, Node
-from ...controller.speed import NOT_MEASURED
+from ...controller.journal import Failure, Journal
+from ...controller.run_stats import NOT_MEASURED, CallRecord, Node
 from ...controller.workers import Workers
 from ...pool.board import SILENT, resident_bytes
 from ...pool.proc import process_state
@@ -87,14 +87,14 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
 
 def _last_call(controller: Controller, workers: Workers) -> CallRecord | None:
     """The last denoise call of the last sampling run, if these ranks computed it."""
-    record = controller.journal.calls.last
+    record = controller.journal.run.last
     return None if record is None or record.pids != workers.pool.pids else record
 
 
 def _pace(controller: Controller, workers: Workers) -> float | None:
     """Seconds per call of the sampling run that goes on, once a call of it has ended; None while the ranks run a VAE."""
-    run, last = controller.journal.run, controller.journal.calls.last
-    return run.per_call or last.seconds if workers.sampling and last is not None else None
+    run = controller.journal.run
+    return run.per_call or run.last.seconds if workers.sampling and run.last is not None else None
 
 
 def _activity(controller: Controller, workers: Workers, loading: tuple[str, float | None] | None) -> str:
@@ -118,7 +118,7 @@ def _activity(controller: Controller, workers: Workers, loading: tuple[str, floa
     ranks = f"{pool.world_size} ranks ({axes(outcome.degrees, outcome.at_work)})"
     if record.choice is not None and record.choice["ranks"] < pool.world_size:
         ranks = in_words(record.choice)  # else it looks as if the others did not work
-    if speed is None or record is not controller.journal.calls.last:  # of a VAE
+    if speed is None or record is not controller.journal.run.last:  # of a VAE
         return f"{ranks}, {record.seconds:.3g} s per call"
     return f"{speed.words} · {speed.per_call or record.seconds:.3g} s per call · {ranks}"
 
@@ -183,14 +183,14 @@ def _ranks(pool: WorkerPool, waiting: list[int]) -> str:
 
 
 def _described(controller: Controller, record: CallRecord) -> dict[str, Any]:
-    calls = controller.journal.calls
+    run = controller.journal.run
     return {
         "degrees": record.reports[0].outcome.degrees,
         "at_work": sum(not report.outcome.idle for report in record.reports),
         "choice": in_words(record.choice),
         "seconds": record.seconds,
         # Of the run that the call belongs to, as the report has it; a call of a VAE belongs to none.
-        "waiting_share": calls.waiting_share if record is calls.last else record.waiting_share,
+        "waiting_share": run.waiting_share if record is run.last else record.waiting_share,
     }
 
 

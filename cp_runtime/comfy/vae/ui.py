@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,7 +34,6 @@ from ..model.wire_modules import encode_module
 from ..ranks.ui import CONTROLLER
 from ..ranks.ui_devices import default_config
 from .ui_patcher import VAEPatcher
-from .ui_progress import StepBar
 from .wire import EXACT, INPUT, TILES
 
 log = logging.getLogger("context_parallel")
@@ -150,7 +150,7 @@ class RankedVAE:
         method = found[0][0]
         tiles = [tile for _, tile in found]
         shapes = [list(self._result_shape(method, tile)) for tile in tiles]
-        done = iter(self._send(method, self.vae.vae_output_dtype(), mode=TILES, steps=len(tiles), shapes=shapes, **{INPUT: tiles}))
+        done = iter(self._send(method, self.vae.vae_output_dtype(), mode=TILES, shapes=shapes, **{INPUT: tiles}))
         with _without_bar():
             return run(self._with(Network(self.vae.first_stage_model, lambda method, tile: next(done))))
 
@@ -183,10 +183,10 @@ class RankedVAE:
 
     def _exact(self, method: str, whole: Tensor) -> Tensor:
         ratio = 1 if method == "decode" else self.vae.spacial_compression_encode()
-        out: Tensor = self._send(method, self.vae.vae_output_dtype(), mode=EXACT, steps=None, ratio=ratio, **{INPUT: whole})
+        out: Tensor = self._send(method, self.vae.vae_output_dtype(), mode=EXACT, ratio=ratio, **{INPUT: whole})
         return out
 
-    def _send(self, method: str, out_dtype: torch.dtype, *, mode: str, steps: int | None, **arguments: Any) -> Any:
+    def _send(self, method: str, out_dtype: torch.dtype, *, mode: str, **arguments: Any) -> Any:
         comfy.model_management.throw_exception_if_processing_interrupted()
         first = arguments[INPUT][0] if mode == TILES else arguments[INPUT]
         # In memory order: with channels last, convolutions round differently.
@@ -210,17 +210,12 @@ class RankedVAE:
             encode_network=encode_module,
             sampling=False,
         )
-        config, bar = self.patcher.cp_config, StepBar(self._config.world_size, steps, (self._target.key, method, mode, first.shape))
-
-        def run(cancelled: Callable[[], bool]) -> Any:
-            def polled() -> bool:
-                return bar.show(CONTROLLER.workers) or cancelled()
-
-            return CONTROLLER.call(config, self._target, call, executing_node(), polled)
-
-        out = with_cancel(run)
-        bar.done(CONTROLLER.workers)
-        return out
+        config, workers = self.patcher.cp_config, CONTROLLER.workers
+        # Of the slowest rank: tiles, or convolutions once a call of this kind has counted them.
+        steps = 0 if workers is None else workers.pace.modules(call.kind(self._target.key))
+        if mode == TILES:
+            steps = math.ceil(len(arguments[INPUT]) / self._config.world_size)
+        return with_cancel(lambda cancelled: CONTROLLER.call(config, self._target, call, executing_node(), cancelled), steps)
 
 
 class Network:

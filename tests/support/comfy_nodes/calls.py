@@ -22,5 +22,5 @@ class TestWorkerCalls:
 
     def count(self, latent: Any) -> dict[str, Any]:
         (module,) = (module for name, module in sys.modules.items() if name.endswith(CONTROLLER))
-        sums = module.CONTROLLER.journal.calls
+        sums = module.CONTROLLER.journal.run
         return {"ui": {"text": [str(sums.count + 1)]}}

@@ -1,0 +1,216 @@
+"""What the calls of a sampling run took, measured alike on one device and on several: panel, nodes, report, picture and Measure all
+read it here. It does not grow with the number of calls: it keeps sums, and the last call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..pool.messages import CallReport
+from .calls import CallKind
+
+PARTS = ("compute", "communication", "wait")
+SUMS = ("seconds", "communication_seconds", "communication_bytes", "predicted_seconds", "predicted_bytes")
+WORDS = {
+    "one_device": "one device",
+    "compared": "{times:.2f} × as fast as one device",
+    # The one device had other work, or another attention kernel, or too little memory for the weights.
+    "too_fast": "{times:.2f} × as fast as one device (more than {ranks} can gain: measure again)",
+    "too_few": "known after two calls",
+    "not_measured": "not measured yet",
+    "obstacle": "not measured: {obstacle}",
+}
+"""What there is to say about the speed, by case. The panel says it in other languages as well."""
+NOT_MEASURED = WORDS["not_measured"]
+
+
+class Node(NamedTuple):
+    """A node of a prompt that is executed.
+
+    Args:
+        kind: its class, as workflows name it; None = nobody knows.
+    """
+
+    prompt_id: str
+    node_id: str
+    kind: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallRecord:
+    """One call of a model on the ranks.
+
+    Args:
+        seconds: from call to result, as the sampler sees it.
+        reports, pids: by rank.
+        node: that it ran for.
+        choice: of the ranks that took part, as `choosing.Chooser.note` describes it; None where there was none.
+    """
+
+    seconds: float
+    reports: list[CallReport]
+    pids: list[int]
+    node: Node | None
+    choice: dict[str, Any] | None = None
+
+    @property
+    def at_work(self) -> int:
+        """Ranks that shared the call, which is not one of a VAE."""
+        return self.reports[0].outcome.at_work
+
+    @property
+    def waiting_share(self) -> float:
+        """Which part of the call rank 0 waited for other ranks and for the link."""
+        return self.reports[0].communication.seconds / self.reports[0].seconds
+
+
+class RunStats:
+    """The calls of one sampling run.
+
+    Args:
+        key: of the model's file; None = its loader left no recipe.
+        device: on which the model would run alone, in words.
+
+    Attributes:
+        kind: name of the kind of all its calls; None where they differ, or without a key. Runs of one kind take the same time.
+        calls, done: that have begun, and that have returned.
+        last: the last call on the ranks; None on one device.
+        count, rank_0, times: calls on the ranks, and sums of what rank 0 reported and of `time_by_rank`. The first call, which may
+            load or warm something up, is in them only while it is alone.
+    """
+
+    def __init__(self, key: str | None, device: str = "") -> None:
+        self.calls = self.done = self.count = 0
+        self.kind: str | None = None
+        self.device = device
+        self.last: CallRecord | None = None
+        self.rank_0: dict[str, float] = {}
+        self.times: list[dict[str, float]] = []
+        self._key = key
+        self._first = self._second = self._last = self._ended = 0.0
+        self._inside = 0.0  # seconds in which the ranks, or their owner, were busy with the calls that have ended
+        self._extra = 0.0  # of these, since the second call, seconds that belong to no call
+        self._alone = True  # no call but the first is in the sums
+
+    def enter(self, arguments: dict[str, Any]) -> None:
+        """A call begins."""
+        kind = None if self._key is None else CallKind.of(self._key, arguments).name
+        self.calls += 1
+        self.kind = kind if self.calls == 1 or kind == self.kind else None
+        self._last = time.monotonic()
+        if self.calls == 1:
+            self._first = self._last
+        elif self.calls == 2:
+            self._second = self._last
+
+    def leave(self) -> None:
+        """The call has returned. A device may still compute it."""
+        self.done, self._ended = self.calls, time.monotonic()
+
+    def finish(self) -> None:
+        """The result of the run is there."""
+        self._ended = time.monotonic()
+
+    def inside(self, seconds: float, extra: float = 0.0) -> None:
+        """The ranks have run a call: in so many seconds from call to result, of which `extra` belong to no call of the run."""
+        self._inside += seconds
+        self._extra += extra if self.calls > 1 else 0.0
+
+    def add(self, record: CallRecord) -> None:
+        """Put a call on the ranks that has ended into the sums."""
+        new = len(record.reports) != len(self.times)
+        if new or self._alone:
+            self.count, self.rank_0 = 0, dict.fromkeys(SUMS, 0.0)
+            self.times = [dict.fromkeys(PARTS, 0.0) for _ in record.reports]
+        self._alone = new
+        self.last, self.count = record, self.count + 1
+        report = record.reports[0]
+        sent, outcome = report.communication, report.outcome
+        figures = report.seconds, sent.seconds, sent.bytes, outcome.predicted_seconds, outcome.predicted_bytes
+        for name, figure in zip(SUMS, figures, strict=True):
+            self.rank_0[name] += figure
+        for total, parts in zip(self.times, time_by_rank(record.reports), strict=True):
+            for part, seconds in parts.items():
+                total[part] += seconds
+
+    @property
+    def between(self) -> float:
+        """Seconds from the end of a call on the ranks to the begin of the next, mean over the calls so far."""
+        return max(0.0, self._last - self._first - self._inside) / max(1, self.calls - 1)
+
+    @property
+    def per_call(self) -> float | None:
+        """Seconds per call, from the begin of the second one on: the first loads and warms up. None where there were too few."""
+        return (self._ended - self._second - self._extra) / (self.done - 1) if self.done > 1 else None
+
+    @property
+    def waiting_share(self) -> float:
+        """Which part of the calls rank 0 waited for other ranks and for the link."""
+        return self.rank_0["communication_seconds"] / self.rank_0["seconds"]
+
+
+def time_by_rank(reports: Sequence[CallReport]) -> list[dict[str, float]]:
+    """Where the time of a call went: seconds of compute, communication and wait of every rank; their sum is the same for all.
+
+    A rank in a collective cannot tell a slow link from a late peer. The rank that waits least is the one that all others wait for:
+    its time in collectives is counted as communication for every rank, and what others spend there beyond it as waiting, together
+    with the time from the end of a rank's own work to that of the last one. A rank that does not take part waits all the time.
+    """
+    communication = min(report.communication.seconds for report in reports if not report.outcome.idle)
+    total, found = max(report.seconds for report in reports), []
+    for report in reports:
+        compute = 0.0 if report.outcome.idle else report.seconds - report.communication.seconds
+        sent = 0.0 if report.outcome.idle else communication
+        found.append({"compute": compute, "communication": sent, "wait": total - compute - sent})
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How many times as fast several devices are as one: the one calculation that everybody shows.
+
+    Args:
+        ranks: that shared a call; 1 = one device computed it.
+        per_call: seconds from one call to the next; None = there were too few calls.
+        on_one_device: the same on one device; None = it was not measured.
+        obstacle: why it could not be measured; empty = it could.
+    """
+
+    ranks: int
+    per_call: float | None
+    on_one_device: float | None
+    obstacle: str = ""
+
+    @property
+    def times(self) -> float | None:
+        """How many times as fast as one device. None on one device, and where one of both is not known."""
+        if self.ranks == 1 or not self.per_call or self.on_one_device is None:
+            return None
+        return self.on_one_device / self.per_call
+
+    @property
+    def case(self) -> str:
+        """Key of what there is to say in WORDS."""
+        if self.ranks == 1:
+            return "one_device"
+        if self.times is not None:
+            return _case(self.times, self.ranks)
+        if self.on_one_device is not None:
+            return "too_few"
+        return "obstacle" if self.obstacle else "not_measured"
+
+    @property
+    def words(self) -> str:
+        """The same for people."""
+        return WORDS[self.case].format(times=self.times, ranks=self.ranks, obstacle=self.obstacle)
+
+
+def times_in_words(times: float, ranks: int) -> str:
+    """How many times as fast as one device these ranks are."""
+    return WORDS[_case(times, ranks)].format(times=times, ranks=ranks)
+
+
+def _case(times: float, ranks: int) -> str:
+    return "compared" if round(times, 2) <= ranks else "too_fast"
