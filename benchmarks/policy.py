@@ -334,7 +334,6 @@ def overhead() -> float:
     from cp_runtime.engine.cost import AttentionShape, Rates
     from cp_runtime.engine.measuring import Measured
     from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-    from cp_runtime.pool.messages import Work
 
     rates = Rates(latency=2e-5, bandwidth=1e10, flops=1e14, memory=1e12, overlap=1.0, linear=1e14, launch=5e-6)
     measured = Measured((rates,) * 8, (), (0,) * 8)
@@ -344,7 +343,7 @@ def overhead() -> float:
     arguments = {"x": torch.zeros(2, 16, 128, 128), "timestep": torch.zeros(2), "context": torch.zeros(2, 512, 64)}
     arguments |= {"transformer_options": {"sample_sigmas": torch.zeros(21)}}
     shape = AttentionShape(1, 4608, 4608, 24, 24, 128, 2)
-    work = Work(items=2, sequence=True, attentions=((shape, 57),), operations=1e14)
+    work = CallWork(items=2, sequence=True, attentions=((shape, 57),), operations=1e14)
     report_ = call_report(1.0, 0.1, modules=57, nbytes=1, work=work, degrees={"batch": 2, "ring": 1, "ulysses": 4})
     times = []
     for _ in range(2000):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..engine.measuring import device_driver
-from ..engine.policy import CallSplit, CallWork, Known, Pool, Run, link_of, resized
+from ..engine.policy import CallSplit, Known, Pool, Run, link_of, resized
 from ..pool.call_times import CallTimes
 from ..pool.config import RuntimeConfig
 from ..pool.messages import CallReport
@@ -88,14 +88,7 @@ class Chooser:
         name = chosen.kind.name
         known = self.times.get(name)
         if known is None:
-            degrees = reports[0].outcome.degrees
-            default = CallSplit(tuple(range(len(reports))), degrees["batch"], degrees["ring"], degrees["ulysses"])
-            if default.at_work != len(reports):  # such as groups without an item: nothing could be told from it
-                default = CallSplit(default.ranks, 1, 1, 1)
-            known = Known(_work_of(reports[0]), default)
-            if chosen.expected is not None:
-                known = replace(chosen.expected, work=replace(known.work, attentions=chosen.expected.work.attentions))
-            self.times.put(name, known)
+            known = self.times[name] = _known_by(reports, chosen.expected)
         split = chosen.split or known.default
         if known.note(split, run):
             self._link = link_of(known.work, self._ranks(config, shared), split, known.runs[split]) or self._link
@@ -152,9 +145,16 @@ def in_words(choice: Mapping[str, Any] | None) -> str:
     return f"{text}; {other['ranks']} would take {other['times']:.2f} times as long ({how})"
 
 
-def _work_of(report: CallReport) -> CallWork:
+def _known_by(reports: Sequence[CallReport], expected: Known | None) -> Known:
+    """What the first call of a kind tells of it."""
+    report, ranks = reports[0], tuple(range(len(reports)))
     if report.outcome.work is None:
         raise ValueError("a call for which nobody chooses ranks")
-    return CallWork(
-        **vars(report.outcome.work), modules=report.modules, result=report.nbytes, weights=report.bytes.get("weights", 0)
-    )
+    sent, degrees = report.bytes.get("weights", 0), report.outcome.degrees
+    work = replace(report.outcome.work, modules=report.modules, result=report.nbytes, weights=sent)
+    if expected is not None:
+        return replace(expected, work=replace(work, attentions=expected.work.attentions))
+    default = CallSplit(ranks, degrees["batch"], degrees["ring"], degrees["ulysses"])
+    if default.at_work != len(ranks):  # such as groups without an item: nothing could be told from it
+        default = CallSplit(ranks, 1, 1, 1)
+    return Known(work, default)

@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 
 from .attention.kernels import attend_with_lse
-from .collectives import RankGroup, wait_for
+from .collectives import wait_for
 from .cost import Rates
 from .mesh import SequenceMesh
 from .sharding import Shares
@@ -150,34 +150,28 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
         2 * side**3 / best(lambda: matrix @ matrix),
         _launch(device),
     )
-    table = _of_all([*rates, float(zlib.crc32(name.encode())), *(number for link in links for number in link)], whole, place)
+    count = len(rates)
+    own = [zlib.crc32(name.encode()), *rates, *(number for link in links for number in link)]
+    table = whole.all_gather([torch.tensor([own], dtype=torch.float64, device=place)], [1] * ranks, 0)[0].tolist()
     mesh.stats.reset()
-    each = tuple(Rates(*row[: len(rates)]) for row in table)
-    found = []
-    for index, (i, j) in enumerate(pairs):
-        at = len(rates) + 1 + 2 * index
-        found.append(((i, j), (max(table[i][at], table[j][at]), min(table[i][at + 1], table[j][at + 1]))))
-    return Measured(each, tuple(found), tuple(int(row[len(rates)]) for row in table))
-
-
-def _of_all(numbers: list[float], whole: RankGroup, place: torch.device) -> list[list[float]]:
-    own = torch.tensor([numbers], dtype=torch.float64, device=place)
-    table: list[list[float]] = whole.all_gather([own], [1] * whole.size, 0)[0].tolist()
-    return table
+    found = [  # of both ranks of a pair, the worse figure
+        ((i, j), (max(table[i][at], table[j][at]), min(table[i][at + 1], table[j][at + 1])))
+        for at, (i, j) in zip(range(count + 1, len(own), 2), pairs, strict=True)
+    ]
+    return Measured(tuple(Rates(*row[1 : count + 1]) for row in table), tuple(found), tuple(int(row[0]) for row in table))
 
 
 def _launch(device: torch.device) -> float:
     """Seconds that the host takes to launch an operation."""
-    small, count = torch.zeros(1, device=device), 200
-    best = math.inf
+    small, count, times = torch.zeros(1, device=device), 200, []
     for _ in range(3):
         wait_for(device)
         began = time.perf_counter()
         for _ in range(count):
             small.add_(1)
-        best = min(best, (time.perf_counter() - began) / count)
+        times.append((time.perf_counter() - began) / count)
     wait_for(device)
-    return best
+    return min(times)
 
 
 def in_the_long_run(times: Iterable[float]) -> tuple[float, bool]:

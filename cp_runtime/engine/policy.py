@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import log2
 
 from .config import SequenceSettings
@@ -91,8 +92,8 @@ class CallWork:
     sequence: bool
     attentions: tuple[tuple[AttentionShape, int], ...]
     operations: float
-    modules: int
-    result: int
+    modules: int = 0
+    result: int = 0
     weights: int = 0
 
 
@@ -183,12 +184,9 @@ class Known:
     def note(self, split: CallSplit, run: Run) -> bool:
         """A run has ended. Returns whether it is worth keeping on disk: a new split, or the second run of one."""
         old = self.runs.get(split)
-        if old is None:
-            self.runs[split] = replace(run, count=0)
-        elif old.count == 0 or run.seconds <= old.seconds * DRIFT:
-            self.runs[split] = replace(run, count=old.count + 1)
-        else:
-            self.runs[split] = replace(old, seconds=old.seconds * DRIFT, count=old.count + 1)
+        if old is not None and old.count and run.seconds > old.seconds * DRIFT:
+            run = replace(old, seconds=old.seconds * DRIFT)
+        self.runs[split] = replace(run, count=0 if old is None else old.count + 1)
         return old is None or old.count == 0
 
     def choose(self, pool: Pool, fits: Callable[[float], bool]) -> CallSplit:
@@ -197,26 +195,25 @@ class Known:
         Args:
             fits: whether the devices have the memory for this part of a call.
         """
-        runs = {split: run for split, run in self.runs.items() if split not in self.failed} if self.failed else self.runs
-        best = min(runs, key=lambda split: runs[split].seconds, default=self.default)
+        runs = {split: run for split, run in self.runs.items() if split not in self.failed}
         if not runs:
-            return best
-        warm = runs[best].warm.seconds
-        for seconds, other in self.predictions(pool):
-            if warm < HOPELESS * seconds:
-                break
-            if other.at_work == 1 and fits(largest_part(self.work, pool, other)):
-                return other
-        for split, run in runs.items():  # the first run warms up
-            if run.count == 0 and run.seconds < HOPELESS * runs[best].seconds:
-                return split
-        if len(self.runs) < TRIES:
+            return self.default
+        best = min(runs, key=lambda split: runs[split].seconds)
+        shortest, warm = runs[best].seconds, runs[best].warm.seconds
+
+        def untried(limit: float) -> Iterator[CallSplit]:
+            """Splits that should take less than this, the shortest first."""
             for seconds, other in self.predictions(pool):
-                if seconds >= NEARLY * runs[best].seconds:
-                    break
+                if seconds >= limit:
+                    return
                 if fits(largest_part(self.work, pool, other)):
-                    return other
-        return best
+                    yield other
+
+        alone = (split for split in untried(warm / HOPELESS) if split.at_work == 1)
+        # The first run of each warms up.
+        cold = (split for split, run in runs.items() if run.count == 0 and run.seconds < HOPELESS * shortest)
+        near = untried(NEARLY * shortest if len(self.runs) < TRIES else 0.0)
+        return next(chain(alone, cold, near), best)
 
     def predictions(self, pool: Pool) -> list[tuple[float, CallSplit]]:
         """Seconds of every split that has not run, the shortest first. Made anew when there is another run to go by."""
@@ -325,7 +322,7 @@ def _weights(work: CallWork, pool: Pool, compute: float) -> float:
 
 
 def _groups(pool: Pool, split: CallSplit) -> list[list[int]]:
-    """Places in the ranks of a split of all groups that it computes in."""
+    """Places in the ranks of a split of all groups that it computes."""
     return form_groups(len(split.ranks), split.groups, pool.shares_of(split.ranks))
 
 

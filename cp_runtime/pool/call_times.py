@@ -16,8 +16,8 @@ MOST_HEADS = 1 << 14  # of an attention that is believed: so many numbers are tr
 SHORTEST = 1e-6  # seconds of a call that are believed
 
 
-class CallTimes:
-    """Known kinds of calls on one machine.
+class CallTimes(dict[str, Known]):
+    """What is known of kinds of calls on one machine, by name.
 
     Args:
         machine: says in words what the times depend on: devices, driver, torch, backend, shares.
@@ -27,22 +27,14 @@ class CallTimes:
 
     def __init__(self, machine: str, world_size: int, file: Path | None = None) -> None:
         self._machine, self._file = machine, KeptFile("calls.json", file)
-        self._known: dict[str, Known] = {}
+        super().__init__()
         for kind, entry in self._file.read(machine).items():
             with contextlib.suppress(ValueError):
-                self._known[kind] = _known_of(entry, world_size)
-
-    def get(self, kind: str) -> Known | None:
-        """What is known of a kind of call."""
-        return self._known.get(kind)
-
-    def put(self, kind: str, known: Known) -> None:
-        """Know a kind of call from now on, in this process."""
-        self._known[kind] = known
+                self[kind] = _known_of(entry, world_size)
 
     def save(self, kind: str) -> None:
         """Keep what is known of a kind of call on disk."""
-        known = self._known[kind]
+        known = self[kind]
         runs = [[asdict(split), asdict(run)] for split, run in known.runs.items()]
         self._file.put(self._machine, kind, {"work": asdict(known.work), "default": asdict(known.default), "runs": runs})
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ..engine.config import SequenceSettings
-from ..engine.cost import AttentionShape
 from ..engine.measuring import Measured
-from ..engine.policy import CallSplit
+from ..engine.policy import CallSplit, CallWork
 from .protocol import Tree
 
 
@@ -136,16 +135,6 @@ class Room(Report):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a call is, whoever computes it: see `engine.policy.CallWork`."""
-
-    items: int
-    sequence: bool
-    attentions: tuple[tuple[AttentionShape, int], ...]
-    operations: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Compiled:
     """What of a model's blocks is compiled.
 
@@ -180,7 +169,7 @@ class CallOutcome:
         tokens: of this rank, by stream.
         room: bytes that a call can take on the device; None for a CPU.
         predicted_seconds, predicted_bytes: of communication, by the cost model.
-        work: None where nobody chooses ranks for such calls.
+        work: as far as the rank knows it; None where nobody chooses ranks for such calls.
         prelude: seconds until the forward began.
     """
 
@@ -192,7 +181,7 @@ class CallOutcome:
     compiled: Compiled = Compiled()
     predicted_seconds: float = 0.0
     predicted_bytes: float = 0.0
-    work: Work | None = None
+    work: CallWork | None = None
     prelude: float = 0.0
 
 

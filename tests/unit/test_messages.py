@@ -13,7 +13,7 @@ from support.reports import call_report, failure
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, Rates
 from cp_runtime.engine.measuring import Measured
-from cp_runtime.engine.policy import CallSplit
+from cp_runtime.engine.policy import CallSplit, CallWork
 from cp_runtime.errors import ProtocolError
 from cp_runtime.pool.frames import MAX_HEADER, name_of, pack, unpack
 from cp_runtime.pool.messages import (
@@ -37,7 +37,6 @@ from cp_runtime.pool.messages import (
     Shutdown,
     Unload,
     Value,
-    Work,
 )  # fmt: skip
 
 RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e12, memory=1e10, overlap=0.5, linear=1e12, launch=1e-6)
@@ -71,7 +70,7 @@ MESSAGES = [
     Room(available=None),
     Room(available=1 << 40),
     call_report(tokens={"img": 5}, compiled=Compiled(kinds={"Block": 2}, left={"Other": "why"}, counts={"breaks": 0}),
-                work=Work(items=2, sequence=True, attentions=((SHAPE, 57),), operations=1e14)),
+                work=CallWork(items=2, sequence=True, attentions=((SHAPE, 57),), operations=1e14)),
 ]  # fmt: skip
 
 

@@ -25,7 +25,6 @@ from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Pool, Ru
 from cp_runtime.pool.call_times import CallTimes
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.kept import MAX_BYTES, MAX_ENTRIES, KeptFile, KeptSeconds
-from cp_runtime.pool.messages import Work
 
 GPU = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0, linear=4e14, launch=5e-6)
 SLOW_LINK = {"bandwidth": 5e8, "latency": 2e-4, "overlap": 0.0}
@@ -181,7 +180,7 @@ def chooser(ranks, shortages=None, devices=(0, 1, 2, 3)):
 def replies(call, ranks, split, **machine):
     """What the ranks report of a call."""
     run = took(call, ranks, split, **machine)
-    work = Work(items=call.items, sequence=call.sequence, attentions=call.attentions, operations=call.operations)
+    work = CallWork(call.items, call.sequence, call.attentions, call.operations)
     degrees = {"batch": split.batch, "ring": split.ring, "ulysses": split.ulysses}
     common = {"modules": call.modules, "nbytes": call.result, "work": work, "degrees": degrees}
     return [call_report(run.seconds, run.communication, idle=rank not in split.ranks, **common) for rank in range(ranks.size)]
@@ -325,7 +324,7 @@ def some(seconds=1.0):
 def test_times_are_kept_by_machine(tmp_path):
     file = tmp_path / "new" / "calls.json"
     times = CallTimes("two 4090", 4, file)
-    times.put("flux", some())
+    times["flux"] = some()
     times.save("flux")
     assert CallTimes("two 4090", 4, file).get("flux") == some()
     assert CallTimes("two 3090", 4, file).get("flux") is None
@@ -342,7 +341,7 @@ def test_a_first_run_on_all_ranks_is_not_held_against_them_in_another_session(tm
     for _ in range(2):
         known.note(alone, took(known.work, FAST, alone))
     times = CallTimes("m", 4, file)
-    times.put("flux", known)
+    times["flux"] = known
     times.save("flux")
     again = CallTimes("m", 4, file).get("flux")
     assert list(again.runs) == [alone]
@@ -381,7 +380,7 @@ def test_an_entry_that_is_none_is_not_there(tmp_path, change):
     file = tmp_path / "calls.json"
     times = CallTimes("m", 4, file)
     for kind in ("bad", "good"):
-        times.put(kind, some())
+        times[kind] = some()
         times.save(kind)
     content = json.loads(file.read_text())
     change(content["machines"]["m"]["bad"])
@@ -398,7 +397,7 @@ def test_a_file_that_is_none_is_replaced(tmp_path, text):
     file.write_text(text)
     times = CallTimes("m", 4, file)
     assert times.get("flux") is None
-    times.put("flux", some())
+    times["flux"] = some()
     times.save("flux")
     assert CallTimes("m", 4, file).get("flux") == some()
 
@@ -406,7 +405,7 @@ def test_a_file_that_is_none_is_replaced(tmp_path, text):
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").touch()
     times = CallTimes("m", 4, tmp_path / "file" / "calls.json")
-    times.put("flux", some())
+    times["flux"] = some()
     times.save("flux")
     assert times.get("flux") == some()
 
@@ -414,7 +413,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
 def _write(file, name):
     times = CallTimes("m", 4, file)
     for number in range(1, 11):
-        times.put(f"{name} {number}", some(number))
+        times[f"{name} {number}"] = some(number)
         times.save(f"{name} {number}")
 
 
@@ -434,7 +433,7 @@ def test_a_lock_that_is_held_delays_nobody(tmp_path):
     """By a ComfyUI that was stopped, say. The figure is dropped, and the next one is written."""
     file = tmp_path / "calls.json"
     times = CallTimes("m", 4, file)
-    times.put("flux", some())
+    times["flux"] = some()
     with open(tmp_path / "calls.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = threading.Thread(target=times.save, args=["flux"], daemon=True)
@@ -452,7 +451,7 @@ def test_a_file_system_that_hangs_delays_nobody(tmp_path, monkeypatch):
     monkeypatch.setattr("cp_runtime.pool.kept._hung", None)
     monkeypatch.setattr("cp_runtime.pool.kept.KeptFile._read", lambda self: asked.append(1) or (answer.wait(30) and {}))
     times = [CallTimes("m", 4, tmp_path / "calls.json") for _ in range(3)]
-    times[0].put("flux", some())
+    times[0]["flux"] = some()
     times[0].save("flux")
     answer.set()
     assert len(asked) == 1
@@ -476,7 +475,7 @@ def test_what_is_no_file_counts_as_absent_and_nothing_is_left(tmp_path, make):
     file = tmp_path / "calls.json"
     make(file)
     times = CallTimes("m", 4, file)
-    times.put("flux", some())
+    times["flux"] = some()
     times.save("flux")
     assert CallTimes("m", 4, file).get("flux") == (None if make is Path.mkdir else some())
     assert {path.name for path in tmp_path.iterdir()} <= {"calls.json", "calls.lock"}
@@ -488,7 +487,7 @@ def test_what_is_in_the_way_of_the_new_file_goes(tmp_path, monkeypatch, make):
     monkeypatch.setattr("cp_runtime.pool.kept._hung", None)
     make(tmp_path / "calls.new")
     times = CallTimes("m", 4, tmp_path / "calls.json")
-    times.put("flux", some())
+    times["flux"] = some()
     times.save("flux")
     times.save("flux")
     assert CallTimes("m", 4, tmp_path / "calls.json").get("flux") == some()
@@ -501,7 +500,7 @@ def test_a_file_is_read_that_is_as_large_as_it_gets_and_none_much_larger(tmp_pat
     known = Known(replace(work(4608), attentions=work(4608).attentions * 5), all_ranks(FAST))
     known.runs = {CallSplit((0, 1, 2, 3), 1, 1, number): Run(1 / 3, 1 / 3, 1 / 3, 1000) for number in range(TRIES)}
     times = CallTimes("m", 4, file)
-    times.put("0" * 16, known)
+    times["0" * 16] = known
     times.save("0" * 16)
     assert file.stat().st_size * MAX_ENTRIES < MAX_BYTES
     content = json.loads(file.read_text())
@@ -527,7 +526,7 @@ def test_no_file_breaks_a_prompt(tmp_path):
     """A thousand files in which fields have another value, are gone, or the text is cut off or changed."""
     file, draw = tmp_path / "kept.json", random.Random(0)
     times = CallTimes("m", 4, file)
-    times.put("flux", some())
+    times["flux"] = some()
     times.save("flux")
     KeptFile("", file).put("m", "seconds", {"seconds": 1.5})
     text, read = file.read_text(), 0
@@ -559,7 +558,7 @@ def test_the_oldest_go(tmp_path, monkeypatch):
     monkeypatch.setattr("cp_runtime.pool.kept.MAX_ENTRIES", 3)
     times = CallTimes("m", 4, tmp_path / "calls.json")
     for kind in "abcde":
-        times.put(kind, some())
+        times[kind] = some()
         times.save(kind)
     assert [kind for kind in "abcde" if CallTimes("m", 4, tmp_path / "calls.json").get(kind)] == ["c", "d", "e"]
     assert MAX_ENTRIES >= 100

@@ -25,6 +25,7 @@ from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
 from ...engine.cost import DegreePlanner
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import BatchMesh, SequenceMesh, reduced
+from ...engine.policy import CallWork
 from ...engine.state import CallState
 from ...engine.weights.sharded import ShardedWeights
 from ...errors import CompileError, MirrorError
@@ -32,7 +33,7 @@ from ...families import plan_for
 from ...families.family import FamilyPlan
 from ...nested import stored, tensors
 from ...pool.config import OFFLOADED, WHOLE
-from ...pool.messages import AttachNetwork, Call, CallOutcome, Compiled, Load, Loaded, Work
+from ...pool.messages import AttachNetwork, Call, CallOutcome, Compiled, Load, Loaded
 from ...pool.protocol import read_tensor, unflatten
 from ...pool.tensor_cache import owned
 from ..compiled.wire import decode_compile
@@ -242,12 +243,12 @@ class Mirrors:
             if other is not mirror and other.weights is not None:
                 other.weights.free_buffers()
 
-    def _work(self, mirror: Mirror, shares: BatchShares, items: int, planner: DegreePlanner, state: CallState) -> Work:
-        """What the call is, whoever computes it: see `engine.policy.CallWork`."""
+    def _work(self, mirror: Mirror, shares: BatchShares, items: int, planner: DegreePlanner, state: CallState) -> CallWork:
+        """What the call is, whoever computes it."""
         start, stop = shares.held(0)
         own = max(1, (stop - start) // shares.unit) if items > 1 else 1  # items that were computed here
         weights = mirror.nbytes / mirror.patcher.model.get_dtype().itemsize
-        return Work(
+        return CallWork(
             items=items,
             sequence=mirror.installed.plan.shares_sequence,
             attentions=tuple((replace(shape, batch=shape.batch / own), count) for shape, count in planner.attentions.items()),
