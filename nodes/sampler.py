@@ -89,25 +89,12 @@ class CPSampler(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls,
-        model: Any,
-        seed: int,
-        steps: int,
-        cfg: float,
-        sampler_name: str,
-        scheduler: str,
-        positive: Any,
-        negative: Any,
-        latent_image: Any,
-        denoise: float,
-        cp_config: RuntimeConfig | None = None,
+        cls, model: Any, steps: int, latent_image: Any, cp_config: RuntimeConfig | None = None, **sampling: Any
     ) -> io.NodeOutput:
         from nodes import common_ksampler  # ComfyUI's module of that name
 
         def sample(prepared: Any) -> Any:
-            return common_ksampler(
-                prepared, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise=denoise
-            )[0]
+            return common_ksampler(prepared, steps=steps, latent=latent_image, **sampling)[0]
 
         latent, report = run_with_report(model, cp_config, steps, sample)
         return io.NodeOutput(latent, json.dumps(report, indent=2))

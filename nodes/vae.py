@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from comfy_api.latest import io
@@ -30,48 +31,34 @@ def _inputs(first: Any, doing: str, least_step: int) -> list[Any]:
             optional=True,
             tooltip="From CP Config. Without it, the node runs on the ranks that already sample, or on all devices.",
         ),
-        io.Int.Input(
-            "tile_size",
-            default=512,
-            min=64,
-            max=MAX_TILE,
-            step=least_step,
-            optional=True,
-            advanced=True,
-            tooltip="Mode tiles: rows and columns of a tile, in pixels. Smaller tiles need less memory but show their borders "
-            "more.",
-        ),
-        io.Int.Input(
-            "overlap",
-            default=64,
-            min=0,
-            max=MAX_TILE,
-            step=32,
-            optional=True,
-            advanced=True,
-            tooltip="Mode tiles: pixels by which neighbouring tiles overlap. More overlap hides borders better but costs time.",
-        ),
-        io.Int.Input(
-            "temporal_size",
-            default=64,
-            min=8,
-            max=MAX_TILE,
-            step=4,
-            optional=True,
-            advanced=True,
-            tooltip="Mode tiles, videos: frames of a tile.",
-        ),
-        io.Int.Input(
-            "temporal_overlap",
-            default=8,
-            min=4,
-            max=MAX_TILE,
-            step=4,
-            optional=True,
-            advanced=True,
-            tooltip="Mode tiles, videos: frames by which neighbouring tiles overlap.",
-        ),
-    ]
+        _tiles("tile_size", 512, 64, least_step, "rows and columns of a tile, in pixels. Smaller tiles need less memory but show "
+               "their borders more."),
+        _tiles("overlap", 64, 0, 32, "pixels by which neighbouring tiles overlap. More overlap hides borders better but costs time."),
+        _tiles("temporal_size", 64, 8, 4, "frames of a tile.", "Mode tiles, videos"),
+        _tiles("temporal_overlap", 8, 4, 4, "frames by which neighbouring tiles overlap.", "Mode tiles, videos"),
+    ]  # fmt: skip
+
+
+def _tiles(name: str, default: int, least: int, step: int, tooltip: str, where: str = "Mode tiles") -> Any:
+    return io.Int.Input(
+        name, default=default, min=least, max=MAX_TILE, step=step, optional=True, advanced=True, tooltip=f"{where}: {tooltip}"
+    )
+
+
+def _run(
+    vae: Any,
+    mode: str,
+    cp_config: RuntimeConfig | None,
+    stock: Callable[[Any], Any],
+    tiled: Callable[..., Any],
+    tile_size: int = 512,
+    overlap: int = 64,
+    temporal_size: int = 64,
+    temporal_overlap: int = 8,
+) -> io.NodeOutput:
+    """Run ComfyUI's own node, `stock` or `tiled`, with the VAE of the ranks."""
+    sizes = tile_size, overlap, temporal_size, temporal_overlap
+    return io.NodeOutput(run_vae(vae, cp_config, mode, lambda each: stock(each)[0], lambda each: tiled(each, *sizes)[0]))
 
 
 class CPVAEDecode(io.ComfyNode):
@@ -91,27 +78,16 @@ class CPVAEDecode(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        samples: dict[str, Any],
-        vae: Any,
-        mode: str,
-        cp_config: RuntimeConfig | None = None,
-        tile_size: int = 512,
-        overlap: int = 64,
-        temporal_size: int = 64,
-        temporal_overlap: int = 8,
-    ) -> io.NodeOutput:
+    def execute(cls, samples: Any, vae: Any, mode: str, cp_config: RuntimeConfig | None = None, **sizes: int) -> io.NodeOutput:
         from nodes import VAEDecode, VAEDecodeTiled  # ComfyUI's module of that name
 
-        image = run_vae(
-            vae,
-            cp_config,
-            mode,
-            lambda each: VAEDecode().decode(each, samples)[0],
-            lambda each: VAEDecodeTiled().decode(each, samples, tile_size, overlap, temporal_size, temporal_overlap)[0],
-        )
-        return io.NodeOutput(image)
+        def stock(each: Any) -> Any:
+            return VAEDecode().decode(each, samples)
+
+        def tiled(each: Any, *sizes: int) -> Any:
+            return VAEDecodeTiled().decode(each, samples, *sizes)
+
+        return _run(vae, mode, cp_config, stock, tiled, **sizes)
 
 
 class CPVAEEncode(io.ComfyNode):
@@ -131,24 +107,13 @@ class CPVAEEncode(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        pixels: Any,
-        vae: Any,
-        mode: str,
-        cp_config: RuntimeConfig | None = None,
-        tile_size: int = 512,
-        overlap: int = 64,
-        temporal_size: int = 64,
-        temporal_overlap: int = 8,
-    ) -> io.NodeOutput:
+    def execute(cls, pixels: Any, vae: Any, mode: str, cp_config: RuntimeConfig | None = None, **sizes: int) -> io.NodeOutput:
         from nodes import VAEEncode, VAEEncodeTiled  # ComfyUI's module of that name
 
-        latent = run_vae(
-            vae,
-            cp_config,
-            mode,
-            lambda each: VAEEncode().encode(each, pixels)[0],
-            lambda each: VAEEncodeTiled().encode(each, pixels, tile_size, overlap, temporal_size, temporal_overlap)[0],
-        )
-        return io.NodeOutput(latent)
+        def stock(each: Any) -> Any:
+            return VAEEncode().encode(each, pixels)
+
+        def tiled(each: Any, *sizes: int) -> Any:
+            return VAEEncodeTiled().encode(each, pixels, *sizes)
+
+        return _run(vae, mode, cp_config, stock, tiled, **sizes)

@@ -64,8 +64,8 @@ class Left(Exception):
     """The user cancelled: all ranks leave the call at the same module."""
 
 
-Handler = Callable[[Any, Tensor], Report]
-"""(request, bytes of its tensors) -> what this rank reports."""
+Handler = Callable[[Any, Tensor], Report | None]
+"""(request, bytes of its tensors) -> what this rank reports; None = Done."""
 
 
 class Service(Protocol):
@@ -171,7 +171,7 @@ class Worker:
             self.board.begin(self.rank, frame.seq)
             try:
                 request = frame.message
-                report = self._handlers[type(request)](request, block)  # type: ignore[index]  # `_next` has looked
+                report = self._handlers[type(request)](request, block) or Done()  # type: ignore[index]  # `_next` has looked
             except Left:
                 report = Cancelled()
             except Exception as error:  # noqa: BLE001  (the controller raises it in the node)

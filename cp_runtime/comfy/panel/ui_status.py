@@ -45,31 +45,31 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     memory is bytes: `host` is resident now; `device` is the peak of the last call. `idle`: the last call left the rank out.
     `version` is the pack's. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
     """
-    workers, journal = controller.workers, controller.journal
-    alone = nothing_to_share()
-    always = {
-        "version": VERSION, "speed": _speed(journal), "last_error": _failure(journal.last_error),
-        "alone": alone and {**asdict(alone), "words": alone.words},
+    workers, journal, alone = controller.workers, controller.journal, nothing_to_share()
+    found: dict[str, Any] = {
+        "state": "off", "activity": "" if alone is None else alone.words, "starting": None, "loading": None, "compiling": False,
+        "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {}, "pace": None,
+        "last_call": None, "last_vae_call": None, "ranks": [], "version": VERSION, "speed": _speed(journal),
+        "last_error": _failure(journal.last_error), "alone": alone and {**asdict(alone), "words": alone.words},
     }  # fmt: skip
     if workers is None:
-        return {
-            "state": "off", "activity": "" if alone is None else alone.words,
-            "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {},
-            "starting": None, "loading": None, "compiling": False, "pace": None, "last_call": None, "last_vae_call": None,
-            "ranks": [], **always
-        }  # fmt: skip
-    pool = workers.pool
+        return found
+    pool, run = workers.pool, journal.run
     loading, waiting = workers.loading, pool.waiting_for  # read once: state and words are to agree
-    record, vae = _last_call(controller, workers), workers.last_vae_call
+    # Of the last sampling run, if these ranks computed it.
+    record = run.last if run.last is not None and run.last.pids == pool.pids else None
+    vae = workers.last_vae_call
     work = _work(server, controller, pool) if loading is None else "loading"
     # One that has reported is done, while others are not; at the start it waits for them.
     done = set(range(pool.world_size)).difference(waiting) if waiting and work != "starting" else ()
     ranks = [_rank(workers, record, rank, "idle" if rank in done else work) for rank in range(len(pool.processes))]
-    return {
+    sampling = work == "computing" and workers.sampling
+    return found | {
         "state": _state(pool, ranks, work),
         "activity": _activity(controller, workers, loading),
-        "starting": _starting(workers),
-        "loading": _loading(loading),
+        "starting": None if pool.doing != "start" else {"since": pool.since, "stage": pool.stage, "last_took": workers.last_start},
+        # Finer, the part would be news too often.
+        "loading": loading and {"model": loading[0], "part": None if loading[1] is None else round(loading[1], 2)},
         "compiling": bool(_compiling(pool)),
         "world_size": pool.world_size,
         "backend": pool.backend,
@@ -77,24 +77,11 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
         "fallback": pool.ways.fallback,
         "models": workers.models,
         "weights": workers.placements,
-        "pace": _pace(controller, workers) if work == "computing" else None,
+        "pace": run.per_call or run.last.seconds if sampling and run.last else None,
         "last_call": None if record is None else _described(controller, record),
         "last_vae_call": None if vae is None else _described(controller, vae),
         "ranks": ranks,
-        **always,
     }
-
-
-def _last_call(controller: Controller, workers: Workers) -> CallRecord | None:
-    """The last denoise call of the last sampling run, if these ranks computed it."""
-    record = controller.journal.run.last
-    return None if record is None or record.pids != workers.pool.pids else record
-
-
-def _pace(controller: Controller, workers: Workers) -> float | None:
-    """Seconds per call of the sampling run that goes on, once a call of it has ended; None while the ranks run a VAE."""
-    run = controller.journal.run
-    return run.per_call or run.last.seconds if workers.sampling and run.last is not None else None
 
 
 def _activity(controller: Controller, workers: Workers, loading: tuple[str, float | None] | None) -> str:
@@ -121,13 +108,6 @@ def _activity(controller: Controller, workers: Workers, loading: tuple[str, floa
     if speed is None or record is not controller.journal.run.last:  # of a VAE
         return f"{ranks}, {record.seconds:.3g} s per call"
     return f"{speed.words} · {speed.per_call or record.seconds:.3g} s per call · {ranks}"
-
-
-def _loading(loading: tuple[str, float | None] | None) -> dict[str, Any] | None:
-    if loading is None:
-        return None
-    model, part = loading
-    return {"model": model, "part": None if part is None else round(part, 2)}  # finer, it would be news too often
 
 
 def _compiling(pool: WorkerPool) -> list[int]:
@@ -169,11 +149,6 @@ def _failure(error: Failure | None) -> dict[str, Any] | None:
         return None
     node = None if error.node is None else {"id": error.node.node_id, "type": error.node.kind}
     return {"time": error.time, "rank": error.rank, "device": error.device, "message": error.message, "node": node}
-
-
-def _starting(workers: Workers) -> dict[str, Any] | None:
-    pool = workers.pool
-    return {"since": pool.since, "stage": pool.stage, "last_took": workers.last_start} if pool.doing == "start" else None
 
 
 def _ranks(pool: WorkerPool, waiting: list[int]) -> str:

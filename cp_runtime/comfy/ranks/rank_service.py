@@ -12,20 +12,7 @@ from torch import Tensor
 from ...compat import on_compilation
 from ...engine.cost import DegreePlanner
 from ...engine.profiling import CallTraces
-from ...pool.messages import (
-    AttachNetwork,
-    Available,
-    Call,
-    CallReport,
-    Done,
-    Drop,
-    Load,
-    Loaded,
-    MakeRoom,
-    Request,
-    Room,
-    Unload,
-)  # fmt: skip
+from ...pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Request, Room, Unload
 from ...pool.worker import Handler, Worker
 from ..vae.wire import VAE_METHODS
 
@@ -63,41 +50,26 @@ class ModelService:
     @property
     def handlers(self) -> Mapping[type[Request[Any]], Handler]:
         """By kind of request."""
+        worker, mirrors = self._worker, self._mirrors
         return {
-            Load: self._load,
-            AttachNetwork: self._attach_network,
-            Drop: self._drop,
+            Load: lambda request, block: mirrors.load(request, worker.keep(block), worker.mesh),
+            AttachNetwork: mirrors.attach_network,
+            Drop: lambda request, _: mirrors.drop(request.keys),
             Call: self._call,
             Unload: self._unload,
             MakeRoom: self._make_room,
-            Available: self._available,
+            Available: lambda *_: Room(available=mirrors.available()),
         }
 
-    def _load(self, request: Load, block: Tensor) -> Loaded:
-        return self._mirrors.load(request, self._worker.keep(block), self._worker.mesh)
-
-    def _attach_network(self, request: AttachNetwork, block: Tensor) -> Done:
-        self._mirrors.attach_network(request, block)
-        return Done()
-
-    def _drop(self, request: Drop, _: Tensor) -> Done:
-        self._mirrors.drop(request.keys)
-        return Done()
-
-    def _unload(self, request: Unload, _: Tensor) -> Done:
+    def _unload(self, request: Unload, _: Tensor) -> None:
         self._worker.cache.clear()
         self._mirrors.unload(request.key)
-        return Done()
 
-    def _make_room(self, request: MakeRoom, _: Tensor) -> Done:
+    def _make_room(self, request: MakeRoom, _: Tensor) -> None:
         if request.key is not None:
             self._worker.cache.clear()
         if self._worker.rank in request.ranks:
             self._mirrors.make_room(request.key)
-        return Done()
-
-    def _available(self, _: Available, __: Tensor) -> Room:
-        return Room(available=self._mirrors.available())
 
     def _call(self, request: Call, block: Tensor) -> CallReport:
         worker = self._worker
