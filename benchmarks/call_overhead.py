@@ -41,9 +41,8 @@ from cp_runtime.engine.mesh import SequenceMesh
 from cp_runtime.families.flux import FLUX
 from cp_runtime.pool.board import Board
 from cp_runtime.pool.channel import SharedBlock
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.messages import Echo
-from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.tensor_cache import CallEncoder
 from cp_runtime.pool.worker_pool import WorkerPool
 

@@ -330,7 +330,7 @@ def overhead() -> float:
 
     from cp_runtime.controller.calls import CallKind
     from cp_runtime.controller.choosing import Chooser
-    from cp_runtime.controller.shortages import Shortages
+    from cp_runtime.controller.placement import Shortages
     from cp_runtime.engine.cost import AttentionShape, Rates
     from cp_runtime.engine.measuring import Measured
     from cp_runtime.pool.config import DeviceInventory, RuntimeConfig

@@ -19,8 +19,7 @@ from .results import Results
 
 load_package()
 
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.site import WorkerSite
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
 
 TEXT, IMAGE = 512, 4096

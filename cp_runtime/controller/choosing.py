@@ -13,7 +13,7 @@ from ..pool.config import RuntimeConfig
 from ..pool.messages import CallReport
 from ..pool.worker_pool import WorkerPool
 from .calls import CallKind
-from .shortages import Shortages
+from .placement import Shortages
 
 
 @dataclass(frozen=True)

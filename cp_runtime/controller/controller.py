@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from ..errors import ContextParallelError, MirrorError, PoolError, ProtocolError, RankOutOfMemory
-from ..pool.config import RuntimeConfig
-from ..pool.site import WorkerSite
+from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.worker_pool import CallCancelled
 from .calls import ModelCall, ModelState
 from .journal import Failure, Journal
+from .placement import Shortages
 from .run_stats import CallRecord, Node, RunStats
-from .shortages import Shortages
 from .workers import Workers
 
 log = logging.getLogger("context_parallel")

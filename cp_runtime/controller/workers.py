@@ -13,20 +13,17 @@ from typing import Any
 
 from ..engine.policy import CallSplit
 from ..errors import RankOutOfMemory
-from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, load_timeout
+from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, WorkerSite, load_timeout
 from ..pool.kept import KeptFile, KeptSeconds
 from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom, Unload
 from ..pool.protocol import TensorPacker, flatten
-from ..pool.site import WorkerSite
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
-from .calls import ModelCall, ModelState
+from .calls import ModelCall, ModelState, Pace
 from .choosing import Chooser
 from .journal import Failure
-from .pace import Pace
-from .placement import GB, Choice, choose, next_smaller
+from .placement import GB, Choice, Shortages, choose, next_smaller
 from .run_stats import CallRecord, Node
-from .shortages import Shortages
 
 log = logging.getLogger("context_parallel")
 

@@ -1,7 +1,9 @@
-"""What ranks note about themselves while they work, where the controller can read it at any time without asking."""
+"""What ranks share with the controller: what they note about themselves while they work, which it can read at any time without
+asking, the decision to leave a call together, and the descriptors that they inherit."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -10,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from .channel import SharedBlock
+from .launcher import memory_file, starting
 
 BEAT = 0.25  # seconds between two heartbeats
 SILENT = 2.0  # seconds without a heartbeat after which a process must be stopped, or something in it holds the GIL
@@ -108,3 +112,96 @@ def start_heartbeat(board: Board, rank: int, collectives: Callable[[], int]) -> 
             time.sleep(BEAT)
 
     threading.Thread(target=run, name="heartbeat", daemon=True).start()
+
+
+_NEVER = 2**62
+_POLL = 0.001
+
+
+class CancelPoints:
+    """Numbered places of a call (1, 2, ...) at which all ranks leave it, or none does.
+
+    At each place rank 0 decides about the *next* one, so that the decision lies there before the others arrive: they wait only
+    when they are a whole interval ahead of rank 0. Waiting at every place would add up the differences in speed between ranks
+    that a batch axis lets run apart.
+
+    Args:
+        word: one int64 in memory that all ranks map. Its absolute value is the last place that rank 0 has passed; where it is
+            negative, all leave at the place after that.
+        rank: this rank.
+    """
+
+    def __init__(self, word: Tensor, rank: int) -> None:
+        self._word, self._rank, self._passed = word, rank, 0
+
+    def restart(self) -> None:
+        """A call begins. Rank 0 does so before it tells the others of the call."""
+        self._passed = 0
+        if self._rank == 0:
+            self._word.zero_()
+
+    def leave(self, asked: Callable[[], bool]) -> bool:
+        """Whether to leave at this place, the same answer on all ranks.
+
+        Args:
+            asked: whether the user cancelled; called by rank 0.
+        """
+        before, self._passed = self._passed, self._passed + 1
+        while abs(decision := int(self._word)) < before:
+            time.sleep(_POLL)
+        if before and decision == -before:
+            return True
+        if self._rank == 0:
+            self._word.fill_(-self._passed if asked() else self._passed)
+        return False
+
+    def end(self) -> None:
+        """This rank has left the call. After rank 0, whatever the reason, nothing new is decided and nobody waits."""
+        if self._rank == 0 and int(self._word) >= 0:
+            self._word.fill_(_NEVER)
+
+
+class Inherited:
+    """Memory that ranks share with the controller, files that they write, and a pipe that closes at its end.
+
+    Attributes:
+        request, response: messages to the ranks, and results of rank 0.
+        board: what ranks note while they work.
+        stacks: descriptors of the files for their stacks, by rank.
+
+    Raises:
+        PoolError: the system has no descriptors or no memory for it.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._cleanup = contextlib.ExitStack()
+        with contextlib.ExitStack() as opened, starting():
+            self._store, *self.stacks = (self._memory_file(opened) for _ in range(1 + world_size))
+            self.request, self.response, self._board = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(3))
+            self.board = Board(self._board, world_size)
+            self._death_read, write = os.pipe()
+            opened.callback(os.close, self._death_read)
+            opened.callback(os.close, write)
+            self._cleanup = opened.pop_all()
+
+    @staticmethod
+    def _memory_file(opened: contextlib.ExitStack) -> int:
+        fd = memory_file()
+        opened.callback(os.close, fd)
+        return fd
+
+    def descriptors(self, rank: int) -> dict[str, int]:
+        """Those for a rank, by their names in its spec."""
+        return {
+            "request_fd": self.request.fd,
+            "response_fd": self.response.fd,
+            "board_fd": self._board.fd,
+            "death_fd": self._death_read,
+            "store_fd": self._store,
+            "stacks_fd": self.stacks[rank],
+        }
+
+    def close(self) -> None:
+        """Release all but the last words on the board: an error may keep a pool for a while, and ask it for its progress."""
+        self.board.freeze()
+        self._cleanup.close()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from .messages import Failure, Report
@@ -166,3 +166,26 @@ class Collection:
         failures = {rank: at - DEATH_LAG for rank, at in self._died.items()}
         failures |= {rank: reply.at for rank, reply in self.replies.items() if isinstance(reply, Failure)}
         return min(failures, key=lambda rank: (failures[rank], rank), default=None)
+
+
+class ModuleTimes:
+    """The longest time between two modules of a command. The one that a rank is in does not count: it may hang there.
+
+    On an accelerator a rank may enter many at once and wait for the last of them: that wait is how long it may take to leave.
+    """
+
+    def __init__(self) -> None:
+        self.longest = 0.0  # seconds
+        self._entered: dict[int, tuple[int, float]] = {}  # rank -> (modules, when it entered the last)
+        self._last = 0.0
+
+    def note(self, modules: Mapping[int, int], now: float) -> None:
+        """Look at the counts by rank, many times a second. A longer gap means that this process was suspended: it starts over."""
+        if now - self._last > SUSPENDED:
+            self._entered.clear()
+        self._last = now
+        for rank, count in modules.items():
+            before, at = self._entered.get(rank, (0, now))
+            if count > before:
+                self.longest = max(self.longest, now - at)
+                self._entered[rank] = count, now

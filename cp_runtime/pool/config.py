@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..engine.config import MAX_SHARE, ROTATE_METHODS, SequenceSettings, check_choice, check_switch, is_int
@@ -383,3 +384,22 @@ def _seconds(name: str, default: float) -> float:
             f"Correct or unset it and restart ComfyUI; without it {default:g} holds.",
         )
     return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSite:
+    """What ranks run, as plain data that JSON knows.
+
+    Args:
+        service: module of this package that makes the service of every rank (see `worker.Service`); empty = none.
+        arguments: for it.
+        path: folders in front of `sys.path`.
+        preload: modules to import once, in the process that all ranks are forked from. They must not open a device.
+        argv: command line that the code in the ranks sees.
+    """
+
+    service: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    path: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ("torch",)
+    argv: tuple[str, ...] = ("",)

@@ -13,11 +13,10 @@ import torch
 from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, RankOutOfMemory, UnsupportedError
 from .board import SILENT, Progress
 from .config import RuntimeConfig
-from .forking import ForkServer, RankProcess
+from .forking import ForkServer, RankProcess, process_state
 from .log_pump import LogPump
 from .messages import Failure, Report
 from .peers import shm_advice
-from .proc import process_state
 from .stacks import collect_stacks
 
 _FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # what they say is all that there is to know

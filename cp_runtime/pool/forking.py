@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PoolError
+from .config import WorkerSite
 from .launcher import LAUNCHER, interpreter_options, memory_file
 from .log_pump import Lines
-from .proc import process_state
-from .site import WorkerSite
 
 log = logging.getLogger("context_parallel")
 
@@ -291,3 +290,12 @@ class ForkServers:
 
 
 FORK_SERVERS = ForkServers()
+
+
+def process_state(pid: int) -> str:
+    """What the kernel says a process does, such as "sleeping" or "stopped"; "gone" where there is none."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return "gone"
+    return next((line.partition("(")[2].rstrip(")") for line in lines if line.startswith("State:")), "unknown")

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..version import VERSION
-from .forking import RankProcess
-from .proc import process_state
+from .forking import RankProcess, process_state
 
 SIGNAL = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is only imported
 PREFIX = "context-parallel-stacks-"

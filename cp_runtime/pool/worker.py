@@ -28,11 +28,10 @@ from ..engine.collectives import CommStats, wait_for
 from ..engine.measuring import device_name, measure
 from ..engine.mesh import BatchMesh
 from ..errors import PoolError, ProtocolError
-from .board import Board, resident_bytes, start_heartbeat
-from .cancel import CancelPoints
+from .board import Board, CancelPoints, resident_bytes, start_heartbeat
 from .channel import Channel, Closed, SharedBlock
 from .frames import Frame, unpack
-from .limits import name_limit
+from .launcher import name_limit
 from .messages import (
     CallOutcome,
     CallReport,

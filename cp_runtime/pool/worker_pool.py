@@ -21,23 +21,18 @@ from torch import Tensor
 from ..engine.measuring import Measured
 from ..engine.sharding import Shares
 from ..errors import ContextParallelError, PoolError, PoolTimeout, RankError
-from .board import Progress
+from .board import Inherited, Progress
 from .channel import Channel, Closed
-from .collection import Collection, Outcome, SendCancel
-from .config import RuntimeConfig, connect_timeout, load_timeout, startup_timeout
+from .collection import Collection, ModuleTimes, Outcome, SendCancel
+from .config import RuntimeConfig, WorkerSite, connect_timeout, load_timeout, startup_timeout
 from .failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure, unforked
-from .forking import FORK_SERVERS, RankProcess, kill_all
+from .forking import FORK_SERVERS, RankProcess, kill_all, process_state
 from .frames import all_of, name_of, report_of
-from .inherited import Inherited
-from .launcher import as_host, child_environment
-from .limits import starting
+from .launcher import as_host, child_environment, starting
 from .log_pump import LogPump
 from .messages import Cancel, Failure, GoOn, Hello, R, Report, Request, Shutdown, Value
-from .module_times import ModuleTimes
 from .peers import Connection, look_at_peers, ways_of
-from .proc import process_state
 from .protocol import TensorPacker, read_tensor, unflatten
-from .site import WorkerSite
 from .stacks import StateWatch
 
 log = logging.getLogger("context_parallel")

@@ -13,8 +13,7 @@ from support.pools import echo
 
 from cp_runtime.errors import RankError
 from cp_runtime.pool import peers, worker_pool
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.site import WorkerSite
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
 
 DETECTION = Path(stand_in.__file__).parents[1] / "detection"

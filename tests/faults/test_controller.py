@@ -5,11 +5,10 @@ from __future__ import annotations
 from support.pools import make_pool
 
 from cp_runtime.controller.controller import Controller
-from cp_runtime.controller.placement import Choice
-from cp_runtime.controller.shortages import Shortages
+from cp_runtime.controller.placement import Choice, Shortages
 from cp_runtime.controller.workers import Resident, Workers
+from cp_runtime.pool.config import WorkerSite
 from cp_runtime.pool.frames import MAX_HEADER
-from cp_runtime.pool.site import WorkerSite
 
 
 def test_unload_raises_nothing_and_ends_the_workers():

@@ -12,7 +12,7 @@ import torch
 from support.pools import echo, hold, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout
-from cp_runtime.pool.site import WorkerSite
+from cp_runtime.pool.config import WorkerSite
 from cp_runtime.pool.stacks import KEEP, PREFIX, collect_stacks
 from cp_runtime.version import VERSION
 

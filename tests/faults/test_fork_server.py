@@ -19,9 +19,8 @@ from support.processes import alive, wait_gone
 
 from cp_runtime.errors import PoolError, PoolTimeout, RankError
 from cp_runtime.pool import fork_server
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.forking import FORK_SERVERS
-from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import CallCancelled, WorkerPool
 
 VALUE = torch.arange(5)

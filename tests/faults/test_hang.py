@@ -15,7 +15,7 @@ from support.graphs import flux_prompt
 from support.pools import echo, hold, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout
-from cp_runtime.pool.proc import process_state
+from cp_runtime.pool.forking import process_state
 from cp_runtime.pool.stacks import collect_stacks
 
 TOLERANCE = 2e-4

@@ -18,10 +18,9 @@ from support.graphs import flux_prompt
 
 from cp_runtime.comfy.model.wire_recipe import file_digest, file_stamp
 from cp_runtime.errors import RankError
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.messages import Load
 from cp_runtime.pool.protocol import TensorPacker, flatten
-from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
 
 CP = {"world_size": 2}

@@ -31,10 +31,13 @@ from cp_runtime.comfy.memory.ui_stock_loads import _drop_from_ranks, watch_stock
 from cp_runtime.comfy.ranks import ui_devices as devices  # noqa: E402
 from cp_runtime.comfy.ranks.ui import CONTROLLER  # noqa: E402
 from cp_runtime.controller.journal import CallRecord  # noqa: E402
-from cp_runtime.controller.shortages import Shortages  # noqa: E402
+from cp_runtime.controller.placement import Shortages  # noqa: E402
 from cp_runtime.controller.workers import Workers  # noqa: E402
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig  # noqa: E402
-from cp_runtime.pool.site import WorkerSite  # noqa: E402
+from cp_runtime.pool.config import (  # noqa: E402
+    DeviceInventory,
+    RuntimeConfig,
+    WorkerSite,
+)
 
 torch.set_grad_enabled(False)
 META = torch.device("meta")

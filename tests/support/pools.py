@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.messages import Echo
 from cp_runtime.pool.protocol import TensorPacker, flatten
-from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from cp_runtime.pool.cancel import CancelPoints
+from cp_runtime.pool.board import CancelPoints
 
 RANKS, PLACES = 3, 12
 

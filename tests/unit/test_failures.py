@@ -10,11 +10,10 @@ from support.reports import failure
 from cp_runtime.errors import PoolError, PoolTimeout, RankError, RankOutOfMemory
 from cp_runtime.pool.board import Progress
 from cp_runtime.pool.collection import Outcome
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure
 from cp_runtime.pool.forking import RankProcess
 from cp_runtime.pool.messages import Memory
-from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
 
 KILLED, LOST_ITS_PEER = -signal.SIGKILL, 1

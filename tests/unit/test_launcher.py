@@ -19,12 +19,10 @@ from torch._inductor.runtime import cache_dir_utils
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.errors import PoolError
 from cp_runtime.pool import launcher
-from cp_runtime.pool.config import RuntimeConfig
+from cp_runtime.pool.config import RuntimeConfig, WorkerSite
 from cp_runtime.pool.forking import FORK_SERVERS
-from cp_runtime.pool.launcher import Launcher, child_environment
-from cp_runtime.pool.limits import name_limit, starting
+from cp_runtime.pool.launcher import Launcher, child_environment, name_limit, starting
 from cp_runtime.pool.peers import Connection
-from cp_runtime.pool.site import WorkerSite
 from cp_runtime.pool.worker_pool import WorkerPool
 
 OPTIONS = """

@@ -1,7 +1,6 @@
 """How long planned modules take, from the counts that ranks keep."""
 
-from cp_runtime.pool.collection import SUSPENDED
-from cp_runtime.pool.module_times import ModuleTimes
+from cp_runtime.pool.collection import SUSPENDED, ModuleTimes
 
 
 def watched(*looks):

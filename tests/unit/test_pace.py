@@ -1,6 +1,6 @@
 """How often ranks look for Cancel."""
 
-from cp_runtime.controller.pace import KINDS, Pace
+from cp_runtime.controller.calls import KINDS, Pace
 
 
 def test_kinds_of_calls_that_alternate_keep_their_pace():

@@ -17,7 +17,7 @@ from support.reports import call_report
 
 from cp_runtime.controller.calls import CallKind
 from cp_runtime.controller.choosing import Chooser, in_words
-from cp_runtime.controller.shortages import LIMIT, Shortages
+from cp_runtime.controller.placement import LIMIT, Shortages
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, Rates, cost
 from cp_runtime.engine.measuring import Measured

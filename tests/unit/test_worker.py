@@ -10,8 +10,7 @@ from support.devices import SlowDevice
 
 from cp_runtime.controller.run_stats import time_by_rank
 from cp_runtime.engine.collectives import CommStats
-from cp_runtime.pool.board import Board
-from cp_runtime.pool.cancel import CancelPoints
+from cp_runtime.pool.board import Board, CancelPoints
 from cp_runtime.pool.channel import SharedBlock
 from cp_runtime.pool.frames import pack, unpack
 from cp_runtime.pool.messages import CallOutcome, Echo, Shutdown, Value

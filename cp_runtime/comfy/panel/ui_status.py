@@ -12,7 +12,7 @@ from ...controller.journal import Failure, Journal
 from ...controller.run_stats import NOT_MEASURED, CallRecord, Node
 from ...controller.workers import Workers
 from ...pool.board import SILENT, resident_bytes
-from ...pool.proc import process_state
+from ...pool.forking import process_state
 from ...pool.worker_pool import WorkerPool
 from ...version import VERSION
 from ..ranks.ui import CONTROLLER

@@ -10,7 +10,7 @@ import comfy.options
 import folder_paths
 from comfy.cli_args import args
 
-from ...pool.site import WorkerSite
+from ...pool.config import WorkerSite
 
 PRELOAD = (
     "torch",
