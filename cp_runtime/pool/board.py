@@ -23,23 +23,14 @@ SILENT = 2.0  # seconds without a heartbeat after which a process must be stoppe
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a rank is.
+    """Where a rank is, in the command that it works on."""
 
-    Args:
-        command: sequence number of the command that it works on; 0 = none.
-        modules: planned modules that it has entered in that command.
-        collectives: collectives that it has begun in that command, as of the last heartbeat.
-        loaded: thousandths of a model that it has loaded in that command; None = it loads none.
-        beat: time of the last heartbeat, on the clock of `time.monotonic`; 0 = none yet.
-        compiling: it compiles a part of a model, the how many-th one of this process; 0 = it does not.
-    """
-
-    command: int
-    modules: int
-    collectives: int
-    loaded: int | None
-    beat: float
-    compiling: int = 0
+    command: int  # its sequence number; 0 = none
+    modules: int  # planned ones that it has entered
+    collectives: int  # that it has begun, as of the last heartbeat
+    loaded: int | None  # thousandths of a model; None = it loads none
+    beat: float  # time of the last heartbeat, on the clock of `time.monotonic`; 0 = none yet
+    compiling: int = 0  # it compiles a part of a model, the how many-th one of this process; 0 = it does not
 
 
 WORDS = 6  # of a rank: the fields of Progress; a model that is loaded counts from one

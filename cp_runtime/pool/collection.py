@@ -33,27 +33,16 @@ class SendCancel(Wait):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a command ended.
+    """How a command ended."""
 
-    Args:
-        replies: reports by rank.
-        cause: rank that failed first, by its report or its death.
-        died: ranks that died.
-        late: ranks that had not reported when the time was up. With `cause` or `cancelled`, those are the reason.
-        stopped: those of them that were stopped for too long, before the time was up.
-        cancelled: the ranks were told to leave the call.
-        aborted: another thread ended the command.
-        kill: the ranks are not in step with each other any more, or not all there.
-    """
-
-    replies: dict[int, Report]
-    cause: int | None = None
+    replies: dict[int, Report]  # by rank
+    cause: int | None = None  # rank that failed first, by its report or its death
     died: frozenset[int] = frozenset()
-    late: tuple[int, ...] = ()
-    stopped: frozenset[int] = frozenset()
-    cancelled: bool = False
-    aborted: bool = False
-    kill: bool = False
+    late: tuple[int, ...] = ()  # had not reported when the time was up. With `cause` or `cancelled`, those are the reason
+    stopped: frozenset[int] = frozenset()  # those of them that were stopped for too long, before the time was up
+    cancelled: bool = False  # the ranks were told to leave the call
+    aborted: bool = False  # another thread ended the command
+    kill: bool = False  # the ranks are not in step with each other any more, or not all there
 
 
 @dataclass(kw_only=True)

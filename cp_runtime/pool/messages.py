@@ -48,7 +48,7 @@ class Cancelled(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of a rank: resident on the host, peak of its device; after a failure also in use, reserved and free there."""
+    """Bytes: resident on the host, peak of the device; after a failure also in use, reserved and free there."""
 
     host: int
     device: int
@@ -59,41 +59,28 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(Report):
-    """An exception on a rank.
+    """An exception on a rank."""
 
-    Args:
-        at: when, on the clock of `time.monotonic`, which all processes of a machine share.
-        kind, message, trace: of the exception.
-        collectives, pending: collectives that the rank has begun, and of those how many have not ended.
-        device_lost: its device does not answer any more, so this process is of no more use.
-    """
-
-    at: float
+    at: float  # on the clock of `time.monotonic`, which all processes of a machine share
     kind: str
     message: str
     trace: str
-    collectives: int = 0
-    pending: int = 0
+    collectives: int = 0  # that the rank has begun
+    pending: int = 0  # of those, that have not ended
     memory: Memory | None = None
-    device_lost: bool = False
+    device_lost: bool = False  # its device does not answer any more, so this process is of no more use
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hello(Report):
-    """A rank is ready.
-
-    Args:
-        name: of its device.
-        seconds: of the steps of its start.
-        measured, shares: of all ranks, from rank 0.
-    """
+    """A rank is ready."""
 
     device: str
-    name: str
+    name: str  # of the device
     backend: str
-    seconds: dict[str, float]
-    measured: Measured | None = None
-    shares: tuple[int, ...] = ()
+    seconds: dict[str, float]  # of the steps of its start
+    measured: Measured | None = None  # all ranks, from rank 0
+    shares: tuple[int, ...] = ()  # the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,24 +93,16 @@ class Value(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded(Report):
-    """A model is there.
+    """A model is there."""
 
-    Args:
-        digest: of the weight patches.
-        formats: quantised ones that the device multiplies in.
-        samples: of its weights, by name.
-        layers: of a model that a loader of a node pack made.
-        bytes: of its weights.
-    """
-
-    digest: str
+    digest: str  # of the weight patches
     patches_uuid: str
     dtype: str
     cast_dtype: str
-    formats: tuple[str, ...]
-    samples: dict[str, str]
-    layers: str
-    bytes: int
+    formats: tuple[str, ...]  # quantised ones that the device multiplies in
+    samples: dict[str, str]  # of its weights, by name
+    layers: str  # of a model that a loader of a node pack made
+    bytes: int  # of its weights
     seconds: float
 
 
@@ -136,17 +115,11 @@ class Room(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What of a model's blocks is compiled.
+    """What of a model's blocks is compiled."""
 
-    Args:
-        kinds: compiled blocks, by class.
-        left: classes whose blocks run as they are -> why.
-        counts: what this process has compiled since it started.
-    """
-
-    kinds: dict[str, int] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=dict)  # compiled blocks, by class
+    left: dict[str, str] = field(default_factory=dict)  # classes whose blocks run as they are -> why
+    counts: dict[str, int] = field(default_factory=dict)  # what this process has compiled since it started
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,46 +133,29 @@ class Communication:
 
 @dataclass(frozen=True, kw_only=True)
 class CallOutcome:
-    """What a call did on one rank.
+    """What a call did on one rank."""
 
-    Args:
-        idle: the rank did not take part.
-        degrees: by axis: ring, ulysses, batch; of a VAE rows, batch or tiles.
-        at_work: ranks that shared the call: more than the degrees say, where no attention is shared.
-        tokens: of this rank, by stream.
-        room: bytes that a call can take on the device; None for a CPU.
-        predicted_seconds, predicted_bytes: of communication, by the cost model.
-        work: as far as the rank knows it; None where nobody chooses ranks for such calls.
-        prelude: seconds until the forward began.
-    """
-
-    idle: bool = False
-    degrees: dict[str, int]
-    at_work: int
-    tokens: dict[str, int] = field(default_factory=dict)
-    room: int | None
+    idle: bool = False  # the rank did not take part
+    degrees: dict[str, int]  # by axis: ring, ulysses, batch; of a VAE rows, batch or tiles
+    at_work: int  # ranks that shared the call: more than the degrees say, where no attention is shared
+    tokens: dict[str, int] = field(default_factory=dict)  # of this rank, by stream
+    room: int | None  # bytes that a call can take on the device; None for a CPU
     compiled: Compiled = Compiled()
-    predicted_seconds: float = 0.0
+    predicted_seconds: float = 0.0  # of communication, by the cost model
     predicted_bytes: float = 0.0
-    work: CallWork | None = None
-    prelude: float = 0.0
+    work: CallWork | None = None  # as far as the rank knows it; None where nobody chooses ranks for such calls
+    prelude: float = 0.0  # seconds until the forward began
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallReport(Value):
-    """What a call did and took on one rank.
-
-    Args:
-        seconds: from the command to the result.
-        modules: planned modules that it came by.
-        bytes: sent, by purpose.
-    """
+    """What a call did and took on one rank."""
 
     outcome: CallOutcome
-    seconds: float
-    modules: int
+    seconds: float  # from the command to the result
+    modules: int  # planned ones that it came by
     communication: Communication
-    bytes: dict[str, int]
+    bytes: dict[str, int]  # sent, by purpose
     memory: Memory
 
 
@@ -230,14 +186,10 @@ class Cancel(Request[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(Request[R]):
-    """Brings a value of which ranks keep tensors: see `tensor_cache`.
-
-    Args:
-        drop: keys of tensors to forget; None = all.
-    """
+    """Brings a value of which ranks keep tensors: see `tensor_cache`."""
 
     value: Tree
-    drop: tuple[str, ...] | None
+    drop: tuple[str, ...] | None  # keys of tensors to forget; None = all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,48 +201,32 @@ class Echo(Packed[Value]):
 
 @dataclass(frozen=True, kw_only=True)
 class Load(Request[Loaded]):
-    """Hold a model with these weight patches.
-
-    Args:
-        key: of its recipe.
-        recipe: `comfy.model.wire_recipe.Recipe` as JSON.
-        device_bytes: of weights that one rank keeps on its device.
-    """
+    """Hold a model with these weight patches."""
 
     report: ClassVar[type[Any]] = Loaded
-    key: str
-    recipe: dict[str, Any]
+    key: str  # of the recipe
+    recipe: dict[str, Any]  # `comfy.model.wire_recipe.Recipe` as JSON
     patches: Tree
     patches_uuid: str
     placement: str = "whole"
-    device_bytes: int = 0
+    device_bytes: int = 0  # of weights that one rank keeps on its device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call(Packed[CallReport]):
-    """Run a method of a model.
-
-    Args:
-        sequence: what the user asks for on the sequence axes; with a split its degrees.
-        split: ranks and degrees; None = all ranks, and the degrees of `sequence` and `batch_degree`.
-        leading: names of the arguments that change with every call.
-        memory_scale: times the memory that ComfyUI expects, which the call may need.
-        compile: what `torch.compile` is told, see `comfy.compiled.wire`; None = nothing is compiled.
-        compile_or_raise: a block that cannot be compiled is an error.
-        cancel_every: planned modules between two polls for Cancel; 0 = none.
-    """
+    """Run a method of a model."""
 
     report: ClassVar[type[Any]] = CallReport
     key: str
     method: str
-    sequence: SequenceSettings
-    split: CallSplit | None
+    sequence: SequenceSettings  # with a split, its degrees
+    split: CallSplit | None  # None = all ranks, and the degrees of `sequence` and `batch_degree`
     batch_degree: int
-    leading: tuple[str, ...]
-    memory_scale: float
-    compile: dict[str, Any] | None
-    compile_or_raise: bool
-    cancel_every: int
+    leading: tuple[str, ...]  # names of the arguments that change with every call
+    memory_scale: float  # times the memory that ComfyUI expects, which the call may need
+    compile: dict[str, Any] | None  # what `torch.compile` is told, see `comfy.compiled.wire`; None = nothing is compiled
+    compile_or_raise: bool  # a block that cannot be compiled is an error
+    cancel_every: int  # planned modules between two polls for Cancel; 0 = none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,15 +253,10 @@ class Unload(Request[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class MakeRoom(Request[Done]):
-    """Give freed memory of devices back.
+    """Give freed memory of devices back."""
 
-    Args:
-        key: of a model that leaves the devices until its next call; None = none does.
-        ranks: that do so.
-    """
-
-    key: str | None
-    ranks: tuple[int, ...]
+    key: str | None  # of a model that leaves the devices until its next call; None = none does
+    ranks: tuple[int, ...]  # that do so
 
 
 @dataclass(frozen=True, kw_only=True)

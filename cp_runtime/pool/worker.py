@@ -99,7 +99,9 @@ class Worker:
         start_heartbeat(self.board, self.rank, lambda: self.stats.collectives)
         self.spec = spec
         self.cache = TensorCache(self.device)
-        self._handlers: dict[type[Request[Any]], Handler] = {Echo: self._echo}
+        self._handlers: dict[type[Request[Any]], Handler] = {
+            Echo: lambda request, block: self.result(self.cache.unpack(request, block)["x"])
+        }
 
     def start(self) -> None:
         """Import, connect, measure. All ranks take these steps together: after each the controller lets them go on."""
@@ -273,16 +275,15 @@ class Worker:
             memory=memory_of(self.device),
         )
 
-    def _echo(self, request: Echo, block: Tensor) -> Value:
-        return self.result(self.cache.unpack(request, block)["x"])
-
     def module_hook(self, cancel_every: int) -> Callable[[], None]:
         """Return what runs at every planned module: note the progress, and now and then leave together if the user cancelled."""
 
         def on_module() -> None:
             module = self.board.enter_module(self.rank)
             if cancel_every and module % cancel_every == 0:
-                self._check_cancel()
+                wait_for(self.device)  # a host that runs ahead leaves nothing to cancel
+                if self.cancel_points.leave(self._cancel_asked):
+                    raise Left
 
         return on_module
 
@@ -293,11 +294,6 @@ class Worker:
     def loading_hook(self) -> Callable[[int | None], None]:
         """Return what is told how many thousandths of a model are loaded, and None when it is."""
         return partial(self.board.load, self.rank)
-
-    def _check_cancel(self) -> None:
-        wait_for(self.device)  # a host that runs ahead leaves nothing to cancel
-        if self.cancel_points.leave(self._cancel_asked):
-            raise Left
 
     def _cancel_asked(self) -> bool:
         frame = self.channel.poll()

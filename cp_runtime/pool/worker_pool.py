@@ -12,7 +12,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,35 +97,24 @@ class WorkerPool:
     def start(self, cancelled: Callable[[], bool] | None = None) -> None:
         """Start the ranks and wait until all are ready.
 
-        Args:
-            cancelled: polled while they start.
-
         Raises:
             PoolError: the ranks did not start.
-            CallCancelled: `cancelled` returned True.
+            CallCancelled: `cancelled`, which is polled meanwhile, returned True.
         """
         if self.config.shares_accelerators:
             log.warning("ranks share an accelerator: that is for checking results; one rank alone is faster")
         self.since = time.time()
-        self._begin("start")
-        try:
-            while not self._connected(cancelled):
-                self._open()
-        finally:
-            self._end()
-
-    def _connected(self, cancelled: Callable[[], bool] | None) -> bool:
-        """Start the ranks; False where they do not connect in this way, and another one is left."""
-        try:
-            self._start(self.ways.current, cancelled)
-        except BaseException as error:
-            self.kill()
-            why = connect_failure(error) if isinstance(error, PoolError) and self.stage == CONNECTING else ""
-            if not (why and self.ways.give_up(why)):
-                raise
-            return False
-        self.alive = True
-        return True
+        with self._doing("start"):
+            while not self.alive:
+                try:
+                    self._start(self.ways.current, cancelled)
+                    self.alive = True
+                except BaseException as error:
+                    self.kill()
+                    why = connect_failure(error) if isinstance(error, PoolError) and self.stage == CONNECTING else ""
+                    if not (why and self.ways.give_up(why)):
+                        raise
+                    self._open()
 
     def _start(self, way: Connection, cancelled: Callable[[], bool] | None) -> None:
         began = time.monotonic()
@@ -185,7 +174,6 @@ class WorkerPool:
 
         Args:
             packer: tensors that the request refers to.
-            timeout: seconds until the pool is killed.
             cancelled: polled while waiting.
 
         Raises:
@@ -198,36 +186,36 @@ class WorkerPool:
             raise PoolError("the worker pool is not running")
         packer, command = packer or TensorPacker(), name_of(request)
         self._seq += 1
-        self._begin(command)
         began = time.monotonic()
-        try:
+        with self._doing(command), self._killed_by_errors(command):
             if packer.nbytes <= KEEP_BYTES:  # else a large one comes with every call, as residuals of a ControlNet do
                 self.inherited.request.trim(KEEP_BYTES)
             packer.write(self.inherited.request.view(packer.nbytes))
             with contextlib.suppress(Closed):  # rank 0 died: _collect says how
                 self.channels[0].send(request, self._seq, packer.nbytes, began + timeout)
             return all_of(request.report, self._collect(self._seq, command, began, timeout, cancelled))
-        except (RankError, CallCancelled):
-            raise
-        except ContextParallelError:
-            self.kill()
-            raise
-        except Exception as error:  # such as a device that fails while tensors are copied: callers know one kind of error
-            self.kill()
-            raise PoolError(f"{command} failed outside of the workers: {type(error).__name__}: {error}") from error
-        except BaseException:
-            self.kill()
-            raise
+
+    @contextlib.contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        self.waiting_for, self.doing = list(range(self.world_size)), what
+        try:
+            yield
         finally:
-            self._end()
+            self.did, self.did_until, self.doing = what, time.monotonic(), ""
 
-    def _begin(self, what: str) -> None:
-        self.waiting_for = list(range(self.world_size))
-        self.doing = what
-
-    def _end(self) -> None:
-        self.did, self.did_until = self.doing, time.monotonic()
-        self.doing = ""
+    @contextlib.contextmanager
+    def _killed_by_errors(self, command: str) -> Iterator[None]:
+        """Kill the pool where a command fails, unless its ranks are still in step with each other."""
+        try:
+            yield
+        except (RankError, CallCancelled):  # then `_conclude` has killed it, if it had to
+            raise
+        except BaseException as error:
+            self.kill()
+            if isinstance(error, ContextParallelError) or not isinstance(error, Exception):
+                raise
+            # Such as a device that fails while tensors are copied: callers know one kind of error.
+            raise PoolError(f"{command} failed outside of the workers: {type(error).__name__}: {error}") from error
 
     def payload(self, nbytes: int) -> Tensor:
         """The bytes that the last request sent."""

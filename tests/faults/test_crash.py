@@ -100,7 +100,7 @@ def test_the_traceback_of_the_rank_that_failed_is_the_cause(fault_server, expect
     watch.within(3, "the prompt fails, from its start", at - watch.began)
     first, _, trace = message.partition("Traceback of rank 2:")
     assert first.startswith(f"rank 2 (pid {pids[2]}) failed: RuntimeError: injected: error")
-    assert "faults.py" in trace
+    assert "faulty_worker.py" in trace
     assert "run_sharded" in trace
     assert_right(fault_server, expected)
 
