@@ -23,15 +23,10 @@ hardly counts, and what ComfyUI notes, such as all sigmas of the run."""
 
 @dataclass(frozen=True)
 class CallKind:
-    """What calls have in common that take the same time.
+    """What calls have in common that take the same time."""
 
-    Args:
-        what: model, method, and what else matters, in words.
-        shapes: of the tensors that were given: (name of the argument, *sizes).
-    """
-
-    what: str
-    shapes: tuple[tuple[Any, ...], ...]
+    what: str  # model, method, and what else matters, in words
+    shapes: tuple[tuple[Any, ...], ...]  # of the tensors that were given: (name of the argument, *sizes)
 
     @classmethod
     def of(cls, what: object, arguments: Mapping[str, Any]) -> CallKind:
@@ -75,11 +70,7 @@ class ModelState(Protocol):
         """Its file."""
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
-        """The request to hold it, and the tensors of its weight patches.
-
-        Args:
-            device_bytes: of weights, on the device of one rank.
-        """
+        """The request to hold it, and the tensors of its weight patches. `device_bytes`: of weights, on the device of one rank."""
 
     def verify(self, request: Load, payload: Tensor, loaded: Sequence[Loaded], pids: Sequence[int]) -> None:
         """Compare it with what the ranks report, by rank.
@@ -94,33 +85,20 @@ class ModelState(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCall:
-    """One call of a method of a model: of a transformer's innermost forward, or of a VAE's decode or encode.
+    """One call of a method of a model: of a transformer's innermost forward, or of a VAE's decode or encode."""
 
-    Args:
-        method: its name.
-        arguments: by name; plain data and tensors.
-        leading: names of the first arguments, the latent and the timestep, which change with every call.
-        device: where the result goes.
-        in_place: names of arguments of which each rank copies only its part.
-        encode_network: makes plain data and tensors of one of the networks.
-        mixes_batch: a patch of another node needs all items of the batch.
-        networks: that patches in the arguments refer to, by key.
-        memory_scale: how many times the memory that ComfyUI expects for its latent alone the call may need.
-        compile: what `torch.compile` is told about the model's blocks, in wire form; None = they are not compiled.
-        sampling: it belongs to a sampling run; the calls of a VAE do not.
-    """
-
-    method: str
-    arguments: dict[str, Any]
-    leading: tuple[str, ...]
-    device: torch.device
-    in_place: frozenset[str]
-    encode_network: Callable[[nn.Module], Any]
-    mixes_batch: bool = False
-    networks: Mapping[str, nn.Module] = field(default_factory=dict)
-    memory_scale: float = 1.0
+    method: str  # its name
+    arguments: dict[str, Any]  # by name; plain data and tensors
+    leading: tuple[str, ...]  # names of the first arguments, the latent and the timestep, which change with every call
+    device: torch.device  # where the result goes
+    in_place: frozenset[str]  # names of arguments of which each rank copies only its part
+    encode_network: Callable[[nn.Module], Any]  # makes plain data and tensors of one of the networks
+    mixes_batch: bool = False  # a patch of another node needs all items of the batch
+    networks: Mapping[str, nn.Module] = field(default_factory=dict)  # that patches in the arguments refer to, by key
+    memory_scale: float = 1.0  # how many times the memory that ComfyUI expects for its latent alone the call may need
+    # What `torch.compile` is told about the model's blocks, in wire form; None = they are not compiled
     compile: dict[str, Any] | None = None
-    sampling: bool = True
+    sampling: bool = True  # it belongs to a sampling run; the calls of a VAE do not
 
     def kind(self, key: str) -> CallKind:
         """Of the call, of the model with this key."""

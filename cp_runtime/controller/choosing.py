@@ -18,25 +18,17 @@ from .placement import Shortages
 
 @dataclass(frozen=True)
 class Chosen:
-    """How a call runs.
-
-    Args:
-        split: the ranks that take part and their degrees; None = all of them, as nobody chose otherwise.
-        expected: what the call should be, where it first runs on one device, which does not report its attentions.
-    """
+    """How a call runs."""
 
     kind: CallKind
-    split: CallSplit | None
+    split: CallSplit | None  # the ranks that take part and their degrees; None = all of them, as nobody chose otherwise
+    # What the call should be, where it first runs on one device, which does not report its attentions
     expected: Known | None = None
 
 
 class Chooser:
-    """Chooses for the calls of one pool.
-
-    Args:
-        pool: whose ranks are ready.
-        shortages: what ranks ran out of memory with, in this pool or one before.
-    """
+    """Chooses for the calls of one pool. `pool`: whose ranks are ready. `shortages`: what ranks ran out of memory with, in this
+    pool or one before."""
 
     def __init__(self, pool: WorkerPool, shortages: Shortages) -> None:
         self._pool, self._shortages = pool, shortages
@@ -51,12 +43,8 @@ class Chooser:
         shared: bool,
         fits: Callable[[float], bool],
     ) -> Chosen | None:
-        """How a call is to run; None where the config leaves no choice.
-
-        Args:
-            shared: every rank keeps a part of the weights.
-            fits: whether the devices have the memory for this part of a call.
-        """
+        """How a call is to run; None where the config leaves no choice. `shared`: every rank keeps a part of the weights. `fits`:
+        whether the devices have the memory for this part of a call."""
         if not config.chooses_ranks:
             return None
         kind = replace(kind, what=repr((kind.what, shared, config.sequence)))

@@ -113,11 +113,8 @@ class Controller:
                 self._unload(workers, key)
 
     def make_room(self, device: torch.device, key: str | None = None) -> None:
-        """Have the ranks on a device give back what they keep of freed memory there. Never raises.
-
-        Args:
-            key: of a model that leaves the device until its next call as well; the ranks keep it.
-        """
+        """Have the ranks on a device give back what they keep of freed memory there. Never raises. `key`: of a model that leaves
+        the device until its next call as well; the ranks keep it."""
         workers = self.workers
         if workers is None or str(device) not in workers.pool.config.devices or not (key is None or self.on_device(key)):
             return  # do not wait for the lock with nothing to do
@@ -231,11 +228,8 @@ class Controller:
         return time.monotonic() - began
 
     def _make_room(self, config: RuntimeConfig, target: ModelState) -> None:
-        """Free the devices of the ranks: of the ranks' models, and of those of this process that do not sample.
-
-        Args:
-            target: the model that needs the room; it may take less from now on.
-        """
+        """Free the devices of the ranks: of the ranks' models, and of those of this process that do not sample. `target`: the model
+        that needs the room; it may take less from now on."""
         workers = self.workers
         if workers is not None:
             workers.use_less_memory(target)

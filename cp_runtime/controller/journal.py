@@ -20,29 +20,17 @@ _FOLDERS = re.compile(r"(?<![\w/.])/(?:[^\s/]+(?: [^\s/]+)*/)+")
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a run.
+    """An error of a run."""
 
-    Args:
-        time: when it happened, in seconds since the epoch.
-        message: for everyone.
-        rank: that caused it, if one did.
-        device: of that rank.
-        node: that failed with it; None = no node waited.
-    """
-
-    time: float
-    message: str
-    rank: int | None
-    device: str | None
-    node: Node | None
+    time: float  # when it happened, in seconds since the epoch
+    message: str  # for everyone
+    rank: int | None  # that caused it, if one did
+    device: str | None  # of that rank
+    node: Node | None  # that failed with it; None = no node waited
 
     @classmethod
     def of(cls, error: BaseException, devices: Sequence[str], node: Node | None) -> Failure:
-        """Of an error.
-
-        Args:
-            devices: of the ranks.
-        """
+        """Of an error. `devices`: of the ranks."""
         rank = getattr(error, "rank", None)
         device = devices[rank] if rank is not None and rank < len(devices) else None
         return cls(time.time(), public_message(error), rank, device, node)

@@ -12,15 +12,10 @@ GB = 1e9
 
 
 class Demand(NamedTuple):
-    """What a model takes.
+    """What a model takes."""
 
-    Args:
-        sizes: of its transformer's weights.
-        call: bytes that ComfyUI expects a call to take on one device, without weights.
-    """
-
-    sizes: Sizes
-    call: float
+    sizes: Sizes  # of its transformer's weights
+    call: float  # bytes that ComfyUI expects a call to take on one device, without weights
 
     @property
     def weights(self) -> int:

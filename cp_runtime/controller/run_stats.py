@@ -27,32 +27,23 @@ NOT_MEASURED = WORDS["not_measured"]
 
 
 class Node(NamedTuple):
-    """A node of a prompt that is executed.
-
-    Args:
-        kind: its class, as workflows name it; None = nobody knows.
-    """
+    """A node of a prompt that is executed."""
 
     prompt_id: str
     node_id: str
-    kind: str | None = None
+    kind: str | None = None  # its class, as workflows name it; None = nobody knows
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallRecord:
-    """One call of a model on the ranks.
+    """One call of a model on the ranks."""
 
-    Args:
-        seconds: from call to result, as the sampler sees it.
-        reports, pids: by rank.
-        node: that it ran for.
-        choice: of the ranks that took part, as `choosing.Chooser.note` describes it; None where there was none.
-    """
-
-    seconds: float
+    seconds: float  # from call to result, as the sampler sees it
+    # reports, pids: by rank
     reports: list[CallReport]
     pids: list[int]
-    node: Node | None
+    node: Node | None  # that it ran for
+    # Of the ranks that took part, as `choosing.Chooser.note` describes it; None where there was none
     choice: dict[str, Any] | None = None
 
     @property
@@ -169,19 +160,12 @@ def time_by_rank(reports: Sequence[CallReport]) -> list[dict[str, float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How many times as fast several devices are as one: the one calculation that everybody shows.
+    """How many times as fast several devices are as one: the one calculation that everybody shows."""
 
-    Args:
-        ranks: that shared a call; 1 = one device computed it.
-        per_call: seconds from one call to the next; None = there were too few calls.
-        on_one_device: the same on one device; None = it was not measured.
-        obstacle: why it could not be measured; empty = it could.
-    """
-
-    ranks: int
-    per_call: float | None
-    on_one_device: float | None
-    obstacle: str = ""
+    ranks: int  # that shared a call; 1 = one device computed it
+    per_call: float | None  # seconds from one call to the next; None = there were too few calls
+    on_one_device: float | None  # the same on one device; None = it was not measured
+    obstacle: str = ""  # why it could not be measured; empty = it could
 
     @property
     def times(self) -> float | None:

@@ -32,21 +32,14 @@ UNLOAD_TIMEOUT = 15.0
 
 @dataclass(frozen=True)
 class Resident:
-    """A model that the ranks hold: which weight patches are in it, and where its weights are.
+    """A model that the ranks hold: which weight patches are in it, and where its weights are."""
 
-    Args:
-        name: of its file, in its model folder.
-        asked: what was set when that was chosen: weights, and memory per rank.
-        call: bytes that a call was expected to take then.
-        device_bytes: of weights, on the device of one rank.
-    """
-
-    name: str
+    name: str  # of its file, in its model folder
     patches_uuid: str
     choice: Choice
-    asked: tuple[str, float]
-    call: float
-    device_bytes: int
+    asked: tuple[str, float]  # what was set when that was chosen: weights, and memory per rank
+    call: float  # bytes that a call was expected to take then
+    device_bytes: int  # of weights, on the device of one rank
 
 
 class Workers:

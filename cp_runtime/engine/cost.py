@@ -35,26 +35,17 @@ from .sharding import Shares, split_sizes
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does: the mean of some ranks.
+    """What the machine does: the mean of some ranks."""
 
-    Args:
-        latency: seconds of a collective that carries next to nothing.
-        bandwidth: bytes per second that one rank sends while all do.
-        flops: operations per second of attention.
-        memory: bytes per second of reading and writing.
-        overlap: share of a computation that communication can hide behind: 0 where ranks compute on the cores that also copy, or
-            data goes through host memory.
-        linear: operations per second of a matrix product.
-        launch: seconds that the host takes to launch one operation.
-    """
-
-    latency: float
-    bandwidth: float
-    flops: float
-    memory: float
+    latency: float  # seconds of a collective that carries next to nothing
+    bandwidth: float  # bytes per second that one rank sends while all do
+    flops: float  # operations per second of attention
+    memory: float  # bytes per second of reading and writing
+    # Share of a computation that communication can hide behind: 0 where ranks compute on the cores that also copy, or data goes
+    # through host memory
     overlap: float
-    linear: float = math.inf
-    launch: float = 0.0
+    linear: float = math.inf  # operations per second of a matrix product
+    launch: float = 0.0  # seconds that the host takes to launch one operation
 
 
 @dataclass(frozen=True)
@@ -72,17 +63,11 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one attention costs one rank.
+    """What one attention costs one rank."""
 
-    Args:
-        bytes_sent: to other ranks.
-        communication: seconds spent waiting for them.
-        compute: seconds of attention and merging.
-    """
-
-    bytes_sent: float
-    communication: float
-    compute: float
+    bytes_sent: float  # to other ranks
+    communication: float  # seconds spent waiting for them
+    compute: float  # seconds of attention and merging
 
     @property
     def total(self) -> float:

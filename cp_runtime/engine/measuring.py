@@ -29,17 +29,12 @@ STEPS = 4  # shares are multiples of this part of the slowest rank's
 
 @dataclass(frozen=True)
 class Measured:
-    """What all ranks measured.
+    """What all ranks measured."""
 
-    Args:
-        each: rates of every rank. Latency and bandwidth are those while all ranks send to each other.
-        pairs: of ranks -> (latency, bandwidth) while only these two send to each other; none where there are too many ranks.
-        devices: a number for the name of every rank's device.
-    """
-
-    each: tuple[Rates, ...]
+    each: tuple[Rates, ...]  # rates of every rank. Latency and bandwidth are those while all ranks send to each other.
+    # Of ranks -> (latency, bandwidth) while only these two send to each other; none where there are too many ranks
     pairs: tuple[tuple[tuple[int, int], tuple[float, float]], ...]
-    devices: tuple[int, ...]
+    devices: tuple[int, ...]  # a number for the name of every rank's device
 
     @lru_cache(maxsize=256)  # noqa: B019  (there is one as long as the process lives, or its pool)
     def of(self, ranks: tuple[int, ...]) -> Rates:
@@ -91,11 +86,7 @@ def device_driver() -> str:
 
 
 def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measured:
-    """Measure this rank and its links; all ranks do it together, in a fraction of a second.
-
-    Args:
-        name: of the kind of device.
-    """
+    """Measure this rank and its links; all ranks do it together, in a fraction of a second. `name`: of the kind of device."""
     whole, ranks = mesh.whole, mesh.size
     cpu, place = device.type == "cpu", torch.device("cpu") if whole.via_host else device
     tokens, elements = (256, 1 << 18) if cpu else (4096, 1 << 22)
@@ -185,10 +176,7 @@ def in_the_long_run(times: Iterable[float]) -> tuple[float, bool]:
 
 def _times(run: Callable[[], object], device: torch.device, delay: Callable[[], object]) -> list[float]:
     """Seconds of a few runs, after one to warm up; on the clock of the device where it has one, without what the host launches.
-
-    Args:
-        delay: keeps the device at work until the host has launched the runs.
-    """
+    `delay`: keeps the device at work until the host has launched the runs."""
     run()
     if device.type == "cpu":
         times = []

@@ -45,15 +45,11 @@ LINK = 0.2  # least that a run corrects the link by
 
 @dataclass(frozen=True)
 class CallSplit:
-    """Who computes a call, and how it is shared.
+    """Who computes a call, and how it is shared."""
 
-    Args:
-        ranks: that take part, ascending, rank 0 among them. The others idle.
-        batch, ring, ulysses: degrees. Where their product is less than the ranks, several groups compute the same: that is for
-            weights of which every rank keeps a part, so that all must take part.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # that take part, ascending, rank 0 among them. The others idle.
+    # batch, ring, ulysses: degrees. Where their product is less than the ranks, several groups compute the same: that is for
+    # weights of which every rank keeps a part, so that all must take part.
     batch: int
     ring: int
     ulysses: int
@@ -76,42 +72,26 @@ class CallSplit:
 
 @dataclass(frozen=True)
 class CallWork:
-    """What a call is, whoever computes it.
+    """What a call is, whoever computes it."""
 
-    Args:
-        items: of the batch that groups can share out; 1 = none can.
-        sequence: whether ranks can share a sequence.
-        attentions: that are shared, over the whole sequence, with the batch of one item, and how many there are.
-        operations: of matrix products, of one item.
-        modules: planned ones.
-        result: bytes of the output.
-        weights: bytes of its part that every rank sends to the others, where each keeps one.
-    """
-
-    items: int
-    sequence: bool
+    items: int  # of the batch that groups can share out; 1 = none can
+    sequence: bool  # whether ranks can share a sequence
+    # That are shared, over the whole sequence, with the batch of one item, and how many there are
     attentions: tuple[tuple[AttentionShape, int], ...]
-    operations: float
-    modules: int = 0
-    result: int = 0
-    weights: int = 0
+    operations: float  # of matrix products, of one item
+    modules: int = 0  # planned ones
+    result: int = 0  # bytes of the output
+    weights: int = 0  # bytes of its part that every rank sends to the others, where each keeps one
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a call took on a split.
+    """What a call took on a split."""
 
-    Args:
-        seconds: until the last rank was done.
-        compute: of the rank that computed longest.
-        communication: of the rank that waited least: without waiting for late ranks.
-        count: runs that are in it; 0 = only the first, which warms up.
-    """
-
-    seconds: float
-    compute: float
-    communication: float
-    count: int = 1
+    seconds: float  # until the last rank was done
+    compute: float  # of the rank that computed longest
+    communication: float  # of the rank that waited least: without waiting for late ranks
+    count: int = 1  # runs that are in it; 0 = only the first, which warms up
 
     @property
     def warm(self) -> Run:
@@ -124,20 +104,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Pool:
-    """Who may compute a call.
+    """Who may compute a call."""
 
-    Args:
-        measured: of all ranks.
-        shares: of all ranks.
-        settings: of the sequence axes; its degrees are open.
-        all_take_part: every rank keeps a part of the weights.
-        link: what communication takes over what was measured, as calls have shown; for those that do not show it themselves.
-    """
-
-    measured: Measured
-    shares: Shares
-    settings: SequenceSettings
-    all_take_part: bool = False
+    measured: Measured  # of all ranks
+    shares: Shares  # of all ranks
+    settings: SequenceSettings  # of the sequence axes; its degrees are open
+    all_take_part: bool = False  # every rank keeps a part of the weights
+    # What communication takes over what was measured, as calls have shown; for those that do not show it themselves
     link: float = 1.0
 
     @property
@@ -166,18 +139,12 @@ class Pool:
 
 @dataclass
 class Known:
-    """What is known of one kind of call.
+    """What is known of one kind of call."""
 
-    Args:
-        work: of the call.
-        default: the split that it runs on where nobody chooses.
-        runs: by split.
-        failed: splits that took more memory than there is; they are not taken.
-    """
-
-    work: CallWork
-    default: CallSplit
-    runs: dict[CallSplit, Run] = field(default_factory=dict)
+    work: CallWork  # of the call
+    default: CallSplit  # the split that it runs on where nobody chooses
+    runs: dict[CallSplit, Run] = field(default_factory=dict)  # by split
+    # Splits that took more memory than there is; they are not taken
     failed: Set[CallSplit] = field(default=frozenset(), compare=False)
     _predictions: tuple[object, list[tuple[float, CallSplit]]] = field(default=(None, []), compare=False, repr=False)
 
@@ -190,11 +157,7 @@ class Known:
         return old is None or old.count == 0
 
     def choose(self, pool: Pool, fits: Callable[[float], bool]) -> CallSplit:
-        """The split for the next run.
-
-        Args:
-            fits: whether the devices have the memory for this part of a call.
-        """
+        """The split for the next run. `fits`: whether the devices have the memory for this part of a call."""
         runs = {split: run for split, run in self.runs.items() if split not in self.failed}
         if not runs:
             return self.default
@@ -265,11 +228,8 @@ def largest_part(work: CallWork, pool: Pool, split: CallSplit) -> float:
 
 
 def predict(work: CallWork, pool: Pool, split: CallSplit, reference: CallSplit, run: Run, size: float = 1.0) -> float:
-    """Seconds of a call on a split, given what it took on another one.
-
-    Args:
-        size: predict a call with so many times the tokens of the one that ran.
-    """
+    """Seconds of a call on a split, given what it took on another one. `size`: predict a call with so many times the tokens of the
+    one that ran."""
     load, attention, communication = _parts(resized(work, size), pool, split)
     load_0, attention_0, communication_0 = _parts(work, pool, reference)
     scale = min(1.0, run.compute / attention_0) if attention_0 else 1.0

@@ -37,11 +37,8 @@ WORDS = 6  # of a rank: the fields of Progress; a model that is loaded counts fr
 
 
 class Board:
-    """Some words per rank, each written by that rank alone, and one for `CancelPoints`.
-
-    Args:
-        block: memory that the controller and all ranks map.
-    """
+    """Some words per rank, each written by that rank alone, and one for `CancelPoints`. `block`: memory that the controller and all
+    ranks map."""
 
     def __init__(self, block: SharedBlock, world_size: int) -> None:
         words = block.view((WORDS * world_size + 1) * 8).view(torch.int64)
@@ -132,11 +129,7 @@ class CancelPoints:
             self._word.zero_()
 
     def leave(self, asked: Callable[[], bool]) -> bool:
-        """Whether to leave at this place, the same answer on all ranks.
-
-        Args:
-            asked: whether the user cancelled; called by rank 0.
-        """
+        """Whether to leave at this place, the same answer on all ranks. `asked`: whether the user cancelled; called by rank 0."""
         before, self._passed = self._passed, self._passed + 1
         while abs(decision := int(self._word)) < before:
             time.sleep(_POLL)

@@ -47,19 +47,12 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Collection:
-    """Reports on one command. Times are on one clock, whichever.
+    """Reports on one command. Times are on one clock, whichever."""
 
-    Args:
-        world_size: number of ranks, each of which reports once.
-        began: when the command was sent.
-        timeout: seconds until it is too late.
-        compile_timeout: seconds that ranks may compile parts of a model besides.
-    """
-
-    world_size: int
-    began: float
-    timeout: float
-    compile_timeout: float = 0.0
+    world_size: int  # number of ranks, each of which reports once
+    began: float  # when the command was sent
+    timeout: float  # seconds until it is too late
+    compile_timeout: float = 0.0  # seconds that ranks may compile parts of a model besides
     replies: dict[int, Report] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -88,11 +81,8 @@ class Collection:
         self._aborted = True
 
     def cancel(self, now: float, module_seconds: float = 0.0) -> Wait:
-        """The user wants to cancel. Only the first time matters, and only where nothing has failed yet.
-
-        Args:
-            module_seconds: what a planned module of this call takes, at most; 0 = not known.
-        """
+        """The user wants to cancel. Only the first time matters, and only where nothing has failed yet. `module_seconds`: what a
+        planned module of this call takes, at most; 0 = not known."""
         if self._cancelled or self._failing:
             return Wait(until=self._deadline)
         self._cancelled = True

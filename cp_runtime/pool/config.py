@@ -388,18 +388,11 @@ def _seconds(name: str, default: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSite:
-    """What ranks run, as plain data that JSON knows.
+    """What ranks run, as plain data that JSON knows."""
 
-    Args:
-        service: module of this package that makes the service of every rank (see `worker.Service`); empty = none.
-        arguments: for it.
-        path: folders in front of `sys.path`.
-        preload: modules to import once, in the process that all ranks are forked from. They must not open a device.
-        argv: command line that the code in the ranks sees.
-    """
-
-    service: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    path: tuple[str, ...] = ()
+    service: str = ""  # module of this package that makes the service of every rank (see `worker.Service`); empty = none
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # for it
+    path: tuple[str, ...] = ()  # folders in front of `sys.path`
+    # Modules to import once, in the process that all ranks are forked from. They must not open a device.
     preload: tuple[str, ...] = ("torch",)
-    argv: tuple[str, ...] = ("",)
+    argv: tuple[str, ...] = ("",)  # command line that the code in the ranks sees

@@ -21,20 +21,13 @@ MAX_HEADER = 64 << 20  # bytes of a message without its tensors
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """A message that has arrived.
+    """A message that has arrived."""
 
-    Args:
-        kind: name of its class.
-        seq: number of the command; 0 = the start.
-        nbytes: of its tensors.
-        data: as it came.
-    """
-
-    kind: str
-    seq: int
-    nbytes: int
+    kind: str  # name of its class
+    seq: int  # number of the command; 0 = the start
+    nbytes: int  # of its tensors
     fields: dict[str, Any]
-    data: bytes
+    data: bytes  # as it came
 
     @property
     def message(self) -> Message:

@@ -38,12 +38,7 @@ T = TypeVar("T")
 
 
 class KeptFile:
-    """Entries by machine and name.
-
-    Args:
-        name: of the file.
-        path: where it is; None = in the user's cache folder.
-    """
+    """Entries by machine and name. `name`: of the file. `path`: where it is; None = in the user's cache folder."""
 
     def __init__(self, name: str, path: Path | None = None) -> None:
         self._file = path or Path(cache_folder(), name)
@@ -144,12 +139,7 @@ def _in_a_moment(work: Callable[[], T], name: str) -> T | None:
 
 
 class KeptSeconds:
-    """What something took, by name, on one machine.
-
-    Args:
-        file: where it is kept.
-        machine: says in words what the times depend on.
-    """
+    """What something took, by name, on one machine. `file`: where it is kept. `machine`: says in words what the times depend on."""
 
     def __init__(self, file: KeptFile, machine: str) -> None:
         self._file, self._machine = file, machine

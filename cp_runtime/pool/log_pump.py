@@ -15,11 +15,7 @@ _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING",
 
 
 class Lines:
-    """Output of one process, cut into lines for the log, each with the process's name in front.
-
-    Args:
-        name: of the process.
-    """
+    """Output of one process, cut into lines for the log, each with the process's name in front. `name`: of the process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -45,11 +41,8 @@ class Lines:
 
 
 class LogPump:
-    """A thread that copies lines of all ranks to the log until every rank has ended.
-
-    Args:
-        outputs: descriptors to read, by rank. The thread closes them.
-    """
+    """A thread that copies lines of all ranks to the log until every rank has ended. `outputs`: descriptors to read, by rank. The
+    thread closes them."""
 
     def __init__(self, outputs: Sequence[int]) -> None:
         self._selector = selectors.DefaultSelector()

@@ -25,15 +25,10 @@ PROBE = 1 << 18  # numbers that each rank sends each other one
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """How ranks communicate.
+    """How ranks communicate."""
 
-    Args:
-        backend: of torch.distributed; auto = that of the device.
-        peer_to_peer: whether NCCL may let GPUs reach each other's memory.
-    """
-
-    backend: str
-    peer_to_peer: bool = True
+    backend: str  # of torch.distributed; auto = that of the device
+    peer_to_peer: bool = True  # whether NCCL may let GPUs reach each other's memory
 
     @property
     def environment(self) -> dict[str, str]:

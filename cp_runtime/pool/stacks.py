@@ -80,11 +80,8 @@ def _signal_main_thread(pid: int) -> None:
 
 
 class StateWatch:
-    """Which processes are stopped, without a look at each of them every time.
-
-    Args:
-        now: when the watch begins, on the clock of its other method.
-    """
+    """Which processes are stopped, without a look at each of them every time. `now`: when the watch begins, on the clock of its
+    other method."""
 
     def __init__(self, processes: Sequence[RankProcess], now: float) -> None:
         self._processes, self._looked = processes, now

@@ -114,11 +114,7 @@ def same_bits(kept: Tensor, tensor: Tensor) -> bool:
 
 
 class TensorCache:
-    """The other side of `CallEncoder`, on every rank.
-
-    Args:
-        device: where tensors are kept.
-    """
+    """The other side of `CallEncoder`, on every rank. `device`: where tensors are kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -257,11 +257,8 @@ class Worker:
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
 
     def report(self, result: Value, outcome: CallOutcome, began: float) -> CallReport:
-        """What a call did, and what it took on this rank since `begin_figures`.
-
-        Args:
-            began: when the call did, on the clock of `time.perf_counter`.
-        """
+        """What a call did, and what it took on this rank since `begin_figures`. `began`: when the call did, on the clock of
+        `time.perf_counter`."""
         # Communication is timed by the device. A clock read before the device is done would give the call less time than that.
         wait_for(self.device)
         seconds, stats = time.perf_counter() - began, self.stats
@@ -307,11 +304,7 @@ def failure(error: BaseException, **more: Any) -> Failure:
 
 
 def memory_of(device: torch.device, details: bool = False) -> Memory:
-    """What this process takes.
-
-    Args:
-        details: of the device also what is in use, reserved and free.
-    """
+    """What this process takes. `details`: of the device also what is in use, reserved and free."""
     host = resident_bytes(os.getpid())
     if device.type == "cpu":
         return Memory(host=host, device=0)

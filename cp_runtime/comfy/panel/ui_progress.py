@@ -12,11 +12,8 @@ FULL = 100
 
 
 class WorkBar:
-    """Shows per cent of a model that is loaded, and steps of a call. To be used in the thread that executes the node.
-
-    Args:
-        steps: of the call; 0 = they are not known, or whoever calls counts them.
-    """
+    """Shows per cent of a model that is loaded, and steps of a call. To be used in the thread that executes the node. `steps`: of
+    the call; 0 = they are not known, or whoever calls counts them."""
 
     def __init__(self, steps: int = 0) -> None:
         self._steps, self._done = steps, 0

@@ -35,12 +35,7 @@ def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
 
 
 class ModelService:
-    """Loads models and runs their forward.
-
-    Args:
-        worker: the rank.
-        mirrors: its models.
-    """
+    """Loads models and runs their forward. `worker`: the rank. `mirrors`: its models."""
 
     def __init__(self, worker: Worker, mirrors: Mirrors) -> None:
         self._worker, self._mirrors = worker, mirrors

@@ -21,14 +21,10 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """One device computes, whatever is asked for.
+    """One device computes, whatever is asked for."""
 
-    Args:
-        case: key of WORDS.
-        variable, value: that hide devices, where some do.
-    """
-
-    case: str
+    case: str  # key of WORDS
+    # variable, value: that hide devices, where some do
     variable: str = ""
     value: str = ""
 
