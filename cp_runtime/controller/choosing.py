@@ -40,19 +40,19 @@ class Chooser:
         self,
         config: RuntimeConfig,
         kind: CallKind,
-        shared: bool,
+        sharded: bool,
         fits: Callable[[float], bool],
     ) -> Chosen | None:
-        """How a call is to run; None where the config leaves no choice. `shared`: every rank keeps a part of the weights. `fits`:
+        """How a call is to run; None where the config leaves no choice. `sharded`: every rank keeps a part of the weights. `fits`:
         whether the devices have the memory for this part of a call."""
         if not config.chooses_ranks:
             return None
-        kind = replace(kind, what=repr((kind.what, shared, config.sequence)))
+        kind = replace(kind, what=repr((kind.what, sharded, config.sequence)))
         known, failed = self.times.get(kind.name), self._shortages.of(config.devices, kind.name)
         if known is None or not known.runs:
-            return self._first(kind, self._ranks(config, shared), fits(1.0) and not failed)
+            return self._first(kind, self._ranks(config, sharded), fits(1.0) and not failed)
         known.failed = failed
-        split = known.choose(self._ranks(config, shared), fits)
+        split = known.choose(self._ranks(config, sharded), fits)
         return Chosen(kind, None if split == known.default else split)
 
     def _first(self, kind: CallKind, pool: Pool, fits: bool) -> Chosen:
@@ -66,7 +66,7 @@ class Chooser:
                 return Chosen(kind, alone, Known(resized(known.work, size), known.default))
         return Chosen(kind, None)
 
-    def note(self, config: RuntimeConfig, chosen: Chosen, reports: Sequence[CallReport], shared: bool) -> dict[str, Any]:
+    def note(self, config: RuntimeConfig, chosen: Chosen, reports: Sequence[CallReport], sharded: bool) -> dict[str, Any]:
         """A call has ended. Returns what the report says about the choice."""
         busy = [report for report in reports if not report.outcome.idle]
         seconds = [report.seconds - report.outcome.prelude for report in busy]
@@ -79,10 +79,10 @@ class Chooser:
             known = self.times[name] = _known_by(reports, chosen.expected)
         split = chosen.split or known.default
         if known.note(split, run):
-            self._link = link_of(known.work, self._ranks(config, shared), split, known.runs[split]) or self._link
+            self._link = link_of(known.work, self._ranks(config, sharded), split, known.runs[split]) or self._link
             self.times.save(name)
         self._last[chosen.kind.of_any_size] = chosen.kind.elements, known
-        return self._described(known, split, self._ranks(config, shared))
+        return self._described(known, split, self._ranks(config, sharded))
 
     def failed(self, chosen: Chosen) -> None:
         """A call ran out of memory as it was to run. It runs otherwise the next time, unless nobody chose."""
@@ -98,10 +98,10 @@ class Chooser:
             self._times = CallTimes(", ".join(map(str, machine)), pool.world_size)
         return self._times
 
-    def _ranks(self, config: RuntimeConfig, shared: bool) -> Pool:
+    def _ranks(self, config: RuntimeConfig, sharded: bool) -> Pool:
         if self._pool.measured is None:
             raise RuntimeError("the ranks are not ready")
-        return Pool(self._pool.measured, self._pool.shares, config.sequence, shared, self._link)
+        return Pool(self._pool.measured, self._pool.shares, config.sequence, sharded, self._link)
 
     def _described(self, known: Known, split: CallSplit, pool: Pool) -> dict[str, Any]:
         """The ranks at work, and the best of the other numbers of ranks: all of them, or one."""

@@ -59,13 +59,11 @@ class Controller:
 
     def holds(self, key: str) -> bool:
         """Whether the workers hold a model."""
-        workers = self.workers
-        return workers is not None and workers.holds(key)
+        return (workers := self.workers) is not None and workers.holds(key)
 
     def on_device(self, key: str) -> bool:
         """Whether the workers hold a model, and have it on this process's device, or put it there with the next call."""
-        workers = self.workers
-        return workers is not None and workers.holds(key) and key not in workers.aside
+        return (workers := self.workers) is not None and workers.holds(key) and key not in workers.aside
 
     def load(self, config: RuntimeConfig, target: ModelState, node: Node | None, cancelled: Callable[[], bool]) -> None:
         """Make the workers' model equal to `target`, and start the workers if there are none.
@@ -89,14 +87,19 @@ class Controller:
         once more. Raises what `load` raises, and RankOutOfMemory the second time.
         """
         self.node, began = node, time.monotonic()
+
+        def run(call: ModelCall) -> tuple[Any, CallRecord]:
+            workers = self._loaded(config, target, cancelled)
+            workers.attach_networks(call, cancelled)
+            return workers.call(config, target, call, node, cancelled)
+
         with self._exclusive(cancelled), self._noted():
             try:
-                out, record = self._called(config, target, call, node, cancelled)
+                out, record = run(call)
             except RankOutOfMemory as error:
                 log.warning("rank %d ran out of memory; making room for the call and trying it again", error.rank)
                 self._make_room(config, target)
-                larger = replace(call, memory_scale=call.memory_scale * MORE_ROOM)
-                out, record = self._called(config, target, larger, node, cancelled)
+                out, record = run(replace(call, memory_scale=call.memory_scale * MORE_ROOM))
             if call.sampling:
                 self.journal.run.add(record)
                 extra = self._compare(config, target, call, record, cancelled)
@@ -190,14 +193,6 @@ class Controller:
             self._end()
         finally:
             self._lock.release()
-
-    def _called(
-        self, config: RuntimeConfig, target: ModelState, call: ModelCall, node: Node | None, cancelled: Callable[[], bool]
-    ) -> tuple[Any, CallRecord]:
-        """Run a call on workers that hold the model; returns its output and its record."""
-        workers = self._loaded(config, target, cancelled)
-        workers.attach_networks(call, cancelled)
-        return workers.call(config, target, call, node, cancelled)
 
     def _compare(
         self, config: RuntimeConfig, target: ModelState, call: ModelCall, record: CallRecord, cancelled: Callable[[], bool]

@@ -42,7 +42,7 @@ class CallRecord:
     # reports, pids: by rank
     reports: list[CallReport]
     pids: list[int]
-    node: Node | None  # that it ran for
+    node: Node | None = None  # that it ran for
     # Of the ranks that took part, as `choosing.Chooser.note` describes it; None where there was none
     choice: dict[str, Any] | None = None
 

@@ -128,7 +128,7 @@ class Workers:
     @property
     def keys(self) -> list[str]:
         """Of the models that the ranks hold."""
-        return [key for key in list(self._resident) if self.holds(key)]
+        return list(self._resident) if self.pool.alive else []
 
     @property
     def room(self) -> int | None:
@@ -151,9 +151,7 @@ class Workers:
     def has(self, config: RuntimeConfig, target: ModelState) -> bool:
         """Whether the ranks hold this state of a model, and in a way that is good for the calls to come."""
         resident = self.resident(target.key)
-        if resident is None or resident.patches_uuid != target.patches_uuid:
-            return False
-        if resident.asked != _asked(config):
+        if resident is None or (resident.patches_uuid, resident.asked) != (target.patches_uuid, _asked(config)):
             return False
         return config.weights != "auto" or target.demand.call <= resident.call or resident.choice.placement == OFFLOADED
 
@@ -161,7 +159,9 @@ class Workers:
         """Choose where the ranks keep a model. Models that they hold already can make way, and count as free memory."""
         if config.weights != "auto":
             return choose(config, target.demand, None)
-        room = config.memory_per_rank * GB or self._available(cancelled)
+        room = config.memory_per_rank * GB or self._for_every_rank(
+            [reply.available for reply in self.pool.request(Available(), timeout=load_timeout(), cancelled=cancelled)]
+        )
         resident = self.resident(target.key)
         tried = self._shortages.of(config.devices, target.key)
         known = [next_smaller(target.demand, each, config.world_size) or each for each in tried]
@@ -174,10 +174,6 @@ class Workers:
         resident = self._resident.get(target.key)
         if resident is not None:
             self._shortages.note(self.pool.config.devices, target.key, resident.choice.placement)
-
-    def _available(self, cancelled: Callable[[], bool]) -> int | None:
-        replies = self.pool.request(Available(), timeout=load_timeout(), cancelled=cancelled)
-        return self._for_every_rank([reply.available for reply in replies])
 
     def _for_every_rank(self, free: list[int | None]) -> int | None:
         """Bytes that every rank can take, given what each sees of its device; None where ranks are CPUs."""
@@ -222,13 +218,9 @@ class Workers:
         self._warm.pop(target.key, None)  # the next call puts weights and patches on the devices
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
-            name,
-            replies[0].bytes / 1e6,
-            len(request.patches),
-            self.pool.world_size,
-            max(reply.seconds for reply in replies),
-            choice.reason,
-        )
+            name, replies[0].bytes / 1e6, len(request.patches), self.pool.world_size,
+            max(reply.seconds for reply in replies), choice.reason,
+        )  # fmt: skip
 
     def attach_networks(self, call: ModelCall, cancelled: Callable[[], bool]) -> None:
         """Send the networks that patches of a call refer to, each once."""
@@ -244,19 +236,20 @@ class Workers:
         self, config: RuntimeConfig, target: ModelState, call: ModelCall, node: Node | None, cancelled: Callable[[], bool]
     ) -> tuple[Any, CallRecord]:
         """Run a call of the model `target`, which must be loaded. Returns its output and its record."""
-        shared = self._shares_weights(target.key)
+        sharded = self._sharded(target.key)
         chosen, self.sampling = None, call.sampling
         if call.sampling:
-            chosen = self._chooser.choose(config, call.kind(target.key), shared, lambda part: self._fits(part * target.demand.call))
+            chosen = self._chooser.choose(
+                config, call.kind(target.key), sharded, lambda part: self._fits(part * target.demand.call)
+            )
         try:
-            out, record = self._run(config, target, call, None if chosen is None else chosen.split, node, cancelled)
+            out, record = self._run(config, target, call, None if chosen is None else chosen.split, cancelled)
         except RankOutOfMemory:
             if chosen is not None:
                 self._chooser.failed(chosen)
             raise
-        if chosen is not None:
-            record = replace(record, choice=self._chooser.note(config, chosen, record.reports, shared))
-        self.last_call = record
+        choice = None if chosen is None else self._chooser.note(config, chosen, record.reports, sharded)
+        self.last_call = record = replace(record, node=node, choice=choice)
         if not call.sampling:
             self.last_vae_call = record
         return out, record
@@ -268,11 +261,10 @@ class Workers:
         memory for it. Where every rank keeps a part of the weights all compute the same, since they put blocks together."""
         if not self._fits(target.demand.call):
             return None
-        shared = self._shares_weights(target.key)
-        alone = CallSplit(tuple(range(self.pool.world_size)) if shared else (0,), 1, 1, 1)
+        alone = CallSplit(tuple(range(self.pool.world_size)) if self._sharded(target.key) else (0,), 1, 1, 1)
         self.comparing = True
         try:
-            return self._run(config, target, call, alone, None, cancelled)[1].seconds
+            return self._run(config, target, call, alone, cancelled)[1].seconds
         except RankOutOfMemory as error:
             if not self.pool.alive:
                 raise
@@ -285,27 +277,20 @@ class Workers:
         """Whether the devices have so much memory for a call, after the last one."""
         return self.room is None or nbytes <= self.room
 
-    def _shares_weights(self, key: str) -> bool:
+    def _sharded(self, key: str) -> bool:
         return self._resident[key].choice.placement != WHOLE
 
     def _run(
-        self,
-        config: RuntimeConfig,
-        target: ModelState,
-        call: ModelCall,
-        split: CallSplit | None,
-        node: Node | None,
-        cancelled: Callable[[], bool],
+        self, config: RuntimeConfig, target: ModelState, call: ModelCall, split: CallSplit | None, cancelled: Callable[[], bool]
     ) -> tuple[Any, CallRecord]:
         """Run a call on the ranks of a split, None = on all. Returns its output and its record."""
         began, key = time.monotonic(), target.key
         value, drop, packer = self._encoder.encode(call.arguments, set(call.leading), call.in_place)
-        kind = call.kind(key)
-        sequence = (
-            config.sequence if split is None else replace(config.sequence, ring_degree=split.ring, ulysses_degree=split.ulysses)
-        )
-        ranks = set(range(self.pool.world_size) if split is None else split.ranks)
-        at_work = len(ranks) if split is None else split.at_work
+        kind, sequence, ranks = call.kind(key), config.sequence, set(range(self.pool.world_size))
+        at_work = len(ranks)
+        if split is not None:
+            sequence = replace(sequence, ring_degree=split.ring, ulysses_degree=split.ulysses)
+            ranks, at_work = set(split.ranks), split.at_work
         request = Call(
             key=key,
             method=call.method,
@@ -331,11 +316,11 @@ class Workers:
         seconds = time.monotonic() - began
         self.pace.note(kind, at_work, seconds, replies[0].modules)
         reports = [replace(reply, value=None) for reply in replies]
-        return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids, node=node)
+        return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids)
 
     def _warn_of_left(self, reports: Sequence[CallReport]) -> None:
         """Say once which blocks run as they are although the graph asks for compiled ones."""
-        for block, why in {block: why for report in reports for block, why in report.outcome.compiled.left.items()}.items():
+        for block, why in (each for report in reports for each in report.outcome.compiled.left.items()):
             if block not in self._left:
                 self._left.add(block)
                 log.warning("Torch Compile: blocks of kind %s run as they are: %s", block, why)
@@ -357,7 +342,7 @@ class Workers:
         """
         ranks = {rank for rank, other in enumerate(self.pool.config.devices) if other == device}
         if key is not None:
-            ranks = set(range(self.pool.world_size)) if self._shares_weights(key) else ranks
+            ranks = set(range(self.pool.world_size)) if self._sharded(key) else ranks
             self.aside.add(key)
             self._warm.get(key, set()).difference_update(ranks)
             self._encoder.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,14 +55,14 @@ def _number(value: Any) -> float:
     return value
 
 
-def _number_or_none(value: Any) -> float | None:
-    return None if value is None else _number(value)
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > LONGEST_NAME or not value.isprintable():
+def _name(value: Any, longest: int = LONGEST_NAME) -> str:
+    if not isinstance(value, str) or len(value) > longest or not value.isprintable():
         raise ValueError(value)
     return value
+
+
+def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else check(value)
 
 
 def _counts(value: Any) -> dict[str, float]:
@@ -70,41 +71,33 @@ def _counts(value: Any) -> dict[str, float]:
     return {_name(name): _number(count) for name, count in value.items()}
 
 
-def _words(value: Any) -> str | None:
-    """A text of ours in one line."""
-    if value is None or (isinstance(value, str) and len(value) <= LONGEST_WORDS and value.isprintable()):
-        return value
-    raise ValueError(value)
-
-
-def _choice(value: Any) -> str:
-    """What was chosen in words; empty where there was no choice, and in reports from before there was one."""
-    return "" if value is None else _name(value["words"])
-
-
 def _ranks(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_RANKS:
         raise ValueError(value)
     return [_checked(rank, _RANK) for rank in value]
 
 
-def _times(value: Any) -> dict[str, float]:
-    return {part: _number(value[part]) for part in COLOURS}
-
-
-_ONE_DEVICE = {"speed": _words, "world_size": _number, "seconds_per_step": _number, "seconds_per_call": _number_or_none}
+_NUMBER_OR_NONE = _or_none(_number)
+_ONE_DEVICE = {
+    "speed": _or_none(lambda words: _name(words, LONGEST_WORDS)), "world_size": _number, "seconds_per_step": _number,
+    "seconds_per_call": _NUMBER_OR_NONE,
+}  # fmt: skip
 _SEVERAL = {
     "family": _name,
     "degrees": _counts,
-    "at_work": _number_or_none,
-    "seconds_per_call_on_one_device": _number_or_none,
-    "speedup": _number_or_none,
+    "at_work": _NUMBER_OR_NONE,
+    "seconds_per_call_on_one_device": _NUMBER_OR_NONE,
+    "speedup": _NUMBER_OR_NONE,
     "communication_share": _number,
     "ranks": _ranks,
-    "choice": _choice,
+    # Empty where there was no choice, and in reports from before there was one.
+    "choice": lambda choice: "" if choice is None else _name(choice["words"]),
 }
 _NEWER = {"choice", "speed", "at_work"}  # than the first reports
-_RANK = {"rank": _number, "device": _name, "tokens": _counts, "seconds": _times, "host_memory": _number, "device_memory": _number}
+_RANK = {
+    "rank": _number, "device": _name, "tokens": _counts, "host_memory": _number, "device_memory": _number,
+    "seconds": lambda value: {part: _number(value[part]) for part in COLOURS},
+}  # fmt: skip
 
 
 def _checked(value: Any, fields: dict[str, Any]) -> dict[str, Any]:
