@@ -175,11 +175,8 @@ class ContextParallelConfig:
 
     @classmethod
     def of(cls, config: Any) -> ContextParallelConfig:
-        """Take a config of this package or of diffusers, bare or inside a ParallelConfig.
-
-        Raises:
-            ConfigError: it is something else, or asks for another parallelism.
-        """
+        """Take a config of this package or of diffusers, bare or inside a ParallelConfig. Raises ConfigError: it is something else,
+        or asks for another parallelism."""
         if isinstance(config, ParallelConfig):
             config = config.context_parallel_config
         if isinstance(config, cls):
@@ -230,11 +227,7 @@ class SequenceSettings:
 
 
 def axis_sizes(mesh: Any) -> tuple[int, int]:
-    """Ranks on the axes ring and ulysses of a DeviceMesh.
-
-    Raises:
-        ConfigError: it is none, or has no such axes.
-    """
+    """Ranks on the axes ring and ulysses of a DeviceMesh. Raises ConfigError: it is none, or has no such axes."""
     if not isinstance(mesh, DeviceMesh):
         raise bad_value("mesh", mesh, "a torch.distributed.device_mesh.DeviceMesh", MAKE_MESH)
     names = mesh.mesh_dim_names or ()

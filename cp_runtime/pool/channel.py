@@ -100,11 +100,8 @@ class SharedBlock:
         self._mapped: Tensor | None = None
 
     def view(self, nbytes: int) -> Tensor:
-        """Return the first `nbytes` bytes as a uint8 tensor, growing the block where it is smaller.
-
-        Raises:
-            PoolError: there is not enough memory.
-        """
+        """Return the first `nbytes` bytes as a uint8 tensor, growing the block where it is smaller. Raises PoolError: there is not
+        enough memory."""
         wanted = max(nbytes, mmap.PAGESIZE)
         if self.size < wanted:
             try:

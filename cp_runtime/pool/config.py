@@ -235,10 +235,7 @@ class RuntimeConfig:
     @classmethod
     def resolve(cls, *, inventory: DeviceInventory, **given: Any) -> RuntimeConfig:
         """Check every input (see `SETTINGS`) against the machine and the other inputs, and fill in what was left open (0 or empty).
-
-        Raises:
-            ConfigError: naming the input, its value, what is allowed and what to do. No process has started by then.
-        """
+        Raises ConfigError: naming the input, its value, what is allowed and what to do. No process has started by then."""
         if unknown := given.keys() - SETTINGS.keys():
             raise TypeError(f"there is no setting {', '.join(sorted(unknown))}")
         values = {name: given.get(name, setting.default) for name, setting in SETTINGS.items()}
@@ -366,11 +363,7 @@ def load_timeout() -> float:
 
 def _seconds(name: str, default: float) -> float:
     """An environment variable as a number of seconds; empty counts as not set. It is read when it is needed: a bad one must not
-    stop an import.
-
-    Raises:
-        ConfigError: it is no number, or out of range.
-    """
+    stop an import. Raises ConfigError: it is no number, or out of range."""
     text = os.environ.get(name, "").strip()
     try:
         value = float(text or default)

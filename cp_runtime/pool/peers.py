@@ -124,11 +124,7 @@ def shm_advice(ranks: int) -> str:
 
 def probe(group: RankGroup, device: torch.device) -> None:
     """Send something from every rank to every other one, and look at what arrives: where an IOMMU breaks peer-to-peer transfers,
-    they hang or bring other numbers.
-
-    Raises:
-        DistBackendError: they are wrong.
-    """
+    they hang or bring other numbers. Raises DistBackendError: they are wrong."""
     numbers, counts = torch.arange(PROBE, dtype=torch.int32, device=device), [PROBE] * group.size
     received = numbers.new_zeros(PROBE * group.size)
     group.all_to_all((numbers + group.rank).repeat(group.size), counts, received, counts, "probe").wait()

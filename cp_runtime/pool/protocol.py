@@ -24,11 +24,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 
 
 def flatten(value: Any, store: Callable[[Tensor, str], Tree], path: str = "") -> Tree:
-    """Turn `value` into a JSON tree. `store(tensor, path)` returns the leaf that stands for a tensor.
-
-    Raises:
-        UnsupportedError: something inside is neither plain data nor a tensor; the message has its path and type.
-    """
+    """Turn `value` into a JSON tree. `store(tensor, path)` returns the leaf that stands for a tensor. Raises UnsupportedError:
+    something inside is neither plain data nor a tensor; the message has its path and type."""
     if isinstance(value, _SCALARS):
         return value
     if isinstance(value, float):
@@ -52,11 +49,8 @@ def flatten(value: Any, store: Callable[[Tensor, str], Tree], path: str = "") ->
 
 
 def unflatten(tree: Tree, load: Callable[[Tree], Tensor], depth: int = 0) -> Any:
-    """Inverse of `flatten`. `load(leaf)` returns the tensor of a leaf that `store` made.
-
-    Raises:
-        ProtocolError: the tree is not one that `flatten` makes.
-    """
+    """Inverse of `flatten`. `load(leaf)` returns the tensor of a leaf that `store` made. Raises ProtocolError: the tree is not one
+    that `flatten` makes."""
     if isinstance(tree, (*_SCALARS, float)):
         return tree
     if depth > MAX_DEPTH:
@@ -112,11 +106,7 @@ class TensorPacker:
 
 
 def tensor_view(block: Tensor, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
-    """View bytes of a uint8 tensor as a tensor.
-
-    Raises:
-        ProtocolError: the tensor would not lie inside the block.
-    """
+    """View bytes of a uint8 tensor as a tensor. Raises ProtocolError: the tensor would not lie inside the block."""
     count = math.prod(shape) * dtype.itemsize
     if offset < 0 or offset % ALIGNMENT or any(size < 0 for size in shape) or offset + count > block.numel():
         raise ProtocolError(f"a tensor of {count} bytes at {offset} lies outside of the {block.numel()} bytes sent")

@@ -34,11 +34,7 @@ HOW_TO_MEASURE = "To compare with one device, press Measure in the panel Context
 
 
 def read_report(text: str) -> dict[str, Any]:
-    """The part of a report of CP Sampler that is shown.
-
-    Raises:
-        ConfigError: it is none. Any workflow may put any text here.
-    """
+    """The part of a report of CP Sampler that is shown. Raises ConfigError: it is none. Any workflow may put any text here."""
     error: ContextParallelError = bad_value("report", text, "the JSON report of a CP Sampler", "Connect its report output.")
     if len(text) > LONGEST:
         raise error
