@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nested import tensors
+from ..pool.kept import remember
 from ..pool.messages import Load, Loaded
 from ..pool.protocol import TensorPacker
 from .placement import Demand
@@ -117,17 +118,8 @@ class Pace:
         self._last: dict[Hashable, tuple[float, int]] = {}
 
     def note(self, kind: Hashable, ranks: int, seconds: float, modules: int) -> None:
-        """A call has ended.
-
-        Args:
-            kind: its model and shapes.
-            ranks: how many shared the work.
-            modules: the planned ones that a rank passed.
-        """
-        self._last.pop(kind, None)
-        self._last[kind] = seconds * ranks, modules
-        if len(self._last) > KINDS:
-            del self._last[next(iter(self._last))]
+        """A call has ended. `ranks`: how many divided it. `modules`: the planned ones that a rank passed."""
+        remember(self._last, kind, (seconds * ranks, modules), KINDS)
 
     def modules(self, kind: Hashable) -> int:
         """How many planned modules a rank passed; 0 = nobody knows."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ..engine.weights.blocks import Sizes
 from ..errors import UnsupportedError
 from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig
+from ..pool.kept import remember
 
 GB = 1e9
 
@@ -107,10 +108,7 @@ class Shortages:
             name: key of the model, or kind of the call.
             tried: the placement that the model had, or the split that the call ran on.
         """
-        found = self._tried.pop((devices, name), frozenset())
-        self._tried[devices, name] = found | {tried}
-        while len(self._tried) > LIMIT:
-            del self._tried[next(iter(self._tried))]
+        remember(self._tried, (devices, name), self.of(devices, name) | {tried}, LIMIT)
 
     def of(self, devices: tuple[str, ...], name: str) -> frozenset[Any]:
         """What was tried in vain with a model or a kind of call."""

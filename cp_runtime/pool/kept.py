@@ -30,11 +30,12 @@ MAX_BYTES = 1 << 20  # of a file that is read, twice what so many entries take: 
 PATIENCE = 0.2  # seconds that a prompt waits for a file
 LONGEST = 1e9  # seconds that are believed
 DAY = 86400.0  # seconds
-
 NEWS = 0.05  # part by which a time differs from the one that is kept, so that it is worth writing
 
 Entry = dict[str, Any]
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class KeptFile:
@@ -138,28 +139,31 @@ def _in_a_moment(work: Callable[[], T], name: str) -> T | None:
     return done[0] if done else None
 
 
-class KeptSeconds:
-    """What something took, by name, on one machine. `file`: where it is kept. `machine`: says in words what the times depend on."""
+def remember(known: dict[K, V], name: K, value: V, most: int = MAX_ENTRIES) -> None:
+    """Put a value into a dict, as the newest; the oldest of more than so many is forgotten."""
+    known.pop(name, None)
+    known[name] = value
+    if len(known) > most:
+        del known[next(iter(known))]
+
+
+class KeptSeconds(dict[str, float]):
+    """What something took, by name, on one machine.
+
+    Args:
+        file: where it is kept.
+        machine: says in words what the times depend on.
+    """
 
     def __init__(self, file: KeptFile, machine: str) -> None:
         self._file, self._machine = file, machine
-        self._seconds: dict[str, float] = {}
-        self._written: dict[str, float] = {}
-        for name, entry in file.read(machine).items():
-            seconds = entry.get("seconds")
-            if is_number(seconds) and 0 < seconds < LONGEST:
-                self._seconds[name] = self._written[name] = seconds
-
-    def get(self, name: str) -> float | None:
-        """What it took; None where nobody knows."""
-        return self._seconds.get(name)
+        entries = {name: entry.get("seconds") for name, entry in file.read(machine).items()}
+        super().__init__({name: each for name, each in entries.items() if is_number(each) and 0 < each < LONGEST})
+        self._written = dict(self)
 
     def know(self, name: str, seconds: float) -> None:
         """Know what it took, in this process."""
-        self._seconds.pop(name, None)
-        self._seconds[name] = seconds
-        if len(self._seconds) > MAX_ENTRIES:
-            del self._seconds[next(iter(self._seconds))]
+        remember(self, name, seconds)
 
     def put(self, name: str, seconds: float) -> None:
         """Know and keep what it took."""

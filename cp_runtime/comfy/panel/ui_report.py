@@ -10,7 +10,6 @@ from ...controller.choosing import in_words
 from ...controller.run_stats import CallRecord, RunStats
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
-from ...pool.messages import Compiled
 from ...version import VERSION
 from ..forward.ui_apply import apply_to_model, check_model, timed
 from ..forward.ui_patcher import ContextParallelPatcher
@@ -62,7 +61,8 @@ def axes(degrees: Mapping[str, float], at_work: float | None) -> str:
 
 
 def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) -> dict[str, Any]:
-    config, degrees = model.cp_config, last.reports[0].outcome.degrees
+    config, outcome = model.cp_config, last.reports[0].outcome
+    degrees, compiled = outcome.degrees, outcome.compiled
     mean = {name: total / run.count for name, total in run.rank_0.items()}
     return {
         "world_size": config.world_size,
@@ -76,7 +76,7 @@ def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) ->
         "family": plan_for(model.model.diffusion_model).family,
         "weights": _weights(model, last),
         # Of the last call: kinds of compiled blocks, those that are not and why, and what rank 0 has compiled since it started.
-        "compiled": _compiled(last.reports[0].outcome.compiled),
+        "compiled": {"kinds": compiled.kinds, "left": compiled.left, **compiled.counts},
         "communication_share": round(run.waiting_share, 4),
         # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
         "communication": {
@@ -112,10 +112,6 @@ def _weights(model: ContextParallelPatcher, last: CallRecord) -> dict[str, Any] 
         "device_bytes": resident.device_bytes,
         "bytes_sent": last.reports[0].bytes.get("weights", 0),  # in a call; part of the bytes of communication
     }
-
-
-def _compiled(compiled: Compiled) -> dict[str, Any]:
-    return {"kinds": compiled.kinds, "left": compiled.left, **compiled.counts}
 
 
 def _rounded(seconds: float | None) -> float | None:
