@@ -36,13 +36,7 @@ class Chooser:
         self._link = 1.0  # what communication takes over what was measured
         self._last: dict[tuple[object, ...], tuple[int, Known]] = {}  # the last size of every model, and what is known of it
 
-    def choose(
-        self,
-        config: RuntimeConfig,
-        kind: CallKind,
-        sharded: bool,
-        fits: Callable[[float], bool],
-    ) -> Chosen | None:
+    def choose(self, config: RuntimeConfig, kind: CallKind, sharded: bool, fits: Callable[[float], bool]) -> Chosen | None:
         """How a call is to run; None where the config leaves no choice. `sharded`: every rank keeps a part of the weights. `fits`:
         whether the devices have the memory for this part of a call."""
         if not config.chooses_ranks:

@@ -143,10 +143,9 @@ class Workers:
         """What the ranks hold under a key."""
         return self._resident.get(key) if self.pool.alive else None
 
-    def holds(self, key: str, patches_uuid: str | None = None) -> bool:
-        """Whether the ranks hold a model, with these weight patches in it (None = any)."""
-        resident = self.resident(key)
-        return resident is not None and patches_uuid in (None, resident.patches_uuid)
+    def holds(self, key: str) -> bool:
+        """Whether the ranks hold a model."""
+        return self.resident(key) is not None
 
     def has(self, config: RuntimeConfig, target: ModelState) -> bool:
         """Whether the ranks hold this state of a model, and in a way that is good for the calls to come."""
