@@ -16,13 +16,12 @@ import torch
 from support.reports import call_report
 
 from cp_runtime.controller.calls import CallKind
-from cp_runtime.controller.choosing import Chooser, in_words
+from cp_runtime.controller.choosing import CallTimes, Chooser, in_words
 from cp_runtime.controller.placement import LIMIT, Shortages
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, Rates, cost
 from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Pool, Run, candidates, largest_part, link_of, predict
-from cp_runtime.pool.call_times import CallTimes
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.kept import MAX_BYTES, MAX_ENTRIES, KeptFile, KeptSeconds
 
