@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .channel import SharedBlock
-from .launcher import memory_file, starting
+from .launcher import memory_file
+from .limits import starting
 
 BEAT = 0.25  # seconds between two heartbeats
 SILENT = 2.0  # seconds without a heartbeat after which a process must be stopped, or something in it holds the GIL

@@ -31,7 +31,7 @@ from ..errors import PoolError, ProtocolError
 from .board import Board, CancelPoints, resident_bytes, start_heartbeat
 from .channel import Channel, Closed, SharedBlock
 from .frames import Frame, unpack
-from .launcher import name_limit
+from .limits import name_limit
 from .messages import (
     CallOutcome,
     CallReport,

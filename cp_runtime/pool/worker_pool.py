@@ -28,7 +28,8 @@ from .config import RuntimeConfig, WorkerSite, connect_timeout, load_timeout, st
 from .failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure, unforked
 from .forking import FORK_SERVERS, RankProcess, kill_all, process_state
 from .frames import all_of, name_of, report_of
-from .launcher import as_host, child_environment, starting
+from .launcher import as_host, child_environment
+from .limits import starting
 from .log_pump import LogPump
 from .messages import Cancel, Failure, GoOn, Hello, R, Report, Request, Shutdown, Value
 from .peers import Connection, look_at_peers, ways_of

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,12 +17,12 @@ import pytest
 from support.package import ROOT
 from torch._inductor.runtime import cache_dir_utils
 
-from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.errors import PoolError
 from cp_runtime.pool import launcher
-from cp_runtime.pool.config import RuntimeConfig, WorkerSite
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.forking import FORK_SERVERS
-from cp_runtime.pool.launcher import Launcher, child_environment, name_limit, starting
+from cp_runtime.pool.launcher import Launcher, child_environment
+from cp_runtime.pool.limits import name_limit, starting
 from cp_runtime.pool.peers import Connection
 from cp_runtime.pool.worker_pool import WorkerPool
 
@@ -113,7 +114,8 @@ def test_ranks_on_one_card_are_computers_of_their_own_to_nccl(device, backend, h
     server = SimpleNamespace(ready=True, start=lambda spec, environment, *_: given.append(environment) or rank)
     given: list[dict[str, str]] = []
     monkeypatch.setattr(FORK_SERVERS, "get", lambda *_: server)
-    pool = WorkerPool(RuntimeConfig(devices=(device, device), backend=backend, sequence=SequenceSettings()), WorkerSite())
+    config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), backend="gloo")
+    pool = WorkerPool(replace(config, devices=(device, device), backend=backend), WorkerSite())
     pool._spawn(Connection(backend=backend), math.inf, None)
     pool.kill()
     assert len({environment["NCCL_HOSTID"] for environment in given if "NCCL_HOSTID" in environment}) == hosts

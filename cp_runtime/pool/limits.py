@@ -1,0 +1,45 @@
+"""Limits of the system, by names that users can look up."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+from ..errors import PoolError
+
+# What the system lacked, by the error that says so. The error's own text, such as "Resource temporarily unavailable", does not.
+_LIMITS = {
+    errno.EMFILE: "open files of a process (`ulimit -n`)",
+    errno.ENFILE: "open files of the machine (fs.file-max)",
+    errno.EAGAIN: "processes and threads of this user (`ulimit -u`) or of the container (pids.max)",
+    errno.ENOMEM: "memory (or `ulimit -v`)",
+    errno.EFBIG: "size of a file (`ulimit -f`)",
+    errno.ENOSPC: "memory for shared files (/dev/shm, the container's limit)",
+}
+_NO_THREAD = "can't start new thread"
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Say what it is about when the system has no more descriptors, memory or processes."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and _NO_THREAD not in str(error):
+            raise
+        raise PoolError(
+            f"the workers could not be started: {error}.{name_limit(error)} Give ComfyUI's process more of it (`ulimit -a` shows "
+            "its limits), or close what takes it, and queue the prompt again."
+        ) from error
+
+
+def name_limit(error: BaseException) -> str:
+    """A sentence with the limit that an error of the system is about, with a blank in front; empty for any other error.
+
+    The system's C++ code, such as gloo's, raises RuntimeError with the text only.
+    """
+    code = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, RuntimeError) and (_NO_THREAD in str(error) or "Resource temporarily unavailable" in str(error)):
+        code = errno.EAGAIN
+    return f" The limit is that of {_LIMITS[code]}." if code in _LIMITS else ""
