@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from typing import Any
 from ..errors import PoolError
 from .config import WorkerSite
 from .launcher import LAUNCHER, interpreter_options, memory_file
-from .log_pump import Lines
+from .log_pump import LogPump
 
 log = logging.getLogger("context_parallel")
 
@@ -118,11 +117,13 @@ class ForkServer:
         self.ready = False
         self._numbers = itertools.count()
         self._ranks: dict[int, RankProcess] = {}  # those that have not ended
-        self._lines = Lines("fork server")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, contextlib.ExitStack() as opened:
             spec = {"parent": os.getpid(), "path": site.path, "argv": site.argv, "preload": site.preload}
             spec_fd = memory_file(json.dumps(spec).encode())
+            opened.callback(os.close, spec_fd)
+            output, printed = os.pipe()
+            opened.callback(os.close, printed)
             try:
                 with open(os.devnull, "rb") as nothing:  # subprocess.DEVNULL stays open where a later descriptor cannot be had
                     self._process = LAUNCHER.start(
@@ -130,15 +131,15 @@ class ForkServer:
                         env={**_FIT_TO_FORK, **environment},
                         pass_fds=[theirs.fileno(), spec_fd],
                         stdin=nothing,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
+                        stdout=printed,
+                        stderr=printed,
                         start_new_session=True,
                     )
+                self._log = LogPump([output], ["fork server"])
             except BaseException:
                 self._socket.close()
+                os.close(output)
                 raise
-            finally:
-                os.close(spec_fd)
         threading.Thread(target=self._run, name="context-parallel-fork-server", daemon=True).start()
 
     @property
@@ -194,27 +195,10 @@ class ForkServer:
             self._socket.send(json.dumps(message).encode())
 
     def _run(self) -> None:
-        """Take its answers, and what it prints, until it ends."""
-        output = self._process.stdout
-        with contextlib.closing(self._socket), contextlib.closing(output) if output else contextlib.nullcontext():
-            poller = select.poll()
-            ours, printed = self._socket.fileno(), output.fileno() if output else -1
-            for fd in (ours, printed):
-                poller.register(fd, select.POLLIN)
-            while True:
-                ready = [fd for fd, _ in poller.poll()]
-                if printed in ready:
-                    data = os.read(printed, 1 << 16)
-                    self._lines.add(data)
-                    if not data:
-                        poller.unregister(printed)
-                elif ours in ready:
-                    try:
-                        data = self._socket.recv(_MESSAGE)
-                    except OSError:
-                        data = b""
-                    if not data:
-                        break
+        """Take its answers until it ends."""
+        with contextlib.closing(self._socket):
+            with contextlib.suppress(OSError):
+                while data := self._socket.recv(_MESSAGE):
                     self._take(json.loads(data))
             self._process.wait()
             for rank in list(self._ranks.values()):
@@ -238,7 +222,7 @@ class ForkServer:
         self._send(reap=rank.pid)
 
     def _gone(self) -> PoolError:
-        lines = "\n".join(self._lines.last)
+        lines = "\n".join(self._log.last_lines())
         return PoolError(
             f"the process that ranks are forked from (pid {self.pid}) ended, exit code {self._process.poll()}. It is started again "
             "on next use." + (f"\n\nWhat it wrote last:\n{lines}" if lines else "")

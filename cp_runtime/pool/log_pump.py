@@ -41,12 +41,12 @@ class Lines:
 
 
 class LogPump:
-    """A thread that copies lines of all ranks to the log until every rank has ended. `outputs`: descriptors to read, by rank. The
-    thread closes them."""
+    """A thread that copies lines of processes, which have these names, to the log until every one has ended. `outputs`: descriptors
+    to read. The thread closes them."""
 
-    def __init__(self, outputs: Sequence[int]) -> None:
+    def __init__(self, outputs: Sequence[int], names: Sequence[str]) -> None:
         self._selector = selectors.DefaultSelector()
-        self._lines = [Lines(f"rank {rank}") for rank in range(len(outputs))]
+        self._lines = [Lines(name) for name in names]
         for fd, lines in zip(outputs, self._lines, strict=True):
             self._selector.register(fd, selectors.EVENT_READ, lines)
         self.thread = threading.Thread(target=self._run, name="context-parallel-log", daemon=True)
@@ -63,10 +63,10 @@ class LogPump:
         self._selector.close()
 
     def finish(self) -> None:
-        """Let the last lines of processes that have ended arrive. A child of a rank may hold its output open."""
+        """Let the last lines of processes that have ended arrive. A child of theirs may hold its output open."""
         self.thread.join(0.2)
 
-    def last_lines(self, rank: int) -> list[str]:
-        """What a rank said last."""
+    def last_lines(self, process: int = 0) -> list[str]:
+        """What a process said last."""
         self.finish()
-        return list(self._lines[rank].last)
+        return list(self._lines[process].last)

@@ -287,7 +287,7 @@ class WorkerPool:
                         self.processes[rank : rank + 1] = [started]  # of a start before: the status must find one at any time
                     finally:
                         os.close(written)
-            self._log = LogPump(read)
+            self._log = LogPump(read, [f"rank {rank}" for rank in range(self.world_size)])
             outputs.pop_all()  # the pump closes them
         for rank, process in enumerate(self.processes):
             while not process.wait_started(TICK):

@@ -31,19 +31,11 @@ UNFINISHED = {"execution_error": "failed", "execution_interrupted": "cancelled"}
 
 
 def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
-    """State of the pool and of every rank, as plain data. `server` is ComfyUI's `PromptServer`.
+    """State of the pool and of every rank, as plain data: docs/failures.md says what is in it. `server`: ComfyUI's `PromptServer`.
 
-    `state` is "off" (no workers: they start with the next prompt that needs them), "starting", "loading", "computing", "idle" or
-    "failed" (started again on next use); `activity` says more in words, `loading` and `compiling` what of that takes its time.
-    `alone` is why one device computes alone on this machine, None where several can share. `speed` is that of the last sampling
-    run, on one device or on several, None before the first call of it. `starting` is None but while the workers start. A rank is
-    "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it since),
-    "failed" or "ended" (with the one that failed); `culprit` is the one that failed. `backend` is the one in use, None until the
-    ranks are ready; `peer_to_peer`, of NCCL only, whether all GPUs reach each other's memory; `fallback` why the ranks do not
-    communicate as they would by default. `last_call` is the last one of the last sampling run, None before it and after a run on
-    one device; `last_vae_call` is one of a VAE. `pace` is seconds per call of the sampling run that goes on. Times are seconds,
-    memory is bytes: `host` is resident now; `device` is the peak of the last call. `idle`: the last call left the rank out.
-    `version` is the pack's. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
+    A rank is "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it
+    since), "failed" or "ended" (with the one that failed). Times are seconds, memory is bytes: `host` is resident now, `device` the
+    peak of the last call. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
     """
     workers, journal, alone = controller.workers, controller.journal, nothing_to_share()
     found: dict[str, Any] = {
