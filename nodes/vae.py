@@ -33,7 +33,8 @@ def _inputs(first: Any, doing: str, least_step: int) -> list[Any]:
         ),
         _tiles("tile_size", 512, 64, least_step, "rows and columns of a tile, in pixels. Smaller tiles need less memory but show "
                "their borders more."),
-        _tiles("overlap", 64, 0, 32, "pixels by which neighbouring tiles overlap. More overlap hides borders better but costs time."),
+        _tiles("overlap", 64, 0, 32, "pixels by which neighbouring tiles overlap. More overlap hides borders better but costs "
+               "time."),
         _tiles("temporal_size", 64, 8, 4, "frames of a tile.", "Mode tiles, videos"),
         _tiles("temporal_overlap", 8, 4, 4, "frames by which neighbouring tiles overlap.", "Mode tiles, videos"),
     ]  # fmt: skip
