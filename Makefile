@@ -28,7 +28,7 @@ demo: ## run the main job: the same picture from one rank and from several
 play: ## start ComfyUI with this pack and a tiny model, to click around in
 	@$(SETUP) && "$$CP_PYTHON" .ci/play.py
 
-bench: ## run every benchmark and say which ratios moved since they were recorded (some hours; BENCH_ARGS=--quick for less, --record to keep them)
+bench: ## run every benchmark and say which ratios moved since they were recorded (three quarters of an hour; BENCH_ARGS=--quick for less, --record to keep them)
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/recorded.py $(BENCH_ARGS)
 
 gpu-check: ## check this machine's GPU, docs/testing.md; GPU_CHECK_ARGS="--out results --sections first" for a part of nine minutes, or --rehearse without one

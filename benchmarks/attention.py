@@ -1,6 +1,6 @@
 """One attention layer: this package's context parallelism against diffusers' own, on CPU ranks over gloo.
 
-    make bench, or python benchmarks/attention.py [--quick] [--ranks 2 4] [--tokens 1024 2048 4096 8192]
+    make bench, or python benchmarks/attention.py [--quick] [--ranks 2 4] [--tokens 1024 4096]
 
 Both run in the same processes, one thread each, in alternation; the result of both is checked against one process first. In long
 sequences the attention kernel, which is the same for both, takes nearly all of the time. Where there are fewer cores than ranks,
@@ -15,26 +15,18 @@ others: cores that other processes kept busy meanwhile. Numbers are worth little
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
+import common
 import diffusers_cp
 import torch
 import torch.distributed as dist
+from common import note
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from recorded import note
-from support.package import load_package
 from support.ranks import finish, report, run_ranks, start
 from torch import Tensor
-
-load_package()
 
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
 from cp_runtime.engine.config import ContextParallelConfig
@@ -42,7 +34,7 @@ from cp_runtime.engine.mesh import SequenceMesh
 from cp_runtime.engine.sharding import JointLayout
 
 HEADS, HEAD_DIM = 8, 64
-REPETITIONS = {1024: 31, 2048: 15, 4096: 9, 8192: 5}
+REPETITIONS = {1024: 31, 4096: 9}
 TOLERANCE = 1e-4
 HEADER = "    S | s theirs     ours   ratio             |MB theirs    ours ours/theirs | sent MB | others"
 
@@ -120,18 +112,19 @@ def rank_main() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="up to 2048 tokens and few repetitions: a minute")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--tokens", type=int, nargs="+", help=f"default: {' '.join(map(str, REPETITIONS))}")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--repetitions", type=int, help="default: more of the shorter ones")
-    options = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread per rank")
+    options = common.options(
+        __doc__,
+        "the shorter sequence and few repetitions: a minute",
+        ranks={"type": int, "nargs": "+", "default": [2, 4]},
+        tokens={"type": int, "nargs": "+", "help": f"default: {' '.join(map(str, REPETITIONS))}"},
+        modes={"nargs": "+", "choices": MODES, "default": list(MODES)},
+        repetitions={"type": int, "help": "default: more of the shorter ones"},
+    )
+    print(f"{common.machine()}, one thread per rank")
     print(f"{HEADS} heads of {HEAD_DIM}, float32, gloo; MB = 1e6 bytes")
     for world in options.ranks:
         print(f"\n{f'{world} ranks':24}{HEADER}")
-        for tokens in options.tokens or ((1024, 2048) if options.quick else tuple(REPETITIONS)):
+        for tokens in options.tokens or list(REPETITIONS)[: 1 if options.quick else None]:
             settings = {
                 "modes": [mode for mode in options.modes if mode != "unified" or world >= 4],
                 "tokens": tokens,
@@ -151,7 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1].isdigit():  # started by run_ranks
-        rank_main()
-    else:
-        main()
+    common.run(main, rank_main)

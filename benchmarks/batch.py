@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import itertools
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,11 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
+import common
 import torch
-from recorded import note
+from common import ROOT, note
 from support import checkpoints
 from support.graphs import flux_prompt, sampling_prompt
 from support.server import ComfyServer
@@ -67,28 +64,22 @@ def seconds_per_step(server: ComfyServer, prompt: dict[str, Any]) -> tuple[list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4, help="sampling steps, at least 2")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round")
-    options = parser.parse_args()
-    comfyui = os.environ.get("COMFYUI_PATH")
-    if not comfyui:
-        sys.exit("COMFYUI_PATH is not set: run `make bench`, or set it to ComfyUI's folder.")
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {options.ranks} ranks")
+    steps = {"type": int, "default": 4, "help": "sampling steps, at least 2"}
+    options = common.options(__doc__, "one round", ranks=2, steps=steps, rounds=3)
+    comfyui = common.comfyui()
+    print(f"{common.machine()}, {options.ranks} ranks")
     with tempfile.TemporaryDirectory(prefix="context-parallel-batch-") as folder:
         models = Path(folder) / "models"
         large = checkpoints.Checkpoint(architecture=checkpoints.Flux(hidden=1024, double_blocks=2, single_blocks=4))
         checkpoints.write("flux_large", models, checkpoint=large, file_stem="flux_bench")
         subprocess.run(
             [sys.executable, "-m", "support.models", str(models / "diffusion_models"), "unet-bench"],
-            cwd=ROOT / "tests", env={**os.environ, "PYTHONPATH": comfyui}, check=True, capture_output=True,
+            cwd=ROOT / "tests", env={**os.environ, "PYTHONPATH": str(comfyui)}, check=True, capture_output=True,
         )  # fmt: skip
         arguments = ["--use-pytorch-cross-attention"]
         with contextlib.ExitStack() as stack:
             servers = [
-                stack.enter_context(ComfyServer(Path(comfyui), models=models, args=arguments, env={"OMP_NUM_THREADS": "1"}))
+                stack.enter_context(ComfyServer(comfyui, models=models, args=arguments, env={"OMP_NUM_THREADS": "1"}))
                 for _ in range(options.ranks)
             ]
             for name, make in MODELS.items():

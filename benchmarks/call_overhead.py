@@ -13,25 +13,18 @@ nothing, so that one process is enough. Seconds are of this thread's own process
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import common
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from support.package import load_package
-
-load_package()
 
 from cp_runtime.comfy.attention.rank import attention_override
 from cp_runtime.engine.config import SequenceSettings
@@ -204,10 +197,7 @@ def measure_forward(calls: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--calls", type=int, default=200)
-    options = parser.parse_args()
+    options = common.options(__doc__, ranks=2, calls=200)
     torch.set_num_threads(1)
     config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=options.ranks)
     pool = WorkerPool(config, WorkerSite())

@@ -11,10 +11,8 @@ graphs were compiled when.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -22,13 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gloo"))
-
+import common
 import torch
-from recorded import note
+from common import ROOT, note
 from support.ranks import COMFY, finish, report, run_ranks, start, use_comfyui
 
+sys.path.insert(0, str(ROOT / "tests" / "gloo"))
 CASES = (
     ("flux", "flux"), ("wan", "wan t2v"), ("qwen_image", "qwen text mask"), ("sd3", "sd3.5 medium"), ("lumina", "z-image"),
     ("ltxv", "ltxv"),
@@ -86,7 +83,7 @@ def rank_main() -> None:
 
 
 def time_main(side: int, repetitions: int) -> None:
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, float32, inductor")
+    print(f"{common.machine()}, float32, inductor")
     print("ranks   s eager  compiled  ratio | first compiled call: s first  cached | largest difference")
     rows: dict[int, dict[str, Any]] = {}
     for ranks in (1, 2):
@@ -98,7 +95,7 @@ def time_main(side: int, repetitions: int) -> None:
             runs = [run_ranks(Path(__file__), ranks, str(side), str(count), timeout=1200)[0] for count in (repetitions, 1)]
         row = rows[ranks] = runs[0]
         ratio = row["eager"] / row["compiled"]
-        note(f"compiled blocks, {ranks} ranks, eager / compiled", ratio)
+        note(f"compiled, {ranks} ranks, eager / compiled", ratio)
         print(
             f"{ranks:5} {row['eager']:9.3f} {row['compiled']:9.3f} {ratio:6.3f} | {row['first']:29.1f} {runs[1]['first']:7.1f} | "
             f"{row['difference']:.1e}",
@@ -106,13 +103,13 @@ def time_main(side: int, repetitions: int) -> None:
         )
     for name in ("eager", "compiled"):
         ratio = rows[1][name] / rows[2][name]
-        note(f"{name} blocks, 1 rank / 2 ranks", ratio)
+        note(f"compiled, {name} blocks, 1 rank / 2 ranks", ratio)
         print(f"{name}: 1 rank / 2 ranks {ratio:.3f}")
 
 
 def matrix_main() -> None:
     for mode in MODES:
-        script = Path(__file__).resolve().parents[1] / "tests" / "gloo" / "compiled_ranks.py"
+        script = ROOT / "tests" / "gloo" / "compiled_ranks.py"
         arguments = (*map(str, mode), "inductor", json.dumps(CASES))
         families = sorted({family for family, _ in CASES})
         rows = run_ranks(
@@ -130,10 +127,8 @@ def matrix_main() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer tokens and repetitions")
-    parser.add_argument("--matrix", action="store_true", help="every family and mode, for differences and counts")
-    options = parser.parse_args()
+    matrix = {"action": "store_true", "help": "every family and mode, for differences and counts"}
+    options = common.options(__doc__, "fewer tokens and repetitions", matrix=matrix)
     if options.matrix:
         matrix_main()
     else:
@@ -141,7 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1].isdigit():  # started by run_ranks
-        rank_main()
-    else:
-        main()
+    common.run(main, rank_main)

@@ -9,27 +9,22 @@ and N ranks have N.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
+import common
 import torch
 from support import checkpoints
 from support.graphs import cp_config
 from support.processes import OtherPrograms
 from support.server import ComfyServer
 
-WORKFLOW = ROOT / "workflows" / "api" / "Flux on all GPUs.json"
+WORKFLOW = common.ROOT / "workflows" / "api" / "Flux on all GPUs.json"
 TEXT_TOKENS = 256
 LEFT_OVER = 0.95  # of the cores that the ranks need, at least: else other programs have changed what is measured
 
@@ -121,19 +116,18 @@ def sample(server: ComfyServer, ranks: int, size: int, steps: int) -> Sampled:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to compare with one")
-    parser.add_argument("--steps", type=int, default=4, help="sampling steps, at least 2")
-    parser.add_argument("--size", type=int, default=1024, help="side of the picture in pixels; 1024 is 4096 tokens")
-    parser.add_argument("--out", type=Path, help="where latents and the server's log go; a new folder by default")
-    options = parser.parse_args()
-    comfyui = os.environ.get("COMFYUI_PATH")
-    if not comfyui:
-        sys.exit("COMFYUI_PATH is not set: run `make demo`, or set it to ComfyUI's folder.")
+    options = common.options(
+        __doc__,
+        ranks={"type": int, "default": 2, "help": "ranks to compare with one"},
+        steps={"type": int, "default": 4, "help": "sampling steps, at least 2"},
+        size={"type": int, "default": 1024, "help": "side of the picture in pixels; 1024 is 4096 tokens"},
+        out={"type": Path, "help": "where latents and the server's log go; a new folder by default"},
+    )
+    comfyui = common.comfyui()
     out = options.out or Path(tempfile.mkdtemp(prefix="context-parallel-demo-"))
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread per rank")
+    print(f"{common.machine()}, one thread per rank")
     print("writing a checkpoint: Flux architecture, hidden 1024, 2 double and 4 single blocks, random weights", flush=True)
     demo = checkpoints.Checkpoint(architecture=checkpoints.Flux(hidden=1024, double_blocks=2, single_blocks=4))
     models = tempfile.TemporaryDirectory(prefix="context-parallel-demo-models-")
@@ -141,7 +135,7 @@ def main() -> None:
     tokens = (options.size // 16) ** 2 + TEXT_TOKENS
     print(f"starting ComfyUI; {tokens} tokens per step", flush=True)
     arguments = ["--use-pytorch-cross-attention"]
-    with models, ComfyServer(Path(comfyui), models=Path(models.name), args=arguments, env={"OMP_NUM_THREADS": "1"}) as server:
+    with models, ComfyServer(comfyui, models=Path(models.name), args=arguments, env={"OMP_NUM_THREADS": "1"}) as server:
         one, many = (sample(server, ranks, options.size, options.steps) for ranks in (1, options.ranks))
         for run in (one, many):
             (out / run.file.name).write_bytes(run.file.read_bytes())

@@ -1,6 +1,6 @@
 """One step of a Flux transformer: one process, diffusers' own context parallelism and this package's, on CPU ranks over gloo.
 
-    make bench, or python benchmarks/flux_step.py [--quick] [--images 2048 4096] [--repetitions 3]
+    make bench, or python benchmarks/flux_step.py [--quick] [--images 2048 4096] [--repetitions 5]
 
 The model is diffusers' FluxTransformer2DModel, smaller in width and depth, with random weights. All variants run in the same two
 processes, one thread each, in alternation, on the same weights: diffusers cannot undo enable_parallelism, so each of its two modes
@@ -15,33 +15,24 @@ single rounds. diffusers gathers in its ring, so both ways of ours to rotate are
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
+import common
 import diffusers_cp
 import torch
 import torch.distributed as dist
+from common import note
 from diffusers import FluxTransformer2DModel
-from recorded import note
-from support.package import load_package
 from support.ranks import finish, report, run_ranks, start
 from torch import Tensor, nn
-
-load_package()
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 
 RANKS = 2
 TEXT_TOKENS = 256
-IMAGE_TOKENS = (2048, 4096)
 TOLERANCE = 1e-4  # in standard deviations of the output
 TARGET = 1.85  # speed-up of two ranks over one process
 MODEL = dict(
@@ -150,16 +141,13 @@ def rank_main() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the shorter sequence only")
-    parser.add_argument("--images", type=int, nargs="+", help=f"image tokens, besides {TEXT_TOKENS} of text")
-    parser.add_argument("--repetitions", type=int, default=5, help="at least 2")
-    options = parser.parse_args()
+    images = {"type": int, "nargs": "+", "default": [2048], "help": f"image tokens, besides {TEXT_TOKENS} of text"}
+    options = common.options(__doc__, "two repetitions", images=images, repetitions=5)
     hidden, blocks = MODEL["attention_head_dim"] * MODEL["num_attention_heads"], (MODEL["num_layers"], MODEL["num_single_layers"])
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread per rank")
+    print(f"{common.machine()}, one thread per rank")
     print(f"Flux, hidden {hidden}, {blocks[0]} double and {blocks[1]} single blocks, float32, {RANKS} ranks")
-    for image_tokens in options.images or (IMAGE_TOKENS[:1] if options.quick else IMAGE_TOKENS):
-        settings = {"images": [image_tokens], "repetitions": options.repetitions}
+    for image_tokens in options.images:
+        settings = {"images": [image_tokens], "repetitions": 2 if options.quick else options.repetitions}
         rows = run_ranks(Path(__file__), RANKS, json.dumps(settings), timeout=1200)
         print(f"\n{rows[0]['tokens']} tokens{' ':14}seconds  speed-up  of diffusers")
         for row in rows:
@@ -176,7 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1].isdigit():  # started by run_ranks
-        rank_main()
-    else:
-        main()
+    common.run(main, rank_main)

@@ -13,14 +13,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-if "cp_runtime" not in sys.modules:
-    sys.path.append(str(ROOT / "tests"))
-    from support.package import load_package
-
-    load_package()
+import common  # noqa: F401  (loads the package)
 
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, Rates

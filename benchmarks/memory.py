@@ -8,16 +8,12 @@ the same server and ranks after a prompt with a 30 MB model and `/free`.
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from recorded import note
+import common
+from common import note
 from support import checkpoints
 from support.graphs import flux_prompt
 from support.processes import pss
@@ -27,16 +23,14 @@ TARGET_GB = 1.6  # for a checkpoint of 1 GB
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
+    options = common.options(__doc__, ranks=2)
     cp = {"world_size": options.ranks}
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder)
         checkpoints.write("flux", models)
         large = checkpoints.write("flux_large", models)
         gigabytes = large.stat().st_size / 1e9
-        with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models) as server:
+        with ComfyServer(common.comfyui(), models=models) as server:
 
             def total() -> float:
                 return sum(pss(pid) for pid in (server.pid, *server.worker_pids())) / 1e9

@@ -1,6 +1,6 @@
 """The automatic choice of ranks against every candidate, unequal shares against equal ones, and what the choice costs.
 
-    make bench, or python benchmarks/policy.py [--quick] [--only choice shares overhead]
+    make bench, or python benchmarks/policy.py [--only choice shares overhead]
 
 choice: 4 real ranks over gloo and real collectives. Link and devices are made up: a collective lasts until its bytes would have
 crossed the link of the worst pair (bytes per second and latency set for every pair), a layer as long as its operations would take.
@@ -18,10 +18,8 @@ overhead: what choosing and noting adds to a call once the kind of call is known
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -33,16 +31,12 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
+import common
 import torch
 import torch.distributed as dist
-from recorded import note
-from support.package import load_package
+from common import note
 from support.ranks import finish, report, run_ranks, start
 from torch import Tensor, nn
-
-load_package()
 
 from cp_runtime.engine.call import RunningCall
 from cp_runtime.engine.collectives import Pending, RankGroup
@@ -65,7 +59,7 @@ LINKS: dict[str, Callable[[int, int], tuple[float, float]]] = {
     "10 Gbit/s": lambda i, j: (1.2e7, 2e-4),
     "1 Gbit/s": lambda i, j: (1.2e6, 5e-4),
 }
-TOKENS = (1024, 2048, 4096, 8192)
+TOKENS = (1024, 8192)
 LAYERS, HEADS, HEAD_DIM = 4, 8, 8
 HIDDEN = 1024  # of the layers that are only timed
 FLOPS = 1e12
@@ -184,7 +178,7 @@ PLAN = ShardingPlan(
 )
 
 
-def choice_ranks(quick: bool) -> None:
+def choice_ranks() -> None:
     """On every rank."""
     mesh = BatchMesh(dist.group.WORLD)
     installed, settings = InstalledPlan(Model(), PLAN), SequenceSettings(rotate_method="allgather")
@@ -196,11 +190,11 @@ def choice_ranks(quick: bool) -> None:
             attention = FLOPS * HEADS * HEAD_DIM / HIDDEN
             each = tuple(replace(rates, flops=attention, linear=FLOPS, memory=1e12, overlap=0.0) for rates in measured.each)
             pool = Pool(replace(measured, each=each), (), settings)
-            for tokens in TOKENS[:: 3 if quick else 1]:
-                choice(name, tokens, mesh, installed, pool, 2 if quick else 3)
+            for tokens in TOKENS:
+                choice(name, tokens, mesh, installed, pool)
 
 
-def choice(name: str, tokens: int, mesh: BatchMesh, installed: InstalledPlan[ShardingPlan], pool: Pool, rounds: int) -> None:
+def choice(name: str, tokens: int, mesh: BatchMesh, installed: InstalledPlan[ShardingPlan], pool: Pool) -> None:
     x, work = torch.zeros(1, tokens, HEADS * HEAD_DIM), work_for(tokens)
 
     def run(split: CallSplit) -> Run:
@@ -232,7 +226,7 @@ def choice(name: str, tokens: int, mesh: BatchMesh, installed: InstalledPlan[Sha
     every = list(candidates(work, pool))
     times: dict[CallSplit, list[float]] = {split: [] for split in every}
     # Of short calls more: four processes on two cores differ by a tenth of such a call from one to the next.
-    for _ in range(max(rounds, min(15, round(1 / known.runs[chosen].seconds)))):
+    for _ in range(max(2, min(15, round(1 / known.runs[chosen].seconds)))):
         for split in every:
             times[split].append(run(split).seconds)
     if mesh.whole.rank == 0:
@@ -289,12 +283,12 @@ while not ending and os.getppid() == rank:
 MODES = {"ulysses": (1, 2, "allgather"), "ring alltoall": (2, 1, "alltoall"), "ring allgather": (2, 1, "allgather")}
 
 
-def shares_ranks(quick: bool) -> None:
+def shares_ranks() -> None:
     """On every rank."""
     rank, cores = dist.get_rank(), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     rival = None
-    model, x = DenseModel(), torch.randn(1, 1024 if quick else 2048, 384, generator=torch.Generator().manual_seed(1))
+    model, x = DenseModel(), torch.randn(1, 2048, 384, generator=torch.Generator().manual_seed(1))
     installed = InstalledPlan(model, PLAN)
     with torch.inference_mode():
         whole = model(x, None)
@@ -306,7 +300,7 @@ def shares_ranks(quick: bool) -> None:
                 meshes = {shares: BatchMesh(dist.group.WORLD, shares=shares).sequence() for shares in ((), (2, 1))}
                 times: dict[tuple[int, ...], list[float]] = {shares: [] for shares in meshes}
                 worst = 0.0
-                for number in range(4 if quick else 8):
+                for number in range(8):
                     for shares, mesh in meshes.items():
                         dist.barrier()
                         began = time.perf_counter()
@@ -387,26 +381,23 @@ def print_shares(found: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer tokens and rounds")
-    parser.add_argument("--only", nargs="+", choices=("choice", "shares", "overhead"), default=("choice", "shares", "overhead"))
-    options = parser.parse_args()
-    quick = str(int(options.quick))
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo")
+    parts = ("choice", "shares", "overhead")
+    options = common.options(__doc__, only={"nargs": "+", "choices": parts, "default": parts})
+    print(f"{common.machine()}, gloo")
     if "choice" in options.only:
-        print_choice(run_ranks(Path(__file__), RANKS, "choice", quick, timeout=1800))
+        print_choice(run_ranks(Path(__file__), RANKS, "choice", timeout=1800))
     if "shares" in options.only:
-        print_shares(run_ranks(Path(__file__), 2, "shares", quick, timeout=600))
+        print_shares(run_ranks(Path(__file__), 2, "shares", timeout=600))
     if "overhead" in options.only:
-        if not os.environ.get("COMFYUI_PATH"):
-            sys.exit("COMFYUI_PATH is not set: run `make bench`, or set it to ComfyUI's folder.")
+        common.comfyui()
         print(f"choosing and noting: {overhead() * 1e6:.0f} µs per call (50 wanted)")
 
 
+def rank_main() -> None:
+    _, _, (what,) = start()
+    {"choice": choice_ranks, "shares": shares_ranks}[what]()
+    finish()
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 3 and sys.argv[1].isdigit():
-        _, _, (what, quick) = start()
-        {"choice": choice_ranks, "shares": shares_ranks}[what](quick == "1")
-        finish()
-    else:
-        main()
+    common.run(main, rank_main)

@@ -4,12 +4,11 @@
 
 Runs the benchmarks one after the other and compares every ratio that they note with `recorded.json`. Both sides of a ratio are
 measured in one run, so ratios can be compared between runs and, with care, between machines. Seconds cannot, and are not kept.
-`--record` keeps the new ratios.
+`--record` keeps the new ratios; those that no benchmark measures any more go.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -20,19 +19,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import common
+from common import NOTES
+
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE / "recorded.json"
 BENCHMARKS = ("call_overhead", "memory", "attention", "flux_step", "batch", "sharded", "compiled", "policy", "vae")
-TAKE_QUICK = ("attention", "flux_step", "batch", "sharded", "compiled", "policy", "vae")
+TAKE_QUICK = ("attention", "flux_step", "batch", "sharded", "compiled", "vae")
 MOVED = 0.05  # share of a ratio; below it is the noise of these machines
-NOTES = "CP_BENCH_NOTES"  # file that a benchmark appends its ratios to, where it is set
-
-
-def note(name: str, ratio: float) -> None:
-    """Keep a ratio for the comparison with the last run. Does nothing in a benchmark that runs by itself."""
-    if NOTES in os.environ:
-        with open(os.environ[NOTES], "a") as notes:
-            notes.write(json.dumps([name, round(ratio, 4)]) + "\n")
 
 
 def compare(recorded: dict[str, float], now: dict[str, float]) -> list[str]:
@@ -69,17 +63,15 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="short sequences and few repetitions: minutes")
-    parser.add_argument("--record", action="store_true", help="keep the new ratios")
-    options = parser.parse_args()
+    keep = {"action": "store_true", "help": "keep the new ratios"}
+    options = common.options(__doc__, "short sequences and few repetitions: minutes", record=keep)
     recorded = json.loads(RECORDED.read_text())
     now = run(options.quick)
     moved = compare(recorded["ratios"], now)
     print(f"\n=== against {recorded['date']} ({recorded['machine']}, torch {recorded['torch']})")
     print("\n".join(moved) or f"none of {len(now)} ratios moved by more than {MOVED:.0%}")
     if options.record:
-        kept = {**machine(), "ratios": {**recorded["ratios"], **now}}
+        kept = {**machine(), "ratios": {**recorded["ratios"], **now} if options.quick else now}
         RECORDED.write_text(json.dumps(kept, indent=1) + "\n")
 
 

@@ -1,24 +1,20 @@
 """Weights of which every rank keeps a part: seconds per call against whole weights, and the memory of every rank.
 
-    make bench, or COMFYUI_PATH=... python benchmarks/sharded.py [--quick] [--ranks 2 4] [--gigabytes 4] [--only time memory limit]
+    make bench, or COMFYUI_PATH=... python benchmarks/sharded.py [--quick] [--only time memory limit] [--ranks 2 4] [--gigabytes 4]
 
 Time: diffusers' transformers, smaller in width and depth, with random weights, on two CPU ranks over gloo, one thread each; whole
 and shared weights in alternation, with the same bits as result. On CPU ranks fetching a block and computing share the cores, so
 that nothing of it is hidden: see *link* for what is sent.
-Memory: a ComfyUI server and its ranks, with a Flux checkpoint of some GB. PSS of the rank that needs most, looked at every 50 ms;
-a page of the file that N processes read counts 1/N in each. *bound*: 1/N of the blocks, two blocks and what is outside of blocks,
-10 % more, and what the same rank holds without a model.
-Limit: every rank is in a control group of its own, with less memory than the whole model with a LoRA takes, and `memory_per_rank`
-says the same. Needs a group that this process may divide; without one, `memory_per_rank` alone limits.
+Memory (by `--only`): a ComfyUI server and its ranks, with a Flux checkpoint of some GB. PSS of the rank that needs most, looked at
+every 50 ms; a page of the file that N processes read counts 1/N in each. *bound*: 1/N of the blocks, two blocks and what is outside
+of blocks, 10 % more, and what the same rank holds without a model.
+Limit (by `--only`): every rank is in a control group of its own, with less memory than the whole model with a LoRA takes, and
+`memory_per_rank` says the same. Needs a group that this process may divide; without one, `memory_per_rank` alone limits.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
-import platform
-import sys
 import tempfile
 import threading
 import time
@@ -28,20 +24,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
+import common
 import diffusers_cp
 import torch
-from recorded import note
+from common import note
 from support import checkpoints
 from support.checkpoints import Checkpoint, Flux
 from support.graphs import flux_prompt
-from support.package import load_package
 from support.processes import pss
 from support.ranks import finish, report, run_ranks, start
 from support.server import ComfyServer
-
-load_package()
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel
 from cp_runtime.engine.weights.blocks import Sizes, sizes_of
@@ -111,14 +103,12 @@ def rank_main() -> None:
 
 
 def time_main(repetitions: int) -> None:
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {RANKS} ranks, float32"
-    )
+    print(f"{common.machine()}, {RANKS} ranks, float32")
     print("model    s whole  sharded   ratio (quartiles)          | link MB  formula | others")
     for name in MODELS:
         (row,) = run_ranks(Path(__file__), RANKS, name, str(repetitions), timeout=1200)
         low, middle, high = row["ratio"][1], row["ratio"][0], row["ratio"][2]
-        note(f"sharded weights, {name}, seconds against whole", middle)
+        note(f"sharded, {name}, seconds against whole", middle)
         print(
             f"{name:8} {row['seconds']['whole']:7.3f}  {row['seconds']['sharded']:7.3f}   {middle:.3f} ({low:.3f} to {high:.3f}), "
             f"target {TARGET} | {row['sent'] / 1e6:7.2f}  {row['formula'] / 1e6:7.2f} | {row['others']:.2f}",
@@ -161,7 +151,7 @@ def memory_main(ranks: int, gigabytes: float) -> None:
         print(f"\n{sizes.whole / 1e9:.2f} GB of weights, largest block {sizes.largest / 1e9:.3f} GB, on {ranks} ranks; PSS in GB")
         print("           without a model | loading  resident  loading LoRA  with LoRA  after /free | bound")
         for placement in PLACEMENTS:
-            with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models) as server:
+            with ComfyServer(common.comfyui(), models=models) as server:
                 watch = Watch(server)
                 cp = {"world_size": ranks, "weights": placement}
                 run(server, "flux", cp)
@@ -223,7 +213,7 @@ def limited(models: Path, limit: float) -> Iterator[tuple[ComfyServer, Groups | 
     groups: Groups | None
     groups = made = Groups(limit)
     try:
-        with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models) as server:
+        with ComfyServer(common.comfyui(), models=models) as server:
             run(server, "flux", {"world_size": LIMITED})
             for _ in range(10):  # it takes effect when ComfyUI's queue comes to it
                 server.free()
@@ -254,7 +244,7 @@ def limit_main() -> None:
         models = Path(folder)
         for name in ("flux", "flux_deep_large", "flux_deep_large_lora"):
             checkpoints.write(name, models)
-        with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models) as server:
+        with ComfyServer(common.comfyui(), models=models) as server:
             expected = server.latent(server.run(flux_prompt(**settings), timeout=900).check())
         for weights, memory in (("whole", 0.0), ("whole", limit / 1e9), ("auto", limit / 1e9)):
             with limited(models, limit) as (server, groups):
@@ -298,13 +288,14 @@ def run(server: ComfyServer, ckpt: str, cp: dict[str, Any], **settings: Any) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a checkpoint of 1 GB on 2 ranks, few repetitions")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for memory")
-    parser.add_argument("--gigabytes", type=float, default=4.0)
-    parser.add_argument("--repetitions", type=int, default=5, help="at least 2")
-    parser.add_argument("--only", nargs="+", choices=("time", "memory", "limit"), default=["time", "memory", "limit"])
-    options = parser.parse_args()
+    options = common.options(
+        __doc__,
+        "a checkpoint of 1 GB on 2 ranks, few repetitions",
+        ranks={"type": int, "nargs": "+", "default": [2, 4], "help": "for memory"},
+        gigabytes=4.0,
+        repetitions={"type": int, "default": 5, "help": "at least 2"},
+        only={"nargs": "+", "choices": ("time", "memory", "limit"), "default": ["time"]},
+    )
     if "time" in options.only:
         time_main(2 if options.quick else options.repetitions)
     for ranks in ([2] if options.quick else options.ranks) if "memory" in options.only else ():
@@ -314,7 +305,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1].isdigit():  # started by run_ranks
-        rank_main()
-    else:
-        main()
+    common.run(main, rank_main)

@@ -19,6 +19,7 @@ def demo():
     spec = importlib.util.spec_from_file_location("demo", ROOT / "benchmarks" / "demo.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     before = list(sys.path)
+    sys.path.append(str(ROOT / "benchmarks"))
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
