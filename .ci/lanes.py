@@ -69,7 +69,7 @@ def faults(*names: str) -> tuple[str, ...]:
 LINT = Job(name="lint", command=("make", "-k", "lint"))
 # The longest first. Few: every job has a session of pytest, checkpoints, servers and a process that ranks are forked from.
 JOBS = (
-    Job(name="gloo", paths=("tests/gloo",)),
+    Job(name="ranks", paths=("tests/ranks",)),
     Job(name="faults", paths=("tests/faults",)),
     Job(name="server", paths=("tests/server",)),
     Job(name="pool", paths=server("compiled", "lifecycle", "status", "weights", "vae_life")),

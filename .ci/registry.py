@@ -38,8 +38,8 @@ Behind each family and its class stand its *streams*, the token sequences that a
 the batch axis (CFG halves, batch items, areas); *batch only* families share nothing else. *Residuals* are those of ControlNets that
 the family's forward adds.
 
-The *cases* follow: calls of the forward, {total} in all. `tests/gloo/test_families.py` compares them with the stock forward in
-one process: {modes}.
+The *cases* follow: calls of the forward, {total} in all. `tests/ranks/families/test_families.py` compares them with the stock
+forward in one process: {modes}.
 `tests/server/test_families.py` samples {served} graphs of these models on a real server, each once, with {world} ranks, CFG {cfg:g}
 and a batch of {batch}; models that refuse batches ({single}) get one item.
 
@@ -58,7 +58,7 @@ VAES = """
 ## VAEs
 
 CP VAE Decode and CP VAE Encode split the rows of a picture (mode *exact*) for these classes, from `cp_runtime/vaes`.
-`tests/gloo/test_vae.py` compares each with the stock VAE on 2, 3 and 4 ranks. Other VAEs of pictures and videos share tiles.
+`tests/ranks/vae/test_vae.py` compares each with the stock VAE on 2, 3 and 4 ranks. Other VAEs of pictures and videos share tiles.
 
 {rows}"""
 SIZE = """
@@ -101,7 +101,7 @@ def grouped(names: list[str]) -> str:
 
 def tests_in(folder: str) -> ModuleType:
     """The tests of all families in a folder of `tests`, which hold what they run."""
-    spec = importlib.util.spec_from_file_location(f"{folder}_families", ROOT / "tests" / folder / "test_families.py")
+    spec = importlib.util.spec_from_file_location(f"{Path(folder).name}_families", ROOT / "tests" / folder / "test_families.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -113,7 +113,7 @@ def render() -> str:
     plans = sorted(PLANS.values(), key=lambda plan: plan.family.lower())
     files = [file for file in sorted((ROOT / "cp_runtime" / "families").glob("*.py")) if file.name != "__init__.py"]
     lengths = [len(file.read_text().splitlines()) for file in files]
-    compared, sampled = tests_in("gloo"), tests_in("server")
+    compared, sampled = tests_in("ranks/families"), tests_in("server")
     modes = Counter(mode for mode, _, _ in compared.CASES)
     head = HEAD.format(
         version=COMFYUI,

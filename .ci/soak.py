@@ -29,11 +29,11 @@ TESTS = [
     "tests/server/test_status.py",
     "tests/server/test_vae_life.py",
     "tests/server/test_weights.py",
-    "tests/gloo/test_shared_weights.py",
+    "tests/ranks/weights/test_shared_weights.py",
 ]
 AT_FULL_LENGTH = [
     "tests/server/test_families.py",  # every family, with shared weights
-    "tests/gloo/test_cards.py",  # every case of them, on fake CUDA devices
+    "tests/ranks/families/test_cards.py",  # every case of them, on fake CUDA devices
     "tests/gpu/test_gpu_check.py",  # a rehearsal of every section
     "tests/server/test_host_memory.py",  # marked `soak`
 ]

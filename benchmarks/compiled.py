@@ -5,8 +5,8 @@
 A Flux of ComfyUI, smaller in width and depth, with random weights, on CPU ranks over gloo, one thread each; eager and compiled in
 alternation, in one run. *first*: seconds of the first compiled call with an empty cache; *cached*: of the first one in a new
 process. `--matrix` measures no time: it runs Flux, Wan, Qwen-Image, SD3, Z-Image and LTX-Video as the tests do
-(tests/gloo/compiled_ranks.py), but with inductor and in every mode, and prints the largest difference from one process and how many
-graphs were compiled when.
+(tests/ranks/families/compiled_ranks.py), but with inductor and in every mode, and prints the largest difference from one process
+and how many graphs were compiled when.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from common import ROOT, note
 from support.ranks import COMFY, finish, report, run_ranks, start, use_comfyui
 
-sys.path.insert(0, str(ROOT / "tests" / "gloo"))
+sys.path.insert(0, str(ROOT / "tests" / "ranks" / "families"))
 CASES = (
     ("flux", "flux"), ("wan", "wan t2v"), ("qwen_image", "qwen text mask"), ("sd3", "sd3.5 medium"), ("lumina", "z-image"),
     ("ltxv", "ltxv"),
@@ -109,7 +109,7 @@ def time_main(side: int, repetitions: int) -> None:
 
 def matrix_main() -> None:
     for mode in MODES:
-        script = ROOT / "tests" / "gloo" / "compiled_ranks.py"
+        script = ROOT / "tests" / "ranks" / "families" / "compiled_ranks.py"
         arguments = (*map(str, mode), "inductor", json.dumps(CASES))
         families = sorted({family for family, _ in CASES})
         rows = run_ranks(

@@ -1,4 +1,4 @@
-"""The matrix of attention cases of tests/gloo, on real ranks that share the device over gloo, with heads of 128.
+"""The matrix of attention cases of tests/ranks, on real ranks that share the device over gloo, with heads of 128.
 
 `largest` is that of float32, against one process; `half rms` is the error of half precision over all cases, relative to that of one
 process.
@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 from .options import Options
 from .results import Results
 
-GLOO = ROOT / "tests" / "gloo"
+ATTENTION = ROOT / "tests" / "ranks" / "attention"
 
 HEAD_DIM = 128
 WORLDS = (2, 3)
@@ -38,7 +38,7 @@ def compare(world: int, results: Results, *, device: str, backend: str = "gloo",
         every: leave out all but every how many-th case.
     """
     arguments = str(HEAD_DIM), str(every)
-    reports = run_ranks(GLOO / "attention_ranks.py", world, *arguments, timeout=240, device=device, backend=backend)
+    reports = run_ranks(ATTENTION / "attention_ranks.py", world, *arguments, timeout=240, device=device, backend=backend)
     modes: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for report in reports:
         modes[report["mode"]].append(report)

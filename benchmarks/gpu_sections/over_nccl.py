@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 from support.vae_graphs import vae_prompt
 
 from .faults import FAULTS, Struck
-from .modes import GLOO
+from .modes import ATTENTION
 from .options import Options
 from .results import Results
 from .server import compare, start, write_models
@@ -30,7 +30,7 @@ STRUCK = ("SIGKILL in a call", "out of device memory, until room is made", "out 
 
 def groups(ranks: int, results: Results, *, device: str, backend: str) -> None:
     """Teams, batch groups, degrees, weights and rows by turns, in every order. Arguments as those of `run_ranks`."""
-    (report,) = run_ranks(GLOO / "group_ranks.py", ranks, "once", timeout=120, device=device, backend=backend)
+    (report,) = run_ranks(ATTENTION / "group_ranks.py", ranks, "once", timeout=120, device=device, backend=backend)
     wrong = [*report["wrong"], *report["disagreements"]]
     results.check(f"groups of {ranks} ranks", not wrong, groups=report["groups"], wrong=wrong[:3])
 

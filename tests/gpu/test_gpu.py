@@ -14,8 +14,8 @@ from support.ranks import run_ranks
 
 from cp_runtime.engine.attention.kernels import KERNELS, attend_with_lse
 
-GLOO = Path(__file__).parents[1] / "gloo"
-sys.path.append(str(GLOO))
+ATTENTION = Path(__file__).parents[1] / "ranks" / "attention"
+sys.path.append(str(ATTENTION))
 from attention_cases import cases  # noqa: E402
 
 DEVICE = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "none"
@@ -42,7 +42,7 @@ def test_kernels_equal_the_formula(kernel, dtype, masked):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_attention_matrix(world):
-    reports = run_ranks(GLOO / "attention_ranks.py", world, timeout=900, device=DEVICE)
+    reports = run_ranks(ATTENTION / "attention_ranks.py", world, timeout=900, device=DEVICE)
     assert len(reports) == len(list(cases(world)))
     assert all(r["finite"] for r in reports)
     assert [r for r in reports if r["dtype"] == "float32" and not r["difference"] <= 1e-5] == []

@@ -15,7 +15,7 @@ from cp_runtime.families import PLANS
 TOLERANCE = 2e-4
 SERVED = families.served()
 
-# An odd number of ranks, both halves of CFG and a batch; tests/gloo has every case of the forward, at 2 ranks or at 3.
+# An odd number of ranks, both halves of CFG and a batch; tests/ranks has every case of the forward, at 2 ranks or at 3.
 WORLD = 3
 GUIDED = {"cfg": 4.0, "batch": 2}
 
@@ -64,7 +64,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.soak  # tests/gloo has every family in one mode
+@pytest.mark.soak  # tests/ranks has every family in one mode
 @pytest.mark.parametrize(("world", "weights", "dtype"), PLACES)
 @pytest.mark.parametrize("served", SERVED)
 def test_shared_weights_give_the_latent_of_whole_ones(served, world, weights, dtype, server, family_checkpoints):

@@ -1,7 +1,7 @@
 """Ranks that keep a part of a model each, on a real server: the same latents, by choice and by memory; faults as with whole ones.
 
 Weights lie at other addresses than in the file, so CPU libraries that compute with several threads may add up in another order;
-tests/gloo/test_shared_weights.py compares bits.
+tests/ranks/weights/test_shared_weights.py compares bits.
 """
 
 from __future__ import annotations

@@ -16,6 +16,6 @@ def on_ranks(world: int, *values: Any, id: str | None = None) -> Any:
 def alternate(names: Iterable[str], worlds: tuple[int, ...] = (2, 3)) -> list[Any]:
     """(name, number of ranks) for every name, the numbers by turns.
 
-    Enough where the cases differ in what crosses to the ranks, and not in how many there are: tests/gloo has every number.
+    Enough where the cases differ in what crosses to the ranks, and not in how many there are: tests/ranks has every number.
     """
     return [on_ranks(worlds[i % len(worlds)], name, id=f"{name}-{worlds[i % len(worlds)]} ranks") for i, name in enumerate(names)]

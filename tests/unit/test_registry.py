@@ -32,7 +32,7 @@ MODELS = [(family, model) for family in families.NAMES for model in families.loa
 @pytest.mark.parametrize(("family", "model"), MODELS)
 def test_modules_and_arguments_of_the_plan_exist(family, model, checked):
     error = checked[f"{family}/{model}"]
-    assert error is None, f"{error}\nComfyUI changed: update the table in cp_runtime/families, then run its cases in tests/gloo."
+    assert error is None, f"{error}\nComfyUI changed: update the table in cp_runtime/families, then run its cases in tests/ranks."
 
 
 def test_a_renamed_argument_is_noticed(checked):

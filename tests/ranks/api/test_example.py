@@ -4,9 +4,8 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from support.package import ROOT
 
 
 def test_diffusers_torchrun(tmp_path):
