@@ -83,11 +83,7 @@ JOBS = (
     LINT,
 )
 # One prompt per mode, and what needs no ComfyUI.
-QUICK = (
-    Job(name="modes", paths=server("parity"), options=("-m", "quick")),
-    Job(name="unit", paths=("tests/unit",)),
-    LINT,
-)
+QUICK = (Job(name="modes", paths=server("parity"), options=("-m", "quick")), Job(name="unit", paths=("tests/unit",)), LINT)
 
 
 @dataclass

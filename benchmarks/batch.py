@@ -44,11 +44,7 @@ def unet(cfg: float = 4.0, **common: Any) -> dict[str, Any]:
 
 
 MODELS = {"Flux-like": flux, "UNet-like": unet}
-WAYS: dict[str, dict[str, Any]] = {
-    "one rank": {},
-    "batch axis": {"batch_degree": 0},
-    "sequence axis": {"batch_degree": 1},
-}
+WAYS: dict[str, dict[str, Any]] = {"one rank": {}, "batch axis": {"batch_degree": 0}, "sequence axis": {"batch_degree": 1}}
 APART = "apart"
 
 

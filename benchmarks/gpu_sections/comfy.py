@@ -91,12 +91,7 @@ def _compare(
 
 
 def _compare_rounding(
-    server: ComfyServer,
-    cases: dict[str, partial[Prompt]],
-    exact: dict[str, Tensor],
-    options: Options,
-    results: Results,
-    kind: str,
+    server: ComfyServer, cases: dict[str, partial[Prompt]], exact: dict[str, Tensor], options: Options, results: Results, kind: str
 ) -> None:
     for name, graph in cases.items():
         with results.part(f"{name}, {kind}"):

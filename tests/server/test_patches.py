@@ -212,10 +212,7 @@ REFUSED = {
         NodeCase("TestPatch", {"kind": "attn1_output_patch"}),
         ["a node of context-parallel-test-nodes", "attn1_output_patch"],
     ),
-    "a forward for the time of a call": (
-        NodeCase("TestPatch", {"kind": "for_a_call"}),
-        ["a node replaced the forward of Flux"],
-    ),
+    "a forward for the time of a call": (NodeCase("TestPatch", {"kind": "for_a_call"}), ["a node replaced the forward of Flux"]),
     "the outer forward for the time of a call": (
         NodeCase("TestPatch", {"kind": "for_a_call"}, wan_prompt),
         ["a node replaced the forward of WanModel"],

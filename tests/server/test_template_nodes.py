@@ -342,9 +342,7 @@ VIDEOS = {
         ALL,
     ),
     "Kandinsky5ImageToVideo": Case(
-        "kandinsky5-video",
-        VIDEO_80 | {"node": ("Kandinsky5ImageToVideo", {**PAIR, "vae": ["vae", 0], **SHAPE, **START})},
-        ALL,
+        "kandinsky5-video", VIDEO_80 | {"node": ("Kandinsky5ImageToVideo", {**PAIR, "vae": ["vae", 0], **SHAPE, **START})}, ALL
     ),
     "Kandinsky5ImageToVideo, text alone": Case(
         "kandinsky5-video",
@@ -490,11 +488,7 @@ OTHERS = {
     ),
     "Hunyuan3Dv2ConditioningMultiView": Case(
         "hunyuan3d_2",
-        {
-            "front": FRONT,
-            "left": LEFT,
-            "node": ("Hunyuan3Dv2ConditioningMultiView", {"front": ["front", 0], "left": ["left", 0]}),
-        },
+        {"front": FRONT, "left": LEFT, "node": ("Hunyuan3Dv2ConditioningMultiView", {"front": ["front", 0], "left": ["left", 0]})},
         BOTH,
         loader=IMAGE_ONLY,
     ),

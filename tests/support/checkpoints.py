@@ -502,12 +502,7 @@ def lora_state_dict(lora: Lora, dtype: torch.dtype = torch.float32) -> dict[str,
 
 
 def write(
-    name: str,
-    out: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    file_stem: str | None = None,
-    checkpoint: Checkpoint | None = None,
+    name: str, out: Path, *, dtype: torch.dtype = torch.float32, file_stem: str | None = None, checkpoint: Checkpoint | None = None
 ) -> Path:
     """Write one file under `out` and return its path. An existing file is kept, unless `checkpoint` is given.
 

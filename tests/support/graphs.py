@@ -138,13 +138,7 @@ def wan_prompt(
     """
     inputs: dict[str, Any] = {"tokens": tokens, "width": 64, "clip_vision": clip_vision, "concat_latent": concat_latent}
     inputs |= {**_reference(reference), **(conditioning or {})}
-    size = {
-        "batch": batch,
-        "channels": channels,
-        "frames": frames,
-        "height": height // PIXELS,
-        "width": width // PIXELS,
-    }
+    size = {"batch": batch, "channels": channels, "frames": frames, "height": height // PIXELS, "width": width // PIXELS}
     return sampling_prompt(ckpt=ckpt, latent={**size, **(latent or {})}, conditioning=inputs, **common)
 
 

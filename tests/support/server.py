@@ -42,10 +42,7 @@ from . import exercised, preloaded, processes
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACK = "comfyui-context-parallel"
-CUSTOM_NODES = {
-    PACK: CHECKOUT,
-    "context-parallel-test-nodes": Path(__file__).parent / "comfy_nodes",
-}
+CUSTOM_NODES = {PACK: CHECKOUT, "context-parallel-test-nodes": Path(__file__).parent / "comfy_nodes"}
 
 _RANDOM = random.SystemRandom()  # runs of pytest are copies of one process, with one seed
 _WITHOUT_MODELS = {

@@ -26,10 +26,7 @@ def test_the_first_call_counts_only_while_it_is_alone():
     assert sums.count == 3
     assert sums.waiting_share == 0.5
     assert sums.rank_0["communication_bytes"] == 30
-    assert sums.times == [
-        {"compute": 3.0, "communication": 1.5, "wait": 1.5},
-        {"compute": 3.0, "communication": 1.5, "wait": 1.5},
-    ]
+    assert sums.times == [{"compute": 3.0, "communication": 1.5, "wait": 1.5}, {"compute": 3.0, "communication": 1.5, "wait": 1.5}]
 
 
 def test_a_rank_that_idles_waits_and_says_nothing_about_the_link():

@@ -99,8 +99,7 @@ def test_take_local_copies():
 
 
 @pytest.mark.parametrize(
-    ("start", "stop", "expected"),
-    [(0, 10, (0, 4)), (0, 2, (0, 0)), (4, 5, (1, 2)), (9, 12, (4, 4)), (5, 99, (2, 4))],
+    ("start", "stop", "expected"), [(0, 10, (0, 4)), (0, 2, (0, 0)), (4, 5, (1, 2)), (9, 12, (4, 4)), (5, 99, (2, 4))]
 )
 def test_clip_range(start, stop, expected):
     assert clip_range(start, stop, (3, 7)) == expected

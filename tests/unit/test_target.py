@@ -43,8 +43,7 @@ def test_equal_mirrors_pass():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("digest", "e"), ("patches_uuid", "u0"), ("dtype", "torch.float16"), ("cast_dtype", "torch.float32")],
+    ("field", "value"), [("digest", "e"), ("patches_uuid", "u0"), ("dtype", "torch.float16"), ("cast_dtype", "torch.float32")]
 )
 def test_a_rank_that_differs_is_named(field, value):
     with pytest.raises(MirrorError, match=rf"rank 1 \(pid 11\) has {field} {value} for flux.safetensors"):
@@ -74,10 +73,7 @@ def test_a_loader_of_a_node_pack_must_make_the_same_layers():
 
 @pytest.mark.parametrize(
     "state",
-    [
-        {"patches_in": "u0"},
-        {"backup": ["diffusion_model.0.weight", "diffusion_model.0.bias"]},
-    ],
+    [{"patches_in": "u0"}, {"backup": ["diffusion_model.0.weight", "diffusion_model.0.bias"]}],
     ids=["patched", "backed up"],
 )
 def test_weights_that_are_not_as_loaded_are_not_compared(state):

@@ -351,11 +351,7 @@ CASES = [
     # The text is not sharded: as many of its tokens as a rank has of the video (or as there are in all) change nothing.
     *(Case(f"wan {text} text tokens", "wan t2v", lambda text=text: wan(text=text)) for text in (60, 30, 20, 15)),
     Case("wan token timesteps", "wan t2v", lambda: wan(timestep=token_timesteps(1, 60))),
-    Case(
-        "wan token timesteps batch 2 odd",
-        "wan t2v",
-        lambda: wan(batch=2, height=6, width=6, timestep=token_timesteps(2, 27)),
-    ),
+    Case("wan token timesteps batch 2 odd", "wan t2v", lambda: wan(batch=2, height=6, width=6, timestep=token_timesteps(2, 27))),
     Case("wan i2v", "wan i2v", wan_i2v),
     Case("wan i2v batch 2 odd", "wan i2v", lambda: wan_i2v(batch=2, height=6, width=6, image=5)),
     Case("ltx", "ltx", ltx),
@@ -369,12 +365,7 @@ CASES = [
         lambda: ltx(batch=2, height=3, width=3, text=10, encoder_attention_mask=padding(10, 4, length=10)),
         LTX_MASK,
     ),
-    Case(
-        "ltx mask two text tokens",
-        "ltx",
-        lambda: ltx(text=2, encoder_attention_mask=padding(1, length=2)),
-        LTX_MASK,
-    ),
+    Case("ltx mask two text tokens", "ltx", lambda: ltx(text=2, encoder_attention_mask=padding(1, length=2)), LTX_MASK),
     Case(
         "ltx mask one text token more than video",
         "ltx",

@@ -17,11 +17,7 @@ class Attention(nn.Module):
         self.q, self.kv, self.out = nn.Linear(dim, dim), nn.Linear(context_dim or dim, 2 * kv_dim), nn.Linear(dim, dim)
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        positions: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, context: Tensor | None = None, positions: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None
     ) -> Tensor:
         k, v = self.kv(x if context is None else context).chunk(2, -1)
         q, k, v = (

@@ -50,11 +50,7 @@ def of_diffusers(name, inputs):
     return model, inputs, plan_of(model)
 
 
-MODELS = {
-    "flux": lambda: of_diffusers("flux", flux(batch=2)),
-    "wan": lambda: of_diffusers("wan t2v", wan()),
-    "sd3": sd3,
-}
+MODELS = {"flux": lambda: of_diffusers("flux", flux(batch=2)), "wan": lambda: of_diffusers("wan t2v", wan()), "sd3": sd3}
 
 
 def on_all(held):

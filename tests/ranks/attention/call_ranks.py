@@ -55,10 +55,7 @@ TOKENS = ("img",)
 PLAN = ShardingPlan(
     modules={
         "blocks.*": ModulePlan(
-            inputs={
-                "x": ContextParallelInput(1, 3, streams=TOKENS),
-                "pe": ContextParallelInput(1, 3, streams=TOKENS, side=True),
-            },
+            inputs={"x": ContextParallelInput(1, 3, streams=TOKENS), "pe": ContextParallelInput(1, 3, streams=TOKENS, side=True)},
             attention=TOKENS,
         )
     },

@@ -24,8 +24,5 @@ def anima(text: int = 6, **extra: Any) -> dict[str, Any]:
     return {**predict2(**extra), "context": normal(extra.get("batch", 1), text, 1024)}
 
 
-CASES = [
-    Case("anima", "anima", anima),
-    Case("anima batch 2 odd", "anima", lambda: anima(batch=2, height=7, width=9)),
-]
+CASES = [Case("anima", "anima", anima), Case("anima batch 2 odd", "anima", lambda: anima(batch=2, height=7, width=9))]
 SERVED = [Served("anima", "anima", (16, 1, 16, 16), 12, 1024)]

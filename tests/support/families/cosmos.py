@@ -35,9 +35,7 @@ def cosmos(
     batch: int = 1, frames: int = 3, height: int = 8, width: int = 10, text: int = 6, channels: int = 16, **extra: Any
 ) -> dict[str, Any]:
     call = dict(
-        x=normal(batch, channels, frames, height, width),
-        timesteps=torch.linspace(0.3, 0.9, batch),
-        context=normal(batch, text, 48),
+        x=normal(batch, channels, frames, height, width), timesteps=torch.linspace(0.3, 0.9, batch), context=normal(batch, text, 48)
     )
     return {**call, **extra}
 

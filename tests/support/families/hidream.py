@@ -37,6 +37,4 @@ CASES = [
     Case("hidream half rope", "hidream half rope", hidream),
     Case("hidream dense", "hidream dense", hidream),
 ]
-SERVED = [
-    Served("hidream", "hidream", (16, 16, 16), 8, 48, {"pooled_output": (1, 24), "conditioning_llama3": (1, 3, 6, 40)}),
-]
+SERVED = [Served("hidream", "hidream", (16, 16, 16), 8, 48, {"pooled_output": (1, 24), "conditioning_llama3": (1, 3, 6, 40)})]

@@ -49,7 +49,4 @@ CASES = [
     Case("3d 2.1 cfg", "3d 2.1", lambda: shape_21(batch=2, x=normal(1, 64, 40).repeat(2, 1, 1), t=torch.full((2,), 0.4))),
     Case("3d 2.1 batch 3", "3d 2.1 3 heads", lambda: shape_21(batch=3)),
 ]
-SERVED = [
-    Served("hunyuan3d_2", "3d 2", (64, 40), 7, 48, {"guidance": 5.0}),
-    Served("hunyuan3d_21", "3d 2.1", (64, 40), 7, 48),
-]
+SERVED = [Served("hunyuan3d_2", "3d 2", (64, 40), 7, 48, {"guidance": 5.0}), Served("hunyuan3d_21", "3d 2.1", (64, 40), 7, 48)]

@@ -42,7 +42,4 @@ CASES = [
     Case("hydit 1 control batch 2", "hydit 1", lambda: hydit(2, 13, 9, control=control(2, 35, 2)), ("control",)),
 ]
 TEXT = {"conditioning_mt5xl": (1, 8, 64), "attention_mask": text_mask(1, 9), "attention_mask_mt5xl": text_mask(1, 8)}
-SERVED = [
-    Served("hydit", "hydit", (4, 12, 10), 9, 48, TEXT),
-    Served("hydit_1", "hydit 1", (4, 13, 10), 9, 48, TEXT),
-]
+SERVED = [Served("hydit", "hydit", (4, 12, 10), 9, 48, TEXT), Served("hydit_1", "hydit 1", (4, 13, 10), 9, 48, TEXT)]

@@ -91,11 +91,7 @@ CASES = [
     Case("ltx2 video only", "ltx2", lambda: ltx2(x=[VIDEO_ONLY])),
     Case("ltx2 audio timesteps", "ltx2", lambda: ltx2(a_timestep=per_token(tokens=7))),
     Case("ltx2 per-frame timesteps", "ltx2", lambda: ltx2(timestep=per_frame())),
-    Case(
-        "ltx2 per-frame timesteps batch 2",
-        "ltx2 full",
-        lambda: ltx2(batch=2, timestep=per_frame(2), a_timestep=per_token(2, 7)),
-    ),
+    Case("ltx2 per-frame timesteps batch 2", "ltx2 full", lambda: ltx2(batch=2, timestep=per_frame(2), a_timestep=per_token(2, 7))),
     Case("ltx2 image to video", "ltx2 full", image_to_video),
     Case("ltx2 image to video batch 2", "ltx2 full", lambda: image_to_video(batch=2)),
     Case("ltx2 inpaint", "ltx2 full", inpaint, ("denoise_mask",)),

@@ -44,11 +44,7 @@ MODELS = {
 
 
 def pixeldit(batch: int = 1, height: int = 20, width: int = 24, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, 3, height, width),
-        timesteps=torch.linspace(300.0, 900.0, batch),
-        context=normal(batch, text, 48),
-    )
+    call = dict(x=normal(batch, 3, height, width), timesteps=torch.linspace(300.0, 900.0, batch), context=normal(batch, text, 48))
     return {**call, **extra}
 
 
