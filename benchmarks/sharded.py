@@ -245,7 +245,7 @@ def limit_main() -> None:
         for name in ("flux", "flux_deep_large", "flux_deep_large_lora"):
             checkpoints.write(name, models)
         with ComfyServer(common.comfyui(), models=models) as server:
-            expected = server.latent(server.run(flux_prompt(**settings), timeout=900).check())
+            expected = server.sample(flux_prompt(**settings), timeout=900)
         for weights, memory in (("whole", 0.0), ("whole", limit / 1e9), ("auto", limit / 1e9)):
             with limited(models, limit) as (server, groups):
                 if groups is None and not memory:

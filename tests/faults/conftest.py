@@ -34,7 +34,7 @@ def fault_server(comfyui_path, checkpoints_dir, faults):
 @pytest.fixture(scope="session")
 def expected(fault_server):
     """The stock latent."""
-    return fault_server.latent(fault_server.run(flux_prompt()).check())
+    return fault_server.sample(flux_prompt())
 
 
 @pytest.fixture

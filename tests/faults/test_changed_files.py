@@ -66,7 +66,7 @@ def replace(base: Path, source: str) -> None:
 
 
 def latent(server: ComfyServer, **settings: object) -> torch.Tensor:
-    return server.latent(server.run(flux_prompt(**settings), timeout=120).check())
+    return server.sample(flux_prompt(**settings), timeout=120)
 
 
 def error(server: ComfyServer, **settings: object) -> str:
@@ -159,8 +159,8 @@ def by_factory(kind: str = "plain", weight_dtype: str = "default", cp: dict | No
 @pytest.mark.parametrize("weights", ["whole", "sharded"])
 def test_a_loader_of_another_pack(file_server, kind, weight_dtype, weights):
     """The ranks call the pack's own function, which changes a weight, and import nothing of the pack that needs a server."""
-    expected = file_server.latent(file_server.run(by_factory(kind, weight_dtype)).check())
-    out = file_server.latent(file_server.run(by_factory(kind, weight_dtype, {**CP, "weights": weights}), timeout=120).check())
+    expected = file_server.sample(by_factory(kind, weight_dtype))
+    out = file_server.sample(by_factory(kind, weight_dtype, {**CP, "weights": weights}), timeout=120)
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
     assert (latent(file_server, weight_dtype=weight_dtype) - expected).abs().max() > 0.05 * expected.std()
 

@@ -28,15 +28,9 @@ LONG = {"width": 512, "height": 512, "steps": 60}
 
 def assert_right(server, expected):
     """A prompt on all ranks gives the stock latent. Returns the pids by rank: they are started in that order."""
-    out = server.latent(server.run(flux_prompt(cp=CP), timeout=120).check())
+    out = server.sample(flux_prompt(cp=CP), timeout=120)
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
     return server.worker_pids()
-
-
-def failed_at(server, prompt_id):
-    """When ComfyUI reported the error of a prompt, and its message."""
-    event = server.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id, 60)
-    return event.time, event.data["exception_message"]
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -47,7 +41,7 @@ def test_killed_while_idle(fault_server, expected, rank):
     killed.kill()
     assert wait_gone([killed], 2) == []
     watch = Stopwatch(case)
-    at, message = failed_at(fault_server, fault_server.queue(flux_prompt(cp=CP)))
+    at, message = fault_server.failed_at(fault_server.queue(flux_prompt(cp=CP)))
     watch.within(1, "the next prompt fails", at - watch.began)
     assert f"rank {rank} (pid {pids[rank]}) failed: SIGKILL" in message
     assert not set(pids) & set(assert_right(fault_server, expected))
@@ -65,7 +59,7 @@ def test_killed_while_the_others_are_in_a_collective(fault_server, expected, ran
     gone = wait_gone(siblings, 8)
     watch.within(2, "all ranks are gone")
     assert gone == []
-    at, message = failed_at(fault_server, prompt_id)
+    at, message = fault_server.failed_at(prompt_id)
     watch.within(1, "the prompt fails", at - watch.began)
     assert f"rank {rank} (pid {pids[rank]}) failed: SIGKILL" in message
     assert_right(fault_server, expected)
@@ -84,7 +78,7 @@ def test_ways_to_end_are_told_apart(fault_server, expected, faults, kind):
     pids = assert_right(fault_server, expected)
     faults.arm(1, kind, module=3)
     watch = Stopwatch(f"3 a rank ends in a call: {kind}")
-    at, message = failed_at(fault_server, fault_server.queue(flux_prompt(cp=CP)))
+    at, message = fault_server.failed_at(fault_server.queue(flux_prompt(cp=CP)))
     watch.within(2, "the prompt fails, from its start", at - watch.began)
     assert f"rank 1 (pid {pids[1]}) failed: " in message
     assert ENDS[kind] in message
@@ -96,7 +90,7 @@ def test_the_traceback_of_the_rank_that_failed_is_the_cause(fault_server, expect
     pids = assert_right(fault_server, expected)
     faults.arm(2, "error", module=3)
     watch = Stopwatch("4 an exception on rank 2 of 3")
-    at, message = failed_at(fault_server, fault_server.queue(flux_prompt(cp=CP)))
+    at, message = fault_server.failed_at(fault_server.queue(flux_prompt(cp=CP)))
     watch.within(3, "the prompt fails, from its start", at - watch.began)
     first, _, trace = message.partition("Traceback of rank 2:")
     assert first.startswith(f"rank 2 (pid {pids[2]}) failed: RuntimeError: injected: error")
@@ -110,7 +104,7 @@ def test_two_ranks_fail_at_the_same_time(fault_server, expected, faults):
     pids = assert_right(fault_server, expected)
     for rank in (1, 2):
         faults.arm(rank, "error", module=1)  # before the first collective: neither waits for the other
-    _, message = failed_at(fault_server, fault_server.queue(flux_prompt(cp=CP)))
+    _, message = fault_server.failed_at(fault_server.queue(flux_prompt(cp=CP)))
     assert message.count(") failed: ") == 1
     assert message.startswith(
         (f"rank 1 (pid {pids[1]}) failed: RuntimeError: inj", f"rank 2 (pid {pids[2]}) failed: RuntimeError: inj")

@@ -24,7 +24,7 @@ CP = {"world_size": 2, "step_timeout": DEADLINE}
 
 
 def assert_right(server, expected):
-    out = server.latent(server.run(flux_prompt(cp=CP), timeout=120).check())
+    out = server.sample(flux_prompt(cp=CP), timeout=120)
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
     return server.worker_pids()
 

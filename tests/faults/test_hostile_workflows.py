@@ -113,14 +113,14 @@ def test_unknown_settings_have_no_effect(graph_server):
         "inventory": {"type": "cpu", "count": 9},
     }
     prompt["cp_apply"]["inputs"]["config"] = {"devices": ["cpu", "cpu"]}
-    stock = graph_server.latent(graph_server.run(flux_prompt()).check())
-    assert torch.equal(graph_server.latent(graph_server.run(prompt).check()), stock)
+    stock = graph_server.sample(flux_prompt())
+    assert torch.equal(graph_server.sample(prompt), stock)
     assert graph_server.worker_pids() == []
 
 
 def test_the_next_good_prompt_runs(graph_server):
-    stock = graph_server.latent(graph_server.run(flux_prompt()).check())
+    stock = graph_server.sample(flux_prompt())
     assert graph_server.worker_pids() == []
-    out = graph_server.latent(graph_server.run(flux_prompt(cp=CP), timeout=120).check())
+    out = graph_server.sample(flux_prompt(cp=CP), timeout=120)
     assert (out - stock).abs().max() <= TOLERANCE * stock.std()
     assert len(graph_server.worker_pids()) == 2

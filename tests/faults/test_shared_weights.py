@@ -19,20 +19,18 @@ LORA = {"loras": ["flux_lora"]}  # what the ranks hold does not count: every blo
 
 @pytest.fixture(scope="module")
 def with_lora(fault_server):
-    return fault_server.latent(fault_server.run(flux_prompt(**LORA)).check())
+    return fault_server.sample(flux_prompt(**LORA))
 
 
 def assert_right(server, expected, **settings):
-    out = server.latent(server.run(flux_prompt(cp=CP, **settings), timeout=120).check())
+    out = server.sample(flux_prompt(cp=CP, **settings), timeout=120)
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
     return server.worker_pids()
 
 
 def failure(server, **settings):
     """When a prompt failed, and its message."""
-    prompt_id = server.queue(flux_prompt(cp=CP, **settings))
-    event = server.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id, 60)
-    return event.time, event.data["exception_message"]
+    return server.failed_at(server.queue(flux_prompt(cp=CP, **settings)))
 
 
 @pytest.mark.parametrize(

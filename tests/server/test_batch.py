@@ -31,18 +31,11 @@ GRAPHS = {
     "one item": {"cfg": 1.0, "batch": 1},
     "cfg 7 batch 3": {"cfg": 7.0, "batch": 3},
 }
-_stock: dict[tuple[str, str], object] = {}
-
-
-def stock(served, graph, server):
-    if (served, graph) not in _stock:
-        _stock[served, graph] = server.latent(server.run(family_prompt(SERVED[served][1], **GRAPHS[graph]), timeout=120).check())
-    return _stock[served, graph]
 
 
 def run(served, graph, cp, server):
     """Sample with and without; compare; return the report."""
-    expected = stock(served, graph, server)
+    expected = server.sample_once(family_prompt(SERVED[served][1], **GRAPHS[graph]))
     result = server.run(family_prompt(SERVED[served][1], node="CPSampler", cp=cp, **GRAPHS[graph]), timeout=120).check()
     out = server.latent(result)
     assert expected.std() > 1e-2
@@ -95,7 +88,7 @@ def test_areas_share_the_batch(served, world, server, family_checkpoints):
         made["sampler"]["inputs"]["positive"] = ["both", 0]
         return made
 
-    expected = server.latent(server.run(prompt(), timeout=120).check())
-    out = server.latent(server.run(prompt(cp={"world_size": world}), timeout=120).check())
+    expected = server.sample(prompt(), timeout=120)
+    out = server.sample(prompt(cp={"world_size": world}), timeout=120)
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-    assert (expected - stock(served, "cfg 7", server)).abs().max() > 1e-2 * expected.std()
+    assert (expected - server.sample_once(family_prompt(SERVED[served][1], **GRAPHS["cfg 7"]))).abs().max() > 1e-2 * expected.std()

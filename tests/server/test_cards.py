@@ -50,7 +50,7 @@ def cached(cards, card=0):
 
 
 def latent(server, prompt, **options):
-    return server.latent(server.run(prompt, **options).check()).float()
+    return server.sample(prompt, **options).float()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,7 +20,7 @@ def same(out, expected):
 
 @pytest.fixture(scope="module")
 def stock(pool_server):
-    return pool_server.latent(pool_server.run(wan_prompt()).check())
+    return pool_server.sample(wan_prompt())
 
 
 def run(pool_server, **settings):
@@ -53,7 +53,7 @@ def test_the_node_of_comfyui_in_front_of_the_sampler(pool_server, stock):
     assert (first["left"], first["breaks"]) == ({}, 0)
     pids = pool_server.worker_pids()
     out, second = run(pool_server, tokens=13, cp=CP, **INDUCTOR)
-    same(out, pool_server.latent(pool_server.run(wan_prompt(tokens=13)).check()))
+    same(out, pool_server.sample(wan_prompt(tokens=13)))
     assert second == first
     assert pool_server.worker_pids() == pids
 
@@ -86,7 +86,7 @@ def test_a_node_that_names_blocks_and_a_graph_without_it(pool_server, stock):
 def test_a_unet(served, pool_server, family_checkpoints):
     """What is in its lists of blocks is compiled; its calls share the batch."""
     graph = partial(family_prompt, families.served()[served][1], cfg=3.0)
-    expected = pool_server.latent(pool_server.run(graph()).check())
+    expected = pool_server.sample(graph())
     prompt = graph(node="CPSampler", cp={"world_size": 2}, after_apply=[("TestPatch", {"kind": "compile_eager"})])
     result = pool_server.run(prompt, timeout=120).check()
     same(pool_server.latent(result), expected)
@@ -100,8 +100,6 @@ def test_one_device_with_torch_compile_gives_the_stock_result(pool_server):
     """Another node makes the graph run on one device, where ComfyUI's own wrapper compiles."""
     override = [("TestPatch", {"kind": "attention_override"})]
     nodes = {"after_apply": [("TestPatch", {"kind": "compile_eager"}), *override]}
-    expected = pool_server.latent(pool_server.run(wan_prompt(after_apply=override), timeout=120).check())
-    out = pool_server.latent(
-        pool_server.run(wan_prompt(cp={**CP, "on_unsupported": "single device"}, **nodes), timeout=120).check()
-    )
+    expected = pool_server.sample(wan_prompt(after_apply=override), timeout=120)
+    out = pool_server.sample(wan_prompt(cp={**CP, "on_unsupported": "single device"}, **nodes), timeout=120)
     assert (out == expected).all()

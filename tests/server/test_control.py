@@ -68,19 +68,12 @@ CASES = {
     # The guidance's own pass begins with whole tokens; the one residual of this ControlNet is for both blocks.
     "with the first block skipped": real(cfg=4.0, model_nodes=[("SkipLayerGuidanceDiT", SKIP_FIRST)]),
 }
-_stock: dict[str, object] = {}
-
-
-def stock(server, case):
-    if case not in _stock:
-        _stock[case] = server.latent(server.run(CASES[case](), timeout=120).check())
-    return _stock[case]
 
 
 @pytest.mark.parametrize(("case", "world"), alternate(CASES))
 def test_latent_equals_the_stock_graph(case, world, server):
-    expected = stock(server, case)
-    out = server.latent(server.run(CASES[case](cp={"world_size": world}), timeout=120).check())
+    expected = server.sample_once(CASES[case]())
+    out = server.sample(CASES[case](cp={"world_size": world}), timeout=120)
     assert len(server.worker_pids()) == world
     assert expected.std() > 1e-2
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
@@ -88,12 +81,12 @@ def test_latent_equals_the_stock_graph(case, world, server):
 
 def test_control_matters(server):
     """A case that equals the graph without a ControlNet would prove nothing."""
-    plain = server.latent(server.run(flux_prompt()).check())
+    plain = server.sample(flux_prompt())
     for case in ("made up", "real"):
-        assert (stock(server, case) - plain).abs().max() > 1e-2 * plain.std(), case
-    one = stock(server, "real cfg")
+        assert (server.sample_once(CASES[case]()) - plain).abs().max() > 1e-2 * plain.std(), case
+    one = server.sample_once(CASES["real cfg"]())
     for case in ("real on the positive only", "two in a row"):
-        assert (stock(server, case) - one).abs().max() > 1e-2 * one.std(), case
+        assert (server.sample_once(CASES[case]()) - one).abs().max() > 1e-2 * one.std(), case
 
 
 def test_a_controlnet_that_reads_the_models_weights_is_refused(server):
@@ -103,11 +96,11 @@ def test_a_controlnet_that_reads_the_models_weights_is_refused(server):
     assert result.status == "error"
     assert "computes with the model's own weights" in result.error.exception_message
     assert "on_unsupported" in result.error.exception_message
-    expected = server.latent(server.run(flux_prompt(control=control), timeout=120).check())
+    expected = server.sample(flux_prompt(control=control), timeout=120)
     alone = flux_prompt(control=control, cp={"world_size": 2, "on_unsupported": "single device"})
-    assert (server.latent(server.run(alone, timeout=120).check()) - expected).abs().max() <= 1e-5 * expected.std()
+    assert (server.sample(alone, timeout=120) - expected).abs().max() <= 1e-5 * expected.std()
     # The next run, without it, is back on the workers.
-    out = server.latent(server.run(flux_prompt(cp={"world_size": 2}), timeout=120).check())
-    stock = server.latent(server.run(flux_prompt(), timeout=120).check())
+    out = server.sample(flux_prompt(cp={"world_size": 2}), timeout=120)
+    stock = server.sample(flux_prompt(), timeout=120)
     assert (out - stock).abs().max() <= TOLERANCE * stock.std()
     assert len(server.worker_pids()) == 2

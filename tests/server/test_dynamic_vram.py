@@ -142,7 +142,7 @@ def test_two_cards_are_as_one_with_dynamic_vram(server, ledger):
 
 def test_a_vae_whose_file_has_another_dtype_is_decoded_on_both_cards(server):
     prompts = vae_prompt("wan", "decode"), vae_prompt("wan", "decode", "exact", world=0)
-    stock, ours = (server.latent(server.run(prompt).check()).float() for prompt in prompts)
+    stock, ours = (server.sample(prompt).float() for prompt in prompts)
     assert ((ours - stock).abs().max() / stock.abs().max()).item() <= BOUND
 
 
@@ -151,7 +151,7 @@ def test_one_device_computes_what_the_ranks_cannot(server):
     prompt = partial(flux_prompt, ckpt="flux-bfloat16", control={"reads_weights": True})
 
     def latent(strength, **settings):
-        return [server.latent(server.run(prompt(loras=[("flux_lora", strength)], **settings), timeout=120).check()).float()]
+        return [server.sample(prompt(loras=[("flux_lora", strength)], **settings), timeout=120).float()]
 
     alone = {"on_unsupported": "single device"}
     fresh = latent(0.5, cp=alone)
@@ -168,5 +168,5 @@ def test_texts_are_prepared_with_weights_of_the_models_dtype(server):
     entry = SERVED["anima"]
     conditions = {"t5xxl_ids": torch.arange(3, 10), "t5xxl_weights": torch.linspace(0.5, 1.5, 7)}
     entry = replace(entry, cond={**entry.cond, **conditions})
-    ours, stock = ([server.latent(server.run(family_prompt(entry, cp=cp)).check())] for cp in ({}, None))
+    ours, stock = ([server.sample(family_prompt(entry, cp=cp))] for cp in ({}, None))
     assert difference(ours, stock) <= BOUND

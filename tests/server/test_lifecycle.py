@@ -24,11 +24,11 @@ LONG = {"width": 512, "height": 512, "steps": 60}
 
 @pytest.fixture(scope="module")
 def expected(pool_server):
-    return pool_server.latent(pool_server.run(flux_prompt()).check())
+    return pool_server.sample(flux_prompt())
 
 
 def assert_right(server, expected, **settings):
-    out = server.latent(server.run(flux_prompt(cp=CP, **settings)).check())
+    out = server.sample(flux_prompt(cp=CP, **settings))
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
 
 
@@ -72,9 +72,9 @@ def test_idle_workers_do_not_spin(pool_server, expected):
 
 
 def test_changes_between_prompts_give_right_results(pool_server, expected):
-    other = pool_server.latent(pool_server.run(wan_prompt()).check())
-    lora = pool_server.latent(pool_server.run(flux_prompt(loras=["flux_lora"])).check())
-    half = pool_server.latent(pool_server.run(flux_prompt(loras=[("flux_lora", 0.5)])).check())
+    other = pool_server.sample(wan_prompt())
+    lora = pool_server.sample(flux_prompt(loras=["flux_lora"]))
+    half = pool_server.sample(flux_prompt(loras=[("flux_lora", 0.5)]))
     for settings, reference, build in [
         ({}, expected, flux_prompt),
         ({"loras": ["flux_lora"]}, lora, flux_prompt),
@@ -83,9 +83,9 @@ def test_changes_between_prompts_give_right_results(pool_server, expected):
         ({"loras": [("flux_lora", 0.5)]}, half, flux_prompt),
         ({"loras": ["flux_lora"]}, lora, flux_prompt),
     ]:
-        out = pool_server.latent(pool_server.run(build(cp=CP, **settings)).check())
+        out = pool_server.sample(build(cp=CP, **settings))
         assert (out - reference).abs().max() <= TOLERANCE * reference.std()
-    three = pool_server.latent(pool_server.run(flux_prompt(cp={"world_size": 3})).check())
+    three = pool_server.sample(flux_prompt(cp={"world_size": 3}))
     assert len(pool_server.worker_pids()) == 3
     assert (three - expected).abs().max() <= TOLERANCE * expected.std()
     assert_right(pool_server, expected)
@@ -93,19 +93,16 @@ def test_changes_between_prompts_give_right_results(pool_server, expected):
 
 
 def test_lora_before_and_after_apply_is_the_same(pool_server):
-    outs = [
-        pool_server.latent(pool_server.run(flux_prompt(cp=CP, loras=[("flux_lora", 0.5)], apply_after_lora=after)).check())
-        for after in (True, False)
-    ]
+    outs = [pool_server.sample(flux_prompt(cp=CP, loras=[("flux_lora", 0.5)], apply_after_lora=after)) for after in (True, False)]
     assert (outs[0] == outs[1]).all()
 
 
 def test_two_models_stay_mirrored(pool_server):
     settings = {"node": "KSamplerAdvanced", "low_ckpt": "wan_t2v_low", "steps": 4, "cfg": 4.0}
-    reference = pool_server.latent(pool_server.run(wan_prompt(**settings)).check())
+    reference = pool_server.sample(wan_prompt(**settings))
     outs, loads = [], []
     for _ in range(2):
-        outs.append(pool_server.latent(pool_server.run(wan_prompt(cp=CP, **settings)).check()))
+        outs.append(pool_server.sample(wan_prompt(cp=CP, **settings)))
         loads.append(pool_server.log_text().count("[rank 1] loading"))
     assert loads[0] == loads[1]
     for out in outs:
@@ -122,7 +119,7 @@ def test_two_strengths_in_one_graph(pool_server):
                 node["inputs"] = {k: [prefix + v[0], v[1]] if isinstance(v, list) else v for k, v in node["inputs"].items()}
     result = pool_server.run(merged).check()
     for prefix, strength in (("a_", 0.5), ("b_", 1.0)):
-        reference = pool_server.latent(pool_server.run(flux_prompt(loras=[("flux_lora", strength)])).check())
+        reference = pool_server.sample(flux_prompt(loras=[("flux_lora", strength)]))
         out = pool_server.latent(result, f"{prefix}save")
         assert (out - reference).abs().max() <= TOLERANCE * reference.std()
 
@@ -284,14 +281,14 @@ def test_out_of_memory_twice(pool_server, expected, faults, rank):
 def test_out_of_memory_in_one_batch_group(served, world, pool_server, faults, family_checkpoints):
     """UNets share the batch only: the other groups are in a forward of their own."""
     entry = families.served()[served][1]
-    expected = pool_server.latent(pool_server.run(family_prompt(entry, cfg=4.0)).check())
+    expected = pool_server.sample(family_prompt(entry, cfg=4.0))
     prompt = partial(family_prompt, entry, cfg=4.0, cp={"world_size": world})
     faults.arm(1, "oom", module=3, times=2)
     result = pool_server.run(prompt(), timeout=60)
     assert result.status == "error"
     assert "OutOfMemoryError: injected" in result.error.exception_message
     assert not faults.waiting
-    out = pool_server.latent(pool_server.run(prompt(), timeout=60).check())
+    out = pool_server.sample(prompt(), timeout=60)
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
 
 
@@ -318,24 +315,24 @@ def own_models_server(comfyui_path, own_models):
 def test_a_file_that_changes_after_loading(own_models_server, own_models):
     """The workers never mix the UI's model with the file's new content."""
     server = own_models_server
-    first = server.latent(server.run(flux_prompt(cp=CP), timeout=120).check())
+    first = server.sample(flux_prompt(cp=CP), timeout=120)
     os.utime(own_models / "flux.safetensors", (1, 1))
-    again = server.latent(server.run(flux_prompt(cp=CP), timeout=60).check())  # it is on the workers
+    again = server.sample(flux_prompt(cp=CP), timeout=60)  # it is on the workers
     assert (again == first).all()
     os.kill(server.worker_pids()[0], signal.SIGKILL)
     time.sleep(0.5)
     errors = [server.run(flux_prompt(cp=CP), timeout=60).error for _ in range(2)]
     assert any("flux.safetensors changed on disk" in error.exception_message for error in errors if error)
     server.free_first()
-    last = server.latent(server.run(flux_prompt(cp=CP), timeout=60).check())
+    last = server.sample(flux_prompt(cp=CP), timeout=60)
     assert (last - first).abs().max() <= TOLERANCE * first.std()
     # A weight that a node changes in place is not in the file: refused, and the stock graph keeps the change.
     server.free_first()
     changed = {"model_nodes": [("TestPatch", {"kind": "changed_weight"})]}
-    stock = server.latent(server.run(flux_prompt(**changed), timeout=60).check())
+    stock = server.sample(flux_prompt(**changed), timeout=60)
     error = server.run(flux_prompt(cp=CP, **changed), timeout=60).error
     assert "changed the weight img_in.bias in place" in error.exception_message
-    assert (server.latent(server.run(flux_prompt(**changed), timeout=60).check()) == stock).all()
+    assert (server.sample(flux_prompt(**changed), timeout=60) == stock).all()
     assert (stock - first).abs().max() > 1e-3
 
 
@@ -343,8 +340,8 @@ def test_a_file_that_changes_after_loading(own_models_server, own_models):
 def test_linked_model_files_and_folders(own_models_server, ckpt):
     """Models that lie on another disk, behind a link, are inside ComfyUI's model folders."""
     server = own_models_server
-    reference = server.latent(server.run(flux_prompt(ckpt=ckpt)).check())
-    out = server.latent(server.run(flux_prompt(ckpt=ckpt, cp=CP), timeout=120).check())
+    reference = server.sample(flux_prompt(ckpt=ckpt))
+    out = server.sample(flux_prompt(ckpt=ckpt, cp=CP), timeout=120)
     assert (out - reference).abs().max() <= TOLERANCE * reference.std()
 
 

@@ -75,15 +75,6 @@ CASES = {
     ),
 }  # fmt: skip
 
-_latents: dict[str, Any] = {}
-
-
-def stock(server, key: str, prompt: Prompt) -> Any:
-    """The latent of a graph without context parallelism, computed once per `key`."""
-    if key not in _latents:
-        _latents[key] = server.latent(server.run(prompt, timeout=120).check())
-    return _latents[key]
-
 
 def assert_same(out, expected) -> None:
     assert expected.std() > 1e-2
@@ -94,10 +85,10 @@ def assert_same(out, expected) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_node_between_loader_and_sampler(name, place, server):
     case = CASES[name]
-    expected = stock(server, name, case.build())
-    assert_same(server.latent(server.run(case.build(cp=CP, place=place), timeout=120).check()), expected)
+    expected = server.sample_once(case.build())
+    assert_same(server.sample(case.build(cp=CP, place=place), timeout=120), expected)
     if case.matters:
-        plain = stock(server, str(case.graph), case.graph())
+        plain = server.sample_once(case.graph())
         assert (plain - expected).abs().max() > 1e-2 * plain.std()
 
 
@@ -105,7 +96,7 @@ def test_apply_alone_takes_every_device(server):
     """Without a CP Config."""
     prompt = flux_prompt(cp={})
     del prompt["cp_config"], prompt["cp_apply"]["inputs"]["cp_config"]
-    assert_same(server.latent(server.run(prompt).check()), stock(server, "alone", flux_prompt()))
+    assert_same(server.sample(prompt), server.sample_once(flux_prompt()))
     assert len(server.worker_pids()) == 2
 
 
@@ -117,7 +108,7 @@ def test_several_nodes_in_a_row(server):
         model_nodes=[("ModelSamplingSD3", {"shift": 8.0}), ("CFGZeroStar", {})],
         after_apply=[("CFGNorm", {"strength": 0.9}), ("ScaleROPE", ROPE)],
     )
-    assert_same(server.latent(server.run(build(cp=CP)).check()), stock(server, "several", build()))
+    assert_same(server.sample(build(cp=CP)), server.sample_once(build()))
 
 
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
@@ -213,11 +204,11 @@ GUIDED = {
 @pytest.mark.parametrize("name", GUIDED)
 def test_guider_or_sampler(name, server):
     build = GUIDED[name]
-    expected = stock(server, f"guided {name}", build())
-    assert_same(server.latent(server.run(build(cp=CP), timeout=120).check()), expected)
+    expected = server.sample_once(build())
+    assert_same(server.sample(build(cp=CP), timeout=120), expected)
 
 
 def test_guiders_differ(server):
-    latents = [stock(server, f"guided {name}", GUIDED[name]()) for name in GUIDED if "Switch" not in name and "Custom" not in name]
+    latents = [server.sample_once(GUIDED[name]()) for name in GUIDED if "Switch" not in name and "Custom" not in name]
     for i, one in enumerate(latents):
         assert all((one - other).abs().max() > 1e-2 * one.std() for other in latents[:i])

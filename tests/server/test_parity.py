@@ -64,19 +64,10 @@ CASES = {
     "wan high and low noise": partial(WAN, node="KSamplerAdvanced", low_ckpt="wan_t2v_low", steps=4, cfg=4.0),
 }  # fmt: skip
 
-_stock: dict[str, object] = {}
-
-
-def stock(case, server):
-    """The latent of a case without context parallelism, computed once."""
-    if case not in _stock:
-        _stock[case] = server.latent(server.run(CASES[case](), timeout=120).check())
-    return _stock[case]
-
 
 @pytest.mark.parametrize(("case", "world"), alternate(CASES))
 def test_latent_equals_the_stock_graph(case, world, server):
-    expected = stock(case, server)
+    expected = server.sample_once(CASES[case]())
     result = server.run(CASES[case](cp={"world_size": world}), timeout=120).check()
     out = server.latent(result)
     assert len(server.worker_pids()) == world
@@ -107,23 +98,23 @@ QUICK = "cfg 4 batch 2"
 )
 @pytest.mark.parametrize(("mode", "world"), [on_ranks(settings["world_size"], mode, id=mode) for mode, settings in MODES.items()])
 def test_every_mode_equals_the_stock_graph(mode, world, case, server):
-    expected = stock(case, server)
-    out = server.latent(server.run(CASES[case](cp=MODES[mode]), timeout=120).check())
+    expected = server.sample_once(CASES[case]())
+    out = server.sample(CASES[case](cp=MODES[mode]), timeout=120)
     assert len(server.worker_pids()) == world
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
 
 
 def test_conditions_of_the_cases_matter(server):
     """A case that equals the plain graph would prove nothing."""
-    plain = stock("KSampler euler", server)
+    plain = server.sample_once(CASES["KSampler euler"]())
     for case in ("key mask", "LoRA", "LoRA at half strength", "reference latents", "cfg 4", "fp8 scaled", "ancestral"):
-        other = stock(case, server)
+        other = server.sample_once(CASES[case]())
         assert other.shape != plain.shape or (other - plain).abs().max() > 1e-2 * plain.std(), case
 
 
 def test_world_of_one_is_bit_identical(server):
-    expected = server.latent(server.run(flux_prompt(steps=3, cfg=4.0)).check())
-    out = server.latent(server.run(flux_prompt(steps=3, cfg=4.0, cp={"world_size": 1})).check())
+    expected = server.sample(flux_prompt(steps=3, cfg=4.0))
+    out = server.sample(flux_prompt(steps=3, cfg=4.0, cp={"world_size": 1}))
     assert (out == expected).all()
 
 
@@ -155,6 +146,6 @@ def test_report_names_the_degrees_of_the_run(settings, allowed, server):
 
 
 def test_cp_sampler_takes_a_config_of_its_own(server):
-    expected = server.latent(server.run(flux_prompt()).check())
-    out = server.latent(server.run(flux_prompt(node="CPSampler", sampler_has_config=True, cp={"world_size": 2})).check())
+    expected = server.sample(flux_prompt())
+    out = server.sample(flux_prompt(node="CPSampler", sampler_has_config=True, cp={"world_size": 2}))
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()

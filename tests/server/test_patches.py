@@ -113,18 +113,13 @@ MIRRORED = {
     ),
 }  # fmt: skip
 
-_stock: dict[str, Any] = {}
-
 
 def latent(server, prompt):
-    result = server.run(prompt, timeout=120).check()
-    return server.latent(result, "save")
+    return server.sample(prompt, timeout=120, node_id="save")
 
 
-def stock(server, key: str, prompt: Prompt) -> Any:
-    if key not in _stock:
-        _stock[key] = latent(server, prompt)
-    return _stock[key]
+def stock(server, prompt):
+    return server.sample_once(prompt, node_id="save")
 
 
 @pytest.mark.parametrize(
@@ -134,13 +129,13 @@ def stock(server, key: str, prompt: Prompt) -> Any:
 def test_mirrored_patch(name, served, world, server, family_checkpoints):
     """Before Apply Context Parallel and behind it, with a batch axis and without one."""
     case = MIRRORED[name]
-    expected = stock(server, name, case.build())
+    expected = stock(server, case.build())
     for place, batch_degree in (("model_nodes", 0), ("after_apply", 1)):
         out = latent(server, case.build(cp={"world_size": world, "batch_degree": batch_degree}, place=place))
         assert expected.std() > 1e-2
         assert (out - expected).abs().max() <= TOLERANCE * expected.std()
     if case.matters:
-        plain = stock(server, str(case.graph), case.graph())
+        plain = stock(server, case.graph())
         assert plain.shape == expected.shape
         assert (plain - expected).abs().max() > 1e-2 * plain.std()
 
@@ -180,7 +175,7 @@ def test_a_forward_for_the_time_of_a_call_runs_on_one_device_when_asked(graph, s
 def test_blocks_that_the_compiler_cannot_take(server, family_checkpoints):
     """Because of what a patch does inside of them. The prompt ends, or they run as they are on all ranks; nothing runs twice."""
     case = MIRRORED["InfiniteTalk, two speakers"]
-    expected, before = stock(server, "InfiniteTalk, two speakers", case.build()), len(server.log_text())
+    expected, before = stock(server, case.build()), len(server.log_text())
     nodes = {"after_apply": [(case.node, case.inputs), ("TestPatch", {"kind": "compile_eager"})], "others": case.others}
     for _ in range(2):
         error = server.run(case.graph(cp={"world_size": 2}, **nodes), timeout=120).error.exception_message

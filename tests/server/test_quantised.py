@@ -95,7 +95,7 @@ class Runs:
         prompt = partial(build, **options)
         key = json.dumps(prompt(nonce=0))
         if key not in self.stock:
-            self.stock[key] = self.server.latent(self.server.run(prompt(), timeout=120).check())
+            self.stock[key] = self.server.sample(prompt(), timeout=120)
         return self.stock[key]
 
 
@@ -154,9 +154,9 @@ def rms(difference):
 def test_one_process_with_another_attention_function_differs_as_much(comfyui_path, checkpoints_dir, runs):
     """What the bound for rounded activations rests on: floats that differ in their last bits, nothing else."""
     prompts = [flux_prompt(ckpt="flux"), flux_prompt(ckpt="flux_int8_convrot")]
-    usual = [runs.server.latent(runs.server.run(prompt).check()) for prompt in prompts]
+    usual = [runs.server.sample(prompt) for prompt in prompts]
     with ComfyServer(comfyui_path, models=checkpoints_dir, args=["--use-pytorch-cross-attention"]) as server:
-        other = [server.latent(server.run(prompt).check()) for prompt in prompts]
+        other = [server.sample(prompt) for prompt in prompts]
     unquantised, int8 = (rms(a - b) / a.std() for a, b in zip(usual, other, strict=True))
     assert unquantised < 1e-5 < int8
 

@@ -91,8 +91,8 @@ def test_patches_inside_the_transformer_are_refused(kind, place, off_server):
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
 def test_patches_inside_run_on_a_single_device_when_asked(kind, place, off_server):
     nodes = {place: [("TestPatch", {"kind": kind})]}
-    expected = off_server.latent(off_server.run(flux_prompt(**nodes)).check())
-    out = off_server.latent(off_server.run(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}, **nodes)).check())
+    expected = off_server.sample(flux_prompt(**nodes))
+    out = off_server.sample(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}, **nodes))
     assert (out == expected).all()
     assert "single device" in off_server.log_text()
 
@@ -141,8 +141,8 @@ def test_merged_models(off_server):
     error = refused(off_server, merged(flux_prompt(cp={"world_size": 2})))
     assert "model merging" in error.exception_message
     assert "Save the merged model" in error.exception_message
-    expected = off_server.latent(off_server.run(merged(flux_prompt())).check())
-    out = off_server.latent(off_server.run(merged(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}))).check())
+    expected = off_server.sample(merged(flux_prompt()))
+    out = off_server.sample(merged(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"})))
     assert (out == expected).all()
 
 
@@ -151,8 +151,8 @@ def test_unsupported_family(off_server):
     error = refused(off_server, other(cp={"world_size": 2}))
     assert "OtherTransformer has no context parallel plan" in error.exception_message
     assert "docs/generated/families.md" in error.exception_message
-    expected = off_server.latent(off_server.run(other()).check())
-    out = off_server.latent(off_server.run(other(cp={"world_size": 2, "on_unsupported": "single device"})).check())
+    expected = off_server.sample(other())
+    out = off_server.sample(other(cp={"world_size": 2, "on_unsupported": "single device"}))
     assert (out == expected).all()
 
 
@@ -173,11 +173,9 @@ def with_hooks(prompt):
 def test_weight_hooks(off_server):
     error = refused(off_server, with_hooks(flux_prompt(cp={"world_size": 2})))
     assert "weight hooks" in error.exception_message
-    expected = off_server.latent(off_server.run(with_hooks(flux_prompt())).check())
-    plain = off_server.latent(off_server.run(flux_prompt()).check())
-    out = off_server.latent(
-        off_server.run(with_hooks(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}))).check()
-    )
+    expected = off_server.sample(with_hooks(flux_prompt()))
+    plain = off_server.sample(flux_prompt())
+    out = off_server.sample(with_hooks(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"})))
     assert (out == expected).all()
     assert (plain - expected).abs().max() > 1e-3
 
@@ -188,8 +186,8 @@ def test_weight_hooks(off_server):
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
 def test_what_acts_above_the_denoise_call_works(kind, place, server):
     nodes = {place: [("TestPatch", {"kind": kind})]}
-    expected = server.latent(server.run(flux_prompt(**nodes)).check())
-    out = server.latent(server.run(flux_prompt(cp={"world_size": 2}, **nodes)).check())
+    expected = server.sample(flux_prompt(**nodes))
+    out = server.sample(flux_prompt(cp={"world_size": 2}, **nodes))
     assert (out - expected).abs().max() <= 2e-4 * expected.std()
 
 
@@ -197,12 +195,12 @@ def test_controlnet_for_a_family_without_residuals(server):
     error = refused(server, wan_prompt(control={}, cp={"world_size": 2}))
     assert "a ControlNet gave residuals of kind input and output, and Wan takes none" in error.exception_message
     assert "Remove the ControlNet" in error.exception_message
-    expected = server.latent(server.run(wan_prompt(control={})).check())
-    out = server.latent(server.run(wan_prompt(control={}, cp={"world_size": 2, "on_unsupported": "single device"})).check())
+    expected = server.sample(wan_prompt(control={}))
+    out = server.sample(wan_prompt(control={}, cp={"world_size": 2, "on_unsupported": "single device"}))
     assert (out == expected).all()
     # and back: the fallback of one prompt does not stick to the next one
-    expected = server.latent(server.run(flux_prompt()).check())
-    out = server.latent(server.run(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"})).check())
+    expected = server.sample(flux_prompt())
+    out = server.sample(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}))
     assert (out - expected).abs().max() <= 2e-4 * expected.std()
 
 

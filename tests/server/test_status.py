@@ -26,7 +26,7 @@ LONG = {"width": 512, "height": 512, "steps": 60}
 def expected(pool_server):
     """The stock latent. What other tests have left on the workers is gone."""
     call(pool_server, RESTART, "POST")
-    return pool_server.latent(pool_server.run(flux_prompt()).check())
+    return pool_server.sample(flux_prompt())
 
 
 def call(server, path, method, **headers):
@@ -50,7 +50,7 @@ def wait_for(server, condition, timeout=10.0 * SLACK):
 
 
 def assert_right(server, expected):
-    out = server.latent(server.run(flux_prompt(cp=CP), timeout=120).check())
+    out = server.sample(flux_prompt(cp=CP), timeout=120)
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
     return server.worker_pids()
 

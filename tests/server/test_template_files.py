@@ -73,7 +73,7 @@ def compare(server, graph: Graph) -> None:
 
 
 def latent(server, prompt: Prompt) -> torch.Tensor:
-    return server.latent(server.run(prompt, timeout=300).check(), "save")
+    return server.sample(prompt, timeout=300, node_id="save")
 
 
 @pytest.mark.parametrize("served", ["flux_redux"])

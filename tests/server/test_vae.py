@@ -15,7 +15,7 @@ STATUS = "context_parallel.status"
 
 
 def run(server, *args, **kwargs):
-    return server.latent(server.run(vae_prompt(*args, **kwargs)).check())
+    return server.sample(vae_prompt(*args, **kwargs))
 
 
 def difference(ours, stock):
@@ -61,7 +61,7 @@ class TestVAE:
             graph.add("image", "SaveImage", images=picture, filename_prefix="vae")
             return prompt
 
-        stock = server.latent(server.run(graph("VAEDecode")).check(), "kept")
+        stock = server.sample(graph("VAEDecode"), node_id="kept")
         ranked = graph("CPVAEDecode", cp={"world_size": world})
         result = server.run(ranked).check()
         assert difference(server.latent(result, "kept"), stock) <= 1e-4  # the latent was sampled on ranks as well
@@ -101,4 +101,4 @@ class TestVAE:
         assert "left no recipe" in error(prompt)
         single = vae_prompt("taesd", "decode", "exact", on_unsupported="single device")
         stock = run(server, "taesd", "decode")
-        assert (server.latent(server.run(single).check()) == stock).all()
+        assert (server.sample(single) == stock).all()

@@ -34,9 +34,9 @@ def same(out, expected):
 @pytest.fixture(scope="module")
 def whole(pool_server):
     return {
-        "plain": pool_server.latent(pool_server.run(flux_prompt(cp={**CP, "weights": "whole"})).check()),
-        "deep": pool_server.latent(pool_server.run(flux_prompt(cp={**CP, "weights": "whole"}, **DEEP)).check()),
-        "lora": pool_server.latent(pool_server.run(flux_prompt(cp={**CP, "weights": "whole"}, **LORA)).check()),
+        "plain": pool_server.sample(flux_prompt(cp={**CP, "weights": "whole"})),
+        "deep": pool_server.sample(flux_prompt(cp={**CP, "weights": "whole"}, **DEEP)),
+        "lora": pool_server.sample(flux_prompt(cp={**CP, "weights": "whole"}, **LORA)),
     }
 
 
@@ -76,10 +76,7 @@ def test_files_of_one_name_in_different_folders(pool_server, checkpoints_dir):
 def test_two_models_take_turns(pool_server):
     """High and low noise, each of them shared out."""
     settings = {"low_ckpt": "wan_t2v_low", "node": "KSamplerAdvanced", "steps": 4}
-    outs = [
-        pool_server.latent(pool_server.run(wan_prompt(cp={**CP, "weights": weights}, **settings)).check())
-        for weights in ("whole", "sharded")
-    ]
+    outs = [pool_server.sample(wan_prompt(cp={**CP, "weights": weights}, **settings)) for weights in ("whole", "sharded")]
     same(*outs)
 
 
@@ -106,7 +103,7 @@ def test_what_was_set_before_says_nothing(pool_server, whole):
 
 def test_what_does_not_fit_runs_on_one_device_where_that_is_set(pool_server, whole):
     cp = {**CP, "weights": "whole", "memory_per_rank": 1e-3, "on_unsupported": "single device"}
-    same(pool_server.latent(pool_server.run(flux_prompt(cp=cp)).check()), whole["plain"])
+    same(pool_server.sample(flux_prompt(cp=cp)), whole["plain"])
 
 
 def test_a_larger_picture_loads_nothing_again(pool_server):

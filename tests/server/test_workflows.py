@@ -420,8 +420,8 @@ def test_unet_shares_the_batch(served, server, family_checkpoints, as_checkpoint
 
 
 def compare(name: str, server: ComfyServer) -> None:
-    expected = server.latent(server.run(tiny(name, world_size=None), timeout=120).check())
-    out = server.latent(server.run(tiny(name, world_size=2), timeout=120).check())
+    expected = server.sample(tiny(name, world_size=None), timeout=120)
+    out = server.sample(tiny(name, world_size=2), timeout=120)
     assert len(server.worker_pids()) == 2
     assert out.shape == expected.shape
     assert expected.std() > 1e-2

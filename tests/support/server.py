@@ -180,6 +180,7 @@ class ComfyServer:
         """Command lines of the processes that outlived the server and had to be killed by the last stop()."""
         self._marker = uuid.uuid4().hex
         self._prompts: dict[str, Mapping[str, Any]] = {}
+        self._sampled: dict[str, Tensor] = {}
         self._process: preloaded.Process | None = None
         self._listener: _Listener | None = None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -344,6 +345,22 @@ class ComfyServer:
     def run(self, prompt: Mapping[str, Any], timeout: float = 60.0) -> Result:
         """Queue a prompt and wait for its end, whatever that is. `.check()` of the result insists on success."""
         return self.wait(self.queue(prompt), timeout)
+
+    def sample(self, prompt: Mapping[str, Any], timeout: float = 60.0, node_id: str | None = None) -> Tensor:
+        """The latent of a prompt that must succeed; see `latent`."""
+        return self.latent(self.run(prompt, timeout), node_id)
+
+    def sample_once(self, prompt: Mapping[str, Any], timeout: float = 120.0, node_id: str | None = None) -> Tensor:
+        """The same, sampled for the first who asks for a prompt: what several tests compare with."""
+        key = json.dumps([prompt, node_id], sort_keys=True)
+        if key not in self._sampled:
+            self._sampled[key] = self.sample(prompt, timeout, node_id)
+        return self._sampled[key]
+
+    def failed_at(self, prompt_id: str) -> tuple[float, str]:
+        """When ComfyUI reported the error of a prompt, and its message."""
+        event = self.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id, 60)
+        return event.time, event.data["exception_message"]
 
     def interrupt(self, prompt_id: str | None = None) -> None:
         """Cancel the prompt that runs, or only if it is `prompt_id`."""
