@@ -79,7 +79,8 @@ JOBS = (
         name="graphs",
         paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files", "families", "workflows", "blueprint"),
     ),
-    Job(name="tables", paths=("tests/families", "tests/unit", "tests/gpu")),
+    Job(name="tables", paths=("tests/families", "tests/gpu")),
+    Job(name="unit", paths=("tests/unit",)),
     LINT,
 )
 # One prompt per mode, and what needs no ComfyUI.
