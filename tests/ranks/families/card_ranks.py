@@ -16,21 +16,19 @@ use_comfyui()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from family_stock import clone, distance, models, stock  # noqa: E402
+from sharded_call import in_mode  # noqa: E402
 from support import families  # noqa: E402
 from support.stand_in import messages, tensors  # noqa: E402
 
 from cp_runtime.comfy.forward.rank_sharded import run_sharded  # noqa: E402
 from cp_runtime.comfy.forward.ui_interception import innermost_method  # noqa: E402
-from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.nested import map_tensors  # noqa: E402
 
 mesh, hosts = BatchMesh(dist.group.WORLD), dist.new_group(backend="gloo")
-config = ContextParallelConfig(
-    ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
-)
+config = in_mode(ring, ulysses, rotate_method)
 
 
 def on_card(value):
@@ -55,7 +53,7 @@ def disagreement():
 
 with torch.no_grad():
     for family, name in wanted:
-        (case,) = [case for case in families.load(family).CASES if case.name == name]
+        case = families.case(family, name)
         expected, _ = stock(family, name)
         model, inputs = models(family)[case.model].to("cuda"), clone(case.make())
         control = inputs.pop("control", None)  # ranks get residuals in the memory that they share with the controller

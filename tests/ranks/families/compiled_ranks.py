@@ -3,7 +3,6 @@
 Arguments: ring degree, Ulysses degree, rotate method, batch degree, backend, and as JSON the cases, (family, name) each.
 """
 
-import inspect
 import json
 import time
 from itertools import pairwise
@@ -15,38 +14,24 @@ use_comfyui()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from family_stock import clone, distance, forward, models, stock  # noqa: E402
+from family_stock import distance, forward, models, stock  # noqa: E402
+from sharded_call import call, in_mode, shared_out  # noqa: E402
 from support import families  # noqa: E402
 
-from cp_runtime.comfy.forward.rank_batch import share_out  # noqa: E402
-from cp_runtime.comfy.forward.rank_sharded import run_sharded  # noqa: E402
-from cp_runtime.comfy.forward.ui_interception import innermost_method  # noqa: E402
 from cp_runtime.compat import compiler_counts  # noqa: E402
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings  # noqa: E402
-from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
-from cp_runtime.engine.weights.sharded import ShardedWeights  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 
 mesh = BatchMesh(dist.group.WORLD)
-own = mesh.sequence().weights
-config = ContextParallelConfig(
-    ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
-)
+own, config = mesh.sequence().weights, in_mode(ring, ulysses, rotate_method)
 
 
 def run(installed, inputs, options, expected, weights=None):
     """Largest difference of any rank from the stock forward, in standard deviations of that."""
-    method = getattr(installed.model, innermost_method(installed.model))
-    leading = list(inspect.signature(method).parameters)[:2]
-    degree = int(batch_degree) if installed.plan.batch_is_shared(inputs) else 1
-    shares = share_out(inputs, leading, world, degree, installed.plan.shares_sequence)
-    arguments = {**clone(inputs), "transformer_options": clone(dict(options))}
-    sequence = mesh.sequence(shares.groups)
-    part = shares.take(arguments, rank // sequence.size)
-    out, _ = run_sharded(installed, method, clone(part), sequence, lambda shape: config, weights=weights)
-    worst = torch.tensor([distance(shares.gather(out, mesh), expected)[0]])
+    out, _ = call(installed, inputs, options, mesh, config, batches=batch_degree, weights=weights)
+    worst = torch.tensor([distance(out, expected)[0]])
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return worst.item()
 
@@ -69,12 +54,12 @@ def change_weights(model):
 
 with torch.no_grad():
     for family, name in json.loads(wanted):
-        (case,) = [case for case in families.load(family).CASES if case.name == name]
+        case = families.case(family, name)
         model, failures = models(family)[case.model], []
         inputs, expected = case.make(), stock(family, name)[0]
         other = smaller(inputs)
         other_expected = forward(model, other, case.options)
-        installed, own_weights = InstalledPlan(model, plan_for(model)), [dict(module._parameters) for module in model.modules()]
+        installed = InstalledPlan(model, plan_for(model))
         blocks = CompiledBlocks(model, installed.plan, CompileSettings(backend=backend))
         blocks.failed = failures.append
         began, graphs, differences = time.perf_counter(), [compiler_counts()["graphs"]], {}
@@ -89,14 +74,9 @@ with torch.no_grad():
         change_weights(model)
         step("other weights", inputs, case.options, expected)
         step("other size", other, case.options, other_expected)
-        weights = ShardedWeights(model, own, torch.device("cpu"))
-        for path in weights.blocks:
-            weights.keep(path)
-        step("shared weights", inputs, case.options, expected, weights)
-        step("shared weights, fetched ahead", inputs, case.options, expected, weights)
-        weights.remove()
-        for module, parameters in zip(model.modules(), own_weights, strict=True):
-            module._parameters.update(parameters)
+        with shared_out(model, own) as weights:
+            step("shared weights", inputs, case.options, expected, weights)
+            step("shared weights, fetched ahead", inputs, case.options, expected, weights)
         report(
             family=family,
             case=name,

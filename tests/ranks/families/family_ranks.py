@@ -4,7 +4,6 @@ Arguments: ring degree, Ulysses degree, rotate method, batch degree, and as JSON
 models whose weights are shared out, too, (family, name) each.
 """
 
-import inspect
 import json
 
 from support.ranks import finish, report, start, use_comfyui
@@ -16,36 +15,17 @@ use_comfyui()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from family_stock import clone, distance, models, stock  # noqa: E402
+from family_stock import distance, models, stock  # noqa: E402
+from sharded_call import call, in_mode, shared_out  # noqa: E402
 from support import families  # noqa: E402
 
-from cp_runtime.comfy.forward.rank_batch import share_out  # noqa: E402
-from cp_runtime.comfy.forward.rank_sharded import run_sharded  # noqa: E402
-from cp_runtime.comfy.forward.ui_interception import innermost_method  # noqa: E402
-from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
-from cp_runtime.engine.weights.sharded import ShardedWeights  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.nested import tensors  # noqa: E402
 
-CPU = torch.device("cpu")
-
-
-def kept_whole(model):
-    return [dict(module._parameters) for module in model.modules()]
-
-
-def put_back(parameters):
-    for module, own in zip(model.modules(), parameters, strict=True):
-        module._parameters.update(own)
-
-
 mesh = BatchMesh(dist.group.WORLD, shares=tuple(json.loads(given)))
-own = mesh.sequence().weights
-config = ContextParallelConfig(
-    ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
-)
+own, config = mesh.sequence().weights, in_mode(ring, ulysses, rotate_method)
 with torch.no_grad():
     for family in sorted({family for family, _ in wanted}):
         installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models(family).items()}
@@ -53,17 +33,9 @@ with torch.no_grad():
             if (family, case.name) not in wanted:
                 continue
             model, plan, inputs = models(family)[case.model], installed[case.model], case.make()
-            method = getattr(model, innermost_method(model))
-            leading = list(inspect.signature(method).parameters)[:2]
-            degree = int(batch_degree) if plan.plan.batch_is_shared(inputs) else 1
-            shares = share_out(inputs, leading, world, degree, plan.plan.shares_sequence, mesh.group_shares)
             expected, others = stock(family, case.name)
             mesh.stats.reset()
-            arguments = {**clone(inputs), "transformer_options": clone(dict(case.options))}
-            sequence = mesh.sequence(shares.groups)
-            part = shares.take(arguments, mesh.index(shares.groups))
-            out, state = run_sharded(plan, method, clone(part), sequence, lambda shape: config)
-            out = shares.gather(out, mesh)
+            out, state = call(plan, inputs, case.options, mesh, config, batches=batch_degree)
             difference, std = distance(out, expected)
             worst = torch.tensor([difference])
             dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -80,24 +52,19 @@ with torch.no_grad():
             if (family, case.model) not in shared:
                 continue
             shared.remove((family, case.model))
-            kept, weights = kept_whole(model), ShardedWeights(model, own, CPU)
-            for name in weights.blocks:
-                weights.keep(name)
             differing = []
-            for _ in range(2):  # without knowing the order of blocks, and ahead of them
-                mesh.stats.reset()
-                again, _ = run_sharded(plan, method, clone(part), sequence, lambda shape: config, weights=weights)
-                again = shares.gather(again, mesh)
-                differing += [distance(a, b)[0] for a, b in zip(tensors(again), tensors(out), strict=True)]
-            report(
-                family=family,
-                case=f"weights of {case.model}",
-                blocks=len(weights.blocks),
-                differing=max(differing),
-                pending=mesh.stats.pending,
-            )
-            weights.remove()
-            put_back(kept)
+            with shared_out(model, own) as weights:
+                for _ in range(2):  # without knowing the order of blocks, and ahead of them
+                    mesh.stats.reset()
+                    again, _ = call(plan, inputs, case.options, mesh, config, batches=batch_degree, weights=weights)
+                    differing += [distance(a, b)[0] for a, b in zip(tensors(again), tensors(out), strict=True)]
+                report(
+                    family=family,
+                    case=f"weights of {case.model}",
+                    blocks=len(weights.blocks),
+                    differing=max(differing),
+                    pending=mesh.stats.pending,
+                )
 
         # Taken off, the model is the stock one again.
         for plan in installed.values():

@@ -38,7 +38,7 @@ def models(family):
 @functools.cache
 def stock(family, name):
     """Output of a case, and the difference that each argument makes which must matter."""
-    (case,) = [case for case in families.load(family).CASES if case.name == name]
+    case = families.case(family, name)
     model, inputs = models(family)[case.model], case.make()
     with torch.inference_mode():
         expected = forward(model, inputs, case.options)

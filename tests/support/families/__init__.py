@@ -113,6 +113,12 @@ def load(name: str) -> Any:
     return importlib.import_module(f"{__name__}.{name}")
 
 
+def case(family: str, name: str) -> Case:
+    """One of its cases."""
+    (found,) = [case for case in load(family).CASES if case.name == name]
+    return found
+
+
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 

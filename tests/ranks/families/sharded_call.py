@@ -1,0 +1,49 @@
+"""A call of a family's model on the ranks of a script, as a pool makes it; `family_stock` has what it is compared with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from family_stock import clone
+
+from cp_runtime.comfy.forward.rank_batch import share_out
+from cp_runtime.comfy.forward.rank_sharded import run_sharded
+from cp_runtime.comfy.forward.ui_interception import innermost_method
+from cp_runtime.engine.config import ContextParallelConfig
+from cp_runtime.engine.weights.sharded import ShardedWeights
+
+
+def in_mode(ring, ulysses, rotate_method="allgather"):
+    """The degrees of all calls, for tokens and heads of any number."""
+    return ContextParallelConfig(
+        ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
+    )
+
+
+def call(installed, inputs, options, mesh, config, *, batches=1, weights=None):
+    """The whole output, and the state of the call on this rank: the batch is shared out over so many groups where it may be."""
+    method = getattr(installed.model, innermost_method(installed.model))
+    leading = list(inspect.signature(method).parameters)[:2]
+    degree = int(batches) if installed.plan.batch_is_shared(inputs) else 1
+    shares = share_out(inputs, leading, mesh.size, degree, installed.plan.shares_sequence, mesh.group_shares)
+    part = shares.take({**clone(inputs), "transformer_options": clone(dict(options))}, mesh.index(shares.groups))
+    out, state = run_sharded(installed, method, clone(part), mesh.sequence(shares.groups), lambda shape: config, weights=weights)
+    return shares.gather(out, mesh), state
+
+
+@contextmanager
+def shared_out(model, group) -> Iterator[ShardedWeights]:
+    """Every rank keeps its part of the blocks' weights; afterwards the model has them again."""
+    whole = [dict(module._parameters) for module in model.modules()]
+    weights = ShardedWeights(model, group, torch.device("cpu"))
+    for name in weights.blocks:
+        weights.keep(name)
+    try:
+        yield weights
+    finally:
+        weights.remove()
+        for module, parameters in zip(model.modules(), whole, strict=True):
+            module._parameters.update(parameters)
