@@ -194,26 +194,22 @@ def test_cancel_ends_the_prompt_and_keeps_the_workers(pool_server, expected):
     assert pool_server.worker_pids() == pids
 
 
-def test_cancel_inside_a_slow_step_keeps_the_workers(pool_server, expected, faults):
+SLOW = {  # seconds of every block, of the sampler before Cancel, and until the prompt has ended
+    "inside a slow step": (0.3, 0.6, 2),  # five planned modules: the first step takes 1.5 s
+    "inside blocks of a second": (0.9, 1.3, 3),  # ranks leave at the second block that they enter: they get the time of three
+}
+
+
+@pytest.mark.parametrize("when", SLOW)
+def test_cancel_inside_a_slow_step_keeps_the_workers(pool_server, expected, faults, when):
     """All ranks leave the call at the same block, although one of them is late."""
+    block, before, bound = SLOW[when]
     assert_right(pool_server, expected)
     pids = pool_server.worker_pids()
-    faults.arm(1, "slow", module=1, seconds=0.3)
-    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=80))  # five planned modules: the first step takes 1.5 s
-    wait_for_sampler(pool_server, prompt_id, 0.6)
-    cancel(pool_server, prompt_id, "inside a slow step")
-    assert_right(pool_server, expected)
-    assert pool_server.worker_pids() == pids
-
-
-def test_cancel_inside_slow_blocks_keeps_the_workers(pool_server, expected, faults):
-    """Ranks leave at the second block that they enter: they get the time of three."""
-    assert_right(pool_server, expected)
-    pids = pool_server.worker_pids()
-    faults.arm(1, "slow", module=1, seconds=0.9)
+    faults.arm(1, "slow", module=1, seconds=block)
     prompt_id = pool_server.queue(flux_prompt(cp=CP, width=80))
-    wait_for_sampler(pool_server, prompt_id, 1.3)
-    cancel(pool_server, prompt_id, "inside blocks of a second", seconds=3)  # three of 0.9 s
+    wait_for_sampler(pool_server, prompt_id, before)
+    cancel(pool_server, prompt_id, when, seconds=bound)
     assert_right(pool_server, expected)
     assert pool_server.worker_pids() == pids
 
