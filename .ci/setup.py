@@ -30,10 +30,11 @@ QUIET = () if sys.stderr.isatty() else ("-q",)  # a log needs no progress
 ELSEWHERE = ("PYTHONHOME", "PYTHONPATH", "PIP_PREFIX", "PIP_ROOT", "PIP_TARGET", "PIP_USER", "PIP_REQUIRE_VIRTUALENV")
 """Settings of the caller that would send packages elsewhere than into the new environment."""
 PROBE = f"""
-import sys
+import importlib.util, sys
 if not {PYTHON_MIN} <= sys.version_info[:2] <= {PYTHON_MAX}:
     sys.exit('it is Python ' + sys.version.split()[0] + '; {NEEDED}')
-import torch, pytest
+if not importlib.util.find_spec('torch'):
+    sys.exit('it has no torch')
 """
 
 
@@ -48,7 +49,7 @@ def given_python(value: str) -> Path:
         sys.exit(f"CP_PYTHON={value}: no such program. Name an interpreter, or unset it to have one set up.")
     checked = subprocess.run([found, "-I", "-c", PROBE], capture_output=True, text=True)
     if checked.returncode:
-        sys.exit(f"CP_PYTHON={value} cannot be used: {checked.stderr.strip()}\nGive it the packages, or unset CP_PYTHON.")
+        sys.exit(f"CP_PYTHON={value} cannot be used: {checked.stderr.strip()}. Give it ComfyUI's packages, or unset CP_PYTHON.")
     return Path(os.path.abspath(found))
 
 
