@@ -17,7 +17,7 @@ from support.stand_in.memory import Ledger
 
 pytestmark = pytest.mark.soak
 LARGE = checkpoints.Checkpoint(architecture=checkpoints.Wan(dim=1024, heads=8, layers=6, ffn=4096))
-LEFT = 0.1
+MOST, LEFT = 1.1, 0.1
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
 """Has the C library and MKL give back at once what is freed."""
 
@@ -28,9 +28,11 @@ def host(request, comfyui_path, tmp_path_factory):
     with DynamicVRAM or without.
 
     Yields a function that runs the model and returns what is taken of the host's memory for it, in sizes of the file; and one
-    that has everybody drop it and does the same. Counted is the memory of ComfyUI and all its processes, pages of files and shared
-    memory once (PSS), without what the fake devices hold, and without what was there when the model had been run and dropped
-    once: libraries keep something from their first use.
+    that has everybody drop it and does the same. Counted is the memory of ComfyUI and all its processes, pages of models and shared
+    memory once (PSS), without libraries, which other programs share as they come and go, without what the fake devices hold, and
+    without what was there when the model had been run and dropped once: libraries keep something from their first use. Two steps:
+    in the first call behind a load the ranks use one of their two buffers for blocks, and the other one, which counts as the
+    device's, has no memory yet.
     """
     folder = tmp_path_factory.mktemp("host")
     with pytest.MonkeyPatch.context() as patched:
@@ -43,20 +45,26 @@ def host(request, comfyui_path, tmp_path_factory):
     options = {"args": ["--cache-classic"], "env": {**stand_in.environment(cards), **EXACT}}
     with ComfyServer(comfyui_path, models=folder, cpu=False, **options) as running:
 
+        def counts(name):
+            return not name.startswith("/") or name.startswith((str(folder), "/memfd:", "/dev/"))
+
         def taken():
             pids = [running.pid, *(child.pid for child in processes.descendants(running.pid))]
-            return sum(map(processes.pss, pids)) - sum(ledger.tensors(card) + ledger.mapped(card) for card in range(cards.count))
+            held = sum(processes.pss_where(pid, counts) for pid in pids)
+            return held - sum(ledger.tensors(card) + ledger.mapped(card) for card in range(cards.count))
 
         def run(strength, **settings):
             loras = [("large_lora", strength)] if strength else []
-            running.run(wan_prompt(ckpt=file.stem, steps=1, loras=loras, **settings), timeout=300).check()
+            running.run(wan_prompt(ckpt=file.stem, steps=2, loras=loras, **settings), timeout=300).check()
             return (taken() - base) / file.stat().st_size
 
         def drop():
+            nonlocal base
             running.free_workers(60)
             deadline = time.monotonic() + 30  # ComfyUI forgets its own copy behind those of the ranks
             while (left := (taken() - base) / file.stat().st_size) > LEFT and time.monotonic() < deadline:
                 time.sleep(0.5)
+            base = taken()  # every prompt leaves a little in all six processes
             return left
 
         base = 0
@@ -72,10 +80,10 @@ def host(request, comfyui_path, tmp_path_factory):
 @pytest.mark.parametrize(
     ("weights", "weight_dtype", "strengths", "most"),
     [
-        ("whole", "default", (0, 1.0, 0.5), 1.1),
-        ("offloaded", "default", (0, 1.0), 1.5),  # beside the file, 0.1 of it in each of four ranks
-        ("whole", "fp8_e4m3fn", (0, 1.0), 1.1),
-        ("sharded", "fp8_e4m3fn", (0, 1.0), 1.1),
+        ("whole", "default", (0, 1.0, 0.5), MOST),
+        ("offloaded", "default", (0, 1.0), 1.2),  # pinned parts are the file, and LoRA and calls take some in all six processes
+        ("whole", "fp8_e4m3fn", (0, 1.0), MOST),
+        ("sharded", "fp8_e4m3fn", (0, 1.0), MOST),
     ],
 )
 def test_the_host_holds_the_file_once_for_all_ranks(host, weights, weight_dtype, strengths, most):
@@ -89,5 +97,5 @@ def test_the_host_holds_the_file_once_for_all_ranks(host, weights, weight_dtype,
 def test_the_host_holds_the_file_once_behind_a_run_without_ranks(host):
     run, drop = host
     run(1.0)
-    assert run(1.0, cp={"weights": "whole"}) <= 1.1
+    assert run(1.0, cp={"weights": "whole"}) <= MOST
     assert drop() <= LEFT

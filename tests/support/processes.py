@@ -136,3 +136,15 @@ def held(pid: int) -> int:
 def pss(pid: int) -> int:
     """Resident bytes, each shared page divided by the number of processes that share it: those of several processes add up."""
     return psutil.Process(pid).memory_full_info().pss
+
+
+def pss_where(pid: int, wanted: Callable[[str], bool]) -> int:
+    """The same of mappings that are wanted, by their file or what the kernel calls them; memory of the process's own is ""."""
+    total, counts = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        first, *rest = line.split(maxsplit=5)
+        if not first.endswith(":"):
+            counts = wanted(rest[4] if len(rest) > 4 else "")
+        elif first == "Pss:" and counts:
+            total += 1024 * int(rest[0])
+    return total

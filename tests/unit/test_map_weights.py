@@ -9,9 +9,11 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import processes
 from torch import nn
 
 from cp_runtime import map_weights
+from cp_runtime.engine.weights.pages import give_back, mapped
 from cp_runtime.errors import ConfigError
 
 
@@ -81,6 +83,28 @@ def test_a_file_that_is_larger_than_memory(tmp_path):
     assert model.weight[5].sum() == 3
     del model
     assert mapped_ranges(tmp_path / "model.safetensors") == []
+
+
+def test_pages_that_were_read_are_given_back(tmp_path):
+    """Those of a mapping in which something was changed stay, where they have to."""
+    file, model = tmp_path / "model.safetensors", nn.Linear(512, 512)
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, file)
+    with torch.device("meta"):
+        read = nn.Linear(512, 512)
+    map_weights(read, file)
+
+    def resident():
+        return processes.pss_where(os.getpid(), str(file).__eq__)
+
+    for _ in range(2):
+        assert torch.equal(read.weight, model.weight)
+        assert resident() > read.weight.nbytes / 2
+        give_back(read.parameters(), mapped(str(file), unwritten=True))
+        assert resident() < 16 << 10
+    read.weight.data[5, 5] = 3.0
+    give_back(read.parameters(), mapped(str(file), unwritten=True))
+    assert read.weight[5, 5] == 3
+    assert len(mapped(str(file))) > len(mapped(str(file), unwritten=True))
 
 
 def refused(model, path, *words):

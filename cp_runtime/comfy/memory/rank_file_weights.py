@@ -11,19 +11,20 @@ process pages of its own, because safetensors maps files privately. Those weight
 from __future__ import annotations
 
 import contextlib
-import mmap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.utils import get_attr
-from torch import Tensor, frombuffer, nn, uint8
+from torch import Tensor, nn
 
 from ...compat import before_apply
 from ...engine.weights.cast import memory_of
+from ...engine.weights.pages import inside, mapped
 from ...nested import stored
 from ..model.wire_loading import parameters_of
+from ..model.wire_recipe import Recipe
 from .rank_progress import LoadProgress
 
 
@@ -38,20 +39,20 @@ class FileWeightsPatcher(ModelPatcher):
     """A ModelPatcher that goes back to the file's pages.
 
     Attributes:
-        cp_path: of the file.
+        cp_recipe: by which the model was loaded.
         cp_file_weights: those weights whose memory is the file, by name.
         cp_progress: told what is on the device.
     """
 
-    cp_path: str
+    cp_recipe: Recipe
     cp_file_weights: dict[str, Tensor]
     cp_progress: LoadProgress
 
     @classmethod
-    def adopt(cls, patcher: Any, path: str, progress: LoadProgress) -> None:
-        """Make `patcher`, whose model was loaded from `path` a moment ago, one of these."""
-        patcher.__class__, patcher.cp_path, patcher.cp_progress = cls, path, progress
-        ranges = mapped(path)
+    def adopt(cls, patcher: Any, recipe: Recipe, progress: LoadProgress) -> None:
+        """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these."""
+        patcher.__class__, patcher.cp_recipe, patcher.cp_progress = cls, recipe, progress
+        ranges = mapped(recipe.path)
         patcher.cp_file_weights = {
             # Not the parameter itself: a module that moves to a device puts another tensor into it.
             name: getattr(module, parameter).detach()
@@ -102,28 +103,5 @@ def forget(patcher: ModelPatcher) -> None:
     loaded[:] = [each for each in loaded if each.model is not patcher]
 
 
-def mapped(path: str) -> list[tuple[int, int]]:
-    """Ranges of addresses at which this process has mapped a file.
-
-    What the kernel calls its device and inode is read off a page that is mapped for it: some file systems have `stat` name others.
-    """
-    with open(path, "rb") as file:
-        page = frombuffer(mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY), dtype=uint8)
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
-        fields = [line.split(maxsplit=5) for line in lines]
-    spans = [(int(start, 16), int(stop, 16)) for start, stop in (entry[0].split("-") for entry in fields)]
-    files = [entry[3:5] for entry in fields]
-    ours = next(file for span, file in zip(spans, files, strict=True) if inside(page, [span]))
-    return [span for span, file in zip(spans, files, strict=True) if file == ours]
-
-
 def _bytes(tensor: Tensor) -> int:
     return tensor.nbytes
-
-
-def inside(tensor: Tensor, ranges: list[tuple[int, int]]) -> bool:
-    """Whether all of a tensor lies in one of these ranges."""
-    if tensor.device.type != "cpu":
-        return False
-    begin = tensor.data_ptr()
-    return any(start <= begin and begin + tensor.nbytes <= stop for start, stop in ranges)

@@ -8,8 +8,6 @@ part and one block, and quantised weights stay quantised.
 from __future__ import annotations
 
 import ctypes
-import mmap
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,12 +15,12 @@ from torch import Tensor
 
 from ...engine.collectives import RankGroup
 from ...engine.weights.blocks import Block
-from ...engine.weights.cast import memory_of, plain, settle
-from ...engine.weights.packing import round_up
+from ...engine.weights.cast import plain, settle
+from ...engine.weights.pages import give_back, mapped
 from ...engine.weights.sharded import ShardedWeights
-from ...nested import stored
 from ..model.wire_loading import parameters_of
-from .rank_file_weights import Backup, FileWeightsPatcher, inside, mapped
+from ..model.wire_recipe import Recipe
+from .rank_file_weights import Backup, FileWeightsPatcher
 from .rank_progress import LoadProgress
 
 PREFIX = "diffusion_model."
@@ -44,9 +42,9 @@ class SharedWeightsPatcher(FileWeightsPatcher):
     cp_size: int
 
     @classmethod
-    def share(cls, patcher: Any, path: str, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool) -> None:
-        """Make `patcher`, whose model was loaded from `path` a moment ago, one of these."""
-        cls.adopt(patcher, path, progress)
+    def share(cls, patcher: Any, recipe: Recipe, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool) -> None:
+        """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these."""
+        cls.adopt(patcher, recipe, progress)
         patcher.cp_ranks, patcher.cp_on_host, patcher.cp_weights, patcher.cp_size = ranks, on_host, None, size
 
     def model_size(self) -> int:
@@ -63,7 +61,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         for block in own:
             block.clear()
         self._load_rest(device_to, {PREFIX + path for block in own for path in block.slots})
-        pages = mapped(self.cp_path)
+        pages = mapped(self.cp_recipe.path)
         for block, parameters in own.items():
             block.put([plain(weight) for weight in parameters])
             weights.keep(block.name, self._patched(block, device_to))
@@ -103,18 +101,3 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def give_back(weights: Iterable[Tensor], pages: list[tuple[int, int]]) -> None:
-    """Take pages that this process has read off its memory. They stay in the computer's page cache, and can be read again.
-
-    Args:
-        pages: ranges of addresses at which the file is mapped; other memory would lose what is in it.
-    """
-    libc = ctypes.CDLL(None)
-    for part in (memory_of(part) for weight in weights for part in stored(weight)):
-        if inside(part, pages):
-            begin = round_up(part.data_ptr(), mmap.PAGESIZE)
-            end = (part.data_ptr() + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            if begin < end:
-                libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)

@@ -11,6 +11,7 @@ import comfy.memory_management
 import comfy.model_management
 
 from ...engine.weights.files import MAPPED
+from ...engine.weights.pages import give_back, mapped
 from ...errors import MirrorError, UnsupportedError
 from ..model.wire_loading import adopt, load_recipe, parameters_of
 from ..model.wire_recipe import DTYPE_OPTIONS, Recipe
@@ -45,6 +46,7 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
                 f"something changed the weight {name} in place after ComfyUI had loaded it, and the workers have it as it is in "
                 f"{os.path.basename(recipe.path)}. Remove the node that did so and load the model again."
             )
+    give_back(weights.values(), mapped(recipe.path))  # all of them have been read
     guard_size(model, recipe.path, recipe.stamp[0])
     for name, module, parameter in own:
         if adopt(module, parameter, weights.get(name)):

@@ -146,14 +146,14 @@ class Mirrors:
         mirror = self.entries.get(key)
         if mirror is None:
             recipe = Recipe.from_json(request.recipe)
-            path, ranks = recipe.path, None if placement == WHOLE or mesh is None else mesh.sequence().weights
+            ranks = None if placement == WHOLE or mesh is None else mesh.sequence().weights
             # Where calls compute on the host they would convert again and again.
             patcher, missing = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
             if ranks is None:
-                FileWeightsPatcher.adopt(patcher, path, self.progress)
+                FileWeightsPatcher.adopt(patcher, recipe, self.progress)
             else:
                 SharedWeightsPatcher.share(
-                    patcher, path, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
+                    patcher, recipe, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
                 )
             if own_formats(patcher.model, self.device):
                 Experts.find(network_of(patcher))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ...controller.placement import Demand
 from ...engine.weights.blocks import sizes_of
+from ...engine.weights.pages import give_back, mapped
 from ...errors import MirrorError
 from ...pool.messages import Load, Loaded
 from ...pool.protocol import TensorPacker, flatten
@@ -60,7 +62,7 @@ class Target:
             patches_uuid=str(patcher.patches_uuid),
             dtype=str(patcher.model.get_dtype()),
             cast_dtype=str(patcher.model.manual_cast_dtype),
-            samples=partial(comparable_weights, patcher),
+            samples=partial(comparable_weights, patcher, recipe.path),
             layers=partial(layers_of, patcher.model.diffusion_model),
             demand=demand_of(patcher.model, patcher.model.diffusion_model, call_memory),
         )
@@ -100,13 +102,22 @@ def demand_of(model: Any, network: nn.Module, call_memory: float) -> Demand:
     return Demand(notes.sizes, call_memory)
 
 
-def comparable_weights(patcher: Any) -> Mapping[str, str]:
-    """Return `sample_weights` of the weights that are in this process as they were loaded; of none while weight patches are in."""
+def comparable_weights(patcher: Any, path: str) -> Mapping[str, str]:
+    """Return `sample_weights` of the weights that are in this process as they were loaded; of none while weight patches are in.
+
+    The kernel maps 64 KB of the file around each sample: they are given back.
+
+    Args:
+        path: of the model's file.
+    """
     if patcher.model.current_weight_patches_uuid is not None:
         return {}
     prefix = "diffusion_model."
     patched = {key.removeprefix(prefix) for backup in (patcher.backup, patcher.hook_backup) for key in backup}
-    return sample_weights(patcher.model.diffusion_model, without=patched)
+    samples = sample_weights(patcher.model.diffusion_model, without=patched)
+    with contextlib.suppress(OSError):  # the file is gone
+        give_back(patcher.model.diffusion_model.parameters(), mapped(path, unwritten=True))
+    return samples
 
 
 def verify(target: Target, digest: str, replies: Sequence[Loaded], pids: Sequence[int]) -> None:

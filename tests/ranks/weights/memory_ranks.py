@@ -21,13 +21,13 @@ from comfy import model_management as mm  # noqa: E402
 from comfy.weight_adapter import LoRAAdapter  # noqa: E402
 
 from cp_runtime.comfy.forward.ui_apply import call_memory  # noqa: E402
-from cp_runtime.comfy.memory import rank_file_weights as file_weights  # noqa: E402
 from cp_runtime.comfy.memory.rank_progress import LoadProgress  # noqa: E402
 from cp_runtime.comfy.memory.rank_room import room  # noqa: E402
 from cp_runtime.comfy.model.rank_mirrors import Mirrors  # noqa: E402
 from cp_runtime.comfy.model.wire_loading import file_backed_weights, weights_on_host  # noqa: E402
 from cp_runtime.comfy.model.wire_recipe import Recipe, file_stamp  # noqa: E402
 from cp_runtime.comfy.patches.wire_weights import encode_weight_patches  # noqa: E402
+from cp_runtime.engine.weights import pages  # noqa: E402
 from cp_runtime.pool.messages import Load  # noqa: E402
 from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 
@@ -119,16 +119,17 @@ def as_on_two_file_systems():
 
     def with_another(path, *args, **kwargs):
         file = open(path, *args, **kwargs)  # noqa: SIM115  (whoever calls closes it)
-        if path != "/proc/self/maps":
+        if path != "/proc/self/smaps":
             return file
         with file:
             lines = file.readlines()
-        ours = next(line.split() for line in lines if line.split()[4] == inode)
-        return io.StringIO("".join([*lines, " ".join(["7f0000000000-7f0000001000", *ours[1:3], "ff:ff", *ours[4:]]), "\n"]))
+        ours = next(line.split() for line in lines if line.split()[4:5] == [inode])
+        other = " ".join(["7f0000000000-7f0000001000", *ours[1:3], "ff:ff", *ours[4:]])
+        return io.StringIO("".join([*lines, other, "\nAnonymous: 0 kB\nSwap: 0 kB\n"]))
 
-    file_weights.open = with_another
-    found = file_weights.mapped(checkpoint)
-    del file_weights.open
+    pages.open = with_another
+    found = pages.mapped(checkpoint)
+    del pages.open
     return {"theirs": (0x7F0000000000, 0x7F0000001000) in found, "ours": len(found)}
 
 

@@ -83,7 +83,9 @@ class Work(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """Hold the current stream until they have arrived, and the host, because gloo does."""
-        self._inner.wait() if timeout is None else self._inner.wait(timeout)
+        if self._inner is not None:
+            self._inner.wait() if timeout is None else self._inner.wait(timeout)
+            self._inner = None  # it keeps their memory
         _under_way.discard(self)
         with _disable_current_modes():
             for message in self._sent:
@@ -98,7 +100,7 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return bool(self._inner.is_completed())
+        return self._inner is None or bool(self._inner.is_completed())
 
     def _error(self, what: str) -> races.Race:
         return races.Race(
@@ -120,13 +122,7 @@ def launch(func: Any, args: Any, kwargs: Any, group: Any) -> Any:
         stand_ins = {id(tensor): _as_bytes(tensor.numbers).clone() for tensor in (*sends, *receives)}
         for tensor in receives:
             _as_bytes(tensor.numbers).fill_(NOT_THERE)
-
-        def on_host(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return stand_ins[id(value)].view(value.dtype).view(value.shape)
-            return type(value)(map(on_host, value)) if type(value) in (tuple, list) else value
-
-        out = func(*map(on_host, args), **{key: on_host(value) for key, value in kwargs.items()})
+        out = func(*_on_host(args, stand_ins), **{key: _on_host(value, stand_ins) for key, value in kwargs.items()})
     inner = out if isinstance(out, torch.ScriptObject) else out[-1]
     overwritten = {id(tensor) for tensor in sends if any(_overlap(tensor.numbers, other.numbers) for other in receives)}
     work = Work(
@@ -139,6 +135,12 @@ def launch(func: Any, args: Any, kwargs: Any, group: Any) -> Any:
     races.wait_stream(stream, caller)
     races.touch(stream, f"NCCL's {name}", [t.numbers for t in sends], [t.numbers for t in receives])
     return work.boxed() if isinstance(out, torch.ScriptObject) else (args[0], work.boxed())
+
+
+def _on_host(value: Any, stand_ins: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return stand_ins[id(value)].view(value.dtype).view(value.shape)
+    return type(value)(_on_host(each, stand_ins) for each in value) if type(value) in (tuple, list) else value
 
 
 @contextlib.contextmanager

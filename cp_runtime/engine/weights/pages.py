@@ -1,0 +1,58 @@
+"""Pages of files that this process has mapped: where they are, and taking them off its memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+from collections.abc import Iterable
+
+from torch import Tensor, frombuffer, uint8
+
+from ...nested import stored
+from .cast import memory_of
+from .packing import round_up
+
+Ranges = list[tuple[int, int]]  # first addresses, and those behind the last ones
+
+
+def mapped(path: str, *, unwritten: bool = False) -> Ranges:
+    """Ranges of addresses at which this process has mapped a file.
+
+    What the kernel calls its device and inode is read off a page that is mapped for it: some file systems have `stat` name others.
+
+    Args:
+        unwritten: only those without a page that this process has written to, and has to itself since.
+    """
+    with open(path, "rb") as file:
+        page = frombuffer(mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY), dtype=uint8)
+    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as entries:
+        found = [entry.split() for entry in re.split(r"\n(?=[0-9a-f]+-)", entries.read())]
+    spans = [(int(start, 16), int(stop, 16)) for start, stop in (words[0].split("-") for words in found)]
+    ours = next(words[3:5] for span, words in zip(spans, found, strict=True) if inside(page, [span]))
+    written = [any(words[words.index(kind) + 1] != "0" for kind in ("Anonymous:", "Swap:")) for words in found]
+    return [span for span, words, own in zip(spans, found, written, strict=True) if words[3:5] == ours and not own & unwritten]
+
+
+def inside(tensor: Tensor, ranges: Ranges) -> bool:
+    """Whether all of a tensor lies in one of these ranges."""
+    if tensor.device.type != "cpu":
+        return False
+    begin = tensor.data_ptr()
+    return any(start <= begin and begin + tensor.nbytes <= stop for start, stop in ranges)
+
+
+def give_back(weights: Iterable[Tensor], pages: Ranges) -> None:
+    """Take pages that this process has read off its memory. They stay in the computer's page cache, and can be read again.
+
+    Args:
+        weights: in use, so that no other memory can have come to their place.
+        pages: ranges of addresses at which the file is mapped; other memory would lose what is in it.
+    """
+    libc = ctypes.CDLL(None)
+    for part in (memory_of(part) for weight in weights for part in stored(weight)):
+        if inside(part, pages):
+            begin = round_up(part.data_ptr(), mmap.PAGESIZE)
+            end = (part.data_ptr() + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
