@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
-from comfy.utils import get_attr
+from comfy.utils import get_attr, set_attr_param
 from torch import Tensor, nn
 
 from ...compat import before_apply
@@ -25,6 +25,7 @@ from ...engine.weights.pages import inside, mapped
 from ...nested import stored
 from ..model.wire_loading import parameters_of
 from ..model.wire_recipe import Recipe
+from .rank_dynamic_vram import patched
 from .rank_progress import LoadProgress
 
 
@@ -66,8 +67,13 @@ class FileWeightsPatcher(ModelPatcher):
         with self._counted():
             super().load(*args, **kwargs)
 
-    def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        weight = super().patch_weight_to_device(key, *args, **kwargs)
+    def patch_weight_to_device(self, key: str, device_to: Any = None, *args: Any, **kwargs: Any) -> Any:
+        weight = patched(self, key, device_to) if self.cp_recipe.dynamic and key in self.patches else None
+        if weight is None:
+            weight = super().patch_weight_to_device(key, device_to, *args, **kwargs)
+        elif not kwargs.get("return_weight"):
+            self.backup.setdefault(key, Backup(get_attr(self.model, key)))
+            set_attr_param(self.model, key, weight)
         if key in self.patches and not kwargs.get("return_weight"):
             self.cp_progress.add([get_attr(self.model, key)])
         return weight

@@ -13,7 +13,7 @@ from typing import Any
 import comfy.model_patcher
 
 from ...compat import as_parameter, parameter_slots
-from ..model.wire_dtypes import is_dynamic, model_dtype
+from ..model.wire_dtypes import is_dynamic, model_dtype, stays_as_in_file
 
 _OF_PAGES = ("_v", "_v_signature", "_v_weight", "_v_bias")
 EVERYTHING = 1e32
@@ -40,11 +40,12 @@ def give_back(model: Any) -> bool:
 
 
 def convert(model: Any) -> None:
-    """Give the weights of a model their dtype, as a loader without DynamicVRAM has done: what computes without it expects that."""
+    """Give the weights of a model the dtype that they are to be used in: what computes without DynamicVRAM does not do so."""
     for module in model.modules():
-        for name, weight in parameter_slots(module).items():
+        slots = parameter_slots(module)
+        for name, weight in {} if stays_as_in_file(module, slots.values()) else slots.items():
             if weight is not None and not weight.is_meta and (dtype := model_dtype(model, module, name)) != weight.dtype:
-                parameter_slots(module)[name] = as_parameter(weight.to(dtype), weight.requires_grad)
+                slots[name] = as_parameter(weight.to(dtype), weight.requires_grad)
 
 
 def patcher_over(plain: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import comfy.sd
@@ -12,6 +13,7 @@ import torch
 from ...errors import MirrorError
 from .ui_factories import factory_recipe
 from .ui_notes import ModelNotes, notes_of
+from .wire_dtypes import is_dynamic
 from .wire_recipe import DECIDED_BY_WORKER, LOADERS, OPTIONS, REMEDY, FileStamp, Recipe, file_stamp
 
 
@@ -24,7 +26,7 @@ def recipe_of(patcher: Any) -> Recipe:
     Raises:
         MirrorError: its loader left none, or one that workers do not follow; or the file changed while ComfyUI loaded it.
     """
-    return once(patcher, _read_recipe)
+    return once(patcher, lambda *of: replace(_read_recipe(*of), dynamic=is_dynamic(patcher.model)))
 
 
 def once(patcher: Any, read: Callable[[Any, ModelNotes], Recipe]) -> Recipe:

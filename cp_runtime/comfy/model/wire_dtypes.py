@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...compat import parameter_slots
+from ...nested import stored
+
+SMALL = 16 << 10  # bytes: in `ModelPatcherDynamic.load`
+STAYS = "context_parallel_stays"  # attribute of modules of which `stays_as_in_file` has said so
 
 
 def is_dynamic(model: Any) -> bool:
@@ -20,3 +25,16 @@ def model_dtype(model: Any, module: nn.Module, name: str) -> torch.dtype:
     weight = parameter_slots(module)[name]
     noted: torch.dtype | None = getattr(module, f"{name}_comfy_model_dtype", None)
     return weight.dtype if noted is None or not is_dynamic(model) or hasattr(weight, "__tensor_flatten__") else noted
+
+
+def stays_as_in_file(module: nn.Module, weights: Iterable[Tensor | None]) -> bool:
+    """Whether DynamicVRAM leaves a module's weights in the dtype of the file, since it is small. It converts them when it runs.
+
+    Args:
+        weights: as they are in the file.
+    """
+    parts = (part for weight in weights if weight is not None for part in stored(weight))
+    small = hasattr(module, "comfy_cast_weights") and sum(part.nbytes for part in parts) <= SMALL
+    if small:
+        vars(module).update({"comfy_cast_weights": True, STAYS: True})
+    return small

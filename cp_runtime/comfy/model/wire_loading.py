@@ -11,10 +11,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ...compat import state_dict_loader
+from ...compat import parameter_slots, state_dict_loader
 from ...engine.weights.cast import CastWeight, counting_as
 from ...engine.weights.files import MAPPED, mapped_tensors
 from ...errors import MirrorError
+from .wire_dtypes import stays_as_in_file
 from .wire_recipe import DTYPE_OPTIONS, FACTORY, LOADERS, OPTIONS, VAE_LOADERS, Factory, Recipe, file_stamp
 
 
@@ -49,7 +50,7 @@ def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Fac
         raise MirrorError(f"unknown loader {recipe.loader!r}")
     _check_stamp(recipe)
     options = {name: _option(name, value) for name, value in recipe.options.items()}
-    with weights_on_host(), file_backed_weights(cast_later) as missing:
+    with weights_on_host(), file_backed_weights(cast_later, recipe.dynamic) as missing:
         if recipe.factory is not None and make is not None:
             patcher = make(recipe.factory)
         elif recipe.loader in VAE_LOADERS:
@@ -111,7 +112,7 @@ def weights_on_host() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def file_backed_weights(cast_later: bool = False) -> Iterator[Mapping[nn.Module, Sequence[str]]]:
+def file_backed_weights(cast_later: bool = False, dynamic: bool = False) -> Iterator[Mapping[nn.Module, Sequence[str]]]:
     """While active, files that ComfyUI reads in this thread are mapped, and `load_state_dict` adopts tensors and copies none.
 
     Their memory is the mapped file, so N processes share one host copy of the weights. ComfyUI copies them into memory of each
@@ -120,6 +121,7 @@ def file_backed_weights(cast_later: bool = False) -> Iterator[Mapping[nn.Module,
 
     Args:
         cast_later: adopt floating-point weights of another dtype as well, to be converted where they are used.
+        dynamic: leave weights in the dtype of the file where DynamicVRAM does.
 
     Returns:
         which weights a state dict did not have, by the module that loaded it; filled as models are loaded.
@@ -139,10 +141,11 @@ def file_backed_weights(cast_later: bool = False) -> Iterator[Mapping[nn.Module,
         for name, module, parameter in parameters_of(self):
             on_host = getattr(module, parameter).device.type == "cpu"  # what is on a device takes no memory of the host
             if on_host and state_dict_loader(type(module)) in plain_loaders:
-                tensor = state_dict.get(name)
-                if cast_later and type(tensor) is Tensor and tensor.untyped_storage().data_ptr() in places:
+                tensor, path = state_dict.get(name), name.removesuffix(parameter)
+                stays = dynamic and stays_as_in_file(module, [state_dict.get(path + each) for each in parameter_slots(module)])
+                if cast_later and not stays and type(tensor) is Tensor and tensor.untyped_storage().data_ptr() in places:
                     tensor = counting_as(tensor, getattr(module, parameter).dtype)
-                if adopt(module, parameter, tensor):
+                if adopt(module, parameter, tensor, other_dtype=stays):
                     adopted.add(name)
         result = original(self, {k: v for k, v in state_dict.items() if k not in adopted}, strict=False)
         missing = [name for name in result.missing_keys if name not in adopted]
@@ -171,14 +174,19 @@ def file_backed_weights(cast_later: bool = False) -> Iterator[Mapping[nn.Module,
             nn.Module.load_state_dict = original  # type: ignore[method-assign]
 
 
-def adopt(module: nn.Module, name: str, tensor: Tensor | None) -> bool:
-    """Make `tensor` the module's parameter `name`, wherever that was, if it is a plain tensor of the same dtype and shape."""
+def adopt(module: nn.Module, name: str, tensor: Tensor | None, *, other_dtype: bool = False) -> bool:
+    """Make `tensor` the module's parameter `name`, wherever that was, if it is a plain tensor of the same dtype and shape.
+
+    Args:
+        other_dtype: of whatever dtype.
+    """
     current = getattr(module, name)
     if (
         type(tensor) not in (Tensor, nn.Parameter, CastWeight)
         or type(current) is not nn.Parameter
         or tensor is None
-        or (tensor.dtype, tensor.shape) != (current.dtype, current.shape)
+        or tensor.shape != current.shape
+        or not (other_dtype or tensor.dtype == current.dtype)
     ):
         return False
     module.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))

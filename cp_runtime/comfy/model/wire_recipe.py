@@ -60,6 +60,7 @@ class Recipe:
         options: ComfyUI's `model_options`, plain values only (`dtype` by name).
         stamp: of the file when the UI process had loaded it.
         factory: where the loader is a function of a node pack.
+        dynamic: DynamicVRAM has loaded the UI's model. Ranks do without, and give its weights the dtypes that it does.
     """
 
     loader: str
@@ -67,6 +68,7 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     stamp: FileStamp = ()
     factory: Factory | None = None
+    dynamic: bool = False
 
     @classmethod
     def from_json(cls, sent: Mapping[str, Any]) -> Recipe:
