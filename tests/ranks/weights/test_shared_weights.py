@@ -88,3 +88,12 @@ def test_a_rank_never_holds_more_than_its_part_and_two_blocks(tmp_path, monkeypa
     assert report["patched"] > 60
     assert report["whole"] > 1.5 * report["bound"]
     assert report["peak"] <= 1.1 * report["bound"] + ALLOWANCE, report
+
+
+@pytest.mark.parametrize(("mode", "beside"), [("asks", []), ("overlaps", ["batch"])])
+def test_weights_and_tokens_are_never_under_way_together_where_nccl_keeps_no_order(mode, beside):
+    """Two devices might launch them in different orders, and wait for each other. The log of launches sees where they would be."""
+    script = Path(__file__).with_name("launch_ranks.py")
+    (report,) = run_ranks(script, 2, mode, timeout=60, device="cuda", backend="nccl")
+    assert report["equal"] and len(report["groups"]) == 2
+    assert report["beside"] == beside
