@@ -18,7 +18,7 @@ def room(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     can_go = (each.model_loaded_memory() for each in _on(device) if getattr(each.model, "cp_weights", None) is None)
-    return int(model_management.get_free_memory(device) + sum(can_go))
+    return _bytes(model_management.get_free_memory(device) + sum(can_go))
 
 
 def available(device: torch.device) -> int | None:
@@ -26,7 +26,12 @@ def available(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     held = sum(each.model_loaded_memory() for each in _on(device))
-    return int(model_management.get_free_memory(device) + held - model_management.minimum_inference_memory())
+    return _bytes(model_management.get_free_memory(device) + held - model_management.minimum_inference_memory())
+
+
+def _bytes(left: float) -> int:
+    """Return a number of bytes: none where ComfyUI wants to keep more free (`--reserve-vram`) than there is."""
+    return max(0, int(left))
 
 
 def _on(device: torch.device) -> list[Any]:

@@ -26,12 +26,13 @@ from cp_runtime.comfy.forward.ui_apply import apply_to_model, without_context_pa
 from cp_runtime.comfy.forward.ui_interception import innermost_method, intercept, release  # noqa: E402
 from cp_runtime.comfy.forward.ui_timing import recipe_key  # noqa: E402
 from cp_runtime.comfy.memory import ui_file_pages as file_pages  # noqa: E402
+from cp_runtime.comfy.memory.rank_room import available  # noqa: E402
 from cp_runtime.comfy.memory.ui_residency import free_for_ranks  # noqa: E402
 from cp_runtime.comfy.memory.ui_stock_loads import _drop_from_ranks, watch_stock_loads  # noqa: E402
 from cp_runtime.comfy.ranks import ui_devices as devices  # noqa: E402
 from cp_runtime.comfy.ranks.ui import CONTROLLER  # noqa: E402
-from cp_runtime.controller.journal import CallRecord  # noqa: E402
 from cp_runtime.controller.placement import Shortages  # noqa: E402
+from cp_runtime.controller.run_stats import CallRecord  # noqa: E402
 from cp_runtime.controller.workers import Workers  # noqa: E402
 from cp_runtime.pool.config import (  # noqa: E402
     DeviceInventory,
@@ -204,4 +205,6 @@ torch.cuda.get_device_properties = lambda index: SimpleNamespace(name=f"RTX {ind
 report(step="devices", cuda=devices.named_devices(), ranks=devices.default_config().devices)
 devices.device_inventory = stock_inventory
 report(step="halves at once, UNet", enough=batches([1.6] * 4), less=batches([1.4] * 4))
+mm.get_free_memory, mm.minimum_inference_memory = lambda device=None, torch_free_too=False: 100 << 20, lambda: 1 << 30
+report(step="less free than ComfyUI keeps", available=available(torch.device("cuda", 3)))
 finish()

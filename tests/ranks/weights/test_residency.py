@@ -94,3 +94,8 @@ def test_devices_have_names_that_people_know(steps):
         "cuda": [{"name": f"cuda:{i}", "label": f"cuda:{i} RTX {i + 3}090 24 GB"} for i in range(2)],
         "ranks": ["cuda:0", "cuda:1"],
     }
+
+
+def test_a_device_with_less_free_than_comfyui_keeps_has_no_room(steps):
+    """A message with a number of bytes below 0 is refused, and with it the prompt (`--reserve-vram`)."""
+    assert steps["less free than ComfyUI keeps"]["available"] == 0
