@@ -201,7 +201,22 @@ def filled_through(view: Any) -> Any:
     return prepare
 
 
+def set_by_channels(keys: Tensor) -> Tensor:
+    buffer = torch.zeros(keys.shape)
+    for channels in (slice(16), slice(16, 32)):
+        buffer[..., channels] = keys[..., channels]
+    return buffer
+
+
+def whole(keys: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, 4 * 32).reshape(1, 4, 32)
+
+
 FOLLOWED = {
+    "channels that are set": set_by_channels,
+    "whole tokens of its type": lambda k: whole(k).type_as(k).expand(len(k), 4, 32),
+    "whole tokens of its device": lambda k: k.new_full((len(k), 4, 32), 0.5),
+    "whole tokens cut off": lambda k: torch.cat([whole(k).expand(len(k), 4, 32), k], 1)[:, :4],
     "a view that is filled": filled_through(lambda t: t[:]),
     "items that are filled": lambda k: torch.stack([filled_through(lambda t: t)(item) for item in k]),
     "numpy": lambda k: torch.from_numpy(k.numpy() * 2),
