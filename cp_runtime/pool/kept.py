@@ -1,8 +1,8 @@
-"""Files in the user's cache folder that keep from one ComfyUI to the next what would have to be measured again.
+"""Files in the user's cache folder that save ComfyUI from measuring the same things again.
 
 A file is a convenience: what cannot be read, or is no entry of this version, counts as absent and is replaced. Several processes
 may write one: each reads it anew under a lock, puts its own entry in, and renames a new file over it. A home on a network may hang,
-and another process may hold the lock, so reading and writing have a moment: after it nothing is known, and what was new is dropped.
+and another process may hold the lock, so reading and writing have a moment: after it nothing is known, and new entries are dropped.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ class KeptFile:
             yield
 
 
-_hung: threading.Thread | None = None  # works with a file and was not done in time
+_hung: threading.Thread | None = None  # the thread that works with a file and did not finish in time
 
 
 def _in_a_moment(work: Callable[[], T], name: str) -> T | None:
-    """Do what nobody waits for longer than a moment: no system call on a file system that hangs can be interrupted.
+    """Do work that nobody waits for longer than a moment: a system call on a file system that hangs cannot be interrupted.
 
-    None where it failed, was not done in time, or one before it hangs still.
+    Returns None where it failed, took too long, or an earlier one still hangs.
     """
     global _hung
     done: list[T] = []
@@ -140,7 +140,7 @@ def _in_a_moment(work: Callable[[], T], name: str) -> T | None:
 
 
 def remember(known: dict[K, V], name: K, value: V, most: int = MAX_ENTRIES) -> None:
-    """Put a value into a dict, as the newest; the oldest of more than so many is forgotten."""
+    """Put a value into a dict as its newest. With more than `most` values, forget the oldest."""
     known.pop(name, None)
     known[name] = value
     if len(known) > most:
@@ -148,7 +148,7 @@ def remember(known: dict[K, V], name: K, value: V, most: int = MAX_ENTRIES) -> N
 
 
 class KeptSeconds(dict[str, float]):
-    """What something took, by name, on one machine.
+    """Seconds that things took on one machine, by name.
 
     Args:
         file: where it is kept.

@@ -57,7 +57,7 @@ def collect_stacks(files: Sequence[int], processes: Sequence[RankProcess], title
 
 
 def _wait_written(files: Sequence[int]) -> None:
-    """Wait until all have written and none writes on, for at most PATIENCE."""
+    """Wait until all have written and none still writes, for PATIENCE seconds at most."""
     now = time.monotonic()
     deadline, quiet_since, sizes = now + PATIENCE, now, [0] * len(files)
     while now < deadline and not (all(sizes) and now - quiet_since >= QUIET):
@@ -88,7 +88,7 @@ class StateWatch:
         self._stopped: frozenset[int] = frozenset()
 
     def stopped(self, ranks: Iterable[int], now: float) -> frozenset[int]:
-        """Those of `ranks` that a signal had stopped at the last look. In a debugger's hands ("tracing stop") is not stopped."""
+        """Return which of `ranks` a signal had stopped at the last look. In a debugger's hands ("tracing stop") is not stopped."""
         if now - self._looked >= LOOK_INTERVAL:
             self._looked = now
             self._stopped = frozenset(rank for rank in ranks if process_state(self._processes[rank].pid) == "stopped")
@@ -96,7 +96,7 @@ class StateWatch:
 
 
 def _remove_old() -> None:
-    """Remove all but the newest files of this user. Other processes do so, too: what one of them has removed is no error."""
+    """Remove all but the newest files of this user. Other processes do so, too: a file that one of them has removed is no error."""
     own = []
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*.txt"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A rank's model of which the blocks' weights are shared out over the ranks (`engine.weights`).
+"""A rank's model whose blocks' weights are shared out over the ranks (`engine.weights`).
 
 ComfyUI's memory manager sees a model that is as large as what this rank keeps, and that is on the device or not: a part of a part
 cannot stay behind. Weight patches go into a block before it is shared out, so that a rank never holds more of a model than its own
@@ -66,7 +66,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
             block.put([plain(weight) for weight in parameters])
             weights.keep(block.name, self._patched(block, device_to))
             give_back(parameters, pages)
-            trim_heap()  # of what patching took, in pieces between what is kept
+            trim_heap()  # freed pieces that patching left between the weights that are kept
             self.cp_progress.add(parameters)
         self.model.model_loaded_weight_memory = self.cp_size
 
@@ -91,7 +91,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
             settle(self.model)  # once, and not in every call
 
     def _patched(self, block: Block, device_to: torch.device) -> dict[str, Tensor]:
-        """The weights of a block that patches change, patched."""
+        """Return the weights of a block that have patches, patched."""
         names = [path for path in block.slots if PREFIX + path in self.patches]
         return {path: self.patch_weight_to_device(PREFIX + path, device_to, return_weight=True) for path in names}
 

@@ -90,7 +90,7 @@ class Target:
 
 
 def demand_of(model: Any, network: nn.Module, call_memory: float) -> Demand:
-    """What a `BaseModel` or a VAE takes. Its weights are counted once.
+    """Return the memory that a `BaseModel` or a VAE takes. Its weights are counted once.
 
     Args:
         network: of the model, with the weights that ranks hold.

@@ -46,7 +46,7 @@ def start_events(server: Any, controller: Controller = CONTROLLER) -> None:
 
 
 class Events:
-    """What was sent last, and what is to be sent now."""
+    """The state of the events: the last one sent, and the one to send now."""
 
     def __init__(self, server: Any, controller: Controller) -> None:
         self._server, self._controller = server, controller
@@ -92,7 +92,7 @@ class Events:
 
 
 def newest_prompt(server: Any) -> tuple[str, dict[str, Any]] | None:
-    """Id and graph of the prompt that runs now, or ran last."""
+    """Return id and graph of the prompt that runs now, or ran last."""
     queue = server.prompt_queue
     with queue.mutex:
         last = next(reversed(queue.history.values()), {"prompt": None})["prompt"]
@@ -101,7 +101,7 @@ def newest_prompt(server: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def news(now: dict[str, Any]) -> Any:
-    """What of a status is worth an event: all but heartbeats, and memory in large steps."""
+    """Return the part of a status that is worth an event: all but heartbeats, and memory in large steps."""
     ranks = [
         {**rank, "seconds_since_heartbeat": None, "modules": None, "memory": {k: v // GRAIN for k, v in rank["memory"].items()}}
         for rank in now["ranks"]

@@ -1,4 +1,4 @@
-"""Pages of files that this process has mapped: where they are, and taking them off its memory."""
+"""Pages of files that this process has mapped: finds them, and drops them from its memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ranges = list[tuple[int, int]]  # first addresses, and those behind the last one
 
 
 def mapped(path: str, *, unwritten: bool = False) -> Ranges:
-    """Ranges of addresses at which this process has mapped a file.
+    """Return the ranges of addresses at which this process has mapped a file.
 
     What the kernel calls its device and inode is read off a page that is mapped for it: some file systems have `stat` name others.
 
@@ -35,7 +35,7 @@ def mapped(path: str, *, unwritten: bool = False) -> Ranges:
 
 
 def inside(tensor: Tensor, ranges: Ranges) -> bool:
-    """Whether all of a tensor lies in one of these ranges."""
+    """Return whether all of a tensor lies in one of these ranges."""
     if tensor.device.type != "cpu":
         return False
     begin = tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""Blocks of a model that every rank keeps 1/N of, and that are put together while they run.
+"""Blocks of a model that every rank keeps 1/N of. They are put together while they run.
 
 The bytes of a block's weights are one run (`packing`), cut into pieces, and each piece into as many parts as there are ranks. An
 all-gather puts a piece together in a buffer; the block's parameters are views of that. There are two buffers: while one block runs,
@@ -29,7 +29,7 @@ SMALLEST_PIECE = 4 << 20  # bytes
 
 
 class SharedBlock:
-    """A block of which this rank keeps its part.
+    """A block that this rank keeps its part of.
 
     Args:
         block: whose weights lie in its slots.
@@ -59,12 +59,12 @@ class SharedBlock:
         self._put = block.weights  # what is in the slots, unless somebody else has put another weight there
 
     def drop(self) -> None:
-        """Its weights are gone, until a buffer holds them."""
+        """Replace its weights by stand-ins, until a buffer holds them."""
         with _plain():
             self._fill(self._absent)
 
     def use(self, buffer: Tensor) -> None:
-        """Its weights are in a buffer.
+        """Take its weights from a buffer.
 
         Raises:
             PlanError: somebody has put a weight of his own into the block, which would be lost.
@@ -76,7 +76,7 @@ class SharedBlock:
             self._fill(self.packing.views(buffer))
 
     def give_back(self, run: Tensor) -> None:
-        """Its weights are in a run of bytes from now on. What somebody has put in their place stays."""
+        """Take its weights from a run of bytes from now on. Weights that somebody else put in their place stay."""
         with _plain():
             self._fill(self.packing.views(run))
 
@@ -88,7 +88,7 @@ class SharedBlock:
 
 @contextlib.contextmanager
 def _plain() -> Iterator[None]:
-    """Tensors made inside are of the kind that weights are (see Block), and good for every mode, whichever the caller is in."""
+    """Make tensors inside the context of the kind that weights are (see Block), good for every mode, whichever the caller is in."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -185,7 +185,7 @@ class ShardedWeights:
             raise
 
     def after_attention(self) -> None:
-        """An attention, with its exchanges, has been given to the device."""
+        """Note that an attention, with its exchanges, has been given to the device."""
         self._attentions += 1
         self._portion()
 
@@ -218,7 +218,7 @@ class ShardedWeights:
         self._buffers, self._current, self._next = [], None, None
 
     def _alike(self) -> bool:
-        """Whether all ranks expect the same blocks and hold the same ones.
+        """Return whether all ranks expect the same blocks and hold the same ones.
 
         One that has loaded its model again since the last call, or left that one by an error, knows nothing of it, and would send
         other pieces than its peers.
@@ -318,9 +318,9 @@ class ShardedWeights:
             each.wait()
 
     def _settle(self) -> None:
-        """The call is over: nothing is on its way, no block runs, and none has weights that somebody could change.
+        """End the call: nothing is on its way, no block runs, and none has weights that somebody could change.
 
-        What is in a buffer stays there.
+        Contents of the buffers stay there.
         """
         for shared in self._shared.values():
             shared.running = 0
@@ -334,12 +334,12 @@ class ShardedWeights:
             self._wait(buffer)
 
     def _room(self, nbytes: int) -> Tensor:
-        """Memory for a block."""
+        """Allocate memory for a block."""
         with _plain():
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
-        """On a stream of its own, behind what the device has been given."""
+        """Return a context that runs on a stream of its own, behind what the device has been given."""
         if self._stream is None:
             return contextlib.nullcontext()
         module = torch.get_device_module(self._device)
