@@ -28,7 +28,7 @@ log = logging.getLogger("context_parallel")
 
 RESTART_TIMEOUT = 15.0  # seconds that a prompt has to end once its workers are killed
 CLOSE_TIMEOUT = 3.0  # the same, at exit
-MORE_ROOM = 2.0  # times the memory that was expected, once a rank had too little of it
+MORE_ROOM = 2.0  # factor on the expected memory of a call, once a rank had too little
 POLL = 0.1  # seconds between two polls for Cancel while another thread holds the lock
 
 
@@ -223,8 +223,8 @@ class Controller:
         return time.monotonic() - began
 
     def _make_room(self, config: RuntimeConfig, target: ModelState) -> None:
-        """Free the devices of the ranks of the ranks' models, and of this process's models that do not sample. `target`: the model that
-        needs the room; it may take less from now on."""
+        """Free the ranks' devices: remove the models of the ranks, and those of this process that do not sample. `target`: the
+        model that needs the room; it may take less from now on."""
         workers = self.workers
         if workers is not None:
             workers.use_less_memory(target)

@@ -23,7 +23,7 @@ class Failure:
     """An error of a run."""
 
     time: float  # when it happened, in seconds since the epoch
-    message: str  # for everyone
+    message: str  # for everyone to see
     rank: int | None  # that caused it, if one did
     device: str | None  # of that rank
     node: Node | None  # that failed with it; None = no node waited

@@ -71,7 +71,7 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
             return Choice(placement, f"{placement}: {_on_each(demand, placement, ranks)} of {room / GB:.3g} GB")
     if not demand.sizes.blocks:
         return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, none of which can be shared out")
-    # Of a model with a few large blocks, two of them and a part take more than all of it.
+    # If a model has a few large blocks, two of them and a part take more than all of it.
     least = min(PLACEMENTS, key=lambda placement: demand.on_device(placement, ranks))
     limit = f"{room / GB:.3g} GB that {'memory_per_rank allows' if config.memory_per_rank else 'are free'}"
     return Choice(least, f"{least}: {_on_each(demand, least, ranks)}, more than the {limit}")
@@ -116,5 +116,5 @@ class Shortages:
         return self._tried.get((devices, name), frozenset())
 
     def forget(self) -> None:
-        """Forget all of it: the user begins anew, perhaps with more memory."""
+        """Forget everything: the user starts again, perhaps with more memory."""
         self._tried.clear()

@@ -31,7 +31,7 @@ class Node(NamedTuple):
 
     prompt_id: str
     node_id: str
-    kind: str | None = None  # its class, as workflows name it; None = nobody knows
+    kind: str | None = None  # its class, as workflows name it; None = not known
 
 
 @dataclass(frozen=True, kw_only=True)

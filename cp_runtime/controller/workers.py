@@ -37,7 +37,7 @@ class Resident:
     name: str  # of its file, in its model folder
     patches_uuid: str
     choice: Choice
-    asked: tuple[str, float]  # what was set when that was chosen: weights, and memory per rank
+    asked: tuple[str, float]  # settings at the time of the choice: weights, and memory per rank
     call: float  # bytes that a call was expected to take then
     device_bytes: int  # of weights, on the device of one rank
 
@@ -70,13 +70,13 @@ class Workers:
         self.aside: set[str] = set()
         self._starts = KeptSeconds(KeptFile("starts.json"), ", ".join(config.devices))
         self._on_change = on_change
-        self._model = ""  # name of the one that the last load or call was about
+        self._model = ""  # name of the model of the last load or call
         self._resident: dict[str, Resident] = {}  # by key
         self._warm: dict[str, set[int]] = {}  # models, and the ranks whose devices hold their weights
         self._shortages, self._chooser = shortages, Chooser(self.pool, shortages)
         self._networks: set[str] = set()
         self._unused: deque[str] = deque()  # networks that are gone from this process
-        self._left: set[str] = set()  # kinds of blocks that are not compiled, which the log says
+        self._left: set[str] = set()  # kinds of blocks that are not compiled; the log has named them
         self._encoder = CallEncoder()
         self.pace = Pace()
 
@@ -180,7 +180,7 @@ class Workers:
         devices = self.pool.config.devices
         if len(known) < len(free):
             return None
-        return min(known) * len(set(devices)) // len(devices)  # ranks that share a device count its memory each
+        return min(known) * len(set(devices)) // len(devices)  # each of the ranks that share a device counts its memory
 
     def drop(self, forgotten: Collection[str], cancelled: Callable[[], bool]) -> None:
         """Have the ranks drop models that this process no longer has, by their keys, and networks of patches that are gone."""

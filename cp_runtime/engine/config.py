@@ -149,7 +149,7 @@ class ContextParallelConfig:
 
     @property
     def of_all_ranks(self) -> ContextParallelConfig:
-        """The same for a call of which all ranks share the sequence."""
+        """The same settings for a call whose sequence all ranks share."""
         if self.batch_degree == 1:
             return self
         return dataclasses.replace(self, ulysses_degree=self.mesh_shape[1] * self.batch_degree, batch_degree=1)

@@ -19,10 +19,10 @@ from .cost import Rates
 from .mesh import SequenceMesh
 from .sharding import Shares
 
-PAIRED = 16  # ranks of which every pair is measured; more would take too long
+PAIRED = 16  # most ranks for which every pair is measured; more would take too long
 SAME_SPEED = 0.1  # devices of different names that differ by less than this count as equal
 SLOWER = 2.0  # times as long: a link has become slower, and no rank was merely late
-ENOUGH, LONG = 0.02, 1.0  # seconds that a link is measured, and at most where it becomes slower
+ENOUGH, LONG = 0.02, 1.0  # seconds to measure a link, and at most where it becomes slower
 RISING = 0.3  # seconds of work that bring the clocks of an idle accelerator up
 STEPS = 4  # shares are multiples of this part of the slowest rank's
 
@@ -32,11 +32,11 @@ class Measured:
     """Measurements of all ranks."""
 
     each: tuple[Rates, ...]  # rates of every rank. Latency and bandwidth are those while all ranks send to each other.
-    # Of ranks -> (latency, bandwidth) while only these two send to each other; none where there are too many ranks
+    # (pair of ranks, (latency, bandwidth)) while only these two send to each other; empty where there are too many ranks
     pairs: tuple[tuple[tuple[int, int], tuple[float, float]], ...]
     devices: tuple[int, ...]  # a number for the name of every rank's device
 
-    @lru_cache(maxsize=256)  # noqa: B019  (there is one as long as the process lives, or its pool)
+    @lru_cache(maxsize=256)  # noqa: B019  (one lives as long as the process or its pool)
     def of(self, ranks: tuple[int, ...]) -> Rates:
         """Return the mean of some ranks, and the link while they send to each other and no others do.
 
@@ -63,7 +63,7 @@ class Measured:
 
     @property
     def shares(self) -> Shares:
-        """In proportion to the speeds of the ranks; none where the devices are of one kind, or as fast as each other.
+        """Shares in proportion to the speeds of the ranks; none where the devices are of one kind, or equally fast.
 
         A speed is that of attention and matrix products by halves. Shares are rounded: another measurement gives the same ones.
         """

@@ -15,7 +15,7 @@ split s0 (`Run`), the rates that the ranks measured when they started, and the c
 | `F` | what fewer tokens do not lessen: `launch` x `LAUNCHES` per planned module, but no more than s0 took beyond matrix products |
 | `W` | what else s0 computed, over load(s0) |
 | `a` | 1, or less where s0 computed for a shorter time than its attentions should have taken |
-| `k` | what s0 communicated over what it should have: the link as this call uses it; if s0 is one rank, as other calls did |
+| `k` | time of communication in s0 over the predicted one: the link as this call uses it; if s0 is one rank, as other calls did |
 
 Whoever chooses has the same numbers for all ranks, so that nobody has to ask: the owner of a pool does it, and tells every rank
 with the call.
@@ -36,11 +36,11 @@ from .sharding import Shares, split_sizes
 
 LAUNCHES = 30  # operations per planned module
 TRIES = 4  # splits of one kind of call that are measured
-NEARLY = 1.25  # times the best time so far: what another split may be predicted to take and is tried all the same
-HOPELESS = 2.0  # times the best: a split that took longer is not given a second run, which would be a warm one
-WARM_UP = 2.0  # seconds that connections take at most, which a first run makes
-DRIFT = 1.05  # a time that is not reached again counts for so much more with every call: machines change
-LINK = 0.2  # least that a run corrects the link by
+NEARLY = 1.25  # times the best time so far: a split is tried if its prediction is below this
+HOPELESS = 2.0  # times the best: a split that took longer gets no second, warm run
+WARM_UP = 2.0  # seconds at most for the connections that a first run makes
+DRIFT = 1.05  # a time that is not reached again grows by this factor with every call: machines change
+LINK = 0.2  # least factor by which a run corrects the link
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CallSplit:
 
     ranks: tuple[int, ...]  # that take part, ascending, rank 0 among them. The others idle.
     # batch, ring, ulysses: degrees. Where their product is less than the ranks, several groups compute the same: that is for
-    # weights of which every rank keeps a part, so that all must take part.
+    # weights that every rank keeps a part of, so that all must take part.
     batch: int
     ring: int
     ulysses: int
@@ -76,12 +76,12 @@ class CallWork:
 
     items: int  # of the batch that groups can share out; 1 = none can
     sequence: bool  # whether ranks can share a sequence
-    # That are shared, over the whole sequence, with the batch of one item, and how many there are
+    # Shapes of shared attentions, over the whole sequence, for one item, and the count of each
     attentions: tuple[tuple[AttentionShape, int], ...]
     operations: float  # of matrix products, of one item
     modules: int = 0  # planned ones
     result: int = 0  # bytes of the output
-    weights: int = 0  # bytes of its part that every rank sends to the others, where each keeps one
+    weights: int = 0  # bytes that every rank sends of its part of the weights, where each keeps one
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class Run:
     seconds: float  # until the last rank was done
     compute: float  # of the rank that computed longest
     communication: float  # of the rank that waited least: without waiting for late ranks
-    count: int = 1  # runs that are in it; 0 = only the first, which warms up
+    count: int = 1  # runs behind these times; 0 = only the first, which warms up
 
     @property
     def warm(self) -> Run:
-        """What the same takes at best without making connections."""
+        """The same run without the time for making connections, at best."""
         if self.count:
             return self
         spared = min(WARM_UP, self.communication)
@@ -110,7 +110,7 @@ class Pool:
     shares: Shares  # of all ranks
     settings: SequenceSettings  # of the sequence axes; its degrees are open
     all_take_part: bool = False  # every rank keeps a part of the weights
-    # What communication takes over what was measured, as calls have shown; for those that do not show it themselves
+    # Time of communication as a multiple of the measured one, from other calls; for calls that have no such figure of their own
     link: float = 1.0
 
     @property
@@ -142,9 +142,9 @@ class Known:
     """The work and the runs of one kind of call."""
 
     work: CallWork  # of the call
-    default: CallSplit  # the split that it runs on where nobody chooses
+    default: CallSplit  # the split that it runs on without a choice
     runs: dict[CallSplit, Run] = field(default_factory=dict)  # by split
-    # Splits that took more memory than there is; they are not taken
+    # Splits that ran out of memory; they are not chosen
     failed: Set[CallSplit] = field(default=frozenset(), compare=False)
     _predictions: tuple[object, list[tuple[float, CallSplit]]] = field(default=(None, []), compare=False, repr=False)
 
@@ -211,7 +211,7 @@ def candidates(work: CallWork, pool: Pool) -> Iterator[CallSplit]:
         for batch in range(1, min(count, work.items) + 1):
             if count % batch or (work.items % batch and not pool.shares):
                 continue
-            if batch < count and not (work.sequence and work.attentions):  # no sequence, or nobody knows what sharing it costs
+            if batch < count and not (work.sequence and work.attentions):  # no sequence, or no known cost of sharing it
                 continue
             for ring, ulysses in factors(count // batch):
                 split = CallSplit(ranks, batch, ring, ulysses)

@@ -34,7 +34,7 @@ class Progress:
     compiling: int = 0  # the part of a model that it compiles, counted from 1 since its process started; 0 = none
 
 
-WORDS = 6  # of a rank: the fields of Progress; a model that is loaded counts from one
+WORDS = 6  # of a rank: the fields of Progress; thousandths of a load are kept plus one
 
 
 class Board:

@@ -52,7 +52,7 @@ class Collection:
     world_size: int  # number of ranks, each of which reports once
     began: float  # when the command was sent
     timeout: float  # seconds until it is too late
-    compile_timeout: float = 0.0  # seconds that ranks may compile parts of a model besides
+    compile_timeout: float = 0.0  # further seconds, for ranks that compile parts of a model
     replies: dict[int, Report] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:

@@ -19,12 +19,12 @@ from .messages import Failure, Report
 from .peers import shm_advice
 from .stacks import collect_stacks
 
-_FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # what they say is all that there is to know
+_FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # their messages need no trace
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 _NCCL_ERROR = "DistBackendError"
 _COMMUNICATION = (_NCCL_ERROR, "DistNetworkError", "DistStoreError")  # of torch.distributed
-_ACCELERATOR = "AcceleratorError"  # of torch 2.8 and later, for anything that a device reports
-_NO_MEMORY = re.compile("out of memory|failed to cuda calloc", re.IGNORECASE)  # the second is NCCL's, of a buffer for a group
+_ACCELERATOR = "AcceleratorError"  # of torch 2.8 and later, for any error of a device
+_NO_MEMORY = re.compile("out of memory|failed to cuda calloc", re.IGNORECASE)  # the second is NCCL's, for a buffer of a group
 _SLOW = {
     "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
     "connecting": "If it is only slow, raise the environment variable CP_CONNECT_TIMEOUT.",

@@ -25,12 +25,12 @@ from .typed import is_number
 log = logging.getLogger("context_parallel")
 
 VERSION = 2
-MAX_ENTRIES = 500  # that are kept; the oldest go
-MAX_BYTES = 1 << 20  # of a file that is read, twice what so many entries take: nothing else runs in this process meanwhile
+MAX_ENTRIES = 500  # the oldest of more are removed
+MAX_BYTES = 1 << 20  # of a file that is read: twice the size of MAX_ENTRIES. Nothing else runs in this process meanwhile
 PATIENCE = 0.2  # seconds that a prompt waits for a file
-LONGEST = 1e9  # seconds that are believed
+LONGEST = 1e9  # seconds; more are not believed
 DAY = 86400.0  # seconds
-NEWS = 0.05  # part by which a time differs from the one that is kept, so that it is worth writing
+NEWS = 0.05  # relative change of a time that makes it worth writing
 
 Entry = dict[str, Any]
 T = TypeVar("T")
@@ -60,8 +60,8 @@ class KeptFile:
             oldest = sorted((e["time"], group, name) for group, entries in machines.items() for name, e in entries.items())
             for _, group, gone in oldest[: max(0, len(oldest) - MAX_ENTRIES)]:
                 del machines[group][gone]
-            new = self._file.with_suffix(".new")  # one name: what a killed process leaves is written over by the next one
-            # No waiting for a reader, where that is a pipe, and no writing elsewhere, where it is a link.
+            new = self._file.with_suffix(".new")  # one name: the next process overwrites what a killed one leaves
+            # Do not wait for a reader if it is a pipe, or write elsewhere if it is a link.
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
             try:
                 with open(os.open(new, flags, 0o666), "w") as file:
@@ -94,7 +94,7 @@ class KeptFile:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        import fcntl  # Linux has it, and only there are pools
+        import fcntl  # Linux only, as pools are
 
         until = time.monotonic() + PATIENCE / 2  # the rest is for reading and writing
         with open(
@@ -162,11 +162,11 @@ class KeptSeconds(dict[str, float]):
         self._written = dict(self)
 
     def know(self, name: str, seconds: float) -> None:
-        """Know what it took, in this process."""
+        """Record the seconds in this process alone."""
         remember(self, name, seconds)
 
     def put(self, name: str, seconds: float) -> None:
-        """Know and keep what it took."""
+        """Record the seconds, and keep them on disk."""
         self.know(name, seconds)
         if abs(seconds - self._written.get(name, 0.0)) > NEWS * seconds:
             self._written[name] = seconds

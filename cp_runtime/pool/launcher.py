@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 
-# What a launcher around ComfyUI may have left behind.
+# Variables that a launcher around ComfyUI may have left behind.
 _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 
@@ -58,14 +58,14 @@ def memory_file(content: bytes = b"") -> int:
     try:
         with open(fd, "wb", closefd=False) as file:
             file.write(content)
-        os.lseek(fd, 0, os.SEEK_SET)  # who inherits it goes on from there
+        os.lseek(fd, 0, os.SEEK_SET)  # the heir reads from there
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-# What a flag of the interpreter is called on its command line. `isolated` comes first: it implies three of the others.
+# Letters of the interpreter's flags on its command line. `isolated` comes first: it implies three of the others.
 _FLAGS = {
     "isolated": "I",
     "ignore_environment": "E",
@@ -108,7 +108,7 @@ def _compiled_folder() -> str:
     kept = os.path.join(cache_folder(), "inductor")
     with contextlib.suppress(OSError):
         os.makedirs(kept, exist_ok=True)
-    # torch makes the folder when it is imported: without one no rank starts, in a container whose home is read-only, say.
+    # torch makes the folder when it is imported. Where it cannot, as in a container with a read-only home, no rank starts.
     return kept if os.access(kept, os.W_OK | os.X_OK) and os.path.isdir(kept) else _temporary_folder()
 
 
@@ -131,9 +131,9 @@ def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith("TORCHELASTIC_")}
     env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = "lo"
     env["TORCHINDUCTOR_CACHE_DIR"] = _compiled_folder()
-    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the rank itself: more are processes that would outlive it
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the rank itself: more would be processes that outlive it
     if device_type == "cuda":
-        env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # what a ring sends beside attention gets processors of the device in time
+        env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # so that a ring's transfers get processors of the device beside attention
         env.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # weights travel beside tokens, on a group of their own
     if device_type == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))

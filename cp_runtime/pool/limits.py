@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..errors import PoolError
 
-# What the system lacked, by the error that says so. The error's own text, such as "Resource temporarily unavailable", does not.
+# Exhausted resources by error number. The error's own text, such as "Resource temporarily unavailable", does not name them.
 _LIMITS = {
     errno.EMFILE: "open files of a process (`ulimit -n`)",
     errno.ENFILE: "open files of the machine (fs.file-max)",

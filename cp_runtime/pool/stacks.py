@@ -22,7 +22,7 @@ SIGNAL = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is on
 PREFIX = "context-parallel-stacks-"
 KEEP = 5  # files of this user
 PATIENCE = 0.6  # seconds that ranks get to write
-QUIET = 0.15  # seconds without another byte: all is written, and the main thread is the last that a rank writes
+QUIET = 0.15  # seconds without another byte after which all is written; a rank writes its main thread last
 LOOK_INTERVAL = 0.25  # seconds between two looks at the states of all ranks
 
 
@@ -80,8 +80,8 @@ def _signal_main_thread(pid: int) -> None:
 
 
 class StateWatch:
-    """Which processes are stopped, without a look at each of them every time. `now`: when the watch begins, on the clock of its
-    other method."""
+    """Watches which processes are stopped, without a look at each of them every time. `now`: when the watch begins, on the clock of
+    `stopped`."""
 
     def __init__(self, processes: Sequence[RankProcess], now: float) -> None:
         self._processes, self._looked = processes, now

@@ -1,6 +1,6 @@
 """Arguments of a call as a message without the tensors that the ranks have already, and back.
 
-Conditioning is the same in every step; only the latent and the timestep change. A rank leaves what it is sent in the memory that it
+Conditioning is the same in every step; only the latent and the timestep change. A rank leaves arguments in the memory that it
 shares with the controller, until it knows its part of the call.
 """
 

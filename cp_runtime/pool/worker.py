@@ -274,12 +274,13 @@ class Worker:
         )
 
     def module_hook(self, cancel_every: int) -> Callable[[], None]:
-        """Return what runs at every planned module: note the progress, and now and then leave together if the user cancelled."""
+        """Return a function to run at every planned module. It notes the progress, and leaves with all ranks if the user
+        cancelled."""
 
         def on_module() -> None:
             module = self.board.enter_module(self.rank)
             if cancel_every and module % cancel_every == 0:
-                wait_for(self.device)  # a host that runs ahead leaves nothing to cancel
+                wait_for(self.device)  # if the host ran ahead, nothing would be left to cancel
                 if self.cancel_points.leave(self._cancel_asked):
                     raise Left
 
@@ -291,7 +292,7 @@ class Worker:
         self.board.compiling(self.rank, part)
 
     def loading_hook(self) -> Callable[[int | None], None]:
-        """Return what is told how many thousandths of a model are loaded, and None when it is."""
+        """Return a function that takes the thousandths of a model that are loaded, or None when it is complete."""
         return partial(self.board.load, self.rank)
 
     def _cancel_asked(self) -> bool:
@@ -333,7 +334,7 @@ def left_memory(device: torch.device) -> tuple[Memory | None, bool]:
 
 def run(spec: dict[str, Any]) -> None:
     """Run a worker process."""
-    # ComfyUI says the same on every rank while it is imported and loads; what it says at WARNING differs.
+    # ComfyUI logs the same on every rank while it is imported and loads; only its warnings differ.
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s|%(message)s", force=True)
     logging.getLogger("context_parallel").setLevel(spec["log_level"])
     torch.set_grad_enabled(False)

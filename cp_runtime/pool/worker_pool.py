@@ -209,7 +209,7 @@ class WorkerPool:
         """Kill the pool where a command fails, unless its ranks are still in step with each other."""
         try:
             yield
-        except (RankError, CallCancelled):  # then `_conclude` has killed it, if it had to
+        except (RankError, CallCancelled):  # `_conclude` has killed it where necessary
             raise
         except BaseException as error:
             self.kill()
@@ -284,7 +284,7 @@ class WorkerPool:
                     inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
                     try:
                         started = server.start(self._spec(rank, device, way), own, inherited, written)
-                        self.processes[rank : rank + 1] = [started]  # of a start before: the status must find one at any time
+                        self.processes[rank : rank + 1] = [started]  # an earlier start's until now: the status must find one
                     finally:
                         os.close(written)
             self._log = LogPump(read, [f"rank {rank}" for rank in range(self.world_size)])
@@ -310,7 +310,7 @@ class WorkerPool:
             "service": self.site.service,
             "arguments": self.site.arguments,
             "argv": self.site.argv,
-            # Longer than any step, so that the controller, which can name the late rank, acts first.
+            # Longer than any step: the controller acts first, which can name the late rank.
             "collective_timeout": max(self.config.step_timeout, self._load_timeout) + 60,
             "log_level": logging.getLevelName(log.getEffectiveLevel()),
         }

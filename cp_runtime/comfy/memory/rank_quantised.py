@@ -45,7 +45,7 @@ def own_formats(model: Any, device: torch.device) -> list[str]:
 
 
 class Experts:
-    """The experts of a block, as quantised ones need it: all run, in their order, behind the gate and before the shared ones.
+    """The experts of a block, as quantised ones need it: all run, in their order, after the gate and before the shared ones.
 
     One that no token of this rank is for runs on a zero, which counts for nothing and is thrown away.
 

@@ -80,7 +80,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         return 0  # ComfyUI then unloads all of it
 
     def _load_rest(self, device_to: torch.device, elsewhere: set[str]) -> None:
-        """Have ComfyUI load what is outside of the blocks, whose slots are empty now."""
+        """Have ComfyUI load the weights outside of the blocks. The blocks' slots are empty now."""
         patches = self.patches  # type: ignore[has-type]
         self.patches = {name: entries for name, entries in patches.items() if name not in elsewhere}
         try:
@@ -97,7 +97,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
 
 
 def trim_heap() -> None:
-    """Give memory back that is free inside of this process. glibc keeps it where something above it on its heap is in use."""
+    """Give this process's free memory back. glibc keeps memory on its heap below a piece that is in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

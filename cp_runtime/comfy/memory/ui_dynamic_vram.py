@@ -2,7 +2,7 @@
 
 The weights stay as they are in the mapped file, which cannot be written to, and get the model's dtype where they are used. A module
 knows its place among the pages of a device (`_v`) and which state of these it has filled (`_v_signature`); copies of its weights
-are in pinned memory of the host. ComfyUI makes all of that anew when it loads the model again.
+are in pinned memory of the host. ComfyUI makes all of it again when it reloads the model.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ from .wire_samples import sample_weights
 
 log = logging.getLogger("context_parallel.worker")
 
-SPARE = 4  # weights get memory back once a call leaves more than this many times its need. Calls of one run differ by less
+SPARE = 4  # weights get memory back once calls need less than 1/SPARE of what they have. Calls of one run differ by less
 METHODS = ("forward", "_forward")
 ALONE = {"ulysses": 1, "ring": 1, "batch": 1}
 
@@ -238,7 +238,7 @@ class Mirrors:
             )
 
     def free_buffers(self, mirror: Mirror) -> None:
-        """Have all models but one give back what they hold for the blocks that are on their way."""
+        """Have all models but one give back the memory for blocks that they fetch ahead."""
         for other in self.entries.values():
             if other is not mirror and other.weights is not None:
                 other.weights.free_buffers()

@@ -140,7 +140,7 @@ def file_backed_weights(cast_later: bool = False, dynamic: bool = False) -> Iter
             return original(self, state_dict, strict, assign)
         adopted = set()
         for name, module, parameter in parameters_of(self):
-            on_host = getattr(module, parameter).device.type == "cpu"  # what is on a device takes no memory of the host
+            on_host = getattr(module, parameter).device.type == "cpu"  # weights on a device take no host memory
             if on_host and state_dict_loader(type(module)) in plain_loaders:
                 tensor, path = state_dict.get(name), name.removesuffix(parameter)
                 stays = dynamic and stays_as_in_file(module, [state_dict.get(path + each) for each in parameter_slots(module)])

@@ -19,7 +19,7 @@ MEASURE = "/context_parallel/measure"
 
 
 async def get_status(server: Any, _: web.Request) -> web.Response:
-    """State of the workers, see `status`."""
+    """Return the state of the workers: see `status`."""
     return web.json_response(await asyncio.to_thread(status, server))
 
 

@@ -31,7 +31,7 @@ UNFINISHED = {"execution_error": "failed", "execution_interrupted": "cancelled"}
 
 
 def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
-    """State of the pool and of every rank, as plain data: docs/failures.md says what is in it. `server`: ComfyUI's `PromptServer`.
+    """Return the state of the pool and of every rank as plain data: see docs/failures.md. `server`: ComfyUI's `PromptServer`.
 
     A rank is "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it
     since), "failed" or "ended" (with the one that failed). Times are seconds, memory is bytes: `host` is resident now, `device` the
@@ -129,7 +129,7 @@ def _speed(journal: Journal) -> dict[str, Any] | None:
         "seconds_per_call_on_one_device": speed and speed.on_one_device,
         "measuring": journal.measuring,
         "words": speed.words if speed else NOT_MEASURED,
-        # For those who say it in another language.
+        # For texts in other languages.
         "case": speed.case if speed else "not_measured",
         "ranks": speed and speed.ranks,
         "obstacle": speed and speed.obstacle,

@@ -13,7 +13,7 @@ from ...compat import as_parameter, parameter_slots
 from ...nested import stored
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-SMALLEST = 1 << 14  # bytes of a block that is worth a message of its own
+SMALLEST = 1 << 14  # least bytes of a block: smaller ones are not worth a message
 
 
 class Slot(NamedTuple):
@@ -116,7 +116,7 @@ def sizes_of(model: nn.Module, dtype_of: Callable[[nn.Module, str], torch.dtype]
     """Return the sizes of a model's weights.
 
     Args:
-        dtype_of: what a module's parameter will have on a device, where that is another dtype than it has now.
+        dtype_of: returns the dtype of a module's parameter on a device, where it differs from the present one.
     """
 
     def nbytes(slot: Slot) -> int:

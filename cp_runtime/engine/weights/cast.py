@@ -122,7 +122,7 @@ def plain(weight: Tensor) -> Tensor:
 
 
 def settle(model: nn.Module) -> None:
-    """Convert what a model has of such weights, as its loader would have done."""
+    """Convert all such weights of a model, as its loader would have done."""
     for module in model.modules():
         for name, weight in parameter_slots(module).items():
             if isinstance(weight, CastWeight):

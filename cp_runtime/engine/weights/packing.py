@@ -1,7 +1,7 @@
 """Packs weights into one run of bytes, which every rank keeps a part of, and unpacks them.
 
-Bytes and not numbers: what comes back is what went in, in every format. A tensor that wraps others, as quantised weights do, says
-by torch's `__tensor_flatten__` what they are.
+Bytes and not numbers: what comes back is what went in, in every format. A tensor that wraps others, as quantised weights do, names
+them by torch's `__tensor_flatten__`.
 """
 
 from __future__ import annotations

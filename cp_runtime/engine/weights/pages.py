@@ -13,7 +13,7 @@ from ...nested import stored
 from .cast import memory_of
 from .packing import round_up
 
-Ranges = list[tuple[int, int]]  # first addresses, and those behind the last ones
+Ranges = list[tuple[int, int]]  # (first address, address after the last)
 
 
 def mapped(path: str, *, unwritten: bool = False) -> Ranges:
@@ -47,7 +47,7 @@ def give_back(weights: Iterable[Tensor], pages: Ranges) -> None:
 
     Args:
         weights: in use, so that no other memory can have come to their place.
-        pages: ranges of addresses at which the file is mapped; other memory would lose what is in it.
+        pages: ranges of addresses at which the file is mapped; other memory would lose its contents.
     """
     libc = ctypes.CDLL(None)
     for part in (memory_of(part) for weight in weights for part in stored(weight)):

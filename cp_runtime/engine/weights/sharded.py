@@ -32,8 +32,8 @@ class SharedBlock:
     """A block that this rank keeps its part of.
 
     Args:
-        block: whose weights lie in its slots.
-        weights: instead of those, such as with a LoRA in them; they may lie anywhere.
+        block: has its weights in its slots.
+        weights: to take instead of those, for example with a LoRA in them; they may lie anywhere.
         on_host: keep the part in the host's memory.
     """
 
@@ -56,7 +56,7 @@ class SharedBlock:
         self._remedy = remedy
         with _plain():
             self._absent = self.packing.absent(device, list(block.slots), remedy)
-        self._put = block.weights  # what is in the slots, unless somebody else has put another weight there
+        self._put = block.weights  # contents of the slots, unless somebody else has put another weight there
 
     def drop(self) -> None:
         """Replace its weights by stand-ins, until a buffer holds them."""
@@ -98,7 +98,7 @@ class Buffer:
 
     Attributes:
         holder: the block that is in it, or comes.
-        fetched: how many pieces of it have been asked for.
+        fetched: number of its pieces that have been asked for.
         pending: those that are on their way.
     """
 
@@ -119,7 +119,7 @@ class ShardedWeights:
         ranks: that share the weights. Nobody else sends on their process group.
         device: where the model computes.
         on_host: keep the shards in the host's memory. A call then takes them from there.
-        remedy: what a user does whose model cannot run like this; part of messages.
+        remedy: advice to a user whose model cannot run like this; part of messages.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class ShardedWeights:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Fetch ahead inside. All ranks enter it alike."""
+        """Fetch blocks ahead inside the context. All ranks enter it alike."""
         largest = max((shared.nbytes for shared in self._shared.values()), default=0)
         if self._buffers and self._buffers[0].storage.nbytes != largest:
             self.free_buffers()
@@ -180,7 +180,7 @@ class ShardedWeights:
             self._order = self._entered
             self._settle()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # a peer is gone; what went wrong first is the error
+            with contextlib.suppress(RuntimeError):  # a peer is gone; the first failure is the error
                 self._settle()
             raise
 
@@ -291,12 +291,12 @@ class ShardedWeights:
         if buffer.holder is not None:
             buffer.holder.drop()
         buffer.holder, buffer.fetched = shared, 0
-        if buffer is self._current:  # what is in it is that of another block now
+        if buffer is self._current:  # it holds the weights of another block now
             self._current = None
         return buffer
 
     def _ask(self, buffer: Buffer, pieces: int) -> None:
-        """Ask for the next pieces of the block that a buffer is for, behind all that the device has been given so far."""
+        """Ask for the next pieces of the block that a buffer is for, after all that the device has been given so far."""
         shared = buffer.holder
         if shared is None:
             return
@@ -339,7 +339,7 @@ class ShardedWeights:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context that runs on a stream of its own, behind what the device has been given."""
+        """Return a context that runs on a stream of its own, after the work that the device has been given."""
         if self._stream is None:
             return contextlib.nullcontext()
         module = torch.get_device_module(self._device)
