@@ -21,7 +21,7 @@ WANTED = [
 
 
 def _input(name: str, setting: Setting) -> Any:
-    """The input of a setting."""
+    """Return the input of a setting."""
     default = setting.default
     common = {"default": default, "tooltip": setting.tooltip, "advanced": setting.advanced or None, "optional": setting.optional}
     if isinstance(default, bool):
@@ -59,7 +59,7 @@ class CPConfig(io.ComfyNode):
         backend: Any = "auto",
         shares: Any = "",
     ) -> bool:
-        """The same check before the prompt is queued, of the inputs that depend on the machine and on each other.
+        """Check the inputs that depend on the machine and on each other before the prompt is queued.
 
         It raises: ComfyUI repeats a text that is returned for each of these inputs, and the frontend then shows it in none of its
         toasts; an exception is shown once, in its own words.

@@ -1,4 +1,4 @@
-"""CP Report: what CP Sampler reported, for people."""
+"""CP Report: shows the report of CP Sampler to people."""
 
 from __future__ import annotations
 

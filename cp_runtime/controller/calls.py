@@ -1,4 +1,4 @@
-"""What the owner of a model asks of its ranks: to hold the model as it is now, and to run a method of it."""
+"""Requests to the ranks by the owner of a model: to hold the model as it is now, and to run a method of it."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ hardly counts, and what ComfyUI notes, such as all sigmas of the run."""
 
 @dataclass(frozen=True)
 class CallKind:
-    """What calls have in common that take the same time."""
+    """A key for calls that take the same time."""
 
     what: str  # model, method, and what else matters, in words
-    shapes: tuple[tuple[Any, ...], ...]  # of the tensors that were given: (name of the argument, *sizes)
+    shapes: tuple[tuple[Any, ...], ...]  # of the tensors among the arguments: (name of the argument, *sizes)
 
     @classmethod
     def of(cls, what: object, arguments: Mapping[str, Any]) -> CallKind:
-        """Of a call with these arguments."""
+        """Return the kind of a call with these arguments."""
         given = ((name, value) for name, value in sorted(arguments.items()) if not any(part in name for part in LEFT_OUT))
         return cls(repr(what), tuple((name, *tensor.shape) for name, value in given for tensor in tensors(value)))
 
     @property
     def name(self) -> str:
-        """The same in every process."""
+        """A digest, the same in every process."""
         return hashlib.sha256(f"{self.what}{self.shapes}".encode()).hexdigest()[:16]
 
     @property
     def elements(self) -> int:
-        """Of all arguments together."""
+        """Number of elements of all arguments together."""
         return sum(prod(shape[1:]) for shape in self.shapes)
 
     @property
     def of_any_size(self) -> tuple[object, ...]:
-        """The same for calls that differ in their sizes alone: model and batch."""
+        """A key that calls share when they differ in their sizes alone: model and batch."""
         return self.what, *((shape[0], len(shape), *shape[1:2]) for shape in self.shapes)
 
 
@@ -64,14 +64,15 @@ class ModelState(Protocol):
 
     @property
     def demand(self) -> Demand:
-        """What it takes of the devices."""
+        """The memory that it takes of the devices."""
 
     @property
     def path(self) -> str:
         """Its file."""
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
-        """The request to hold it, and the tensors of its weight patches. `device_bytes`: of weights, on the device of one rank."""
+        """Return the request to hold it, with the tensors of its weight patches. `device_bytes`: of weights on each rank's
+        device."""
 
     def verify(self, request: Load, payload: Tensor, loaded: Sequence[Loaded], pids: Sequence[int]) -> None:
         """Compare it with what the ranks report, by rank.
@@ -92,7 +93,7 @@ class ModelCall:
     arguments: dict[str, Any]  # by name; plain data and tensors
     leading: tuple[str, ...]  # names of the first arguments, the latent and the timestep, which change with every call
     device: torch.device  # where the result goes
-    in_place: frozenset[str]  # names of arguments of which each rank copies only its part
+    in_place: frozenset[str]  # names of arguments where each rank copies only its part
     encode_network: Callable[[nn.Module], Any]  # makes plain data and tensors of one of the networks
     mixes_batch: bool = False  # a patch of another node needs all items of the batch
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # that patches in the arguments refer to, by key
@@ -102,7 +103,7 @@ class ModelCall:
     sampling: bool = True  # it belongs to a sampling run; the calls of a VAE do not
 
     def kind(self, key: str) -> CallKind:
-        """Of the call, of the model with this key."""
+        """Return the kind of this call, for the model with this key."""
         return CallKind.of((key, self.method, self.mixes_batch, self.compile), self.arguments)
 
 
@@ -112,21 +113,21 @@ KINDS = 64
 
 
 class Pace:
-    """How fast the last call of every kind was. The oldest of many kinds are forgotten."""
+    """Speed of the last call of every kind. The oldest of many kinds are forgotten."""
 
     def __init__(self) -> None:
         self._last: dict[Hashable, tuple[float, int]] = {}
 
     def note(self, kind: Hashable, ranks: int, seconds: float, modules: int) -> None:
-        """A call has ended. `ranks`: how many divided it. `modules`: the planned ones that a rank passed."""
+        """Note that a call has ended. `ranks`: how many divided it. `modules`: planned modules that a rank passed."""
         remember(self._last, kind, (seconds * ranks, modules), KINDS)
 
     def modules(self, kind: Hashable) -> int:
-        """How many planned modules a rank passed; 0 = nobody knows."""
+        """Return how many planned modules a rank passed; 0 = not known."""
         return self._last.get(kind, (0.0, 0))[1]
 
     def modules_per_check(self, kind: Hashable, ranks: int) -> int:
-        """How many planned modules so many ranks may pass between two polls for Cancel; 0 = they need not poll."""
+        """Return how many planned modules `ranks` ranks may pass between two polls for Cancel; 0 = they need not poll."""
         if kind not in self._last:
             return 1
         work, modules = self._last[kind]

@@ -1,6 +1,7 @@
-"""How many ranks the calls of a pool run on: asks `engine.policy`, tells it what calls took, and says in words what it chose.
+"""Choice of the number of ranks for the calls of a pool: asks `engine.policy`, tells it how long calls took, and puts its choice
+into words.
 
-What calls took is kept by devices and driver, so that a new ComfyUI need not try again.
+The times are kept by devices and driver, so that a new ComfyUI need not try again.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from .placement import Shortages
 
 @dataclass(frozen=True)
 class Chosen:
-    """How a call runs."""
+    """The way a call runs."""
 
     kind: CallKind
-    split: CallSplit | None  # the ranks that take part and their degrees; None = all of them, as nobody chose otherwise
-    # What the call should be, where it first runs on one device, which does not report its attentions
+    split: CallSplit | None  # the ranks that take part and their degrees; None = all ranks, the default
+    # Prediction for a call that first runs on one device, which does not report its attentions
     expected: Known | None = None
 
 
 class Chooser:
-    """Chooses for the calls of one pool. `pool`: whose ranks are ready. `shortages`: what ranks ran out of memory with, in this
-    pool or one before."""
+    """Chooses for the calls of one pool. `pool`: its ranks are ready. `shortages`: what ranks ran out of memory with, in this pool
+    or one before."""
 
     def __init__(self, pool: WorkerPool, shortages: Shortages) -> None:
         self._pool, self._shortages = pool, shortages
         self._times: CallTimes | None = None
-        self._link = 1.0  # what communication takes over what was measured
-        self._last: dict[tuple[object, ...], tuple[int, Known]] = {}  # the last size of every model, and what is known of it
+        self._link = 1.0  # time of communication, as a multiple of the measured one
+        self._last: dict[tuple[object, ...], tuple[int, Known]] = {}  # by model: elements of its last call, and what is known of it
 
     def choose(self, config: RuntimeConfig, kind: CallKind, sharded: bool, fits: Callable[[float], bool]) -> Chosen | None:
-        """How a call is to run; None where the config leaves no choice. `sharded`: every rank keeps a part of the weights. `fits`:
-        whether the devices have the memory for this part of a call."""
+        """Return how a call is to run; None where the config leaves no choice. `sharded`: every rank keeps a part of the weights.
+        `fits`: says whether the devices have the memory for this part of a call."""
         if not config.chooses_ranks:
             return None
         kind = replace(kind, what=repr((kind.what, sharded, config.sequence)))
@@ -56,8 +57,8 @@ class Chooser:
         return Chosen(kind, None if split == known.default else split)
 
     def _first(self, kind: CallKind, pool: Pool, fits: bool) -> Chosen:
-        """How a call runs of which nothing is known: on all ranks, or on one device if it fits there and that should be faster, as
-        far as another size of it can tell."""
+        """Return how to run an unknown call: on all ranks, or on one device if it fits there and should be faster, judging by
+        another size of it."""
         elements, known = self._last.get(kind.of_any_size, (0, None))
         if known is not None and elements and fits:
             size = kind.elements / elements
@@ -67,7 +68,7 @@ class Chooser:
         return Chosen(kind, None)
 
     def note(self, config: RuntimeConfig, chosen: Chosen, reports: Sequence[CallReport], sharded: bool) -> dict[str, Any]:
-        """A call has ended. Returns what the report says about the choice."""
+        """Note that a call has ended. Returns the report's entry on the choice."""
         busy = [report for report in reports if not report.outcome.idle]
         seconds = [report.seconds - report.outcome.prelude for report in busy]
         inside = [report.communication.seconds for report in busy]
@@ -85,13 +86,13 @@ class Chooser:
         return self._described(known, split, self._ranks(config, sharded))
 
     def failed(self, chosen: Chosen) -> None:
-        """A call ran out of memory as it was to run. It runs otherwise the next time, unless nobody chose."""
+        """Note that a call ran out of memory. If its split was chosen, it runs another way the next time."""
         if chosen.split is not None:
             self._shortages.note(self._pool.config.devices, chosen.kind.name, chosen.split)
 
     @property
     def times(self) -> CallTimes:
-        """Of this pool's machine."""
+        """Times of calls on this pool's machine."""
         if self._times is None:
             pool = self._pool
             machine = (*pool.device_names, pool.backend, device_driver(), pool.peer_to_peer, pool.shares)
@@ -104,7 +105,7 @@ class Chooser:
         return Pool(self._pool.measured, self._pool.shares, config.sequence, sharded, self._link)
 
     def _described(self, known: Known, split: CallSplit, pool: Pool) -> dict[str, Any]:
-        """The ranks at work, and the best of the other numbers of ranks: all of them, or one."""
+        """Return the ranks at work, and the best of the other numbers of ranks: all of them, or one."""
         own = known.runs[split].seconds
         told: dict[str, Any] = {"ranks": split.at_work, "of": pool.size, "seconds": own, "alternative": None}
         other = 1 if split.at_work == pool.size else pool.size
@@ -117,9 +118,9 @@ class Chooser:
 
 
 def in_words(choice: Mapping[str, Any] | None) -> str:
-    """What a report says about a choice: "1 of 4 devices; 4 would take 1.30 times as long (predicted)". Empty without a choice.
+    """Put a choice into words: "1 of 4 devices; 4 would take 1.30 times as long (predicted)". Empty without a choice.
 
-    What one device was measured to take stands in the speed of the run. That others would be faster is said where they are next.
+    The measured time on one device is left to the speed of the run. A faster number of ranks is named only where it comes next.
     """
     if choice is None:
         return ""
@@ -134,7 +135,7 @@ def in_words(choice: Mapping[str, Any] | None) -> str:
 
 
 def _known_by(reports: Sequence[CallReport], expected: Known | None) -> Known:
-    """What the first call of a kind tells of it."""
+    """Return what the first call of a kind tells about it."""
     report, ranks = reports[0], tuple(range(len(reports)))
     if report.outcome.work is None:
         raise ValueError("a call for which nobody chooses ranks")
@@ -143,14 +144,14 @@ def _known_by(reports: Sequence[CallReport], expected: Known | None) -> Known:
     if expected is not None:
         return replace(expected, work=replace(work, attentions=expected.work.attentions))
     default = CallSplit(ranks, degrees["batch"], degrees["ring"], degrees["ulysses"])
-    if default.at_work != len(ranks):  # such as groups without an item: nothing could be told from it
+    if default.at_work != len(ranks):  # for example groups without an item: such a split tells nothing
         default = CallSplit(ranks, 1, 1, 1)
     return Known(work, default)
 
 
-MOST_ATTENTIONS = 100  # kinds of them in a call that is believed: a prediction goes through all
-MOST_HEADS = 1 << 14  # of an attention that is believed: so many numbers are tried
-SHORTEST = 1e-6  # seconds of a call that are believed
+MOST_ATTENTIONS = 100  # kinds of attention in a call; an entry with more is not believed: a prediction goes through all
+MOST_HEADS = 1 << 14  # of an attention; more are not believed: a prediction tries that many numbers
+SHORTEST = 1e-6  # seconds of a call; less is not believed
 
 
 class CallTimes(dict[str, Known]):
@@ -177,7 +178,7 @@ class CallTimes(dict[str, Known]):
 
 
 def _known_of(entry: dict[str, Any], world_size: int) -> Known:
-    """Raises ValueError where it is none of so many ranks."""
+    """Decode an entry of the file. Raises ValueError: it is malformed, or for another number of ranks."""
     work, default = decode(CallWork, entry.get("work")), decode(CallSplit, entry.get("default"))
     runs = dict(decode(tuple[tuple[CallSplit, Run], ...], entry.get("runs")))
     everyone, sizes = tuple(range(world_size)), [size for shape, _ in work.attentions for size in vars(shape).values()]
@@ -193,5 +194,5 @@ def _known_of(entry: dict[str, Any], world_size: int) -> Known:
         raise ValueError(runs)
     if any(shape.heads > MOST_HEADS or shape.heads % shape.kv_heads for shape, _ in work.attentions):
         raise ValueError(work.attentions)
-    # A single run on all ranks may have been slow for what happened once. It is predicted again where ranks have measured anew.
+    # A single run on all ranks may have been slow by chance. It is predicted again once ranks have measured anew.
     return Known(work, default, {split: run for split, run in runs.items() if run.count or split != default})

@@ -28,7 +28,7 @@ log = logging.getLogger("context_parallel")
 
 RESTART_TIMEOUT = 15.0  # seconds that a prompt has to end once its workers are killed
 CLOSE_TIMEOUT = 3.0  # the same, at exit
-MORE_ROOM = 2.0  # times the memory that was expected, once a rank had too little of it
+MORE_ROOM = 2.0  # factor on the expected memory of a call, once a rank had too little
 POLL = 0.1  # seconds between two polls for Cancel while another thread holds the lock
 
 
@@ -58,11 +58,11 @@ class Controller:
         self._closing = False
 
     def holds(self, key: str) -> bool:
-        """Whether the workers hold a model."""
+        """Return whether the workers hold a model."""
         return (workers := self.workers) is not None and workers.holds(key)
 
     def on_device(self, key: str) -> bool:
-        """Whether the workers hold a model, and have it on this process's device, or put it there with the next call."""
+        """Return whether the workers hold a model, and have it on this process's device or put it there with the next call."""
         return (workers := self.workers) is not None and workers.holds(key) and key not in workers.aside
 
     def load(self, config: RuntimeConfig, target: ModelState, node: Node | None, cancelled: Callable[[], bool]) -> None:
@@ -116,8 +116,8 @@ class Controller:
                 self._unload(workers, key)
 
     def make_room(self, device: torch.device, key: str | None = None) -> None:
-        """Have the ranks on a device give back what they keep of freed memory there. Never raises. `key`: of a model that leaves
-        the device until its next call as well; the ranks keep it."""
+        """Have the ranks on a device give back freed memory that they keep there. Never raises. `key`: of a model that leaves the
+        device as well, until its next call; the ranks keep it."""
         workers = self.workers
         if workers is None or str(device) not in workers.pool.config.devices or not (key is None or self.on_device(key)):
             return  # do not wait for the lock with nothing to do
@@ -145,36 +145,36 @@ class Controller:
         self.changed.set()
 
     def end_run(self) -> None:
-        """A sampling run has come to its end, on one device or on the workers."""
+        """Note that a sampling run has ended well, on one device or on the workers."""
         self.journal.end_run()
         self.did_well()
 
     def did_well(self) -> None:
-        """A run, of a model or of a VAE, has come to its end: an error of a run before is over."""
+        """Note that a run, of a model or of a VAE, has ended well: an earlier error is over."""
         self.journal.last_error = None
         self.changed.set()
 
     def pass_through(self, node: Node | None) -> None:
-        """A node passes its model through, because this machine has nothing to share it out to."""
+        """Note that a node passes its model through, because this machine has no devices to share it out to."""
         self.node = node
         self.changed.set()
 
     def bypassed(self) -> None:
-        """A prompt has begun that samples without this pack: what the run before it came to is no news of it."""
+        """Note that a prompt has begun that samples without this pack: the figures of the run before it no longer apply."""
         self.node = None
         self.journal.run = RunStats(None)
 
     def fail(self, error: ContextParallelError, node: Node | None) -> None:
-        """A run is refused before the workers have to do with it."""
+        """Note that a run is refused before it reaches the workers."""
         self.journal.last_error = Failure.of(error, (), node)
         self.changed.set()
 
     def own(self, key: str) -> None:
-        """A model of the UI process uses this key."""
+        """Note that a model of the UI process uses this key."""
         self._owners[key] += 1
 
     def disown(self, key: str) -> None:
-        """A model that used this key was garbage-collected. May run in any thread, inside anything: takes no lock."""
+        """Note that a model that used this key was garbage-collected. May run in any thread, at any point: takes no lock."""
         self._owners[key] -= 1
         if self._owners[key] <= 0:
             self._forgotten.append(key)
@@ -197,7 +197,7 @@ class Controller:
     def _compare(
         self, config: RuntimeConfig, target: ModelState, call: ModelCall, record: CallRecord, cancelled: Callable[[], bool]
     ) -> float:
-        """Note what a call takes on one device: this one, if it ran there, or where that is asked for a repetition of it.
+        """Note how long a call takes on one device: this one, if it ran there, or a repetition of it if the user asked for one.
 
         Returns the seconds that belong to no call of the run.
         """
@@ -223,8 +223,8 @@ class Controller:
         return time.monotonic() - began
 
     def _make_room(self, config: RuntimeConfig, target: ModelState) -> None:
-        """Free the devices of the ranks: of the ranks' models, and of those of this process that do not sample. `target`: the model
-        that needs the room; it may take less from now on."""
+        """Free the ranks' devices: remove the models of the ranks, and those of this process that do not sample. `target`: the
+        model that needs the room; it may take less from now on."""
         workers = self.workers
         if workers is not None:
             workers.use_less_memory(target)
@@ -310,7 +310,7 @@ class Controller:
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Keep an error of the workers for the status."""
+        """Record an error of the workers for the status."""
         try:
             yield
             if self.workers is not None:

@@ -1,5 +1,5 @@
-"""What the status and the report of CP Sampler are made of: the last error, the last sampling run, and times on one device to
-compare it with, which outlive this process."""
+"""Records behind the status and the report of CP Sampler: the last error, the last sampling run, and times on one device to compare
+it with, which outlive this process."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class Failure:
     """An error of a run."""
 
     time: float  # when it happened, in seconds since the epoch
-    message: str  # for everyone
+    message: str  # for everyone to see
     rank: int | None  # that caused it, if one did
     device: str | None  # of that rank
     node: Node | None  # that failed with it; None = no node waited
 
     @classmethod
     def of(cls, error: BaseException, devices: Sequence[str], node: Node | None) -> Failure:
-        """Of an error. `devices`: of the ranks."""
+        """Make a Failure of an error. `devices`: of the ranks."""
         rank = getattr(error, "rank", None)
         device = devices[rank] if rank is not None and rank < len(devices) else None
         return cls(time.time(), public_message(error), rank, device, node)
 
 
 def public_message(error: BaseException) -> str:
-    """The message of an error as anyone who reaches ComfyUI's port may see it: no traceback, no output of ranks, no folders."""
+    """Return the message of an error for anyone who reaches ComfyUI's port: no traceback, no output of ranks, no folders."""
     text = str(error) if isinstance(error, ContextParallelError) else f"{type(error).__name__}: {error}"
     return _FOLDERS.sub("", text.partition("\n\n")[0])
 
 
 class Journal:
-    """What this process remembers of its sampling runs.
+    """This process's record of its sampling runs.
 
     Args:
         file: of times on one device; None = in the user's cache folder.
@@ -63,7 +63,7 @@ class Journal:
         self._one_device: dict[str, KeptSeconds] = {}  # by device and driver
 
     def end_run(self) -> None:
-        """The run has come to its end. One on one device is what others can be compared with."""
+        """Note that the run has ended well. If it ran on one device, other runs can be compared with it."""
         self.run.finish()
         seconds = self.run.per_call if self.run.last is None else self.on_one_device
         if self.run.kind is not None and seconds:
@@ -74,7 +74,7 @@ class Journal:
         self.measuring, self._obstacle = True, (None, "")
 
     def measured(self, seconds: float | None, obstacle: str = "") -> None:
-        """A call ran on one device, by choice, or was repeated there.
+        """Note that a call ran on one device, by choice, or was repeated there.
 
         The time is kept on disk when the run ends: all its calls may be such.
 
@@ -93,7 +93,7 @@ class Journal:
 
     @property
     def speed(self) -> Speed | None:
-        """Of the run; None before the end of its first call."""
+        """Speed of the run; None before the end of its first call."""
         run, last = self.run, self.run.last
         if not run.done and last is None:
             return None
@@ -107,7 +107,7 @@ class Journal:
 
     @property
     def _times(self) -> KeptSeconds:
-        """On a device like that of the run."""
+        """Times on a device like that of the run."""
         machine = f"{self.run.device}, {device_driver()}"
         if machine not in self._one_device:
             self._one_device[machine] = KeptSeconds(self._file, machine)

@@ -1,4 +1,4 @@
-"""Where the ranks keep the weights of a model: what the user says, or the first way that fits."""
+"""Choice of where the ranks keep the weights of a model: as the user says, or the first way that fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GB = 1e9
 
 
 class Demand(NamedTuple):
-    """What a model takes."""
+    """The memory that a model takes."""
 
     sizes: Sizes  # of its transformer's weights
     call: float  # bytes that ComfyUI expects a call to take on one device, without weights
@@ -24,13 +24,13 @@ class Demand(NamedTuple):
         return self.sizes.whole
 
     def on_device(self, placement: str, ranks: int) -> int:
-        """Bytes of weights on the device of one rank."""
+        """Return the bytes of weights on the device of one rank."""
         if placement == WHOLE:
             return self.weights
         return self.sizes.per_rank(ranks, on_host=placement == OFFLOADED)
 
     def per_rank(self, placement: str, ranks: int) -> float:
-        """Bytes on the device of one rank, with its part of a call."""
+        """Return the bytes on the device of one rank, with its part of a call."""
         return self.on_device(placement, ranks) + self.call / ranks
 
 
@@ -71,14 +71,15 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
             return Choice(placement, f"{placement}: {_on_each(demand, placement, ranks)} of {room / GB:.3g} GB")
     if not demand.sizes.blocks:
         return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, none of which can be shared out")
-    # Of a model with a few large blocks, two of them and a part take more than all of it.
+    # If a model has a few large blocks, two of them and a part take more than all of it.
     least = min(PLACEMENTS, key=lambda placement: demand.on_device(placement, ranks))
     limit = f"{room / GB:.3g} GB that {'memory_per_rank allows' if config.memory_per_rank else 'are free'}"
     return Choice(least, f"{least}: {_on_each(demand, least, ranks)}, more than the {limit}")
 
 
 def next_smaller(demand: Demand, placement: str, ranks: int) -> str | None:
-    """The first way behind this one that takes less device memory, or None. Of a few large blocks, two may take more than all."""
+    """Return the first later placement that takes less device memory, or None. With a few large blocks, two of them may take more
+    than the whole model."""
     held = demand.on_device(placement, ranks)
     behind = PLACEMENTS[PLACEMENTS.index(placement) + 1 :]
     return next((other for other in behind if demand.on_device(other, ranks) < held), None)
@@ -101,7 +102,7 @@ class Shortages:
         self._tried: dict[tuple[tuple[str, ...], str], frozenset[Any]] = {}
 
     def note(self, devices: tuple[str, ...], name: str, tried: Any) -> None:
-        """A rank ran out of memory.
+        """Note that a rank ran out of memory.
 
         Args:
             devices: of all ranks.
@@ -111,9 +112,9 @@ class Shortages:
         remember(self._tried, (devices, name), self.of(devices, name) | {tried}, LIMIT)
 
     def of(self, devices: tuple[str, ...], name: str) -> frozenset[Any]:
-        """What was tried in vain with a model or a kind of call."""
+        """Return what has failed for lack of memory, with a model or a kind of call."""
         return self._tried.get((devices, name), frozenset())
 
     def forget(self) -> None:
-        """The user begins anew, perhaps with more memory."""
+        """Forget everything: the user starts again, perhaps with more memory."""
         self._tried.clear()

@@ -1,5 +1,5 @@
-"""What the calls of a sampling run took, measured alike on one device and on several: panel, nodes, report, picture and Measure all
-read it here. It does not grow with the number of calls: it keeps sums, and the last call."""
+"""Times of the calls of a sampling run, measured alike on one device and on several. Panel, nodes, report, picture and Measure all
+read them here. They do not grow with the number of calls: there are sums, and the last call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = {
     "not_measured": "not measured yet",
     "obstacle": "not measured: {obstacle}",
 }
-"""What there is to say about the speed, by case. The panel says it in other languages as well."""
+"""Texts about the speed, by case. The panel has them in other languages as well."""
 NOT_MEASURED = WORDS["not_measured"]
 
 
@@ -31,7 +31,7 @@ class Node(NamedTuple):
 
     prompt_id: str
     node_id: str
-    kind: str | None = None  # its class, as workflows name it; None = nobody knows
+    kind: str | None = None  # its class, as workflows name it; None = not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class CallRecord:
 
     @property
     def waiting_share(self) -> float:
-        """Which part of the call rank 0 waited for other ranks and for the link."""
+        """Fraction of the call that rank 0 spent waiting for other ranks and for the link."""
         return self.reports[0].communication.seconds / self.reports[0].seconds
 
 
@@ -86,7 +86,7 @@ class RunStats:
         self._alone = True  # no call but the first is in the sums
 
     def enter(self, arguments: dict[str, Any]) -> None:
-        """A call begins."""
+        """Note that a call begins."""
         kind = None if self._key is None else CallKind.of(self._key, arguments).name
         self.calls += 1
         self.kind = kind if self.calls == 1 or kind == self.kind else None
@@ -97,20 +97,21 @@ class RunStats:
             self._second = self._last
 
     def leave(self) -> None:
-        """The call has returned. A device may still compute it."""
+        """Note that the call has returned. A device may still compute it."""
         self.done, self._ended = self.calls, time.monotonic()
 
     def finish(self) -> None:
-        """The result of the run is there."""
+        """Note that the result of the run is there."""
         self._ended = time.monotonic()
 
     def inside(self, seconds: float, extra: float = 0.0) -> None:
-        """The ranks have run a call: in so many seconds from call to result, of which `extra` belong to no call of the run."""
+        """Add the time of a call on the ranks, in seconds from call to result. `extra`: the part of them that belongs to no call of
+        the run."""
         self._inside += seconds
         self._extra += extra if self.calls > 1 else 0.0
 
     def add(self, record: CallRecord) -> None:
-        """Put a call on the ranks that has ended into the sums."""
+        """Add a call that has ended on the ranks to the sums."""
         new = len(record.reports) != len(self.times)
         if new or self._alone:
             self.count, self.rank_0 = 0, dict.fromkeys(SUMS, 0.0)
@@ -128,26 +129,26 @@ class RunStats:
 
     @property
     def between(self) -> float:
-        """Seconds from the end of a call on the ranks to the begin of the next, mean over the calls so far."""
+        """Mean seconds from the end of a call on the ranks to the beginning of the next, over the calls so far."""
         return max(0.0, self._last - self._first - self._inside) / max(1, self.calls - 1)
 
     @property
     def per_call(self) -> float | None:
-        """Seconds per call, from the begin of the second one on: the first loads and warms up. None where there were too few."""
+        """Seconds per call from the second one on: the first loads and warms up. None where there were too few."""
         return (self._ended - self._second - self._extra) / (self.done - 1) if self.done > 1 else None
 
     @property
     def waiting_share(self) -> float:
-        """Which part of the calls rank 0 waited for other ranks and for the link."""
+        """Fraction of the calls that rank 0 spent waiting for other ranks and for the link."""
         return self.rank_0["communication_seconds"] / self.rank_0["seconds"]
 
 
 def time_by_rank(reports: Sequence[CallReport]) -> list[dict[str, float]]:
-    """Where the time of a call went: seconds of compute, communication and wait of every rank; their sum is the same for all.
+    """Return seconds of compute, communication and wait for every rank of a call; their sum is the same for all.
 
-    A rank in a collective cannot tell a slow link from a late peer. The rank that waits least is the one that all others wait for:
-    its time in collectives is counted as communication for every rank, and what others spend there beyond it as waiting, together
-    with the time from the end of a rank's own work to that of the last one. A rank that does not take part waits all the time.
+    A rank in a collective cannot tell a slow link from a late peer. All others wait for the rank that waits
+    least, so its time in collectives counts as communication for every rank. The rest of their time there counts as waiting, and so
+    does the time from the end of a rank's own work to the end of the last rank's. A rank that does not take part only waits.
     """
     communication = min(report.communication.seconds for report in reports if not report.outcome.idle)
     total, found = max(report.seconds for report in reports), []
@@ -160,7 +161,7 @@ def time_by_rank(reports: Sequence[CallReport]) -> list[dict[str, float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How many times as fast several devices are as one: the one calculation that everybody shows."""
+    """Speedup of several devices over one. Every display uses this calculation."""
 
     ranks: int  # that shared a call; 1 = one device computed it
     per_call: float | None  # seconds from one call to the next; None = there were too few calls
@@ -169,14 +170,14 @@ class Speed:
 
     @property
     def times(self) -> float | None:
-        """How many times as fast as one device. None on one device, and where one of both is not known."""
+        """Speedup over one device. None on one device, and where either time is not known."""
         if self.ranks == 1 or not self.per_call or self.on_one_device is None:
             return None
         return self.on_one_device / self.per_call
 
     @property
     def case(self) -> str:
-        """Key of what there is to say in WORDS."""
+        """Key of the text in WORDS."""
         if self.ranks == 1:
             return "one_device"
         if self.times is not None:
@@ -187,12 +188,12 @@ class Speed:
 
     @property
     def words(self) -> str:
-        """The same for people."""
+        """The speed as text for people."""
         return WORDS[self.case].format(times=self.times, ranks=self.ranks, obstacle=self.obstacle)
 
 
 def times_in_words(times: float, ranks: int) -> str:
-    """How many times as fast as one device these ranks are."""
+    """Return the speedup over one device as text."""
     return WORDS[_case(times, ranks)].format(times=times, ranks=ranks)
 
 

@@ -1,4 +1,4 @@
-"""A pool of ranks, and what this process knows about what the ranks hold. All of it is replaced together with the pool."""
+"""A pool of ranks, and this process's record of what they hold. All of it is replaced together with the pool."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Resident:
     name: str  # of its file, in its model folder
     patches_uuid: str
     choice: Choice
-    asked: tuple[str, float]  # what was set when that was chosen: weights, and memory per rank
+    asked: tuple[str, float]  # settings at the time of the choice: weights, and memory per rank
     call: float  # bytes that a call was expected to take then
     device_bytes: int  # of weights, on the device of one rank
 
@@ -70,13 +70,13 @@ class Workers:
         self.aside: set[str] = set()
         self._starts = KeptSeconds(KeptFile("starts.json"), ", ".join(config.devices))
         self._on_change = on_change
-        self._model = ""  # name of the one that the last load or call was about
+        self._model = ""  # name of the model of the last load or call
         self._resident: dict[str, Resident] = {}  # by key
         self._warm: dict[str, set[int]] = {}  # models, and the ranks whose devices hold their weights
         self._shortages, self._chooser = shortages, Chooser(self.pool, shortages)
         self._networks: set[str] = set()
         self._unused: deque[str] = deque()  # networks that are gone from this process
-        self._left: set[str] = set()  # kinds of blocks that are not compiled, which the log says
+        self._left: set[str] = set()  # kinds of blocks that are not compiled; the log has named them
         self._encoder = CallEncoder()
         self.pace = Pace()
 
@@ -127,7 +127,7 @@ class Workers:
 
     @property
     def keys(self) -> list[str]:
-        """Of the models that the ranks hold."""
+        """Keys of the models that the ranks hold."""
         return list(self._resident) if self.pool.alive else []
 
     @property
@@ -136,19 +136,19 @@ class Workers:
         return None if self.last_call is None else self._for_every_rank([report.outcome.room for report in self.last_call.reports])
 
     def serves(self, config: RuntimeConfig) -> bool:
-        """Whether calls with this config can run here."""
+        """Return whether calls with this config can run here."""
         return self.pool.alive and _pool_key(self.pool.config) == _pool_key(config)
 
     def resident(self, key: str) -> Resident | None:
-        """What the ranks hold under a key."""
+        """Return the model that the ranks hold under a key, or None."""
         return self._resident.get(key) if self.pool.alive else None
 
     def holds(self, key: str) -> bool:
-        """Whether the ranks hold a model."""
+        """Return whether the ranks hold a model."""
         return self.resident(key) is not None
 
     def has(self, config: RuntimeConfig, target: ModelState) -> bool:
-        """Whether the ranks hold this state of a model, and in a way that is good for the calls to come."""
+        """Return whether the ranks hold this state of a model, with a placement that suits the calls to come."""
         resident = self.resident(target.key)
         if resident is None or (resident.patches_uuid, resident.asked) != (target.patches_uuid, _asked(config)):
             return False
@@ -169,18 +169,18 @@ class Workers:
         return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE))
 
     def use_less_memory(self, target: ModelState) -> None:
-        """A rank ran out of memory: a model that may be kept in a smaller way is, from its next load on."""
+        """Note that a rank ran out of memory: from its next load on, the model takes less of it where it can."""
         resident = self._resident.get(target.key)
         if resident is not None:
             self._shortages.note(self.pool.config.devices, target.key, resident.choice.placement)
 
     def _for_every_rank(self, free: list[int | None]) -> int | None:
-        """Bytes that every rank can take, given what each sees of its device; None where ranks are CPUs."""
+        """Return the bytes that every rank can take, given what each sees of its device; None where ranks are CPUs."""
         known = [each for each in free if each is not None]
         devices = self.pool.config.devices
         if len(known) < len(free):
             return None
-        return min(known) * len(set(devices)) // len(devices)  # ranks that share a device count its memory each
+        return min(known) * len(set(devices)) // len(devices)  # each of the ranks that share a device counts its memory
 
     def drop(self, forgotten: Collection[str], cancelled: Callable[[], bool]) -> None:
         """Have the ranks drop models that this process no longer has, by their keys, and networks of patches that are gone."""
@@ -256,8 +256,8 @@ class Workers:
     def seconds_alone(
         self, config: RuntimeConfig, target: ModelState, call: ModelCall, cancelled: Callable[[], bool]
     ) -> float | None:
-        """Seconds of a call that has just run, once more, on one rank; what it computes is dropped. None where one rank has not the
-        memory for it. Where every rank keeps a part of the weights all compute the same, since they put blocks together."""
+        """Return the seconds that a call takes on one rank: run it once more, and drop the result. None where one rank does not
+        have the memory. Where every rank keeps a part of the weights, all compute the same, since they put blocks together."""
         if not self._fits(target.demand.call):
             return None
         alone = CallSplit(tuple(range(self.pool.world_size)) if self._sharded(target.key) else (0,), 1, 1, 1)
@@ -273,7 +273,7 @@ class Workers:
             self.comparing = False
 
     def _fits(self, nbytes: float) -> bool:
-        """Whether the devices have so much memory for a call, after the last one."""
+        """Return whether the devices have this much memory, in bytes, for a call after the last one."""
         return self.room is None or nbytes <= self.room
 
     def _sharded(self, key: str) -> bool:
@@ -333,11 +333,11 @@ class Workers:
         self.pool.trim()
 
     def make_room(self, device: str, key: str | None) -> None:
-        """Make the ranks on a device give back what they keep of freed memory there, and of a model all of it until its next call.
+        """Make the ranks on a device give back freed memory that they keep, and a model's memory until its next call.
 
         Args:
-            key: of that model; None = of none. One whose weights are shared out leaves all devices, and the host's memory as well,
-                since what the other ranks keep of it would be of no use.
+            key: of that model; None = none. A model whose weights are shared out leaves all devices, and the host's memory as well,
+                since the parts on the other ranks would be of no use.
         """
         ranks = {rank for rank, other in enumerate(self.pool.config.devices) if other == device}
         if key is not None:
@@ -349,7 +349,7 @@ class Workers:
 
 
 def name_of(path: str, folders: Collection[str]) -> str:
-    """A model file as ComfyUI's loaders name it: from the innermost of these folders on that it is in."""
+    """Return the name of a model file as ComfyUI's loaders show it: its path in the innermost of these folders."""
     inside = [os.path.relpath(path, folder) for folder in folders if path.startswith(os.path.join(folder, ""))]
     return min(inside, key=len, default=os.path.basename(path))
 

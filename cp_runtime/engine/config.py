@@ -1,4 +1,5 @@
-"""How a sequence is split over ranks. `ContextParallelConfig` and `ParallelConfig` have the fields of diffusers' classes."""
+"""Settings for splitting a sequence over ranks. `ContextParallelConfig` and `ParallelConfig` have the fields of diffusers'
+classes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ MAX_SHARE = 100  # of a rank; finer ones are no more right
 
 @dataclass(frozen=True)
 class ContextParallelConfig:
-    """How a sequence is split over ranks. Names and meanings are those of diffusers 0.42; what it refuses works here.
+    """Settings for splitting a sequence over ranks. Names and meanings are those of diffusers 0.42; settings that it refuses work
+    here.
 
     The axes are `ring` x `ulysses`, ulysses inner; their product with `batch_degree` is the number of ranks. 1 x 1 changes nothing.
 
@@ -142,12 +144,12 @@ class ContextParallelConfig:
 
     @property
     def compared(self) -> tuple[Any, ...]:
-        """What is the same on every rank."""
+        """The fields that must be the same on every rank."""
         return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.compare)
 
     @property
     def of_all_ranks(self) -> ContextParallelConfig:
-        """The same for a call of which all ranks share the sequence."""
+        """The same settings for a call whose sequence all ranks share."""
         if self.batch_degree == 1:
             return self
         return dataclasses.replace(self, ulysses_degree=self.mesh_shape[1] * self.batch_degree, batch_degree=1)
@@ -195,7 +197,7 @@ class ContextParallelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """What `apply_context_parallel` takes, as in diffusers: a context parallel config by that name."""
+    """Argument of `apply_context_parallel`, as in diffusers: a context parallel config by that name."""
 
     context_parallel_config: ContextParallelConfig
 
@@ -211,8 +213,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSettings:
-    """What a user asks for on the sequence axes: as in `ContextParallelConfig`, but with degrees of 0, both of them, where they are
-    chosen for every attention (`cost`)."""
+    """A user's settings for the sequence axes: as in `ContextParallelConfig`, but degrees are both 0 where they are chosen for
+    every attention (`cost`)."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -222,12 +224,13 @@ class SequenceSettings:
     ring_anything: bool = True
 
     def with_degrees(self, ring: int, ulysses: int) -> ContextParallelConfig:
-        """The same settings with these degrees."""
+        """Return the same settings with these degrees."""
         return ContextParallelConfig(**{**dataclasses.asdict(self), "ring_degree": ring, "ulysses_degree": ulysses})
 
 
 def axis_sizes(mesh: Any) -> tuple[int, int]:
-    """Ranks on the axes ring and ulysses of a DeviceMesh. Raises ConfigError: it is none, or has no such axes."""
+    """Return the numbers of ranks on the axes ring and ulysses of a DeviceMesh. Raises ConfigError: it is no DeviceMesh, or lacks
+    these axes."""
     if not isinstance(mesh, DeviceMesh):
         raise bad_value("mesh", mesh, "a torch.distributed.device_mesh.DeviceMesh", MAKE_MESH)
     names = mesh.mesh_dim_names or ()
@@ -238,7 +241,7 @@ def axis_sizes(mesh: Any) -> tuple[int, int]:
 
 
 def given_to_diffusers() -> ConfigError:
-    """The error for a config of this package in enable_parallelism or from_pretrained of diffusers."""
+    """Return the error for a config of this package in enable_parallelism or from_pretrained of diffusers."""
     return ConfigError(
         "parallel_config: got a config of cp_runtime; allowed in diffusers' enable_parallelism and from_pretrained: diffusers' own."
         " Load the model without parallel_config, and call cp_runtime.apply_context_parallel(model, config)."
@@ -260,5 +263,5 @@ def check_switch(name: str, value: object) -> None:
 
 
 def is_int(value: object) -> bool:
-    """Whether it is a whole number, and no bool."""
+    """Return whether a value is a whole number, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""What one context-parallel attention costs, for every way to split it, and which way to take.
+"""Cost of one context-parallel attention for every way to split it, and the choice of a way.
 
 The model, for P ranks as ring R x ulysses U, S queries and S_k keys in all, H query and K key/value heads of D elements of b
 bytes, batch B, on a link with latency a and bandwidth w, attention at f operations per second and memory at m bytes per second.
@@ -35,7 +35,7 @@ from .sharding import Shares, split_sizes
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does: the mean of some ranks."""
+    """Speeds of the machine: the mean of some ranks."""
 
     latency: float  # seconds of a collective that carries next to nothing
     bandwidth: float  # bytes per second that one rank sends while all do
@@ -63,7 +63,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one attention costs one rank."""
+    """Cost of one attention for one rank."""
 
     bytes_sent: float  # to other ranks
     communication: float  # seconds spent waiting for them
@@ -106,7 +106,7 @@ def cost(shape: AttentionShape, ring: int, ulysses: int, rotate_method: str, rat
 
 
 def choose(shape: AttentionShape, ranks: int, settings: SequenceSettings, rates: Rates, shares: Shares = ()) -> tuple[int, int]:
-    """(ring, ulysses) of least cost, of those that the settings allow if there are any."""
+    """Return (ring, ulysses) of least cost, among those that the settings allow if there are any."""
     return min(
         allowed(shape, ranks, settings, shares) or factors(ranks),
         key=lambda pair: (cost(shape, pair[0], pair[1], settings.rotate_method, rates, shares).total, pair[0]),
@@ -114,7 +114,7 @@ def choose(shape: AttentionShape, ranks: int, settings: SequenceSettings, rates:
 
 
 def allowed(shape: AttentionShape, ranks: int, settings: SequenceSettings, shares: Shares = ()) -> list[tuple[int, int]]:
-    """Every (ring, ulysses) that can share an attention as the settings ask."""
+    """Return every (ring, ulysses) that can share an attention as the settings ask."""
     units = sum(shares) or ranks
     even = shape.queries % units == 0 and shape.keys % units == 0
     return [
@@ -129,7 +129,8 @@ def allowed(shape: AttentionShape, ranks: int, settings: SequenceSettings, share
 def decide(
     shape: AttentionShape, ranks: int, settings: SequenceSettings, rates: Rates, shares: Shares = ()
 ) -> tuple[ContextParallelConfig, Cost]:
-    """How an attention is shared, and what that should cost. The same arguments give the same answer on every rank."""
+    """Decide how to share an attention; return the config and the predicted cost. The same arguments give the same answer on every
+    rank."""
     given = settings.ring_degree, settings.ulysses_degree
     # Given degrees are for the ranks that a full batch axis leaves. With fewer groups the rest of it is folded in.
     chosen = given if math.prod(given) == ranks else choose(shape, ranks, settings, rates, shares)

@@ -1,4 +1,4 @@
-"""What the ranks and the link between them do, measured when they start. Every rank gets to know the same numbers."""
+"""Speeds of the ranks and of the link between them, measured when they start. Every rank gets the same numbers."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from .cost import Rates
 from .mesh import SequenceMesh
 from .sharding import Shares
 
-PAIRED = 16  # ranks of which every pair is measured; more would take too long
+PAIRED = 16  # most ranks for which every pair is measured; more would take too long
 SAME_SPEED = 0.1  # devices of different names that differ by less than this count as equal
 SLOWER = 2.0  # times as long: a link has become slower, and no rank was merely late
-ENOUGH, LONG = 0.02, 1.0  # seconds that a link is measured, and at most where it becomes slower
+ENOUGH, LONG = 0.02, 1.0  # seconds to measure a link, and at most where it becomes slower
 RISING = 0.3  # seconds of work that bring the clocks of an idle accelerator up
 STEPS = 4  # shares are multiples of this part of the slowest rank's
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What all ranks measured."""
+    """Measurements of all ranks."""
 
     each: tuple[Rates, ...]  # rates of every rank. Latency and bandwidth are those while all ranks send to each other.
-    # Of ranks -> (latency, bandwidth) while only these two send to each other; none where there are too many ranks
+    # (pair of ranks, (latency, bandwidth)) while only these two send to each other; empty where there are too many ranks
     pairs: tuple[tuple[tuple[int, int], tuple[float, float]], ...]
     devices: tuple[int, ...]  # a number for the name of every rank's device
 
-    @lru_cache(maxsize=256)  # noqa: B019  (there is one as long as the process lives, or its pool)
+    @lru_cache(maxsize=256)  # noqa: B019  (one lives as long as the process or its pool)
     def of(self, ranks: tuple[int, ...]) -> Rates:
-        """The mean of some ranks, and the link while they send to each other and no others do.
+        """Return the mean of some ranks, and the link while they send to each other and no others do.
 
         Between a pair and all ranks, contention grows with the number of ranks: latency and bandwidth go from those of the worst
         pair among the ranks to those of all in equal ratios.
@@ -63,7 +63,7 @@ class Measured:
 
     @property
     def shares(self) -> Shares:
-        """In proportion to the speeds of the ranks; none where the devices are of one kind, or as fast as each other.
+        """Shares in proportion to the speeds of the ranks; none where the devices are of one kind, or equally fast.
 
         A speed is that of attention and matrix products by halves. Shares are rounded: another measurement gives the same ones.
         """
@@ -75,13 +75,13 @@ class Measured:
 
 
 def device_name(device: torch.device) -> str:
-    """The kind of a device: what torch calls it, or its type."""
+    """Return the kind of a device: torch's name for it, or its type."""
     name = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return device.type if name is None else str(name(device))
 
 
 def device_driver() -> str:
-    """What the speed of devices depends on besides their kind: torch and its driver."""
+    """Return what the speed of devices depends on besides their kind: torch and its driver."""
     return f"{torch.__version__}, {torch.version.cuda or torch.version.hip or ''}"
 
 
@@ -109,7 +109,7 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
         return min(_times(run, device, delay))
 
     def lasting(run: Callable[[], object]) -> float:
-        """Seconds in the long run: a link may take a burst at once. All ranks go on alike."""
+        """Return the seconds of a run in the long term: a link may absorb a burst at once. All ranks stop at the same time."""
         began, found = time.perf_counter(), list[float]()
         while True:
             own = torch.tensor([*_times(run, device, delay), time.perf_counter() - began], device=place)
@@ -153,7 +153,7 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
 
 
 def _launch(device: torch.device) -> float:
-    """Seconds that the host takes to launch an operation."""
+    """Return the seconds that the host takes to launch an operation."""
     small, count, times = torch.zeros(1, device=device), 200, []
     for _ in range(3):
         wait_for(device)
@@ -166,7 +166,7 @@ def _launch(device: torch.device) -> float:
 
 
 def in_the_long_run(times: Iterable[float]) -> tuple[float, bool]:
-    """(the best of a run's times since it became slower, whether it became so with the last one)."""
+    """Return (the best of a run's times since it became slower, whether it became slower with the last one)."""
     best, slower = math.inf, False
     for each in times:
         slower = each > SLOWER * best
@@ -175,8 +175,8 @@ def in_the_long_run(times: Iterable[float]) -> tuple[float, bool]:
 
 
 def _times(run: Callable[[], object], device: torch.device, delay: Callable[[], object]) -> list[float]:
-    """Seconds of a few runs, after one to warm up; on the clock of the device where it has one, without what the host launches.
-    `delay`: keeps the device at work until the host has launched the runs."""
+    """Return the seconds of a few runs, after one to warm up; on the clock of the device where it has one, without the launches of
+    the host. `delay`: keeps the device at work until the host has launched the runs."""
     run()
     if device.type == "cpu":
         times = []

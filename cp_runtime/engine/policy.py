@@ -1,4 +1,4 @@
-"""How many ranks a call deserves, and how they share it: the prediction, and the choice among what was measured.
+"""Choice of the number of ranks for a call and of how they share it: a prediction, and a choice among measurements.
 
 A call is split into `batch` groups of `ring` x `ulysses` ranks (`CallSplit`). What it takes is predicted from one run of it on some
 split s0 (`Run`), the rates that the ranks measured when they started, and the cost of its attentions (`cost`):
@@ -15,7 +15,7 @@ split s0 (`Run`), the rates that the ranks measured when they started, and the c
 | `F` | what fewer tokens do not lessen: `launch` x `LAUNCHES` per planned module, but no more than s0 took beyond matrix products |
 | `W` | what else s0 computed, over load(s0) |
 | `a` | 1, or less where s0 computed for a shorter time than its attentions should have taken |
-| `k` | what s0 communicated over what it should have: the link as this call uses it; if s0 is one rank, as other calls did |
+| `k` | time of communication in s0 over the predicted one: the link as this call uses it; if s0 is one rank, as other calls did |
 
 Whoever chooses has the same numbers for all ranks, so that nobody has to ask: the owner of a pool does it, and tells every rank
 with the call.
@@ -36,20 +36,20 @@ from .sharding import Shares, split_sizes
 
 LAUNCHES = 30  # operations per planned module
 TRIES = 4  # splits of one kind of call that are measured
-NEARLY = 1.25  # times the best time so far: what another split may be predicted to take and is tried all the same
-HOPELESS = 2.0  # times the best: a split that took longer is not given a second run, which would be a warm one
-WARM_UP = 2.0  # seconds that connections take at most, which a first run makes
-DRIFT = 1.05  # a time that is not reached again counts for so much more with every call: machines change
-LINK = 0.2  # least that a run corrects the link by
+NEARLY = 1.25  # times the best time so far: a split is tried if its prediction is below this
+HOPELESS = 2.0  # times the best: a split that took longer gets no second, warm run
+WARM_UP = 2.0  # seconds at most for the connections that a first run makes
+DRIFT = 1.05  # a time that is not reached again grows by this factor with every call: machines change
+LINK = 0.2  # least factor by which a run corrects the link
 
 
 @dataclass(frozen=True)
 class CallSplit:
-    """Who computes a call, and how it is shared."""
+    """The ranks that compute a call, and how they share it."""
 
     ranks: tuple[int, ...]  # that take part, ascending, rank 0 among them. The others idle.
     # batch, ring, ulysses: degrees. Where their product is less than the ranks, several groups compute the same: that is for
-    # weights of which every rank keeps a part, so that all must take part.
+    # weights that every rank keeps a part of, so that all must take part.
     batch: int
     ring: int
     ulysses: int
@@ -61,41 +61,41 @@ class CallSplit:
 
     @property
     def groups(self) -> int:
-        """Groups that compute, those that compute the same included."""
+        """Groups that compute, including those that compute the same."""
         return len(self.ranks) // self.sequence
 
     @property
     def at_work(self) -> int:
-        """Ranks that compute something that no other does."""
+        """Ranks whose work no other rank repeats."""
         return self.batch * self.sequence
 
 
 @dataclass(frozen=True)
 class CallWork:
-    """What a call is, whoever computes it."""
+    """The work of a call, independent of who computes it."""
 
     items: int  # of the batch that groups can share out; 1 = none can
     sequence: bool  # whether ranks can share a sequence
-    # That are shared, over the whole sequence, with the batch of one item, and how many there are
+    # Shapes of shared attentions, over the whole sequence, for one item, and the count of each
     attentions: tuple[tuple[AttentionShape, int], ...]
     operations: float  # of matrix products, of one item
     modules: int = 0  # planned ones
     result: int = 0  # bytes of the output
-    weights: int = 0  # bytes of its part that every rank sends to the others, where each keeps one
+    weights: int = 0  # bytes that every rank sends of its part of the weights, where each keeps one
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a call took on a split."""
+    """Times of a call on a split."""
 
     seconds: float  # until the last rank was done
     compute: float  # of the rank that computed longest
     communication: float  # of the rank that waited least: without waiting for late ranks
-    count: int = 1  # runs that are in it; 0 = only the first, which warms up
+    count: int = 1  # runs behind these times; 0 = only the first, which warms up
 
     @property
     def warm(self) -> Run:
-        """What the same takes at best without making connections."""
+        """The same run without the time for making connections, at best."""
         if self.count:
             return self
         spared = min(WARM_UP, self.communication)
@@ -104,13 +104,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Pool:
-    """Who may compute a call."""
+    """The ranks that may compute a call."""
 
     measured: Measured  # of all ranks
     shares: Shares  # of all ranks
     settings: SequenceSettings  # of the sequence axes; its degrees are open
     all_take_part: bool = False  # every rank keeps a part of the weights
-    # What communication takes over what was measured, as calls have shown; for those that do not show it themselves
+    # Time of communication as a multiple of the measured one, from other calls; for calls that have no such figure of their own
     link: float = 1.0
 
     @property
@@ -119,37 +119,37 @@ class Pool:
         return len(self.measured.each)
 
     def fastest(self, count: int) -> tuple[int, ...]:
-        """Rank 0, which hands over the result, and the fastest others; of equal ones those with the better link to it."""
+        """Return rank 0, which hands over the result, and the fastest others; of equal ones, those with the better link to it."""
         links = {pair[1]: round(log2(link[1])) for pair, link in self.measured.pairs if pair[0] == 0}
         others = sorted(range(1, self.size), key=lambda rank: (-self.weight(rank), -links.get(rank, 0), rank))
         return tuple(sorted((0, *others[: count - 1])))
 
     def weight(self, rank: int) -> int:
-        """The share of a rank."""
+        """Return the share of a rank."""
         return self.shares[rank] if self.shares else 1
 
     def speed(self, rank: int) -> float:
-        """Of a rank, relative to the mean rank."""
+        """Return the speed of a rank relative to the mean rank."""
         return self.weight(rank) * self.size / (sum(self.shares) or self.size)
 
     def shares_of(self, ranks: Sequence[int]) -> Shares:
-        """Of some ranks."""
+        """Return the shares of some ranks."""
         return reduced(tuple(self.weight(rank) for rank in ranks))
 
 
 @dataclass
 class Known:
-    """What is known of one kind of call."""
+    """The work and the runs of one kind of call."""
 
     work: CallWork  # of the call
-    default: CallSplit  # the split that it runs on where nobody chooses
+    default: CallSplit  # the split that it runs on without a choice
     runs: dict[CallSplit, Run] = field(default_factory=dict)  # by split
-    # Splits that took more memory than there is; they are not taken
+    # Splits that ran out of memory; they are not chosen
     failed: Set[CallSplit] = field(default=frozenset(), compare=False)
     _predictions: tuple[object, list[tuple[float, CallSplit]]] = field(default=(None, []), compare=False, repr=False)
 
     def note(self, split: CallSplit, run: Run) -> bool:
-        """A run has ended. Returns whether it is worth keeping on disk: a new split, or the second run of one."""
+        """Note that a run has ended. Returns whether it is worth keeping on disk: a new split, or the second run of one."""
         old = self.runs.get(split)
         if old is not None and old.count and run.seconds > old.seconds * DRIFT:
             run = replace(old, seconds=old.seconds * DRIFT)
@@ -157,7 +157,7 @@ class Known:
         return old is None or old.count == 0
 
     def choose(self, pool: Pool, fits: Callable[[float], bool]) -> CallSplit:
-        """The split for the next run. `fits`: whether the devices have the memory for this part of a call."""
+        """Return the split for the next run. `fits`: says whether the devices have the memory for this part of a call."""
         runs = {split: run for split, run in self.runs.items() if split not in self.failed}
         if not runs:
             return self.default
@@ -165,7 +165,7 @@ class Known:
         shortest, warm = runs[best].seconds, runs[best].warm.seconds
 
         def untried(limit: float) -> Iterator[CallSplit]:
-            """Splits that should take less than this, the shortest first."""
+            """Yield splits that should take less than `limit` seconds, the shortest first."""
             for seconds, other in self.predictions(pool):
                 if seconds >= limit:
                     return
@@ -179,7 +179,8 @@ class Known:
         return next(chain(alone, cold, near), best)
 
     def predictions(self, pool: Pool) -> list[tuple[float, CallSplit]]:
-        """Seconds of every split that has not run, the shortest first. Made anew when there is another run to go by."""
+        """Return the predicted seconds of every split that has not run, the shortest first. Predict anew when there is another run
+        to go by."""
         basis = pool, self.failed, *((split, run.count > 0) for split, run in self.runs.items())
         if self._predictions[0] != basis:
             others = [split for split in candidates(self.work, pool) if split not in self.runs and split not in self.failed]
@@ -188,12 +189,13 @@ class Known:
         return self._predictions[1]
 
     def predict(self, pool: Pool, split: CallSplit, size: float = 1.0) -> float:
-        """Seconds on a split, by what is known of others. See `predict`."""
+        """Return the predicted seconds on a split, given the runs on others. See `predict`."""
         reference = max(self.runs, key=lambda split: (self.runs[split].communication > 0, -self.runs[split].seconds))
         return predict(self.work, pool, split, reference, self.runs[reference], size)
 
     def alternative(self, pool: Pool, ranks: int) -> tuple[float, bool] | None:
-        """(seconds, whether they were measured) with so many ranks at work: of the best split that has run, or else predicted."""
+        """Return (seconds, whether they were measured) with `ranks` ranks at work: of the best split that has run, or else
+        predicted."""
         ran = [run.seconds for split, run in self.runs.items() if split.at_work == ranks and split not in self.failed]
         if ran:
             return min(ran), True
@@ -201,7 +203,7 @@ class Known:
 
 
 def candidates(work: CallWork, pool: Pool) -> Iterator[CallSplit]:
-    """Every split of a call that the settings allow."""
+    """Yield every split of a call that the settings allow."""
     for count in range(1, pool.size + 1):
         if pool.all_take_part and pool.size % count:
             continue
@@ -209,7 +211,7 @@ def candidates(work: CallWork, pool: Pool) -> Iterator[CallSplit]:
         for batch in range(1, min(count, work.items) + 1):
             if count % batch or (work.items % batch and not pool.shares):
                 continue
-            if batch < count and not (work.sequence and work.attentions):  # no sequence, or nobody knows what sharing it costs
+            if batch < count and not (work.sequence and work.attentions):  # no sequence, or no known cost of sharing it
                 continue
             for ring, ulysses in factors(count // batch):
                 split = CallSplit(ranks, batch, ring, ulysses)
@@ -220,7 +222,7 @@ def candidates(work: CallWork, pool: Pool) -> Iterator[CallSplit]:
 
 
 def largest_part(work: CallWork, pool: Pool, split: CallSplit) -> float:
-    """The part of the tokens and items that one rank has at most."""
+    """Return the largest part of the tokens and items that one rank has."""
     groups = _groups(pool, split)
     weights = [[pool.weight(split.ranks[i]) for i in group] for group in groups]
     items = _items(work, pool, split)
@@ -228,8 +230,8 @@ def largest_part(work: CallWork, pool: Pool, split: CallSplit) -> float:
 
 
 def predict(work: CallWork, pool: Pool, split: CallSplit, reference: CallSplit, run: Run, size: float = 1.0) -> float:
-    """Seconds of a call on a split, given what it took on another one. `size`: predict a call with so many times the tokens of the
-    one that ran."""
+    """Return the predicted seconds of a call on a split, given a run on another one. `size`: tokens of the call, as a multiple of
+    those of the run."""
     load, attention, communication = _parts(resized(work, size), pool, split)
     load_0, attention_0, communication_0 = _parts(work, pool, reference)
     scale = min(1.0, run.compute / attention_0) if attention_0 else 1.0
@@ -242,12 +244,12 @@ def predict(work: CallWork, pool: Pool, split: CallSplit, reference: CallSplit, 
 
 
 def link_of(work: CallWork, pool: Pool, split: CallSplit, run: Run) -> float | None:
-    """What a run's communication took over what it should have; None where it sent nothing."""
+    """Return the time of a run's communication as a multiple of the predicted one; None where it sent nothing."""
     return _link(run, _parts(work, pool, split)[2] + _weights(work, pool, run.compute))
 
 
 def resized(work: CallWork, size: float) -> CallWork:
-    """A call with so many times the tokens."""
+    """Return the work of a call with `size` times the tokens."""
     shapes = [(replace(s, queries=round(s.queries * size), keys=round(s.keys * size)), count) for s, count in work.attentions]
     return replace(work, attentions=tuple(shapes), operations=work.operations * size, result=round(work.result * size))
 
@@ -257,7 +259,7 @@ def _link(run: Run, communication: float) -> float | None:
 
 
 def _parts(work: CallWork, pool: Pool, split: CallSplit) -> tuple[float, float, float]:
-    """(load, seconds of attention, seconds of communication) of the group that has most."""
+    """Return (load, seconds of attention, seconds of communication), each the largest of all groups."""
     link = pool.measured.of(split.ranks)
     load = attention = communication = 0.0
     for group, items in zip(_groups(pool, split), _items(work, pool, split), strict=True):
@@ -276,18 +278,18 @@ def _parts(work: CallWork, pool: Pool, split: CallSplit) -> tuple[float, float, 
 
 
 def _weights(work: CallWork, pool: Pool, compute: float) -> float:
-    """Seconds of waiting for weights of which every rank keeps a part, beside so many seconds of computing."""
+    """Return the seconds spent waiting for weights that every rank keeps a part of. `compute`: seconds of computing meanwhile."""
     rates = pool.measured.of(tuple(range(pool.size)))
     return max(0.0, work.weights / rates.bandwidth - rates.overlap * compute)
 
 
 def _groups(pool: Pool, split: CallSplit) -> list[list[int]]:
-    """Places in the ranks of a split of all groups that it computes."""
+    """Return the groups of a split, as lists of places in its ranks."""
     return form_groups(len(split.ranks), split.groups, pool.shares_of(split.ranks))
 
 
 def _items(work: CallWork, pool: Pool, split: CallSplit) -> list[int]:
-    """How many items each of these groups computes."""
+    """Return the number of items that each of these groups computes."""
     groups = _groups(pool, split)
     shares = reduced(tuple(sum(pool.weight(split.ranks[i]) for i in group) for group in groups[: split.batch]))
     return [split_sizes(work.items, split.batch, shares)[index % split.batch] for index in range(len(groups))]

@@ -1,5 +1,5 @@
-"""What ranks share with the controller: what they note about themselves while they work, which it can read at any time without
-asking, the decision to leave a call together, and the descriptors that they inherit."""
+"""Memory that ranks share with the controller: notes on their progress, which it reads at any time without asking, the decision to
+leave a call together, and the descriptors that they inherit."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Progress:
     collectives: int  # that it has begun, as of the last heartbeat
     loaded: int | None  # thousandths of a model; None = it loads none
     beat: float  # time of the last heartbeat, on the clock of `time.monotonic`; 0 = none yet
-    compiling: int = 0  # it compiles a part of a model, the how many-th one of this process; 0 = it does not
+    compiling: int = 0  # the part of a model that it compiles, counted from 1 since its process started; 0 = none
 
 
-WORDS = 6  # of a rank: the fields of Progress; a model that is loaded counts from one
+WORDS = 6  # of a rank: the fields of Progress; thousandths of a load are kept plus one
 
 
 class Board:
@@ -48,7 +48,7 @@ class Board:
         self._words = words[:-1].numpy().data
 
     def begin(self, rank: int, command: int) -> None:
-        """The rank begins a command; 0 = it is idle."""
+        """Note that the rank begins a command; 0 = it is idle."""
         first = WORDS * rank
         for word in (1, 2, 3, 5):
             self._words[first + word] = 0
@@ -61,31 +61,31 @@ class Board:
         return modules
 
     def load(self, rank: int, loaded: int | None) -> None:
-        """The rank has loaded that many thousandths of a model; None = it is done."""
+        """Note that the rank has loaded this many thousandths of a model; None = it is done."""
         self._words[WORDS * rank + 3] = 0 if loaded is None else loaded + 1
 
     def beat(self, rank: int, collectives: int) -> None:
-        """A heartbeat: the rank is alive, and has begun that many collectives."""
+        """Note that the rank is alive, and how many collectives it has begun."""
         self._words[WORDS * rank + 2] = collectives
         self._words[WORDS * rank + 4] = time.monotonic_ns()
 
     def compiling(self, rank: int, part: int) -> None:
-        """The rank begins to compile a part of a model, the how many-th one; 0 = it is done with it."""
+        """Note that the rank compiles a part of a model. `part`: counts from 1; 0 = it has finished."""
         self._words[WORDS * rank + 5] = part
 
     def freeze(self) -> None:
-        """Keep what was noted last, and let go of the shared memory."""
+        """Keep the last notes, and let go of the shared memory."""
         self._words = memoryview(bytes(self._words)).cast("q")
         self.decision = self.decision.clone()
 
     def read(self, rank: int) -> Progress:
-        """What the rank noted last."""
+        """Return the latest notes of the rank."""
         command, modules, collectives, loaded, beat, compiling = self._words[WORDS * rank : WORDS * (rank + 1)]
         return Progress(command, modules, collectives, loaded - 1 if loaded else None, beat / 1e9, compiling)
 
 
 def resident_bytes(pid: int) -> int:
-    """Host memory of a process; 0 when it is gone."""
+    """Return the host memory of a process, in bytes; 0 when it is gone."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -124,13 +124,13 @@ class CancelPoints:
         self._word, self._rank, self._passed = word, rank, 0
 
     def restart(self) -> None:
-        """A call begins. Rank 0 does so before it tells the others of the call."""
+        """Begin a call. Rank 0 does so before it tells the others of the call."""
         self._passed = 0
         if self._rank == 0:
             self._word.zero_()
 
     def leave(self, asked: Callable[[], bool]) -> bool:
-        """Whether to leave at this place, the same answer on all ranks. `asked`: whether the user cancelled; called by rank 0."""
+        """Return whether to leave at this place, alike on all ranks. `asked`: whether the user cancelled; called by rank 0."""
         before, self._passed = self._passed, self._passed + 1
         while abs(decision := int(self._word)) < before:
             time.sleep(_POLL)
@@ -141,7 +141,7 @@ class CancelPoints:
         return False
 
     def end(self) -> None:
-        """This rank has left the call. After rank 0, whatever the reason, nothing new is decided and nobody waits."""
+        """Note that this rank has left the call. Once rank 0 has left, nothing new is decided and nobody waits."""
         if self._rank == 0 and int(self._word) >= 0:
             self._word.fill_(_NEVER)
 
@@ -176,7 +176,7 @@ class Inherited:
         return fd
 
     def descriptors(self, rank: int) -> dict[str, int]:
-        """Those for a rank, by their names in its spec."""
+        """Return the descriptors for a rank, by their names in its spec."""
         return {
             "request_fd": self.request.fd,
             "response_fd": self.response.fd,

@@ -100,7 +100,7 @@ class SharedBlock:
         self._mapped: Tensor | None = None
 
     def view(self, nbytes: int) -> Tensor:
-        """Return the first `nbytes` bytes as a uint8 tensor, growing the block where it is smaller. Raises PoolError: there is not
+        """Return the first `nbytes` bytes as a uint8 tensor; grow the block where it is smaller. Raises PoolError: there is not
         enough memory."""
         wanted = max(nbytes, mmap.PAGESIZE)
         if self.size < wanted:
@@ -117,7 +117,7 @@ class SharedBlock:
 
     @property
     def size(self) -> int:
-        """Bytes that the block has now. Raises PoolError when it is closed."""
+        """Current size in bytes. Raises PoolError when the block is closed."""
         if self.fd < 0:
             raise PoolError("the worker pool is closed, and its shared memory with it")
         return os.fstat(self.fd).st_size

@@ -52,7 +52,7 @@ class Collection:
     world_size: int  # number of ranks, each of which reports once
     began: float  # when the command was sent
     timeout: float  # seconds until it is too late
-    compile_timeout: float = 0.0  # seconds that ranks may compile parts of a model besides
+    compile_timeout: float = 0.0  # further seconds, for ranks that compile parts of a model
     replies: dict[int, Report] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -69,20 +69,20 @@ class Collection:
         return [rank for rank in range(self.world_size) if rank not in self.replies]
 
     def reported(self, rank: int, reply: Report) -> None:
-        """A rank's report has arrived."""
+        """Note that a rank's report has arrived."""
         self.replies[rank] = reply
 
     def died(self, rank: int, now: float) -> None:
-        """A rank's channel is closed. Whatever it has reported, the pool is incomplete: that is a failure."""
+        """Note that a rank's channel is closed. The pool is incomplete then, whatever the rank has reported: that is a failure."""
         self._died[rank] = now
 
     def abort(self) -> None:
-        """Another thread wants the command to end."""
+        """Note that another thread wants the command to end."""
         self._aborted = True
 
     def cancel(self, now: float, module_seconds: float = 0.0) -> Wait:
-        """The user wants to cancel. Only the first time matters, and only where nothing has failed yet. `module_seconds`: what a
-        planned module of this call takes, at most; 0 = not known."""
+        """Note that the user wants to cancel. Only the first time counts, and only before anything fails. `module_seconds`: the
+        most that a planned module of this call takes; 0 = not known."""
         if self._cancelled or self._failing:
             return Wait(until=self._deadline)
         self._cancelled = True
@@ -90,7 +90,7 @@ class Collection:
         return SendCancel(until=self._deadline)
 
     def tick(self, now: float, *, quiet: bool = True, stopped: Set[int] = frozenset(), compiling: bool = False) -> Wait | Outcome:
-        """Time has passed, and what was noticed until `now` has been told. Says what to do next.
+        """Return what to do next, given the time and what has been noted until then.
 
         Args:
             quiet: nothing arrived. Reports that arrived while this process was suspended count after the deadline, too.
@@ -141,7 +141,7 @@ class Collection:
         )
 
     def _cause(self) -> int | None:
-        """The rank with the earliest failure. One that reported an error and then died has failed by the error."""
+        """Return the rank with the earliest failure. If it reported an error and then died, the error is its failure."""
         failures = {rank: at - DEATH_LAG for rank, at in self._died.items()}
         failures |= {rank: reply.at for rank, reply in self.replies.items() if isinstance(reply, Failure)}
         return min(failures, key=lambda rank: (failures[rank], rank), default=None)
@@ -159,7 +159,7 @@ class ModuleTimes:
         self._last = 0.0
 
     def note(self, modules: Mapping[int, int], now: float) -> None:
-        """Look at the counts by rank, many times a second. A longer gap means that this process was suspended: it starts over."""
+        """Take the counts of modules by rank, many times a second. Start over after a longer gap: this process was suspended."""
         if now - self._last > SUSPENDED:
             self._entered.clear()
         self._last = now

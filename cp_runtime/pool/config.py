@@ -19,7 +19,7 @@ WHOLE, SHARDED, OFFLOADED = PLACEMENTS = ("whole", "sharded", "offloaded")
 DEGREES = ("ulysses_degree", "ring_degree", "batch_degree")
 MAX_MEMORY = 1 << 20  # GB; more is a typing error
 MAX_STEP_TIMEOUT = 7 * 24 * 3600.0
-MAX_RANKS = 1024  # that can be asked for
+MAX_RANKS = 1024  # the most that a user can ask for
 CPU_RANKS_PER_CORE = 4  # more than that is a typing error, not a plan
 RANKS_PER_ACCELERATOR = 8  # the same, where ranks share one over gloo
 ONE_CARD = "CP_TEST_ONE_CARD"
@@ -253,7 +253,7 @@ class RuntimeConfig:
 
 
 def _resolve_shares(shares: str, ranks: int) -> Shares:
-    """What the text says, one whole number for each rank; none where it is empty."""
+    """Return one whole number per rank, parsed from the text; none where it is empty."""
     if isinstance(shares, str) and not shares.strip():
         return ()
     parts = [part.strip() for part in shares.replace(":", ",").split(",")] if isinstance(shares, str) else []
@@ -297,7 +297,7 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
 
 
 def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
-    """One entry of `devices`."""
+    """Parse one entry of `devices`."""
     cpu = inventory.type == "cpu"
     match = _DEVICE.fullmatch(text)
     index = int(match[2] or 0) if match else 0
@@ -310,7 +310,7 @@ def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
 
 
 def _remedy(advice: str, inventory: DeviceInventory) -> str:
-    """The advice, and what the machine has: users ask for devices that ComfyUI does not see."""
+    """Return the advice, followed by what the machine has: users ask for devices that ComfyUI does not see."""
     if inventory.type == "cpu":
         return (
             f"{advice}. ComfyUI runs on the CPU: it was started with --cpu, its torch has no support for the GPUs, or "
@@ -320,7 +320,7 @@ def _remedy(advice: str, inventory: DeviceInventory) -> str:
 
 
 def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tuple[int, int, int]:
-    """(ring, ulysses, batch); 0 where the ranks are to choose: ring and ulysses both or neither."""
+    """Return (ring, ulysses, batch). 0 = the ranks choose; ring and ulysses are both 0 or neither is."""
     for name, value in zip(DEGREES, (ulysses, ring, batch), strict=True):
         if not is_int(value) or value < 0:
             raise bad_value(name, value, "a whole number from 0 (choose)", "Leave it at 0.")
@@ -347,23 +347,23 @@ def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tu
 
 
 def startup_timeout() -> float:
-    """Seconds that ranks may take to start."""
+    """Return the seconds that ranks may take to start."""
     return _seconds("CP_STARTUP_TIMEOUT", 300.0)
 
 
 def connect_timeout() -> float:
-    """Seconds that ranks may take to meet over NCCL and to exchange something, before they try without what may have broken it."""
+    """Return the seconds that ranks may take to meet over NCCL and exchange something, before they try another connection."""
     return _seconds("CP_CONNECT_TIMEOUT", 20.0)
 
 
 def load_timeout() -> float:
-    """Seconds that ranks may take to load a model, and for its first call."""
+    """Return the seconds that ranks may take to load a model, and for its first call."""
     return _seconds("CP_LOAD_TIMEOUT", 1800.0)
 
 
 def _seconds(name: str, default: float) -> float:
-    """An environment variable as a number of seconds; empty counts as not set. It is read when it is needed: a bad one must not
-    stop an import. Raises ConfigError: it is no number, or out of range."""
+    """Return an environment variable as a number of seconds; empty counts as not set. Read when needed: a bad value must not stop
+    an import. Raises ConfigError: it is not a number, or out of range."""
     text = os.environ.get(name, "").strip()
     try:
         value = float(text or default)
@@ -381,7 +381,7 @@ def _seconds(name: str, default: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSite:
-    """What ranks run, as plain data that JSON knows."""
+    """The code that ranks run, as plain data for JSON."""
 
     service: str = ""  # module of this package that makes the service of every rank (see `worker.Service`); empty = none
     arguments: Mapping[str, Any] = field(default_factory=dict)  # for it

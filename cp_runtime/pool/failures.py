@@ -1,4 +1,4 @@
-"""What went wrong in a pool, as text for users."""
+"""Texts for users about failures in a pool."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .messages import Failure, Report
 from .peers import shm_advice
 from .stacks import collect_stacks
 
-_FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # what they say is all that there is to know
+_FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # their messages need no trace
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 _NCCL_ERROR = "DistBackendError"
 _COMMUNICATION = (_NCCL_ERROR, "DistNetworkError", "DistStoreError")  # of torch.distributed
-_ACCELERATOR = "AcceleratorError"  # of torch 2.8 and later, for anything that a device reports
-_NO_MEMORY = re.compile("out of memory|failed to cuda calloc", re.IGNORECASE)  # the second is NCCL's, of a buffer for a group
+_ACCELERATOR = "AcceleratorError"  # of torch 2.8 and later, for any error of a device
+_NO_MEMORY = re.compile("out of memory|failed to cuda calloc", re.IGNORECASE)  # the second is NCCL's, for a buffer of a group
 _SLOW = {
     "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
     "connecting": "If it is only slow, raise the environment variable CP_CONNECT_TIMEOUT.",
@@ -41,12 +41,12 @@ _STOPPED = "Find out what stopped it, such as a tool that saves memory or power,
 
 
 def connect_advice(config: RuntimeConfig) -> str:
-    """What may help where ranks do not connect, besides what the error itself says."""
+    """Return advice for ranks that do not connect, beyond what the error itself says."""
     return f"{_NCCL} {shm_advice(config.world_size)}".rstrip() if config.backend == "nccl" else ""
 
 
 def connect_failure(error: PoolError) -> str:
-    """Why the ranks did not connect, in short, where they may do so in another way; empty where that would not help."""
+    """Return in short why the ranks did not connect, where another way may work; empty where it would not help."""
     if isinstance(error, PoolTimeout) and not error.stopped:
         return "no answer in time"
     if isinstance(error, RankError) and error.kind in (*_COMMUNICATION, *_CRASHES) and not isinstance(error, RankOutOfMemory):
@@ -55,7 +55,7 @@ def connect_failure(error: PoolError) -> str:
 
 
 def reported_failure(rank: int, pid: int, failure: Failure, replies: Mapping[int, Report], advice: str = "") -> RankError:
-    """The error for a rank that reported a failure; with the advice where the ranks' communication failed."""
+    """Return the error for a rank that reported a failure; with the advice if the ranks' communication failed."""
     kind, message, trace = failure.kind, failure.message, failure.trace
     if kind == _OUT_OF_MEMORY or (kind in (_ACCELERATOR, _NCCL_ERROR) and _NO_MEMORY.search(message)):
         message += _describe_memory(replies)
@@ -68,7 +68,7 @@ def reported_failure(rank: int, pid: int, failure: Failure, replies: Mapping[int
 
 
 def first_death(ranks: Iterable[int], noticed: int, processes: Sequence[RankProcess]) -> int:
-    """Which of the ranks that died is the reason for the others' death; by default the one whose death was noticed first.
+    """Return the rank whose death caused the others'; by default the one whose death was noticed first.
 
     The kernel closes the sockets of a killed process one by one, and a busy machine takes its time in between: another rank may
     miss its peer, and exit, before the killed one's own channel closes. Nobody is killed by a signal because a peer ended.
@@ -81,7 +81,7 @@ def first_death(ranks: Iterable[int], noticed: int, processes: Sequence[RankProc
 
 
 def death(rank: int, process: RankProcess, log: LogPump | None, advice: str = "") -> RankError:
-    """The error for a rank that died. No other signal must have been sent to it."""
+    """Return the error for a rank that died. No other signal must have been sent to it."""
     process.wait(1)  # its channel closes a moment before it ends
     if process.error is not None:
         return RankError(rank=rank, pid=process.pid, kind=type(process.error).__name__, message=str(process.error))
@@ -93,7 +93,7 @@ def death(rank: int, process: RankProcess, log: LogPump | None, advice: str = ""
 
 
 def unforked(rank: int, server: ForkServer, timeout: float) -> PoolTimeout:
-    """The error for a rank that its fork server did not come to fork."""
+    """Return the error for a rank that its fork server did not fork in time."""
     doing = "does not answer" if server.ready else "still imports what they need"
     return PoolTimeout(
         f"the workers did not finish start within {timeout:g} s; the process that they are forked from (pid {server.pid}, "
@@ -110,7 +110,7 @@ def missed_deadline(
     stacks: Sequence[int],
     advice: str = "",
 ) -> PoolTimeout:
-    """The error for ranks that did not report: it names the one that the others wait for. The pool is to be killed.
+    """Return the error for ranks that did not report. It names the rank that the others wait for. The pool is to be killed.
 
     Args:
         what: the command.
@@ -146,7 +146,7 @@ def missed_deadline(
 
 
 def _describe_memory(replies: Mapping[int, Report]) -> str:
-    """What each rank that reported says about its memory."""
+    """Return a line for each rank that reported its memory, under a heading; empty where none did."""
     lines = []
     for rank, reply in sorted(replies.items()):
         memory = getattr(reply, "memory", None)
@@ -157,7 +157,7 @@ def _describe_memory(replies: Mapping[int, Report]) -> str:
 
 
 def _describe_exit(code: int | None) -> tuple[str, str]:
-    """Exit code of a process -> (kind, message)."""
+    """Return (kind, message) for an exit code."""
     if code is None:
         return "ProcessGone", "the process closed its channel and did not end."
     if code < 0:

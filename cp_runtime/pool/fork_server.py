@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: imports what all of them need, once, and forks one whenever it is asked for.
+"""The process that ranks are forked from. It imports what all of them need, once, and forks a rank on request.
 
 Run by file name, as `python fork_server.py <descriptor of its socket> <descriptor of a file with its spec as JSON>`: every user
 can read the arguments of a process, and their length is limited. The other end is `forking.ForkServer`. It uses the standard
@@ -96,7 +96,7 @@ def import_by_name(name: str) -> ModuleType:
 
 
 def read_spec(fd: int) -> dict[str, Any]:
-    """What the controller wrote into a file, which may be read more than once."""
+    """Return the spec that the controller wrote into a file. It may be read more than once."""
     spec: dict[str, Any] = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
     return spec
 
@@ -106,7 +106,7 @@ def preload(modules: list[str], left_out: list[str]) -> None:
 
     One that makes this process unfit to be forked is left out by starting all over without it.
     """
-    gc.disable()  # an eighth of the time of imports goes to looking for garbage, of which they make none
+    gc.disable()  # imports make no garbage, and looking for it takes an eighth of their time
     for name in [*modules, WORKER]:
         if name in left_out:
             continue
@@ -118,7 +118,7 @@ def preload(modules: list[str], left_out: list[str]) -> None:
 
 
 def open_devices() -> list[str]:
-    """Devices such as /dev/nvidiactl that this process has open."""
+    """Return the devices that this process has open, such as /dev/nvidiactl."""
     opened = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself

@@ -1,4 +1,4 @@
-"""Starts ranks: this process's side of the process that they are forked from.
+"""Starts ranks: this process's side of the fork server.
 
 Importing what a rank needs takes seconds; a fork takes none. So one process imports it once, for all ranks of all pools that start
 from the same place and environment, and stays for those that are restarted.
@@ -66,7 +66,7 @@ class RankProcess:
         return answered
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
+        """Return the exit code; None while it runs."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -82,18 +82,18 @@ class RankProcess:
                 os.kill(self.pid, number)
 
     def kill(self, patience: float = _ANSWERS_WITHIN) -> None:
-        """End it now; where it is not forked within `patience` seconds, its fork server."""
+        """End it now; if it is not forked within `patience` seconds, end its fork server."""
         if not self._answered.wait(max(0.0, patience)):
             self._server.kill()
         self.send_signal(signal.SIGKILL)
 
     def started(self, pid: int) -> None:
-        """The fork server forked it."""
+        """Note that the fork server has forked it."""
         self.pid = pid
         self._answered.set()
 
     def ended(self, status: int, error: Exception | None = None) -> None:
-        """It ended. With an error: it was not forked, or lost its fork server."""
+        """Note that it ended. With an error, it was not forked, or lost its fork server."""
         with self._lock:
             self.returncode, self.error = status, error
         self._ended.set()
@@ -230,16 +230,16 @@ class ForkServer:
 
 
 def kill_all(processes: Iterable[RankProcess]) -> None:
-    """End ranks now, with their fork servers where those do not come to fork them."""
+    """End ranks now. End a fork server as well where it does not fork its ranks in time."""
     until = time.monotonic() + _ANSWERS_WITHIN
     for process in processes:
         process.kill(until - time.monotonic())
 
 
 def _wait_gone(pid: int) -> None:
-    """Wait for the end of a process that is about to be killed by the kernel, and reap it where it has become this one's child.
+    """Wait for the end of a process that the kernel is about to kill. Reap it if it has become a child of this one.
 
-    That is so where this is the first process of a container.
+    It has where this is the first process of a container.
     """
     with contextlib.suppress(OSError):
         fd = os.pidfd_open(pid)
@@ -262,7 +262,7 @@ class ForkServers:
         self._key: Any = None
 
     def get(self, site: WorkerSite, environment: dict[str, str]) -> ForkServer:
-        """The one for these ranks; started if there is none."""
+        """Return the fork server for these ranks; start it if there is none."""
         seen = {name: value for name, value in environment.items() if not name.startswith(_OWN)}
         key = (site.path, site.preload, seen)
         with self._lock:
@@ -277,7 +277,7 @@ FORK_SERVERS = ForkServers()
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says a process does, such as "sleeping" or "stopped"; "gone" where there is none."""
+    """Return what the kernel says a process does, such as "sleeping" or "stopped"; "gone" if there is no such process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -31,7 +31,7 @@ class Frame:
 
     @property
     def message(self) -> Message:
-        """The message. Raises ProtocolError: it has other fields."""
+        """The message. Raises ProtocolError: its fields are wrong."""
         try:
             message: Message = decode(KINDS[self.kind], self.fields)
             return message
@@ -40,7 +40,7 @@ class Frame:
 
 
 def pack(message: Message, seq: int = 0, nbytes: int = 0) -> bytes:
-    """Bytes of a message. Raises ProtocolError: it is too long."""
+    """Convert a message to bytes. Raises ProtocolError: it is too long."""
     data = encode({"kind": type(message).__name__, "seq": seq, "nbytes": nbytes, "fields": message})
     if len(data) > MAX_HEADER:
         raise ProtocolError(f"a message header of {len(data)} bytes is above the limit of {MAX_HEADER}")
@@ -48,7 +48,7 @@ def pack(message: Message, seq: int = 0, nbytes: int = 0) -> bytes:
 
 
 def unpack(data: bytes) -> Frame:
-    """Bytes -> frame. Raises ProtocolError for what `pack` does not make, but for the fields of the message."""
+    """Convert bytes to a frame. Raises ProtocolError for what `pack` does not make; the message's fields are not checked yet."""
     try:
         header = json.loads(data)
     except (ValueError, UnicodeDecodeError, RecursionError) as error:
@@ -64,12 +64,12 @@ def unpack(data: bytes) -> Frame:
 
 
 def name_of(request: Request[Any]) -> str:
-    """What status and errors call a command."""
+    """Return the name of a command for status and errors."""
     return re.sub(r"(?<=.)(?=[A-Z])", "_", type(request).__name__).lower()
 
 
 def report_of(frame: Frame, rank: int) -> Report:
-    """The report in a frame. Raises ProtocolError: there is none."""
+    """Return the report in a frame. Raises ProtocolError: there is none."""
     report = frame.message
     if not isinstance(report, Report):
         raise ProtocolError(f"rank {rank} sent a {frame.kind}, which is no report")
@@ -77,7 +77,7 @@ def report_of(frame: Frame, rank: int) -> Report:
 
 
 def all_of(kind: type[R], reports: Sequence[Report]) -> list[R]:
-    """The reports of all ranks, which are to be of one kind. Raises ProtocolError: one is not."""
+    """Return the reports of all ranks, all of one kind. Raises ProtocolError: one is not."""
     found = []
     for rank, report in enumerate(reports):
         if not isinstance(report, kind):

@@ -1,8 +1,8 @@
-"""Files in the user's cache folder that keep from one ComfyUI to the next what would have to be measured again.
+"""Files in the user's cache folder that save ComfyUI from measuring the same things again.
 
 A file is a convenience: what cannot be read, or is no entry of this version, counts as absent and is replaced. Several processes
 may write one: each reads it anew under a lock, puts its own entry in, and renames a new file over it. A home on a network may hang,
-and another process may hold the lock, so reading and writing have a moment: after it nothing is known, and what was new is dropped.
+and another process may hold the lock, so reading and writing have a moment: after it nothing is known, and new entries are dropped.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .typed import is_number
 log = logging.getLogger("context_parallel")
 
 VERSION = 2
-MAX_ENTRIES = 500  # that are kept; the oldest go
-MAX_BYTES = 1 << 20  # of a file that is read, twice what so many entries take: nothing else runs in this process meanwhile
+MAX_ENTRIES = 500  # the oldest of more are removed
+MAX_BYTES = 1 << 20  # of a file that is read: twice the size of MAX_ENTRIES. Nothing else runs in this process meanwhile
 PATIENCE = 0.2  # seconds that a prompt waits for a file
-LONGEST = 1e9  # seconds that are believed
+LONGEST = 1e9  # seconds; more are not believed
 DAY = 86400.0  # seconds
-NEWS = 0.05  # part by which a time differs from the one that is kept, so that it is worth writing
+NEWS = 0.05  # relative change of a time that makes it worth writing
 
 Entry = dict[str, Any]
 T = TypeVar("T")
@@ -60,8 +60,8 @@ class KeptFile:
             oldest = sorted((e["time"], group, name) for group, entries in machines.items() for name, e in entries.items())
             for _, group, gone in oldest[: max(0, len(oldest) - MAX_ENTRIES)]:
                 del machines[group][gone]
-            new = self._file.with_suffix(".new")  # one name: what a killed process leaves is written over by the next one
-            # No waiting for a reader, where that is a pipe, and no writing elsewhere, where it is a link.
+            new = self._file.with_suffix(".new")  # one name: the next process overwrites what a killed one leaves
+            # Do not wait for a reader if it is a pipe, or write elsewhere if it is a link.
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
             try:
                 with open(os.open(new, flags, 0o666), "w") as file:
@@ -94,7 +94,7 @@ class KeptFile:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        import fcntl  # Linux has it, and only there are pools
+        import fcntl  # Linux only, as pools are
 
         until = time.monotonic() + PATIENCE / 2  # the rest is for reading and writing
         with open(
@@ -111,13 +111,13 @@ class KeptFile:
             yield
 
 
-_hung: threading.Thread | None = None  # works with a file and was not done in time
+_hung: threading.Thread | None = None  # the thread that works with a file and did not finish in time
 
 
 def _in_a_moment(work: Callable[[], T], name: str) -> T | None:
-    """Do what nobody waits for longer than a moment: no system call on a file system that hangs can be interrupted.
+    """Do work that nobody waits for longer than a moment: a system call on a file system that hangs cannot be interrupted.
 
-    None where it failed, was not done in time, or one before it hangs still.
+    Returns None where it failed, took too long, or an earlier one still hangs.
     """
     global _hung
     done: list[T] = []
@@ -140,7 +140,7 @@ def _in_a_moment(work: Callable[[], T], name: str) -> T | None:
 
 
 def remember(known: dict[K, V], name: K, value: V, most: int = MAX_ENTRIES) -> None:
-    """Put a value into a dict, as the newest; the oldest of more than so many is forgotten."""
+    """Put a value into a dict as its newest. With more than `most` values, forget the oldest."""
     known.pop(name, None)
     known[name] = value
     if len(known) > most:
@@ -148,7 +148,7 @@ def remember(known: dict[K, V], name: K, value: V, most: int = MAX_ENTRIES) -> N
 
 
 class KeptSeconds(dict[str, float]):
-    """What something took, by name, on one machine.
+    """Seconds that things took on one machine, by name.
 
     Args:
         file: where it is kept.
@@ -162,11 +162,11 @@ class KeptSeconds(dict[str, float]):
         self._written = dict(self)
 
     def know(self, name: str, seconds: float) -> None:
-        """Know what it took, in this process."""
+        """Record the seconds in this process alone."""
         remember(self, name, seconds)
 
     def put(self, name: str, seconds: float) -> None:
-        """Know and keep what it took."""
+        """Record the seconds, and keep them on disk."""
         self.know(name, seconds)
         if abs(seconds - self._written.get(name, 0.0)) > NEWS * seconds:
             self._written[name] = seconds

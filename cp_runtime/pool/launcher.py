@@ -1,4 +1,4 @@
-"""Starts processes that end with this one, and what they are started with."""
+"""Starts processes that end with this one, and builds their options and environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 
-# What a launcher around ComfyUI may have left behind.
+# Variables that a launcher around ComfyUI may have left behind.
 _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 
@@ -52,19 +52,20 @@ LAUNCHER = Launcher()
 
 
 def memory_file(content: bytes = b"") -> int:
-    """Make a file without a name, for processes that inherit its descriptor; return that. Nothing stays, whatever ends them."""
+    """Make a file without a name, for processes that inherit its descriptor, and return the descriptor. Nothing stays, whatever
+    ends them."""
     fd = os.memfd_create("context-parallel", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
             file.write(content)
-        os.lseek(fd, 0, os.SEEK_SET)  # who inherits it goes on from there
+        os.lseek(fd, 0, os.SEEK_SET)  # the heir reads from there
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-# What a flag of the interpreter is called on its command line. `isolated` comes first: it implies three of the others.
+# Letters of the interpreter's flags on its command line. `isolated` comes first: it implies three of the others.
 _FLAGS = {
     "isolated": "I",
     "ignore_environment": "E",
@@ -79,7 +80,7 @@ _FLAGS = {
 
 
 def interpreter_options() -> list[str]:
-    """The options that this interpreter was started with and that its ranks need to find and run the same code."""
+    """Return the options of this interpreter that its ranks need to find and run the same code."""
     implied = {"ignore_environment", "no_user_site", "safe_path"} if sys.flags.isolated else set()
     counts = {letter: int(getattr(sys.flags, name, 0)) for name, letter in _FLAGS.items() if name not in implied}
     options = [f"-{letter * count}" for letter, count in counts.items() if count]
@@ -89,12 +90,12 @@ def interpreter_options() -> list[str]:
 
 
 def cache_folder() -> str:
-    """Where this pack keeps for this user what it would have to find out again."""
+    """Return this user's folder for what this pack would otherwise have to find out again."""
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "comfyui-context-parallel")
 
 
 def _compiled_folder() -> str:
-    """Where what torch.compile makes is kept: where the user says, else for this user.
+    """Return the folder for torch.compile's output: the one that the user names, or else one of this user.
 
     torch's own default is a folder in /tmp, which another user may have made. It writes that into the environment when it is first
     used, and ComfyUI uses it before it imports this pack.
@@ -107,13 +108,13 @@ def _compiled_folder() -> str:
     kept = os.path.join(cache_folder(), "inductor")
     with contextlib.suppress(OSError):
         os.makedirs(kept, exist_ok=True)
-    # torch makes the folder when it is imported: without one no rank starts, in a container whose home is read-only, say.
+    # torch makes the folder when it is imported. Where it cannot, as in a container with a read-only home, no rank starts.
     return kept if os.access(kept, os.W_OK | os.X_OK) and os.path.isdir(kept) else _temporary_folder()
 
 
 @lru_cache
 def _temporary_folder() -> str:
-    """A folder for temporary files that is this user's alone, the same in every process if nobody else has made it."""
+    """Return a folder for temporary files that is this user's alone; the same in every process if nobody else has made it."""
     folder = os.path.join(tempfile.gettempdir(), f"comfyui-context-parallel-{os.getuid()}")
     with contextlib.suppress(OSError):
         os.mkdir(folder, 0o700)
@@ -126,13 +127,13 @@ def _temporary_folder() -> str:
 
 
 def child_environment(device_type: str, world_size: int) -> dict[str, str]:
-    """Environment of a rank, built for it: the UI process's own is never written."""
+    """Return the environment of a rank. The UI process's own is never written."""
     env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith("TORCHELASTIC_")}
     env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = "lo"
     env["TORCHINDUCTOR_CACHE_DIR"] = _compiled_folder()
-    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the rank itself: more are processes that would outlive it
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the rank itself: more would be processes that outlive it
     if device_type == "cuda":
-        env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # what a ring sends beside attention gets processors of the device in time
+        env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # so that a ring's transfers get processors of the device beside attention
         env.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # weights travel beside tokens, on a group of their own
     if device_type == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
@@ -143,7 +144,7 @@ def child_environment(device_type: str, world_size: int) -> dict[str, str]:
 
 
 def as_host(rank: int) -> dict[str, str]:
-    """What makes NCCL take a rank for a computer of its own: it connects no two ranks of one computer on one GPU.
+    """Return variables that make NCCL take a rank for a computer of its own: it connects no two ranks of one computer on one GPU.
 
     They talk over sockets then, and their kernels take turns on the GPU: some ten milliseconds per exchange. For tests.
     """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..errors import PoolError
 
-# What the system lacked, by the error that says so. The error's own text, such as "Resource temporarily unavailable", does not.
+# Exhausted resources by error number. The error's own text, such as "Resource temporarily unavailable", does not name them.
 _LIMITS = {
     errno.EMFILE: "open files of a process (`ulimit -n`)",
     errno.ENFILE: "open files of the machine (fs.file-max)",
@@ -22,7 +22,7 @@ _NO_THREAD = "can't start new thread"
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Say what it is about when the system has no more descriptors, memory or processes."""
+    """Name the limit when the system has no more descriptors, memory or processes."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -35,7 +35,7 @@ def starting() -> Iterator[None]:
 
 
 def name_limit(error: BaseException) -> str:
-    """A sentence with the limit that an error of the system is about, with a blank in front; empty for any other error.
+    """Return a sentence that names the limit behind a system error, with a leading blank; empty for any other error.
 
     The system's C++ code, such as gloo's, raises RuntimeError with the text only.
     """

@@ -41,8 +41,8 @@ class Lines:
 
 
 class LogPump:
-    """A thread that copies lines of processes, which have these names, to the log until every one has ended. `outputs`: descriptors
-    to read. The thread closes them."""
+    """A thread that copies lines of processes to the log until every one has ended. `outputs`: descriptors to read, which the
+    thread closes. `names`: of the processes."""
 
     def __init__(self, outputs: Sequence[int], names: Sequence[str]) -> None:
         self._selector = selectors.DefaultSelector()
@@ -67,6 +67,6 @@ class LogPump:
         self.thread.join(0.2)
 
     def last_lines(self, process: int = 0) -> list[str]:
-        """What a process said last."""
+        """Return the last lines that a process printed."""
         self.finish()
         return list(self._lines[process].last)

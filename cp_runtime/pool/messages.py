@@ -22,7 +22,7 @@ from .protocol import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """What crosses between two processes."""
+    """A message between two processes."""
 
 
 # --- reports ------------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ R = TypeVar("R", bound=Report)
 
 @dataclass(frozen=True, kw_only=True)
 class Done(Report):
-    """Well, and there is nothing to say."""
+    """The command went well, and there is nothing else to report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Room(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What of a model's blocks is compiled."""
+    """The parts of a model's blocks that are compiled."""
 
     kinds: dict[str, int] = field(default_factory=dict)  # compiled blocks, by class
     left: dict[str, str] = field(default_factory=dict)  # classes whose blocks run as they are -> why
@@ -124,7 +124,7 @@ class Compiled:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Of a call on one rank."""
+    """Communication of a call on one rank."""
 
     seconds: float
     collectives: int
@@ -133,7 +133,7 @@ class Communication:
 
 @dataclass(frozen=True, kw_only=True)
 class CallOutcome:
-    """What a call did on one rank."""
+    """The outcome of a call on one rank."""
 
     idle: bool = False  # the rank did not take part
     degrees: dict[str, int]  # by axis: ring, ulysses, batch; of a VAE rows, batch or tiles
@@ -143,17 +143,17 @@ class CallOutcome:
     compiled: Compiled = Compiled()
     predicted_seconds: float = 0.0  # of communication, by the cost model
     predicted_bytes: float = 0.0
-    work: CallWork | None = None  # as far as the rank knows it; None where nobody chooses ranks for such calls
+    work: CallWork | None = None  # as far as the rank knows it; None for calls on all ranks by default
     prelude: float = 0.0  # seconds until the forward began
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallReport(Value):
-    """What a call did and took on one rank."""
+    """The outcome and the figures of a call on one rank."""
 
     outcome: CallOutcome
     seconds: float  # from the command to the result
-    modules: int  # planned ones that it came by
+    modules: int  # planned ones that it passed
     communication: Communication
     bytes: dict[str, int]  # sent, by purpose
     memory: Memory
@@ -186,7 +186,7 @@ class Cancel(Request[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(Request[R]):
-    """Brings a value of which ranks keep tensors: see `tensor_cache`."""
+    """Brings a value whose tensors ranks may keep: see `tensor_cache`."""
 
     value: Tree
     drop: tuple[str, ...] | None  # keys of tensors to forget; None = all

@@ -32,7 +32,7 @@ class Connection:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a rank finds in its environment for it."""
+        """Environment variables that make a rank connect this way."""
         return {} if self.peer_to_peer else {P2P_DISABLE: "1"}
 
     def __str__(self) -> str:
@@ -40,7 +40,8 @@ class Connection:
 
 
 def connections(config: RuntimeConfig) -> list[Connection]:
-    """What to try, in this order: NCCL, NCCL through the host's memory, and gloo, unless NCCL was asked for by name."""
+    """Return the connections to try, in order: NCCL, NCCL through the host's memory, and gloo, unless NCCL was asked for by
+    name."""
     if not config.uses_nccl:
         return [Connection(backend=config.backend)]
     ways = [Connection(backend="nccl"), Connection(backend="nccl", peer_to_peer=False)]
@@ -65,11 +66,11 @@ class Ways:
 
     @property
     def current(self) -> Connection:
-        """The one to take."""
+        """The way to take."""
         return self._left[0]
 
     def give_up(self, why: str) -> bool:
-        """The current one failed: go on to the next; False where there is none."""
+        """Drop the current way, which failed, and go on to the next; False where there is none."""
         if len(self._left) == 1:
             return False
         self.fallback = f"ranks did not connect over {self._left.pop(0)} ({why})"
@@ -87,13 +88,14 @@ def ways_of(config: RuntimeConfig) -> Ways:
 
 
 def without_peer_access(devices: Sequence[str]) -> list[str]:
-    """Pairs of CUDA devices, as torch names them, of which the driver does not let the first reach the memory of the second."""
+    """Return the pairs of CUDA devices where the driver does not let the first reach the memory of the second."""
     reaches = torch.cuda.can_device_access_peer
     return [f"{one} to {other}" for one, other in permutations(devices, 2) if not reaches(one, other)]
 
 
 def look_at_peers(devices: Sequence[str], way: Connection) -> bool:
-    """Return whether NCCL lets all GPUs reach each other's memory; where it does not, warn, and of too small a /dev/shm, too."""
+    """Return whether NCCL lets all GPUs reach each other's memory. Where it does not, warn of that, and of a /dev/shm that is too
+    small."""
     pairs = without_peer_access(devices)
     if way.peer_to_peer and not pairs:
         return True
@@ -104,7 +106,7 @@ def look_at_peers(devices: Sequence[str], way: Connection) -> bool:
 
 
 def shm_advice(ranks: int) -> str:
-    """What to do about /dev/shm, by which NCCL sends what does not go from one GPU to the other; empty where it has enough room.
+    """Return advice on /dev/shm, through which NCCL sends what cannot go from one GPU to the other; empty where it has room enough.
 
     See "Shared memory" in the chapter on troubleshooting of NCCL's user guide. Docker gives a container 64 MB.
     """
@@ -123,8 +125,8 @@ def shm_advice(ranks: int) -> str:
 
 
 def probe(group: RankGroup, device: torch.device) -> None:
-    """Send something from every rank to every other one, and look at what arrives: where an IOMMU breaks peer-to-peer transfers,
-    they hang or bring other numbers. Raises DistBackendError: they are wrong."""
+    """Send something from every rank to every other one, and check what arrives: where an IOMMU breaks peer-to-peer transfers, they
+    hang or bring other numbers. Raises DistBackendError: the numbers are wrong."""
     numbers, counts = torch.arange(PROBE, dtype=torch.int32, device=device), [PROBE] * group.size
     received = numbers.new_zeros(PROBE * group.size)
     group.all_to_all((numbers + group.rank).repeat(group.size), counts, received, counts, "probe").wait()

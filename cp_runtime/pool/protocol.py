@@ -49,8 +49,8 @@ def flatten(value: Any, store: Callable[[Tensor, str], Tree], path: str = "") ->
 
 
 def unflatten(tree: Tree, load: Callable[[Tree], Tensor], depth: int = 0) -> Any:
-    """Inverse of `flatten`. `load(leaf)` returns the tensor of a leaf that `store` made. Raises ProtocolError: the tree is not one
-    that `flatten` makes."""
+    """Rebuild a value from what `flatten` returned. `load(leaf)` returns the tensor of a leaf that `store` made. Raises
+    ProtocolError: the tree is not one that `flatten` makes."""
     if isinstance(tree, (*_SCALARS, float)):
         return tree
     if depth > MAX_DEPTH:

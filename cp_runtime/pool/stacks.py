@@ -22,7 +22,7 @@ SIGNAL = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is on
 PREFIX = "context-parallel-stacks-"
 KEEP = 5  # files of this user
 PATIENCE = 0.6  # seconds that ranks get to write
-QUIET = 0.15  # seconds without another byte: all is written, and the main thread is the last that a rank writes
+QUIET = 0.15  # seconds without another byte after which all is written; a rank writes its main thread last
 LOOK_INTERVAL = 0.25  # seconds between two looks at the states of all ranks
 
 
@@ -57,7 +57,7 @@ def collect_stacks(files: Sequence[int], processes: Sequence[RankProcess], title
 
 
 def _wait_written(files: Sequence[int]) -> None:
-    """Wait until all have written and none writes on, for at most PATIENCE."""
+    """Wait until all have written and none still writes, for PATIENCE seconds at most."""
     now = time.monotonic()
     deadline, quiet_since, sizes = now + PATIENCE, now, [0] * len(files)
     while now < deadline and not (all(sizes) and now - quiet_since >= QUIET):
@@ -80,15 +80,15 @@ def _signal_main_thread(pid: int) -> None:
 
 
 class StateWatch:
-    """Which processes are stopped, without a look at each of them every time. `now`: when the watch begins, on the clock of its
-    other method."""
+    """Watches which processes are stopped, without a look at each of them every time. `now`: when the watch begins, on the clock of
+    `stopped`."""
 
     def __init__(self, processes: Sequence[RankProcess], now: float) -> None:
         self._processes, self._looked = processes, now
         self._stopped: frozenset[int] = frozenset()
 
     def stopped(self, ranks: Iterable[int], now: float) -> frozenset[int]:
-        """Those of `ranks` that a signal had stopped at the last look. In a debugger's hands ("tracing stop") is not stopped."""
+        """Return which of `ranks` a signal had stopped at the last look. In a debugger's hands ("tracing stop") is not stopped."""
         if now - self._looked >= LOOK_INTERVAL:
             self._looked = now
             self._stopped = frozenset(rank for rank in ranks if process_state(self._processes[rank].pid) == "stopped")
@@ -96,7 +96,7 @@ class StateWatch:
 
 
 def _remove_old() -> None:
-    """Remove all but the newest files of this user. Other processes do so, too: what one of them has removed is no error."""
+    """Remove all but the newest files of this user. Other processes do so, too: a file that one of them has removed is no error."""
     own = []
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*.txt"):
         with contextlib.suppress(OSError):

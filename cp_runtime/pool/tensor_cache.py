@@ -1,6 +1,6 @@
 """Arguments of a call as a message without the tensors that the ranks have already, and back.
 
-Conditioning is the same in every step; only the latent and the timestep change. A rank leaves what it is sent in the memory that it
+Conditioning is the same in every step; only the latent and the timestep change. A rank leaves arguments in the memory that it
 shares with the controller, until it knows its part of the call.
 """
 
@@ -71,11 +71,11 @@ class CallEncoder:
         return value, None if start_over else tuple(self._evict(used)), packer
 
     def delivered(self) -> None:
-        """Every rank has taken the last message. Without this, the next one starts over."""
+        """Note that every rank has taken the last message. Without this, the next one starts over."""
         self._in_step = True
 
     def reset(self) -> None:
-        """The ranks keep nothing (they were told to, or are gone)."""
+        """Note that the ranks keep nothing: they were told to, or are gone."""
         self._kept.clear()
         self._bytes, self._in_step = 0, True
 
@@ -106,7 +106,7 @@ class CallEncoder:
 
 
 def same_bits(kept: Tensor, tensor: Tensor) -> bool:
-    """Whether two tensors of the same shape and dtype have the same bits (so that NaN equals NaN). `kept` is contiguous."""
+    """Return whether two tensors of the same shape and dtype have the same bits (so that NaN equals NaN). `kept` is contiguous."""
     a, b = kept.reshape(-1), tensor.contiguous().reshape(-1)
     wide = kept.nbytes % 8 == 0 and b.storage_offset() * b.element_size() % 8 == 0
     word = torch.int64 if wide else torch.uint8  # eight bytes at a time is several times faster
@@ -147,12 +147,12 @@ class TensorCache:
         return unflatten(message.value, load)
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Forget all tensors."""
         self._kept.clear()
 
 
 def owned(value: Any, device: torch.device) -> Any:
-    """Copies, on a device, of what `TensorCache.unpack` returned: HunyuanDiT and SD3's context processor change the text in place.
+    """Copy to a device what `TensorCache.unpack` returned: HunyuanDiT and SD3's context processor change the text in place.
 
     A tensor that comes several times stays one object.
     """

@@ -10,16 +10,16 @@ from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-LARGEST = 2.0**63  # no number that is believed is
+LARGEST = 2.0**63  # numbers from here on are not believed
 
 
 def encode(value: Any) -> bytes:
-    """JSON of dataclasses and what JSON knows, in any mixture. Raises ValueError for numbers that are not finite."""
+    """Convert dataclasses and JSON values, in any mixture, to JSON. Raises ValueError for numbers that are not finite."""
     return json.dumps(value, default=vars, separators=(",", ":"), allow_nan=False).encode()
 
 
 def decode(kind: Any, value: Any) -> Any:
-    """Make of JSON what `encode` made it of, field by field.
+    """Convert JSON from `encode` back to a value of this kind, field by field.
 
     Args:
         kind: a dataclass, `tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]`, `X | None`, a Literal, str, int, float, bool or Any.
@@ -60,11 +60,11 @@ def decode(kind: Any, value: Any) -> Any:
 
 @lru_cache
 def fields_of(kind: type) -> dict[str, Any]:
-    """The fields of a dataclass by name, each with its type."""
+    """Return the fields of a dataclass by name, each with its type."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a number that is believed: finite, not negative, not huge, and no bool."""
+    """Return whether a value is a number to believe: finite, not negative, not huge, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LARGEST and math.isfinite(value)

@@ -72,7 +72,7 @@ class Service(Protocol):
 
     @property
     def handlers(self) -> Mapping[type[Request[Any]], Handler]:
-        """By kind of request."""
+        """Handlers by kind of request."""
 
 
 class Worker:
@@ -213,7 +213,8 @@ class Worker:
         return frame or unpack(data), self.request.view(nbytes)
 
     def keep(self, block: Tensor) -> Tensor:
-        """The bytes of a message in memory that all ranks map, which lives as long as a tensor on it. All ranks call it alike.
+        """Return the bytes of a message in memory that all ranks map; it lives as long as a tensor on it. All ranks call this
+        together.
 
         What a rank writes there stays in that rank.
 
@@ -242,7 +243,7 @@ class Worker:
         dist.broadcast(tensor, 0, group=self.control)
 
     def result(self, value: Any) -> Value:
-        """Rank 0 hands a value to the controller through shared memory."""
+        """Hand a value of rank 0 to the controller through shared memory."""
         if self.rank != 0:
             return Value()
         packer = TensorPacker()
@@ -257,7 +258,7 @@ class Worker:
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
 
     def report(self, result: Value, outcome: CallOutcome, began: float) -> CallReport:
-        """What a call did, and what it took on this rank since `begin_figures`. `began`: when the call did, on the clock of
+        """Return what a call did and took on this rank since `begin_figures`. `began`: when the call began, on the clock of
         `time.perf_counter`."""
         # Communication is timed by the device. A clock read before the device is done would give the call less time than that.
         wait_for(self.device)
@@ -273,23 +274,25 @@ class Worker:
         )
 
     def module_hook(self, cancel_every: int) -> Callable[[], None]:
-        """Return what runs at every planned module: note the progress, and now and then leave together if the user cancelled."""
+        """Return a function to run at every planned module. It notes the progress, and leaves with all ranks if the user
+        cancelled."""
 
         def on_module() -> None:
             module = self.board.enter_module(self.rank)
             if cancel_every and module % cancel_every == 0:
-                wait_for(self.device)  # a host that runs ahead leaves nothing to cancel
+                wait_for(self.device)  # if the host ran ahead, nothing would be left to cancel
                 if self.cancel_points.leave(self._cancel_asked):
                     raise Left
 
         return on_module
 
     def compiling(self, part: int) -> None:
-        """A part of a model is compiled from now on, the how many-th one; 0 = no more. The time does not count as the command's."""
+        """Note that a part of a model is compiled from now on. `part`: counts from 1; 0 = no more. The time does not count as the
+        command's."""
         self.board.compiling(self.rank, part)
 
     def loading_hook(self) -> Callable[[int | None], None]:
-        """Return what is told how many thousandths of a model are loaded, and None when it is."""
+        """Return a function that takes the thousandths of a model that are loaded, or None when it is complete."""
         return partial(self.board.load, self.rank)
 
     def _cancel_asked(self) -> bool:
@@ -298,13 +301,13 @@ class Worker:
 
 
 def failure(error: BaseException, **more: Any) -> Failure:
-    """The report on an error of now."""
+    """Return the report on an error that has just been raised."""
     trace = "".join(traceback.format_exception(error))
     return Failure(at=time.monotonic(), kind=type(error).__name__, message=str(error), trace=trace, **more)
 
 
 def memory_of(device: torch.device, details: bool = False) -> Memory:
-    """What this process takes. `details`: of the device also what is in use, reserved and free."""
+    """Return the memory that this process takes, in bytes. `details`: with what is in use, reserved and free on the device."""
     host = resident_bytes(os.getpid())
     if device.type == "cpu":
         return Memory(host=host, device=0)
@@ -317,7 +320,7 @@ def memory_of(device: torch.device, details: bool = False) -> Memory:
 
 
 def left_memory(device: torch.device) -> tuple[Memory | None, bool]:
-    """What a report on a failure says about memory, and whether the device is lost.
+    """Return the memory for a report on a failure (None = the device is lost), and whether the device is lost.
 
     A CUDA device fails at every later call, too, once a kernel has failed: the report must go out all the same, and says that this
     process is of no more use.
@@ -330,8 +333,8 @@ def left_memory(device: torch.device) -> tuple[Memory | None, bool]:
 
 
 def run(spec: dict[str, Any]) -> None:
-    """Entry point of a worker process."""
-    # ComfyUI says the same on every rank while it is imported and loads; what it says at WARNING differs.
+    """Run a worker process."""
+    # ComfyUI logs the same on every rank while it is imported and loads; only its warnings differ.
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s|%(message)s", force=True)
     logging.getLogger("context_parallel").setLevel(spec["log_level"])
     torch.set_grad_enabled(False)

@@ -150,7 +150,7 @@ class WorkerPool:
                 channel.send(GoOn())
 
     def progress(self, rank: int) -> Progress:
-        """Where a rank is. From any thread."""
+        """Return the progress of a rank. From any thread."""
         return self.inherited.board.read(rank)
 
     def abort(self, reason: str) -> None:
@@ -209,17 +209,17 @@ class WorkerPool:
         """Kill the pool where a command fails, unless its ranks are still in step with each other."""
         try:
             yield
-        except (RankError, CallCancelled):  # then `_conclude` has killed it, if it had to
+        except (RankError, CallCancelled):  # `_conclude` has killed it where necessary
             raise
         except BaseException as error:
             self.kill()
             if isinstance(error, ContextParallelError) or not isinstance(error, Exception):
                 raise
-            # Such as a device that fails while tensors are copied: callers know one kind of error.
+            # For example a device that fails while tensors are copied. Callers know one kind of error.
             raise PoolError(f"{command} failed outside of the workers: {type(error).__name__}: {error}") from error
 
     def payload(self, nbytes: int) -> Tensor:
-        """The bytes that the last request sent."""
+        """Return the bytes that the last request sent, as a uint8 tensor."""
         return self.inherited.request.view(nbytes)
 
     def trim(self) -> None:
@@ -243,7 +243,7 @@ class WorkerPool:
         self.kill()
 
     def _running_after(self, seconds: float) -> list[int]:
-        """Wait until all ranks have ended, for so long at most; return those that have not."""
+        """Wait until all ranks have ended, for `seconds` at most; return those that have not."""
         deadline = time.monotonic() + seconds
         return [rank for rank, process in enumerate(self.processes) if not process.wait(max(0.0, deadline - time.monotonic()))]
 
@@ -265,7 +265,7 @@ class WorkerPool:
         self.inherited.close()
 
     def _spawn(self, way: Connection, deadline: float, cancelled: Callable[[], bool] | None) -> None:
-        """Have the ranks forked."""
+        """Fork the ranks."""
         environment = child_environment(self.config.device_type, self.world_size)
         hosts = self.config.shares_accelerators and self.config.backend == "nccl"
         server = FORK_SERVERS.get(self.site, environment)
@@ -284,7 +284,7 @@ class WorkerPool:
                     inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
                     try:
                         started = server.start(self._spec(rank, device, way), own, inherited, written)
-                        self.processes[rank : rank + 1] = [started]  # of a start before: the status must find one at any time
+                        self.processes[rank : rank + 1] = [started]  # an earlier start's until now: the status must find one
                     finally:
                         os.close(written)
             self._log = LogPump(read, [f"rank {rank}" for rank in range(self.world_size)])
@@ -310,7 +310,7 @@ class WorkerPool:
             "service": self.site.service,
             "arguments": self.site.arguments,
             "argv": self.site.argv,
-            # Longer than any step, so that the controller, which can name the late rank, acts first.
+            # Longer than any step: the controller acts first, which can name the late rank.
             "collective_timeout": max(self.config.step_timeout, self._load_timeout) + 60,
             "log_level": logging.getLevelName(log.getEffectiveLevel()),
         }
@@ -341,7 +341,7 @@ class WorkerPool:
             self.waiting_for = collection.missing
             at = {rank: self.progress(rank) for rank in self.waiting_for}
             compiling = any(progress.compiling for progress in at.values())
-            # Who compiles does not leave when told to, and what takes long now does not the next time.
+            # A rank that compiles does not leave when told to, and modules that take long now do not the next time.
             times = ModuleTimes() if compiling else times
             times.note({rank: progress.modules for rank, progress in at.items()}, now)
             if self._aborted:
@@ -357,7 +357,7 @@ class WorkerPool:
             until = step.until
 
     def _conclude(self, outcome: Outcome, what: str, timeout: float) -> list[Report]:
-        """Return the reports, or kill the pool where it has to be and raise what `request` promises."""
+        """Return the reports; or kill the pool where necessary, and raise what `request` promises."""
         error: Exception | None = None
         advice = connect_advice(self.config) if what == CONNECTING else ""
         if outcome.aborted:

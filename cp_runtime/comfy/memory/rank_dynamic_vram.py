@@ -21,7 +21,7 @@ from ..model.wire_dtypes import SMALL, STAYS
 
 
 def patched(patcher: Any, key: str, device: torch.device | None) -> Tensor | None:
-    """A weight with its patches on a device; None for one of a module that DynamicVRAM patches as the other patchers do."""
+    """Return a weight with its patches on a device; None where DynamicVRAM patches its module as the other patchers do."""
     path, _, parameter = key.rpartition(".")
     module = get_attr(patcher.model, path)
     weight = get_key_weight(patcher.model, key)[0]

@@ -1,4 +1,4 @@
-"""How far a rank is with bringing a model's weights to its device."""
+"""Progress of a rank that brings a model's weights to its device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoadProgress:
 
     @contextlib.contextmanager
     def loading(self, nbytes: int) -> Iterator[None]:
-        """A model with so many bytes of weights is loaded inside."""
+        """Tell the progress of a load that happens inside the context. `nbytes`: of the model's weights."""
         self._done, self._of = 0, nbytes
         self._tell(0)
         try:
@@ -32,6 +32,6 @@ class LoadProgress:
             self._tell(None)
 
     def add(self, weights: Iterable[Tensor]) -> None:
-        """These weights are there."""
+        """Note that these weights are loaded."""
         self._done += sum(part.nbytes for weight in weights for part in stored(weight))
         self._tell(min(1000, 1000 * self._done // max(1, self._of)))

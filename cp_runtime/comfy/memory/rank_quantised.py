@@ -1,4 +1,4 @@
-"""What ranks must agree on to multiply quantised weights as one process does.
+"""Agreements between ranks, so that they multiply quantised weights as one process does.
 
 ComfyUI quantises the input of a linear layer too, where the hardware multiplies in that format. Most formats scale every token or
 every block of channels on its own, so that a rank's tokens come out the same whoever else has some. NVFP4 has one scale for the
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from ...engine.collectives import RankGroup
 
-LARGEST = 448.0 * 6.0  # of a block scale (float8_e4m3) times of a value (float4_e2m1)
+LARGEST = 448.0 * 6.0  # largest block scale (float8_e4m3) times largest value (float4_e2m1)
 
 
 def own_formats(model: Any, device: torch.device) -> list[str]:
-    """In which quantised formats this device multiplies by itself what a model may multiply in them; elsewhere ComfyUI casts.
+    """Return the quantised formats of a model that this device multiplies in by itself; for the others ComfyUI casts.
 
     Args:
         model: a `BaseModel`, or a VAE.
@@ -45,7 +45,7 @@ def own_formats(model: Any, device: torch.device) -> list[str]:
 
 
 class Experts:
-    """The experts of a block, as quantised ones need it: all run, in their order, behind the gate and before the shared ones.
+    """The experts of a block, as quantised ones need it: all run, in their order, after the gate and before the shared ones.
 
     One that no token of this rank is for runs on a zero, which counts for nothing and is thrown away.
 
@@ -93,7 +93,7 @@ class Experts:
 
 @contextmanager
 def shared_scales(ranks: RankGroup) -> Iterator[None]:
-    """While active, scales that are taken from an input are those of the inputs of all ranks. Every rank runs the same layers."""
+    """Take scales of an input from the inputs of all ranks, inside the context. Every rank runs the same layers."""
     layout = comfy.quant_ops.TensorCoreNVFP4Layout
     own = vars(layout)["quantize"]
     quantize = layout.quantize

@@ -1,4 +1,4 @@
-"""How much memory of its device a rank has for a call."""
+"""The device memory that a rank has for a call."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from comfy import model_management
 
 
 def room(device: torch.device) -> int | None:
-    """Bytes that a call could take if all weights made way for it; None for a CPU, whose memory ComfyUI's process sees as well.
+    """Return the bytes that a call could take if all weights made way for it; None for a CPU, whose memory ComfyUI's process sees
+    as well.
 
-    Weights of which every rank keeps a part do not: without them nothing runs.
+    Weights that every rank keeps a part of do not make way: without them nothing runs.
     ComfyUI would rather move weights to the host than compute CFG halves one after the other: `ModelPatcher.get_free_memory`
     counts what DynamicVRAM holds as free.
     """
@@ -22,7 +23,8 @@ def room(device: torch.device) -> int | None:
 
 
 def available(device: torch.device) -> int | None:
-    """Bytes that a model and its calls could take if all others were unloaded, less what ComfyUI keeps free; None for a CPU."""
+    """Return the bytes that a model and its calls could take if all others were unloaded, less what ComfyUI keeps free; None for a
+    CPU."""
     if device.type == "cpu":
         return None
     held = sum(each.model_loaded_memory() for each in _on(device))

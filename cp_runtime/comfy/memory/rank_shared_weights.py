@@ -1,4 +1,4 @@
-"""A rank's model of which the blocks' weights are shared out over the ranks (`engine.weights`).
+"""A rank's model whose blocks' weights are shared out over the ranks (`engine.weights`).
 
 ComfyUI's memory manager sees a model that is as large as what this rank keeps, and that is on the device or not: a part of a part
 cannot stay behind. Weight patches go into a block before it is shared out, so that a rank never holds more of a model than its own
@@ -66,7 +66,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
             block.put([plain(weight) for weight in parameters])
             weights.keep(block.name, self._patched(block, device_to))
             give_back(parameters, pages)
-            trim_heap()  # of what patching took, in pieces between what is kept
+            trim_heap()  # freed pieces that patching left between the weights that are kept
             self.cp_progress.add(parameters)
         self.model.model_loaded_weight_memory = self.cp_size
 
@@ -80,7 +80,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         return 0  # ComfyUI then unloads all of it
 
     def _load_rest(self, device_to: torch.device, elsewhere: set[str]) -> None:
-        """Have ComfyUI load what is outside of the blocks, whose slots are empty now."""
+        """Have ComfyUI load the weights outside of the blocks. The blocks' slots are empty now."""
         patches = self.patches  # type: ignore[has-type]
         self.patches = {name: entries for name, entries in patches.items() if name not in elsewhere}
         try:
@@ -91,13 +91,13 @@ class SharedWeightsPatcher(FileWeightsPatcher):
             settle(self.model)  # once, and not in every call
 
     def _patched(self, block: Block, device_to: torch.device) -> dict[str, Tensor]:
-        """The weights of a block that patches change, patched."""
+        """Return the weights of a block that have patches, patched."""
         names = [path for path in block.slots if PREFIX + path in self.patches]
         return {path: self.patch_weight_to_device(PREFIX + path, device_to, return_weight=True) for path in names}
 
 
 def trim_heap() -> None:
-    """Give memory back that is free inside of this process. glibc keeps it where something above it on its heap is in use."""
+    """Give this process's free memory back. glibc keeps memory on its heap below a piece that is in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
-"""What DynamicVRAM does with a model that this process has loaded, and how it is undone where the ranks take the model over.
+"""Memory that DynamicVRAM holds for a model of this process, and how to release it where the ranks take the model over.
 
 The weights stay as they are in the mapped file, which cannot be written to, and get the model's dtype where they are used. A module
 knows its place among the pages of a device (`_v`) and which state of these it has filled (`_v_signature`); copies of its weights
-are in pinned memory of the host. ComfyUI makes all of that anew when it loads the model again.
+are in pinned memory of the host. ComfyUI makes all of it again when it reloads the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def convert(model: Any) -> None:
 
 
 def patcher_over(plain: Any) -> Any:
-    """The same patcher as ComfyUI makes one for a model: with DynamicVRAM, where that has loaded it."""
+    """Return a patcher of the kind that ComfyUI makes for this model: a dynamic one where DynamicVRAM has loaded it."""
     if not is_dynamic(plain.model):
         return plain
     kind = comfy.model_patcher.ModelPatcherDynamic

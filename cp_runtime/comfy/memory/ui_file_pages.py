@@ -70,10 +70,10 @@ def guard_size(model: Any, path: str, size: int) -> None:
 
 
 def size_check(model: Any, path: str, size: int) -> Callable[[], None]:
-    """What raises MirrorError once the file at `path` has less than `size` bytes, as long as `model` lives.
+    """Return a check that raises MirrorError once the file at `path` has less than `size` bytes, as long as `model` lives.
 
-    A process that reads a mapped page behind the end of a file gets SIGBUS and ends. A file that is cut off in the middle of a call
-    is not noticed.
+    A process that reads a mapped page past the end of a file gets SIGBUS and ends. If the file is cut off in the middle of a call,
+    nobody notices.
     """
     descriptor = os.open(path, os.O_RDONLY)  # the mapped file, even if another gets its name
     weakref.finalize(model, os.close, descriptor).atexit = False

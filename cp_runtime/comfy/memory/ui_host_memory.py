@@ -1,4 +1,4 @@
-"""Model files that this process has no memory for: their weights stay in the pages of the file while ComfyUI loads them.
+"""Model files too large for this process's memory: their weights stay in the pages of the file while ComfyUI loads them.
 
 Without DynamicVRAM ComfyUI copies a model's weights into memory of its own. A file that fits is left to it: what is copied does not
 depend on the file any more. One that does not fit would end ComfyUI, so its weights are the mapped file, as those of the ranks are:
@@ -23,9 +23,9 @@ from ..model.wire_loading import file_backed_weights
 
 log = logging.getLogger("context_parallel")
 
-SHARE = 0.8  # of the free memory that a file may take: text encoders and pictures need some, too
+SHARE = 0.8  # fraction of the free memory that a file may take: text encoders and pictures need some, too
 GROUPS = Path("/sys/fs/cgroup")
-# Of control groups: where they are, the limit, what is in use, and what of that are pages of files, in version 2 and in version 1.
+# Control groups, version 2 and version 1: the folder, and the files for the limit, the use, and the pages of files in use.
 _VERSIONS = (
     (GROUPS, "memory.max", "memory.current", ("active_file", "inactive_file")),
     (GROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
@@ -34,7 +34,8 @@ _VERSIONS = (
 
 @contextlib.contextmanager
 def weights_in_file(path: str) -> Iterator[bool]:
-    """While active, ComfyUI's loaders leave the weights of a file that does not fit where they are. Yields whether it is one."""
+    """Have ComfyUI's loaders leave the weights of a file that does not fit where they are, inside the context. Yields whether it is
+    such a file."""
     ours = sys.platform == "linux" and not comfy.memory_management.aimdo_enabled and path.lower().endswith(MAPPED)
     if not ours or _bytes(path) <= SHARE * free_host_memory():
         yield False
@@ -50,7 +51,7 @@ def weights_in_file(path: str) -> Iterator[bool]:
 
 
 def free_host_memory(groups: str = "/proc/self/cgroup") -> int:
-    """Bytes of memory that this process can still take: of the machine, and of the container that it may run in.
+    """Return the bytes of memory that this process can still take, of the machine and of the container that it may run in.
 
     Args:
         groups: file that names the control groups of this process.

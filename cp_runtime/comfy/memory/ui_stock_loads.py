@@ -1,4 +1,4 @@
-"""What ranks give back of a device that they share with this process, when that loads or frees something: see `ui_residency`."""
+"""Device memory that ranks give back when this process loads or frees something on the same device: see `ui_residency`."""
 
 from __future__ import annotations
 

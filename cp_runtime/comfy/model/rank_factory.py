@@ -73,13 +73,13 @@ def _no_tensor(leaf: Any) -> Any:
 
 
 def _imported(file: str, node_folders: Sequence[str]) -> ModuleType:
-    """The module of a file in a node pack, under the name that ComfyUI gives it."""
+    """Return the module of a file in a node pack, under the name that ComfyUI gives it; import it if necessary."""
     folder = next(Path(folder) for folder in node_folders if Path(file).is_relative_to(folder))
     pack, *packages = Path(file).with_suffix("").relative_to(folder).parts
     path = folder / pack
     name = str(path).replace(".", "_x_") if packages else pack
     for part in packages:
-        if name not in sys.modules:  # a package of which nothing ran
+        if name not in sys.modules:  # a package that nothing has imported
             sys.modules[name] = ModuleType(name)
             sys.modules[name].__path__ = [str(path)]
         name, path = f"{name}.{part}", path / part

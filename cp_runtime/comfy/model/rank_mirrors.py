@@ -56,7 +56,7 @@ from .wire_samples import sample_weights
 
 log = logging.getLogger("context_parallel.worker")
 
-SPARE = 4  # times what a call needs: so much is given back to the weights. Calls of one run differ by less
+SPARE = 4  # weights get memory back once calls need less than 1/SPARE of what they have. Calls of one run differ by less
 METHODS = ("forward", "_forward")
 ALONE = {"ulysses": 1, "ring": 1, "batch": 1}
 
@@ -94,7 +94,7 @@ class Mirror:
 
     @property
     def weights(self) -> ShardedWeights | None:
-        """Those of which this rank keeps a part, once they are on the device."""
+        """Weights that this rank keeps a part of, once they are on the device."""
         weights: ShardedWeights | None = getattr(self.patcher, "cp_weights", None)
         return weights
 
@@ -157,7 +157,7 @@ class Mirrors:
                 )
             if own_formats(patcher.model, self.device):
                 Experts.find(network_of(patcher))
-            # What the file does not have is not initialised, and differs from process to process.
+            # Weights missing from the file are not initialised, and differ from process to process.
             samples = sample_weights(network_of(patcher), without=missing)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
             mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes)
@@ -212,7 +212,7 @@ class Mirrors:
             shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
         sequence = mesh.sequence(shares.taking_part)
         part = take_items(shares, arguments, mesh.index(shares.taking_part))
-        in_place = {"control": part.pop("control")} if "control" in part else {}  # of which `LocalResiduals` copies even less
+        in_place = {"control": part.pop("control")} if "control" in part else {}  # `LocalResiduals` copies even less of it
         part = {**owned(part, self.device), **in_place}
         planner = planner_for(sequence, members)
         latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
@@ -221,7 +221,7 @@ class Mirrors:
         self.to_device(mirror, needed)
         mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
         prelude = time.perf_counter() - began
-        # Not inference_mode, in which nobody knows of changes in place: see `CallState.once`.
+        # Not inference_mode, which does not count changes in place: see `CallState.once`.
         with torch.no_grad(), shared_scales(mesh.whole):
             out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
             ring, ulysses = planner.chosen or (1, 1)
@@ -238,13 +238,13 @@ class Mirrors:
             )
 
     def free_buffers(self, mirror: Mirror) -> None:
-        """Have all models but one give back what they hold for the blocks that are on their way."""
+        """Have all models but one give back the memory for blocks that they fetch ahead."""
         for other in self.entries.values():
             if other is not mirror and other.weights is not None:
                 other.weights.free_buffers()
 
     def _work(self, mirror: Mirror, shares: BatchShares, items: int, planner: DegreePlanner, state: CallState) -> CallWork:
-        """What the call is, whoever computes it."""
+        """Return the work of a call, independent of who computes it."""
         start, stop = shares.held(0)
         own = max(1, (stop - start) // shares.unit) if items > 1 else 1  # items that were computed here
         weights = mirror.nbytes / mirror.patcher.model.get_dtype().itemsize
@@ -256,7 +256,7 @@ class Mirrors:
         )
 
     def available(self) -> int | None:
-        """Bytes of its device that a model of this rank and its calls could take; None for a CPU."""
+        """Return the bytes of this rank's device that a model and its calls could take; None for a CPU."""
         return available(self.device)
 
     def to_device(self, mirror: Mirror, needed: float, *, networks: bool = True) -> None:
@@ -310,7 +310,7 @@ class Mirrors:
         model_management.soft_empty_cache()
 
     def _forward_of(self, request: Call) -> tuple[Mirror, Callable[..., Any]]:
-        """The model of a call, and the method of it that the call runs."""
+        """Return the model of a call, and the method that the call runs."""
         mirror = self.mirror_of(request.key)
         if request.method not in METHODS:
             raise MirrorError(f"a call of {request.method!r}, which is no forward")
@@ -318,7 +318,7 @@ class Mirrors:
         return mirror, forward
 
     def mirror_of(self, key: str) -> Mirror:
-        """The model of a call."""
+        """Return the model of a call."""
         mirror = self.entries.get(key)
         if mirror is None:
             raise MirrorError("the model of this call is not loaded on the workers")
@@ -355,7 +355,7 @@ class Mirrors:
 
 
 def room_changes(reserved: float, needed: float, offloaded: bool) -> bool:
-    """Whether the weights have to be shared out anew between device and host.
+    """Return whether the weights have to be divided anew between device and host.
 
     Args:
         reserved, needed: bytes for calls, then and now.
@@ -376,10 +376,10 @@ def _raise(error: CompileError) -> None:
 
 
 def _go_on(error: CompileError) -> None:
-    """The report of the call says which blocks are not compiled."""
+    """Go on without compiling: the report of the call says which blocks are not compiled."""
 
 
 def _compiled(mirror: Mirror) -> Compiled:
-    """What of a model is compiled, and what this process compiled so far."""
+    """Return which blocks of a model are compiled, and what this process has compiled so far."""
     blocks = mirror.compiled
     return Compiled() if blocks is None else Compiled(kinds=blocks.kinds, left=blocks.left, counts=compiler_counts())

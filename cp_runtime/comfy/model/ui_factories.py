@@ -70,12 +70,13 @@ def _no_tensor(_: Tensor, path: str) -> Any:
 
 
 def _without_devices(argument: Any) -> Any:
-    """Options of ComfyUI's loaders without the device, which is another one on every rank."""
+    """Return options of ComfyUI's loaders without the device, which differs from rank to rank."""
     return {k: v for k, v in argument.items() if k not in DECIDED_BY_WORKER} if type(argument) is dict else argument
 
 
 def _sources_of(pack: str) -> list[str]:
-    """Files of a pack, a file or a folder, that this process has imported. Raises MirrorError where one is another one now."""
+    """Return the files of a pack, a file or a folder, that this process has imported. Raises MirrorError where one has changed
+    since."""
     found = []
     for module in list(sys.modules.values()):
         file = os.path.abspath(getattr(module, "__file__", None) or "")
@@ -87,7 +88,7 @@ def _sources_of(pack: str) -> list[str]:
 
 
 def _is_as_imported(module: ModuleType, file: str) -> bool:
-    """Whether the functions and methods of a module are those of its file."""
+    """Return whether the functions and methods of a module are those of its file."""
     try:
         on_disk = set(_codes_in(SourceFileLoader(module.__name__, file).get_code(module.__name__)))
     except (OSError, SyntaxError):
@@ -101,7 +102,7 @@ def _is_as_imported(module: ModuleType, file: str) -> bool:
 
 
 def _codes_in(compiled: CodeType | None) -> Iterator[CodeType]:
-    """A piece of code, and all inside of it."""
+    """Yield a piece of code, and all code inside it."""
     if compiled is not None:
         yield compiled
         for constant in compiled.co_consts:

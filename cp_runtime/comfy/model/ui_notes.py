@@ -1,4 +1,4 @@
-"""What this pack notes on a model of ComfyUI: one attribute, which all patchers over the model share."""
+"""Notes of this pack on a model of ComfyUI: one attribute, which all patchers over the model share."""
 
 from __future__ import annotations
 

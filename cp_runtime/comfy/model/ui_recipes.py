@@ -30,7 +30,7 @@ def recipe_of(patcher: Any) -> Recipe:
 
 
 def once(patcher: Any, read: Callable[[Any, ModelNotes], Recipe]) -> Recipe:
-    """The recipe of a ModelPatcher, read when it is first asked for, and when another loader has made the model."""
+    """Return the recipe of a ModelPatcher. Read it at the first request, and again once another loader has made the model."""
     init, notes = patcher.cached_patcher_init, notes_of(patcher.model)
     if notes.recipe is None or notes.recipe[0] is not init:
         notes.recipe = init, read(patcher, notes)
@@ -38,7 +38,7 @@ def once(patcher: Any, read: Callable[[Any, ModelNotes], Recipe]) -> Recipe:
 
 
 def loader_name(function: Any, names: Sequence[str]) -> str | None:
-    """By which of these names ComfyUI knows a loader; None for another function."""
+    """Return the name, of these, by which ComfyUI knows a loader; None for another function."""
     return next((name for name in names if getattr(comfy.sd, name) is function), None)
 
 
@@ -67,7 +67,7 @@ def _read_recipe(patcher: Any, notes: ModelNotes) -> Recipe:
 
 
 def stamp_of(path: str, notes: ModelNotes) -> FileStamp:
-    """The state of a model's file as ComfyUI loaded it. Raises MirrorError when it changed meanwhile."""
+    """Return the state of a model's file as ComfyUI loaded it. Raises MirrorError when it changed meanwhile."""
     before, after = notes.stamps or (file_stamp(path),) * 2
     if before != after:
         raise MirrorError(

@@ -31,7 +31,7 @@ class Target:
 
     Args:
         patches: returns those of weights, as plain data and tensors. Raises MirrorError: one cannot be sent.
-        demand: what it takes of the devices.
+        demand: the memory that it takes of the devices.
         samples: returns `comparable_weights`. It takes about 50 µs per weight, so it is called only when the workers have loaded
             the model, and not for every call.
         layers: returns `layers_of`: a loader of a node pack may make other ones in a process where other settings hold.
@@ -90,7 +90,7 @@ class Target:
 
 
 def demand_of(model: Any, network: nn.Module, call_memory: float) -> Demand:
-    """What a `BaseModel` or a VAE takes. Its weights are counted once.
+    """Return the memory that a `BaseModel` or a VAE takes. Its weights are counted once.
 
     Args:
         network: of the model, with the weights that ranks hold.

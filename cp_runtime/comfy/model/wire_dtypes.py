@@ -12,23 +12,24 @@ from ...compat import parameter_slots
 from ...nested import stored
 
 SMALL = 16 << 10  # bytes: in `ModelPatcherDynamic.load`
-STAYS = "context_parallel_stays"  # attribute of modules of which `stays_as_in_file` has said so
+STAYS = "context_parallel_stays"  # attribute of modules for which `stays_as_in_file` returned True
 
 
 def is_dynamic(model: Any) -> bool:
-    """Whether DynamicVRAM has loaded a model, whichever patcher it has now. Ranks do without."""
+    """Return whether DynamicVRAM has loaded a model, whichever patcher it has now. Ranks do without it."""
     return "dynamic_patchers" in vars(model)
 
 
 def model_dtype(model: Any, module: nn.Module, name: str) -> torch.dtype:
-    """Of a parameter of one of a model's modules. A quantised one stays as it is."""
+    """Return the dtype of a parameter of one of a model's modules. A quantised one stays as it is."""
     weight = parameter_slots(module)[name]
     noted: torch.dtype | None = getattr(module, f"{name}_comfy_model_dtype", None)
     return weight.dtype if noted is None or not is_dynamic(model) or hasattr(weight, "__tensor_flatten__") else noted
 
 
 def stays_as_in_file(module: nn.Module, weights: Iterable[Tensor | None]) -> bool:
-    """Whether DynamicVRAM leaves a module's weights in the dtype of the file, since it is small. It converts them when it runs.
+    """Return whether DynamicVRAM leaves a module's weights in the dtype of the file, since it is small; mark the module if so. It
+    converts them when it runs.
 
     Args:
         weights: as they are in the file.

@@ -66,7 +66,7 @@ def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Fac
 
 
 def network_of(patcher: Any) -> nn.Module:
-    """What a ModelPatcher is about: the transformer of a diffusion model, or all of a VAE."""
+    """Return the network of a ModelPatcher: the transformer of a diffusion model, or all of a VAE."""
     network: nn.Module = getattr(patcher.model, "diffusion_model", patcher.model)
     return network
 
@@ -94,7 +94,7 @@ def _option(name: str, value: Any) -> Any:
 
 @contextlib.contextmanager
 def weights_on_host() -> Iterator[None]:
-    """While active, ComfyUI makes models in host memory, and gives them back to it.
+    """Have ComfyUI make models in host memory, and give them back to it, inside the context.
 
     It would make them on the device with --highvram, or where that has more room than the host: no weight there is the file's page.
     """
@@ -113,7 +113,8 @@ def weights_on_host() -> Iterator[None]:
 
 @contextlib.contextmanager
 def file_backed_weights(cast_later: bool = False, dynamic: bool = False) -> Iterator[Mapping[nn.Module, Sequence[str]]]:
-    """While active, files that ComfyUI reads in this thread are mapped, and `load_state_dict` adopts tensors and copies none.
+    """Map files that ComfyUI reads in this thread, and have `load_state_dict` adopt tensors instead of copying them, inside the
+    context.
 
     Their memory is the mapped file, so N processes share one host copy of the weights. ComfyUI copies them into memory of each
     process. Adopted are plain parameters of the same dtype and shape; everything else takes ComfyUI's own way, which keeps the data
@@ -139,7 +140,7 @@ def file_backed_weights(cast_later: bool = False, dynamic: bool = False) -> Iter
             return original(self, state_dict, strict, assign)
         adopted = set()
         for name, module, parameter in parameters_of(self):
-            on_host = getattr(module, parameter).device.type == "cpu"  # what is on a device takes no memory of the host
+            on_host = getattr(module, parameter).device.type == "cpu"  # weights on a device take no host memory
             if on_host and state_dict_loader(type(module)) in plain_loaders:
                 tensor, path = state_dict.get(name), name.removesuffix(parameter)
                 stays = dynamic and stays_as_in_file(module, [state_dict.get(path + each) for each in parameter_slots(module)])
@@ -194,7 +195,7 @@ def adopt(module: nn.Module, name: str, tensor: Tensor | None, *, other_dtype: b
 
 
 def parameters_of(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """(full name, module, name in the module) of every parameter."""
+    """Return (full name, module, name in the module) of every parameter."""
     return [
         (f"{path}.{name}" if path else name, module, name)
         for path, module in root.named_modules()

@@ -27,7 +27,7 @@ _BOOKKEEPING = re.compile(
 
 
 def encode_module(module: nn.Module) -> dict[str, Any]:
-    """A module and everything below it -> nested dicts of plain values and tensors."""
+    """Encode a module and everything below it as nested dicts of plain values and tensors."""
     parameters, buffers, children = slots(module)
     plain = {k: v for k, v in vars(module).items() if k not in _STANDARD and not _BOOKKEEPING.fullmatch(k)}
     return {
@@ -40,7 +40,7 @@ def encode_module(module: nn.Module) -> dict[str, Any]:
 
 
 def decode_module(encoded: dict[str, Any]) -> nn.Module:
-    """Inverse of `encode_module`. Raises MirrorError for a class that is not a module of torch or ComfyUI."""
+    """Rebuild a module that `encode_module` encoded. Raises MirrorError for a class that is not a module of torch or ComfyUI."""
     cls = find(encoded["class"]) if encoded["class"].startswith(PACKAGES) else None
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise MirrorError(f"{encoded['class']} is not a module of torch or ComfyUI")
@@ -58,7 +58,7 @@ def decode_module(encoded: dict[str, Any]) -> nn.Module:
 
 
 def full_name(thing: Any) -> str:
-    """`module:qualified.name` of a class or function. ComfyUI names the modules of its own nodes by their path."""
+    """Return `module:qualified.name` of a class or function. ComfyUI names the modules of its own nodes by their path."""
     module = thing.__module__ or ""
     extras = module.find("comfy_extras" + os.sep)
     if os.path.isabs(module) and extras >= 0:
@@ -67,13 +67,13 @@ def full_name(thing: Any) -> str:
 
 
 def layers_of(model: nn.Module) -> str:
-    """Digest of the classes of a model's modules, by name."""
+    """Return a digest of the classes of a model's modules, by name."""
     classes = [f"{name} {full_name(type(module))}" for name, module in model.named_modules()]
     return hashlib.sha256("\n".join(classes).encode()).hexdigest()[:16]
 
 
 def find(name: str) -> Any:
-    """The class, or function at the top of a module or class, of that name."""
+    """Return the class or function of that name, at the top of a module or a class."""
     module, _, path = name.partition(":")
     thing: Any = importlib.import_module(module)
     for part in path.split("."):

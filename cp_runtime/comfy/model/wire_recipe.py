@@ -1,4 +1,4 @@
-"""How a model can be loaded again: the loader ComfyUI used, the file, and plain options.
+"""The way to load a model again: the loader that ComfyUI used, the file, and plain options.
 
 Read off a model in the UI process (`ui_recipes`), followed by the ranks (`wire_loading`, `rank_factory`).
 """
@@ -72,7 +72,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, sent: Mapping[str, Any]) -> Recipe:
-        """Inverse of `as_json`. Raises MirrorError for what that does not make."""
+        """Rebuild a recipe from what `as_json` returned. Raises MirrorError: it is malformed."""
         try:
             recipe: Recipe = decode(cls, sent)
             return recipe
@@ -89,13 +89,13 @@ class Recipe:
 
 
 def is_inside(path: str, folders: Iterable[str]) -> bool:
-    """Whether a file is in one of these folders. Links inside of them may lead anywhere: the user made them."""
+    """Return whether a file is in one of these folders. Links inside them may lead anywhere: the user made them."""
     plain = Path(os.path.abspath(path))
     return any(plain.is_relative_to(f) or plain.resolve().is_relative_to(Path(f).resolve()) for f in folders)
 
 
 def file_digest(path: str) -> str:
-    """SHA-256 of a file. Raises MirrorError when it is gone."""
+    """Return the SHA-256 of a file. Raises MirrorError when it is gone."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
@@ -103,7 +103,7 @@ def file_digest(path: str) -> str:
 
 
 def texts_in(tree: Any) -> list[str]:
-    """Every text inside of lists and objects of JSON, such as the arguments of a Factory."""
+    """Return every text inside lists and objects of JSON, such as the arguments of a Factory."""
     if isinstance(tree, str):
         return [tree]
     inner = tree if isinstance(tree, list) else tree.values() if isinstance(tree, dict) else ()
@@ -111,7 +111,7 @@ def texts_in(tree: Any) -> list[str]:
 
 
 def file_stamp(path: str) -> FileStamp:
-    """The state of a file. Raises MirrorError when it is gone."""
+    """Return the state of a file. Raises MirrorError when it is gone."""
     try:
         stat = os.stat(path)
     except OSError as error:

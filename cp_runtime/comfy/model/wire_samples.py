@@ -43,7 +43,7 @@ def differing_weight(one: Mapping[str, str], other: Mapping[str, str]) -> str | 
 
 
 def same_weight(one: Tensor, other: Tensor) -> bool:
-    """Whether two weights are stored alike; of quantised ones, data and scales."""
+    """Return whether two weights are stored alike; for quantised ones, data and scales."""
     ones, others = ([_bytes(plain(part)) for part in stored(weight)] for weight in (one, other))
     return len(ones) == len(others) and all(map(torch.equal, ones, others))
 

@@ -1,4 +1,4 @@
-"""A report of CP Sampler for people: as text, and as bars of where each rank's time went."""
+"""A report of CP Sampler for people: as text, and as bars that show where each rank spent its time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ HOW_TO_MEASURE = "To compare with one device, press Measure in the panel Context
 
 
 def read_report(text: str) -> dict[str, Any]:
-    """The part of a report of CP Sampler that is shown. Raises ConfigError: it is none. Any workflow may put any text here."""
+    """Parse a report of CP Sampler and return the part that is shown. Raises ConfigError: it is no report. Any workflow may put any
+    text here."""
     error: ContextParallelError = bad_value("report", text, "the JSON report of a CP Sampler", "Connect its report output.")
     if len(text) > LONGEST:
         raise error
@@ -101,7 +102,7 @@ def _checked(value: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def summarise(report: dict[str, Any]) -> list[str]:
-    """What `read_report` returned in a few lines; a line per rank at the end, where there are ranks."""
+    """Summarise what `read_report` returned in a few lines, and a line per rank at the end if there are ranks."""
     seconds = f"{report['seconds_per_step']:.3g} s per step"
     if report["seconds_per_call"] is not None:
         seconds += f", {report['seconds_per_call']:.3g} s per call"
@@ -129,12 +130,12 @@ def summarise(report: dict[str, Any]) -> list[str]:
 
 
 def _older_speed(report: dict[str, Any]) -> str:
-    """Of a report from before it had words for that."""
+    """Return the speed of an old report, which had no text for it."""
     return NOT_MEASURED if report["speedup"] is None else times_in_words(report["speedup"], report["world_size"])
 
 
 def draw(report: dict[str, Any]) -> Tensor:
-    """The summary, and a bar per rank. Returns `[1, H, W, 3]` in 0..1, as ComfyUI's images are."""
+    """Draw the summary, and a bar per rank. Returns `[1, H, W, 3]` in 0..1, as ComfyUI's images are."""
     lines, ranks = [line.replace("×", "x") for line in summarise(report)], report.get("ranks", [])  # the font has no ×
     if len(ranks) > DESCRIBED:
         lines = lines[: len(lines) - len(ranks)]
@@ -183,7 +184,7 @@ def _inside(pen: ImageDraw.ImageDraw, font: Any, left: float, right: float, top:
 
 
 def _wrap(text: str, font: Any) -> list[str]:
-    """The text in lines that have room, cut between words."""
+    """Split a text between words into lines that fit."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
@@ -195,7 +196,7 @@ def _wrap(text: str, font: Any) -> list[str]:
 
 
 def _fit(text: str, font: Any, width: int) -> str:
-    """The text, or as much of its beginning as there is room for."""
+    """Return the text, cut at the end if there is no room for all of it."""
     if len(text) <= width and font.getlength(text) <= width:
         return text
     # A character is at least a pixel wide.

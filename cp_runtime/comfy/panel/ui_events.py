@@ -15,9 +15,9 @@ from .ui_status import ending, status
 log = logging.getLogger("context_parallel")
 
 EVENT = "context_parallel.status"
-LOOK = 1.0  # seconds between two looks: neither a rank that died in between nor a prompt without workers told anybody
+LOOK = 1.0  # seconds between two looks: a rank that has died and a prompt without workers tell nobody
 PAUSE = 0.2  # seconds at least between two events
-GRAIN = 16 << 20  # bytes; less is no news
+GRAIN = 16 << 20  # bytes; less is not worth an event
 SAMPLING = ("ApplyContextParallel", "CPSampler")
 """Nodes of this pack without which a prompt samples without it."""
 BYPASSED = "without Context Parallel in this run"
@@ -46,7 +46,7 @@ def start_events(server: Any, controller: Controller = CONTROLLER) -> None:
 
 
 class Events:
-    """What was sent last, and what is to be sent now."""
+    """The state of the events: the last one sent, and the one to send now."""
 
     def __init__(self, server: Any, controller: Controller) -> None:
         self._server, self._controller = server, controller
@@ -56,7 +56,7 @@ class Events:
         self._prompt = ""  # id of the last one that was seen
 
     def send(self) -> None:
-        """Send what is new."""
+        """Send an event if the status has changed, and texts to the nodes."""
         self._look_at_the_prompt()
         now = status(self._server, self._controller)
         new = news(now)
@@ -71,7 +71,7 @@ class Events:
             self._say(ending(self._server, user) or (now["activity"] if user == node else ""), user, client)
 
     def _look_at_the_prompt(self) -> None:
-        """Clear what is said about the last run, once a prompt has begun that samples without this pack."""
+        """Clear the status of the last run, once a prompt has begun that samples without this pack."""
         newest = newest_prompt(self._server)
         if newest is None or newest[0] == self._prompt:
             return
@@ -92,7 +92,7 @@ class Events:
 
 
 def newest_prompt(server: Any) -> tuple[str, dict[str, Any]] | None:
-    """Id and graph of the prompt that runs now, or ran last."""
+    """Return id and graph of the prompt that runs now, or ran last."""
     queue = server.prompt_queue
     with queue.mutex:
         last = next(reversed(queue.history.values()), {"prompt": None})["prompt"]
@@ -101,7 +101,7 @@ def newest_prompt(server: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def news(now: dict[str, Any]) -> Any:
-    """What of a status is worth an event: all but heartbeats, and memory in large steps."""
+    """Return the part of a status that is worth an event: all but heartbeats, and memory in large steps."""
     ranks = [
         {**rank, "seconds_since_heartbeat": None, "modules": None, "memory": {k: v // GRAIN for k, v in rank["memory"].items()}}
         for rank in now["ranks"]

@@ -12,8 +12,8 @@ FULL = 100
 
 
 class WorkBar:
-    """Shows per cent of a model that is loaded, and steps of a call. To be used in the thread that executes the node. `steps`: of
-    the call; 0 = they are not known, or whoever calls counts them."""
+    """Shows the loaded percentage of a model, and the steps of a call. For the thread that executes the node. `steps`: of the call;
+    0 = they are not known, or the caller counts them."""
 
     def __init__(self, steps: int = 0) -> None:
         self._steps, self._done = steps, 0
@@ -22,7 +22,7 @@ class WorkBar:
         self._loaded: int | None = None  # that is shown
 
     def show(self, loaded: float | None, done: int = 0) -> bool:
-        """Show this part of a model, or take the bar back to its begin where none is loaded (any more); and the steps that are
+        """Show this part of a model, or move the bar back to the start if none is loaded (any more); and the steps that are
         done. Returns whether the user has cancelled."""
         if comfy.model_management.processing_interrupted():
             return True

@@ -1,4 +1,4 @@
-"""What CP Sampler reports about a run."""
+"""The report of CP Sampler on a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_with_report(
 
 
 def axes(degrees: Mapping[str, float], at_work: float | None) -> str:
-    """The mesh of a call in words, from a rank's degrees by axis, and how many ranks shared it, where that is known."""
+    """Put the mesh of a call into words. `degrees`: a rank's, by axis. `at_work`: ranks that shared the call; None = not known."""
     named = " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
     return named or ("one at work" if at_work in (None, 1) else f"{at_work} at work")
 
@@ -101,7 +101,7 @@ def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) ->
 
 
 def _weights(model: ContextParallelPatcher, last: CallRecord) -> dict[str, Any] | None:
-    """Where the ranks keep them: None where the ranks have been lost since."""
+    """Return where the ranks keep the weights; None where the ranks have been lost since."""
     workers = CONTROLLER.workers
     resident = workers.resident(notes_of(model.model).key) if workers is not None else None
     if resident is None:

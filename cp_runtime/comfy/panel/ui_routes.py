@@ -19,7 +19,7 @@ MEASURE = "/context_parallel/measure"
 
 
 async def get_status(server: Any, _: web.Request) -> web.Response:
-    """State of the workers, see `status`."""
+    """Return the state of the workers: see `status`."""
     return web.json_response(await asyncio.to_thread(status, server))
 
 
@@ -41,7 +41,7 @@ async def post_measure(server: Any, _: web.Request) -> web.Response:
 
 
 async def get_devices(_: web.Request) -> web.Response:
-    """What can be chosen in CP Config, see `named_devices`."""
+    """Return the devices to choose from in CP Config: see `named_devices`."""
     return web.json_response(await asyncio.to_thread(named_devices))
 
 

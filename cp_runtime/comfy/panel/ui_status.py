@@ -1,4 +1,4 @@
-"""What the workers are doing, for the status route and the panel. Reads only: it waits for no lock, no rank and no device."""
+"""Status of the workers, for the status route and the panel. Only reads: it waits for no lock, no rank and no device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNFINISHED = {"execution_error": "failed", "execution_interrupted": "cancelled"}
 
 
 def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
-    """State of the pool and of every rank, as plain data: docs/failures.md says what is in it. `server`: ComfyUI's `PromptServer`.
+    """Return the state of the pool and of every rank as plain data: see docs/failures.md. `server`: ComfyUI's `PromptServer`.
 
     A rank is "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it
     since), "failed" or "ended" (with the one that failed). Times are seconds, memory is bytes: `host` is resident now, `device` the
@@ -77,7 +77,7 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
 
 
 def _activity(controller: Controller, workers: Workers, loading: tuple[str, float | None] | None) -> str:
-    """What the workers do at the moment, or did last, in words."""
+    """Return in words what the workers do at the moment, or did last."""
     pool = workers.pool
     waiting = pool.waiting_for
     if pool.doing == "start":
@@ -107,8 +107,8 @@ def _compiling(pool: WorkerPool) -> list[int]:
 
 
 def ending(server: Any, node: Node | None) -> str | None:
-    """How the prompt of a node ended before the node did: "failed" or "cancelled"; empty where the node was done, None while it
-    runs."""
+    """Return how the prompt of a node ended before the node did: "failed" or "cancelled"; empty where the node was done, None while
+    it runs."""
     entry = None if node is None else server.prompt_queue.history.get(node.prompt_id)
     if node is None or entry is None:
         return None
@@ -129,7 +129,7 @@ def _speed(journal: Journal) -> dict[str, Any] | None:
         "seconds_per_call_on_one_device": speed and speed.on_one_device,
         "measuring": journal.measuring,
         "words": speed.words if speed else NOT_MEASURED,
-        # For those who say it in another language.
+        # For texts in other languages.
         "case": speed.case if speed else "not_measured",
         "ranks": speed and speed.ranks,
         "obstacle": speed and speed.obstacle,
@@ -162,7 +162,7 @@ def _described(controller: Controller, record: CallRecord) -> dict[str, Any]:
 
 
 def _work(server: Any, controller: Controller, pool: WorkerPool) -> str:
-    """The state of ranks that are well."""
+    """Return the state of ranks that are well."""
     recent = controller.node is not None and ending(server, controller.node) is None and time.monotonic() - pool.did_until < LINGER
     return STATES.get(pool.doing or (pool.did if recent else ""), "idle")
 

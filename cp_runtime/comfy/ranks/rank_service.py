@@ -1,4 +1,4 @@
-"""What a rank does for ComfyUI: the commands of the pool's service. Imported in worker processes only."""
+"""A rank's work for ComfyUI: the commands of the pool's service. Imported in worker processes only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
-    """The service of a rank. `arguments`: `model_folders`, from which alone models are loaded; `node_folders` of node packs."""
+    """Make the service of a rank. `arguments`: `model_folders`, the only ones that models are loaded from; `node_folders` of node
+    packs."""
     comfy.options.enable_args_parsing()  # of the UI process's arguments
     from comfy import cli_args
 
@@ -44,7 +45,7 @@ class ModelService:
 
     @property
     def handlers(self) -> Mapping[type[Request[Any]], Handler]:
-        """By kind of request."""
+        """Handlers by kind of request."""
         worker, mirrors = self._worker, self._mirrors
         return {
             Load: lambda request, block: mirrors.load(request, worker.keep(block), worker.mesh),

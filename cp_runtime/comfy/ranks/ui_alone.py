@@ -1,4 +1,4 @@
-"""Why a machine has nothing to share a model out to: the one answer that panel, node and log give."""
+"""Reasons why a machine has nothing to share a model out to: panel, node and log all give this answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """One device computes, whatever is asked for."""
+    """One device computes, whatever the settings ask for."""
 
     case: str  # key of WORDS
     # variable, value: that hide devices, where some do
@@ -30,14 +30,14 @@ class Alone:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The reason as text for people."""
         return WORDS[self.case].format(variable=self.variable, value=self.value)
 
 
 def why_alone(
     inventory: DeviceInventory, platform: str = sys.platform, environment: Mapping[str, str] = os.environ
 ) -> Alone | None:
-    """Why one device computes alone on this machine; None = there are several, or CPU ranks."""
+    """Return why one device computes alone on this machine; None = there are several, or CPU ranks."""
     if platform != "linux":
         return Alone(case="platform")
     if inventory.default_ranks > 1:

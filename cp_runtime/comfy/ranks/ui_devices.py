@@ -12,7 +12,7 @@ from .ui_alone import Alone, why_alone
 
 
 def device_inventory() -> DeviceInventory:
-    """Those of the type that ComfyUI itself runs on."""
+    """Return the devices of the type that ComfyUI itself runs on."""
     kind = comfy.model_management.get_torch_device().type
     try:
         count = 0 if kind == "cpu" else torch.get_device_module(kind).device_count()
@@ -22,17 +22,18 @@ def device_inventory() -> DeviceInventory:
 
 
 def default_config() -> RuntimeConfig:
-    """What a node does without a CP Config: every device, and all choices automatic."""
+    """Return the config of a node without a CP Config: every device, and all choices automatic."""
     return RuntimeConfig.resolve(inventory=device_inventory())
 
 
 def nothing_to_share() -> Alone | None:
-    """Why one device computes alone here; None = there are several, or CPU ranks."""
+    """Return why one device computes alone here; None = there are several, or CPU ranks."""
     return why_alone(device_inventory())
 
 
 def named_devices() -> list[dict[str, Any]]:
-    """For people who choose: `name` as CP Config takes it, `label` such as "cuda:1 NVIDIA GeForce RTX 4090 24 GB". None of CPUs."""
+    """Return the devices for users to choose from: `name` as CP Config takes it, `label` such as "cuda:1 NVIDIA GeForce RTX 4090 24
+    GB". Empty for CPUs."""
     inventory = device_inventory()
     if inventory.type == "cpu":
         return []
@@ -41,7 +42,7 @@ def named_devices() -> list[dict[str, Any]]:
 
 
 def _description(kind: str, index: int) -> list[str]:
-    """What torch knows of a device; it need not know anything."""
+    """Return what torch knows of a device, which may be nothing."""
     properties = getattr(getattr(torch, kind, None), "get_device_properties", None)
     if properties is None:
         return []

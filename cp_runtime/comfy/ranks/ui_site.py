@@ -1,4 +1,4 @@
-"""Where the workers find this process's ComfyUI and its models."""
+"""The place where the workers find this process's ComfyUI and its models."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ NO_MODELS = ("custom_nodes", "datasets", "configs")  # folders that ComfyUI know
 
 
 def node_folders() -> list[str]:
-    """Where ComfyUI's node packs are."""
+    """Return the folders of ComfyUI's node packs."""
     return sorted(map(os.path.abspath, folder_paths.get_folder_paths("custom_nodes")))
 
 
 def worker_site() -> WorkerSite:
-    """What the ranks run, from which ComfyUI, and the folders that they may load models from."""
+    """Return the site of the ranks: their code, their ComfyUI, and the folders that they may load models from."""
     registered = {name: folders for name, (folders, _) in folder_paths.folder_names_and_paths.items() if name not in NO_MODELS}
     folders = {os.path.abspath(folder) for folders in registered.values() for folder in folders}
     return WorkerSite(

@@ -1,4 +1,4 @@
-"""Which parts of a model are shared out: its blocks, wherever a model keeps them."""
+"""The parts of a model that are shared out: its blocks, wherever a model keeps them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...compat import as_parameter, parameter_slots
 from ...nested import stored
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-SMALLEST = 1 << 14  # bytes of a block that is worth a message of its own
+SMALLEST = 1 << 14  # least bytes of a block: smaller ones are not worth a message
 
 
 class Slot(NamedTuple):
-    """A place where a parameter is: an entry of `compat.parameter_slots`."""
+    """The place of a parameter: an entry of `compat.parameter_slots`."""
 
     module: nn.Module
     key: str
@@ -38,7 +38,7 @@ class Block:
 
     @property
     def weights(self) -> list[Tensor]:
-        """What is in its slots now."""
+        """Current contents of its slots."""
         return [parameter_slots(slot.module)[slot.key] for (slot, *_) in self.slots.values()]
 
     @property
@@ -60,7 +60,7 @@ class Block:
 
 
 class Sizes(NamedTuple):
-    """Bytes of a model's weights: of its blocks together, of the largest one, and of what is outside of blocks."""
+    """Bytes of a model's weights: of its blocks together, of the largest one, and of weights outside of blocks."""
 
     blocks: int
     largest: int
@@ -68,18 +68,19 @@ class Sizes(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """Of all of them."""
+        """Bytes of all of them."""
         return self.blocks + self.rest
 
     def per_rank(self, ranks: int, *, on_host: bool = False) -> int:
-        """Bytes on the device of one of some ranks that share the model: two blocks are there at a time."""
+        """Return the bytes on the device of one rank. `ranks`: how many share the model. Two whole blocks are there at a time."""
         return self.rest + 2 * self.largest + (0 if on_host else -(-self.blocks // ranks))
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
-    """The elements of a model's lists of modules; of lists in lists those of the inner ones, of lists in an element none.
+    """Return the blocks of a model: the elements of its lists of modules. Of nested lists, the innermost count; a list inside an
+    element does not.
 
-    An element runs on all ranks or on none. What is inside of it need not: experts run on ranks that have tokens for them. Weights
+    An element runs on all ranks or on none. Modules inside it need not: experts run on ranks that have tokens for them. Weights
     that are used outside of their element too, and elements with hardly any, are not part of a block.
     """
     elements: dict[nn.Module, str] = {}
@@ -112,10 +113,10 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 
 def sizes_of(model: nn.Module, dtype_of: Callable[[nn.Module, str], torch.dtype] | None = None) -> Sizes:
-    """What the weights of a model take.
+    """Return the sizes of a model's weights.
 
     Args:
-        dtype_of: what a module's parameter will have on a device, where that is another dtype than it has now.
+        dtype_of: returns the dtype of a module's parameter on a device, where it differs from the present one.
     """
 
     def nbytes(slot: Slot) -> int:

@@ -1,4 +1,4 @@
-"""Weights that lie in the pages of a file in another dtype than they count as.
+"""Weights whose pages in a file have another dtype than the one that they count as.
 
 A loader that converts a file's weights makes a copy of them in every process. These are converted where they are used instead: on
 the device that they are copied to, one at a time, with the same rounding.
@@ -46,11 +46,11 @@ class CastWeight(Tensor):
         return self._held[0]
 
     def plain(self, device: torch.device | None = None) -> Tensor:
-        """A plain tensor of its dtype, on a device or where it is. A copy, unless it is settled."""
+        """Return a plain tensor of its dtype, on a device or where it is. A copy, unless it is settled."""
         return self.held.to(device or self.device).to(self.dtype)
 
     def settled(self) -> Tensor:
-        """Its numbers, in its dtype, from now on in memory of this process."""
+        """Convert the weight in this process's memory, once and for all, and return it."""
         if self.held.dtype != self.dtype:
             with torch.inference_mode(False), torch.no_grad():  # good for every mode, whichever the caller is in
                 self._held[0] = self.plain()
@@ -105,24 +105,24 @@ class CastWeight(Tensor):
 
 
 def counting_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of that dtype on the same memory, if one floating-point dtype takes the other's place."""
+    """Return a tensor of this dtype on the same memory, if both dtypes are floating-point; else the tensor itself."""
     if tensor.dtype == dtype or not (tensor.is_floating_point() and dtype.is_floating_point):
         return tensor
     return CastWeight([tensor], dtype)
 
 
 def memory_of(weight: Tensor) -> Tensor:
-    """The tensor whose memory holds the numbers of a plain one."""
+    """Return the tensor whose memory holds the numbers of a plain one."""
     return weight.held if isinstance(weight, CastWeight) else weight
 
 
 def plain(weight: Tensor) -> Tensor:
-    """The same numbers as a tensor that any operator takes as it is."""
+    """Return the same numbers as a tensor that any operator accepts."""
     return weight.plain() if isinstance(weight, CastWeight) else weight
 
 
 def settle(model: nn.Module) -> None:
-    """Convert what a model has of such weights, as its loader would have done."""
+    """Convert all such weights of a model, as its loader would have done."""
     for module in model.modules():
         for name, weight in parameter_slots(module).items():
             if isinstance(weight, CastWeight):

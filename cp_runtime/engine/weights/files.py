@@ -26,9 +26,9 @@ _DTYPES = {
 
 
 def mapped_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str] | None]:
-    """The tensors of a file by name, and its metadata. Nothing of a tensor is read before it is used.
+    """Return the tensors of a file by name, and its metadata. No tensor is read before it is used.
 
-    The mapping is private: what is written to a tensor stays in this process.
+    The mapping is private: writes to a tensor stay in this process.
 
     Raises:
         OSError, safetensors.SafetensorError: it cannot be read, or is no such file.

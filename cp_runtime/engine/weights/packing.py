@@ -1,7 +1,7 @@
-"""Weights as one run of bytes, of which every rank keeps a part, and back.
+"""Packs weights into one run of bytes, which every rank keeps a part of, and unpacks them.
 
-Bytes and not numbers: what comes back is what went in, in every format. A tensor that wraps others, as quantised weights do, says
-by torch's `__tensor_flatten__` what they are.
+Bytes and not numbers: what comes back is what went in, in every format. A tensor that wraps others, as quantised weights do, names
+them by torch's `__tensor_flatten__`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Build = Callable[[Iterator[Tensor]], Tensor]
 
 
 class Part(NamedTuple):
-    """Where a plain tensor lies in the run, and what it looks like. `offset`: bytes."""
+    """The place and layout of a plain tensor in the run. `offset`: bytes."""
 
     offset: int
     nbytes: int
@@ -32,13 +32,13 @@ class Part(NamedTuple):
     dtype: torch.dtype
 
     def view(self, run: Tensor) -> Tensor:
-        """This tensor in a run `[bytes]`."""
+        """View this tensor in a run `[bytes]`."""
         flat = run[self.offset : self.offset + self.nbytes].view(self.dtype)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
 
 class Packing:
-    """How some weights lie in a run of bytes. Equal on all ranks, because their weights are.
+    """The layout of some weights in a run of bytes. Equal on all ranks, because their weights are.
 
     Args:
         weights: any tensors.
@@ -57,12 +57,12 @@ class Packing:
         self._builds = [_build(weight) for weight in weights]
 
     def views(self, run: Tensor) -> list[Tensor]:
-        """The weights in a run `[bytes]` that holds them."""
+        """View the weights in a run `[bytes]` that holds them."""
         parts = iter([part.view(run) for part in self._parts])
         return [build(parts) for build in self._builds]
 
     def absent(self, device: torch.device, names: Sequence[str], remedy: str) -> list[Tensor]:
-        """Stand-ins for the weights while they are not there: see `AbsentWeight`."""
+        """Return stand-ins for the weights while they are not there: see `AbsentWeight`."""
         parts, weights = iter(self._parts), []
         for name, build in zip(names, self._builds, strict=True):
             weights.append(build(AbsentWeight(part, device, name, remedy) for part in parts))
@@ -127,7 +127,7 @@ class AbsentWeight(Tensor):
 
 
 def round_up(number: int, step: int) -> int:
-    """The next multiple of `step`."""
+    """Return the least multiple of `step` that is not below `number`."""
     return -(-number // step) * step
 
 
@@ -148,7 +148,7 @@ def _build(weight: Tensor) -> Build:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether its numbers fill a piece of memory, in whatever order."""
+    """Return whether the numbers of a tensor fill a piece of memory, in whatever order."""
     order = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
     expected = 1
     for stride, size in order:
@@ -159,7 +159,7 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """Its bytes, in the order in which they lie in memory."""
+    """View the bytes of a tensor in the order in which they lie in memory; of a copy where it is not dense."""
     tensor = tensor.detach()
     dense = tensor if _dense(tensor) else tensor.contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

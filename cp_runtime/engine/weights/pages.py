@@ -1,4 +1,4 @@
-"""Pages of files that this process has mapped: where they are, and taking them off its memory."""
+"""Pages of files that this process has mapped: finds them, and drops them from its memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...nested import stored
 from .cast import memory_of
 from .packing import round_up
 
-Ranges = list[tuple[int, int]]  # first addresses, and those behind the last ones
+Ranges = list[tuple[int, int]]  # (first address, address after the last)
 
 
 def mapped(path: str, *, unwritten: bool = False) -> Ranges:
-    """Ranges of addresses at which this process has mapped a file.
+    """Return the ranges of addresses at which this process has mapped a file.
 
     What the kernel calls its device and inode is read off a page that is mapped for it: some file systems have `stat` name others.
 
@@ -35,7 +35,7 @@ def mapped(path: str, *, unwritten: bool = False) -> Ranges:
 
 
 def inside(tensor: Tensor, ranges: Ranges) -> bool:
-    """Whether all of a tensor lies in one of these ranges."""
+    """Return whether all of a tensor lies in one of these ranges."""
     if tensor.device.type != "cpu":
         return False
     begin = tensor.data_ptr()
@@ -47,7 +47,7 @@ def give_back(weights: Iterable[Tensor], pages: Ranges) -> None:
 
     Args:
         weights: in use, so that no other memory can have come to their place.
-        pages: ranges of addresses at which the file is mapped; other memory would lose what is in it.
+        pages: ranges of addresses at which the file is mapped; other memory would lose its contents.
     """
     libc = ctypes.CDLL(None)
     for part in (memory_of(part) for weight in weights for part in stored(weight)):

@@ -1,4 +1,4 @@
-"""Host memory that copies to a device run beside, exactly as much as is asked for.
+"""Host memory that copies to a device can overlap, with no more bytes than asked for.
 
 torch keeps what it pins, in blocks of a power of two bytes: 256 MB for 141, until the process ends.
 """
@@ -32,7 +32,7 @@ def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
     """Zero bytes in the host's memory, pinned for a device, which are given back with the last tensor on them.
 
     Raises:
-        RuntimeError: CUDA does not pin so much.
+        RuntimeError: CUDA does not pin that much.
     """
     if device.type != "cuda":
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")

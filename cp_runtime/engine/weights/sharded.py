@@ -1,4 +1,4 @@
-"""Blocks of a model that every rank keeps 1/N of, and that are put together while they run.
+"""Blocks of a model that every rank keeps 1/N of. They are put together while they run.
 
 The bytes of a block's weights are one run (`packing`), cut into pieces, and each piece into as many parts as there are ranks. An
 all-gather puts a piece together in a buffer; the block's parameters are views of that. There are two buffers: while one block runs,
@@ -29,11 +29,11 @@ SMALLEST_PIECE = 4 << 20  # bytes
 
 
 class SharedBlock:
-    """A block of which this rank keeps its part.
+    """A block that this rank keeps its part of.
 
     Args:
-        block: whose weights lie in its slots.
-        weights: instead of those, such as with a LoRA in them; they may lie anywhere.
+        block: has its weights in its slots.
+        weights: to take instead of those, for example with a LoRA in them; they may lie anywhere.
         on_host: keep the part in the host's memory.
     """
 
@@ -56,15 +56,15 @@ class SharedBlock:
         self._remedy = remedy
         with _plain():
             self._absent = self.packing.absent(device, list(block.slots), remedy)
-        self._put = block.weights  # what is in the slots, unless somebody else has put another weight there
+        self._put = block.weights  # contents of the slots, unless somebody else has put another weight there
 
     def drop(self) -> None:
-        """Its weights are gone, until a buffer holds them."""
+        """Replace its weights by stand-ins, until a buffer holds them."""
         with _plain():
             self._fill(self._absent)
 
     def use(self, buffer: Tensor) -> None:
-        """Its weights are in a buffer.
+        """Take its weights from a buffer.
 
         Raises:
             PlanError: somebody has put a weight of his own into the block, which would be lost.
@@ -76,7 +76,7 @@ class SharedBlock:
             self._fill(self.packing.views(buffer))
 
     def give_back(self, run: Tensor) -> None:
-        """Its weights are in a run of bytes from now on. What somebody has put in their place stays."""
+        """Take its weights from a run of bytes from now on. Weights that somebody else put in their place stay."""
         with _plain():
             self._fill(self.packing.views(run))
 
@@ -88,7 +88,7 @@ class SharedBlock:
 
 @contextlib.contextmanager
 def _plain() -> Iterator[None]:
-    """Tensors made inside are of the kind that weights are (see Block), and good for every mode, whichever the caller is in."""
+    """Make tensors inside the context of the kind that weights are (see Block), good for every mode, whichever the caller is in."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -98,7 +98,7 @@ class Buffer:
 
     Attributes:
         holder: the block that is in it, or comes.
-        fetched: how many pieces of it have been asked for.
+        fetched: number of its pieces that have been asked for.
         pending: those that are on their way.
     """
 
@@ -119,7 +119,7 @@ class ShardedWeights:
         ranks: that share the weights. Nobody else sends on their process group.
         device: where the model computes.
         on_host: keep the shards in the host's memory. A call then takes them from there.
-        remedy: what a user does whose model cannot run like this; part of messages.
+        remedy: advice to a user whose model cannot run like this; part of messages.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class ShardedWeights:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Fetch ahead inside. All ranks enter it alike."""
+        """Fetch blocks ahead inside the context. All ranks enter it alike."""
         largest = max((shared.nbytes for shared in self._shared.values()), default=0)
         if self._buffers and self._buffers[0].storage.nbytes != largest:
             self.free_buffers()
@@ -180,12 +180,12 @@ class ShardedWeights:
             self._order = self._entered
             self._settle()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # a peer is gone; what went wrong first is the error
+            with contextlib.suppress(RuntimeError):  # a peer is gone; the first failure is the error
                 self._settle()
             raise
 
     def after_attention(self) -> None:
-        """An attention, with its exchanges, has been given to the device."""
+        """Note that an attention, with its exchanges, has been given to the device."""
         self._attentions += 1
         self._portion()
 
@@ -218,7 +218,7 @@ class ShardedWeights:
         self._buffers, self._current, self._next = [], None, None
 
     def _alike(self) -> bool:
-        """Whether all ranks expect the same blocks and hold the same ones.
+        """Return whether all ranks expect the same blocks and hold the same ones.
 
         One that has loaded its model again since the last call, or left that one by an error, knows nothing of it, and would send
         other pieces than its peers.
@@ -291,12 +291,12 @@ class ShardedWeights:
         if buffer.holder is not None:
             buffer.holder.drop()
         buffer.holder, buffer.fetched = shared, 0
-        if buffer is self._current:  # what is in it is that of another block now
+        if buffer is self._current:  # it holds the weights of another block now
             self._current = None
         return buffer
 
     def _ask(self, buffer: Buffer, pieces: int) -> None:
-        """Ask for the next pieces of the block that a buffer is for, behind all that the device has been given so far."""
+        """Ask for the next pieces of the block that a buffer is for, after all that the device has been given so far."""
         shared = buffer.holder
         if shared is None:
             return
@@ -318,9 +318,9 @@ class ShardedWeights:
             each.wait()
 
     def _settle(self) -> None:
-        """The call is over: nothing is on its way, no block runs, and none has weights that somebody could change.
+        """End the call: nothing is on its way, no block runs, and none has weights that somebody could change.
 
-        What is in a buffer stays there.
+        Contents of the buffers stay there.
         """
         for shared in self._shared.values():
             shared.running = 0
@@ -334,12 +334,12 @@ class ShardedWeights:
             self._wait(buffer)
 
     def _room(self, nbytes: int) -> Tensor:
-        """Memory for a block."""
+        """Allocate memory for a block."""
         with _plain():
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
-        """On a stream of its own, behind what the device has been given."""
+        """Return a context that runs on a stream of its own, after the work that the device has been given."""
         if self._stream is None:
             return contextlib.nullcontext()
         module = torch.get_device_module(self._device)
