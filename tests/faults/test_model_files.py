@@ -25,7 +25,7 @@ from cp_runtime.pool.worker_pool import WorkerPool
 
 CP = {"world_size": 2}
 REFUSED = "MirrorError: (unknown loader|malformed recipe: no str)"
-RECIPE = {"loader": "load_diffusion_model", "options": {}, "factory": None}
+RECIPE = {"loader": "load_diffusion_model", "options": {}, "factory": None, "dynamic": False}
 
 
 def write_evil(folder: Path, marker: Path) -> list[Path]:

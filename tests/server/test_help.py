@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.package import load_package
 from support.server import CHECKOUT, PACK
+
+load_package()
+from cp_runtime.pool.config import SETTINGS  # noqa: E402
 
 NODES = ("CPConfig", "ApplyContextParallel", "CPSampler", "CPReport", "CPVAEDecode", "CPVAEEncode")
 LANGUAGES = ("en", "zh", "ja")
@@ -205,6 +209,9 @@ def messages() -> Iterator[str]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "bad_value":
                 name, _, allowed, remedy = (text_of(argument) or "…" for argument in node.args)
                 yield f"{name}: got …; allowed: {allowed}. {remedy}"
+    for name, setting in SETTINGS.items():
+        allowed = setting.allowed or ", ".join(setting.options)
+        yield f"{name}: got …; allowed: {allowed}. {setting.remedy}" if allowed else ""
 
 
 def text_of(node: ast.AST) -> str:

@@ -1,6 +1,6 @@
-"""Rank script: sharded weights on fake CUDA devices, where NCCL keeps no order between groups. Rank 0 reports launches side by side.
+"""Rank script: sharded weights on fake CUDA devices, where NCCL keeps no order between groups. Rank 0 reports what overlaps.
 
-Argument: "asks" leaves it to `RankGroup.may_overlap` whether weights travel beside tokens, "overlaps" has them do so whatever it says.
+Argument: "asks" leaves it to `RankGroup.may_overlap` whether weights travel beside tokens, "overlaps" has them do so in any case.
 """
 
 import os

@@ -95,5 +95,6 @@ def test_weights_and_tokens_are_never_under_way_together_where_nccl_keeps_no_ord
     """Two devices might launch them in different orders, and wait for each other. The log of launches sees where they would be."""
     script = Path(__file__).with_name("launch_ranks.py")
     (report,) = run_ranks(script, 2, mode, timeout=60, device="cuda", backend="nccl")
-    assert report["equal"] and len(report["groups"]) == 2
+    assert report["equal"]
+    assert len(report["groups"]) == 2
     assert report["beside"] == beside
