@@ -244,7 +244,7 @@ class TokenRanges:
 class JointRanges:
     """Clip (start, stop or None for the end, ...), one or a list, over streams in joint order to this rank's tokens.
 
-    A single range must lie within one stream, or be empty.
+    A single range must lie within one stream, or be empty. Tensors behind start and stop have a value per token of the range.
     """
 
     streams: tuple[str, ...]
@@ -260,6 +260,8 @@ class JointRanges:
         for begin, end in (segment for segments in layout.held[state.rank] for segment in segments):
             for start, stop, *rest in value:
                 low, high = clip_range(start, layout.total if stop is None else stop, (begin, end))
-                local += [(at + low, at + high, *rest)] if high > low else []
+                if high > low:
+                    part = slice(begin + low - start, begin + high - start)
+                    local.append((at + low, at + high, *(v[part] if isinstance(v, Tensor) else v for v in rest)))
             at += end - begin
         return local

@@ -5,7 +5,7 @@ from torch import nn
 from cp_runtime.engine.plan import ModulePlan, find_modules
 from cp_runtime.engine.sharding import Split
 from cp_runtime.engine.state import CallState
-from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput, TokenIndex, TokenRanges
+from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput, JointRanges, TokenIndex, TokenRanges
 from cp_runtime.errors import PlanError
 from cp_runtime.families.family import FamilyPlan
 from cp_runtime.families.wan import Repeated
@@ -80,6 +80,21 @@ def test_token_ranges_select_the_same_tokens(world, boundary):
             both[a:b] = value
         assert both.tolist() == [0] * shift + mark.tolist()
     assert torch.cat(marked).tolist() == [0] * boundary + [1] * (10 - boundary)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_joint_ranges_select_the_same_tokens_and_their_values(world):
+    """A range has one value for all of its tokens, or a tensor with a value per token, of which a rank takes its own."""
+    rows = torch.arange(100, 108)
+    ranges = [(0, 3, 7), (3, 11, rows), (11, None, 9)]
+    whole = torch.cat([torch.full((3,), 7), rows, torch.full((2,), 9)])
+    for state in states(world, txt=3, img=8, tail=2):
+        marked = torch.full((state.layout(("txt", "img", "tail")).local_lengths[state.rank],), -1)
+        for a, b, value in JointRanges(streams=("txt", "img", "tail"))(state, ranges, "r"):
+            marked[a:b] = value
+        assert torch.equal(marked, state.layout(("txt", "img", "tail")).take_local(whole, state.rank, 0))
+    a, b, own = JointRanges(streams=("txt", "img", "tail"))(state, (3, 11, rows), "r")
+    assert torch.equal(own, state.layout(("img",)).take_local(rows, state.rank, 0)) and b - a == len(own)
 
 
 def repeat(value, tokens):

@@ -17,19 +17,19 @@ from ...nested import tensors
 
 log = logging.getLogger("context_parallel.worker")
 _STACKED = """
-    attention_mask audio_codes audio_denoise_mask audio_embed c_ar c_size camera_conditions clip clip_fea clip_fea_ref
-    clip_img clip_text clip_text_pooled condition context context_latents control control_video cross_attn_cond
-    crossattn_controlnet crp degrade_sigma denoise_mask effnet encoder_hidden_states_llama3 encoder_hidden_states_t5
-    face_pixel_values global_embed
-    guidance guiding_frame_index image_cond image_meta_size keyframe_idxs local_add_cond lq_latent lyric_embed lyric_token_idx
-    ofs pose_latents ref_contexts ref_latent ref_latents ref_mask_latents refer_audio reference_latent reference_motion
-    sam_latents sca siglip_feats speaker_embeds t5xxl_ids t5xxl_weights text_embedding_mask text_embedding_mask_t5
-    time_context time_dim_concat time_dim_replace txt_byt5 vace_context y
+    attention_mask audio_codes audio_denoise_mask audio_embed c_ar c_size camera_conditions clip clip_fea clip_fea_pose
+    clip_fea_ref clip_img clip_text clip_text_pooled condition conditioning_scale context context_latents context_pose
+    control control_video cross_attn_cond crossattn_controlnet crp degrade_sigma denoise_mask effnet embeds
+    encoder_hidden_states_llama3 encoder_hidden_states_t5 face_pixel_values global_embed guidance guiding_frame_index
+    image_cond image_meta_size keyframe_idxs local_add_cond lq_latent lyric_embed lyric_token_idx ofs pose_latents
+    ref_contexts ref_latent ref_latents ref_mask_latents refer_audio reference_latent reference_motion sam_latents sca
+    siglip_feats speaker_embeds t5xxl_ids t5xxl_weights text_embedding_mask text_embedding_mask_t5 time_context
+    time_dim_concat time_dim_replace txt_byt5 vace_context y
 """
 _UNSTACKED = """
-    audio_inject_scale disable_time_r fps frame_rate guide_attention_entries is_covers latent_shapes lyrics_strength
-    minimax_payload num_tokens num_video_frames ref_audio ref_latents_method ref_mask_flag replace_with_null_embeds
-    return_info transformer_options vace_strength
+    audio_inject_scale disable_time_r fps frame_rate generated_keyframes guide_attention_entries is_covers latent_shapes
+    lyrics_strength minimax_payload num_tokens num_video_frames pose_strength ref_audio ref_latents_method ref_mask_flag
+    reference_strength replace_with_null_embeds return_info transformer_options vace_strength
 """
 STACKED, UNSTACKED = frozenset(_STACKED.split()), frozenset(_UNSTACKED.split())
 # Names that model_base does not have: HiDream-O1's conditioning, LTX-2's second timestep.
