@@ -94,7 +94,8 @@ def test_joint_ranges_select_the_same_tokens_and_their_values(world):
             marked[a:b] = value
         assert torch.equal(marked, state.layout(("txt", "img", "tail")).take_local(whole, state.rank, 0))
     a, b, own = JointRanges(streams=("txt", "img", "tail"))(state, (3, 11, rows), "r")
-    assert torch.equal(own, state.layout(("img",)).take_local(rows, state.rank, 0)) and b - a == len(own)
+    assert torch.equal(own, state.layout(("img",)).take_local(rows, state.rank, 0))
+    assert b - a == len(own)
 
 
 def repeat(value, tokens):
