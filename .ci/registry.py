@@ -22,6 +22,7 @@ from support import families
 from support.package import load_package
 
 load_package()
+families.version = lambda: None  # whatever ComfyUI is there, the document is about all
 
 from cp_runtime.families import PLANS
 from cp_runtime.families.family import COMFYUI, FamilyPlan
@@ -81,7 +82,7 @@ def streams(plan: FamilyPlan) -> list[str]:
 
 def cases(plan: FamilyPlan) -> list[str]:
     """Names of the cases that run a model of the plan's class."""
-    modules = [families.load(name) for name in families.NAMES]
+    modules = [families.load(name, None) for name in families.NAMES]
     return [case.name for module in modules for case in module.CASES if module.MODELS[case.model].cls == plan.model_class]
 
 

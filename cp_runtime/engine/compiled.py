@@ -72,6 +72,7 @@ class CompiledBlocks:
         self.failed: Failed = lambda error: None
         self._wrapped: list[nn.Module] = []
         self._given_up: dict[type[nn.Module], CompileError] = {}
+        methods = {name for pattern in plan.modules if ":" in pattern for name, _ in find_modules(model, pattern)}
         planned = [name for pattern in (*plan.modules, *plan.outputs) for name, _ in find_modules(model, pattern)]
         for block in blocks_of(model):
             module, kind = block.module, type(block.module).__name__
@@ -79,6 +80,9 @@ class CompiledBlocks:
                 continue
             if any(name.startswith(f"{block.name}.") for name in planned):
                 self.left[kind] = "the plan splits or gathers tokens inside of it"
+                continue
+            if block.name in methods:
+                self.left[kind] = "the model calls other methods of it than forward"
                 continue
             cls: Any = type(module)
             module.forward = functools.partial(self._run, module, _compiled(cls, settings))

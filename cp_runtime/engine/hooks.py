@@ -16,7 +16,7 @@ from ..nested import rebuild
 from .attention.opaque import PLACE
 from .call import Planner, RunningCall
 from .mesh import SequenceMesh
-from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules
+from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules, method_of
 from .profiling import trace_range
 from .transforms import ContextParallelOutput
 from .weights.sharded import ShardedWeights
@@ -54,7 +54,8 @@ class InstalledPlan(Generic[PlanT]):
                     continue
                 if module_plan.attention is not None:
                     with_attention.add(module)
-                self._hook(module, self._enter_module(name, module, module_plan), self._leave_module(name, module_plan))
+                enter = self._enter_module(name, argument_names(module, method_of(pattern)), module_plan)
+                self._hook(module, enter, self._leave_module(name, module_plan), method_of(pattern))
                 for local in module_plan.local:
                     for _, inner in find_modules(module, local):
                         self._undo.append(inner.register_forward_pre_hook(self._enter_local).remove)
@@ -121,9 +122,18 @@ class InstalledPlan(Generic[PlanT]):
         """Register something for `remove` to undo."""
         self._undo.append(undo)
 
-    def _hook(self, module: nn.Module, enter: Callable[..., Any] | None, leave: Callable[..., Any] | None) -> None:
+    def _hook(
+        self,
+        module: nn.Module,
+        enter: Callable[..., Any] | None,
+        leave: Callable[..., Any] | None,
+        method: str = "forward",
+    ) -> None:
         """Run functions before and after a module, in calls only: they get the running call, then what torch gives to hooks."""
         enter, leave = (hook and self._in_call(hook) for hook in (enter, leave))
+        if method != "forward":
+            self._undo.append(_hook_method(module, method, enter, leave))
+            return
         if module is self.model:
             self._enter_model += [enter] if enter else []
             self._leave_model[:0] = [leave] if leave else []
@@ -141,8 +151,8 @@ class InstalledPlan(Generic[PlanT]):
 
         return run
 
-    def _enter_module(self, name: str, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
-        positions = {argument: i for i, argument in enumerate(argument_names(module))}
+    def _enter_module(self, name: str, arguments: Sequence[str], plan: ModulePlan) -> Callable[..., Any]:
+        positions = {argument: i for i, argument in enumerate(arguments)}
         inputs = []  # (keyword, position, transform, place for messages)
         for argument, transform in plan.inputs.items():
             parameter, keyword = argument.partition(".")[::2]
@@ -242,3 +252,29 @@ def _map_outputs(value: Any, changes: Mapping[int, Callable[[Any], Any]], name: 
         raise PlanError(f"{name}: the plan speaks of output {max(changes)}, the module returned {len(value)}. Correct the plan.")
     changed = [changes[i](item) if i in changes else item for i, item in enumerate(value)]
     return changed[0] if single else rebuild(value, changed)
+
+
+def _hook_method(
+    module: nn.Module, method: str, enter: Callable[..., Any] | None, leave: Callable[..., Any] | None
+) -> Callable[[], None]:
+    """Run functions before and after a method, and the hooks of the module around it. Returns what undoes it.
+
+    torch runs a module's hooks, such as those that gather sharded weights, around `forward` only: the method takes its place.
+    """
+    stock: Callable[..., Any] = getattr(module, method)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = (enter and enter(module, args, kwargs)) or (args, kwargs)
+        own = vars(module).get("forward")
+        module.forward = stock
+        try:
+            out = module(*args, **kwargs)
+        finally:
+            del module.forward
+            if own is not None:
+                module.forward = own
+        changed = leave(module, args, out) if leave else None
+        return out if changed is None else changed
+
+    setattr(module, method, run)
+    return partial(delattr, module, method)

@@ -48,7 +48,8 @@ class ShardingPlan:
     """How a module is sharded, with its own forward.
 
     Args:
-        modules: pattern -> what happens to those modules; "" is the module itself.
+        modules: pattern -> what happens to those modules; "" is the module itself, "pattern:method" modules in calls of another
+            method than `forward`.
         outputs: module path -> which stream is gathered from its output, or from each of its outputs (None = left alone).
         attention: what attention outside of all planned modules may be over, once one of the streams is known.
         attention_rule: for modules that decide by their arguments what they attend to: module -> rule, or None.
@@ -78,7 +79,10 @@ class ShardingPlan:
         """Raise PlanError unless every module and argument that the plan relies on exists in `model`."""
         for pattern, plan in self.modules.items():
             for name, module in find_modules(model, pattern, f"{self.origin}: ", self.remedy):
-                parameters = argument_names(module)
+                method = method_of(pattern)
+                if not hasattr(module, method):
+                    raise PlanError(f"{self.origin}: {name} ({type(module).__name__}) has no method {method!r}. {self.remedy}")
+                parameters = argument_names(module, method)
                 for argument in plan.inputs:
                     if argument.partition(".")[0] not in parameters:
                         raise PlanError(
@@ -98,6 +102,7 @@ def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = 
         PlanError: there is none.
     """
     found: list[tuple[str, nn.Module]] = [("", root)]
+    pattern = pattern.partition(":")[0]
     for part in pattern.split(".") if pattern else ():
         found = [(f"{path}.{name}".lstrip("."), inner) for path, module in found for name, inner in _inside(module, part)]
     unique: dict[nn.Module, str] = {}  # a list may hold a module several times
@@ -117,9 +122,14 @@ def _inside(module: nn.Module, part: str) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name in names if (child := children.get(name)) is not None]
 
 
-def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the argument names of a module's forward, in order and without `self`; those of `*args` are `args[0]` and so on."""
-    return _argument_names(type(module).forward)
+def method_of(pattern: str) -> str:
+    """Return the method that a pattern of a plan is about."""
+    return pattern.partition(":")[2] or "forward"
+
+
+def argument_names(module: nn.Module, method: str = "forward") -> tuple[str, ...]:
+    """Return the argument names of a module's method, in order and without `self`; those of `*args` are `args[0]` and so on."""
+    return _argument_names(getattr(type(module), method))
 
 
 @lru_cache(maxsize=1024)

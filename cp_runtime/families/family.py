@@ -51,6 +51,7 @@ class FamilyPlan(ShardingPlan):
     Args:
         family: name shown to users.
         model_class: full name of the module class that the plan was written for.
+        since: first of the tested versions of ComfyUI that has the class.
         control: kind of ControlNet residuals ("input", "middle", "output") -> the stream, or streams in joint order, that they
             are added to, or None if they are not tokens. Empty = the model takes none.
         attention_names: full names under which modules call ComfyUI's attention without passing transformer_options.
@@ -60,6 +61,7 @@ class FamilyPlan(ShardingPlan):
 
     family: str
     model_class: str
+    since: str = "0.30.0"
     control: Mapping[str, str | tuple[str, ...] | None] = field(default_factory=dict)
     attention_names: tuple[str, ...] = ()
     shares_batch: Callable[[Mapping[str, Any]], bool] | None = None
@@ -68,6 +70,11 @@ class FamilyPlan(ShardingPlan):
     def batch_is_shared(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the items of a call may be computed on different ranks."""
         return self.shares_batch is None or self.shares_batch(arguments)
+
+    @property
+    def names_methods(self) -> bool:
+        """Whether it is about other methods of modules than their forward."""
+        return any(":" in pattern for pattern in self.modules)
 
     @property
     def shares_sequence(self) -> bool:

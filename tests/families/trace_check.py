@@ -91,7 +91,8 @@ def traced(family, case, change=lambda plan: plan):
 def cases(family):
     """Cases whose model has tokens to share."""
     loaded = families.load(family)
-    return [case for case in loaded.CASES if plan_for(model_of(family, case.model)).shares_sequence]
+    plans = {name: plan_for(model_of(family, name)) for name in loaded.MODELS}
+    return [case for case in loaded.CASES if plans[case.model].shares_sequence and not plans[case.model].names_methods]
 
 
 torch.set_num_threads(1)

@@ -8,10 +8,15 @@ on a real server samples its models).
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +35,7 @@ class Model:
         init: (name, parameter or buffer, standard normal values of its shape) -> values, or None for the default; where random
             values of the usual size make the model ignore its input, or overflow. Buffers stay as they are by default.
         conditioner: shapes of further tensors of a checkpoint, which ComfyUI's model around the transformer takes.
+        since: first of the tested versions of ComfyUI that has it.
     """
 
     cls: str
@@ -38,6 +44,7 @@ class Model:
     unet: Mapping[str, Any] = field(default_factory=dict)
     init: Callable[[str, Tensor, Tensor], Tensor | None] | None = None
     conditioner: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    since: str = "0.30.0"
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Case:
         matters: arguments without which the output must be another one, so that the case proves something about them.
         options: entries of transformer_options.
         tolerance: of the difference, relative to the standard deviation of the stock output; docs/numerics.md says why.
+        since: first of the tested versions of ComfyUI that can do it, where that is not the model's.
     """
 
     name: str
@@ -59,6 +67,7 @@ class Case:
     matters: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-5
+    since: str = "0.30.0"
 
 
 @dataclass(frozen=True)
@@ -108,9 +117,31 @@ def joint_mask(batch: int, text: int, image: int) -> Tensor:
     return mask
 
 
-def load(name: str) -> Any:
-    """The module of a family."""
-    return importlib.import_module(f"{__name__}.{name}")
+def version() -> str | None:
+    """The version of ComfyUI that the tests run on; None = the newest that was tested, where there is none."""
+    file = Path(os.environ.get("COMFYUI_PATH", "")) / "comfyui_version.py"
+    return re.search(r'__version__ = "(.*)"', file.read_text())[1] if file.is_file() else None
+
+
+@functools.cache
+def load(name: str, of: str | None = "here") -> SimpleNamespace:
+    """MODELS, CASES and SERVED of a family, without those that a version of ComfyUI does not have.
+
+    Args:
+        of: that version; "here" = the one that the tests run on, None = the newest.
+    """
+    module, newest = importlib.import_module(f"{__name__}.{name}"), version() if of == "here" else of
+
+    def there(since: str) -> bool:
+        return newest is None or _numbers(since) <= _numbers(newest)
+
+    models = {key: model for key, model in module.MODELS.items() if there(model.since)}
+    cases = [case for case in module.CASES if case.model in models and there(case.since)]
+    return SimpleNamespace(MODELS=models, CASES=cases, SERVED=[entry for entry in module.SERVED if entry.model in models])
+
+
+def _numbers(dotted: str) -> list[int]:
+    return [int(number) for number in dotted.split(".")]
 
 
 def case(family: str, name: str) -> Case:
