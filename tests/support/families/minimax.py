@@ -43,6 +43,24 @@ def anchored() -> dict[str, Any]:
     return minimax(keyframes=frames, frame_count=9, cond_video_latents=latent)
 
 
+def guided() -> dict[str, Any]:
+    """Clips with sound at some frames, in front of an image with a voice."""
+    clip, voice, image = normal(1, 24, 2, 8, 10, seed=4), [normal(1, 32, 2, 2), normal(1, 32, 2, 3)], normal(1, 24, 1, 4, 6)
+    frames = [
+        {"latent": clip, "audio_latent": voice[0], "resolved_frame_index": 4},
+        {"audio_latent": voice[1], "resolved_frame_index": 0},
+    ]
+    refs = [{"kind": "image", "latent_h": 4, "latent_w": 6}]
+    return minimax(keyframes=frames, refs=refs, cond_video_latents=[clip, image], cond_audio_latents=voice)
+
+
+def masked(frames: int = 3, height: int = 8, width: int = 10, sound: int = 7) -> dict[str, Any]:
+    """What is kept, a little and as it is: a strength per 2 x 2 patch, and per frame of sound."""
+    video = torch.linspace(0, 1, frames * height * width).reshape(1, 1, frames, height, width)
+    heard = torch.linspace(0, 1, sound).expand(1, 1, 2, sound)
+    return {**minimax(frames, height, width, sound), "denoise_mask": video, "audio_denoise_mask": heard}
+
+
 def referenced(**extra: Any) -> dict[str, Any]:
     """An image, a voice, and a video with sound."""
     video, sound = [normal(1, 24, 1, 4, 6), normal(1, 24, 2, 6, 4)], [normal(1, 32, 2, 3), normal(1, 32, 2, 4)]
@@ -70,5 +88,8 @@ CASES = [
         PAYLOAD,
     ),
     Case("minimax curve", "minimax curve", minimax),
+    Case("minimax guides", "minimax", guided, PAYLOAD, since="0.33.0"),
+    Case("minimax masks", "minimax", masked, ("denoise_mask", "audio_denoise_mask"), since="0.33.0"),
+    Case("minimax masks odd", "minimax", lambda: masked(2, 7, 9, 3), ("denoise_mask",), since="0.33.0"),
 ]
 SERVED = [Served("minimax", "minimax", [(24, 3, 8, 8), (32, 2, 10)], 12, 48, single=True)]
