@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..engine.plan import ModulePlan
 from ..engine.state import CallState
-from .family import FamilyPlan, side, tokens
+from .family import side, tokens
 from .wan import FREQS, HEAD, VIDEO, WAN, Repeated
 
 POSES = ("poses",)
@@ -39,7 +39,7 @@ class FrameLength:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Cut the buffers of a block to this rank's tokens: keys and values `[B, video + a frame, H, D]`, and outputs `[B, video, C]`."""
+    """Cut the buffers of a block to this rank's tokens: keys and values `[B, video + a frame, H, D]`, outputs `[B, video, C]`."""
 
     def __call__(self, state: CallState, value: tuple[Tensor, ...] | None, where: str) -> tuple[Tensor, ...] | None:
         if value is None:

@@ -120,7 +120,7 @@ def joint_mask(batch: int, text: int, image: int) -> Tensor:
 def version() -> str | None:
     """The version of ComfyUI that the tests run on; None = the newest that was tested, where there is none."""
     file = Path(os.environ.get("COMFYUI_PATH", "")) / "comfyui_version.py"
-    return re.search(r'__version__ = "(.*)"', file.read_text())[1] if file.is_file() else None
+    return next(iter(re.findall(r'__version__ = "(.*)"', file.read_text())), None) if file.is_file() else None
 
 
 @functools.cache

@@ -38,7 +38,7 @@ CASES = [
         "animate2 texts, images and strengths",
         "wan animate 2",
         lambda: animate(context_pose=normal(1, 5, 48, seed=3), pose_strength=0.5, reference_strength=0.7, **CLIP),
-        ("context_pose", "clip_fea_pose", "clip_fea"),
+        ("context_pose", "clip_fea"),
     ),
     Case("animate2 a time per frame", "wan animate 2", lambda: animate(timestep=TIMES), ("pose_latents",)),
 ]
