@@ -18,7 +18,7 @@ from torch import nn
 from ..compat import compiler_errors, compiler_settings
 from ..errors import CompileError
 from .attention.opaque import PLACE
-from .plan import ShardingPlan, find_modules
+from .plan import ShardingPlan, find_modules, method_of
 from .weights.blocks import blocks_of
 
 VARIANTS = 64  # compiled versions per kind of block, for other dtypes, numbers of dimensions, masks
@@ -72,7 +72,8 @@ class CompiledBlocks:
         self.failed: Failed = lambda error: None
         self._wrapped: list[nn.Module] = []
         self._given_up: dict[type[nn.Module], CompileError] = {}
-        methods = {name for pattern in plan.modules if ":" in pattern for name, _ in find_modules(model, pattern)}
+        others = [pattern for pattern in plan.modules if method_of(pattern) != "forward"]
+        methods = {name for pattern in others for name, _ in find_modules(model, pattern)}
         planned = [name for pattern in (*plan.modules, *plan.outputs) for name, _ in find_modules(model, pattern)]
         for block in blocks_of(model):
             module, kind = block.module, type(block.module).__name__

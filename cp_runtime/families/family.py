@@ -72,11 +72,6 @@ class FamilyPlan(ShardingPlan):
         return self.shares_batch is None or self.shares_batch(arguments)
 
     @property
-    def names_methods(self) -> bool:
-        """Whether it is about other methods of modules than their forward."""
-        return any(":" in pattern for pattern in self.modules)
-
-    @property
     def shares_sequence(self) -> bool:
         """Whether ranks can share a sequence. If not, they only share a batch."""
         return bool(self.outputs)

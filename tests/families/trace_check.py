@@ -20,6 +20,7 @@ from support.package import load_package  # noqa: E402
 load_package()
 from support.tracer import trace  # noqa: E402
 
+from cp_runtime.engine.plan import method_of  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.families.family import gathered, side, tokens  # noqa: E402
 
@@ -92,7 +93,8 @@ def cases(family):
     """Cases whose model has tokens to share."""
     loaded = families.load(family)
     plans = {name: plan_for(model_of(family, name)) for name in loaded.MODELS}
-    return [case for case in loaded.CASES if plans[case.model].shares_sequence and not plans[case.model].names_methods]
+    of_forwards = [name for name, plan in plans.items() if {*map(method_of, plan.modules)} == {"forward"}]
+    return [case for case in loaded.CASES if plans[case.model].shares_sequence and case.model in of_forwards]
 
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from cp_runtime.engine.call import RunningCall
 from cp_runtime.engine.config import ContextParallelConfig
 from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.mesh import SequenceMesh
-from cp_runtime.engine.plan import ShardingPlan
+from cp_runtime.engine.plan import ModulePlan, ShardingPlan
 from cp_runtime.engine.profiling import CallTraces
 from cp_runtime.engine.state import CallState
 from cp_runtime.engine.transforms import ContextParallelInput
@@ -120,3 +120,31 @@ def test_a_folder_for_traces_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"CP_PROFILE: got .*file.*; allowed: a folder"):
         CallTraces(str(tmp_path / "file"), 0)
+
+
+class Branches(nn.Module):
+    """Blocks that a model calls by two methods, and not by their forward."""
+
+    def left(self, x):
+        return x + 1
+
+    def right(self, y):
+        return y * 2
+
+
+def test_a_plan_of_methods_gets_their_arguments_and_runs_the_hooks_of_the_module():
+    """torch runs hooks, as of sharded weights, around a forward only. Without a call, and once removed, methods are as they were."""
+    model, seen = nn.ModuleList([Branches()]), []
+    (block,) = model
+    block.register_forward_pre_hook(lambda *_: seen.append("gathered"))
+    noted = {name: lambda state, value, where, name=name: (seen.append(name), value + 10)[1] for name in "xy"}
+    plans = {"*:left": ModulePlan(inputs={"x": noted["x"]}), "*:right": ModulePlan(inputs={"y": noted["y"]})}
+    installed = InstalledPlan(model, ShardingPlan(modules=plans, outputs={}))
+    with installed.call(SequenceMesh(None), lambda shape: pytest.fail("no attention is shared")):
+        assert (block.left(1), block.right(y=1)) == (12, 22)
+    assert seen == ["x", "gathered", "y", "gathered"]
+    assert (block.left(1), block.right(1)) == (2, 2)
+    installed.remove()
+    assert not {"left", "right", "forward"} & vars(block).keys()
+    with pytest.raises(PlanError, match="has no method 'middle'"):
+        InstalledPlan(model, ShardingPlan(modules={"*:middle": ModulePlan()}, outputs={}))

@@ -26,12 +26,18 @@ def mapped(path: str, *, unwritten: bool = False) -> Ranges:
     """
     with open(path, "rb") as file:
         page = frombuffer(mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY), dtype=uint8)
-    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as entries:
+    # For what was written the kernel walks all pages of this process.
+    with open("/proc/self/smaps" if unwritten else "/proc/self/maps", encoding="utf-8", errors="replace") as entries:
         found = [entry.split() for entry in re.split(r"\n(?=[0-9a-f]+-)", entries.read())]
     spans = [(int(start, 16), int(stop, 16)) for start, stop in (words[0].split("-") for words in found)]
     ours = next(words[3:5] for span, words in zip(spans, found, strict=True) if inside(page, [span]))
-    written = [any(words[words.index(kind) + 1] != "0" for kind in ("Anonymous:", "Swap:")) for words in found]
-    return [span for span, words, own in zip(spans, found, written, strict=True) if words[3:5] == ours and not own & unwritten]
+    files = [(span, words) for span, words in zip(spans, found, strict=True) if words[3:5] == ours]
+    return [span for span, words in files if not (unwritten and _was_written(words))]
+
+
+def _was_written(words: list[str]) -> bool:
+    """Return whether an entry of smaps counts pages that this process has to itself."""
+    return any(words[words.index(kind) + 1] != "0" for kind in ("Anonymous:", "Swap:"))
 
 
 def inside(tensor: Tensor, ranges: Ranges) -> bool:
