@@ -133,7 +133,7 @@ class Branches(nn.Module):
 
 
 def test_a_plan_of_methods_gets_their_arguments_and_runs_the_hooks_of_the_module():
-    """torch runs hooks, as of sharded weights, around a forward only. Without a call, and once removed, methods are as they were."""
+    """torch runs hooks, as of sharded weights, around a forward only. Without a call, or a plan, methods are as they were."""
     model, seen = nn.ModuleList([Branches()]), []
     (block,) = model
     block.register_forward_pre_hook(lambda *_: seen.append("gathered"))
