@@ -22,7 +22,8 @@ GUIDED = {"cfg": 4.0, "batch": 2}
 
 def test_every_family_is_served():
     covered = {model.cls for _, _, model in SERVED.values()}
-    assert sorted(PLANS.keys() - covered) == []
+    here = {name for name, plan in PLANS.items() if families.exists(plan.since)}
+    assert sorted(here - covered) == []
 
 
 def test_names_are_unique():

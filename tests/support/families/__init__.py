@@ -130,14 +130,16 @@ def load(name: str, of: str | None = "here") -> SimpleNamespace:
     Args:
         of: that version; "here" = the one that the tests run on, None = the newest.
     """
-    module, newest = importlib.import_module(f"{__name__}.{name}"), version() if of == "here" else of
-
-    def there(since: str) -> bool:
-        return newest is None or _numbers(since) <= _numbers(newest)
-
-    models = {key: model for key, model in module.MODELS.items() if there(model.since)}
-    cases = [case for case in module.CASES if case.model in models and there(case.since)]
+    module = importlib.import_module(f"{__name__}.{name}")
+    models = {key: model for key, model in module.MODELS.items() if exists(model.since, of)}
+    cases = [case for case in module.CASES if case.model in models and exists(case.since, of)]
     return SimpleNamespace(MODELS=models, CASES=cases, SERVED=[entry for entry in module.SERVED if entry.model in models])
+
+
+def exists(since: str, of: str | None = "here") -> bool:
+    """Whether what came with a version of ComfyUI is in another one, `of`, as for `load`."""
+    newest = version() if of == "here" else of
+    return newest is None or _numbers(since) <= _numbers(newest)
 
 
 def _numbers(dotted: str) -> list[int]:
