@@ -24,8 +24,9 @@ from support.package import load_package
 load_package()
 families.version = lambda: None  # whatever ComfyUI is there, the document is about all
 
+from cp_runtime.comfyui import TESTED
 from cp_runtime.families import PLANS
-from cp_runtime.families.family import COMFYUI, FamilyPlan
+from cp_runtime.families.family import FamilyPlan
 from cp_runtime.vaes import ROW_PLANS
 
 TARGET = ROOT / "docs" / "generated" / "families.md"
@@ -117,7 +118,7 @@ def render() -> str:
     compared, sampled = tests_in("ranks/families"), tests_in("server")
     modes = Counter(mode for mode, _, _ in compared.CASES)
     head = HEAD.format(
-        version=COMFYUI,
+        version=" and ".join(TESTED),
         total=len({(family, case) for _, family, case in compared.CASES}),
         modes=", ".join(f"{count} with {mode}" for mode, count in modes.items()),
         served=len(sampled.SERVED),

@@ -10,12 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..comfyui import TESTED
 from ..engine.plan import ShardingPlan
 from ..engine.state import CallState
 from ..engine.transforms import ContextParallelInput, ContextParallelOutput
-
-COMFYUI = "0.30.0"
-"""The version of ComfyUI that the tables were checked against."""
 
 # One stream, or several in joint order.
 Streams = str | tuple[str, ...]
@@ -61,7 +59,7 @@ class FamilyPlan(ShardingPlan):
 
     family: str
     model_class: str
-    since: str = "0.30.0"
+    since: str = TESTED[0]
     control: Mapping[str, str | tuple[str, ...] | None] = field(default_factory=dict)
     attention_names: tuple[str, ...] = ()
     shares_batch: Callable[[Mapping[str, Any]], bool] | None = None
@@ -78,8 +76,8 @@ class FamilyPlan(ShardingPlan):
 
     @property
     def origin(self) -> str:
-        return f"{self.family} plan (checked against ComfyUI {COMFYUI})"
+        return f"{self.family} plan (checked against ComfyUI {' and '.join(TESTED)})"
 
     @property
     def remedy(self) -> str:
-        return "Update this extension, or use the ComfyUI version it was checked against."
+        return "Update this extension, or use a ComfyUI version it was checked against."

@@ -1,4 +1,4 @@
-"""Plans of the VAEs of ComfyUI 0.30.0, one per class: data, as in `families`. `row_plan_for` finds a VAE's plan."""
+"""Plans of the VAEs of ComfyUI, one per class: data, as in `families`. `row_plan_for` finds a VAE's plan."""
 
 from __future__ import annotations
 

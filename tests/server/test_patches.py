@@ -172,6 +172,13 @@ def test_a_forward_for_the_time_of_a_call_runs_on_one_device_when_asked(graph, s
     assert (latent(server, graph()) - expected).abs().max() > 1e-2 * expected.std()
 
 
+def test_comfyui_s_compiler_records_no_call_of_the_workers(server):
+    nodes = {"model_nodes": [("TestPatch", {"kind": "recorded"})]}
+    expected, out = (latent(server, flux_prompt(**graph)) for graph in ({}, {"cp": {"world_size": 2}, **nodes}))
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert "aimdo memory compile error" in server.run(flux_prompt(**nodes), timeout=60).error.exception_message
+
+
 def test_blocks_that_the_compiler_cannot_take(server, family_checkpoints):
     """Because of what a patch does inside of them. The prompt ends, or they run as they are on all ranks; nothing runs twice."""
     case = MIRRORED["InfiniteTalk, two speakers"]
@@ -216,6 +223,11 @@ REFUSED = {
         NodeCase("TestAttention", {"kind": "with a condition", "name": "pytorch"}),
         ["replaced the attention function by one of its own", "Patch Sage Attention KJ"],
     ),
+    "sparse attention": (
+        NodeCase("TestAttention", {"kind": "sparse", "name": "pytorch"}),
+        ["BlockSparseAttention replaced the attention function by one of its own"],
+    ),
+    "sparse attention of MiniMax-H3": (NodeCase("TestPatch", {"kind": "sparse_block"}), ["BlockSparseAttention", "all tokens"]),
     "attention that needs a GPU": (
         NodeCase("TestAttention", {"kind": "sage", "name": "sageattn_qk_int8_pv_fp8_cuda++"}),
         ["a node of comfyui-kjnodes chose the attention function sageattn_qk_int8_pv_fp8_cuda++", "does not run on cpu"],

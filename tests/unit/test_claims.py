@@ -9,6 +9,7 @@ import re
 import pytest
 from support.package import ROOT
 
+from cp_runtime.comfyui import TESTED
 from cp_runtime.families import PLANS
 from cp_runtime.pool.config import SETTINGS
 
@@ -69,6 +70,12 @@ def test_the_attention_table_is_that_of_the_record():
                 ends = dict.fromkeys(f"{each(found):.2f}" for each in (min, max)) if found else ()
                 expected.append(" to ".join(ends))
         assert [cell.strip() for cell in cells.split("|")][:4] == expected
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/install.md", "pyproject.toml", "docs/generated/families.md"])
+def test_the_versions_of_comfyui_that_were_tested_are_named(file):
+    (named,) = set(re.findall(r"(?:tested with|checked against)(?: ComfyUI)? ([\d. and]+\d)", " ".join(read(file).split())))
+    assert tuple(named.split(" and ")) == TESTED
 
 
 def test_every_case_of_the_reliability_page_is_measured_by_a_test():

@@ -5,7 +5,7 @@ import ast
 import pytest
 from support.package import ROOT
 
-BASE = {"errors", "compat", "nested", "version"}
+BASE = {"errors", "compat", "nested", "version", "comfyui"}
 ENGINE = {*BASE, "engine"}
 BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}  # the controller as well, for the side in ComfyUI's process
 LAYERS = {
@@ -13,6 +13,7 @@ LAYERS = {
     "compat": set(),
     "nested": set(),
     "version": set(),
+    "comfyui": set(),
     "engine": ENGINE,
     "diffusers": {*ENGINE, "diffusers"},
     "families": {*ENGINE, "families"},

@@ -137,7 +137,7 @@ def test_check_names_what_is_missing():
     good = ModulePlan(inputs={"x": ContextParallelInput(1)})
     plan(**{"*": good}).check(model)
     with pytest.raises(
-        PlanError, match=r"Test plan \(checked against ComfyUI 0.30.0\): 0 \(Block\) has no argument 'img'; it has x, pe"
+        PlanError, match=r"Test plan \(checked against ComfyUI 0.30.0 and 0.33.0\): 0 \(Block\) has no argument 'img'; it has x, pe"
     ):
         plan(**{"*": ModulePlan(inputs={"img": ContextParallelInput(1)})}).check(model)
     with pytest.raises(PlanError, match=r"no module 'blocks.\*' in Sequential"):

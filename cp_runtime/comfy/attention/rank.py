@@ -36,6 +36,10 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
 
     Args:
         chosen: the function to attend with, if a node chose one for this model; None = the one that the model asks for.
+
+    Returns:
+        With `container_function`, which ComfyUI 0.32 calls where a model gives q, k and v away, each in a container: a function
+        that can free them early gets them so where nothing is exchanged.
     """
 
     def override(
@@ -68,12 +72,27 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
             out_BLHD = _shared(call, func, q, k, v, mask, attn_precision, kwargs)
         return out_BLHD.transpose(1, 2) if skip_output_reshape else out_BLHD.flatten(2)
 
+    def of_containers(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Tensor:
+        func = chosen or functions().optimized_attention  # the only one that models hand containers to
+        takes = getattr(func, "container_function", None)
+        if takes is not None and not torch.compiler.is_compiling() and call.attention_is_local:
+            out: Tensor = takes(q, k, v, *args, **kwargs)
+            return out
+        return override(func, q.take(), k.take(), v.take(), *args, **kwargs)
+
+    override.container_function = of_containers  # type: ignore[attr-defined]
     return override
+
+
+def functions() -> Any:
+    """Return ComfyUI's module of attention functions. Not imported at the top, as benchmarks run the override without ComfyUI."""
+    import comfy.ldm.modules.attention as functions
+
+    return functions
 
 
 def compiled_attention(call: RunningCall) -> Server:
     """Return what serves the attention of compiled blocks in a call."""
-    import comfy.ldm.modules.attention as functions  # not at the top, as benchmarks run the override without ComfyUI
 
     def attend(
         q_BLHD: Tensor,
@@ -88,7 +107,7 @@ def compiled_attention(call: RunningCall) -> Server:
         low_precision: bool,
         local: bool,
     ) -> Tensor:
-        func = getattr(functions, backend, None) or attention_function(backend)
+        func = getattr(functions(), backend, None) or attention_function(backend)
         kwargs: dict[str, Any] = {"low_precision_attention": low_precision}
         if scale is not None:
             kwargs["scale"] = scale

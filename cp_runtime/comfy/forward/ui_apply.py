@@ -59,10 +59,7 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
             raise noted(UnsupportedError(f"Apply Context Parallel: {obstacle}"))
         log.warning("the model passes through on a single device: %s", obstacle)
         return timed(without_context_parallel(model).clone())
-    # A plain patcher over the same BaseModel, whatever memory management the given one uses.
-    patcher = model.clone(disable_dynamic=True, model_override=model.get_clone_model_override())
-    patcher.__class__ = ContextParallelPatcher
-    patcher.cp_config = config
+    patcher = ContextParallelPatcher.over(model, config)
     for wrapper in patcher.wrappers.get(WrappersMP.APPLY_MODEL, {}).pop(COMPILE_KEY, []):
         patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, wrapper)
     patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER)

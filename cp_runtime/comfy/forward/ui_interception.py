@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 from weakref import ref
 
+from comfy.cli_args import args as settings
 from torch import Tensor, dtype, nn
 from torch import device as torch_device
 
+from ...comfyui import unrecorded
 from ...controller.calls import ModelCall
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
@@ -126,7 +129,8 @@ def is_intercepted(model: nn.Module) -> bool:
 
 
 def check_forward(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse a forward that a node has put in place of the transformer's: it may never reach the intercepted one.
+    """Refuse a forward that a node has put in place of the transformer's: it may never reach the intercepted one. And have ComfyUI
+    record no call of the intercepted one, of which it may call more than the innermost part that is replaced.
 
     This ComfyUI wrapper is around every call. Nodes that replace a forward for a single call, as step caches do, do so outside it.
     """
@@ -136,7 +140,8 @@ def check_forward(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     obstacle = forward_obstacle(model)
     if owner is not None and obstacle is not None:
         owner.refuse_call(obstacle)
-    return executor(*args, **kwargs)
+    with unrecorded(settings) if owner is not None else nullcontext():
+        return executor(*args, **kwargs)
 
 
 class GuardedForward:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import comfy.model_management
 import comfy.model_patcher
@@ -47,6 +47,8 @@ from .ui_obstacles import model_obstacle
 
 log = logging.getLogger("context_parallel")
 
+PatcherT = TypeVar("PatcherT", bound="ContextParallelPatcher")
+
 
 class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     """A ModelPatcher whose weights live on the worker pool.
@@ -64,6 +66,23 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     cp_conditions_obstacle: str | None = None
     cp_memory_scale: float = 1.0
     cp_call_memory: float = 0.0
+
+    @classmethod
+    def over(cls: type[PatcherT], patcher: comfy.model_patcher.ModelPatcher, config: RuntimeConfig) -> PatcherT:
+        """Make one over the same model, whatever ComfyUI's management of its memory: what is on the ranks is not ComfyUI's to page.
+
+        Raises:
+            UnsupportedError: this ComfyUI pages the memory of every model.
+        """
+        made: Any = patcher.clone(disable_dynamic=True, model_override=patcher.get_clone_model_override())
+        if made.is_dynamic():
+            raise UnsupportedError(
+                "ComfyUI made no static copy of the model for the workers. Start it with --disable-dynamic-vram, or update this "
+                "extension."
+            )
+        made.__class__ = cls
+        made.cp_config = config
+        return made
 
     def clone(self, *args: Any, **kwargs: Any) -> ContextParallelPatcher:
         clone = super().clone(*args, **kwargs)

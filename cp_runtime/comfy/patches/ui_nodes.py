@@ -28,11 +28,14 @@ REFUSED: Mapping[str, str] = {
     "SUPIRApply": "keeps state between the blocks of the model",
     "HypernetworkLoader": "puts networks into the attention of the model",
     "SDPoseKeypointExtractor": "reads features out of the model",
+    "BlockSparseAttention": "chooses which of all tokens a block of them attends to",  # since 0.36
 }
 _MADE_BY = {
     "KV_Attn_Input": "FluxKVCache",
     "SUPIRPatch": "SUPIRApply",
     "load_hypernetwork_patch": "HypernetworkLoader",
+    "make_attention_override": "BlockSparseAttention",
+    "make_h3_block_patch": "BlockSparseAttention",
 }
 _keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _checked: WeakSet[nn.Module] = WeakSet()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import comfy.options
 from torch import Tensor
 
+from ...comfyui import forbid_recording
 from ...compat import on_compilation
 from ...engine.cost import DegreePlanner
 from ...engine.profiling import CallTraces
@@ -27,6 +28,7 @@ def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
     from comfy import cli_args
 
     cli_args.args.cpu |= worker.device.type == "cpu"  # ComfyUI picks its device when it is imported, which is now
+    forbid_recording(cli_args.args)
     from ..memory.rank_progress import LoadProgress
     from ..model.rank_mirrors import Mirrors
 

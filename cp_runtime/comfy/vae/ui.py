@@ -126,7 +126,7 @@ class RankedVAE:
         kept = vars(vae).get(ATTRIBUTE)
         if kept is None or kept.cp_config.devices != config.devices:
             # Lives as long as the VAE: ComfyUI's memory manager keeps nothing alive.
-            kept = VAEPatcher.over(vae.patcher, config)
+            kept = VAEPatcher.over(vae.patcher, VAEPatcher.config_of(config))
             setattr(vae, ATTRIBUTE, kept)
         self.patcher: VAEPatcher = kept
         self.patcher.cp_config = VAEPatcher.config_of(config)

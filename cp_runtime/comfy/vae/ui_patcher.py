@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,14 +24,6 @@ MANY = 1 << 62
 
 class VAEPatcher(ContextParallelPatcher):
     """A `ContextParallelPatcher` for a VAE: nothing is intercepted, and every rank holds all of its weights."""
-
-    @classmethod
-    def over(cls, patcher: Any, config: RuntimeConfig) -> VAEPatcher:
-        """Make one for the model of a VAE's ModelPatcher, whatever its memory management."""
-        made: VAEPatcher = patcher.clone(disable_dynamic=True, model_override=patcher.get_clone_model_override())
-        made.__class__ = cls
-        made.cp_config = cls.config_of(config)
-        return made
 
     @staticmethod
     def config_of(config: RuntimeConfig) -> RuntimeConfig:

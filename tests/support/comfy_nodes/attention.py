@@ -133,6 +133,24 @@ def with_a_condition(name: str) -> Callable[..., Any]:
     return named(override, "comfy.model_patcher", backend("pytorch").__qualname__)
 
 
+def sparse(_: str) -> Callable[..., Any]:
+    """As ComfyUI's Model Sparse Attention, newer than 0.33: it attends to all tokens where its conditions do not hold."""
+
+    def override(func: Any, *args: Any, **kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    return named(override, "comfy_extras.nodes_sparse_attention", "make_attention_override.<locals>.override")
+
+
+def sparse_block() -> Callable[..., Any]:
+    """What it puts in the place of MiniMax-H3's blocks."""
+
+    def block_patch(args: Any, extra: Any) -> Any:
+        return extra["original_block"](args)
+
+    return named(block_patch, "comfy_extras.nodes_sparse_attention", "make_h3_block_patch.<locals>.block_patch")
+
+
 def registered(name: str) -> Callable[..., Any]:
     """A function of the pack's own that ComfyUI knows by name, in this process."""
 
@@ -151,6 +169,7 @@ KINDS: dict[str, Callable[[str], Callable[..., Any]]] = {
     "sage": sage,
     "flash": flash,
     "with a condition": with_a_condition,
+    "sparse": sparse,
     "registered": registered,
 }
 

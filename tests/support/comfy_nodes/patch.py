@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+from comfy.cli_args import args
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+from .attention import sparse_block
 
 FACTOR = 0.9
 """Every patch scales something by this factor, so that one that is silently skipped shows in the output."""
@@ -185,6 +188,22 @@ def _compile_alone(model: ModelPatcher) -> None:
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "torch.compile", lambda executor, *args, **kwargs: executor(*args, **kwargs))
 
 
+def _sparse_block(model: ModelPatcher) -> None:
+    model.set_model_patch_replace(sparse_block(), "dit", "double_block", 0)
+
+
+def _recorded(model: ModelPatcher) -> None:
+    # As ComfyUI 0.34 records what MiniMax-H3's forward allocates around its `_forward`: it fails where another process computes.
+    vars(args).setdefault("disable_comfy_compiler", False)
+
+    def wrapper(executor: Any, *given: Any, **kwargs: Any) -> Any:
+        if not args.disable_comfy_compiler:
+            raise RuntimeError("aimdo memory compile error")
+        return executor(*given, **kwargs)
+
+    model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, wrapper)
+
+
 KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "attn1_patch": _attn1_patch,
     "attn1_output_patch": _attn1_output_patch,
@@ -213,6 +232,8 @@ KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "compile_eager": _compile_eager,
     "compile_option": _compile_option,
     "compile_alone": _compile_alone,
+    "recorded": _recorded,
+    "sparse_block": _sparse_block,
 }
 
 
@@ -225,7 +246,8 @@ class TestPatch:
     model look as other loaders and MultiGPU CFG Split leave it; `changed_weight` changes a weight in place, for good,
     and `other_class` the class of the transformer. `unstamped` makes it a model that a pack loaded by a function which it had
     imported before.
-    `unknown_option` adds an object to the transformer options that no model reads, so the output does not change.
+    `recorded` fails where ComfyUI records what is allocated. `unknown_option` adds an object to the transformer options that no
+    model reads, so the output does not change.
     """
 
     @classmethod
