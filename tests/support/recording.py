@@ -143,9 +143,10 @@ def record(
             found.modules.append(ModuleCall(path=path, arguments=named, output=copied(output)))
 
     def attend(name: str, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        given = [arg.peek() if hasattr(arg, "peek") else arg for arg in args]  # containers, which the function empties
         out = function(*args, **kwargs)
         path = running[-1][0] if running else ""
-        found.attention.append(_attention_call(path, name, out, *args, **kwargs))
+        found.attention.append(_attention_call(path, name, out, *given, **kwargs))
         return out
 
     with watched(model, enter, leave, attend):
