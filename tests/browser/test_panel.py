@@ -10,15 +10,15 @@ import time
 from functools import partial
 
 import pytest
-from browser.conftest import THEME, THEMES
+from browser.conftest import KEEP, THEME, THEMES
 from playwright.sync_api import expect
 from support.faults import SLACK
 from support.graphs import flux_prompt
 
 PATIENCE = 20_000 * SLACK  # milliseconds
 CP = {"world_size": 2, "ulysses_degree": 2}
-LONG = {"width": 512, "height": 512, "steps": 30}
-SHORT = {**LONG, "steps": 10}
+LONG = {"width": 512, "height": 512, "steps": 30 if KEEP else 16}
+SHORT = {**LONG, "steps": LONG["steps"] // 2}
 WATCH = """() => {
     const panel = document.querySelector('.cp-panel');
     const states = () => [...panel.querySelectorAll('.cp-headline, .cp-state')].map(element => element.textContent);

@@ -75,7 +75,7 @@ def socket_inodes(pid: int) -> set[str]:
 
 
 class ListenerWatch(threading.Thread):
-    """Looks at the listeners of this process and all its descendants: a hundred times per second for those outside of loopback, now
+    """Looks at the listeners of this process and all its descendants: thirty times per second for those outside of loopback, now
     and then for the others."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class ListenerWatch(threading.Thread):
                         (self.outside if inode in outside else self.loopback).add((pid, found[inode]))
                 foreign, due = outside, now + 0.1  # looked up; those of other programs too
             self.rounds += 1
-            time.sleep(0.01)  # what it misses is in the log of listen()
+            time.sleep(0.03)  # what it misses is in the log of listen()
         self.seconds = time.monotonic() - began
 
     def __enter__(self) -> ListenerWatch:

@@ -13,7 +13,7 @@ from support.server import ComfyServer
 
 TOLERANCE = 2e-4
 DEADLINE = 4.0
-PROMPTS, EVERY = (200, 20) if SOAK else (12, 4)
+PROMPTS, EVERY = (200, 20) if SOAK else (8, 4)
 KINDS = ("oom", "error", "uncaught", "sysexit", "exit", "segv", "kill", "sleep", "spin", "stop", "lock")
 WORK = {
     "flux": flux_prompt,

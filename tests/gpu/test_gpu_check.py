@@ -22,8 +22,9 @@ from gpu_sections.results import NEEDS_CARD, WHOLE, Results, anonymous, read  # 
 from gpu_sections.table import markdown  # noqa: E402
 
 SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
-REHEARSED = [name for name in SECTIONS if SOAK or name not in ("vae", "memory", "compiled")]
-"""Those three take half of the time of all."""
+LONG = ("vae", "memory", "compiled", "timing", "several", "faults", "nccl_ranks")
+REHEARSED = [name for name in SECTIONS if SOAK or name not in LONG]
+"""`make soak` and `make gpu-check GPU_CHECK_ARGS=--rehearse` have all of them."""
 CODES = {
     "raises": "raise RuntimeError('it went wrong')",
     "hangs": f"{SLEEPER}; import time; time.sleep(600)",

@@ -421,9 +421,9 @@ TWO_AXES = ("unified alltoall", "unified allgather")
 
 
 def turns(case: Case, world: int) -> tuple[str, ...]:
-    """The modes of a case on `world` ranks: by turns, so that on 2 to 4 ranks it runs in each of MODES and in one of TWO_AXES."""
+    """The modes of a case on `world` ranks, by turns: on 2 and 3 ranks it runs in two of MODES, on 4 in one of TWO_AXES."""
     turn = CASES.index(case)
-    return (MODES[(turn + world) % len(MODES)], *((TWO_AXES[turn % 2],) if world == 4 else ()))
+    return (TWO_AXES[turn % 2] if world == 4 else MODES[(turn + world) % len(MODES)],)
 
 
 def degrees(mode: str, world: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ MEMORY = {2: 0.6, 4: 0.35}
 """Of what the stock VAE holds at one time, by ranks."""
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 4])
 def ran(request):
     return request.param, run_ranks(Path(__file__).with_name("vae_ranks.py"), request.param, preload=COMFY)
 
