@@ -19,24 +19,13 @@ VOXELS, GRID = ("voxels",), ("grid",)
 WHOLE = "cp_whole"  # where a sparse tensor, and what is derived from it, keeps the one that it is a part of
 
 
-def counts(state: CallState) -> tuple[int, ...]:
-    """Return the number of voxels of each item."""
-    items, _, longest, _ = state.arguments["x"].shape
-    given = state.arguments.get("trellis2_coord_counts")
-    # Asking for them makes the host wait for the device.
-    own: list[int] = [longest] if given is None else state.once(counts, given, given.tolist)
-    copies: int = items // len(own)
-    return (*own,) * copies
-
-
 def held(state: CallState) -> list[tuple[int, int]]:
-    """Return (start, stop) of this rank's voxels of each item, where items lie behind each other.
+    """Return (start, stop) of this rank's voxels of each item, where items lie one after the other.
 
     The stream has as many voxels as the longest item, so that a rank has the same ones of every item, or fewer of shorter ones.
     """
     low, high = state.layout(VOXELS).window(state.rank)
-    items = pairwise(accumulate(counts(state), initial=0))
-    return [(min(first + low, end), min(first + high, end)) for first, end in items]
+    return [(min(item.start + low, item.stop), min(item.start + high, item.stop)) for item in state.kept[VOXELS]]
 
 
 def taken(state: CallState, value: Tensor) -> Tensor:
@@ -46,15 +35,15 @@ def taken(state: CallState, value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Voxels:
-    """Split a `SparseTensor`, voxels of all items behind each other."""
+    """Split a `SparseTensor`, which holds the voxels of all items, one item after the other."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        each = counts(state)
-        state.define("voxels", max(each))
-        if min(each) < max(each):
-            hidden = torch.arange(max(each)) >= torch.tensor(each)[:, None, None, None]
-            lowest = torch.finfo(value.dtype).min
-            state.padding[VOXELS] = torch.zeros(hidden.shape, dtype=value.dtype).masked_fill_(hidden, lowest).to(value.device)
+        state.kept[VOXELS] = value.layout  # slices; the model itself has the host wait for them
+        longest, *shorter = sorted({item.stop - item.start for item in value.layout}, reverse=True)
+        state.define("voxels", longest)
+        if shorter:
+            hidden = torch.arange(longest, device=value.device) >= value.seqlen[:, None, None, None]
+            state.padding[VOXELS] = value.feats.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(value.dtype).min)
         feats, coords = taken(state, value.feats), taken(state, value.coords)
         local = type(value)(feats=feats, coords=coords, shape=value.shape)
         ends = accumulate((stop - start for start, stop in held(state)), initial=0)
@@ -68,10 +57,9 @@ class AllVoxels:
     """Gather what was computed of `Voxels`."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        padded = pad_sequence([value.feats[part] for part in value.layout], batch_first=True)
-        whole = state.gather(padded, "voxels", 1)
-        feats = torch.cat([item[:count] for item, count in zip(whole, counts(state), strict=True)])
-        return value.get_spatial_cache(WHOLE).replace(feats)
+        padded = pad_sequence([value.feats[item] for item in value.layout], batch_first=True)
+        items, whole = state.gather(padded, "voxels", 1), value.get_spatial_cache(WHOLE)
+        return whole.replace(torch.cat([own[: at.stop - at.start] for own, at in zip(items, whole.layout, strict=True)]))
 
 
 @dataclass(frozen=True)
