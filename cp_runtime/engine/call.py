@@ -169,9 +169,9 @@ class RunningCall:
         with trace_range("cp.attention"):
             self._shared += 1
             if streams is None:
-                q_layout, k_layout = self._layouts(q_BLHD.shape[1], k_BLKD.shape[1], mask)
-            else:
-                q_layout, k_layout = map(self.state.layout, streams)
+                streams = self._streams(q_BLHD.shape[1], k_BLKD.shape[1], mask)
+            q_layout, k_layout = map(self.state.layout, streams)
+            mask = self.state.padding.get(streams[1], mask)
             B, _, H, D = q_BLHD.shape
             shape = AttentionShape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
             seeing = None
@@ -281,19 +281,19 @@ class RunningCall:
         queries, keys = streams
         return self.state.knows(queries) and (keys is queries or self.state.knows(keys))
 
-    def _layouts(self, queries: int, keys: int, mask: Tensor | None) -> tuple[JointLayout, JointLayout]:
-        """Find the layouts of queries and keys by how many of each this rank has."""
+    def _streams(self, queries: int, keys: int, mask: Tensor | None) -> AttentionStreams:
+        """Find the streams of queries and keys by how many of each this rank has."""
         state = self.state
         if id(mask) in state.masked:
-            _, (q, k) = state.masked[id(mask)]
-            return state.layout(q), state.layout(k)
-        candidates = [(state.layout(q), state.layout(k)) for q, k in filter(self._known, self._scopes[-1].streams)]
+            return state.masked[id(mask)][1]
+        candidates = list(filter(self._known, self._scopes[-1].streams))
         if len(candidates) == 1:
             return candidates[0]
         held = (queries, keys)
-        fitting = {pair for pair in candidates if tuple(layout.local_lengths[state.rank] for layout in pair) == held}
+        layouts = {(state.layout(q), state.layout(k)): (q, k) for q, k in candidates}
+        fitting = [pair for pair in layouts if tuple(layout.local_lengths[state.rank] for layout in pair) == held]
         if len(fitting) == 1:
-            return fitting.pop()
+            return layouts[fitting[0]]
         streams = ", ".join(f"{name} {length}" for name, length in state.lengths.items())
         raise PlanError(
             f"attention with {queries} queries and {keys} keys on rank {state.rank} fits {len(fitting)} combinations of the "

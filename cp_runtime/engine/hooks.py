@@ -18,7 +18,7 @@ from .call import Planner, RunningCall
 from .mesh import SequenceMesh
 from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules, method_of
 from .profiling import trace_range
-from .transforms import ContextParallelOutput
+from .transforms import ContextParallelInput, ContextParallelOutput
 from .weights.sharded import ShardedWeights
 
 PlanT = TypeVar("PlanT", bound=ShardingPlan)
@@ -171,10 +171,13 @@ class InstalledPlan(Generic[PlanT]):
         return hook
 
     def _leave_module(self, name: str, plan: ModulePlan) -> Callable[..., Any]:
+        # Other transforms may know other things that hold tokens.
+        of_tensors = any(isinstance(split, ContextParallelInput) for split in plan.outputs.values())
+
         def hook(call: RunningCall, _: Any, __: Any, value: Any) -> Any:
             call.leave_module(plan)
             changes = {i: partial(call.local, split, where=f"{name} output {i}") for i, split in plan.outputs.items()}
-            return _map_outputs(value, changes, name)
+            return _map_outputs(value, changes, name, of_tensors)
 
         return hook
 
@@ -236,18 +239,20 @@ class InstalledPlan(Generic[PlanT]):
         return hook
 
 
-def _map_outputs(value: Any, changes: Mapping[int, Callable[[Any], Any]], name: str) -> Any:
-    """Apply functions to some outputs of a module that returns a tensor, or a tuple or list of values."""
+def _map_outputs(value: Any, changes: Mapping[int, Callable[[Any], Any]], name: str, of_tensors: bool = True) -> Any:
+    """Apply functions to some outputs of a module that returns a single value, or a tuple or list of values.
+
+    Args:
+        of_tensors: whether a single value must be a tensor.
+    """
     if not changes:
         return None
-    if isinstance(value, Tensor):
-        value, single = [value], True
-    elif isinstance(value, (tuple, list)):
-        single = False
-    else:
+    single = not isinstance(value, (tuple, list))
+    if single and of_tensors and not isinstance(value, Tensor):
         raise PlanError(
             f"{name}: expected a tensor or a tuple of tensors, got {type(value).__name__}. Plan another module's output."
         )
+    value = [value] if single else value
     if max(changes) >= len(value):
         raise PlanError(f"{name}: the plan speaks of output {max(changes)}, the module returned {len(value)}. Correct the plan.")
     changed = [changes[i](item) if i in changes else item for i, item in enumerate(value)]

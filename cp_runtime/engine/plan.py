@@ -98,13 +98,18 @@ class ShardingPlan:
 def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = "") -> Sequence[tuple[str, nn.Module]]:
     """Return (path, module) of every module that `pattern` names; `*` stands for one path component, `-1` for the last of a list.
 
+    A component `name?` need not be there: some models of a class are without it.
+
     Raises:
         PlanError: there is none.
     """
     found: list[tuple[str, nn.Module]] = [("", root)]
     pattern = pattern.partition(":")[0]
-    for part in pattern.split(".") if pattern else ():
+    for component in pattern.split(".") if pattern else ():
+        part = component.removesuffix("?")
         found = [(f"{path}.{name}".lstrip("."), inner) for path, module in found for name, inner in _inside(module, part)]
+        if not found and part != component:
+            return []
     unique: dict[nn.Module, str] = {}  # a list may hold a module several times
     for path, module in found:
         unique.setdefault(module, path)

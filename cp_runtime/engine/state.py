@@ -33,6 +33,8 @@ class CallState:
         lengths: tokens of every stream seen so far.
         grids: frames, rows and columns of streams that were grids.
         masked: id of a mask -> the mask, and the streams of the queries and keys it belongs to, if a transform knows them.
+        padding: streams of keys -> additive mask over all of them, in joint order, that hides those with which shorter items of a
+            batch are padded. It takes the place of the mask that a module makes for the padding on this rank.
         whole: streams of which every rank has all tokens again.
     """
 
@@ -51,6 +53,7 @@ class CallState:
         self.lengths: dict[str, int] = {}
         self.grids: dict[str, tuple[int, ...]] = {}
         self.masked: dict[int, tuple[Tensor, AttentionStreams]] = {}
+        self.padding: dict[tuple[str, ...], Tensor] = {}
         self.whole: set[str] = set()
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
@@ -122,6 +125,7 @@ class CallState:
         """End the call: release its tensors and the call itself. Lengths and layouts stay, for reports."""
         self.arguments = {}
         self.masked.clear()
+        self.padding.clear()
         self._memo.clear()
         self._around.clear()
         self._gather = None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from cp_runtime.comfy.forward.rank_sharded import run_sharded
 from cp_runtime.comfy.forward.ui_interception import innermost_method
@@ -103,6 +104,9 @@ class _Replay:
             if call.mask is not None:
                 yield from (call.mask, call.mask.unsqueeze(1), call.mask[:, None, None])
         for module in self._recording.modules:
+            for value in (*module.arguments.values(), module.output):
+                if not isinstance(value, Tensor) and hasattr(value, "feats"):  # voxels, items behind each other
+                    yield pad_sequence([value.feats[item] for item in value.layout], batch_first=True)
             for tensor in tensors([dict(module.arguments), module.output]):
                 yield tensor
                 if tensor.ndim == 5:  # tokens in frames, rows and columns

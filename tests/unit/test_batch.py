@@ -10,6 +10,7 @@ from support.package import load_package
 
 load_package()
 from cp_runtime.comfy.forward.rank_batch import STACKED, UNSTACKED, share_out, take_items  # noqa: E402
+from cp_runtime.families.trellis2 import TRELLIS_2  # noqa: E402
 
 LEADING = ["x", "timesteps"]
 
@@ -99,18 +100,52 @@ def test_frames_of_one_video_stay_together():
     assert alone.held(1) == (0, 3)
 
 
+@pytest.mark.parametrize(
+    ("shared", "items", "kinds", "described"),
+    [
+        (True, 4, [0, 1], {}),
+        (True, 2, [0, 1], {"trellis2_coord_counts": torch.tensor([5])}),
+        (True, 3, [0], {"trellis2_coord_counts": torch.tensor([5])}),
+        (False, 4, [0, 1], {"trellis2_coord_counts": torch.tensor([5, 5])}),
+        (True, 2, [0, 1], {"trellis2_proj_feats": torch.zeros(1, 8, 3)}),
+        (False, 4, [0, 1], {"trellis2_proj_feats": torch.zeros(2, 8, 3)}),
+        (True, 2, [0, 1], {"trellis2_coord_counts": torch.tensor([5]), "trellis2_proj_feats": torch.zeros(5, 3)}),
+        # The model takes a kind's place for that of an item: it leaves the projection out of the first of them only.
+        (False, 2, [1], {"trellis2_coord_counts": torch.tensor([5]), "trellis2_proj_feats": torch.zeros(5, 3)}),
+        (False, 4, [0, 1, 0, 1], {"trellis2_coord_counts": torch.tensor([5]), "trellis2_proj_feats": torch.zeros(5, 3)}),
+    ],
+)
+def test_objects_of_trellis_are_shared_where_each_takes_the_whole_description(shared, items, kinds, described):
+    options = {"transformer_options": {"cond_or_uncond": kinds}}
+    assert TRELLIS_2.batch_is_shared({"x": torch.zeros(items, 32, 5, 1), **described, **options}) == shared
+
+
 # What came with ComfyUI 0.31 to 0.33: stacked, whole.
 NEWER = (
     {"clip_fea_pose", "conditioning_scale", "context_pose", "embeds"},
-    {"generated_keyframes", "pose_strength", "reference_strength"},
+    {"generated_keyframes", "pose_strength", "reference_strength"}
+    | {f"trellis2_{name}" for name in ("coord_counts", "coords", "generation_mode", "model_frame", "proj_feats", "shape_slat")},
 )
+
+
+def names_of(tree):
+    """Constants that a loop gives to its variable, by its assignments, where the names of conditions are not written there."""
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple)]
+    return {
+        inner: {item.value for item in loop.iter.elts if isinstance(item, ast.Constant)}
+        for loop in loops
+        for inner in ast.walk(loop)
+        if isinstance(inner, ast.Assign)
+    }
 
 
 def test_the_tables_are_those_of_comfyui():
     """Add what is new in ComfyUI to STACKED (CONDRegular, CONDNoiseShape, CONDCrossAttn, CONDList) or UNSTACKED (CONDConstant)."""
     source = (Path(os.environ["COMFYUI_PATH"]) / "comfy" / "model_base.py").read_text()
     found: dict[str, set[str]] = {"stacked": set(), "whole": set()}
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    looped = names_of(tree)
+    for node in ast.walk(tree):
         if (
             not isinstance(node, ast.Assign)
             or not isinstance(node.targets[0], ast.Subscript)
@@ -119,8 +154,9 @@ def test_the_tables_are_those_of_comfyui():
             continue
         kind = ast.unparse(node.value.func).rpartition(".")[2]
         name = node.targets[0].slice
-        if kind.startswith("COND") and isinstance(name, ast.Constant):
-            found["whole" if kind == "CONDConstant" else "stacked"].add(name.value)
+        if kind.startswith("COND"):
+            names = {name.value} if isinstance(name, ast.Constant) else looped.get(node, set())
+            found["whole" if kind == "CONDConstant" else "stacked"] |= names
     renamed = {"c_concat", "c_crossattn"}  # become part of the latent, and `context` or `cross_attn_cond`
     tables = STACKED - {"context", "control", "cross_attn_cond"}, UNSTACKED - {"transformer_options", "return_info"}
     for names, table, newer in zip((found["stacked"] - renamed, found["whole"]), tables, NEWER, strict=True):

@@ -16,7 +16,7 @@ from cp_runtime.engine.mesh import SequenceMesh
 from cp_runtime.engine.plan import ModulePlan, ShardingPlan
 from cp_runtime.engine.profiling import CallTraces
 from cp_runtime.engine.state import CallState
-from cp_runtime.engine.transforms import ContextParallelInput
+from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput
 from cp_runtime.errors import ConfigError, PlanError
 from cp_runtime.families.hidream_o1 import HIDREAM_O1
 from cp_runtime.nested import tensors
@@ -103,6 +103,45 @@ def test_causal_attention_over_all_tokens_in_order_takes_no_mask():
     assert largest.numbers < tokens * tokens
     expected = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
     assert torch.allclose(out, expected, atol=1e-6)
+
+
+def test_padding_of_shorter_items_is_hidden_whatever_mask_a_module_gives():
+    """Its mask hides the padding on this rank, if there is any: ranks would not agree about it."""
+    call = RunningCall(ShardingPlan(modules={}, outputs={}), "Model", SequenceMesh(None), lambda shape: ContextParallelConfig())
+    call.state.define("x", 5)
+    q, k, v = torch.randn(3, 2, 5, 2, 8)
+    padding = torch.zeros(2, 1, 1, 5).masked_fill_(torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1]]).bool()[:, None, None], -1e30)
+    call.state.padding["x",] = padding
+    call.enter_scope([(("x",), ("x",))])
+    expected = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=padding).transpose(1, 2)
+    for mask in (None, torch.zeros(2, 1, 1, 5)):
+        assert torch.allclose(call.attend(q, k, v, mask=mask), expected, atol=1e-6)
+
+
+class Boxed:
+    """Tokens that are no tensor."""
+
+    tokens = 1
+
+
+class Boxing(nn.Module):
+    def forward(self, x):
+        return Boxed()
+
+
+def test_an_output_that_is_no_tensor_is_for_transforms_that_know_it():
+    def run(outputs=None, gathered=None):
+        model = nn.ModuleList([Boxing()])
+        installed = InstalledPlan(
+            model, ShardingPlan(modules={"0": ModulePlan(outputs=outputs or {})}, outputs={"0": gathered} if gathered else {})
+        )
+        with installed.call(SequenceMesh(None), lambda shape: None):
+            return model[0](1)
+
+    assert run({0: lambda state, value, where: value.tokens + 1}) == 2
+    for plans in ({"outputs": {0: ContextParallelInput(1)}}, {"gathered": ContextParallelOutput(1, stream="x")}):
+        with pytest.raises(PlanError, match="0: expected a tensor or a tuple of tensors, got Boxed"):
+            run(**plans)
 
 
 def test_one_call_at_a_time():

@@ -155,6 +155,14 @@ def test_patterns_name_one_all_or_the_last_of_a_list():
         find_modules(model, "out.-1")
 
 
+def test_a_module_that_not_every_model_has_may_be_missing_and_what_is_in_it_may_not():
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Block()])})
+    assert find_modules(model, "refiner?.layers.*") == []
+    assert find_modules(model, "blocks?.*") == [("blocks.0", model["blocks"][0])]
+    with pytest.raises(PlanError, match=r"no module 'blocks\?\.0\.attention'"):
+        find_modules(model, "blocks?.0.attention")
+
+
 def test_a_module_that_a_list_holds_twice_is_planned_once():
     """It would split its input twice."""
     block = Block()

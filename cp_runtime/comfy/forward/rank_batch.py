@@ -29,7 +29,8 @@ _STACKED = """
 _UNSTACKED = """
     audio_inject_scale disable_time_r fps frame_rate generated_keyframes guide_attention_entries is_covers latent_shapes
     lyrics_strength minimax_payload num_tokens num_video_frames pose_strength ref_audio ref_latents_method ref_mask_flag
-    reference_strength replace_with_null_embeds return_info transformer_options vace_strength
+    reference_strength replace_with_null_embeds return_info transformer_options trellis2_coord_counts trellis2_coords
+    trellis2_generation_mode trellis2_model_frame trellis2_proj_feats trellis2_shape_slat vace_strength
 """
 STACKED, UNSTACKED = frozenset(_STACKED.split()), frozenset(_UNSTACKED.split())
 # Names that model_base does not have: HiDream-O1's conditioning, LTX-2's second timestep.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from family_stock import clone
 
-from cp_runtime.comfy.forward.rank_batch import share_out
+from cp_runtime.comfy.forward.rank_batch import share_out, take_items
 from cp_runtime.comfy.forward.rank_sharded import run_sharded
 from cp_runtime.comfy.forward.ui_interception import innermost_method
 from cp_runtime.engine.config import ContextParallelConfig
@@ -27,9 +27,10 @@ def call(installed, inputs, options, mesh, config, *, batches=1, weights=None):
     """The whole output, and the state of the call on this rank: the batch is shared out over so many groups where it may be."""
     method = getattr(installed.model, innermost_method(installed.model))
     leading = list(inspect.signature(method).parameters)[:2]
-    degree = int(batches) if installed.plan.batch_is_shared(inputs) else 1
-    shares = share_out(inputs, leading, mesh.size, degree, installed.plan.shares_sequence, mesh.group_shares)
-    part = shares.take({**clone(inputs), "transformer_options": clone(dict(options))}, mesh.index(shares.groups))
+    arguments = {**clone(inputs), "transformer_options": clone(dict(options))}
+    degree = int(batches) if installed.plan.batch_is_shared(arguments) else 1
+    shares = share_out(arguments, leading, mesh.size, degree, installed.plan.shares_sequence, mesh.group_shares)
+    part = take_items(shares, arguments, mesh.index(shares.groups))
     out, state = run_sharded(installed, method, clone(part), mesh.sequence(shares.groups), lambda shape: config, weights=weights)
     return shares.gather(out, mesh), state
 
