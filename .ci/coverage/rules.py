@@ -11,6 +11,7 @@ FAMILIES = {
     r"wan.*SCAIL_2": "Wan SCAIL 2",
     r"wan.*SCAIL": "Wan SCAIL",
     r"wan.*s2v": "Wan S2V",
+    r"wan.*animate_?2": "Wan-Animate 2",
     r"wan.*animate": "Wan Animate",
     r"wan.*dancer": "Wan Dancer",
     r"humo": "Wan HuMo",
@@ -34,6 +35,7 @@ FAMILIES = {
     r"hunyuanimage": "HunyuanImage 2.1",
     r"hunyuan_?3d.*2\.1": "Hunyuan3D 2.1",
     r"hunyuan3d": "Hunyuan3D 2",
+    r"ltx-2\.5": "LTX-2.5",
     r"ltx-2": "LTX-2",
     r"ltx-video": "LTXV",
     r"sd3": "SD3",
@@ -60,6 +62,7 @@ FAMILIES = {
     r"ace_?step_?v?1\.5": "ACE-Step 1.5",
     r"ace_?step": "ACE-Step",
     r"minimax_h3": "MiniMax-H3",
+    r"minimax_music3": "MiniMax Music 3",
     r"seedvr2": "SeedVR2",
     r"triposplat": "TripoSplat",
     r"svd": "SVD",
@@ -71,7 +74,7 @@ FAMILIES = {
 """Family by file name, the first that is found in it. Families differ where ComfyUI's transformer classes do, or their layers."""
 
 WEIGHTS = {
-    r"int8_convrot": "int8 convrot",
+    r"int8[_-]convrot": "int8 convrot",
     r"fp8_e4m3fn_scaled|fp8_?scaled|fp8mixed": "fp8 scaled",
     r"fp8_e4m3fn|flux1-(dev|schnell)-fp8|hidream_i1_\w+_fp8": "fp8",
     r"fp8": "fp8 scaled",  # what publishers call plainly fp8 holds scales by now, older files do not

@@ -58,6 +58,7 @@ class CallState:
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
         self._around: list[tuple[Any, ...]] = []
+        self._left: dict[str, tuple[int, int]] = {}  # tokens in modules with streams of their own, as in `tokens`
         # Side inputs are the same tensor for every block. Keeping the source prevents its id from being reused.
         self._memo: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
@@ -103,7 +104,16 @@ class CallState:
 
     def end(self) -> None:
         """Leave such a module."""
+        self._left = self.tokens()
         self.lengths, self.grids, self._splits, self._layouts = self._around.pop()
+
+    def tokens(self) -> dict[str, tuple[int, int]]:
+        """Return how many tokens of every stream all ranks have, and this one. Each run of a module with its own streams counts."""
+        found = dict(self._left)
+        for name, length in self.lengths.items():
+            total, held = found.get(name, (0, 0))
+            found[name] = total + length, held + self.layout((name,)).local_lengths[self.rank]
+        return found
 
     def once(self, key: object, source: Any, make: Any) -> Any:
         """Return `make()`, computed once per call for the object `source`.

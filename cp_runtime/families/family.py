@@ -52,7 +52,8 @@ class FamilyPlan(ShardingPlan):
         since: first of the tested versions of ComfyUI that has the class.
         control: kind of ControlNet residuals ("input", "middle", "output") -> the stream, or streams in joint order, that they
             are added to, or None if they are not tokens. Empty = the model takes none.
-        attention_names: full names under which modules call ComfyUI's attention without passing transformer_options.
+        attention_names: full names under which modules call ComfyUI's attention without passing transformer_options; with "()"
+            behind it, that of a function which returns the attention to call, as for a device.
         shares_batch: arguments of a call -> whether each item is computed independently of the others; None = always.
         rebuilt: "argument.key" of objects in dicts that the forward rebuilds if they are missing: not sent to the workers.
     """

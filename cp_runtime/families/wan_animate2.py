@@ -1,4 +1,7 @@
-"""Wan-Animate 2: a video that follows another one, whose own branch feeds keys and values to every block of the first."""
+"""Wan-Animate 2: a video that follows another one, whose own branch feeds keys and values to every block of the first.
+
+Ranks compute that branch in every step: the cache of WanAnimate2Cache stays in ComfyUI's process.
+"""
 
 from __future__ import annotations
 

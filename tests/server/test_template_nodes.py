@@ -41,6 +41,7 @@ class Case:
         loader: class of the node that loads the model.
         change: what else is other than in the family's graph.
         matters: whether the latent must be another one without all this.
+        since: first of the tested versions of ComfyUI that has the nodes; 0 = all have them.
     """
 
     served: str
@@ -50,6 +51,7 @@ class Case:
     loader: str = "UNETLoader"
     change: Callable[[Prompt], None] | None = None
     matters: bool = True
+    since: str = "0"
 
     def build(self, cp: Mapping[str, Any] | None = None) -> Prompt:
         _, entry, _ = SERVED[self.served]
@@ -198,6 +200,45 @@ WAN = {
     ),
 }
 
+POSED = wan(
+    "WanAnimate2ToVideo",
+    "wan_animate2",
+    reference_image=["image", 0],
+    pose_video=["video", 0],
+    positive_pose=["motion_text", 0],
+    clip_vision_output_pose=["other_vision", 0],
+    video_frame_offset=0,
+    pose_strength=0.9,
+    pose_start_percent=0.0,
+    pose_end_percent=1.0,
+    reference_image_strength=0.8,
+    **SEEN,
+)
+POSED_NODES = POSED.nodes | {
+    "motion_text": ("TestConditioning", {"seed": 9, "tokens": 6, "width": 48}),
+    "other_vision": vision(seed=9),
+}
+LONGER = ("WanAnimate2ToVideo", {**POSED.nodes["node"][1], "length": 25})
+HALFWAY = ("WanAnimate2ToVideo", {**POSED.nodes["node"][1], "pose_end_percent": 0.5})
+# Three frames of the latent, one of them shared.
+WINDOWS = {
+    "context_length": 3, "context_overlap": 1, "context_schedule": "standard_static", "context_stride": 1, "closed_loop": False,
+    "fuse_method": "pyramid", "dim": 2, "freenoise": True, "cond_retain_index_list": "0", "split_conds_to_windows": False,
+    "latent_retain_index_list": "", "causal_window_fix": True,
+}  # fmt: skip
+ANIMATED = [("ModelSamplingSD3", {"shift": 5.0}), ("WanAnimate2Cache", {"device": "cpu", "dtype": "default"})]
+ANIMATE_2 = {
+    name: replace(POSED, nodes=POSED_NODES | {"node": node}, settings=settings)
+    for name, node, settings in (
+        ("WanAnimate2ToVideo", POSED.nodes["node"], {}),
+        ("WanAnimate2ToVideo, for half of the steps", HALFWAY, {"steps": 2}),
+        ("WanAnimate2Cache", POSED.nodes["node"], {"steps": 2, "model_nodes": ANIMATED}),
+        ("WanAnimate2Cache behind Apply", POSED.nodes["node"], {"steps": 2, "after_apply": ANIMATED}),
+        # Without the cache: ComfyUI 0.33 fails where windows are of different lengths.
+        ("ContextWindowsManual on Wan-Animate 2", LONGER, {"model_nodes": [("ContextWindowsManual", WINDOWS)]}),
+    )
+}
+
 # --- LTX --------------------------------------------------------------------------------------------------------------
 
 LTX: dict[str, NodeSpec] = {
@@ -296,6 +337,42 @@ LTXV = {
             CHECKPOINT,
         )
         for name, place in {"LTXVReferenceAudio": "model_nodes", "LTXVReferenceAudio behind Apply": "after_apply"}.items()
+    },
+}
+
+SOUND_25 = {**FRAMES, "latent_image": ["joint", 0]}
+STG = {"scale": 1.5, "blocks": "1", "start_percent": 0.0, "end_percent": 1.0}
+MODALITY = {"modality_scale": 3.0, "start_percent": 0.0, "end_percent": 1.0}
+
+
+def dual_cfg(prompt: Prompt) -> None:
+    inputs = {name: link for name, link in prompt["guider"]["inputs"].items() if name != "cfg"}
+    prompt["guider"] = {"class_type": "LTXVDualCFGGuider", "inputs": {**inputs, "video_cfg": 3.0, "audio_cfg": 7.0}}
+
+
+def of_predicted_length(prompt: Prompt) -> None:
+    inputs = {"positive": ["frames", 0], "duration_head": ["head", 0], "frame_rate": 24.0, "min_seconds": 0.5, "max_seconds": 2.0}
+    inputs["model"] = prompt["sampler"]["inputs"]["model"]
+    prompt["duration"] = {"class_type": "LTXVDurationPredictor", "inputs": inputs}
+    prompt["empty"]["inputs"]["length"] = ["duration", 0]
+
+
+LTX_25 = {
+    "LTXVDualCFGGuider": Case("ltx2.5", with_sound(["empty", 0]), SOUND_25, {"node": "SamplerCustomAdvanced"}, change=dual_cfg),
+    "LTXVAddGuide on LTX 2.5": Case("ltx2.5", GUIDED, GUIDED_WIRING),
+    "LTXVImgToVideoInplace on LTX 2.5": Case(
+        "ltx2.5", with_sound(["given", 0], given=("LTXVImgToVideoInplace", {**INPLACE, "latent": ["empty", 0]})), SOUND_25
+    ),
+    "LTXVDurationPredictor": Case(
+        "ltx2.5",
+        with_sound(["empty", 0], head=("TestModelPatch", {"kind": "duration head", "seed": 3})),
+        SOUND_25,
+        change=of_predicted_length,
+    ),
+    **{
+        f"{name}{where}": Case("ltx2.5", with_sound(["empty", 0]), SOUND_25, {place: [(name, inputs)]})
+        for name, inputs in (("LTXVSpatioTemporalGuidance", STG), ("LTXVModalityGuidance", MODALITY))
+        for where, place in (("", "model_nodes"), (" behind Apply", "after_apply"))
     },
 }
 
@@ -507,6 +584,9 @@ SONG = {
     "language": "en", "keyscale": "C major", "generate_audio_codes": True, "cfg_scale": 2.0, "temperature": 0.85, "top_p": 0.9,
     "top_k": 0, "min_p": 0.0,
 }  # fmt: skip
+LYRICAL = {
+    "clip": ["clip", 0], "caption": "piano", "lyrics": "la la", "seed": 1, "max_duration": 2.0, "cfg_scale": 1.7, "top_k": 50
+}  # fmt: skip
 LYRICS = {"tensor": [[*range(9)]], "dtype": "int64"}
 CODES = [[5, 63999, 1234, 20000]]
 SPLATS = {"vae": ["splats", 0], "octree_level": 5, "num_gaussians": 1024, "yaw": 90.0, "pitch": 15.0, "point_size": 3}
@@ -537,6 +617,12 @@ MORE = {
         | zeroed(("TextEncodeAceStepAudio1.5", SONG)),
         ZEROED,
     ),
+    "MiniMaxMusic3TextEncode": Case(
+        "minimax_music",
+        {"clip": text(12, 256)} | zeroed(("MiniMaxMusic3TextEncode", LYRICAL)),
+        ZEROED,
+        since="0.33.0",
+    ),
     "SeedVR2Conditioning": Case(
         "seedvr2 text",
         {"low": latent(16, 5, 8, 10), "node": ("SeedVR2Conditioning", {"model": ["loader", 0], "vae_conditioning": ["low", 0]})},
@@ -565,7 +651,9 @@ LOADED = {
     f"Load Checkpoint, {name}": Case(name, loader=CHECKPOINT, matters=False)
     for name in ("sd15", "sdxl", "sdxl_refiner", "sd3", "flux", "lumina2", "stable_audio_open", "stable_audio_3")
 }
-CASES = WAN | LTXV | VIDEOS | OTHERS | MORE | LOADED
+NEWER = {name: replace(case, since="0.33.0") for name, case in (ANIMATE_2 | LTX_25).items()}
+ALL_CASES = WAN | LTXV | VIDEOS | OTHERS | MORE | LOADED | NEWER
+CASES = {name: case for name, case in ALL_CASES.items() if families.exists(case.since)}
 
 _latents: dict[str, Any] = {}
 

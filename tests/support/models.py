@@ -13,6 +13,7 @@ import json
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     import comfy.cli_args
@@ -26,6 +27,7 @@ from torch import nn
 
 from . import families
 from .families import Model
+from .sizes import resize
 
 PREFIX = "model.diffusion_model."
 """What ComfyUI takes off, whatever else a model's names begin with."""
@@ -33,10 +35,10 @@ PREFIX = "model.diffusion_model."
 
 def build(spec: Model, seed: int = 1) -> nn.Module:
     """A model whose weights make every token depend on every other one."""
-    module, _, cls = spec.cls.rpartition(".")
-    model = getattr(importlib.import_module(module), cls)(
-        **spec.arguments, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init
-    )
+    name, _, cls = spec.cls.rpartition(".")
+    module = importlib.import_module(name)
+    resize(module, spec.sizes)
+    model = getattr(module, cls)(**spec.arguments, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -59,7 +61,8 @@ def write(spec: Model, path: Path) -> None:
     """Save a model in a file that says what it is."""
     tensors = {PREFIX + name: value.contiguous().clone() for name, value in build(spec).state_dict().items()}
     tensors |= {f"{PREFIX}conditioner.{name}": families.normal(*shape) for name, shape in spec.conditioner.items()}
-    entry = {"config": spec.config, "unet_config": {**spec.arguments, **spec.unet}}
+    entry: dict[str, Any] = {"config": spec.config, "unet_config": {**spec.arguments, **spec.unet}}
+    entry["sizes"] = spec.cls.rpartition(".")[0], spec.sizes
     save_file(tensors, path, metadata={"test_model": repr(entry)})
 
 

@@ -64,6 +64,9 @@ class Recording:
     output: Any = None
 
 
+CHOOSER = "optimized_attention_for_device"
+"""Returns the attention to call; plans and recordings write its name with "()" behind it."""
+
 Enter = Callable[[str, nn.Module, Mapping[str, Any]], None]
 Leave = Callable[[str, Any], None]
 Attend = Callable[[str, Callable[..., Tensor], tuple[Any, ...], dict[str, Any]], Tensor]
@@ -86,10 +89,11 @@ def watched(model: nn.Module, enter: Enter, leave: Leave, attend: Attend) -> Ite
                 handles.append(module.register_forward_pre_hook(functools.partial(entered, path), with_kwargs=True))
                 handles.append(module.register_forward_hook(functools.partial(left, path)))
         for owner in [module for name, module in sys.modules.items() if name.startswith("comfy.ldm.")]:
-            for name in vars(owner).keys() & {"optimized_attention", "optimized_attention_masked"}:
-                function = vars(owner)[name]
+            for name in vars(owner).keys() & {"optimized_attention", "optimized_attention_masked", CHOOSER}:
+                function, reported = vars(owner)[name], f"{owner.__name__}.{name}"
                 replaced.append((owner, name, function))
-                setattr(owner, name, _reporting(f"{owner.__name__}.{name}", function, attend))
+                made = _choosing(f"{reported}()", function, attend) if name == CHOOSER else _reporting(reported, function, attend)
+                setattr(owner, name, made)
         yield
     finally:
         for handle in handles:
@@ -102,6 +106,14 @@ def _reporting(name: str, function: Callable[..., Tensor], attend: Attend) -> Ca
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Tensor:
         return attend(name, function, args, kwargs)
+
+    return call
+
+
+def _choosing(name: str, choose: Callable[..., Callable[..., Tensor]], attend: Attend) -> Callable[..., Callable[..., Tensor]]:
+    @functools.wraps(choose)
+    def call(*args: Any, **kwargs: Any) -> Callable[..., Tensor]:
+        return _reporting(name, choose(*args, **kwargs), attend)
 
     return call
 

@@ -6,7 +6,9 @@ The user's attention backend is used wherever no log-sum-exp is needed: it arriv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,7 @@ KERNEL_OF = {
     "attention_flash": "flash_attn",
     **{name: mode.kernel for name, mode in SAGE_MODES.items()},
 }
+CHOOSES = "()"  # at the end of a name: the function returns the attention to call
 # These add boolean masks to the scores as 0 and 1, others hide keys; a ring must do what the user's backend does.
 ADD_BOOLEAN_MASKS = ("attention_sub_quad", "attention_split")
 
@@ -82,6 +85,29 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
 
     override.container_function = of_containers  # type: ignore[attr-defined]
     return override
+
+
+@contextmanager
+def attention_by_name(names: Sequence[str], override: Callable[..., Tensor]) -> Iterator[None]:
+    """Replace functions that modules call by name, without transformer_options, while active.
+
+    Args:
+        names: see `FamilyPlan.attention_names`.
+    """
+    with ExitStack() as undo:
+        for name in names:
+            module, _, function = name.removesuffix(CHOOSES).rpartition(".")
+            owner = importlib.import_module(module)
+            original = getattr(owner, function)
+            undo.callback(setattr, owner, function, original)
+            chooses = name.endswith(CHOOSES)
+            setattr(owner, function, partial(_of_chosen, override, original) if chooses else partial(override, original))
+        yield
+
+
+def _of_chosen(override: Callable[..., Tensor], choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Tensor]:
+    """Return what stands for the attention that `choose` returns."""
+    return partial(override, choose(*args, **kwargs))
 
 
 def functions() -> Any:

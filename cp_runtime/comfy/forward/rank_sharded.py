@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ from ...engine.state import CallState
 from ...engine.weights.sharded import ShardedWeights
 from ...errors import PlanError
 from ...families.family import FamilyPlan
-from ..attention.rank import attention_override, compiled_attention
+from ..attention.rank import attention_by_name, attention_override, compiled_attention
 from ..attention.wire import OPTION as ATTENTION
 from ..attention.wire import attention_function
 from ..patches.rank_nodes import decode_node_patches
@@ -52,7 +49,7 @@ def run_sharded(
         call.state.arguments = named
         if arguments.get("control") is not None:
             named["control"] = _local_control(arguments, call.state, plan)
-        with _attention_by_name(plan.attention_names, attention_override(call)), serving(compiled_attention(call)):
+        with attention_by_name(plan.attention_names, attention_override(call)), serving(compiled_attention(call)):
             return installed.forward(forward, **named), call.state
 
 
@@ -125,16 +122,3 @@ class LocalResiduals(Sequence[Tensor | None]):
             raise PlanError(f"a ControlNet gave residuals for {residual.shape[1]} tokens, and this model has {layout.total}")
         parts = [residual[:, start:stop] for start, stop in segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-@contextmanager
-def _attention_by_name(names: Sequence[str], override: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace functions that modules call by name, without transformer_options, while active."""
-    with ExitStack() as undo:
-        for name in names:
-            module, _, function = name.rpartition(".")
-            owner = importlib.import_module(module)
-            original = getattr(owner, function)
-            undo.callback(setattr, owner, function, original)
-            setattr(owner, function, partial(override, original))
-        yield

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 from comfy.cli_args import args as settings
-from torch import Tensor, dtype, nn
-from torch import device as torch_device
+from torch import Tensor, nn
 
 from ...comfyui import unrecorded
 from ...controller.calls import ModelCall
@@ -27,11 +26,9 @@ from ..model.wire_modules import encode_module
 from ..patches.ui_nodes import PatchSet
 from .ui_obstacles import control_obstacle, forward_obstacle, options_obstacle, patcher_obstacle, patches_and_attention
 from .ui_texts import METHOD, LocalTexts
+from .wire_options import SENDABLE, plain_options
 
-# Entries of transformer_options that only the UI process reads: functions, and ids for its bookkeeping.
-_UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "prefetch_dynamic_vbars")
 IN_PLACE = frozenset({"control"})  # residuals: each rank copies only its part
-_SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, torch_device, list, tuple, dict)
 
 
 class Owner(Protocol):
@@ -75,7 +72,7 @@ class WorkerForward:
         except UnsupportedError as error:
             obstacle = str(error)
         else:
-            plain = {k: v for k, v in options.items() if k not in _UI_ONLY and isinstance(v, _SENDABLE)}
+            plain = plain_options(options)
             if attention is not None:
                 plain[ATTENTION] = attention
             arguments["transformer_options"] = {**plain, **patches.encoded}
@@ -110,7 +107,7 @@ class WorkerForward:
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 bound.update(bound.pop(name, {}))
-            elif bound.get(name) is parameter.default and not isinstance(parameter.default, _SENDABLE):
+            elif bound.get(name) is parameter.default and not isinstance(parameter.default, SENDABLE):
                 del bound[name]  # an object; the workers have the same default
         for name, key in self.rebuilt:
             if isinstance(bound.get(name), dict):

@@ -228,7 +228,7 @@ class Mirrors:
             return shares.gather(out, mesh), CallOutcome(
                 degrees={"ulysses": ulysses, "ring": ring, "batch": shares.groups},
                 at_work=shares.groups * planner.ranks,
-                tokens={name: state.layout((name,)).local_lengths[state.rank] for name in state.lengths},
+                tokens={name: held for name, (_, held) in state.tokens().items()},
                 room=room(self.device),
                 compiled=_compiled(mirror),
                 predicted_seconds=planner.seconds,
@@ -252,7 +252,7 @@ class Mirrors:
             items=items,
             sequence=mirror.installed.plan.shares_sequence,
             attentions=tuple((replace(shape, batch=shape.batch / own), count) for shape, count in planner.attentions.items()),
-            operations=2 * weights * sum(state.lengths.values()),
+            operations=2 * weights * sum(total for total, _ in state.tokens().values()),
         )
 
     def available(self) -> int | None:

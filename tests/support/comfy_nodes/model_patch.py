@@ -32,6 +32,12 @@ def _lllite() -> torch.nn.Module:
     return AnimaLLLite({name: torch.empty(shape) for name, shape in shapes.items()}, None, **SETTINGS)
 
 
+def _duration_head() -> torch.nn.Module:
+    from comfy.ldm.lightricks.duration_head import DurationHead  # newer than ComfyUI 0.30
+
+    return DurationHead(video_cross_attention_dim=128, audio_cross_attention_dim=48, pooler_hidden_dim=16, mlp_hidden=16)
+
+
 # One layer: with more than the transformer has, ComfyUI's patch would go on in the next call where it stopped in the last.
 KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "qwen": lambda: nodes_model_patch.QwenImageBlockWiseControlNet(num_layers=2, dim=128, **SETTINGS),
@@ -45,6 +51,7 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "multitalk": lambda: nodes_model_patch.MultiTalkModelPatch(
         in_dim=160, out_dim=24, intermediate_dim=8, context_tokens=4, num_layers=2, **SETTINGS
     ),
+    "duration head": _duration_head,
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import Case, Model, Served, ltxv, normal, text_mask
-from .ltxv import GUIDES, MASKED, NONE, SMALL, WEAK, keyframes
+from .ltxv import GENERATED, GUIDES, MARKED, MASKED, NONE, SMALL, WEAK, generated, init, keyframes
 
 LTX2 = dict(
     num_layers=2, in_channels=16, attention_head_dim=32, num_attention_heads=3, cross_attention_dim=96, audio_attention_head_dim=16,
@@ -19,6 +19,13 @@ FULL = dict(
     av_ca_timestep_scale_multiplier=1000.0,
 )  # fmt: skip
 BEFORE = dict(FULL, caption_proj_before_connector=True)
+# LTX 2.5, whose text goes through connectors as wide as the streams, either from the text encoder or ready.
+LTX25 = dict(
+    BEFORE, **MARKED, audio_ff_bias=False, connector_attention_head_dim=32, connector_num_attention_heads=3,
+    audio_connector_attention_head_dim=16, audio_connector_num_attention_heads=3,
+)  # fmt: skip
+PLAIN = dict(LTX25, cross_attention_adaln=False, use_prompt_adaln_single=False)
+WIDE = dict(in_channels=128, num_attention_heads=4, cross_attention_dim=128, connector_num_attention_heads=4)
 CLS = "comfy.ldm.lightricks.av_model.LTXAVModel"
 UNET = {"image_model": "ltxav"}
 MODELS = {
@@ -26,6 +33,9 @@ MODELS = {
     "ltx2 full": Model(CLS, FULL, "LTXAV", UNET),
     "ltx2 connector": Model(CLS, BEFORE, "LTXAV", UNET),
     "ltx2 served": Model(CLS, dict(LTX2, in_channels=128, num_attention_heads=4, cross_attention_dim=128), "LTXAV", UNET),
+    "ltx2.5": Model(CLS, LTX25, "LTXAV", UNET, init, since="0.33.0"),
+    "ltx2.5 plain": Model(CLS, PLAIN, "LTXAV", UNET, init, since="0.33.0"),
+    "ltx2.5 served": Model(CLS, dict(LTX25, **WIDE), "LTXAV", UNET, init, since="0.33.0"),
 }
 
 
@@ -80,7 +90,20 @@ def guided(batch: int = 1, per_frame_timesteps: bool = True, **extra: Any) -> di
     }
 
 
+TEXT25 = {"context": normal(1, 6, 144)}
+
+
+def ltx25(**extra: Any) -> dict[str, Any]:
+    return {**ltx2(**extra), **TEXT25}
+
+
+def guided25(**extra: Any) -> dict[str, Any]:
+    return {**guided(**extra), **TEXT25}
+
+
 VIDEO_ONLY = normal(1, 16, 3, 4, 5)
+APART = {"a2v_cross_attn": False, "v2a_cross_attn": False}
+STG, ALL_STG = {"stg_self_attn_blocks": (1,)}, {"stg_self_attn_blocks": (0, 1)}
 REFERENCE = {"tokens": normal(1, 5, 128)}
 CASES = [
     Case("ltx2", "ltx2", ltx2),
@@ -104,7 +127,7 @@ CASES = [
     ),
     Case("ltx2 full", "ltx2 full", ltx2),
     Case("ltx2 connector", "ltx2 connector", lambda: ltx2(context=normal(1, 6, 144))),
-    Case("ltx2 no cross attention", "ltx2", ltx2, options={"a2v_cross_attn": False, "v2a_cross_attn": False}),
+    Case("ltx2 no cross attention", "ltx2", ltx2, options=APART),
     Case("ltx2 video alone", "ltx2", ltx2, options={"run_ax": False}),
     Case("ltx2 keyframes", "ltx2 full", guided, ("keyframe_idxs",)),
     Case("ltx2 keyframes frame dropped", "ltx2 full", lambda: guided(dropped=20), ("keyframe_idxs",)),
@@ -113,5 +136,30 @@ CASES = [
     Case("ltx2 guides batch 2", "ltx2", lambda: guided(batch=2, entries=(WEAK, MASKED)), GUIDES),
     Case("ltx2 guides dropped", "ltx2", lambda: guided(dropped=13, entries=(NONE, MASKED)), GUIDES),
     Case("ltx2 guides untracked", "ltx2", lambda: guided(entries=(WEAK, SMALL)), GUIDES),
+    Case("ltx2.5", "ltx2.5", ltx25),
+    Case("ltx2.5 plain batch 2", "ltx2.5 plain", lambda: ltx2(batch=2, context=normal(2, 6, 144))),
+    Case("ltx2.5 generated", "ltx2.5", lambda: ltx25(generated_keyframes=generated(1, 2)), GENERATED),
+    Case(
+        "ltx2.5 generated and guides",
+        "ltx2.5",
+        lambda: guided25(dropped=20, entries=(WEAK, MASKED), generated_keyframes=generated(2, 1)),
+        (*GUIDES, *GENERATED, "keyframe_idxs"),
+    ),
+    # Self-attention that returns its values, in one block and in all of them: nothing is shared there.
+    Case("ltx2.5 a block without self-attention", "ltx2.5", ltx25, options=STG),
+    Case("ltx2.5 no self-attention, guides", "ltx2.5 plain", lambda: guided25(entries=(WEAK, MASKED)), options=ALL_STG),
+    Case("ltx2.5 a block without self-attention, alone", "ltx2.5 plain", ltx25, options={**STG, **APART}),
 ]
-SERVED = [Served("ltx2", "ltx2 served", [(128, 3, 4, 4), (8, 10, 16)], 12, 96, {"frame_rate": 25})]
+TEXT = {"frame_rate": 25, "unprocessed_ltxav_embeds": True}
+SERVED = [
+    Served("ltx2", "ltx2 served", [(128, 3, 4, 4), (8, 10, 16)], 12, 96, {"frame_rate": 25}),
+    Served("ltx2.5", "ltx2.5 served", [(128, 3, 4, 4), (8, 10, 16)], 12, 48, TEXT),
+    Served(
+        "ltx2.5 keyframes",
+        "ltx2.5 served",
+        [(128, 3, 4, 5), (8, 10, 16)],
+        12,
+        48,
+        {**TEXT, "generated_keyframes": generated(1, 2)},
+    ),
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import Case, Model, Served, normal, text_mask
 
@@ -12,12 +13,22 @@ LTXV = dict(
     num_layers=2, attention_head_dim=32, num_attention_heads=4, cross_attention_dim=128, caption_channels=48, in_channels=16,
     positional_embedding_max_pos=[20, 2048, 2048],
 )  # fmt: skip
+# What came with LTX 2.5: no biases in feed-forwards, and a mark on the tokens of single pictures.
+MARKED = dict(ff_bias=False, use_keyframes_abs_pos_embedding=True)
 CLS = "comfy.ldm.lightricks.model.LTXVModel"
+
+
+def init(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
+    """A mark that is seen."""
+    return values if name == "keyframes_abs_pos_embedding" else None
+
+
 MODELS = {
     "ltxv": Model(CLS, dict(LTXV, in_channels=128), "LTXV", {"image_model": "ltxv"}),
     "ltxv 3 heads": Model(CLS, dict(LTXV, num_attention_heads=3, cross_attention_dim=96), "LTXV", {"image_model": "ltxv"}),
     "ltxv split rope": Model(CLS, dict(LTXV, rope_type="split", use_middle_indices_grid=True), "LTXV", {"image_model": "ltxv"}),
     "ltxv prompt": Model(CLS, dict(LTXV, cross_attention_adaln=True), "LTXV", {"image_model": "ltxv"}),
+    "ltxv marked": Model(CLS, dict(LTXV, **MARKED), "LTXV", {"image_model": "ltxv"}, init, since="0.33.0"),
 }
 
 
@@ -36,6 +47,11 @@ def ltxv(
 
 def per_token(batch: int = 1, tokens: int = 60) -> torch.Tensor:
     return torch.rand(batch, tokens, 1, generator=torch.Generator().manual_seed(5))
+
+
+def generated(first: int, count: int) -> dict[str, int]:
+    """Frames of the latent that stand for single pictures, of 4 x 5 tokens each."""
+    return {"tokens_per_frame": 20, "first_latent_frame": first, "num_keyframes": count}
 
 
 def keyframes(batch: int = 1, dropped: int = 0, entries: tuple[dict[str, Any], ...] = (), **extra: Any) -> dict[str, Any]:
@@ -57,7 +73,7 @@ MASKED = dict(
 )
 SMALL = dict(MASKED, latent_shape=[1, 3, 4])
 NONE = dict(strength=0.0)
-GUIDES = ("guide_attention_entries",)
+GUIDES, GENERATED = ("guide_attention_entries",), ("generated_keyframes",)
 CASES = [
     Case("ltxv", "ltxv 3 heads", ltxv),
     Case("ltxv batch 2 odd", "ltxv 3 heads", lambda: ltxv(batch=2, frames=2, height=5, width=5, text=5)),
@@ -78,6 +94,14 @@ CASES = [
     # The mask speaks of fewer tokens than there are: the last ones have none.
     Case("ltxv guides untracked", "ltxv 3 heads", lambda: keyframes(entries=(WEAK, SMALL)), GUIDES),
     Case("ltxv one guide token", "ltxv 3 heads", lambda: keyframes(dropped=39, entries=(WEAK, WEAK)), GUIDES),
+    Case("ltxv marked", "ltxv marked", ltxv),
+    Case("ltxv marked, generated", "ltxv marked", lambda: ltxv(batch=2, generated_keyframes=generated(1, 2)), GENERATED),
+    Case(
+        "ltxv marked, generated and guides",
+        "ltxv marked",
+        lambda: keyframes(dropped=20, entries=(WEAK, MASKED), generated_keyframes=generated(2, 1)),
+        (*GUIDES, *GENERATED, "keyframe_idxs"),
+    ),
 ]
 
 
