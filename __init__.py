@@ -5,6 +5,7 @@ from server import PromptServer
 
 from .cp_runtime.comfy.memory.ui_stock_loads import watch_stock_loads
 from .cp_runtime.comfy.model.ui_loaders import watch_loaders
+from .cp_runtime.comfy.model.ui_node_loaders import watch_node_loaders
 from .cp_runtime.comfy.panel.ui_events import start_events
 from .cp_runtime.comfy.panel.ui_routes import add_routes
 from .nodes import NODES
@@ -21,6 +22,7 @@ class ContextParallelExtension(ComfyExtension):
         server = getattr(PromptServer, "instance", None)
         if server is not None:  # none where ComfyUI's nodes run without its server
             add_routes(server)
+            server.add_on_prompt_handler(watch_node_loaders)
             start_events(server)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:

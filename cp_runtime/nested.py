@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -50,5 +51,27 @@ def stored(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that make up a tensor: itself, or a quantised weight's data and scales."""
     flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's protocol for tensors that wrap others
     if flatten is None:
-        return [tensor.detach()]
+        return [tensor.as_subclass(Tensor) if is_dressed(tensor) else tensor.detach()]
     return [part for name in flatten()[0] for part in stored(getattr(tensor, name))]
+
+
+def is_dressed(tensor: Tensor) -> bool:
+    """Return whether a tensor is plain memory under a class that adds attributes and no operators, as GGUF loaders have one."""
+    cls = type(tensor)
+    return cls not in (Tensor, Parameter) and cls.__torch_dispatch__ is Tensor.__torch_dispatch__ and not _wraps(cls)
+
+
+def dressed_as(tensor: Tensor, model: Tensor) -> Tensor:
+    """Return plain memory under the class of a dressed tensor, with its attributes."""
+    made = tensor.as_subclass(type(model))
+    vars(made).update(vars(model))
+    return made
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Return another tensor on the same memory. Some classes return the tensor itself if they are asked to detach it."""
+    return dressed_as(stored(tensor)[0], tensor) if is_dressed(tensor) else tensor.detach()
+
+
+def _wraps(cls: type[Tensor]) -> bool:
+    return hasattr(cls, "__tensor_flatten__")

@@ -19,7 +19,7 @@ from ..ranks.ui import CONTROLLER
 from ..ranks.ui_devices import default_config, nothing_to_share
 from .ui_interception import check_forward
 from .ui_obstacles import conditions_obstacle, model_obstacle
-from .ui_patcher import ContextParallelPatcher, executing_node, noted
+from .ui_patcher import ContextParallelPatcher, executing_node, noted, plain_class
 from .ui_timing import stop_timing, time_calls
 
 log = logging.getLogger("context_parallel")
@@ -96,7 +96,7 @@ def without_context_parallel(model: Any) -> Any:
     if not isinstance(model, ContextParallelPatcher):
         return model
     plain = model.clone()
-    plain.__class__ = comfy.model_patcher.ModelPatcher
+    plain.__class__ = plain_class(type(plain))
     for kind in (WrappersMP.PREPARE_SAMPLING, WrappersMP.APPLY_MODEL):
         plain.remove_wrappers_with_key(kind, WRAPPER)
     stop_timing(plain)

@@ -18,6 +18,7 @@ from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, class_name, plan_for
 from ..attention.ui import attention_of
 from ..compiled.ui import compile_of, is_known
+from ..model.ui_notes import notes_of
 from ..model.ui_recipes import recipe_of
 from ..patches.ui_nodes import PatchSet
 from ..patches.wire_weights import encode_weight_patches
@@ -111,7 +112,7 @@ def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:
 
 
 def _attached(patcher: Any) -> Iterator[str]:
-    if type(patcher).__name__ not in _KNOWN_PATCHERS:
+    if type(patcher).__name__ not in _KNOWN_PATCHERS and notes_of(patcher.model).call is None:
         yield f"the model is a {type(patcher).__name__} of another node pack, which the workers cannot rebuild. {_REMEDY}"
     if patcher.get_all_callbacks(CallbacksMP.ON_LOAD):
         yield f"a node runs code whenever the model is loaded, which the workers do not have. {_REMEDY}"

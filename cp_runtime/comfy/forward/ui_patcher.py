@@ -80,12 +80,14 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
                 "ComfyUI made no static copy of the model for the workers. Start it with --disable-dynamic-vram, or update this "
                 "extension."
             )
-        made.__class__ = cls
+        made.__class__ = _over(cls, type(made))
         made.cp_config = config
         return made
 
     def clone(self, *args: Any, **kwargs: Any) -> ContextParallelPatcher:
-        clone = super().clone(*args, **kwargs)
+        clone: Any = super().clone(*args, **kwargs)
+        if type(clone) is plain_class(type(self)):  # some packs' patchers make one of their own class, whatever they are
+            clone.__class__ = type(self)
         if isinstance(clone, ContextParallelPatcher):
             clone.cp_config, clone.size = self.cp_config, self.size  # not `model_size`, as it may run on one device
         return clone
@@ -234,6 +236,19 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def _on_device(self) -> bool:
         return CONTROLLER.on_device(notes_of(self.model).key)
+
+
+_OVER: dict[tuple[type[Any], type[Any]], type[Any]] = {}
+
+
+def _over(cls: type[Any], own: type[Any]) -> type[Any]:
+    """Return a class of patchers of ours over the class of the model's own patcher, which loads it on one device."""
+    return cls if own is comfy.model_patcher.ModelPatcher else _OVER.setdefault((cls, own), type(cls.__name__, (cls, own), {}))
+
+
+def plain_class(cls: type[Any]) -> type[Any]:
+    """Return the class of patchers that a model has without us."""
+    return next(base for base in cls.__mro__ if not issubclass(base, ContextParallelPatcher))
 
 
 def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any:

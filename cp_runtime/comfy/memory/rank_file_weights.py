@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...compat import before_apply
 from ...engine.weights.cast import memory_of
 from ...engine.weights.pages import inside, mapped
-from ...nested import stored
+from ...nested import alias, is_dressed, stored
 from ..model.wire_loading import parameters_of
 from ..model.wire_recipe import Recipe
 from .rank_dynamic_vram import patched
@@ -56,19 +56,25 @@ class FileWeightsPatcher(ModelPatcher):
         ranges = mapped(recipe.path)
         patcher.cp_file_weights = {
             # Not the parameter itself: a module that moves to a device puts another tensor into it.
-            name: getattr(module, parameter).detach()
+            name: alias(getattr(module, parameter))
             for name, module, parameter in parameters_of(patcher.model)
             if inside(memory_of(max(stored(getattr(module, parameter)), key=_bytes)), ranges)  # scales may be copies, and are small
         }
 
     def load(self, *args: Any, **kwargs: Any) -> None:
         for name, weight in self.cp_file_weights.items():
-            self.backup.setdefault(name, Backup(weight))
+            self.backup.setdefault(name, Backup(alias(weight)))
+        if any(patches_itself(get_attr(self.model, name)) for name in self.patches):  # also where it stays on the host
+            kwargs["force_patch_weights"] = True
         with self._counted():
             super().load(*args, **kwargs)
 
     def patch_weight_to_device(self, key: str, device_to: Any = None, *args: Any, **kwargs: Any) -> Any:
-        weight = patched(self, key, device_to) if self.cp_recipe.dynamic and key in self.patches else None
+        weight = None
+        if key in self.patches:
+            weight = with_patches(self, key, device_to)
+            if weight is None and self.cp_recipe.dynamic:
+                weight = patched(self, key, device_to)
         if weight is None:
             weight = super().patch_weight_to_device(key, device_to, *args, **kwargs)
         elif not kwargs.get("return_weight"):
@@ -98,6 +104,21 @@ class FileWeightsPatcher(ModelPatcher):
         # A read-only mapping of the file is no way out: few drivers register one (docs/testing.md).
         if key not in self.cp_file_weights:
             super().pin_weight_to_device(key)
+
+
+def patches_itself(weight: Tensor) -> bool:
+    """Return whether a weight takes patches as an attribute, and its layer applies them whenever it makes numbers of its bytes."""
+    return is_dressed(weight) and hasattr(weight, "patches") and not stored(weight)[0].is_floating_point()
+
+
+def with_patches(patcher: ModelPatcher, key: str, device: Any) -> Tensor | None:
+    """Return such a weight with the patches of a model; None for one of another kind."""
+    weight: Any = get_attr(patcher.model, key)
+    if not patches_itself(weight):
+        return None
+    made: Any = alias(weight).to(device)
+    made.patches = [(patcher.patches[key], key)]
+    return made
 
 
 def forget(patcher: ModelPatcher) -> None:

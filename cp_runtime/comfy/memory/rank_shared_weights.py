@@ -18,6 +18,7 @@ from ...engine.weights.blocks import Block
 from ...engine.weights.cast import plain, settle
 from ...engine.weights.pages import give_back, mapped
 from ...engine.weights.sharded import ShardedWeights
+from ...nested import alias
 from ..model.wire_loading import parameters_of
 from ..model.wire_recipe import Recipe
 from .rank_file_weights import Backup, FileWeightsPatcher
@@ -56,7 +57,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         inner = {module for block in own for module in block.module.modules()}
         for name, module, parameter in parameters_of(self.model):
             if module in inner:
-                self.backup.setdefault(name, Backup(getattr(module, parameter).detach()))
+                self.backup.setdefault(name, Backup(alias(getattr(module, parameter))))
         self.cp_weights = weights
         for block in own:
             block.clear()

@@ -17,10 +17,11 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import comfy.model_patcher
+import folder_paths
 
 from ...errors import MirrorError, ProtocolError
 from ...pool.protocol import unflatten
-from .wire_recipe import REMEDY, Factory, file_digest, is_inside, texts_in
+from .wire_recipe import NODE_LOADERS, REMEDY, Factory, file_digest, is_inside, texts_in
 
 
 def call_factory(factory: Factory, node_folders: Sequence[str], model_folders: Sequence[str]) -> Any:
@@ -35,19 +36,45 @@ def call_factory(factory: Factory, node_folders: Sequence[str], model_folders: S
             imported without a server.
     """
     _check(factory, node_folders, model_folders)
-    function = vars(_imported(factory.file, node_folders)).get(factory.function)
+    name, _, method = factory.function.partition(".")
+    function = vars(_imported(factory.file, node_folders)).get(name)
+    if method and name in NODE_LOADERS and isinstance(function, type):
+        return _call_node(function, method, factory)
     if not isinstance(function, FunctionType):
         raise MirrorError(f"{factory.file} has no function {factory.function!r}")
-    try:
-        arguments = unflatten(factory.arguments, _no_tensor)
-    except ProtocolError as error:
-        raise MirrorError(f"malformed arguments of a loader: {error}") from error
+    arguments = _arguments(factory)
     static = {"disable_dynamic": True} if "disable_dynamic" in inspect.signature(function).parameters else {}
     made = function(*arguments, **static)
     patcher = made if factory.place is None else made[factory.place]
     if type(patcher) is not comfy.model_patcher.ModelPatcher:
         raise MirrorError(f"the loader {factory.function} made a {type(patcher).__qualname__} and no plain model. {REMEDY}")
     return patcher
+
+
+def _call_node(cls: type, method: str, factory: Factory) -> Any:
+    """Return the ModelPatcher that a node makes. It finds the model file where ComfyUI's process has found it."""
+    loader, ((path, _),) = NODE_LOADERS[cls.__name__], factory.models
+    stock = folder_paths.get_full_path
+
+    def full_path(folder: str, filename: str) -> str | None:
+        return path if folder == loader.folder and path.endswith(os.sep + filename) else stock(folder, filename)
+
+    folder_paths.get_full_path = full_path
+    try:
+        made = getattr(cls(), method)(*_arguments(factory))[factory.place]
+    finally:
+        folder_paths.get_full_path = stock
+    for module in made.model.modules():
+        settings = [setting for setting in loader.settings if hasattr(type(module), setting)]
+        vars(module).update({setting: getattr(module, setting) for setting in settings})
+    return made
+
+
+def _arguments(factory: Factory) -> Any:
+    try:
+        return unflatten(factory.arguments, _no_tensor)
+    except ProtocolError as error:
+        raise MirrorError(f"malformed arguments of a loader: {error}") from error
 
 
 def _check(factory: Factory, node_folders: Sequence[str], model_folders: Sequence[str]) -> None:

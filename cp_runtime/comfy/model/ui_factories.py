@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -19,7 +19,8 @@ from torch import Tensor
 from ...errors import MirrorError, UnsupportedError
 from ...pool.protocol import flatten
 from ..ranks.ui_site import node_folders
-from .wire_recipe import DECIDED_BY_WORKER, FACTORY, REMEDY, Factory, Recipe, file_digest, file_stamp, texts_in
+from .ui_node_loaders import NodeCall
+from .wire_recipe import DECIDED_BY_WORKER, FACTORY, REMEDY, Factory, FileStamp, Recipe, file_digest, file_stamp, texts_in
 
 
 def factory_recipe(init: tuple[Any, ...]) -> Recipe:
@@ -30,38 +31,56 @@ def factory_recipe(init: tuple[Any, ...]) -> Recipe:
     """
     function, given = init[0], init[1]
     name = getattr(function, "__qualname__", type(function).__name__)
-    named = f"the workers cannot repeat the loader {getattr(function, '__module__', '')}.{name}"
-    module = sys.modules.get(getattr(function, "__module__", None) or "", sys)
-    file = os.path.abspath(getattr(module, "__file__", None) or "")
-    folders = [folder for folder in node_folders() if file.startswith(os.path.join(folder, ""))]
-    if not isinstance(function, FunctionType) or vars(module).get(name) is not function:
+    module = getattr(function, "__module__", None) or ""
+    named = f"the workers cannot repeat the loader {module}.{name}"
+    if not isinstance(function, FunctionType) or vars(sys.modules.get(module, sys)).get(name) is not function:
         raise MirrorError(f"{named}: it does not stand at the top of a module. {REMEDY}")
-    if not folders or not file.endswith(".py"):
-        raise MirrorError(f"{named}: it is not of a node pack in ComfyUI's folder custom_nodes. {REMEDY}")
-    if os.path.basename(file) == "__init__.py":
-        raise MirrorError(f"{named}: it stands in the __init__.py of its pack, which needs ComfyUI's server. {REMEDY}")
-    try:
-        arguments = flatten([_without_devices(argument) for argument in given], _no_tensor)
-    except UnsupportedError as error:
-        raise MirrorError(f"{named}: among its arguments, {error}. {REMEDY}") from error
+    arguments = _plain(named, given)
     models = [path for path in dict.fromkeys(texts_in(arguments)) if os.path.isabs(path)]
     if not models:
         raise MirrorError(f"{named}: its arguments name no model file by its whole path. {REMEDY}")
     if not all(map(os.path.isfile, models)):
         raise MirrorError(f"{named}: {next(path for path in models if not os.path.isfile(path))} is no file. {REMEDY}")
+    place = init[2] if len(init) > 2 else None
+    return _recipe(named, module, name, arguments, place, [(path, file_stamp(path)) for path in models])
+
+
+def node_recipe(call: NodeCall, stamp: FileStamp) -> Recipe:
+    """Return the recipe of a model that a node in NODE_LOADERS has loaded. `stamp`: of its file.
+
+    Raises:
+        MirrorError: as for `factory_recipe`.
+    """
+    name = f"{call.cls.__qualname__}.{call.method}"
+    named = f"the workers cannot repeat the node {call.cls.__module__}.{name}"
+    if getattr(sys.modules.get(call.cls.__module__), call.cls.__qualname__, None) is not call.cls:
+        raise MirrorError(f"{named}: it does not stand at the top of a module. {REMEDY}")
+    return _recipe(named, call.cls.__module__, name, _plain(named, call.arguments), 0, [(os.path.abspath(call.path), stamp)])
+
+
+def _plain(named: str, given: Sequence[Any]) -> Any:
+    """Return arguments as they are sent."""
+    try:
+        return flatten([_without_devices(argument) for argument in given], _no_tensor)
+    except UnsupportedError as error:
+        raise MirrorError(f"{named}: among its arguments, {error}. {REMEDY}") from error
+
+
+def _recipe(
+    named: str, module: str, function: str, arguments: Any, place: int | None, models: Sequence[tuple[str, FileStamp]]
+) -> Recipe:
+    file = os.path.abspath(getattr(sys.modules.get(module), "__file__", None) or "")
+    folders = [folder for folder in node_folders() if file.startswith(os.path.join(folder, ""))]
+    if not folders or not file.endswith(".py"):
+        raise MirrorError(f"{named}: it is not of a node pack in ComfyUI's folder custom_nodes. {REMEDY}")
+    if os.path.basename(file) == "__init__.py":
+        raise MirrorError(f"{named}: it stands in the __init__.py of its pack, which needs ComfyUI's server. {REMEDY}")
     sources = _sources_of(os.path.join(folders[0], os.path.relpath(file, folders[0]).split(os.sep)[0]))
     return Recipe(
         FACTORY,
-        models[0],
-        stamp=file_stamp(models[0]),
-        factory=Factory(
-            file,
-            name,
-            arguments,
-            init[2] if len(init) > 2 else None,
-            tuple((path, file_digest(path)) for path in sources),
-            tuple((path, file_stamp(path)) for path in models),
-        ),
+        models[0][0],
+        stamp=models[0][1],
+        factory=Factory(file, function, arguments, place, tuple((path, file_digest(path)) for path in sources), tuple(models)),
     )
 
 

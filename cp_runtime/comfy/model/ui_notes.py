@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...engine.weights.blocks import Sizes
 from .wire_recipe import FileStamp, Recipe
+
+if TYPE_CHECKING:
+    from .ui_node_loaders import NodeCall
 
 ATTRIBUTE = "context_parallel_notes"
 
@@ -18,6 +21,7 @@ class ModelNotes:
 
     Args:
         stamps: of its file, before and after ComfyUI loaded it; None = it was not loaded through `loaders`.
+        call: of the node that loaded it, if its loader leaves no recipe: see `ui_node_loaders`.
         recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
         key: of the recipe, once the controller counts this model as a user of it.
         shares_file: whether its plain weights are the pages of its file.
@@ -26,6 +30,7 @@ class ModelNotes:
     """
 
     stamps: tuple[FileStamp, FileStamp] | None = None
+    call: NodeCall | None = None
     recipe: tuple[Any, Recipe] | None = None
     key: str = ""
     shares_file: bool = False

@@ -24,6 +24,27 @@ OPTIONS = (*DTYPE_OPTIONS, "fp8_optimizations")
 REMEDY = "Use Load Diffusion Model or Load Checkpoint."
 """Where a loader is not one that workers can repeat."""
 DECIDED_BY_WORKER = ("load_device", "offload_device")
+
+
+@dataclass(frozen=True)
+class NodeLoader:
+    """A node that loads a model and leaves no recipe, and whose call can be repeated.
+
+    Args:
+        file: its input with the name of the model file.
+        folder: ComfyUI's kind of model folder in which it looks that up.
+        settings: what it sets on the classes of the model's layers, for all models: each keeps its own on a rank.
+    """
+
+    file: str
+    folder: str
+    settings: tuple[str, ...] = ()
+
+
+_GGUF = NodeLoader("unet_name", "unet", ("dequant_dtype", "patch_dtype"))
+NODE_LOADERS: Mapping[str, NodeLoader] = {"UnetLoaderGGUF": _GGUF, "UnetLoaderGGUFAdvanced": _GGUF}
+"""By the name of the node's class, whose constructor takes nothing."""
+
 FileStamp = tuple[int, ...]
 """State of a file: bytes, time of change of its content and of its inode in nanoseconds, number of the inode. Two of the same
 size and time can still be told apart, whether the file was replaced or written to in place."""
@@ -35,7 +56,7 @@ class Factory:
 
     Args:
         file: in which it stands at the top level.
-        function: its name there.
+        function: its name there; `Class.method` of a node in NODE_LOADERS.
         arguments: plain values, as `pool.protocol.flatten` writes them.
         place: of the model among the things that it returns; None = it returns the model alone.
         sources: files of the pack that ComfyUI's process has imported, each with its SHA-256.

@@ -122,7 +122,7 @@ def sizes_of(model: nn.Module, dtype_of: Callable[[nn.Module, str], torch.dtype]
     def nbytes(slot: Slot) -> int:
         weight: Tensor = parameter_slots(slot.module)[slot.key]
         parts = stored(weight)
-        if dtype_of is None or len(parts) > 1:
+        if dtype_of is None or len(parts) > 1 or not parts[0].is_floating_point():
             return sum(part.nbytes for part in parts)
         return weight.numel() * dtype_of(*slot).itemsize
 

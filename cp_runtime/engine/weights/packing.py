@@ -7,6 +7,7 @@ them by torch's `__tensor_flatten__`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ...compat import tensor_without_storage
 from ...errors import PlanError
-from ...nested import stored, tensors
+from ...nested import dressed_as, is_dressed, stored, tensors
 
 ALIGNMENT = 256  # bytes; kernels want 16, CPU libraries 64, and CUDA allocates in steps of this
 
@@ -134,7 +135,7 @@ def round_up(number: int, step: int) -> int:
 def _build(weight: Tensor) -> Build:
     flatten = getattr(weight, "__tensor_flatten__", None)
     if flatten is None:
-        return next
+        return partial(_dress, weight) if is_dressed(weight) else next
     names, context = flatten()
     inner, cls, size, stride = [_build(getattr(weight, name)) for name in names], type(weight), weight.size(), weight.stride()
 
@@ -145,6 +146,11 @@ def _build(weight: Tensor) -> Build:
         return made
 
     return build
+
+
+def _dress(weight: Tensor, parts: Iterator[Tensor]) -> Tensor:
+    part = next(parts)
+    return part if isinstance(part, AbsentWeight) else dressed_as(part, weight)
 
 
 def _dense(tensor: Tensor) -> bool:

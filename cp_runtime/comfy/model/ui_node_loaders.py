@@ -1,0 +1,65 @@
+"""Notes which call of a node loaded a model, for loaders that leave no recipe (`wire_recipe.NODE_LOADERS`)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import folder_paths
+
+from .ui_notes import notes_of
+from .wire_recipe import NODE_LOADERS, FileStamp, NodeLoader, file_stamp
+
+
+@dataclass(frozen=True)
+class NodeCall:
+    """A call of a node.
+
+    Args:
+        cls, method: of the node.
+        arguments: by position.
+        path: of the model file that it has loaded.
+        stamps: of the file, before and after.
+    """
+
+    cls: type
+    method: str
+    arguments: tuple[Any, ...]
+    path: str
+    stamps: tuple[FileStamp, FileStamp]
+
+
+def watch_node_loaders(prompt: Any) -> Any:
+    """Have the loaders among ComfyUI's nodes noted, and return `prompt` as it is: ComfyUI calls this before it queues one, when all
+    packs have been imported.
+    """
+    nodes = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
+    for cls in set(nodes.values()):
+        loader, method = NODE_LOADERS.get(cls.__name__), getattr(cls, "FUNCTION", "")
+        own = vars(cls).get(method) or getattr(cls, method, None)
+        if loader is not None and callable(own) and getattr(own, "noted_for", None) is not cls:
+            setattr(cls, method, _noting(cls, method, inspect.unwrap(own), loader))
+    return prompt
+
+
+def _noting(cls: type, method: str, load: Callable[..., Any], loader: NodeLoader) -> Callable[..., Any]:
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        path = folder_paths.get_full_path(loader.folder, str(given.arguments.get(loader.file)))
+        if path is None:  # the loader says so
+            return load(self, *args, **kwargs)
+        before = file_stamp(path)
+        out = load(self, *args, **kwargs)
+        given.apply_defaults()
+        notes_of(out[0].model).call = NodeCall(cls, method, given.args[1:], path, (before, file_stamp(path)))
+        return out
+
+    noting.noted_for = cls  # type: ignore[attr-defined]
+    return noting
