@@ -125,7 +125,7 @@ _library = torch.library.Library("aten", "IMPL")
 
 
 @functools.cache  # torch takes one kernel for it
-def whole_attention() -> None:
+def whole_attention(kind: str) -> None:
     """Keep torch from taking its attention apart outside inference mode: it would ask the driver for a kernel."""
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -133,7 +133,8 @@ def whole_attention() -> None:
             out: Tensor = aten.scaled_dot_product_attention.default(*args, **kwargs)
         return out
 
-    _library.impl("scaled_dot_product_attention", attention, "AutogradCUDA")
+    key = {"cuda": "CUDA", "xpu": "XPU", "npu": "PrivateUse1"}[kind]
+    _library.impl("scaled_dot_product_attention", attention, f"Autograd{key}")
 
 
 class Params:
