@@ -23,6 +23,11 @@ def wait_for(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
+def native_backend(device_type: str) -> str:
+    """Return torch's library for messages between devices of a type: nccl, xccl, hccl; gloo for CPUs and where torch has none."""
+    return dist.Backend.default_device_backend_map.get(device_type, "gloo")
+
+
 class CommStats:
     """What one rank sent, in how many collectives of each kind, how long it waited for them, and how many are in flight.
 
@@ -128,11 +133,12 @@ class RankGroup:
         self._global_ranks = dist.get_process_group_ranks(group) if group is not None else [0]
         self.stats = stats or CommStats()
         # gloo moves host memory only: accelerator tensors are staged through the host.
-        self.via_host = group is not None and dist.get_backend(group) == "gloo"
+        self.backend = "" if group is None else dist.get_backend(group)
+        self.via_host = self.backend == "gloo"
 
     @property
     def device(self) -> torch.device:
-        """Device for tensors that are made for a collective: NCCL takes none on the host."""
+        """Device for tensors that are made for a collective: only gloo takes them on the host."""
         accelerator = None if self.group is None or self.via_host else torch.accelerator.current_accelerator()
         return accelerator or torch.device("cpu")
 
@@ -145,7 +151,8 @@ class RankGroup:
         """
         if self.size == 1 or self.via_host:
             return True
-        return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1" and torch.cuda.nccl.version() >= (2, 26)
+        ordered = self.backend == "nccl" and os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
+        return ordered and torch.cuda.nccl.version() >= (2, 26)
 
     def all_to_all(
         self, send: Tensor, sent: Sequence[int], received: Tensor, arriving: Sequence[int], kind: str = "all_to_all"

@@ -12,8 +12,8 @@ from itertools import combinations, pairwise
 from statistics import fmean
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from .attention.kernels import attend_with_lse
 from .collectives import wait_for
 from .cost import Rates
 from .mesh import SequenceMesh
@@ -135,7 +135,7 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
     rates = (
         latency,
         bandwidth,
-        4 * 4 * tokens**2 * 64 / best(lambda: attend_with_lse(*qkv)),
+        4 * 4 * tokens**2 * 64 / best(lambda: scaled_dot_product_attention(*qkv)),
         2 * block.nbytes / best(block.clone),
         0.0 if cpu or whole.via_host else 1.0,  # staging waits for the device
         2 * side**3 / best(lambda: matrix @ matrix),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..engine.collectives import native_backend
 from ..engine.config import MAX_SHARE, ROTATE_METHODS, SequenceSettings, check_choice, check_switch, is_int
 from ..engine.sharding import Shares
 from ..errors import bad_value, shown
@@ -123,8 +124,8 @@ SETTINGS = {
     ),
     "backend": Setting(
         "auto",
-        "torch's communication library. auto = the usual one for the devices: nccl for CUDA, gloo for CPU. Change it only for "
-        "troubleshooting; gloo works nearly everywhere but is slow between GPUs.",
+        "torch's communication library. auto = the usual one for the devices: nccl for CUDA, xccl for Intel, hccl for Ascend, "
+        "gloo for CPU. Change it only for troubleshooting; gloo works nearly everywhere but is slow between GPUs.",
         options=("auto", "nccl", "gloo", "xccl", "hccl"), advanced=True,
     ),
     "on_unsupported": Setting(
@@ -223,9 +224,10 @@ class RuntimeConfig:
         return self.devices[0].partition(":")[0]
 
     @property
-    def uses_nccl(self) -> bool:
-        """Whether ranks are to communicate over NCCL."""
-        return self.world_size > 1 and (self.backend == "nccl" or (self.backend == "auto" and self.device_type == "cuda"))
+    def native(self) -> str:
+        """The devices' own library, if ranks are to communicate by it; empty = by gloo."""
+        backend = native_backend(self.device_type) if self.backend == "auto" else self.backend
+        return backend if self.world_size > 1 and backend != "gloo" else ""
 
     @property
     def shares_accelerators(self) -> bool:
@@ -243,8 +245,10 @@ class RuntimeConfig:
             setting.check(name, values[name])
         devices = _resolve_devices(values.pop("world_size"), values["devices"], values["backend"], inventory)
         ring, ulysses, batch = _resolve_degrees(len(devices), *(values[name] for name in DEGREES))
-        if values["backend"] == "nccl" and inventory.type != "cuda":
-            raise bad_value("backend", "nccl", f"auto or gloo on {inventory.type} devices", "nccl needs CUDA devices.")
+        allowed = ("auto", *dict.fromkeys((native_backend(inventory.type), "gloo")))
+        if values["backend"] not in allowed:
+            words = f"{', '.join(allowed)} on {inventory.type} devices"
+            raise bad_value("backend", values["backend"], words, "It is for other devices: choose auto.")
         values |= {"devices": devices, "ring_degree": ring, "ulysses_degree": ulysses, "batch_degree": batch}
         for name in ("step_timeout", "memory_per_rank"):
             values[name] = float(values[name])
@@ -352,7 +356,8 @@ def startup_timeout() -> float:
 
 
 def connect_timeout() -> float:
-    """Return the seconds that ranks may take to meet over NCCL and exchange something, before they try another connection."""
+    """Return the seconds that ranks may take to connect over their devices' library and exchange something, before they try
+    another."""
     return _seconds("CP_CONNECT_TIMEOUT", 20.0)
 
 

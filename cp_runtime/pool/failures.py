@@ -25,13 +25,15 @@ _NCCL_ERROR = "DistBackendError"
 _COMMUNICATION = (_NCCL_ERROR, "DistNetworkError", "DistStoreError")  # of torch.distributed
 _ACCELERATOR = "AcceleratorError"  # of torch 2.8 and later, for any error of a device
 _NO_MEMORY = re.compile("out of memory|failed to cuda calloc", re.IGNORECASE)  # the second is NCCL's, for a buffer of a group
+_DEVICE_FULL = re.compile(r"(CUDA|XPU|NPU)( error:)? out of memory")  # torch before 2.8, and torch_npu: with RuntimeError
 _SLOW = {
     "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
     "connecting": "If it is only slow, raise the environment variable CP_CONNECT_TIMEOUT.",
     "load": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
     "call": "If the step is only slow, raise step_timeout of CP Config.",
 }
-_NCCL = "NCCL was tried with NCCL_P2P_DISABLE=1, too: set backend of CP Config to auto, with which the ranks go on over gloo."
+_NCCL = "NCCL was tried with NCCL_P2P_DISABLE=1, too."
+_TO_AUTO = "Set backend of CP Config to auto, with which the ranks go on over gloo."
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS")  # a rank that finds /dev/shm full gets the last
 _EXCLUSIVE = (
     "The GPU may take one process only, which another one is, or ComfyUI: look at its compute mode (nvidia-smi -q -d COMPUTE), and "
@@ -42,7 +44,9 @@ _STOPPED = "Find out what stopped it, such as a tool that saves memory or power,
 
 def connect_advice(config: RuntimeConfig) -> str:
     """Return advice for ranks that do not connect, beyond what the error itself says."""
-    return f"{_NCCL} {shm_advice(config.world_size)}".rstrip() if config.backend == "nccl" else ""
+    if config.backend in ("auto", "gloo"):
+        return ""
+    return f"{_NCCL} {_TO_AUTO} {shm_advice(config.world_size)}".rstrip() if config.backend == "nccl" else _TO_AUTO
 
 
 def connect_failure(error: PoolError) -> str:
@@ -57,7 +61,8 @@ def connect_failure(error: PoolError) -> str:
 def reported_failure(rank: int, pid: int, failure: Failure, replies: Mapping[int, Report], advice: str = "") -> RankError:
     """Return the error for a rank that reported a failure; with the advice if the ranks' communication failed."""
     kind, message, trace = failure.kind, failure.message, failure.trace
-    if kind == _OUT_OF_MEMORY or (kind in (_ACCELERATOR, _NCCL_ERROR) and _NO_MEMORY.search(message)):
+    full = _NO_MEMORY.search(message) if kind in (_ACCELERATOR, _NCCL_ERROR) else _DEVICE_FULL.match(message)
+    if kind == _OUT_OF_MEMORY or full:
         message += _describe_memory(replies)
         return RankOutOfMemory(rank=rank, pid=pid, kind=kind, message=message, trace=trace)
     if advice and kind in _COMMUNICATION:

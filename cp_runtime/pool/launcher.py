@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 
+# Variables that tell gloo, NCCL, Intel's oneCCL and Ascend's HCCL where to listen.
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "HCCL_SOCKET_IFNAME")
 # Variables that a launcher around ComfyUI may have left behind.
 _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
@@ -129,7 +131,7 @@ def _temporary_folder() -> str:
 def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     """Return the environment of a rank. The UI process's own is never written."""
     env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith("TORCHELASTIC_")}
-    env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = "lo"
+    env |= dict.fromkeys(_INTERFACES, "lo")
     env["TORCHINDUCTOR_CACHE_DIR"] = _compiled_folder()
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the rank itself: more would be processes that outlive it
     if device_type == "cuda":

@@ -40,14 +40,16 @@ class Connection:
 
 
 def connections(config: RuntimeConfig) -> list[Connection]:
-    """Return the connections to try, in order: NCCL, NCCL through the host's memory, and gloo, unless NCCL was asked for by
-    name."""
-    if not config.uses_nccl:
+    """Return the connections to try, in order: the devices' own library, NCCL through the host's memory, and gloo, unless another
+    was asked for by name."""
+    if not config.native:
         return [Connection(backend=config.backend)]
-    ways = [Connection(backend="nccl"), Connection(backend="nccl", peer_to_peer=False)]
-    if os.environ.get(P2P_DISABLE, "0") not in ("", "0"):
-        del ways[0]
-    return ways if config.backend == "nccl" else [*ways, Connection(backend="gloo")]
+    ways = [Connection(backend=config.native)]
+    if config.native == "nccl":
+        ways.append(Connection(backend="nccl", peer_to_peer=False))
+        if os.environ.get(P2P_DISABLE, "0") not in ("", "0"):
+            del ways[0]
+    return [*ways, Connection(backend="gloo")] if config.backend == "auto" else ways
 
 
 class Ways:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.collectives import CommStats, wait_for
+from ..engine.collectives import CommStats, native_backend, wait_for
 from ..engine.measuring import device_name, measure
 from ..engine.mesh import BatchMesh
 from ..errors import PoolError, ProtocolError
@@ -118,7 +118,7 @@ class Worker:
         began = time.perf_counter()
         backend, timeout = self._connect()
         mesh = BatchMesh(dist.group.WORLD, timeout, self.stats)
-        if backend == "nccl":
+        if backend != "gloo":
             probe(mesh.whole, self.device)
         seconds["process groups"] = time.perf_counter() - began
         self._end_step()
@@ -149,7 +149,9 @@ class Worker:
         """Join the process groups; return the backend, and the time that a collective may take."""
         backend = self.spec["backend"]
         if backend == "auto":
-            backend = dist.get_default_backend_for_device(self.device)
+            backend = native_backend(self.device.type)
+        if not dist.is_backend_available(backend):
+            raise dist.DistBackendError(f"this torch has no {backend}")
         store = dist.FileStore(f"/proc/self/fd/{self.spec['store_fd']}", self.world_size)  # a file without a name
         timeout = timedelta(seconds=self.spec["collective_timeout"])
         dist.init_process_group(
@@ -158,7 +160,7 @@ class Worker:
             rank=self.rank,
             world_size=self.world_size,
             timeout=timeout,
-            device_id=self.device if backend == "nccl" else None,  # connect now, and not inside the first call
+            device_id=None if backend == "gloo" else self.device,  # connect now, and not inside the first call
         )
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
         return backend, timeout
@@ -322,7 +324,7 @@ def memory_of(device: torch.device, details: bool = False) -> Memory:
 def left_memory(device: torch.device) -> tuple[Memory | None, bool]:
     """Return the memory for a report on a failure (None = the device is lost), and whether the device is lost.
 
-    A CUDA device fails at every later call, too, once a kernel has failed: the report must go out all the same, and says that this
+    A device fails at every later call, too, once a kernel has failed: the report must go out all the same, and says that this
     process is of no more use.
     """
     try:

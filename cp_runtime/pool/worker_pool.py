@@ -124,11 +124,10 @@ class WorkerPool:
         self._collect(0, "start", began, self._startup_timeout, cancelled)
         self.stage = CONNECTING
         self._go_on()
-        if way.backend == "nccl":
-            self.peer_to_peer = look_at_peers(self.config.devices, way)
+        self.peer_to_peer = look_at_peers(self.config.devices, way) if way.backend == "nccl" else None
+        if way.backend == self.config.native:
             self._collect(0, CONNECTING, time.monotonic(), self._connect_timeout, cancelled)
         else:
-            self.peer_to_peer = None
             self._collect(0, "start", began, self._startup_timeout, cancelled)
         self._go_on()
         hellos = all_of(Hello, self._collect(0, "start", began, self._startup_timeout, cancelled))

@@ -101,7 +101,7 @@ DYNAMIC_IMPORTS = {
     ("cp_runtime/pool/fork_server.py", "import_by_name"): "a constant, or what the owner of the pool names",
     ("cp_runtime/pool/fork_server.py", "load_package"): "this package itself",
     ("cp_runtime/pool/worker.py", "start"): "the owner of the pool names the module, among those of this package",
-    ("cp_runtime/comfy/forward/rank_sharded.py", "_attention_by_name"): "the names are in the plan tables",
+    ("cp_runtime/comfy/attention/rank.py", "attention_by_name"): "the names are in the plan tables",
 }
 # Uses of FORBIDDEN_CALLS, each with its reason.
 PROCESSES = {

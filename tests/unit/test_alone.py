@@ -15,6 +15,7 @@ from cp_runtime.pool.config import DeviceInventory
         (("cpu", 0), "linux", {}, None),  # ranks are CPU processes
         (("cuda", 1), "linux", {}, "1 GPU visible, nothing to share. If the computer has more, its driver does not show them"),
         (("cuda", 1), "linux", {"CUDA_VISIBLE_DEVICES": "2"}, "1 GPU visible, nothing to share. CUDA_VISIBLE_DEVICES is 2: "),
+        (("npu", 1), "linux", {"ASCEND_RT_VISIBLE_DEVICES": "3"}, "1 GPU visible, nothing to share. ASCEND_RT_VISIBLE_DEVICES is "),
         (("cuda", 2), "win32", {}, "One device: sharing a model out needs Linux or WSL2"),
     ],
 )

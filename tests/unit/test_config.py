@@ -89,6 +89,7 @@ def test_a_degree_that_is_left_open_takes_the_rest(inputs, degrees):
         ({"devices": "cuda:1,cuda:7"}, ["'cuda:1,cuda:7'", "'cuda:7' is none of them"]),
         ({"devices": "cuda:0,cuda:0"}, ["each device once", "backend=gloo"]),
         ({"devices": "cuda:0,cuda:0", "backend": "nccl"}, ["each device once", "backend=gloo"]),
+        ({"backend": "xccl"}, ["auto, nccl, gloo on cuda devices", "choose auto"]),
         ({"devices": ",".join(["cuda:0"] * 33), "backend": "gloo"}, ["at most 32 entries"]),
         ({"world_size": 5, "backend": "gloo"}, ["world_size", "0 (choose) to 4"]),
         ({"world_size": 3, "devices": "cuda:0,cuda:0", "backend": "gloo"}, ["world_size", "3", "2"]),

@@ -100,7 +100,7 @@ def test_rates_of_a_device_are_timed_by_it_and_nothing_hides_behind_staging(monk
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: work(0.005))
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda *_: work(0.001))
-    monkeypatch.setattr("cp_runtime.engine.measuring.attend_with_lse", lambda *_: work(0.002))
+    monkeypatch.setattr("cp_runtime.engine.measuring.scaled_dot_product_attention", lambda *_: work(0.002))
 
     def all_to_all(*_):
         time.sleep(0.005)

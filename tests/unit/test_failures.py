@@ -60,6 +60,9 @@ def test_ranks_that_were_to_meet_over_nccl_get_its_remedies(monkeypatch):
 
 def test_others_do_not():
     assert advice(backend="gloo") == advice(backend="auto") == ""
+    assert advice(DeviceInventory(type="xpu", count=2), backend="xccl") == (
+        "Set backend of CP Config to auto, with which the ranks go on over gloo."
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,6 +136,8 @@ def test_a_pool_names_the_remedies_for_what_they_are_good_for_only(monkeypatch, 
         ("DistBackendError", "NCCL error, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'", True),
         ("DistBackendError", "NCCL error, unhandled cuda error\nLast error:\nCuda failure 'invalid argument'", False),
         ("AcceleratorError", "CUDA error: device-side assert triggered", False),
+        ("RuntimeError", "CUDA error: out of memory", True),
+        ("RuntimeError", "NPU out of memory. Tried to allocate 6.00 GiB", True),
         ("RuntimeError", "out of memory, says someone else", False),
     ],
 )

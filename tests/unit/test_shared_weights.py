@@ -335,7 +335,9 @@ def test_weights_travel_alone_where_nccl_keeps_no_order(monkeypatch, order, vers
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     if order is not None:
         monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", order)
-    ranks.size = 2  # as one of NCCL
+    ranks.size, ranks.backend = 2, "xccl"
+    assert not ranks.may_overlap
+    ranks.backend = "nccl"
     overlaps, ranks.size = ranks.may_overlap, 1
     assert overlaps is not alone
     monkeypatch.setattr(RankGroup, "may_overlap", overlaps)

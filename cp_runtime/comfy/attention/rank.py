@@ -45,7 +45,7 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
         that can free them early gets them so where nothing is exchanged.
     """
 
-    def override(
+    def attend(
         func: Callable[..., Tensor],
         q: Tensor,
         k: Tensor,
@@ -75,13 +75,17 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
             out_BLHD = _shared(call, func, q, k, v, mask, attn_precision, kwargs)
         return out_BLHD.transpose(1, 2) if skip_output_reshape else out_BLHD.flatten(2)
 
+    # Two functions over that one, of which none refers to itself: nothing of a call may outlive it.
+    def override(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return attend(func, *args, **kwargs)
+
     def of_containers(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Tensor:
         func = chosen or functions().optimized_attention  # the only one that models hand containers to
         takes = getattr(func, "container_function", None)
         if takes is not None and not torch.compiler.is_compiling() and call.attention_is_local:
             out: Tensor = takes(q, k, v, *args, **kwargs)
             return out
-        return override(func, q.take(), k.take(), v.take(), *args, **kwargs)
+        return attend(func, q.take(), k.take(), v.take(), *args, **kwargs)
 
     override.container_function = of_containers  # type: ignore[attr-defined]
     return override

@@ -67,8 +67,8 @@ def _local_control(arguments: Mapping[str, Any], state: CallState, plan: FamilyP
 
 
 def _copied(residual: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device. CUDA copies from pinned memory asynchronously; from any other it makes the host wait."""
-    if device.type == "cuda":
+    """Copy to the device. That is asynchronous from pinned memory; from any other it makes the host wait."""
+    if device.type != "cpu":
         return residual.pin_memory().to(device, non_blocking=True)
     return residual.to(device, copy=True)
 

@@ -45,7 +45,7 @@ def free_for_ranks(devices: Iterable[str]) -> None:
     """
     models = comfy.model_management.current_loaded_models
     in_use = [loaded for loaded in models if loaded.currently_used]
-    # ComfyUI asks a device how much is free. If this process has not used the device yet, that takes memory for a CUDA context.
+    # ComfyUI asks a device how much is free. If this process has not used the device yet, that takes memory for a context.
     for device in {torch.device(name) for name in devices} & {loaded.device for loaded in models}:
         comfy.model_management.free_memory(1e30, device, keep_loaded=in_use)
     comfy.model_management.soft_empty_cache()

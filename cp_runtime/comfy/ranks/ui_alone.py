@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ...pool.config import DeviceInventory
 
-HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-"""Variables that hide devices from a process. ComfyUI's --cuda-device sets them."""
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
+"""Variables that hide devices from a process. ComfyUI's --cuda-device and --oneapi-device-selector set some."""
 WORDS = {
     "platform": "One device: sharing a model out needs Linux or WSL2.",
     "hidden": "1 GPU visible, nothing to share. {variable} is {value}: if the computer has more GPUs, name them there.",

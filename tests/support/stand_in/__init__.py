@@ -1,5 +1,7 @@
 """Fake CUDA devices ("cards"): every line that runs on CUDA tensors only, run and checked without a GPU.
 
+The same devices can be Intel's (`xpu`) or Ascend's (`npu`), with the functions that torch and torch_npu have for those.
+
 A tensor on such a card says that it is on `cuda:N`, and its numbers are on the CPU (`tensors.py`). What a card would refuse is
 refused: operands on two devices, more memory than it has (`memory.py`), a tensor on the card for gloo, one on the CPU for NCCL
 (`groups.py`), kernels that it is too old for (`kernels.py`). What would make the host wait is noted with its place in the code.
@@ -54,6 +56,7 @@ class Cards:
         gigabytes: of each; None = as its kind has.
         ledger: a file in which all processes note what they hold; without one, those that were forked share it.
         dynamic: ComfyUI's server has DynamicVRAM.
+        type: as torch names it: cuda, xpu or npu.
     """
 
     count: int = 1
@@ -61,6 +64,7 @@ class Cards:
     gigabytes: float | None = None
     ledger: Path | None = None
     dynamic: bool = False
+    type: str = "cuda"
 
     def each(self) -> list[Kind]:
         """Return what is in every slot."""
@@ -69,20 +73,21 @@ class Cards:
 
 
 def environment(cards: Cards) -> dict[str, str]:
-    """What a process needs to find them there: how many or which kinds, gigabytes, DynamicVRAM, ledger."""
-    parts = (",".join(cards.kinds) or cards.count, cards.gigabytes or "", "dynamic" if cards.dynamic else "", cards.ledger or "")
+    """What a process needs to find them there: how many or which kinds, gigabytes, DynamicVRAM, type, ledger."""
+    which = ",".join(cards.kinds) or cards.count
+    parts = (which, cards.gigabytes or "", "dynamic" if cards.dynamic else "", cards.type, cards.ledger or "")
     return {VARIABLE: ":".join(map(str, parts))}
 
 
 def wanted() -> Cards | None:
     """What the environment says."""
-    which, gigabytes, dynamic, ledger = (*os.environ.get(VARIABLE, "").split(":", 3), "", "", "")[:4]
+    which, gigabytes, dynamic, kind, ledger = (*os.environ.get(VARIABLE, "").split(":", 4), *[""] * 4)[:5]
     if not which:
         return None
     kinds = () if which.isdecimal() else tuple(which.split(","))
     return Cards(
         count=len(kinds) or int(which), kinds=kinds, gigabytes=float(gigabytes) if gigabytes else None,
-        ledger=Path(ledger) if ledger else None, dynamic=bool(dynamic),
+        ledger=Path(ledger) if ledger else None, dynamic=bool(dynamic), type=kind or "cuda",
     )  # fmt: skip
 
 

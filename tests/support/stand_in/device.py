@@ -1,4 +1,4 @@
-"""`torch.cuda`, as far as this project, ComfyUI and torch itself ask it, for fake CUDA devices."""
+"""`torch.cuda`, `torch.xpu` or `torch.npu`, as far as this project, ComfyUI and torch itself ask it, for fake devices."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 
 from . import Cards, kernels, memory, pinned, races, tensors
 
+ONLY_CUDA = {"get_arch_list", "cudart", "_sleep"}
+"""What torch_npu does not have."""
 _local = threading.local()
 
 
@@ -21,6 +23,7 @@ class Properties:
 
     multi_processor_count, warp_size = 132, 32
     L2_cache_size, gcnArchName, is_integrated, pci_bus_id, uuid = 50 << 20, "", 0, 0, "stand-in"
+    has_fp16 = has_fp64 = True
     max_threads_per_multi_processor, regs_per_multiprocessor = 2048, 65536
     shared_memory_per_block_optin = shared_memory_per_multiprocessor = 227 << 10
 
@@ -62,7 +65,7 @@ class Stream:
     """Has done what it was given."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.device = torch.device("cuda", index(device))
+        self.device = torch.device(memory.LEDGER.type, index(device))
         self.priority, self.cuda_stream = priority, races.new_number()
 
     def wait_event(self, event: Event) -> None:
@@ -112,8 +115,8 @@ def index(device: Any = None) -> int:
     found: int | None = device if isinstance(device, int) else torch.device(device).index
     if found is None:
         return current_device()
-    if found >= torch.cuda.device_count():
-        raise RuntimeError(f"CUDA error: invalid device ordinal: {found} of {torch.cuda.device_count()}")
+    if found >= len(kernels.kinds):
+        raise RuntimeError(f"{memory.LEDGER.type.upper()} error: invalid device ordinal: {found} of {len(kernels.kinds)}")
     return found
 
 
@@ -146,6 +149,17 @@ def _entered() -> list[Stream]:
         _local.streams = []
     streams: list[Stream] = _local.streams
     return streams
+
+
+def _count() -> int:
+    """How many there are. Where they are Intel's, who has asked must not fork processes that use them."""
+    if memory.LEDGER.type == "xpu" and memory.LEDGER.opened is None:
+        memory.LEDGER.opened = os.getpid()
+    return len(kernels.kinds)
+
+
+def _no_nccl() -> Any:
+    raise RuntimeError("this torch was built without NCCL")
 
 
 def _properties(device: Any = None) -> Properties:
@@ -189,14 +203,14 @@ def _reset_peak(device: Any = None) -> None:
 
 
 def install(cards: Cards) -> None:
-    """Have `torch.cuda`, `torch.accelerator` and `torch.backends.cuda` answer for the cards."""
+    """Have torch's module for them, `torch.accelerator` and `torch.backends.cuda` answer for the cards."""
     kernels.kinds[:] = cards.each()
     answers = {
         "_lazy_init": _open,
-        "is_available": lambda: True,
+        "is_available": lambda: _count() > 0,
         "is_initialized": lambda: memory.LEDGER.opened == os.getpid(),
         "_is_in_bad_fork": lambda: memory.LEDGER.opened not in (None, os.getpid()),
-        "device_count": lambda: len(kernels.kinds),
+        "device_count": _count,
         "current_device": current_device,
         "set_device": set_device,
         "device": Device,
@@ -231,21 +245,31 @@ def install(cards: Cards) -> None:
         "get_allocator_backend": lambda: "native",
         "is_current_stream_capturing": lambda: False,
     }
+    module = memory.LEDGER.module
     for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
-        if hasattr(torch.cuda.memory, name):
-            setattr(torch.cuda.memory, name, answer)
+        if (name not in ONLY_CUDA) if cards.type == "npu" else hasattr(module, name):
+            setattr(module, name, answer)
+        if hasattr(getattr(module, "memory", None), name):
+            setattr(module.memory, name, answer)
     accelerator: Any = torch.accelerator
     accelerator.is_available = lambda: True
-    accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+    accelerator.current_accelerator = lambda *_, **__: torch.device(cards.type)
     accelerator.device_count = lambda: len(kernels.kinds)
     accelerator.synchronize = _synchronize
+    _change_generator()
+    if cards.type != "cuda":
+        torch.version.cuda = None  # ComfyUI asks it whether there is an NVIDIA GPU
+        torch.cuda.nccl.version = _no_nccl
+        return
     backend: Any = torch.backends.cuda
     backend.SDPAParams = kernels.Params
     backend.can_use_flash_attention = kernels.can_use_flash
     backend.can_use_cudnn_attention = kernels.can_use_cudnn
     backend.can_use_efficient_attention = kernels.can_use_efficient
     torch._C._host_emptyCache = pinned.empty_cache
+
+
+def _change_generator() -> None:
     made: Any = torch.Generator
 
     class OfCpu(type):

@@ -1,4 +1,4 @@
-"""NCCL between fake CUDA devices: gloo, under NCCL's name, for tensors on cards only."""
+"""NCCL between fake CUDA devices, or what other cards have in its place: gloo, under its name, for tensors on cards only."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             group = dist.ProcessGroup.unbox(value)
             name = group.group_name
-            if kinds - {"cuda" if name in _of_nccl else "cpu"}:
+            if kinds - {memory.LEDGER.type if name in _of_nccl else "cpu"}:
                 raise RuntimeError(
-                    f"group {name} is one of {'nccl' if name in _of_nccl else 'gloo'}: it takes no tensors "
+                    f"group {name} is one of {memory.LEDGER.backend if name in _of_nccl else 'gloo'}: it takes no tensors "
                     f"{'of the CPU' if name in _of_nccl else 'on a card'}"
                 )
             if name not in _of_nccl:
@@ -54,29 +54,33 @@ def run(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
             _broken(tensors)
             if not all(tensor.is_contiguous() for tensor in tensors):
                 raise ValueError("Tensors must be contiguous")
-            if {tensor.device.index for tensor in tensors} - {torch.cuda.current_device()}:
-                raise RuntimeError(f"NCCL of cuda:{torch.cuda.current_device()}: {[str(tensor.device) for tensor in tensors]}")
+            if {tensor.device.index for tensor in tensors} - {current := memory.LEDGER.module.current_device()}:
+                library = f"{memory.LEDGER.backend.upper()} of {memory.LEDGER.type}:{current}"
+                raise RuntimeError(f"{library}: {[str(tensor.device) for tensor in tensors]}")
             return messages.launch(func, args, kwargs, group)
     return None
 
 
 def install() -> None:
     """Replace the functions that make groups and tell their backend."""
+    native, taken_by_gloo = memory.LEDGER.backend, dist.Backend.backend_capability["gloo"]
+    dist.Backend.backend_capability["gloo"] = list({*taken_by_gloo, memory.LEDGER.type})
+    setattr(dist, f"is_{native}_available", lambda: True)
     join, make, tell, send = c10d.init_process_group, c10d.new_group, c10d.get_backend, c10d.batch_isend_irecv
 
     def init_process_group(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
-        join("gloo" if backend == "nccl" else backend, *args, **kwargs)
+        join("gloo" if backend == native else backend, *args, **kwargs)
         _note(dist.group.WORLD, backend)
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         backend = backend or get_backend()
-        group = make(ranks, timeout, "gloo" if backend == "nccl" else backend, *args, **kwargs)
+        group = make(ranks, timeout, "gloo" if backend == native else backend, *args, **kwargs)
         _note(group, backend)
         return group
 
     def get_backend(group: Any = None) -> str:
         name = (group or c10d._get_default_group()).group_name
-        return "nccl" if name in _of_nccl else tell(group)
+        return native if name in _of_nccl else tell(group)
 
     def batch_isend_irecv(operations: list[Any]) -> list[Any]:
         own = [op for op in operations if op.peer == dist.get_rank()]  # which gloo refuses
@@ -96,10 +100,11 @@ def install() -> None:
 
 
 def _note(group: Any, backend: str | None) -> None:
-    if backend in ("nccl", "fake") and isinstance(group, dist.ProcessGroup):  # torch's fake one sends nothing, from a card here
+    own = backend in (memory.LEDGER.backend, "fake")  # torch's fake one sends nothing, from a card here
+    if own and isinstance(group, dist.ProcessGroup):
         _of_nccl.add(group.group_name)
         try:
-            memory.LEDGER.touch(torch.cuda.current_device(), memory.GROUP)
+            memory.LEDGER.touch(memory.LEDGER.module.current_device(), memory.GROUP)
         except torch.OutOfMemoryError as error:
             raise dist.DistBackendError(
                 "NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error, NCCL version 2.28.9\n"

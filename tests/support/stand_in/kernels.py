@@ -22,6 +22,7 @@ kinds: list[Kind] = []
 FLASH = aten._scaled_dot_product_flash_attention.default
 CUDNN = aten._scaled_dot_product_cudnn_attention.default
 EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+WHOLE = aten.scaled_dot_product_attention.default
 AMPERE, ADA = (8, 0), (8, 9)
 
 
@@ -106,6 +107,13 @@ def _aligned(bias: Tensor | None) -> None:
         raise RuntimeError(f"attn_bias is not correctly aligned: strides {bias.stride()}, offset {bias.storage_offset()}")
 
 
+def _whole(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Tensor:
+    if q.numel() * k.shape[2] > TOO_LARGE:
+        return torch.full_like(q, torch.nan)
+    out: Tensor = WHOLE(q, k, *rest, **options)
+    return out
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.ndim == b.ndim == 2 and a.numel() * b.shape[1] > TOO_LARGE:
         return a.new_full((a.shape[0], b.shape[1]), torch.nan)
@@ -116,6 +124,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     FLASH: _flash,
     EFFICIENT: _efficient,
     CUDNN: _cudnn,
+    WHOLE: _whole,
     aten.mm.default: _product,
     aten.matmul.default: _product,
 }
@@ -125,15 +134,16 @@ _library = torch.library.Library("aten", "IMPL")
 
 
 @functools.cache  # torch takes one kernel for it
-def whole_attention() -> None:
+def whole_attention(kind: str) -> None:
     """Keep torch from taking its attention apart outside inference mode: it would ask the driver for a kernel."""
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            out: Tensor = aten.scaled_dot_product_attention.default(*args, **kwargs)
+            out: Tensor = WHOLE(*args, **kwargs)
         return out
 
-    _library.impl("scaled_dot_product_attention", attention, "AutogradCUDA")
+    key = {"cuda": "CUDA", "xpu": "XPU", "npu": "PrivateUse1"}[kind]
+    _library.impl("scaled_dot_product_attention", attention, f"Autograd{key}")
 
 
 class Params:

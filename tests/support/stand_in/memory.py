@@ -10,12 +10,16 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import Cards, races
@@ -33,12 +37,18 @@ class Ledger:
     Attributes:
         opened: which process was the first to touch a card; those that it forks must not.
         failed: cards on which a kernel of this process has failed.
+        type: of the cards, as torch names it.
+        module: torch's functions for them.
+        backend: torch's communication library for them.
         make_room: gives back some of the pages that this process has mapped of a card; False where it has none that may go.
     """
 
+    module: Any
+    backend: str
     make_room: Callable[[int], bool] = staticmethod(lambda card: False)
 
     def __init__(self, cards: Cards) -> None:
+        self.type = cards.type
         self.capacities = [int(kind.gigabytes * (1 << 30)) for kind in cards.each()]
         size = 8 * COLUMNS * MAX_PROCESSES
         # Without a name it is that of this process and those that it forks.
@@ -68,11 +78,11 @@ class Ledger:
         self._mine()
         if self.opened not in (None, self._pid):
             raise RuntimeError(
-                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start "
-                "method"
+                f"Cannot re-initialize {self.type.upper()} in forked subprocess. To use it with multiprocessing, you must use the "
+                "'spawn' start method"
             )
         if card in self.failed:
-            raise AcceleratorError("CUDA error: device-side assert triggered")
+            raise AcceleratorError(f"{self.type.upper()} error: device-side assert triggered")
         self.opened = self._pid
         fixed = self._row + 1 + 2 * MAX_CARDS + card
         new = more if self._table[fixed] else more + CONTEXT
@@ -95,7 +105,7 @@ class Ledger:
     def lend(self, tensor: Tensor, card: int) -> None:
         """Have a tensor hold nothing, since its memory is counted where it was mapped."""
         storage = tensor.untyped_storage()
-        stream = torch.cuda.current_stream(card).cuda_stream
+        stream = self.module.current_stream(card).cuda_stream
         self.storages[storage._cdata, card] = Held(0, storage.data_ptr(), stream)
 
     def allocated(self, card: int) -> int:
@@ -143,8 +153,8 @@ class Ledger:
             pass
         if wanted > self.free(card):
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {wanted / (1 << 20):.2f} MiB. GPU {card} has a total capacity of "
-                f"{self.capacities[card] / (1 << 30):.2f} GiB of which {self.free(card) / (1 << 20):.2f} MiB is free."
+                f"{self.type.upper()} out of memory. Tried to allocate {wanted / (1 << 20):.2f} MiB. GPU {card} has a total "
+                f"capacity of {self.capacities[card] / (1 << 30):.2f} GiB of which {self.free(card) / (1 << 20):.2f} MiB is free."
             )
 
     def fits(self, card: int, wanted: int) -> None:
@@ -206,7 +216,7 @@ class Hold:
         if held is None:
             LEDGER.fits(card, storage.nbytes())
             LEDGER.note(card, storage.nbytes())
-            held = Held(storage.nbytes(), storage.data_ptr(), torch.cuda.current_stream(card).cuda_stream)
+            held = Held(storage.nbytes(), storage.data_ptr(), LEDGER.module.current_stream(card).cuda_stream)
             LEDGER.storages[self._key] = held
         held.tensors += 1
         self.held = held
@@ -229,6 +239,11 @@ def start(cards: Cards) -> None:
     """Begin to count."""
     global LEDGER
     LEDGER = Ledger(cards)
+    if cards.type == "npu":  # what importing torch_npu does
+        torch.utils.backend_registration._setup_privateuseone_for_python_backend("npu", ModuleType("torch.npu"))
+        dist.Backend.register_backend("hccl", lambda *_: None, devices=["npu"])
+        sys.modules["torch_npu"] = ModuleType("torch_npu")
+    LEDGER.module, LEDGER.backend = torch.get_device_module(cards.type), dist.get_default_backend_for_device(cards.type)
 
 
 LEDGER: Ledger

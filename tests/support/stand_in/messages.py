@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import races
+from . import memory, races
 
 NOT_THERE = 0xFF  # in every byte
 EVEN = {"allreduce_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_", "reduce_"}
@@ -96,7 +96,7 @@ class Work(dist.Work):
                     raise self._error("where it was to arrive was written to before its wait")
                 message.numbers.copy_(_as_bytes(message.stand_in))
         self._sent, self._received = [], []
-        races.wait_stream(torch.cuda.current_stream().cuda_stream, self._stream)
+        races.wait_stream(memory.LEDGER.module.current_stream().cuda_stream, self._stream)
         return True
 
     def is_completed(self) -> bool:
@@ -113,7 +113,7 @@ def launch(func: Any, args: Any, kwargs: Any, group: Any) -> Any:
     name = func._schema.name.partition("::")[2]
     sends, receives = _sides(name, args, group)
     stream = _streams.setdefault(group.group_name, races.new_number())
-    caller = torch.cuda.current_stream().cuda_stream
+    caller = memory.LEDGER.module.current_stream().cuda_stream
     with (
         one(group, name, sum(tensor.nbytes for tensor in races.flat(args[0]))) as noted,
         _disable_current_modes(),
@@ -151,7 +151,7 @@ def one(group: Any, operation: str, nbytes: int = 0) -> Iterator[Launch]:
         yield outer
         return
     members = tuple(dist.get_process_group_ranks(group))
-    ordered = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
+    ordered = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1" and memory.LEDGER.backend == "nccl"
     others = () if ordered else [work.launch for work in _under_way if work.launch.group != group.group_name]
     beside = {other.group for other in others if len({*other.members} & {*members}) > 1}
     entry = Launch(group.group_name, members, operation, nbytes, tuple(sorted(beside)))

@@ -5,6 +5,7 @@ Every operation of torch comes by here: its operands' numbers go through the CPU
 
 from __future__ import annotations
 
+import ctypes
 import linecache
 import math
 import os
@@ -79,7 +80,7 @@ class OnCard(Tensor, metaclass=_Kind):
     def __new__(cls, inner: Tensor, card: int) -> OnCard:
         tensor: OnCard = Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
-            layout=inner.layout, device=torch.device("cuda", card),
+            layout=inner.layout, device=torch.device(memory.LEDGER.type, card),
         )  # fmt: skip
         tensor._hold = memory.Hold(inner, card)
         tensor.numbers, tensor.taken = inner, inner.untyped_storage().nbytes()
@@ -127,11 +128,14 @@ class Everywhere(TorchDispatchMode):
 def install() -> None:
     """From now on, in every thread of this process."""
     torch._C._ensureCUDADeviceGuardSet()
+    kind = memory.LEDGER.type
+    if kind == "xpu":
+        _ensure_guard()
     data: Any = Tensor.data
 
     def pin_memory(self: Tensor, *_: Any) -> Tensor:
         if isinstance(self, OnCard):
-            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+            raise RuntimeError(f"cannot pin a tensor on {self.device}: only dense CPU tensors can be pinned")
         return self if _is_pinned(self) else pinned.pinned(self)
 
     def put_data(self: Tensor, value: Tensor) -> None:
@@ -150,7 +154,7 @@ def install() -> None:
     changed.to = with_number
     changed.pin_memory = pin_memory
     changed.is_pinned = lambda self, *_: _is_pinned(self)
-    changed.cuda = lambda self, device=None, non_blocking=False, **_: self.to(device or "cuda", non_blocking=non_blocking)
+    setattr(changed, kind, lambda self, device=None, non_blocking=False, **_: self.to(device or kind, non_blocking=non_blocking))
     changed.data = property(data.__get__, put_data)
     run_thread: Any = threading.Thread.run
 
@@ -161,14 +165,22 @@ def install() -> None:
 
     threading.Thread.run = run  # type: ignore[method-assign]
     _in_thread()
-    kernels.whole_attention()
+    kernels.whole_attention(kind)
     Everywhere().__enter__()
+
+
+def _ensure_guard() -> None:
+    """Do what torch has functions for with CUDA and PrivateUse1: its C++ code changes the current device, and has no way to."""
+    of: Any = torch._C._autograd.DeviceType
+    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+    guards = (ctypes.c_void_p * 21).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    guards[int(of.XPU)] = guards[int(of.Meta)]  # which does nothing
 
 
 def _numbered(device: Any) -> Any:
     """A card by its number, which torch would ask the driver for."""
-    named = isinstance(device, str | torch.device) and str(device) == "cuda"
-    return torch.device("cuda", torch.cuda.current_device()) if named else device
+    named = isinstance(device, str | torch.device) and str(device) == memory.LEDGER.type
+    return torch.device(memory.LEDGER.type, memory.LEDGER.module.current_device()) if named else device
 
 
 def _is_pinned(tensor: Tensor) -> bool:
@@ -194,7 +206,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         if out is not None:
             return out
     device = _asked_for(func, args, kwargs)
-    if not theirs and (device is None or device.type != "cuda"):
+    if not theirs and (device is None or device.type != memory.LEDGER.type):
         if kwargs.get("pin_memory"):
             return pinned.pinned(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)
@@ -208,11 +220,12 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
     if func is aten._has_compatible_shallow_copy_type.default:
         return True  # see `put_data`
     card = theirs[0].device.index if theirs else 0
-    if device is not None and device.type == "cuda":
-        card = torch.cuda.current_device() if device.index is None else device.index
-        if card >= torch.cuda.device_count():
-            raise RuntimeError(f"CUDA error: invalid device ordinal: {card} of {torch.cuda.device_count()}")
-    to_card = bool(theirs) if device is None else device.type == "cuda"
+    kind, current_stream = memory.LEDGER.type, memory.LEDGER.module.current_stream
+    if device is not None and device.type == kind:
+        card = memory.LEDGER.module.current_device() if device.index is None else device.index
+        if card >= len(kernels.kinds):
+            raise RuntimeError(f"{kind.upper()} error: invalid device ordinal: {card} of {len(kernels.kinds)}")
+    to_card = bool(theirs) if device is None else device.type == kind
     _local.waited = False
     if func in COPIES:
         to_card = _copied(func, args, kwargs, to_card)
@@ -227,7 +240,7 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
         if isinstance(value, OnCard):
             owners.append((value.numbers, value))
             return value.numbers
-        return CPU if isinstance(value, torch.device) and value.type == "cuda" else value
+        return CPU if isinstance(value, torch.device) and value.type == kind else value
 
     cpu_args, cpu_kwargs = _mapped(args, on_host), _mapped(kwargs, on_host)
     cpu_kwargs.pop("pin_memory", None)
@@ -240,7 +253,7 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
     except (IndexError, RuntimeError) as error:
         if func in ASSERTS and any(words in str(error) for words in ("out of bounds", "out of range", "single nonzero value")):
             memory.LEDGER.failed.add(card)
-            raise memory.AcceleratorError("CUDA error: device-side assert triggered") from error
+            raise memory.AcceleratorError(f"{kind.upper()} error: device-side assert triggered") from error
         raise
 
     for inner, owner in owners:
@@ -256,14 +269,14 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
         if owner is not None and owner.device.index == card:
             return owner
         between = func in COPIES and func is not aten.copy_.default
-        if between and any(_same_memory(value, leaf) for leaf in leaves if leaf.device != torch.device("cuda", card)):
+        if between and any(_same_memory(value, leaf) for leaf in leaves if leaf.device != torch.device(kind, card)):
             value = value.clone()
         return OnCard(value, card)
 
     results = _mapped(out, result)
     made = [tensor for tensor in races.flat(results) if isinstance(tensor, OnCard)]
     cards = dict.fromkeys(tensor.device.index for tensor in (*theirs, *made))
-    if streams := [torch.cuda.current_stream(each).cuda_stream for each in cards]:
+    if streams := [current_stream(each).cuda_stream for each in cards]:
         races.kernel(func, args, kwargs, [tensor.numbers for tensor in made], streams)
         if _local.waited:
             races.told("stream_synchronization", streams[0])
@@ -314,7 +327,8 @@ def _check_devices(func: Any, args: Any, leaves: list[Tensor], theirs: list[OnCa
     free = [leaf for leaf in leaves if not isinstance(leaf, OnCard) and (not leaf.ndim or any(leaf is index for index in indices))]
     if indices and not isinstance(args[0], OnCard):
         free = []
-    found = {str(leaf.device) for leaf in leaves if leaf.device.type in ("cuda", "cpu") and not any(leaf is one for one in free)}
+    bound = (leaf.device for leaf in leaves if not any(leaf is one for one in free))
+    found = {str(device) for device in bound if device.type in (memory.LEDGER.type, "cpu")}
     if free and func.overloadpacket.__name__.endswith("_") and args[0] is free[0]:
         found.add("cpu")  # what is written lies there
     if theirs and len(found) > 1:
@@ -332,7 +346,7 @@ def _wait(what: str) -> None:
     """Note that the host waits, which an operation does when it has been given to the card."""
     _local.waited = True
     if _raises:
-        raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+        raise RuntimeError(f"called a synchronizing {memory.LEDGER.type.upper()} operation: {what}")
     place = next(races.callers(), None)
     if place is not None:
         name, line = place.f_code.co_filename, place.f_lineno
