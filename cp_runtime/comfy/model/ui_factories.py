@@ -112,12 +112,17 @@ def _is_as_imported(module: ModuleType, file: str) -> bool:
         on_disk = set(_codes_in(SourceFileLoader(module.__name__, file).get_code(module.__name__)))
     except (OSError, SyntaxError):
         return False
-    owners = [
-        module,
-        *(value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__),
-    ]
+    owners = [module, *_classes_in(module, module.__name__)]
     functions = [inspect.unwrap(value) for owner in owners for value in vars(owner).values() if isinstance(value, FunctionType)]
     return all(function.__code__ in on_disk for function in functions if function.__code__.co_filename == file)
+
+
+def _classes_in(owner: Any, module: str) -> Iterator[type]:
+    """Yield the classes of a module, and all classes inside of them."""
+    for value in list(vars(owner).values()):
+        if isinstance(value, type) and value.__module__ == module and value is not owner:
+            yield value
+            yield from _classes_in(value, module)
 
 
 def _codes_in(compiled: CodeType | None) -> Iterator[CodeType]:

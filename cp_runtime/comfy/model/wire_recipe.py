@@ -21,7 +21,7 @@ VAE_LOADERS = ("load_vae_patcher", "load_checkpoint_vae_patcher")
 FACTORY = "factory"
 DTYPE_OPTIONS = ("dtype", "weight_dtype")
 OPTIONS = (*DTYPE_OPTIONS, "fp8_optimizations")
-REMEDY = "Use Load Diffusion Model or Load Checkpoint."
+REMEDY = "Use Load Diffusion Model or Load Checkpoint, or Unet Loader (GGUF) of ComfyUI-GGUF."
 """Where a loader is not one that workers can repeat."""
 DECIDED_BY_WORKER = ("load_device", "offload_device")
 
@@ -41,8 +41,15 @@ class NodeLoader:
     settings: tuple[str, ...] = ()
 
 
-_GGUF = NodeLoader("unet_name", "unet", ("dequant_dtype", "patch_dtype"))
-NODE_LOADERS: Mapping[str, NodeLoader] = {"UnetLoaderGGUF": _GGUF, "UnetLoaderGGUFAdvanced": _GGUF}
+_SETTINGS = ("dequant_dtype", "patch_dtype")
+NODE_LOADERS: Mapping[str, NodeLoader] = {
+    # ComfyUI-GGUF.
+    "UnetLoaderGGUF": NodeLoader("unet_name", "unet", _SETTINGS),
+    "UnetLoaderGGUFAdvanced": NodeLoader("unet_name", "unet", _SETTINGS),
+    # gguf, which has the same classes.
+    "LoaderGGUF": NodeLoader("gguf_name", "unet", _SETTINGS),
+    "LoaderGGUFAdvanced": NodeLoader("gguf_name", "unet", _SETTINGS),
+}
 """By the name of the node's class, whose constructor takes nothing."""
 
 FileStamp = tuple[int, ...]

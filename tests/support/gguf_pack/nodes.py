@@ -1,0 +1,104 @@
+"""The nodes, and the patcher of their models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.lora
+import comfy.model_patcher
+import comfy.sd
+import comfy.utils
+import folder_paths
+import nodes  # noqa: F401  (as the packs do, which look up ComfyUI's own loaders)
+import torch
+
+from .blocks import read
+from .ops import FLOAT, PACKED, BlockTensor, Ops, is_packed
+
+DTYPES = ("default", "target", "float32", "float16", "bfloat16")
+
+
+class GGUFModelPatcher(comfy.model_patcher.ModelPatcher):
+    patch_on_device = False
+
+    def patch_weight_to_device(self, key: str, device_to: Any = None, inplace_update: bool = False) -> Any:
+        weight = comfy.utils.get_attr(self.model, key)
+        if key in self.patches and is_packed(weight):
+            weight = weight.to(device_to)
+            weight.patches = [(self.patches[key], key)]
+            comfy.utils.set_attr_param(self.model, key, weight)
+        else:
+            super().patch_weight_to_device(key, device_to, inplace_update)
+
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> Any:
+        for weight in self.model.parameters() if unpatch_weights else ():
+            if is_packed(weight):
+                weight.patches = []
+        return super().unpatch_model(device_to=device_to, unpatch_weights=unpatch_weights)
+
+    def load(self, *args: Any, force_patch_weights: bool = False, **kwargs: Any) -> None:
+        super().load(*args, force_patch_weights=True, **kwargs)
+
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.__class__
+        self.__class__ = GGUFModelPatcher
+        made = super().clone(*args, **kwargs)
+        made.__class__ = GGUFModelPatcher
+        self.__class__ = own
+        made.patch_on_device = getattr(self, "patch_on_device", False)
+        return made
+
+
+def asked(name: str | None) -> Any:
+    return None if name in ("default", None) else name if name == "target" else getattr(torch, name)
+
+
+def load(path: str, dequant_dtype: str | None = None, patch_dtype: str | None = None, on_device: bool | None = None) -> Any:
+    ops = Ops()
+    ops.Linear.dequant_dtype, ops.Linear.patch_dtype = asked(dequant_dtype), asked(patch_dtype)  # on the class: for all models
+    weights = {
+        name: BlockTensor(data, tensor_type=PACKED if packed else FLOAT, tensor_shape=torch.Size(shape))
+        for name, (data, shape, packed) in read(path)[0].items()
+    }
+    model = comfy.sd.load_diffusion_model_state_dict(weights, model_options={"custom_operations": ops})
+    model = GGUFModelPatcher.clone(model)
+    model.patch_on_device = on_device
+    return model
+
+
+class UnetLoaderGGUF:
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"unet_name": ("STRING", {"default": "flux.gguf"})}}
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "load_unet"
+    CATEGORY = "test"
+
+    def load_unet(
+        self,
+        unet_name: str,
+        dequant_dtype: str | None = None,
+        patch_dtype: str | None = None,
+        patch_on_device: bool | None = None,
+    ) -> tuple[Any, ...]:
+        return (load(folder_paths.get_full_path("unet", unet_name), dequant_dtype, patch_dtype, patch_on_device),)
+
+
+class UnetLoaderGGUFAdvanced(UnetLoaderGGUF):
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        more = {"dequant_dtype": (DTYPES,), "patch_dtype": (DTYPES,), "patch_on_device": ("BOOLEAN", {"default": False})}
+        return {"required": super().INPUT_TYPES()["required"] | more}
+
+
+class OtherLoaderGGUF(UnetLoaderGGUF):
+    """One that nobody knows."""
+
+    FUNCTION = "load_other"
+
+    def load_other(self, unet_name: str) -> tuple[Any, ...]:
+        return (load(folder_paths.get_full_path("unet", unet_name)),)
+
+
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (UnetLoaderGGUF, UnetLoaderGGUFAdvanced, OtherLoaderGGUF)}
