@@ -108,6 +108,12 @@ def test_what_cannot_be_split_runs_on_one_device_as_the_pack_runs_it(gguf_server
     assert_equal(gguf_server.sample(graph("flux", cp=cp, **nodes), timeout=120), gguf_server.sample(graph("flux", **nodes)))
 
 
+def test_a_second_apply_context_parallel_changes_nothing(gguf_server):
+    again = ("ApplyContextParallel", {"cp_config": ["cp_config", 0]})
+    out = gguf_server.sample(graph("flux", loras=["flux_lora"], cp={"world_size": 2}, after_apply=[again]), timeout=120)
+    assert_equal(out, gguf_server.sample_once(graph("flux", loras=["flux_lora"])))
+
+
 def test_a_copy_of_the_loader_that_nobody_knows_is_refused(gguf_server):
     result = gguf_server.run(graph("flux", node="OtherLoaderGGUF", cp={"world_size": 2}), timeout=60)
     for words in ("left no recipe", "Unet Loader (GGUF)", "Load Diffusion Model"):

@@ -113,6 +113,8 @@ MIRRORED = {
     ),
 }  # fmt: skip
 
+AGAIN = ("ApplyContextParallel", {"cp_config": ["cp_config", 0]})
+
 
 def latent(server, prompt):
     return server.sample(prompt, timeout=120, node_id="save")
@@ -243,3 +245,9 @@ def test_refused_by_name(name, served, place, server, family_checkpoints):
     assert result.status == "error", result
     for word in [*words, "Remove that node", "on_unsupported"]:
         assert word in result.error.exception_message
+
+
+def test_a_second_apply_context_parallel_changes_nothing(server):
+    expected, out = (latent(server, flux_prompt(**graph)) for graph in ({}, {"cp": {"world_size": 2}, "after_apply": [AGAIN]}))
+    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert len(server.worker_pids()) == 2

@@ -80,7 +80,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
                 "ComfyUI made no static copy of the model for the workers. Start it with --disable-dynamic-vram, or update this "
                 "extension."
             )
-        made.__class__ = _over(cls, type(made))
+        made.__class__ = _over(cls, plain_class(type(made)))
         made.cp_config = config
         return made
 
@@ -241,9 +241,13 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 _OVER: dict[tuple[type[Any], type[Any]], type[Any]] = {}
 
 
-def _over(cls: type[Any], own: type[Any]) -> type[Any]:
+def _over(cls: type[Any], plain: type[Any]) -> type[Any]:
     """Return a class of patchers of ours over the class of the model's own patcher, which loads it on one device."""
-    return cls if own is comfy.model_patcher.ModelPatcher else _OVER.setdefault((cls, own), type(cls.__name__, (cls, own), {}))
+    if plain is comfy.model_patcher.ModelPatcher:
+        return cls
+    if (cls, plain) not in _OVER:
+        _OVER[cls, plain] = type(cls.__name__, (cls, plain), {})
+    return _OVER[cls, plain]
 
 
 def plain_class(cls: type[Any]) -> type[Any]:
