@@ -58,7 +58,11 @@ def stored(tensor: Tensor) -> list[Tensor]:
 def is_dressed(tensor: Tensor) -> bool:
     """Return whether a tensor is plain memory under a class that adds attributes and no operators, as GGUF loaders have one."""
     cls = type(tensor)
-    return cls not in (Tensor, Parameter) and cls.__torch_dispatch__ is Tensor.__torch_dispatch__ and not _wraps(cls)
+    return (
+        cls not in (Tensor, Parameter)
+        and cls.__torch_dispatch__ is Tensor.__torch_dispatch__
+        and not hasattr(cls, "__tensor_flatten__")
+    )
 
 
 def dressed_as(tensor: Tensor, model: Tensor) -> Tensor:
@@ -71,7 +75,3 @@ def dressed_as(tensor: Tensor, model: Tensor) -> Tensor:
 def alias(tensor: Tensor) -> Tensor:
     """Return another tensor on the same memory. Some classes return the tensor itself if they are asked to detach it."""
     return dressed_as(stored(tensor)[0], tensor) if is_dressed(tensor) else tensor.detach()
-
-
-def _wraps(cls: type[Tensor]) -> bool:
-    return hasattr(cls, "__tensor_flatten__")

@@ -123,6 +123,7 @@ def functions() -> Any:
 
 def compiled_attention(call: RunningCall) -> Server:
     """Return what serves the attention of compiled blocks in a call."""
+    known = functions()
 
     def attend(
         q_BLHD: Tensor,
@@ -137,7 +138,7 @@ def compiled_attention(call: RunningCall) -> Server:
         low_precision: bool,
         local: bool,
     ) -> Tensor:
-        func = getattr(functions(), backend, None) or attention_function(backend)
+        func = getattr(known, backend, None) or attention_function(backend)
         kwargs: dict[str, Any] = {"low_precision_attention": low_precision}
         if scale is not None:
             kwargs["scale"] = scale

@@ -12,7 +12,7 @@ from typing import Any
 import folder_paths
 
 from .ui_notes import notes_of
-from .wire_recipe import NODE_LOADERS, FileStamp, NodeLoader, file_stamp
+from .wire_recipe import NODE_LOADERS, NodeLoader, file_stamp
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,12 @@ class NodeCall:
         cls, method: of the node.
         arguments: by position.
         path: of the model file that it has loaded.
-        stamps: of the file, before and after.
     """
 
     cls: type
     method: str
     arguments: tuple[Any, ...]
     path: str
-    stamps: tuple[FileStamp, FileStamp]
 
 
 def watch_node_loaders(prompt: Any) -> Any:
@@ -38,11 +36,12 @@ def watch_node_loaders(prompt: Any) -> Any:
     packs have been imported.
     """
     nodes = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
-    for cls in set(nodes.values()):
-        loader, method = NODE_LOADERS.get(cls.__name__), getattr(cls, "FUNCTION", "")
-        own = vars(cls).get(method) or getattr(cls, method, None)
-        if loader is not None and callable(own) and getattr(own, "noted_for", None) is not cls:
-            setattr(cls, method, _noting(cls, method, inspect.unwrap(own), loader))
+    for name, loader in NODE_LOADERS.items():
+        cls: Any = nodes.get(name)
+        method = getattr(cls, "FUNCTION", "")
+        load = getattr(cls, method, None)
+        if callable(load) and getattr(load, "noted_for", None) is not cls:
+            setattr(cls, method, _noting(cls, method, inspect.unwrap(load), loader))
     return prompt
 
 
@@ -58,7 +57,8 @@ def _noting(cls: type, method: str, load: Callable[..., Any], loader: NodeLoader
         before = file_stamp(path)
         out = load(self, *args, **kwargs)
         given.apply_defaults()
-        notes_of(out[0].model).call = NodeCall(cls, method, given.args[1:], path, (before, file_stamp(path)))
+        notes = notes_of(out[0].model)
+        notes.call, notes.stamps = NodeCall(cls, method, given.args[1:], path), (before, file_stamp(path))
         return out
 
     noting.noted_for = cls  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ class ModelNotes:
     """Notes on a `BaseModel`.
 
     Args:
-        stamps: of its file, before and after ComfyUI loaded it; None = it was not loaded through `loaders`.
+        stamps: of its file, before and after ComfyUI loaded it; None = it was not loaded through `ui_loaders` or `ui_node_loaders`.
         call: of the node that loaded it, if its loader leaves no recipe: see `ui_node_loaders`.
         recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
         key: of the recipe, once the controller counts this model as a user of it.

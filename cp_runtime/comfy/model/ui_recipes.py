@@ -46,7 +46,7 @@ def _read_recipe(patcher: Any, notes: ModelNotes) -> Recipe:
     init, call = patcher.cached_patcher_init, notes.call
     name = type(patcher.model).__name__
     if init is None and call is not None:
-        return node_recipe(call, stamp_of(call.path, call.stamps))
+        return node_recipe(call, stamp_of(call.path, notes))
     if init is None:
         raise MirrorError(
             f"the loader of this {name} model left no recipe (cached_patcher_init), so the workers cannot load it. {REMEDY}"
@@ -65,12 +65,12 @@ def _read_recipe(patcher: Any, notes: ModelNotes) -> Recipe:
             raise MirrorError(f"the loader's model option {option!r} cannot be sent to the workers (allowed: {', '.join(OPTIONS)})")
         plain[option] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     path = os.path.abspath(args[0])
-    return Recipe(loader, path, plain, stamp_of(path, notes.stamps))
+    return Recipe(loader, path, plain, stamp_of(path, notes))
 
 
-def stamp_of(path: str, stamps: tuple[FileStamp, FileStamp] | None) -> FileStamp:
+def stamp_of(path: str, notes: ModelNotes) -> FileStamp:
     """Return the state of a model's file as ComfyUI loaded it. Raises MirrorError when it changed meanwhile."""
-    before, after = stamps or (file_stamp(path),) * 2
+    before, after = notes.stamps or (file_stamp(path),) * 2
     if before != after:
         raise MirrorError(
             f"{path} changed while ComfyUI loaded it. Wait until it is complete, free ComfyUI's model and node cache, and queue "

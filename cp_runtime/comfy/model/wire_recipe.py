@@ -50,7 +50,7 @@ NODE_LOADERS: Mapping[str, NodeLoader] = {
     "LoaderGGUF": NodeLoader("gguf_name", "unet", _SETTINGS),
     "LoaderGGUFAdvanced": NodeLoader("gguf_name", "unet", _SETTINGS),
 }
-"""By the name of the node's class, whose constructor takes nothing."""
+"""By the id of the node, which is the name of its class as well; its constructor takes nothing."""
 
 FileStamp = tuple[int, ...]
 """State of a file: bytes, time of change of its content and of its inode in nanoseconds, number of the inode. Two of the same

@@ -44,6 +44,6 @@ def _read(patcher: Any, notes: ModelNotes) -> Recipe:
     if metadata is not None and "tae_latent_channels" in metadata:
         raise MirrorError(f"this VAE is what its name says, and not what its file says. {_REMEDY}")
     path = os.path.abspath(args[0])
-    stamp = stamp_of(path, notes.stamps)
+    stamp = stamp_of(path, notes)
     notes.check_file = size_check(patcher.model, path, stamp[0])
     return Recipe(loader, path, {}, stamp)
