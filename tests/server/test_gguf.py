@@ -33,11 +33,19 @@ def pack(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def gguf_server(comfyui_path, checkpoints_dir, pack):
-    models = checkpoints_dir / "diffusion_models"
+def models(checkpoints_dir, tmp_path_factory):
+    """The folder of the files of blocks, beside the LoRAs of all tests."""
+    folder = tmp_path_factory.mktemp("models") / "diffusion_models"
+    folder.mkdir()
+    (folder.parent / "loras").symlink_to(checkpoints_dir / "loras")
     for name, source in FILES.items():
-        write(models / f"{source}.safetensors", models / f"{name}.gguf")
-    with ComfyServer(comfyui_path, models=checkpoints_dir, custom_nodes={**CUSTOM_NODES, PACK: pack}) as server:
+        write(checkpoints_dir / "diffusion_models" / f"{source}.safetensors", folder / f"{name}.gguf")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gguf_server(comfyui_path, models, pack):
+    with ComfyServer(comfyui_path, models=models.parent, custom_nodes={**CUSTOM_NODES, PACK: pack}) as server:
         yield server
 
 
@@ -120,9 +128,8 @@ def test_a_copy_of_the_loader_that_nobody_knows_is_refused(gguf_server):
         assert words in result.error.exception_message
 
 
-def test_a_file_that_was_replaced_is_loaded_again(gguf_server, checkpoints_dir):
+def test_a_file_that_was_replaced_is_loaded_again(gguf_server, models):
     """ComfyUI keeps the old model until something asks for it anew: the ranks must not take the new file for it."""
-    models = checkpoints_dir / "diffusion_models"
     file, cp = models / "replaced.gguf", {"world_size": 2}
     shutil.copy(models / "flux.gguf", file)
     expected = gguf_server.sample_once(graph("flux"))
