@@ -70,6 +70,8 @@ MODELS = {
     "qwen": Model("Qwen-Image, 1328 x 1328, CFG", 20e9, 60, 24, 128, 6889 + 128, 2),
     "wan14b": Model("Wan 14B, 720p, 81 frames, CFG", 14e9, 40, 40, 128, 75600, 2),
     "hunyuan": Model("HunyuanVideo, 720p, 129 frames", 13e9, 60, 24, 128, 118800 + 256),
+    # 1344 x 768; video, sound and text. What modulates by the timestep is not counted: it is computed once for all tokens.
+    "minimax": Model("MiniMax-H3, 768p, 124 frames", 19.3e9, 50, 56, 128, 37296 + 414 + 512),
 }
 LINKS = {
     "nvlink": Link("NVLink 4 (H100, H200)", 300e9, 2e-5, 4e14),

@@ -56,11 +56,13 @@ class Table:
 
 BOUND = 0.15  # of the median of a table; a row beyond it says what the model lacks
 STEP = Model("StepVideo 30B", 30e9, 48, 48, 128, 75888)
-WAN, FLUX, HUNYUAN = MODELS["wan14b"], MODELS["flux"], MODELS["hunyuan"]
+WAN, FLUX, HUNYUAN, MINIMAX = (MODELS[name] for name in ("wan14b", "flux", "hunyuan", "minimax"))
 WAN_480 = replace(WAN, tokens=32760)
 # That page gives no size. At this one the device does as many operations per second as in the Flux row of the same page.
 WAN_SHORT = replace(WAN, tokens=14040)
-NVLINK, NVLINK5, PCIE4, PCIE4X8 = (LINKS[name] for name in ("nvlink", "nvlink5", "pcie4", "pcie4x8"))
+# 832 x 480; its VAE decodes in seven chunks there, which are 124 frames.
+MINIMAX_480 = replace(MINIMAX, tokens=14430 + 414 + 512)
+NVLINK, NVLINK5, PCIE5, PCIE4, PCIE4X8 = (LINKS[name] for name in ("nvlink", "nvlink5", "pcie5", "pcie4", "pcie4x8"))
 HOST = "the host: Flux at 1024 x 1024 in eager mode waits for kernels to be launched, which more devices do not lessen"
 REST = "the rest of the run: its seconds are those of whole runs, with text encoder and VAE, which more devices do not shorten"
 
@@ -164,6 +166,21 @@ TABLES = (
     ),
     Table("Flux 1, a step, RTX 2000 Ada", "raylight", FLUX, PCIE4X8, (Row(1, 1, 1, 2.22), Row(1, 1, 2, 1.26))),
     Table("Wan 14B fp8, a step, RTX 2000 Ada", "raylight", WAN_SHORT, PCIE4X8, (Row(1, 1, 1, 9.23), Row(1, 1, 2, 5.18))),
+    Table(
+        "MiniMax-H3 480p fp8, 20 steps, RTX PRO 5000",
+        "buqi",
+        MINIMAX_480,
+        PCIE5,
+        ulysses(78.3, 41.0),
+        1 / 20,
+    ),
+    Table(
+        "MiniMax-H3 243 frames, a step, RTX PRO 4000",
+        "H3-MultiStream",
+        replace(MINIMAX, tokens=75794),
+        PCIE5,
+        (Row(1, 1, 1, 65.0), Row(1, 1, 3, 25.1)),
+    ),
     Table("StepVideo 30B, H20", "xDiT", STEP, NVLINK, ulysses(213.6, 108.1, 57.0, 30.1)),
 )
 

@@ -110,19 +110,18 @@ def table() -> str:
 
 
 def published_runs(model: Model) -> list[str]:
-    """What others measured of that model, against one device of theirs, over the same numbers of devices."""
+    """What others measured of that model, against one device of theirs."""
     lines = []
     for each in TABLES:
         alone = each.rows[0]
         if each.model.name != model.name or alone.devices != 1:
             continue
         found, missing = [], ""
-        for devices in DEVICES:
-            rows = [one for one in replay(each) if one.row.devices == devices]
-            if rows:
-                fastest = min(rows, key=lambda one: one.row.time)
-                found.append(f"{alone.time / fastest.row.time:.2f} ({alone.time / fastest.predicted:.2f}) on {devices}")
-                missing = lacks(each, fastest.error) or missing
+        runs = replay(each)
+        for devices in sorted({one.row.devices for one in runs}):
+            fastest = min((one for one in runs if one.row.devices == devices), key=lambda one: one.row.time)
+            found.append(f"{alone.time / fastest.row.time:.2f} ({alone.time / fastest.predicted:.2f}) on {devices}")
+            missing = lacks(each, fastest.error) or missing
         lines.append(f"- {each.name}, {each.link.name}: {', '.join(found)}{f'; lacks {missing}' if missing else ''}")
     return lines or ["No published run on several devices was found."]
 
