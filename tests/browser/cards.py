@@ -54,6 +54,17 @@ def animated_picture() -> str:
     return start + arrow + video(198, 2)
 
 
+def video_with_sound() -> str:
+    """Frames from a picture above a wave, of whose bars every device has some."""
+    heights = [24, 52, 78, 40, 64, 92, 56, 30, 70, 88, 46, 62, 34, 74, 50, 26]
+    colours = [colour for colour in DEVICES for _ in range(len(heights) // len(DEVICES))]
+    bars = (
+        f'<rect x="{34 + 26 * i}" y="{412 - height / 2}" width="17" height="{height}" rx="8" fill="{colour}"/>'
+        for i, (height, colour) in enumerate(zip(heights, colours, strict=True))
+    )
+    return f'<g transform="translate(0 -70)">{animated_picture()}</g>' + "".join(bars)
+
+
 def halves() -> str:
     """Prompt and negative prompt."""
     sign = '<text x="{}" y="440" font-size="54" font-weight="bold" fill="white" text-anchor="middle">{}</text>'
@@ -71,6 +82,7 @@ def steps() -> str:
 CARDS = {
     "Flux on all GPUs": ("Flux", "text to image", "#6d28d9", "#1e1b4b", picture),
     "Flux with EasyCache on all GPUs": ("EasyCache", "Flux, without needless steps", "#334155", "#020617", steps),
+    "MiniMax-H3 image to video on all GPUs": ("MiniMax-H3", "image to video with sound", "#65a30d", "#1a2e05", video_with_sound),
     "Qwen-Image on all GPUs": ("Qwen-Image", "text to image", "#0f766e", "#022c22", wide),
     "SDXL with CFG on all GPUs": ("SDXL", "CFG: a half each", "#b91c1c", "#450a0a", halves),
     "Wan 2.2 image to video on all GPUs": ("Wan 2.2", "image to video", "#c2410c", "#431407", animated_picture),
