@@ -42,6 +42,7 @@ class Case:
         change: what else is other than in the family's graph.
         matters: whether the latent must be another one without all this.
         since: first of the tested versions of ComfyUI that has the nodes; 0 = all have them.
+        degrees: of CP Config, where it is not left to the pack how the sequence is split.
     """
 
     served: str
@@ -52,6 +53,7 @@ class Case:
     change: Callable[[Prompt], None] | None = None
     matters: bool = True
     since: str = "0"
+    degrees: Mapping[str, int] = field(default_factory=dict)
 
     def build(self, cp: Mapping[str, Any] | None = None) -> Prompt:
         _, entry, _ = SERVED[self.served]
@@ -396,6 +398,39 @@ def minimax(class_type: str, **inputs: Any) -> Case:
     return Case("minimax", MINIMAX | {"node": (class_type, {**MINIMAX_SIZE, **inputs})}, MINIMAX_WIRING, {"cfg": 1.0})
 
 
+# On the family's own latent, so that it is the same graph without them.
+ANCHOR = {"latent": LATENT, "vae": ["vae", 0], "audio_vae": ["voice", 1]}
+MINIMAX_GUIDES = MINIMAX | {
+    "picture": ("MiniMaxH3AddGuide", {**ANCHOR, "positive": POSITIVE, "image": ["image", 0], "frame_idx": -1}),
+    "clip": (
+        "MiniMaxH3AddGuide",
+        {**ANCHOR, "positive": ["picture", 0], "image": ["video", 0], "audio": ["voice", 0], "frame_idx": 2},
+    ),
+    "node": ("MiniMaxH3AddGuide", {**ANCHOR, "positive": ["clip", 0], "audio": ["voice", 0], "frame_idx": 0}),
+}
+MINIMAX_MASKS = {
+    "kept": picture(64, 64, 3),
+    "heard": picture(40, 16, seed=5),
+    "parts": ("LTXVSeparateAVLatent", {"av_latent": LATENT}),
+    "seen": ("SetLatentNoiseMask", {"samples": ["parts", 0], "mask": ["kept", 1]}),
+    "sound": ("SetLatentNoiseMask", {"samples": ["parts", 1], "mask": ["heard", 1]}),
+    "node": ("LTXVConcatAVLatent", {"video_latent": ["seen", 0], "audio_latent": ["sound", 0]}),
+}
+SHIFTS = [("MiniMaxH3SigmaShift", {"shift_video": 7.0, "shift_audio": 2.0})]
+MINIMAX_033 = {
+    f"{name}, {mode}": replace(case, degrees=degrees)
+    for name, case in {
+        "MiniMaxH3AddGuide": Case("minimax", MINIMAX_GUIDES, {"positive": ["node", 0]}),
+        "masks per token of MiniMax-H3": Case("minimax", MINIMAX_MASKS, {"latent_image": ["node", 0]}),
+        "MiniMaxH3SigmaShift": Case("minimax", settings={"steps": 2, "model_nodes": SHIFTS}),
+    }.items()
+    for mode, degrees in {
+        "Ulysses": {"ulysses_degree": 2, "ring_degree": 1},
+        "ring": {"ulysses_degree": 1, "ring_degree": 2},
+    }.items()
+}
+
+
 def void(prompt: Prompt) -> None:
     prompt["sampler_select"] = {"class_type": "VOIDSampler", "inputs": {}}
 
@@ -651,11 +686,11 @@ LOADED = {
     f"Load Checkpoint, {name}": Case(name, loader=CHECKPOINT, matters=False)
     for name in ("sd15", "sdxl", "sdxl_refiner", "sd3", "flux", "lumina2", "stable_audio_open", "stable_audio_3")
 }
-NEWER = {name: replace(case, since="0.33.0") for name, case in (ANIMATE_2 | LTX_25).items()}
+NEWER = {name: replace(case, since="0.33.0") for name, case in (ANIMATE_2 | LTX_25 | MINIMAX_033).items()}
 ALL_CASES = WAN | LTXV | VIDEOS | OTHERS | MORE | LOADED | NEWER
 CASES = {name: case for name, case in ALL_CASES.items() if families.exists(case.since)}
 
-_latents: dict[str, Any] = {}
+_latents: dict[tuple[str, int], Any] = {}
 
 
 def latents(server, prompt: Prompt) -> dict[str, Any]:
@@ -674,10 +709,13 @@ def test_latent_equals_the_stock_graph(name, served, server, family_checkpoints,
         as_checkpoint(served)
     expected = latents(server, case.build())
     shares = PLANS[SERVED[served][2].cls].shares_sequence
-    result = server.run(case.build({"world_size": 2, "batch_degree": 1 if shares else 0}), timeout=300).check()
+    cp = {"world_size": 2, "batch_degree": 1 if shares else 0, **case.degrees}
+    result = server.run(case.build(cp), timeout=300).check()
     out = saved(server, result)
     if "report" in result.outputs:
-        ranks = json.loads(result.outputs["report"]["text"][0])["ranks"]
+        report = json.loads(result.outputs["report"]["text"][0])
+        ranks = report["ranks"]
+        assert case.degrees.items() <= {f"{axis}_degree": degree for axis, degree in report["degrees"].items()}.items()
         assert [rank["pid"] for rank in ranks] == server.worker_pids()
         assert not shares or all(any(rank["tokens"].values()) for rank in ranks), ranks
     assert out.keys() == expected.keys()
@@ -685,9 +723,10 @@ def test_latent_equals_the_stock_graph(name, served, server, family_checkpoints,
         assert stock.std() > 1e-2
         assert (out[node] - stock).abs().max() <= TOLERANCE * stock.std()
     if case.matters:
-        if served not in _latents:
-            _latents[served] = latents(server, Case(served).build())
-        plain = _latents[served]
+        steps = case.settings.get("steps", 1)
+        if (served, steps) not in _latents:
+            _latents[served, steps] = latents(server, Case(served, settings={"steps": steps}).build())
+        plain = _latents[served, steps]
         assert any(differs(plain[node], stock) for node, stock in expected.items())
 
 
