@@ -99,6 +99,10 @@ class TestVAE:
         prompt = vae_prompt("taesd", "decode", "tiles")
         prompt["vae"] = {"class_type": "TestVae", "inputs": {"seed": 1, "channels": 4, "video": False}}
         assert "left no recipe" in error(prompt)
+        prompt["vae"]["inputs"]["own_tiles"] = True
+        for mode in ("auto", "tiles"):
+            prompt["run"]["inputs"]["mode"] = mode
+            assert "TAESD cuts tiles by itself, which the ranks cannot share. Use VAE Decode" in error(prompt)
         single = vae_prompt("taesd", "decode", "exact", on_unsupported="single device")
         stock = run(server, "taesd", "decode")
         assert (server.sample(single) == stock).all()

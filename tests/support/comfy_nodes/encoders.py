@@ -40,7 +40,8 @@ class TestClip:
 class TestVae:
     """A tiny autoencoder: of images with `video` off, else of videos, as Wan 2.1 (16 channels) and 2.2 (48) have them.
 
-    That of images encodes by one convolution: some nodes want a megapixel of whatever they get.
+    That of images encodes by one convolution: some nodes want a megapixel of whatever they get. With `own_tiles` it says that it
+    cuts tiles by itself, as those of MiniMax-H3 and SeedVR2 do, which have billions of weights.
     """
 
     @classmethod
@@ -50,18 +51,20 @@ class TestVae:
                 "seed": ("INT", {"default": 0}),
                 "channels": ("INT", {"default": 16, "min": 1, "max": 128}),
                 "video": ("BOOLEAN", {"default": False}),
-            }
+            },
+            "optional": {"own_tiles": ("BOOLEAN", {"default": False})},
         }
 
     RETURN_TYPES = ("VAE",)
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, seed: int, channels: int, video: bool) -> tuple[Any, ...]:
+    def make(self, seed: int, channels: int, video: bool, own_tiles: bool = False) -> tuple[Any, ...]:
         kind = comfy.taesd.taehv.TAEHV if video else comfy.taesd.taesd.TAESD
         vae = comfy.sd.VAE(sd=kind(latent_channels=channels).state_dict())
         if not video:
             vae.first_stage_model.taesd_encoder = comfy.ops.disable_weight_init.Conv2d(3, channels, PIXELS, stride=PIXELS)
+        vae.handles_tiling = own_tiles
         return (randomised(vae, vae.first_stage_model, seed),)
 
 
