@@ -6,6 +6,7 @@ Arguments: JSON list of [checkpoint, LoRA, loader options, placements].
 import copy
 import json
 import os
+import weakref
 
 from support.ranks import finish, report, start, use_comfyui
 
@@ -13,6 +14,7 @@ rank, world, (wanted,) = start()
 use_comfyui()
 
 import comfy.lora  # noqa: E402
+import comfy.ops  # noqa: E402
 import comfy.utils  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -33,7 +35,23 @@ from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
 CPU = torch.device("cpu")
 RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e11, memory=1e9, overlap=0.0)
 DEVICE_BYTES = 1 << 20  # what ComfyUI's memory manager is told
+CONTEXT = "CastBiasWeightContext"  # inside which an op has its weights, since ComfyUI 0.33
 mesh = BatchMesh(dist.group.WORLD)
+given, left = [], []  # references to the weights that it gave; whether one that was left has let go of them
+
+if hasattr(comfy.ops, CONTEXT):
+
+    class Watched(getattr(comfy.ops, CONTEXT)):
+        def __enter__(self):
+            weights = super().__enter__()
+            given.append([weakref.ref(weight) for weight in weights if weight is not None])
+            return weights
+
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            left.append((self.slf, self.state) == (None, None))
+
+    setattr(comfy.ops, CONTEXT, Watched)
 
 
 def lora_of(mirrors, path, strength):
@@ -73,6 +91,13 @@ def call(mirrors):
     return out
 
 
+def casts(mirrors):
+    """Return how often an op took weights since `given` was cleared, how often it let go of them, and how many are still there."""
+    own = {id(parameter) for parameter in mirrors.entries["k"].patcher.model.parameters()}
+    kept = [ref() for refs in given for ref in refs if ref() is not None and id(ref()) not in own]
+    return len(given), sum(left), len(kept)
+
+
 def outputs(path, lora, options, placement):
     """The output of a call after every change of the model, and what was seen on the way."""
     progress = []
@@ -83,7 +108,9 @@ def outputs(path, lora, options, placement):
         outs[name] = call(mirrors)
 
     load(mirrors, path, options, placement)
+    given.clear(), left.clear()
     outs["as loaded"] = call(mirrors)
+    seen["casts"] = casts(mirrors)
     seen["progress"] = progress == [*sorted(progress[:-1]), None] and (progress[0], progress[-2]) == (0, 1000) and len(progress) > 5
     with_lora("with a LoRA", 1.0)
     with_lora("with another one", 0.25)
@@ -134,7 +161,7 @@ def one_rank_loads_again():
 torch.set_grad_enabled(False)
 report(right=one_rank_loads_again())
 for path, lora, options, placements in json.loads(wanted):
-    expected, _ = outputs(path, lora, options, "whole")
+    expected, of_whole = outputs(path, lora, options, "whole")
     for placement in placements:
         found, seen = outputs(path, lora, options, placement)
         report(
@@ -144,6 +171,7 @@ for path, lora, options, placements in json.loads(wanted):
             lora=(expected["with a LoRA"] - expected["as loaded"]).abs().max().item(),
             differing=[name for name in found if not torch.equal(expected.get(name, expected["as loaded"]), found[name])],
             steps=len(found),
+            casts_of_whole=of_whole["casts"],
             **seen,
         )
 finish()

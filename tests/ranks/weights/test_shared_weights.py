@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import checkpoints
+from support import checkpoints, families
 from support.faults import SOAK, note
 from support.ranks import COMFY, run_ranks
 
@@ -64,6 +64,16 @@ def test_bit_by_bit(reports):
 def test_quantised_weights_stay_quantised(reports):
     found = {report["model"].removesuffix(".safetensors"): report["kinds"] for report in reports}
     assert found == {name: KINDS[name] for name in found}
+
+
+def test_an_op_has_its_weights_no_longer_than_it_computes(reports):
+    """Since ComfyUI 0.33 inside a context, which it enters and leaves as often as with a whole model, and which keeps none of them.
+    The weights of a block are then those of the next one."""
+    for report in reports:
+        entered, left, kept = report["casts"]
+        assert (left, kept) == (entered, 0), report
+        assert report["casts"] == report["casts_of_whole"], report
+    assert any(report["casts"][0] for report in reports) == families.exists("0.33.0")
 
 
 def test_a_rank_keeps_its_part(reports):
