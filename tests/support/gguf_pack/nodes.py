@@ -15,6 +15,8 @@ import torch
 from .blocks import read
 from .ops import FLOAT, PACKED, BlockTensor, Ops, is_packed
 
+# The names of files with this ending, in the folders of other models.
+folder_paths.folder_names_and_paths["unet_gguf"] = (folder_paths.get_folder_paths("diffusion_models"), {".gguf"})
 DTYPES = ("default", "target", "float32", "float16", "bfloat16")
 
 
@@ -69,7 +71,7 @@ def load(path: str, dequant_dtype: str | None = None, patch_dtype: str | None = 
 class UnetLoaderGGUF:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"unet_name": ("STRING", {"default": "flux.gguf"})}}
+        return {"required": {"unet_name": (folder_paths.get_filename_list("unet_gguf"),)}}
 
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "load_unet"
@@ -102,3 +104,4 @@ class OtherLoaderGGUF(UnetLoaderGGUF):
 
 
 NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (UnetLoaderGGUF, UnetLoaderGGUFAdvanced, OtherLoaderGGUF)}
+NODE_DISPLAY_NAME_MAPPINGS = {"UnetLoaderGGUF": "Unet Loader (GGUF)", "UnetLoaderGGUFAdvanced": "Unet Loader (GGUF/Advanced)"}
