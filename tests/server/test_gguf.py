@@ -21,6 +21,7 @@ from support.worlds import on_ranks
 
 TOLERANCE = 1e-5
 FILES = {"flux": "flux", "wan": "wan_t2v", "wan_low": "wan_t2v_low", "other": "flux_schnell"}
+FILE_INPUTS = {"LoaderGGUF": "gguf_name"}
 BUILDS = {"flux": flux_prompt, "wan": wan_prompt}
 LORAS = {"flux": [("flux_lora", 0.7), ("flux_lora_kohya", -0.4)], "wan": [("wan_t2v_lora", 0.5)]}
 
@@ -59,7 +60,7 @@ def graph(family, file=None, by="UnetLoaderGGUF", loader=None, **settings):
     prompt = BUILDS[family](**settings)
     for name, named in (("loader", file or f"{family}.gguf"), ("loader_low", f"{settings.get('low_ckpt')}.gguf")):
         if name in prompt:
-            prompt[name] = {"class_type": by, "inputs": {"unet_name": named, **(loader or {})}}
+            prompt[name] = {"class_type": by, "inputs": {FILE_INPUTS.get(by, "unet_name"): named, **(loader or {})}}
     return prompt
 
 
@@ -113,6 +114,11 @@ def test_a_lora_that_changes(weights, gguf_server):
         assert_equal(gguf_server.sample(graph("flux", loras=loras, cp=cp, apply_after_lora=not behind), timeout=120), expected)
     gguf_server.free_workers()
     assert_equal(gguf_server.sample(graph("flux", cp=cp), timeout=120), stock(gguf_server, "flux"))
+
+
+def test_the_loader_of_another_pack(gguf_server):
+    out = gguf_server.sample(graph("flux", by="LoaderGGUF", loras=["flux_lora"], cp={"world_size": 2}), timeout=120)
+    assert_equal(out, stock(gguf_server, "flux", loras=["flux_lora"]))
 
 
 def test_two_files_that_take_turns(gguf_server):

@@ -94,6 +94,25 @@ class UnetLoaderGGUFAdvanced(UnetLoaderGGUF):
         return {"required": super().INPUT_TYPES()["required"] | more}
 
 
+class LoaderGGUF(UnetLoaderGGUF):
+    """The same under the names of another pack."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"gguf_name": super().INPUT_TYPES()["required"]["unet_name"]}}
+
+    FUNCTION = "load_model"
+
+    def load_model(
+        self,
+        gguf_name: str,
+        dequant_dtype: str | None = None,
+        patch_dtype: str | None = None,
+        patch_on_device: bool | None = None,
+    ) -> tuple[Any, ...]:
+        return self.load_unet(gguf_name, dequant_dtype, patch_dtype, patch_on_device)
+
+
 class OtherLoaderGGUF(UnetLoaderGGUF):
     """One that nobody knows."""
 
@@ -103,5 +122,5 @@ class OtherLoaderGGUF(UnetLoaderGGUF):
         return (load(folder_paths.get_full_path("unet", unet_name)),)
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (UnetLoaderGGUF, UnetLoaderGGUFAdvanced, OtherLoaderGGUF)}
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (UnetLoaderGGUF, UnetLoaderGGUFAdvanced, LoaderGGUF, OtherLoaderGGUF)}
 NODE_DISPLAY_NAME_MAPPINGS = {"UnetLoaderGGUF": "Unet Loader (GGUF)", "UnetLoaderGGUFAdvanced": "Unet Loader (GGUF/Advanced)"}
