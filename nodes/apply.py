@@ -28,7 +28,8 @@ class ApplyContextParallel(io.ComfyNode):
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip="A model from Load Diffusion Model or Load Checkpoint; LoRA loaders can go before or after this node.",
+                    tooltip="A model from Load Diffusion Model, Load Checkpoint or Unet Loader (GGUF); LoRA loaders can go before "
+                    "or after this node.",
                 ),
                 CPConfigType.Input(
                     "cp_config",

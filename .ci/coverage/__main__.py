@@ -138,6 +138,12 @@ counts its templates, a name is the loader's weight_dtype; *unnamed* files do no
 
 {families}
 
+## Loaders of node packs
+
+The ranks repeat the calls of these nodes. No template has one; tests have them in a pack of their own.
+
+{loaders}
+
 ## Node classes
 
 By the number of templates that use them.
@@ -195,6 +201,7 @@ def page(needs: list[Needs], report: Report) -> str:
         total=len(needs),
         lacking="".join(f"\n{number}. {reason}" for reason, number in notes.items()),
         families="\n".join(families),
+        loaders=", ".join(shown("node", name) for name in rules.PACK_LOADERS),
         classes="\n".join(f"- {count}: {', '.join(names)}" for count, names in by_count.items()),
     )
 

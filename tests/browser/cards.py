@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 SIDE = 480
@@ -79,10 +80,24 @@ def steps() -> str:
     return "".join(out.format(x, y) if i in (1, 3, 4) else shared(x, y, 118, 118) for i, (x, y) in enumerate(places))
 
 
+def blocks() -> str:
+    """A picture of large squares: few different numbers."""
+    side, heights = 36, (1, 2, 4, 5, 3, 4, 3, 2)  # of a hill
+    squares = []
+    for column, row in itertools.product(range(8), range(8)):
+        x, y, sun = 96 + side * column, 158 + side * row, (column, row) in ((6, 1), (6, 2))
+        squares.append(f'<rect x="{x}" y="{y}" width="{side - 4}" height="{side - 4}" fill="{DEVICES[row // 2]}"/>')
+        if sun or row >= 8 - heights[column]:
+            shade, opacity = ("white", 0.8) if sun else ("black", 0.35)
+            squares.append(f'<rect x="{x}" y="{y}" width="{side - 4}" height="{side - 4}" fill="{shade}" opacity="{opacity}"/>')
+    return "".join(squares)
+
+
 CARDS = {
     "Flux on all GPUs": ("Flux", "text to image", "#6d28d9", "#1e1b4b", picture),
     "Flux with EasyCache on all GPUs": ("EasyCache", "Flux, without needless steps", "#334155", "#020617", steps),
     "MiniMax-H3 image to video on all GPUs": ("MiniMax-H3", "image to video with sound", "#65a30d", "#1a2e05", video_with_sound),
+    "GGUF on all GPUs": ("GGUF", "Flux, quantised", "#65a30d", "#1a2e05", blocks),
     "Qwen-Image on all GPUs": ("Qwen-Image", "text to image", "#0f766e", "#022c22", wide),
     "SDXL with CFG on all GPUs": ("SDXL", "CFG: a half each", "#b91c1c", "#450a0a", halves),
     "Wan 2.2 image to video on all GPUs": ("Wan 2.2", "image to video", "#c2410c", "#431407", animated_picture),

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
-from support.server import CHECKOUT, ComfyServer
+from support.server import CHECKOUT, CUSTOM_NODES, GGUF_NODES, ComfyServer
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = os.environ.get("CP_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
@@ -93,7 +93,7 @@ def browser_models(checkpoints_dir: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def browser_server(comfyui_path: Path, browser_models: Path) -> Iterator[ComfyServer]:
     """A server of its own: these tests look at its workers from the first one on."""
-    with ComfyServer(comfyui_path, models=browser_models) as running:
+    with ComfyServer(comfyui_path, models=browser_models, custom_nodes=CUSTOM_NODES | GGUF_NODES) as running:
         shutil.copy(comfyui_path / "input" / "example.png", running.base / "input")
         yield running
 

@@ -59,6 +59,15 @@ def test_a_template_opens_without_a_warning(page, name, picture, tab):
     picture(f"workflows/{name}.jpg", prepare=draw, clip=lambda: {"x": 0, "y": 0, "width": SIDE, "height": SIDE})
 
 
+def test_a_template_whose_node_pack_is_missing(page, tab):
+    """ComfyUI says what is missing, by the name of the node, which the canvas alone does not put into the page."""
+    tab.spoil()
+    page.evaluate("LiteGraph.unregisterNodeType('UnetLoaderGGUF')")
+    assert page.get_by_text("UnetLoaderGGUF").count() == 0
+    open_template(page, "GGUF on all GPUs")
+    expect(page.get_by_text("UnetLoaderGGUF").first).to_be_visible()
+
+
 def test_the_picture_of_the_graph(page, picture):
     """The part of the Flux template that help pages and README show."""
     load_workflow(page, "Flux on all GPUs")

@@ -6,22 +6,22 @@ Tolerance: 1e-5 of the standard deviation of the stock latent: blocks become the
 from __future__ import annotations
 
 import shutil
-import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+from support.faults import Faults
+from support.gguf_files import write
 from support.graphs import flux_prompt, wan_prompt
-from support.server import CUSTOM_NODES, ComfyServer
+from support.server import CUSTOM_NODES, GGUF_NODES, ComfyServer
 from support.worlds import on_ranks
 
-SOURCE = Path(__file__).parents[1] / "support" / "gguf_pack"
-sys.path.append(str(SOURCE))
-from blocks import write  # noqa: E402  (the rest of the pack needs ComfyUI)
+((PACK, SOURCE),) = GGUF_NODES.items()
 
-PACK = "ComfyUI-GGUF"
 TOLERANCE = 1e-5
-FILES = {"flux": "flux", "wan": "wan_t2v", "other": "flux_schnell"}
+FILES = {"flux": "flux", "wan": "wan_t2v", "wan_low": "wan_t2v_low", "other": "flux_schnell"}
+FILE_INPUTS = {"LoaderGGUF": "gguf_name"}
 BUILDS = {"flux": flux_prompt, "wan": wan_prompt}
 LORAS = {"flux": [("flux_lora", 0.7), ("flux_lora_kohya", -0.4)], "wan": [("wan_t2v_lora", 0.5)]}
 
@@ -44,16 +44,41 @@ def models(checkpoints_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def gguf_server(comfyui_path, models, pack):
-    with ComfyServer(comfyui_path, models=models.parent, custom_nodes={**CUSTOM_NODES, PACK: pack}) as server:
+def faults(tmp_path_factory):
+    return Faults(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def gguf_server(comfyui_path, models, pack, faults):
+    nodes = {**CUSTOM_NODES, PACK: pack}
+    with ComfyServer(comfyui_path, models=models.parent, custom_nodes=nodes, env=faults.environment) as server:
         yield server
 
 
-def graph(family, file=None, node="UnetLoaderGGUF", loader=None, **settings):
-    """A graph whose model comes from a file of blocks."""
+def graph(family, file=None, by="UnetLoaderGGUF", loader=None, **settings):
+    """A graph whose models come from files of blocks, by a node of that class and with more inputs of it."""
     prompt = BUILDS[family](**settings)
-    prompt["loader"] = {"class_type": node, "inputs": {"unet_name": file or f"{family}.gguf", **(loader or {})}}
+    for name, named in (("loader", file or f"{family}.gguf"), ("loader_low", f"{settings.get('low_ckpt')}.gguf")):
+        if name in prompt:
+            prompt[name] = {"class_type": by, "inputs": {FILE_INPUTS.get(by, "unet_name"): named, **(loader or {})}}
     return prompt
+
+
+def side_by_side(prompts):
+    """One prompt of several, whose nodes get the name of theirs before their own."""
+    merged = {}
+    for name, prompt in prompts.items():
+        for node_id, node in prompt.items():
+            inputs = {
+                key: [f"{name} {value[0]}", value[1]] if isinstance(value, list) else value for key, value in node["inputs"].items()
+            }
+            merged[f"{name} {node_id}"] = {**node, "inputs": inputs}
+    return merged
+
+
+def stock(server, *args, **settings):
+    """The latent of the graph without context parallelism."""
+    return server.sample_once(graph(*args, nonce=0, **settings))
 
 
 def assert_equal(out, expected):
@@ -73,10 +98,10 @@ RUNS = [
 @pytest.mark.parametrize(("family", "weights", "loras", "world"), RUNS)
 def test_latent_equals_the_stock_graph(family, weights, loras, world, gguf_server):
     cp = {"world_size": world, "weights": weights, "ulysses_degree": world if family == "flux" and world == 2 else 0}
-    expected = gguf_server.sample_once(graph(family, loras=loras))
+    expected = stock(gguf_server, family, loras=loras)
     assert_equal(gguf_server.sample(graph(family, loras=loras, cp=cp), timeout=120), expected)
     assert len(gguf_server.worker_pids()) == world
-    plain = gguf_server.sample_once(graph(family))
+    plain = stock(gguf_server, family)
     assert bool(loras) == bool((plain - expected).abs().max() > 1e-2 * plain.std())
 
 
@@ -85,10 +110,88 @@ def test_a_lora_that_changes(weights, gguf_server):
     """From one prompt to the next, behind Apply Context Parallel and gone again; the pages of the file stay as they are."""
     cp = {"world_size": 2, "weights": weights}
     for loras, behind in (([], False), ([("flux_lora", 0.5)], False), ([("flux_lora", 1.0)], True), ([], False)):
-        expected = gguf_server.sample_once(graph("flux", loras=loras))
+        expected = stock(gguf_server, "flux", loras=loras)
         assert_equal(gguf_server.sample(graph("flux", loras=loras, cp=cp, apply_after_lora=not behind), timeout=120), expected)
     gguf_server.free_workers()
-    assert_equal(gguf_server.sample(graph("flux", cp=cp), timeout=120), gguf_server.sample_once(graph("flux")))
+    assert_equal(gguf_server.sample(graph("flux", cp=cp), timeout=120), stock(gguf_server, "flux"))
+
+
+def test_the_loader_of_another_pack(gguf_server):
+    out = gguf_server.sample(graph("flux", by="LoaderGGUF", loras=["flux_lora"], cp={"world_size": 2}), timeout=120)
+    assert_equal(out, stock(gguf_server, "flux", loras=["flux_lora"]))
+
+
+def test_two_files_that_take_turns(gguf_server):
+    """As the models of Wan 2.2 for much and for little noise. The ranks hold both."""
+    settings = {"node": "KSamplerAdvanced", "low_ckpt": "wan_low", "steps": 4, "cfg": 4.0, "loras": LORAS["wan"]}
+    expected = stock(gguf_server, "wan", **settings)
+    assert_equal(gguf_server.sample(graph("wan", cp={"world_size": 2}, **settings), timeout=120), expected)
+    assert {"wan.gguf", "wan_low.gguf"} <= set(gguf_server.get("/context_parallel/status")["models"])
+    loads = gguf_server.log_text().count("[rank 1] loading")
+    assert_equal(gguf_server.sample(graph("wan", cp={"world_size": 2}, **settings), timeout=120), expected)
+    assert gguf_server.log_text().count("[rank 1] loading") == loads
+
+
+def test_models_side_by_side(gguf_server):
+    """Two strengths of a LoRA on the model of one file, and that of another file, in one prompt."""
+    parts = {
+        "half": {"loras": [("flux_lora", 0.5)]},
+        "other": {"file": "other.gguf", "guidance": -1},
+        "whole": {"loras": ["flux_lora"]},
+    }
+    prompt = side_by_side({name: graph("flux", cp={"world_size": 2}, **part) for name, part in parts.items()})
+    result = gguf_server.run(prompt, timeout=120)
+    for name, part in parts.items():
+        assert_equal(gguf_server.latent(result, f"{name} save"), stock(gguf_server, "flux", **part))
+
+
+def loading(server, faults, seconds):
+    """Queue a prompt whose model takes that long to load, and return its id once the ranks are at it."""
+    server.free_workers()
+    faults.arm(1, "slow", at="load", seconds=seconds)
+    prompt_id = server.queue(graph("flux", loras=["flux_lora"], cp={"world_size": 2}))
+    wait_for(server, lambda status: status["state"] == "loading")
+    return prompt_id
+
+
+def wait_for(server, condition):
+    """Wait for a state of the ranks."""
+    deadline = time.monotonic() + 30
+    while not condition(status := server.get("/context_parallel/status")):
+        assert time.monotonic() < deadline, status
+        time.sleep(0.02)
+
+
+def test_free_while_a_model_is_loaded(gguf_server, faults):
+    """It waits for the prompt, as ComfyUI has it, and leaves nothing on the ranks."""
+    expected = stock(gguf_server, "flux", loras=["flux_lora"])
+    prompt_id = loading(gguf_server, faults, 1)
+    gguf_server.free()
+    assert_equal(gguf_server.latent(gguf_server.wait(prompt_id, 60)), expected)
+    wait_for(gguf_server, lambda status: not status["models"])
+    assert_equal(gguf_server.sample(graph("flux", loras=["flux_lora"], cp={"world_size": 2}), timeout=120), expected)
+
+
+def test_cancel_while_a_model_is_loaded(gguf_server, faults):
+    expected = stock(gguf_server, "flux", loras=["flux_lora"])
+    prompt_id = loading(gguf_server, faults, 10)
+    gguf_server.interrupt()
+    assert gguf_server.wait(prompt_id, 30).status == "interrupted"
+    assert_equal(gguf_server.sample(graph("flux", loras=["flux_lora"], cp={"world_size": 2}), timeout=120), expected)
+
+
+def test_cancel_while_it_computes(gguf_server):
+    """The ranks keep the model."""
+    gguf_server.sample(graph("flux", loras=["flux_lora"], cp={"world_size": 2}), timeout=120)
+    pids, loads = gguf_server.worker_pids(), gguf_server.log_text().count("[rank 0] loading")
+    long = graph("flux", loras=["flux_lora"], cp={"world_size": 2}, width=256, height=256, steps=60)
+    prompt_id = gguf_server.queue(long)
+    gguf_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2)
+    gguf_server.interrupt()
+    assert gguf_server.wait(prompt_id, 30).status == "interrupted"
+    expected = stock(gguf_server, "flux")
+    assert_equal(gguf_server.sample(graph("flux", cp={"world_size": 2}), timeout=120), expected)
+    assert (gguf_server.worker_pids(), gguf_server.log_text().count("[rank 0] loading")) == (pids, loads)
 
 
 def test_settings_of_a_loader_are_of_its_model(gguf_server):
@@ -99,14 +202,14 @@ def test_settings_of_a_loader_are_of_its_model(gguf_server):
     expected = {}
     for name, loader in (("rough", rough), ("fine", fine)):
         gguf_server.free_first()  # the loader runs again
-        expected[name] = gguf_server.sample(graph("flux", node=node, loader=loader, loras=["flux_lora"]))
+        expected[name] = gguf_server.sample(graph("flux", by=node, loader=loader, loras=["flux_lora"]))
         assert_equal(
-            gguf_server.sample(graph("flux", node=node, loader=loader, loras=["flux_lora"], cp=cp), timeout=120), expected[name]
+            gguf_server.sample(graph("flux", by=node, loader=loader, loras=["flux_lora"], cp=cp), timeout=120), expected[name]
         )
-    again = graph("flux", node=node, loader=rough, loras=["flux_lora"], cp=cp, seed=5)
+    again = graph("flux", by=node, loader=rough, loras=["flux_lora"], cp=cp, seed=5)
     out = gguf_server.sample(again, timeout=120)
     gguf_server.free_first()
-    assert_equal(out, gguf_server.sample(graph("flux", node=node, loader=rough, loras=["flux_lora"], seed=5)))
+    assert_equal(out, gguf_server.sample(graph("flux", by=node, loader=rough, loras=["flux_lora"], seed=5)))
     assert (expected["rough"] - expected["fine"]).abs().max() > 1e-4 * expected["fine"].std()
 
 
@@ -119,11 +222,11 @@ def test_what_cannot_be_split_runs_on_one_device_as_the_pack_runs_it(gguf_server
 def test_a_second_apply_context_parallel_changes_nothing(gguf_server):
     again = ("ApplyContextParallel", {"cp_config": ["cp_config", 0]})
     out = gguf_server.sample(graph("flux", loras=["flux_lora"], cp={"world_size": 2}, after_apply=[again]), timeout=120)
-    assert_equal(out, gguf_server.sample_once(graph("flux", loras=["flux_lora"])))
+    assert_equal(out, stock(gguf_server, "flux", loras=["flux_lora"]))
 
 
 def test_a_copy_of_the_loader_that_nobody_knows_is_refused(gguf_server):
-    result = gguf_server.run(graph("flux", node="OtherLoaderGGUF", cp={"world_size": 2}), timeout=60)
+    result = gguf_server.run(graph("flux", by="OtherLoaderGGUF", cp={"world_size": 2}), timeout=60)
     for words in ("left no recipe", "Unet Loader (GGUF)", "Load Diffusion Model"):
         assert words in result.error.exception_message
 
@@ -132,7 +235,7 @@ def test_a_file_that_was_replaced_is_loaded_again(gguf_server, models):
     """ComfyUI keeps the old model until something asks for it anew: the ranks must not take the new file for it."""
     file, cp = models / "replaced.gguf", {"world_size": 2}
     shutil.copy(models / "flux.gguf", file)
-    expected = gguf_server.sample_once(graph("flux"))
+    expected = stock(gguf_server, "flux")
     assert_equal(gguf_server.sample(graph("flux", file.name, cp=cp), timeout=120), expected)
     shutil.copy(models / "other.gguf", models / "new.gguf")
     (models / "new.gguf").replace(file)

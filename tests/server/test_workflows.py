@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import pytest
 from PIL import Image, ImageChops, ImageStat
-from support import checkpoints, families
+from support import checkpoints, families, gguf_files
 from support.graphs import cp_config
 from support.server import CHECKOUT, PACK, ComfyServer, PromptRejected
 from torch import Tensor
@@ -25,6 +25,8 @@ TOLERANCE = 2e-4
 FOLDER = CHECKOUT / "workflows"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
 OWN_NODES = {"CPConfig", "ApplyContextParallel", "CPSampler", "CPVAEDecode"}
+PACKS = dict.fromkeys(OWN_NODES, PACK) | {"UnetLoaderGGUF": "comfyui-gguf"}
+"""Nodes that are not ComfyUI's, and the pack of each in ComfyUI's registry, where the Manager looks for what is missing."""
 NOTES = {"Note", "MarkdownNote"}
 """Nodes that exist in the browser only and are in no prompt."""
 
@@ -188,7 +190,7 @@ def test_nodes(workflow, info):
     for node in nodes_as_saved(workflow):
         spec = info[node["type"]]
         assert not spec.get("deprecated")
-        assert node["properties"]["cnr_id"] == (PACK if node["type"] in OWN_NODES else "comfy-core")
+        assert node["properties"]["cnr_id"] == PACKS.get(node["type"], "comfy-core")
         expected = [
             (item.name, item.type, item.is_widget, 7 if item.optional else None)  # 7: the hollow circle
             for item in node_inputs(spec)
@@ -223,7 +225,7 @@ def test_widget_values(workflow, info, comfyui_path):
             if item is None:
                 assert value in CONTROL_AFTER_GENERATE, where
             elif item.name in FILE_INPUTS:
-                assert value.endswith(".safetensors"), where
+                assert value.endswith((".safetensors", ".gguf")), where
             elif item.is_upload:
                 # One that comes with ComfyUI; the folder of the server under test is empty.
                 assert (comfyui_path / "input" / value).is_file(), where
@@ -329,6 +331,7 @@ def test_queue_misses_nothing_but_model_files_and_pictures(name, server, info):
 
 TINY_MODELS = {
     "flux1-dev.safetensors": "flux.safetensors",
+    "flux1-dev-Q8_0.gguf": "flux.gguf",
     "wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors": "wan_t2v.safetensors",
     "wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors": "wan_t2v_low.safetensors",
     "wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors": "wan22_i2v.safetensors",
@@ -349,6 +352,7 @@ CONDITIONING = {
     "Flux on all GPUs": {"tokens": 12, "width": 64, "pooled_width": 64},
     "Flux with EasyCache on all GPUs": {"tokens": 12, "width": 64, "pooled_width": 64},
     H3: {"tokens": 12, "width": 48},
+    "GGUF on all GPUs": {"tokens": 12, "width": 64, "pooled_width": 64},
     "Qwen-Image on all GPUs": {"tokens": 9, "width": 48},
     "SDXL with CFG on all GPUs": {"tokens": 7, "width": 32, "pooled_width": 16},
     "Wan 2.2 text to video on all GPUs": {"tokens": 16, "width": 64},
@@ -423,8 +427,15 @@ def without_context_parallel(prompt: dict[str, Json]) -> dict[str, Json]:
     return kept
 
 
+@pytest.fixture(scope="module")
+def gguf_file(checkpoints_dir):
+    """What the tests' own loader of GGUF files reads."""
+    folder = checkpoints_dir / "diffusion_models"
+    gguf_files.write(folder / "flux.safetensors", folder / "flux.gguf")
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in SERVED])
-def test_latent_equals_the_graph_without_context_parallel(name, server, low_noise_model):
+def test_latent_equals_the_graph_without_context_parallel(name, server, low_noise_model, gguf_file):
     compare(name, server)
 
 

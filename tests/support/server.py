@@ -43,6 +43,8 @@ from . import exercised, preloaded, processes
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACK = "comfyui-context-parallel"
 CUSTOM_NODES = {PACK: CHECKOUT, "context-parallel-test-nodes": Path(__file__).parent / "comfy_nodes"}
+GGUF_NODES = {"ComfyUI-GGUF": Path(__file__).parent / "gguf_pack"}
+"""A pack of the tests' own under the name of one that loads GGUF files."""
 
 _RANDOM = random.SystemRandom()  # runs of pytest are copies of one process, with one seed
 _WITHOUT_MODELS = {

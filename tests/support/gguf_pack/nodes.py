@@ -15,6 +15,8 @@ import torch
 from .blocks import read
 from .ops import FLOAT, PACKED, BlockTensor, Ops, is_packed
 
+# The names of files with this ending, in the folders of other models.
+folder_paths.folder_names_and_paths["unet_gguf"] = (folder_paths.get_folder_paths("diffusion_models"), {".gguf"})
 DTYPES = ("default", "target", "float32", "float16", "bfloat16")
 
 
@@ -69,7 +71,7 @@ def load(path: str, dequant_dtype: str | None = None, patch_dtype: str | None = 
 class UnetLoaderGGUF:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"unet_name": ("STRING", {"default": "flux.gguf"})}}
+        return {"required": {"unet_name": (folder_paths.get_filename_list("unet_gguf"),)}}
 
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "load_unet"
@@ -92,6 +94,25 @@ class UnetLoaderGGUFAdvanced(UnetLoaderGGUF):
         return {"required": super().INPUT_TYPES()["required"] | more}
 
 
+class LoaderGGUF(UnetLoaderGGUF):
+    """The same under the names of another pack."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"gguf_name": super().INPUT_TYPES()["required"]["unet_name"]}}
+
+    FUNCTION = "load_model"
+
+    def load_model(
+        self,
+        gguf_name: str,
+        dequant_dtype: str | None = None,
+        patch_dtype: str | None = None,
+        patch_on_device: bool | None = None,
+    ) -> tuple[Any, ...]:
+        return self.load_unet(gguf_name, dequant_dtype, patch_dtype, patch_on_device)
+
+
 class OtherLoaderGGUF(UnetLoaderGGUF):
     """One that nobody knows."""
 
@@ -101,4 +122,5 @@ class OtherLoaderGGUF(UnetLoaderGGUF):
         return (load(folder_paths.get_full_path("unet", unet_name)),)
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (UnetLoaderGGUF, UnetLoaderGGUFAdvanced, OtherLoaderGGUF)}
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (UnetLoaderGGUF, UnetLoaderGGUFAdvanced, LoaderGGUF, OtherLoaderGGUF)}
+NODE_DISPLAY_NAME_MAPPINGS = {"UnetLoaderGGUF": "Unet Loader (GGUF)", "UnetLoaderGGUFAdvanced": "Unet Loader (GGUF/Advanced)"}
