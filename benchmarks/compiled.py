@@ -40,7 +40,7 @@ def rank_main() -> None:
     use_comfyui()
 
     import torch.distributed as dist
-    from support import families
+    from support.families.flux import MODELS, flux
     from support.models import build
 
     from cp_runtime.comfy.forward.rank_sharded import run_sharded
@@ -51,10 +51,9 @@ def rank_main() -> None:
     from cp_runtime.engine.mesh import BatchMesh
     from cp_runtime.families import plan_for
 
-    flux = families.load("flux")
-    spec = flux.MODELS["flux"]
+    spec = MODELS["flux"]
     model = build(replace(spec, arguments={**spec.arguments, **SIZE}))
-    inputs = flux.flux(height=int(side), width=int(side), text=64)
+    inputs = flux(height=int(side), width=int(side), text=64)
     installed, mesh = InstalledPlan(model, plan_for(model)), BatchMesh(dist.group.WORLD).sequence()
     config = ContextParallelConfig(ulysses_degree=world)
 
