@@ -43,7 +43,7 @@ INDUCTOR = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1
 def rank_main(side: int, repetitions: int) -> None:
     use_comfyui()
 
-    from support import families
+    from support.families.flux import MODELS, flux
     from support.models import build
 
     from cp_runtime.comfy.forward.rank_sharded import run_sharded
@@ -54,10 +54,9 @@ def rank_main(side: int, repetitions: int) -> None:
     from cp_runtime.engine.mesh import BatchMesh
     from cp_runtime.families import plan_for
 
-    flux = families.load("flux")
-    spec = flux.MODELS["flux"]
+    spec = MODELS["flux"]
     model = build(replace(spec, arguments={**spec.arguments, **SIZE}))
-    inputs = flux.flux(height=side, width=side, text=64)
+    inputs = flux(height=side, width=side, text=64)
     installed, mesh = InstalledPlan(model, plan_for(model)), BatchMesh(dist.group.WORLD).sequence()
     config = ContextParallelConfig(ulysses_degree=dist.get_world_size())
 
