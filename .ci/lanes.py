@@ -77,7 +77,10 @@ JOBS = (
     Job(name="owners", paths=faults("beyond", "leaks", "neighbours", "parent", "pool")),
     Job(
         name="graphs",
-        paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files", "families", "workflows", "blueprint"),
+        paths=server(
+            *("nodes", "conditioning_nodes", "template_nodes", "template_videos", "template_files"),
+            *("families", "workflows", "blueprint"),
+        ),
     ),
     Job(name="tables", paths=("tests/families", "tests/gpu")),
     Job(name="unit", paths=("tests/unit",)),

@@ -352,7 +352,7 @@ class ComfyServer:
 
     def sample_once(self, prompt: Mapping[str, Any], timeout: float = 120.0, node_id: str | None = None) -> Tensor:
         """The same, sampled for the first who asks for a prompt: what several tests compare with."""
-        key = json.dumps([prompt, node_id], sort_keys=True)
+        key = json.dumps([_without_nonce(prompt), node_id], sort_keys=True)
         if key not in self._sampled:
             self._sampled[key] = self.sample(prompt, timeout, node_id)
         return self._sampled[key]
@@ -419,14 +419,18 @@ class ComfyServer:
 
     def latent(self, result: Result, node_id: str | None = None) -> Tensor:
         """The latent that the stock SaveLatent node `node_id` saved; by default that of the only such node."""
-        result.check()
-        saved = {node: output["latents"][0] for node, output in result.outputs.items() if "latents" in output}
+        saved = self.latents(result)
         if node_id is None:
             if len(saved) != 1:
                 raise ServerError(f"node_id: got None; allowed: one of {sorted(saved)}, because there is not exactly one")
             (node_id,) = saved
-        file = self.base / "output" / saved[node_id]["subfolder"] / saved[node_id]["filename"]
-        return safetensors.torch.load_file(file)["latent_tensor"]
+        return saved[node_id]
+
+    def latents(self, result: Result) -> dict[str, Tensor]:
+        """Every latent of a prompt that stock SaveLatent nodes saved, by their ids."""
+        saved = {node: output["latents"][0] for node, output in result.check().outputs.items() if "latents" in output}
+        files = {node: self.base / "output" / entry["subfolder"] / entry["filename"] for node, entry in saved.items()}
+        return {node: safetensors.torch.load_file(file)["latent_tensor"] for node, file in files.items()}
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -524,6 +528,12 @@ class _Listener:
                     if event.type in _ENDS:
                         self._ended.add(event.data["prompt_id"])
                     self._changed.notify_all()
+
+
+def _without_nonce(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """What a prompt samples: a nonce only keeps ComfyUI from taking a result out of its cache."""
+    kept = {id: {name: value for name, value in node["inputs"].items() if name != "nonce"} for id, node in prompt.items()}
+    return {id: [node["class_type"], kept[id]] for id, node in prompt.items()}
 
 
 def _event(kind: int, frame: bytes) -> Event | None:

@@ -1,0 +1,310 @@
+"""The node classes that ComfyUI's templates put around families of videos, on the family's tiny model: the latent is the stock
+graph's. `support.node_graphs` has the stand-ins for encoders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.graphs import Link, NodeSpec, Prompt
+from support.node_graphs import (
+    ALL,
+    CHECKPOINT,
+    IMAGE,
+    IMAGE_ONLY,
+    MASK,
+    MASKS,
+    VIDEO,
+    GraphCase,
+    assert_stock,
+    codec,
+    here,
+    latent,
+    node,
+    picture,
+    sound,
+    text,
+    vision,
+)
+
+VISION = ["vision", 0]
+
+# --- Wan --------------------------------------------------------------------------------------------------------------
+
+SPEECH, VOICE, MUSIC, PAIR = ["speech", 2], ["voice", 2], ["music", 2], ["pair", 0]
+
+
+def wan(class_type: str, served: str, *, width: int = 80, length: int = 9, **inputs: Any) -> GraphCase:
+    """A node that gives both conditionings and the latent."""
+    size = {"width": width, "height": 64, "length": length}
+    nodes = {
+        "vae": codec(16),
+        "image": picture(width, 64),
+        "pair": picture(width, 64, 2),
+        "video": picture(width, 64, 9, seed=5),
+        "motion": picture(width, 64, 73),
+        "vision": vision(),
+        "other_vision": vision(seed=9),
+        "camera": node("WanCameraEmbedding", camera_pose="Zoom In", **size),
+        "speech": sound(features=(25, 400, 32)),
+        "voice": sound(features=(33, 60, 1280)),
+        "music": sound(feature=(1, 40, 35)),
+        "earlier": latent(16, 19, 8, width // 8),
+        "motion_text": node("TestConditioning", seed=9, tokens=6, width=48),
+    }
+    return GraphCase(served, nodes | {"node": node(class_type, **size, **inputs)}, ALL)
+
+
+WAN = {
+    "WanVaceToVideo": wan(
+        "WanVaceToVideo", "wan_vace", strength=0.8, control_video=VIDEO, control_masks=MASKS, reference_image=IMAGE
+    ),
+    "WanVaceToVideo, text alone": wan("WanVaceToVideo", "wan_vace"),
+    "WanCameraImageToVideo": wan("WanCameraImageToVideo", "wan_camera", camera_conditions=["camera", 0], start_image=IMAGE),
+    "WanSoundImageToVideo": wan(
+        "WanSoundImageToVideo",
+        "wan_s2v",
+        audio_encoder_output=SPEECH,
+        control_video=VIDEO,
+        ref_motion=["motion", 0],
+        ref_image=IMAGE,
+    ),
+    # Its size is that of the video before.
+    "WanSoundImageToVideoExtend": wan(
+        "WanSoundImageToVideoExtend",
+        "wan_s2v",
+        video_latent=["earlier", 0],
+        audio_encoder_output=SPEECH,
+        control_video=VIDEO,
+        ref_image=IMAGE,
+    ),
+    "WanHuMoImageToVideo": wan("WanHuMoImageToVideo", "humo", audio_encoder_output=VOICE, ref_image=IMAGE),
+    "WanHuMoImageToVideo, silent": wan("WanHuMoImageToVideo", "humo"),
+    "WanSCAILToVideo": wan(
+        "WanSCAILToVideo",
+        "scail_2",
+        width=64,
+        **dict(pose_video=VIDEO, pose_video_mask=VIDEO, replacement_mode=True, pose_strength=0.9, clip_vision_output=VISION),
+        **dict(reference_image=PAIR, reference_image_mask=PAIR, previous_frame_count=5, previous_frames=VIDEO),
+    ),
+    "WanDancerVideo": wan(
+        "WanDancerVideo",
+        "wan_dancer",
+        width=64,
+        **dict(audio_encoder_output=MUSIC, clip_vision_output_ref=VISION, start_image=IMAGE, clip_vision_output=VISION),
+    ),
+    "WanDancerVideo, mask": wan(
+        "WanDancerVideo", "wan_dancer", width=64, audio_encoder_output=MUSIC, start_image=VIDEO, mask=MASKS
+    ),
+    "WanPhantomSubjectToVideo": replace(
+        wan("WanPhantomSubjectToVideo", "wan_phantom", images=PAIR),
+        wiring={"positive": ["node", 0], "negative": ["node", 2], "latent_image": ["node", 3]},
+    ),
+}
+
+
+def posed(settings: dict[str, Any], **inputs: Any) -> GraphCase:
+    """A figure that moves as in a video."""
+    pose = dict(pose_video=VIDEO, positive_pose=["motion_text", 0], clip_vision_output_pose=["other_vision", 0], pose_strength=0.9)
+    reference = dict(reference_image=IMAGE, clip_vision_output=VISION, reference_image_strength=0.8)
+    case = wan("WanAnimate2ToVideo", "wan_animate2", **pose, **reference, **inputs)
+    return replace(case, settings=settings, since="0.33.0")
+
+
+# Three frames of the latent, one of them shared.
+WINDOWS = dict(context_length=3, context_overlap=1, context_schedule="standard_static", dim=2, freenoise=True)
+WINDOWS |= dict(cond_retain_index_list="0", causal_window_fix=True)
+ANIMATED = [node("ModelSamplingSD3", shift=5.0), node("WanAnimate2Cache", device="cpu")]
+ANIMATE_2 = {
+    "WanAnimate2ToVideo": posed({}),
+    "WanAnimate2ToVideo, for half of the steps": posed({"steps": 2}, pose_end_percent=0.5),
+    "WanAnimate2Cache": posed({"steps": 2, "model_nodes": ANIMATED}),
+    "WanAnimate2Cache behind Apply": posed({"steps": 2, "after_apply": ANIMATED}),
+    # Without the cache: ComfyUI 0.33 fails where windows are of different lengths.
+    "ContextWindowsManual on Wan-Animate 2": posed({"model_nodes": [node("ContextWindowsManual", **WINDOWS)]}, length=25),
+}
+
+# --- LTX --------------------------------------------------------------------------------------------------------------
+
+LTX: dict[str, NodeSpec] = {
+    "vae": codec(128, 32, 8),
+    "image": picture(128, 128),
+    "video": picture(128, 128, 9, seed=5),
+    "empty": node("EmptyLTXVLatentVideo", width=128, height=128, length=17),
+    "frames": node("LTXVConditioning", frame_rate=24.0),
+}
+FRAMES = {"positive": ["frames", 0], "negative": ["frames", 1]}
+WITH_SOUND: dict[str, Link] = {**FRAMES, "latent_image": ["joint", 0]}
+
+
+def with_sound(video: Link, **nodes: NodeSpec) -> dict[str, NodeSpec]:
+    concat = node("LTXVConcatAVLatent", video_latent=video, audio_latent=["sound", 0])
+    return {**LTX, **nodes, "sound": latent(8, 10, 16, noise=0.0), "joint": concat}
+
+
+def guide(before: list[Link], image: str, **inputs: Any) -> NodeSpec:
+    positive, negative, video = before
+    return node("LTXVAddGuide", positive=positive, negative=negative, latent=video, image=[image, 0], **inputs)
+
+
+INPLACE = node("LTXVImgToVideoInplace", strength=0.8, latent=["empty", 0])
+GUIDES = with_sound(
+    ["second", 2],
+    first=guide([*FRAMES.values(), ["empty", 0]], "video", strength=0.7),
+    second=guide([["first", 0], ["first", 1], ["first", 2]], "image", frame_idx=-1, attention_mask=MASK),
+)
+GUIDED: dict[str, Link] = {"positive": ["second", 0], "negative": ["second", 1], "latent_image": ["joint", 0]}
+
+
+def two_stages(prompt: Prompt) -> None:
+    """The first stage's video goes on without its guides, but with its first frame given; its sound goes on as it is."""
+    add = {
+        "apart": node("LTXVSeparateAVLatent", av_latent=["sampler", 0]),
+        "cropped": node("LTXVCropGuides", positive=["second", 0], negative=["second", 1], latent=["apart", 0]),
+        "given": node("LTXVImgToVideoInplace", strength=0.8, latent=["cropped", 2]),
+        "again": node("LTXVConcatAVLatent", video_latent=["given", 0], audio_latent=["apart", 1]),
+    }
+    prompt |= {name: {"class_type": cls, "inputs": inputs} for name, (cls, inputs) in add.items()}
+    conds = {"positive": ["cropped", 0], "negative": ["cropped", 1], "latent_image": ["again", 0], "denoise": 0.6}
+    prompt["sampler_2"] = {"class_type": "KSampler", "inputs": {**prompt["sampler"]["inputs"], **conds}}
+    for index in range(2):
+        prompt[f"part_{index}"]["inputs"]["samples"] = ["sampler_2", 0]
+
+
+SPOKEN: dict[str, Link] = {"positive": ["model_0", 1], "negative": ["model_0", 2], "latent_image": ["joint", 0]}
+REFERENCE_AUDIO = node("LTXVReferenceAudio", **FRAMES, reference_audio=["voice", 0], audio_vae=["voice", 1])
+LTXV = {
+    "LTXVConditioning": GraphCase("ltxv", LTX, FRAMES, loader=CHECKPOINT, matters=False),
+    "LTXVImgToVideo": GraphCase(
+        "ltxv",
+        LTX | {"node": node("LTXVImgToVideo", **FRAMES, width=128, height=128, length=17, strength=0.9)},
+        ALL,
+        loader=CHECKPOINT,
+    ),
+    "LTX-2, text": GraphCase("ltx2", with_sound(["empty", 0]), WITH_SOUND, loader=CHECKPOINT),
+    "LTXVImgToVideoInplace": GraphCase("ltx2", with_sound(["given", 0], given=INPLACE), WITH_SOUND, loader=CHECKPOINT),
+    "LTXVAddGuide": GraphCase("ltx2", GUIDES, GUIDED, loader=CHECKPOINT),
+    "LTXVCropGuides, two stages": GraphCase("ltx2", GUIDES, GUIDED, loader=CHECKPOINT, change=two_stages),
+    **{
+        f"LTXVReferenceAudio{where}": GraphCase(
+            "ltx2", with_sound(["empty", 0], voice=sound(latent=(1, 8, 4, 16))), SPOKEN, {place: [REFERENCE_AUDIO]}, CHECKPOINT
+        )
+        for where, place in (("", "model_nodes"), (" behind Apply", "after_apply"))
+    },
+}
+
+
+def dual_cfg(prompt: Prompt) -> None:
+    inputs = {name: link for name, link in prompt["guider"]["inputs"].items() if name != "cfg"}
+    prompt["guider"] = {"class_type": "LTXVDualCFGGuider", "inputs": {**inputs, "video_cfg": 3.0, "audio_cfg": 7.0}}
+
+
+def of_predicted_length(prompt: Prompt) -> None:
+    inputs = {"positive": ["frames", 0], "duration_head": ["head", 0], "frame_rate": 24.0, "min_seconds": 0.5, "max_seconds": 2.0}
+    inputs["model"] = prompt["sampler"]["inputs"]["model"]
+    prompt["duration"] = {"class_type": "LTXVDurationPredictor", "inputs": inputs}
+    prompt["empty"]["inputs"]["length"] = ["duration", 0]
+
+
+def ltx_25(nodes: dict[str, NodeSpec], wiring: dict[str, Link] = WITH_SOUND, **case: Any) -> GraphCase:
+    return GraphCase("ltx2.5", nodes, wiring, since="0.33.0", **case)
+
+
+GUIDANCE = [node("LTXVSpatioTemporalGuidance", scale=1.5, blocks="1"), node("LTXVModalityGuidance", modality_scale=3.0)]
+LTX_25 = {
+    "LTXVDualCFGGuider": ltx_25(with_sound(["empty", 0]), settings={"node": "SamplerCustomAdvanced"}, change=dual_cfg),
+    "LTXVAddGuide on LTX 2.5": ltx_25(GUIDES, GUIDED),
+    "LTXVImgToVideoInplace on LTX 2.5": ltx_25(with_sound(["given", 0], given=INPLACE)),
+    "LTXVDurationPredictor": ltx_25(
+        with_sound(["empty", 0], head=node("TestModelPatch", kind="duration head", seed=3)), change=of_predicted_length
+    ),
+    **{
+        f"{guidance[0]}{where}": ltx_25(with_sound(["empty", 0]), settings={place: [guidance]})
+        for guidance in GUIDANCE
+        for where, place in (("", "model_nodes"), (" behind Apply", "after_apply"))
+    },
+}
+
+# --- others -----------------------------------------------------------------------------------------------------------
+
+SHAPE = {"width": 80, "height": 64, "length": 9}
+HUNYUAN = {"vae": codec(32, 16), "image": picture(80, 64), "vision": vision(4, 40), "low": latent(32, 3, 4, 5)}
+VIDEO_80 = {"vae": codec(16), "image": picture(80, 64), "video": picture(80, 64, 13, seed=5)}
+SVD = {"vae": codec(4, 8, 0), "init_image": picture(64, 64), "vision": vision(1, 32)}
+MINIMAX = {
+    "vae": codec(24, 16),
+    "clip": text(12, 48),
+    "image": picture(96, 64),
+    "video": picture(64, 64, 5, seed=5),
+    "voice": sound(latent=(1, 32, 2, 3)),
+}
+MINIMAX_WIRING: dict[str, Link] = {"positive": ["node", 0], "conditioning": ["node", 0], "latent_image": ["node", 1]}
+REFERENCES = {
+    "ref_images.ref_image_0": IMAGE,
+    "ref_videos.ref_video_0": VIDEO,
+    "ref_video_audios.ref_video_audio_0": ["voice", 0],
+    "ref_audios.ref_audio_0": ["voice", 0],
+}
+
+
+def minimax(class_type: str, **inputs: Any) -> GraphCase:
+    made = node(class_type, prompt="a red cube", width=128, height=96, length=5, **inputs)
+    return GraphCase("minimax", MINIMAX | {"node": made}, MINIMAX_WIRING, {"cfg": 1.0})
+
+
+def void(prompt: Prompt) -> None:
+    prompt["sampler_select"] = {"class_type": "VOIDSampler", "inputs": {}}
+
+
+VIDEOS = {
+    "HunyuanVideo15ImageToVideo": GraphCase(
+        "hunyuan_video_15",
+        HUNYUAN | {"node": node("HunyuanVideo15ImageToVideo", **SHAPE, start_image=IMAGE, clip_vision_output=VISION)},
+        ALL,
+    ),
+    "HunyuanVideo15SuperResolution": GraphCase(
+        "hunyuan_video_15_sr",
+        HUNYUAN
+        | {
+            "node": node(
+                "HunyuanVideo15SuperResolution",
+                **dict(vae=["vae", 0], latent=["low", 0], noise_augmentation=0.7, start_image=IMAGE, clip_vision_output=VISION),
+            )
+        },
+        ALL,
+    ),
+    "Kandinsky5ImageToVideo": GraphCase(
+        "kandinsky5-video", VIDEO_80 | {"node": node("Kandinsky5ImageToVideo", **SHAPE, start_image=IMAGE)}, ALL
+    ),
+    "Kandinsky5ImageToVideo, text alone": GraphCase(
+        "kandinsky5-video", VIDEO_80 | {"node": node("Kandinsky5ImageToVideo", **SHAPE)}, ALL, matters=False
+    ),
+    "MiniMaxH3ImageToVideo": minimax("MiniMaxH3ImageToVideo", first_frame=IMAGE, last_frame=IMAGE),
+    "MiniMaxH3ImageToVideo, text alone": minimax("MiniMaxH3ImageToVideo"),
+    "MiniMaxH3ReferenceToVideo": minimax("MiniMaxH3ReferenceToVideo", audio_vae=["voice", 1], **REFERENCES),
+    "VOIDInpaintConditioning, VOIDSampler": GraphCase(
+        "cogvideox-inpaint",
+        VIDEO_80 | {"node": node("VOIDInpaintConditioning", quadmask=MASKS, width=80, height=64, length=13)},
+        ALL,
+        {"node": "SamplerCustomAdvanced"},
+        change=void,
+    ),
+    "SVD_img2vid_Conditioning": GraphCase(
+        "svd",
+        SVD | {"node": node("SVD_img2vid_Conditioning", clip_vision=["vision", 1], width=64, height=64, video_frames=3)},
+        ALL,
+        {"model_nodes": [node("VideoLinearCFGGuidance", min_cfg=1.0)], "steps": 2},
+        IMAGE_ONLY,
+    ),
+}
+
+CASES = here(WAN | ANIMATE_2 | LTXV | LTX_25 | VIDEOS)
+
+
+@pytest.mark.parametrize(("name", "served"), [(name, case.served) for name, case in CASES.items()], ids=CASES)
+def test_latent_equals_the_stock_graph(name, served, server, family_checkpoints, as_checkpoint):
+    assert served not in family_checkpoints, family_checkpoints[served]
+    if CASES[name].loader != "UNETLoader":
+        as_checkpoint(served)
+    assert_stock(server, CASES[name])
