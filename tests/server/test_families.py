@@ -3,16 +3,14 @@
 Tolerance: 2e-4 of the standard deviation of the stock latent, float32 (docs/numerics.md).
 """
 
-import json
-
 import pytest
 from support import families
 from support.faults import note
 from support.graphs import family_prompt
+from support.latents import assert_close
 
 from cp_runtime.families import PLANS
 
-TOLERANCE = 2e-4
 SERVED = families.served()
 
 # An odd number of ranks, both halves of CFG and a batch; tests/ranks has every case of the forward, at 2 ranks or at 3.
@@ -42,8 +40,8 @@ def test_latent_equals_the_stock_graph(served, server, family_checkpoints):
     # Without a batch axis, so that the sequence is what the ranks share.
     cp = {"world_size": WORLD, "batch_degree": 1 if plan.shares_sequence else 0}
     result = server.run(family_prompt(entry, node="CPSampler", cp=cp, **settings), timeout=120).check()
-    latents = latents_of(result, server)
-    report = json.loads(result.outputs["report"]["text"][0])
+    latents = server.latents(result)
+    report = result.report
     assert (report["family"], report["world_size"]) == (plan.family, WORLD)
     assert [rank["pid"] for rank in report["ranks"]] == server.worker_pids()
     if plan.shares_sequence:
@@ -53,9 +51,7 @@ def test_latent_equals_the_stock_graph(served, server, family_checkpoints):
 
     assert latents.keys() == expected.keys()
     for name, stock in expected.items():
-        assert latents[name].shape == stock.shape
-        assert stock.std() > 1e-2
-        assert (latents[name] - stock).abs().max() / stock.std() <= TOLERANCE
+        assert_close(latents[name], stock)
 
 
 PLACES = [
@@ -78,7 +74,7 @@ def test_shared_weights_give_the_latent_of_whole_ones(served, world, weights, dt
         return server.run(family_prompt(entry, weight_dtype=dtype, batch=1, **settings), timeout=120)
 
     def latents(kept):
-        return latents_of(run(kept).check(), server)
+        return server.latents(run(kept))
 
     if dtype != "default" and run(None).status == "error":  # some forwards compute in the dtype of a weight, also in ComfyUI
         assert run(weights).status == "error"
@@ -97,8 +93,4 @@ def stock_latents(entry, settings, server):
     # The file must be the whole model.
     assert "unet missing" not in log
     assert "unet unexpected" not in log
-    return latents_of(result.check(), server)
-
-
-def latents_of(result, server):
-    return {node: server.latent(result, node) for node, output in result.outputs.items() if "latents" in output}
+    return server.latents(result)

@@ -119,6 +119,11 @@ class Result:
     seconds: float
     cached: list[str]
 
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the CP Sampler of a prompt of `graphs` reports."""
+        return json.loads(self.outputs["report"]["text"][0])
+
     def check(self) -> Result:
         """This result, or ServerError with the traceback of the node when the prompt did not succeed."""
         if self.status != "success":
@@ -383,7 +388,7 @@ class ComfyServer:
         """
         self.free()
         began = told = time.monotonic()
-        while models := self.get("/context_parallel/status")["models"]:
+        while models := self.status()["models"]:
             now = time.monotonic()
             if now > began + timeout:
                 raise ServerError(f"the workers hold {models} {timeout} s after they were to drop them")
@@ -395,6 +400,14 @@ class ComfyServer:
     def object_info(self, node: str | None = None) -> dict[str, Any]:
         """What the server says about all its nodes, or about one."""
         return self._call(f"/object_info/{node}" if node else "/object_info")
+
+    def status(self) -> dict[str, Any]:
+        """What the pack says about its workers."""
+        return self.get("/context_parallel/status")
+
+    def wait_for_step(self, prompt_id: str, timeout: float = 60.0) -> None:
+        """Wait until a few steps of a prompt are done."""
+        self.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2, timeout)
 
     def get(self, path: str, timeout: float = 30.0) -> Any:
         """Any other JSON answer of the server."""
