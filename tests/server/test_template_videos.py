@@ -32,11 +32,11 @@ VISION = ["vision", 0]
 
 # --- Wan --------------------------------------------------------------------------------------------------------------
 
-SPEECH, VOICE, MUSIC, PAIR = ["speech", 2], ["voice", 2], ["music", 2], ["pair", 0]
+SPEECH, VOICE, MUSIC, PAIR, MOTION = ["speech", 2], ["voice", 2], ["music", 2], ["pair", 0], ["motion", 0]
 
 
-def wan(class_type: str, served: str, *, width: int = 80, length: int = 9, **inputs: Any) -> GraphCase:
-    """A node that gives both conditionings and the latent."""
+def wan(name: str, served: str, *, width: int = 80, length: int = 9, **inputs: Any) -> GraphCase:
+    """A node, which the name begins with, that gives both conditionings and the latent."""
     size = {"width": width, "height": 64, "length": length}
     nodes = {
         "vae": codec(16),
@@ -53,55 +53,35 @@ def wan(class_type: str, served: str, *, width: int = 80, length: int = 9, **inp
         "earlier": latent(16, 19, 8, width // 8),
         "motion_text": node("TestConditioning", seed=9, tokens=6, width=48),
     }
-    return GraphCase(served, nodes | {"node": node(class_type, **size, **inputs)}, ALL)
+    return GraphCase(served, nodes | {"node": node(name.partition(",")[0], **size, **inputs)}, ALL)
 
 
+SPOKEN = {"audio_encoder_output": SPEECH, "control_video": VIDEO, "ref_image": IMAGE}
+POSED = {
+    "pose_video": VIDEO, "pose_video_mask": VIDEO, "replacement_mode": True, "pose_strength": 0.9, "reference_image": PAIR,
+    "reference_image_mask": PAIR, "clip_vision_output": VISION, "previous_frame_count": 5, "previous_frames": VIDEO,
+}  # fmt: skip
+DANCING = {"audio_encoder_output": MUSIC, "start_image": IMAGE}
 WAN = {
-    "WanVaceToVideo": wan(
-        "WanVaceToVideo", "wan_vace", strength=0.8, control_video=VIDEO, control_masks=MASKS, reference_image=IMAGE
-    ),
-    "WanVaceToVideo, text alone": wan("WanVaceToVideo", "wan_vace"),
-    "WanCameraImageToVideo": wan("WanCameraImageToVideo", "wan_camera", camera_conditions=["camera", 0], start_image=IMAGE),
-    "WanSoundImageToVideo": wan(
-        "WanSoundImageToVideo",
-        "wan_s2v",
-        audio_encoder_output=SPEECH,
-        control_video=VIDEO,
-        ref_motion=["motion", 0],
-        ref_image=IMAGE,
-    ),
-    # Its size is that of the video before.
-    "WanSoundImageToVideoExtend": wan(
-        "WanSoundImageToVideoExtend",
-        "wan_s2v",
-        video_latent=["earlier", 0],
-        audio_encoder_output=SPEECH,
-        control_video=VIDEO,
-        ref_image=IMAGE,
-    ),
-    "WanHuMoImageToVideo": wan("WanHuMoImageToVideo", "humo", audio_encoder_output=VOICE, ref_image=IMAGE),
-    "WanHuMoImageToVideo, silent": wan("WanHuMoImageToVideo", "humo"),
-    "WanSCAILToVideo": wan(
-        "WanSCAILToVideo",
-        "scail_2",
-        width=64,
-        **dict(pose_video=VIDEO, pose_video_mask=VIDEO, replacement_mode=True, pose_strength=0.9, clip_vision_output=VISION),
-        **dict(reference_image=PAIR, reference_image_mask=PAIR, previous_frame_count=5, previous_frames=VIDEO),
-    ),
-    "WanDancerVideo": wan(
-        "WanDancerVideo",
-        "wan_dancer",
-        width=64,
-        **dict(audio_encoder_output=MUSIC, clip_vision_output_ref=VISION, start_image=IMAGE, clip_vision_output=VISION),
-    ),
-    "WanDancerVideo, mask": wan(
-        "WanDancerVideo", "wan_dancer", width=64, audio_encoder_output=MUSIC, start_image=VIDEO, mask=MASKS
-    ),
-    "WanPhantomSubjectToVideo": replace(
-        wan("WanPhantomSubjectToVideo", "wan_phantom", images=PAIR),
-        wiring={"positive": ["node", 0], "negative": ["node", 2], "latent_image": ["node", 3]},
-    ),
+    name: wan(name, served, **inputs)
+    for name, served, inputs in (
+        ("WanVaceToVideo", "wan_vace", dict(strength=0.8, control_video=VIDEO, control_masks=MASKS, reference_image=IMAGE)),
+        ("WanVaceToVideo, text alone", "wan_vace", {}),
+        ("WanCameraImageToVideo", "wan_camera", dict(camera_conditions=["camera", 0], start_image=IMAGE)),
+        ("WanSoundImageToVideo", "wan_s2v", {**SPOKEN, "ref_motion": MOTION}),
+        # Its size is that of the video before.
+        ("WanSoundImageToVideoExtend", "wan_s2v", {**SPOKEN, "video_latent": ["earlier", 0]}),
+        ("WanHuMoImageToVideo", "humo", dict(audio_encoder_output=VOICE, ref_image=IMAGE)),
+        ("WanHuMoImageToVideo, silent", "humo", {}),
+        ("WanSCAILToVideo", "scail_2", {**POSED, "width": 64}),
+        ("WanDancerVideo", "wan_dancer", {**DANCING, "width": 64, "clip_vision_output": VISION, "clip_vision_output_ref": VISION}),
+        ("WanDancerVideo, mask", "wan_dancer", {**DANCING, "width": 64, "start_image": VIDEO, "mask": MASKS}),
+    )
 }
+WAN["WanPhantomSubjectToVideo"] = replace(
+    wan("WanPhantomSubjectToVideo", "wan_phantom", images=PAIR),
+    wiring={"positive": ["node", 0], "negative": ["node", 2], "latent_image": ["node", 3]},
+)
 
 
 def posed(settings: dict[str, Any], **inputs: Any) -> GraphCase:
@@ -172,7 +152,7 @@ def two_stages(prompt: Prompt) -> None:
         prompt[f"part_{index}"]["inputs"]["samples"] = ["sampler_2", 0]
 
 
-SPOKEN: dict[str, Link] = {"positive": ["model_0", 1], "negative": ["model_0", 2], "latent_image": ["joint", 0]}
+VOICED: dict[str, Link] = {"positive": ["model_0", 1], "negative": ["model_0", 2], "latent_image": ["joint", 0]}
 REFERENCE_AUDIO = node("LTXVReferenceAudio", **FRAMES, reference_audio=["voice", 0], audio_vae=["voice", 1])
 LTXV = {
     "LTXVConditioning": GraphCase("ltxv", LTX, FRAMES, loader=CHECKPOINT, matters=False),
@@ -188,7 +168,7 @@ LTXV = {
     "LTXVCropGuides, two stages": GraphCase("ltx2", GUIDES, GUIDED, loader=CHECKPOINT, change=two_stages),
     **{
         f"LTXVReferenceAudio{where}": GraphCase(
-            "ltx2", with_sound(["empty", 0], voice=sound(latent=(1, 8, 4, 16))), SPOKEN, {place: [REFERENCE_AUDIO]}, CHECKPOINT
+            "ltx2", with_sound(["empty", 0], voice=sound(latent=(1, 8, 4, 16))), VOICED, {place: [REFERENCE_AUDIO]}, CHECKPOINT
         )
         for where, place in (("", "model_nodes"), (" behind Apply", "after_apply"))
     },
@@ -229,6 +209,7 @@ LTX_25 = {
 # --- others -----------------------------------------------------------------------------------------------------------
 
 SHAPE = {"width": 80, "height": 64, "length": 9}
+SEEN = {"start_image": IMAGE, "clip_vision_output": VISION}
 HUNYUAN = {"vae": codec(32, 16), "image": picture(80, 64), "vision": vision(4, 40), "low": latent(32, 3, 4, 5)}
 VIDEO_80 = {"vae": codec(16), "image": picture(80, 64), "video": picture(80, 64, 13, seed=5)}
 SVD = {"vae": codec(4, 8, 0), "init_image": picture(64, 64), "vision": vision(1, 32)}
@@ -253,50 +234,40 @@ def minimax(class_type: str, **inputs: Any) -> GraphCase:
     return GraphCase("minimax", MINIMAX | {"node": made}, MINIMAX_WIRING, {"cfg": 1.0})
 
 
+def made(name: str, served: str, encoders: dict[str, NodeSpec], inputs: dict[str, Any], **case: Any) -> GraphCase:
+    """A node, which the name begins with, that gives both conditionings and the latent."""
+    return GraphCase(served, encoders | {"node": node(name.partition(",")[0], **inputs)}, ALL, **case)
+
+
 def void(prompt: Prompt) -> None:
     prompt["sampler_select"] = {"class_type": "VOIDSampler", "inputs": {}}
 
 
+ENLARGED = {"vae": ["vae", 0], "latent": ["low", 0], "noise_augmentation": 0.7, **SEEN}
+KEPT = {"quadmask": MASKS, "width": 80, "height": 64, "length": 13}
+FILMED = {"clip_vision": ["vision", 1], "width": 64, "height": 64, "video_frames": 3}
+LINEAR = {"model_nodes": [node("VideoLinearCFGGuidance", min_cfg=1.0)], "steps": 2}
+KANDINSKY = "kandinsky5-video"
 VIDEOS = {
-    "HunyuanVideo15ImageToVideo": GraphCase(
-        "hunyuan_video_15",
-        HUNYUAN | {"node": node("HunyuanVideo15ImageToVideo", **SHAPE, start_image=IMAGE, clip_vision_output=VISION)},
-        ALL,
-    ),
-    "HunyuanVideo15SuperResolution": GraphCase(
-        "hunyuan_video_15_sr",
-        HUNYUAN
-        | {
-            "node": node(
-                "HunyuanVideo15SuperResolution",
-                **dict(vae=["vae", 0], latent=["low", 0], noise_augmentation=0.7, start_image=IMAGE, clip_vision_output=VISION),
-            )
-        },
-        ALL,
-    ),
-    "Kandinsky5ImageToVideo": GraphCase(
-        "kandinsky5-video", VIDEO_80 | {"node": node("Kandinsky5ImageToVideo", **SHAPE, start_image=IMAGE)}, ALL
-    ),
-    "Kandinsky5ImageToVideo, text alone": GraphCase(
-        "kandinsky5-video", VIDEO_80 | {"node": node("Kandinsky5ImageToVideo", **SHAPE)}, ALL, matters=False
-    ),
+    name: made(name, served, encoders, inputs, **case)
+    for name, served, encoders, inputs, case in (
+        ("HunyuanVideo15ImageToVideo", "hunyuan_video_15", HUNYUAN, {**SHAPE, **SEEN}, {}),
+        ("HunyuanVideo15SuperResolution", "hunyuan_video_15_sr", HUNYUAN, ENLARGED, {}),
+        ("Kandinsky5ImageToVideo", KANDINSKY, VIDEO_80, {**SHAPE, "start_image": IMAGE}, {}),
+        ("Kandinsky5ImageToVideo, text alone", KANDINSKY, VIDEO_80, SHAPE, {"matters": False}),
+        (
+            "VOIDInpaintConditioning, VOIDSampler",
+            "cogvideox-inpaint",
+            VIDEO_80,
+            KEPT,
+            {"settings": {"node": "SamplerCustomAdvanced"}, "change": void},
+        ),
+        ("SVD_img2vid_Conditioning", "svd", SVD, FILMED, {"settings": LINEAR, "loader": IMAGE_ONLY}),
+    )
+} | {
     "MiniMaxH3ImageToVideo": minimax("MiniMaxH3ImageToVideo", first_frame=IMAGE, last_frame=IMAGE),
     "MiniMaxH3ImageToVideo, text alone": minimax("MiniMaxH3ImageToVideo"),
     "MiniMaxH3ReferenceToVideo": minimax("MiniMaxH3ReferenceToVideo", audio_vae=["voice", 1], **REFERENCES),
-    "VOIDInpaintConditioning, VOIDSampler": GraphCase(
-        "cogvideox-inpaint",
-        VIDEO_80 | {"node": node("VOIDInpaintConditioning", quadmask=MASKS, width=80, height=64, length=13)},
-        ALL,
-        {"node": "SamplerCustomAdvanced"},
-        change=void,
-    ),
-    "SVD_img2vid_Conditioning": GraphCase(
-        "svd",
-        SVD | {"node": node("SVD_img2vid_Conditioning", clip_vision=["vision", 1], width=64, height=64, video_frames=3)},
-        ALL,
-        {"model_nodes": [node("VideoLinearCFGGuidance", min_cfg=1.0)], "steps": 2},
-        IMAGE_ONLY,
-    ),
 }
 
 CASES = here(WAN | ANIMATE_2 | LTXV | LTX_25 | VIDEOS)
