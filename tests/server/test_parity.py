@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 from support.graphs import flux_prompt, wan_prompt
 from support.latents import assert_close, differ
+from support.node_graphs import GraphCase, assert_stock
 from support.worlds import alternate
 
 FLUX, WAN = flux_prompt, wan_prompt
@@ -65,11 +66,8 @@ CASES = {
 
 @pytest.mark.parametrize(("case", "world"), alternate(CASES))
 def test_latent_equals_the_stock_graph(case, world, server):
-    expected = server.sample_once(CASES[case]())
-    result = server.run(CASES[case](cp={"world_size": world}), timeout=120).check()
-    out = server.latent(result)
+    assert_stock(server, GraphCase(CASES[case], matters=False), {"world_size": world})
     assert len(server.worker_pids()) == world
-    assert_close(out, expected)
 
 
 # Degrees left open are chosen by the cost model; here are all the others.
@@ -95,10 +93,8 @@ RUNS = [
 
 @pytest.mark.parametrize(("case", "mode", "world"), RUNS)
 def test_every_mode_equals_the_stock_graph(case, mode, world, server):
-    expected = server.sample_once(CASES[case]())
-    out = server.sample(CASES[case](cp=MODES[mode]), timeout=120)
+    assert_stock(server, GraphCase(CASES[case], matters=False), MODES[mode])
     assert len(server.worker_pids()) == world
-    assert_close(out, expected)
 
 
 def test_conditions_of_the_cases_matter(server):

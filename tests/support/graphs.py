@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -260,8 +259,9 @@ def _sampler(
 
 def _advanced(graph: Graph, stages: Mapping[str, Link], latent_image: Link, seed: int, steps: int, **common: Any) -> Link:
     """KSamplerAdvanced with one model for all steps, or another one from half of them on."""
+    names = list(stages)
     for name, model in stages.items():
-        first, last = name == next(iter(stages)), name == next(reversed(stages))
+        first, last = name == names[0], name == names[-1]
         latent_image = graph.add(
             name,
             "KSamplerAdvanced",
@@ -301,30 +301,6 @@ def _custom(
 
 
 GUIDED_FLUX = partial(flux_prompt, steps=3, cfg=4.0)
-
-
-@dataclass(frozen=True)
-class NodeCase:
-    """A node between loader and sampler.
-
-    Args:
-        node, inputs: of that node, besides its model.
-        graph: builder of the graph around it.
-        others: nodes that it takes something from.
-        matters: whether the latent must be another one without the node.
-        served: whose checkpoint the graph needs.
-    """
-
-    node: str
-    inputs: dict[str, Any] = field(default_factory=dict)
-    graph: partial[Prompt] = GUIDED_FLUX
-    others: dict[str, NodeSpec] = field(default_factory=dict)
-    matters: bool = True
-    served: str = "sd15"
-
-    def build(self, cp: dict[str, Any] | None = None, place: str = "model_nodes") -> Prompt:
-        """The graph with the node before Apply Context Parallel (`model_nodes`), or behind it (`after_apply`)."""
-        return self.graph(cp=cp, others=self.others, **{place: [(self.node, self.inputs)]})
 
 
 def family_prompt(served: Served, **common: Any) -> Prompt:

@@ -16,9 +16,9 @@ from torch import Tensor
 from cp_runtime.families import PLANS
 
 from . import families
-from .graphs import Link, NodeSpec, Prompt, family_prompt
+from .graphs import GUIDED_FLUX, Link, NodeSpec, Prompt, family_prompt
 from .latents import assert_close, differ
-from .server import ComfyServer
+from .server import ComfyServer, Result
 
 SERVED = families.served()
 
@@ -95,6 +95,30 @@ class GraphCase:
         return family_prompt(entry, **{"cfg": 3.0, "steps": 1, "node": "CPSampler", **settings})
 
 
+@dataclass(frozen=True)
+class NodeCase:
+    """A node between loader and sampler.
+
+    Args:
+        node, inputs: of that node, besides its model and what `completed` fills in.
+        graph: builder of the graph around it.
+        others: nodes that it takes something from.
+        matters: whether the latent must be another one without the node.
+        served: whose checkpoint the graph needs.
+    """
+
+    node: str
+    inputs: dict[str, Any] = field(default_factory=dict)
+    graph: Callable[..., Prompt] = GUIDED_FLUX
+    others: dict[str, NodeSpec] = field(default_factory=dict)
+    matters: bool = True
+    served: str = "sd15"
+
+    def at(self, place: str) -> GraphCase:
+        """The node before Apply Context Parallel (`model_nodes`), or behind it (`after_apply`)."""
+        return GraphCase(self.graph, self.others, settings={place: [(self.node, self.inputs)]}, matters=self.matters)
+
+
 def completed(prompt: Prompt, server: ComfyServer) -> Prompt:
     """The prompt with what its nodes require and it leaves out: the default of a widget, and the first output of the node whose id
     is the name of the input."""
@@ -120,11 +144,14 @@ def here(cases: Mapping[str, GraphCase]) -> dict[str, GraphCase]:
     return {name: case for name, case in cases.items() if families.exists(case.since)}
 
 
-def assert_stock(server: ComfyServer, case: GraphCase, cp: Mapping[str, Any] | None = None) -> None:
+def assert_stock(server: ComfyServer, case: GraphCase, cp: Mapping[str, Any] | None = None) -> Result:
     """Check that ranks give the stock graph's latents, and that these are others than those without the nodes.
 
     Args:
         cp: inputs of CP Config; by default two ranks split the sequence, or the batch of a family without one to split.
+
+    Returns:
+        How the prompt on ranks ended.
     """
     expected = _sampled_once(server, json.dumps(completed(case.build(nonce=0), server)))
     cp = cp or {"world_size": 2, "batch_degree": 1 if case.shares_sequence else 0}
@@ -140,6 +167,7 @@ def assert_stock(server: ComfyServer, case: GraphCase, cp: Mapping[str, Any] | N
     if case.matters:
         plain = _sampled_once(server, json.dumps(case.without().build(nonce=0)))
         assert any(differ(plain[name], stock) for name, stock in expected.items())
+    return result
 
 
 @functools.cache
