@@ -35,6 +35,7 @@ from support.package import load_package
 
 load_package()
 
+from cp_runtime.comfy.model.wire_recipe import NODE_LOADERS
 from cp_runtime.comfyui import TESTED
 
 PAGE = ROOT / "docs" / "generated" / "coverage.md"
@@ -201,7 +202,7 @@ def page(needs: list[Needs], report: Report) -> str:
         total=len(needs),
         lacking="".join(f"\n{number}. {reason}" for reason, number in notes.items()),
         families="\n".join(families),
-        loaders=", ".join(shown("node", name) for name in rules.PACK_LOADERS),
+        loaders=", ".join(shown("node", name) for name in NODE_LOADERS),
         classes="\n".join(f"- {count}: {', '.join(names)}" for count, names in by_count.items()),
     )
 

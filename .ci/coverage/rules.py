@@ -98,9 +98,6 @@ VALUES_ONLY = {
 }
 """Node classes that change nothing but numbers in what arrives at the forward, and so need no test of their own. Keep it short."""
 
-PACK_LOADERS = ("UnetLoaderGGUF", "UnetLoaderGGUFAdvanced", "LoaderGGUF", "LoaderGGUFAdvanced")
-"""Loaders of node packs in `cp_runtime.comfy.model.wire_recipe.NODE_LOADERS`."""
-
 REFUSED: dict[str, str] = {
     "FluxKVCache": "keys and values of earlier steps are kept inside the transformer",
     "SamplerARVideo": "keys and values of earlier frames are kept inside the transformer",
