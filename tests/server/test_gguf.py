@@ -6,7 +6,6 @@ Tolerance: 1e-5 of the standard deviation of the stock latent: blocks become the
 from __future__ import annotations
 
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 
@@ -150,16 +149,8 @@ def loading(server, faults, seconds):
     server.free_workers()
     faults.arm(1, "slow", at="load", seconds=seconds)
     prompt_id = server.queue(graph("flux", loras=["flux_lora"], cp={"world_size": 2}))
-    wait_for(server, lambda status: status["state"] == "loading")
+    server.wait_status(lambda status: status["state"] == "loading", timeout=30.0)
     return prompt_id
-
-
-def wait_for(server, condition):
-    """Wait for a state of the ranks."""
-    deadline = time.monotonic() + 30
-    while not condition(status := server.get("/context_parallel/status")):
-        assert time.monotonic() < deadline, status
-        time.sleep(0.02)
 
 
 def test_free_while_a_model_is_loaded(gguf_server, faults):
@@ -168,7 +159,7 @@ def test_free_while_a_model_is_loaded(gguf_server, faults):
     prompt_id = loading(gguf_server, faults, 1)
     gguf_server.free()
     assert_equal(gguf_server.latent(gguf_server.wait(prompt_id, 60)), expected)
-    wait_for(gguf_server, lambda status: not status["models"])
+    gguf_server.wait_status(lambda status: not status["models"], timeout=30.0)
     assert_equal(gguf_server.sample(graph("flux", loras=["flux_lora"], cp={"world_size": 2}), timeout=120), expected)
 
 

@@ -40,15 +40,6 @@ def call(server, path, method, **headers):
         return error.code, None
 
 
-def wait_for(server, condition, timeout=10.0 * SLACK):
-    """The first status that meets `condition`."""
-    deadline = time.monotonic() + timeout
-    while not condition(status := server.get(STATUS)):
-        assert time.monotonic() < deadline, status
-        time.sleep(0.05)
-    return status
-
-
 def assert_right(server, expected):
     out = server.sample(flux_prompt(cp=CP), timeout=120)
     assert (out - expected).abs().max() <= TOLERANCE * expected.std()
@@ -96,7 +87,7 @@ def test_a_run_without_the_pack_clears_what_the_one_before_came_to(pool_server, 
     since = time.monotonic()
     pool_server.run(flux_prompt(cp=CP, steps=4)).check()
     pool_server.wait_event(lambda event: event.type == "text" and " s per call · 2 ranks" in event.data[1], since=since)
-    assert wait_for(pool_server, lambda status: status["speed"] is not None)["last_call"]["at_work"] == 2
+    assert pool_server.wait_status(lambda status: status["speed"] is not None)["last_call"]["at_work"] == 2
     since = time.monotonic()
     pool_server.run(flux_prompt(steps=4)).check()
     pool_server.wait_event(lambda event: event.type == "text" and event.data == ("sampler", BYPASSED), since=since)
@@ -107,7 +98,7 @@ def test_a_run_without_the_pack_clears_what_the_one_before_came_to(pool_server, 
 
 def test_idle(pool_server, expected):
     pids = assert_right(pool_server, expected)
-    status = wait_for(pool_server, lambda status: status["state"] == "idle")
+    status = pool_server.wait_status(lambda status: status["state"] == "idle")
     assert (status["world_size"], status["backend"]) == (2, "gloo")
     assert status["models"] == ["flux.safetensors"]
     assert list(status["weights"]) == ["flux.safetensors"]
@@ -130,8 +121,8 @@ def test_answers_while_the_ranks_start_and_compute(pool_server, expected, faults
     pool_server.run(flux_prompt(cp=CP))  # notices it
     faults.arm(1, "slow", at="start", seconds=1)  # rank 0 waits for it
     prompt_id = pool_server.queue(flux_prompt(cp=CP, **LONG))
-    starting = wait_for(
-        pool_server, lambda status: status["state"] == "starting" and len(status["ranks"]) == 2 and not faults.waiting
+    starting = pool_server.wait_status(
+        lambda status: status["state"] == "starting" and len(status["ranks"]) == 2 and not faults.waiting
     )
     assert {rank["state"] for rank in starting["ranks"]} == {"starting"}
     begun = starting["starting"]
@@ -139,11 +130,11 @@ def test_answers_while_the_ranks_start_and_compute(pool_server, expected, faults
     assert begun["stage"] in ("starting processes", "connecting")  # what they need was imported for the first ones
     assert begun["last_took"] > 0
     assert starting["activity"] == f"starting 2 workers: {begun['stage']} (took {begun['last_took']:.0f} s last time)…"
-    busy = wait_for(pool_server, lambda status: status["state"] == "computing" and status["ranks"][1]["modules"] > 0)
+    busy = pool_server.wait_status(lambda status: status["state"] == "computing" and status["ranks"][1]["modules"] > 0)
     assert {rank["state"] for rank in busy["ranks"]} <= {"computing", "idle"}
     pool_server.interrupt()
     assert pool_server.wait(prompt_id, 60).status == "interrupted"
-    wait_for(pool_server, lambda status: status["state"] == "idle")
+    pool_server.wait_status(lambda status: status["state"] == "idle")
 
 
 def test_ranks_and_state_agree(pool_server, expected):
@@ -165,7 +156,7 @@ def test_the_text_in_a_node_that_did_not_end_says_so(pool_server, expected, way,
     ring = {**CP, "ulysses_degree": 1, "ring_degree": 2}  # what is said of it was not said of the prompt before
     prompt_id = pool_server.queue(flux_prompt(cp=ring, width=1024, height=1024, steps=20))  # seconds per step
     pool_server.wait_event(lambda event: event.type == "text" and "· 2 ranks (ring 2)" in event.data[1], since=since)
-    wait_for(pool_server, lambda status: status["ranks"][0]["modules"] > 0)
+    pool_server.wait_status(lambda status: status["ranks"][0]["modules"] > 0)
     if way == "cancel":
         pool_server.interrupt()
     elif way == "kill":
@@ -180,17 +171,17 @@ def test_a_stopped_rank_is_silent_and_a_dead_one_gone(pool_server, expected):
     pids = assert_right(pool_server, expected)
     watch = Stopwatch("health: SIGSTOP of an idle rank")
     os.kill(pids[1], signal.SIGSTOP)
-    status = wait_for(pool_server, lambda status: status["ranks"][1]["state"] == "silent")
+    status = pool_server.wait_status(lambda status: status["ranks"][1]["state"] == "silent")
     watch.within(3, "status says silent")
     assert status["state"] == "failed"
     assert status["ranks"][1]["process"] == "stopped"
     assert status["ranks"][0]["state"] == "idle"
     os.kill(pids[1], signal.SIGCONT)
-    wait_for(pool_server, lambda status: status["state"] == "idle")
+    pool_server.wait_status(lambda status: status["state"] == "idle")
 
     watch = Stopwatch("health: SIGKILL of an idle rank")
     os.kill(pids[1], signal.SIGKILL)
-    status = wait_for(pool_server, lambda status: status["ranks"][1]["state"] == "gone")
+    status = pool_server.wait_status(lambda status: status["ranks"][1]["state"] == "gone")
     watch.within(1, "status says gone")
     assert status["state"] == "failed"
     error = pool_server.run(flux_prompt(cp=CP)).error
@@ -206,7 +197,7 @@ def test_a_stopped_rank_is_silent_and_a_dead_one_gone(pool_server, expected):
     assert abs(failure["time"] - time.time()) < 60
     assert call(pool_server, RESTART, "POST")[1]["status"]["last_error"] is None
     assert_right(pool_server, expected)
-    wait_for(pool_server, lambda status: status["state"] == "idle")
+    pool_server.wait_status(lambda status: status["state"] == "idle")
 
 
 def test_restart_while_idle(pool_server, expected):
@@ -226,10 +217,10 @@ def test_restart_in_the_middle_of_a_step(pool_server, expected, stopped):
     """Between two steps the prompt would simply go on with the new workers."""
     pids = assert_right(pool_server, expected)
     prompt_id = pool_server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))  # seconds per step
-    wait_for(pool_server, lambda status: status["ranks"][0]["modules"] > 0)
+    pool_server.wait_status(lambda status: status["ranks"][0]["modules"] > 0)
     if stopped:
         os.kill(pids[1], signal.SIGSTOP)
-        wait_for(pool_server, lambda status: [rank["state"] for rank in status["ranks"]] == ["computing", "silent"])
+        pool_server.wait_status(lambda status: [rank["state"] for rank in status["ranks"]] == ["computing", "silent"])
     watch = Stopwatch(f"health: restart while {'a rank hangs' if stopped else 'computing'}")
     code, answer = call(pool_server, RESTART, "POST")
     assert (code, answer["restarted"], answer["error"]) == (200, True, None)
@@ -247,13 +238,13 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
     before = call(pool_server, MEASURE, "POST")[1]["status"]["last_call"]
     prompt_id = pool_server.queue(flux_prompt(cp=CP, width=768, height=640, steps=3))
     if way == "cancel":
-        wait_for(pool_server, lambda status: status["activity"] == "measuring a call on one device…")
+        pool_server.wait_status(lambda status: status["activity"] == "measuring a call on one device…")
         pool_server.interrupt()
         assert pool_server.wait(prompt_id).status == "interrupted"
         assert pool_server.get(STATUS)["speed"]["measuring"]
     else:
-        wait_for(
-            pool_server, lambda now: now["last_call"] not in (None, before) and 0 < now["ranks"][0]["modules"] < 3
+        pool_server.wait_status(
+            lambda now: now["last_call"] not in (None, before) and 0 < now["ranks"][0]["modules"] < 3
         )  # the second call
         faults.arm(0, "oom", module=4)
         pool_server.wait(prompt_id).check()

@@ -39,6 +39,7 @@ import websocket
 from torch import Tensor
 
 from . import exercised, preloaded, processes
+from .faults import SLACK
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACK = "comfyui-context-parallel"
@@ -405,6 +406,14 @@ class ComfyServer:
     def post(self, path: str, timeout: float = 30.0) -> Any:
         """The JSON answer to a request without arguments."""
         return self._call(path, {}, timeout=timeout)
+
+    def wait_status(self, condition: Callable[[dict[str, Any]], bool], timeout: float = 10.0 * SLACK) -> dict[str, Any]:
+        """The first status of the workers that meets `condition`."""
+        deadline = time.monotonic() + timeout
+        while not condition(status := self.get("/context_parallel/status")):
+            assert time.monotonic() < deadline, status
+            time.sleep(0.05)
+        return status
 
     @property
     def events(self) -> list[Event]:
