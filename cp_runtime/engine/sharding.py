@@ -199,6 +199,12 @@ class JointLayout:
         """
         return torch.cat([tensor.narrow(dim, start, stop - start) for s in self.held[rank] for start, stop in s], dim)
 
+    def to_gathered(self, tensor: Tensor, dim: int, span: slice = slice(None)) -> Tensor:
+        """Return the tokens at `span` of gathered order of a tensor in joint order along `dim`, as a view if possible."""
+        if self.in_order:
+            return tensor.movedim(dim, 0)[span].movedim(0, dim)
+        return tensor.index_select(dim, self.gathered_order(tensor.device)[span])
+
     def to_joint(self, tensor: Tensor, dim: int) -> Tensor:
         """Reorder a tensor with all tokens along `dim` from gathered into joint order."""
         if self.in_order:
@@ -211,6 +217,12 @@ class JointLayout:
 
 # Shared by calls: computing the order of a long video's tokens takes milliseconds.
 joint_layout = lru_cache(maxsize=32)(JointLayout)
+
+
+@lru_cache(maxsize=64)
+def chunk_spans(layout: JointLayout, ulysses: int) -> tuple[slice, ...]:
+    """Return the positions in gathered order of every *chunk*: the tokens of `ulysses` neighbouring ranks."""
+    return tuple(slice(start, stop) for start, stop in pairwise([*accumulate(layout.owned_lengths, initial=0)][::ulysses]))
 
 
 def _count(streams: Iterable[Iterable[Segment]]) -> int:
