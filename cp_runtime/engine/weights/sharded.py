@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -53,37 +54,27 @@ class SharedBlock:
             self.packing.copy_range(weights, number * self.piece + ranks.rank * self.part, own)
         self.attentions = 0  # that its last run had
         self.running = 0
+        self.is_whole = True  # its slots have its weights
         self._remedy = remedy
         with _plain():
             self._absent = self.packing.absent(device, list(block.slots), remedy)
         self._put = block.weights  # contents of the slots, unless somebody else has put another weight there
+        self.fill(None)
 
-    def drop(self) -> None:
-        """Replace its weights by stand-ins, until a buffer holds them."""
-        with _plain():
-            self._fill(self._absent)
-
-    def use(self, buffer: Tensor) -> None:
-        """Take its weights from a buffer.
-
-        Raises:
-            PlanError: somebody has put a weight of his own into the block, which would be lost.
-        """
+    def check(self) -> None:
+        """Raise PlanError if somebody has put a weight of his own into the block, which would be lost."""
         for path, weight, put in zip(self.block.slots, self.block.weights, self._put, strict=True):
             if weight is not put:
                 raise PlanError(f"{path} was replaced while every rank keeps a part of what it was. {self._remedy}")
-        with _plain():
-            self._fill(self.packing.views(buffer))
 
-    def give_back(self, run: Tensor) -> None:
-        """Take its weights from a run of bytes from now on. Weights that somebody else put in their place stay."""
+    def fill(self, run: Tensor | None) -> None:
+        """Take its weights from a run of bytes, or stand-ins if there is none. Weights that somebody else put there stay."""
         with _plain():
-            self._fill(self.packing.views(run))
-
-    def _fill(self, weights: list[Tensor]) -> None:
-        ours = [weight is put for weight, put in zip(self.block.weights, self._put, strict=True)]
-        self.block.put([new if own else weight for new, own, weight in zip(weights, ours, self.block.weights, strict=True)])
-        self._put = [new if own else put for new, own, put in zip(self.block.weights, ours, self._put, strict=True)]
+            new = self._absent if run is None else self.packing.views(run)
+            ours = [weight is put for weight, put in zip(self.block.weights, self._put, strict=True)]
+            self.block.put([made if own else other for made, own, other in zip(new, ours, self.block.weights, strict=True)])
+            self._put = [now if own else put for now, own, put in zip(self.block.weights, ours, self._put, strict=True)]
+        self.is_whole = run is not None
 
 
 @contextlib.contextmanager
@@ -132,12 +123,15 @@ class ShardedWeights:
         self._order: list[SharedBlock] = []  # of the last call
         self._entered: list[SharedBlock] = []  # in this one
         self._place = 0  # in the order
-        self._current: Buffer | None = None
-        self._next: Buffer | None = None
-        self._attentions = 0
+        self._attentions = 0  # since a block was entered
         self._beside_others = ranks.may_overlap
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
-        self._hooks = [hook for block in self.blocks.values() for hook in self._hook(block)]
+        self._hooks = []
+        for block in self.blocks.values():
+            # In front of the plan's, whichever came first: a rank may load its model again at any time.
+            enter, leave = partial(self._enter, block.name), partial(self._leave, block.name)
+            self._hooks.append(block.module.register_forward_pre_hook(enter, prepend=True))
+            self._hooks.append(block.module.register_forward_hook(leave))
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +149,6 @@ class ShardedWeights:
         taken = [others.get(path, own) for path, own in zip(block.slots, block.weights, strict=True)]
         old = self._shared.get(name)
         new = self._shared[name] = SharedBlock(block, taken, self._ranks, self._device, self._on_host, self._remedy)
-        new.drop()
         self._order = [new if each is old else each for each in self._order]
         for buffer in self._buffers:
             if buffer.holder is old:
@@ -165,10 +158,9 @@ class ShardedWeights:
     def call(self) -> Iterator[None]:
         """Fetch blocks ahead inside the context. All ranks enter it alike."""
         largest = max((shared.nbytes for shared in self._shared.values()), default=0)
-        if self._buffers and self._buffers[0].storage.nbytes != largest:
+        if [buffer.storage.nbytes for buffer in self._buffers] != [largest] * 2:
             self.free_buffers()
-        while len(self._buffers) < 2:
-            self._buffers.append(Buffer(self._room(largest)))
+            self._buffers = [Buffer(self._room(largest)) for _ in range(2)]
         self._entered, self._place = [], 0
         if not self._alike():
             self._order = []
@@ -206,16 +198,15 @@ class ShardedWeights:
                 buffer.holder = shared
                 self._ask(buffer, len(shared.shard))
                 self._wait(buffer)
-                shared.give_back(buffer.storage.to(device or self._device))
+                shared.fill(buffer.storage.to(device or self._device))
         self.remove()
 
     def remove(self) -> None:
         """Let go of everything. The model has no weights for its blocks, until somebody fills the slots."""
-        while self._hooks:
-            self._hooks.pop()()
+        for hook in self._hooks:
+            hook.remove()
         self._shared.clear()
-        self._order, self._entered = [], []
-        self._buffers, self._current, self._next = [], None, None
+        self._order, self._entered, self._buffers = [], [], []
 
     def _alike(self) -> bool:
         """Return whether all ranks expect the same blocks and hold the same ones.
@@ -229,54 +220,50 @@ class ShardedWeights:
         high, low = self._ranks.largest(torch.tensor([known, -known], device=self._device)).tolist()
         return bool(high == -low)
 
-    def _hook(self, block: Block) -> Iterator[Callable[[], None]]:
-        def enter(*_: object) -> None:
-            if (shared := self._shared.get(block.name)) is not None:
-                self._enter(shared)
-
-        def leave(*_: object) -> None:
-            if (shared := self._shared.get(block.name)) is not None:
-                self._leave(shared)
-
-        # In front of the plan's, whichever came first: a rank may load its model again at any time.
-        yield block.module.register_forward_pre_hook(enter, prepend=True).remove
-        yield block.module.register_forward_hook(leave).remove
-
-    def _enter(self, shared: SharedBlock) -> None:
+    def _enter(self, name: str, *_: object) -> None:
+        shared = self._shared.get(name)
+        if shared is None:
+            return
         buffer = self._holding(shared) or self._start(shared)
         if buffer is None:
-            raise PlanError(f"{shared.block.name} runs inside of two other blocks, and two are there at a time. {self._remedy}")
+            raise PlanError(f"{name} runs inside of two other blocks, and two are there at a time. {self._remedy}")
         shared.running += 1
         self._ask(buffer, len(shared.shard))
-        if buffer.pending or self._current is not buffer:
-            self._wait(buffer)
-            shared.use(buffer.storage)
+        self._wait(buffer)
+        if not shared.is_whole:
+            shared.check()
+            shared.fill(buffer.storage)
         if not self._entered or self._entered[-1] is not shared:
             self._entered.append(shared)
             with contextlib.suppress(ValueError):  # not in the order: it may come back to it
                 self._place = self._order.index(shared, self._place) + 1
-        self._current, self._attentions = buffer, 0
+        self._attentions = 0
         self._fetch_next()
         self._portion()
 
-    def _leave(self, shared: SharedBlock) -> None:
-        shared.running -= 1
-        shared.attentions = self._attentions
+    def _leave(self, name: str, *_: object) -> None:
+        if (shared := self._shared.get(name)) is not None:
+            shared.running -= 1
+            shared.attentions = self._attentions
+
+    @property
+    def _next(self) -> Buffer | None:
+        """The buffer of the block that is expected next, if it has one."""
+        return self._holding(self._order[self._place]) if self._place < len(self._order) else None
 
     def _fetch_next(self) -> None:
         """Choose a buffer for the block that is expected next, if one is free."""
-        self._next = None
-        if self._place < len(self._order):
-            expected = self._order[self._place]
-            self._next = self._holding(expected) or self._start(expected)
+        if self._place < len(self._order) and self._next is None:
+            self._start(self._order[self._place])
 
     def _portion(self) -> None:
         """Ask for a part of the next block, so that all of it is asked for when the attentions of this one are over."""
-        if self._next is None or self._next.holder is None:
+        buffer = self._next
+        if buffer is None or buffer.holder is None:
             return
-        running = self._current.holder.attentions if self._current and self._current.holder else 0
-        left = len(self._next.holder.shard) - self._next.fetched
-        self._ask(self._next, -(-left // max(1, running + 1 - self._attentions)))
+        expected = self._entered[-1].attentions if self._entered else 0
+        left = len(buffer.holder.shard) - buffer.fetched
+        self._ask(buffer, -(-left // max(1, expected + 1 - self._attentions)))
 
     def _holding(self, shared: SharedBlock) -> Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.holder is shared), None)
@@ -286,13 +273,12 @@ class ShardedWeights:
         free = [buffer for buffer in self._buffers if buffer.holder is None or not buffer.holder.running]
         if not free:
             return None
-        buffer = next((each for each in free if each is not self._next), free[0])
+        expected = self._next
+        buffer = next((each for each in free if each is not expected), free[0])
         self._wait(buffer)
         if buffer.holder is not None:
-            buffer.holder.drop()
+            buffer.holder.fill(None)
         buffer.holder, buffer.fetched = shared, 0
-        if buffer is self._current:  # it holds the weights of another block now
-            self._current = None
         return buffer
 
     def _ask(self, buffer: Buffer, pieces: int) -> None:
@@ -300,15 +286,15 @@ class ShardedWeights:
         shared = buffer.holder
         if shared is None:
             return
-        first, last = buffer.fetched, min(buffer.fetched + pieces, len(shared.shard))
-        if first == last:
+        numbers = range(len(shared.shard))[buffer.fetched : buffer.fetched + pieces]
+        if not numbers:
             return
         with self._beside():
-            for number in range(first, last):
+            for number in numbers:
                 whole = buffer.storage[number * shared.piece : (number + 1) * shared.piece]
                 own = shared.shard[number].to(self._device, non_blocking=True)
                 buffer.pending.append(self._ranks.gather_parts(own, whole))
-        buffer.fetched = last
+        buffer.fetched = numbers.stop
         if not self._beside_others:
             self._wait(buffer)
 
@@ -326,10 +312,9 @@ class ShardedWeights:
             shared.running = 0
         for buffer in self._buffers:
             if buffer.holder is not None:
-                buffer.holder.drop()
+                buffer.holder.fill(None)
                 if buffer.fetched < len(buffer.holder.shard) or buffer.pending:
                     buffer.holder = None
-        self._current = self._next = None
         for buffer in self._buffers:
             self._wait(buffer)
 
