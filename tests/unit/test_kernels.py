@@ -136,7 +136,7 @@ def test_sage_where_it_returns_the_log_sum_exp(monkeypatch, sageattn, dim, chose
     monkeypatch.setitem(sys.modules, "sageattention", module)
     monkeypatch.setattr(kernels, "_torch_can", lambda check, *_: check == "can_use_flash_attention")
     monkeypatch.setattr(kernels, "wait_for", lambda _: None)
-    caches = kernels.installed, kernels._sage_returns_lse, kernels._runs
+    caches = kernels.installed, kernels._runs
     for remembered in caches:
         remembered.cache_clear()
     try:
