@@ -58,8 +58,8 @@ class InstalledPlan(Generic[PlanT]):
                 self._hook(module, enter, self._leave_module(name, module_plan), method_of(pattern))
                 for local in module_plan.local:
                     for _, inner in find_modules(module, local):
-                        self._undo.append(inner.register_forward_pre_hook(self._enter_local).remove)
-                        self._undo.append(inner.register_forward_hook(self._leave_local, prepend=True).remove)
+                        self._undo.append(inner.register_forward_pre_hook(partial(self._at_local, 1)).remove)
+                        self._undo.append(inner.register_forward_hook(partial(self._at_local, -1), prepend=True).remove)
         if plan.attention_rule is not None:
             for name, module in model.named_modules():
                 rule = plan.attention_rule(module)
@@ -181,27 +181,19 @@ class InstalledPlan(Generic[PlanT]):
 
         return hook
 
-    def _enter_local(self, *_: Any) -> None:
+    def _at_local(self, step: int, *_: Any) -> None:
+        """Enter (1) or leave (-1) a module whose attention is local by the plan."""
         if PLACE.in_block and torch.compiler.is_compiling():  # traced code must not look at the call
-            PLACE.local += 1
+            PLACE.local += step
         else:
-            self._enter_local_now()
-
-    def _leave_local(self, *_: Any) -> None:
-        if PLACE.in_block and torch.compiler.is_compiling():
-            PLACE.local -= 1
-        else:
-            self._leave_local_now()
+            self._at_local_now(step)
 
     @not_compiled
-    def _enter_local_now(self) -> None:
-        if call := self.current:
-            call.enter_scope(())
-
-    @not_compiled
-    def _leave_local_now(self) -> None:
-        if call := self.current:
-            call.leave_scope()
+    def _at_local_now(self, step: int) -> None:
+        if self.current is not None and step > 0:
+            self.current.enter_scope(())
+        elif self.current is not None:
+            self.current.leave_scope()
 
     def _enter_attention(self, name: str, module: nn.Module, rule: AttentionRule) -> Callable[..., Any]:
         names = argument_names(module)

@@ -176,7 +176,7 @@ class JointLayout:
 
     def replicated(self, rank: int) -> Iterator[tuple[slice, slice, tuple[int, ...]]]:
         """Yield, per replicated stream: slice of its share in what the rank contributes, its slice in what it holds, all shares."""
-        if not self.splits:
+        if not any(split.replicated for split in self.splits):
             return
         share_at = held_at = 0
         for index, (owned, held) in enumerate(zip(self.owned[rank], self.held[rank], strict=True)):
