@@ -145,8 +145,8 @@ def _replace_forward(module: nn.Module, calls: ShardedCalls, installed: Installe
 
     def refuse_to_save(*_: Any) -> Any:
         raise PlanError(
-            f"this {type(module).__name__} is context parallel: a copy, or a file of it, would hold the sharding and not the model. "
-            "Save its state_dict(), or call remove_context_parallel before copying or saving it."
+            f"this {type(module).__name__} is context parallel: a copy, or a file of it, would hold the sharding and not the "
+            "model. Save its state_dict(), or call remove_context_parallel before copying or saving it."
         )
 
     module.forward = ours

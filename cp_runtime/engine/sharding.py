@@ -20,7 +20,7 @@ its attention is shared out like that of any other stream, and the results are g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -164,7 +164,7 @@ class JointLayout:
         """Return the local positions of the tokens that `rank` contributes; None if it contributes all it holds."""
         if self.owned_lengths[rank] == self.local_lengths[rank]:
             return None
-        return self._index(("owned", rank), device, lambda: self._owned_segments(rank))
+        return self._index(("owned", rank), device, self._owned_segments(rank))
 
     def _owned_segments(self, rank: int) -> Iterator[Segment]:
         """Yield the segments that `rank` contributes, relative to what it holds."""
@@ -188,7 +188,7 @@ class JointLayout:
 
     def gathered_order(self, device: torch.device) -> Tensor:
         """Return an index tensor that maps positions in gathered order to positions in joint order."""
-        return self._index("gathered", device, self._gathered_segments)
+        return self._index("gathered", device, self._gathered_segments())
 
     def _gathered_segments(self) -> Iterator[Segment]:
         return (segment for rank in self.owned for segments in rank for segment in segments)
@@ -198,10 +198,10 @@ class JointLayout:
         """Whether gathered order is joint order."""
         return all(a[1] == b[0] for a, b in pairwise((start, stop) for start, stop in self._gathered_segments() if stop > start))
 
-    def _index(self, name: object, device: torch.device, segments: Callable[[], Iterable[Segment]]) -> Tensor:
+    def _index(self, name: object, device: torch.device, segments: Iterable[Segment]) -> Tensor:
         """Return the positions in some segments, cached. They are made on the device, so that the host need not wait."""
         if (name, device) not in self._indices:
-            parts = [torch.arange(start, stop, device=device) for start, stop in segments()]
+            parts = [torch.arange(start, stop, device=device) for start, stop in segments]
             self._indices[name, device] = torch.cat([torch.arange(0, device=device), *parts])
         return self._indices[name, device]
 
@@ -244,13 +244,6 @@ def chunk_spans(layout: JointLayout, ulysses: int) -> tuple[slice, ...]:
 
 def _count(streams: Iterable[Iterable[Segment]]) -> int:
     return sum(stop - start for segments in streams for start, stop in segments)
-
-
-def normalize_dim(dim: int, ndim: int) -> int:
-    """Return `dim` counted from the front. Raises PlanError if there is no such dimension."""
-    if not -ndim <= dim < ndim:
-        raise PlanError(f"dimension: got {dim}; allowed: {-ndim} to {ndim - 1} for a tensor of {ndim}. Correct the plan.")
-    return dim if dim >= 0 else dim + ndim
 
 
 def clip_range(start: int, stop: int, window: tuple[int, int]) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..nested import rebuild
-from .sharding import Split, clip_range, joint_layout, normalize_dim
+from .sharding import Split, clip_range, joint_layout
 from .state import CallState
 
 
@@ -69,7 +69,9 @@ class ContextParallelInput:
                 f"{where}: expected {self.expected_dims} dimensions, got {value.ndim} {tuple(value.shape)}. Correct the plan: "
                 "expected_dims must be what the module is called with."
             )
-        dim = normalize_dim(self.split_dim, value.ndim)
+        dim = self.split_dim if self.split_dim >= 0 else self.split_dim + value.ndim
+        if dim < 0:
+            raise PlanError(f"{where}: dimension {self.split_dim} of {tuple(value.shape)}, which has none there. Correct the plan.")
         length = value.shape[dim]
         if self.streams is None:
             return joint_layout((length,), state.world_size, (), state.shares).take_local(value, state.rank, dim)
