@@ -42,6 +42,12 @@ ACROSS = frozenset(
 )  # fmt: skip
 """Functions that look across rows and that no VAE with a plan calls."""
 
+CONVOLUTIONS: dict[Any, tuple[str, ...]] = {
+    **dict.fromkeys((torch.conv2d, torch.conv3d), ("bias", "stride", "padding", "dilation", "groups")),
+    torch.cudnn_convolution: ("padding", "stride", "dilation", "groups", "benchmark", "deterministic", "allow_tf32"),
+}
+"""Convolutions that ranks share, and their arguments behind input and weight."""
+
 Run = Callable[[Tensor, list[int]], Tensor]
 """(input, padding) -> what a convolution makes of it."""
 
@@ -69,9 +75,7 @@ class SplitRows(TorchFunctionMode):
         self._sharing = False  # the current calls are part of a shared operation
         self._config = ContextParallelConfig(ring_degree=mesh.size, ring_anything=True)
         self._handlers: dict[Any, Callable[..., Any]] = {
-            torch.conv2d: self._conv,
-            torch.conv3d: self._conv,
-            torch.cudnn_convolution: self._cudnn_conv,
+            **dict.fromkeys(CONVOLUTIONS, self._conv),
             F.group_norm: self._group_norm,
             F.interpolate: self._interpolate,
             F.scaled_dot_product_attention: self._sdpa,
@@ -118,37 +122,13 @@ class SplitRows(TorchFunctionMode):
 
     # --- functions that look across rows ------------------------------------------------------------------------------------
 
-    def _conv(
-        self,
-        func: Callable[..., Tensor],
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor:
-        def run(x: Tensor, padding: list[int]) -> Tensor:
-            return func(x, weight, bias, stride, padding, dilation, groups)
+    def _conv(self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        given = {"stride": 1, "padding": 0, "dilation": 1, **dict(zip(CONVOLUTIONS[func], args, strict=False)), **kwargs}
 
-        return self._convolve(run, input, weight, stride, padding, dilation)
+        def run(x: Tensor, padding: Any) -> Tensor:
+            return func(x, weight, **{**given, "padding": padding})
 
-    def _cudnn_conv(
-        self,
-        func: Callable[..., Tensor],
-        input: Tensor,
-        weight: Tensor,
-        padding: Any,
-        stride: Any,
-        dilation: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        def run(x: Tensor, padding: list[int]) -> Tensor:
-            return func(x, weight, padding, stride, dilation, *args, **kwargs)
-
-        return self._convolve(run, input, weight, stride, padding, dilation)
+        return self._convolve(run, input, weight, given["stride"], given["padding"], given["dilation"])
 
     def _convolve(self, run: Run, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
         if self._on_convolution is not None:
