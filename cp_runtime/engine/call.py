@@ -58,12 +58,9 @@ class RunningCall:
     """A call from beginning to end. Nothing outlives it except what a transform puts into `kept`.
 
     Args:
-        plan: what is split and gathered.
+        plan, kept: see `InstalledPlan`.
         model_name: name for messages.
-        mesh: the ranks that share the sequence.
-        planner: decides how each attention is shared.
-        on_module: called whenever a planned module is entered.
-        kept: what transforms keep from one call to the next, by transform; owned by the installed plan.
+        mesh, planner, on_module: see `InstalledPlan.call`.
         after_attention: called when an attention and its exchanges have been launched.
 
     Attributes:
@@ -191,11 +188,7 @@ class RunningCall:
         return self._all_tokens(self._model_name, (stream,), dim, value)
 
     def whole_output(self, name: str, output: ContextParallelOutput, value: Tensor) -> Tensor:
-        """Return a module's output with the tokens of all ranks.
-
-        Args:
-            name: name of the module, for messages.
-        """
+        """Return a module's output with the tokens of all ranks. `name`: of the module, for messages."""
         if output.expected_dims is not None and value.ndim != output.expected_dims:
             raise PlanError(f"{name}: expected an output of {output.expected_dims} dimensions, got {tuple(value.shape)}")
         if output.stream is None:

@@ -186,9 +186,7 @@ class RankGroup:
     def to_first(self, own: Tensor, counts: Sequence[int], kind: str) -> list[Tensor]:
         """Send a tensor to the first rank, which returns those of all ranks, flat and in rank order; other ranks return none.
 
-        Args:
-            counts: elements of every rank's tensor.
-            kind: see `all_to_all`.
+        `counts`: elements of every rank's tensor. `kind`: see `all_to_all`.
         """
         arriving = list(counts) if self.rank == 0 else [0] * self.size
         received = own.new_empty(sum(arriving))

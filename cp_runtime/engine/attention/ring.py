@@ -23,13 +23,9 @@ ChunkAttention = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 class PartialAttention:
-    """Accumulates outputs over parts of the keys, in place.
+    """Accumulates outputs over parts of the keys in `out`, `[B, H, L, D]`, which is None before the first one.
 
-    Args:
-        convert_to_fp32: keep the accumulated output in float32. The log-sum-exp always is.
-
-    Attributes:
-        out: the merged output, `[B, H, L, D]`; None if nothing was added.
+    With `convert_to_fp32` it is kept in float32. The log-sum-exp always is.
     """
 
     def __init__(self, convert_to_fp32: bool = True) -> None:

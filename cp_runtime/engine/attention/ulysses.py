@@ -36,13 +36,7 @@ def repeats(heads: int, kv_heads: int, ranks: int) -> int:
 
 
 class HeadExchange:
-    """The exchange for one attention.
-
-    Args:
-        group: the ranks of one chunk.
-        units: number of head units to deal out.
-        shares: share of each rank; empty = equal shares.
-    """
+    """The exchange for one attention: `units` head units, dealt out to the ranks of one chunk by their shares."""
 
     def __init__(self, group: RankGroup, units: int, shares: Shares = ()) -> None:
         self._group, self._units = group, units

@@ -101,11 +101,7 @@ class SplitRows(TorchFunctionMode):
             self._sharing = False
 
     def gather(self, local: Tensor, *, first_only: bool = False) -> Tensor | None:
-        """Return the rows of all ranks, given this rank's.
-
-        Args:
-            first_only: only the first rank gets them; None on all others.
-        """
+        """Return the rows of all ranks, given this rank's. With `first_only`, only the first rank gets them; None on all others."""
         group, dim = self._mesh.whole, self._dim
         scale, rest = divmod(local.shape[dim], self._held)
         if rest:
@@ -164,11 +160,7 @@ class SplitRows(TorchFunctionMode):
     def _around(
         self, x: Tensor, own: Tensor, window: Window, neighbours: Neighbours, edges: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the convolution reads: rows above, this rank's own, and rows below, as many as it needs.
-
-        Args:
-            edges: whether rows above and below are padding of the picture, and not a neighbour's.
-        """
+        """Return what the convolution reads: rows above, its own, and rows below. `edges`: which are the picture's padding."""
         above, below = neighbours.wait()
         given = x.split([window.given, window.rows, x.shape[self._dim] - window.given - window.rows], self._dim)
         if x.shape[self._dim] > window.rows:  # it is padded

@@ -113,11 +113,7 @@ def _weights_in(model: nn.Module, path: str = "") -> dict[int, tuple[str, list[S
 
 
 def sizes_of(model: nn.Module, dtype_of: Callable[[nn.Module, str], torch.dtype] | None = None) -> Sizes:
-    """Return the sizes of a model's weights.
-
-    Args:
-        dtype_of: returns the dtype of a module's parameter on a device, where it differs from the present one.
-    """
+    """Return the sizes of a model's weights. `dtype_of`: dtype of a module's parameter on a device, if that is another one."""
 
     def nbytes(slot: Slot) -> int:
         weight: Tensor = parameter_slots(slot.module)[slot.key]

@@ -142,8 +142,7 @@ class ShardedWeights:
     def keep(self, name: str, weights: Mapping[str, Tensor] | None = None) -> None:
         """Keep this rank's part of a block, and let go of its weights.
 
-        Args:
-            weights: to take instead of some of those that are in its slots, by their paths in the model.
+        `weights`: to take instead of some of those that are in its slots, by their paths in the model.
         """
         block, others = self.blocks[name], weights or {}
         taken = [others.get(path, own) for path, own in zip(block.slots, block.weights, strict=True)]
@@ -186,11 +185,7 @@ class ShardedWeights:
         self._buffers = []
 
     def restore(self, device: torch.device | None = None) -> None:
-        """Give the model its weights back, put together. All ranks do it.
-
-        Args:
-            device: where they go; None = where the model computes.
-        """
+        """Give the model its weights back, put together, on a device or where it computes. All ranks do it."""
         self.free_buffers()
         with _plain():
             for shared in self._shared.values():
