@@ -83,8 +83,9 @@ class Neighbours:
         # Ranks ascend with their rows, and a rank lies either above or below this one.
         whole = torch.cat([rows_of(part, self._own, self._dim) for part in self._received.split(self._arriving)], self._dim)
         above, below = whole.split(self._counts, self._dim)
+        before, after = self.missing
         other = [0, 0] * (-1 - self._dim)  # dimensions behind the rows, as `pad` counts them
-        return Sides(pad(above, [*other, self.missing[0], 0]), pad(below, [*other, 0, self.missing[1]]))
+        return Sides(pad(above, [*other, before, 0]) if before else above, pad(below, [*other, 0, after]) if after else below)
 
 
 def rows_of(flat: Tensor, like: Tensor, dim: int) -> Tensor:
