@@ -36,6 +36,11 @@ class SharedBlock:
         block: has its weights in its slots.
         weights: to take instead of those, for example with a LoRA in them; they may lie anywhere.
         on_host: keep the part in the host's memory.
+
+    Attributes:
+        room: where it is put together, while it has a place for that.
+        fetched: number of its pieces that have been asked for.
+        pending: those that are on their way.
     """
 
     def __init__(
@@ -52,6 +57,9 @@ class SharedBlock:
         self.shard = run.view(pieces, self.part)
         for number, own in enumerate(self.shard):
             self.packing.copy_range(weights, number * self.piece + ranks.rank * self.part, own)
+        self.room: Tensor | None = None
+        self.fetched = 0
+        self.pending: list[Pending] = []
         self.attentions = 0  # that its last run had
         self.running = 0
         self.is_whole = True  # its slots have its weights
@@ -84,22 +92,6 @@ def _plain() -> Iterator[None]:
         yield
 
 
-class Buffer:
-    """Room for one block.
-
-    Attributes:
-        holder: the block that is in it, or comes.
-        fetched: number of its pieces that have been asked for.
-        pending: those that are on their way.
-    """
-
-    def __init__(self, storage: Tensor) -> None:
-        self.storage = storage
-        self.holder: SharedBlock | None = None
-        self.fetched = 0
-        self.pending: list[Pending] = []
-
-
 class ShardedWeights:
     """The weights of a model's blocks, shared out over ranks.
 
@@ -119,7 +111,8 @@ class ShardedWeights:
         self.blocks = {block.name: block for block in blocks_of(model)}
         self._ranks, self._device, self._on_host, self._remedy = ranks, device, on_host, remedy
         self._shared: dict[str, SharedBlock] = {}
-        self._buffers: list[Buffer] = []
+        self._rooms: list[Tensor] = []  # that no block has
+        self._held: list[SharedBlock] = []  # that have one
         self._order: list[SharedBlock] = []  # of the last call
         self._entered: list[SharedBlock] = []  # in this one
         self._place = 0  # in the order
@@ -137,7 +130,11 @@ class ShardedWeights:
     def nbytes(self) -> int:
         """Bytes that are kept on the device."""
         shards = 0 if self._on_host else sum(shared.shard.nbytes for shared in self._shared.values())
-        return shards + sum(buffer.storage.nbytes for buffer in self._buffers)
+        return shards + sum(room.nbytes for room in self._all_rooms)
+
+    @property
+    def _all_rooms(self) -> list[Tensor]:
+        return [*self._rooms, *(shared.room for shared in self._held if shared.room is not None)]
 
     def keep(self, name: str, weights: Mapping[str, Tensor] | None = None) -> None:
         """Keep this rank's part of a block, and let go of its weights.
@@ -149,22 +146,21 @@ class ShardedWeights:
         old = self._shared.get(name)
         new = self._shared[name] = SharedBlock(block, taken, self._ranks, self._device, self._on_host, self._remedy)
         self._order = [new if each is old else each for each in self._order]
-        for buffer in self._buffers:
-            if buffer.holder is old:
-                buffer.holder = None
+        if old in self._held:
+            self._let_go(old)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Fetch blocks ahead inside the context. All ranks enter it alike."""
         largest = max((shared.nbytes for shared in self._shared.values()), default=0)
-        if [buffer.storage.nbytes for buffer in self._buffers] != [largest] * 2:
+        if [room.nbytes for room in self._all_rooms] != [largest] * 2:
             self.free_buffers()
-            self._buffers = [Buffer(self._room(largest)) for _ in range(2)]
+            self._rooms = [self._new_room(largest) for _ in range(2)]
         self._entered, self._place = [], 0
         if not self._alike():
             self._order = []
-            for buffer in self._buffers:
-                buffer.holder = None
+            while self._held:
+                self._let_go(self._held[0])
         self._fetch_next()
         try:
             yield
@@ -182,18 +178,20 @@ class ShardedWeights:
 
     def free_buffers(self) -> None:
         """Let go of the room for blocks until the next call."""
-        self._buffers = []
+        while self._held:
+            self._let_go(self._held[0])
+        self._rooms = []
 
     def restore(self, device: torch.device | None = None) -> None:
         """Give the model its weights back, put together, on a device or where it computes. All ranks do it."""
         self.free_buffers()
         with _plain():
             for shared in self._shared.values():
-                buffer = Buffer(self._room(shared.nbytes))
-                buffer.holder = shared
-                self._ask(buffer, len(shared.shard))
-                self._wait(buffer)
-                shared.fill(buffer.storage.to(device or self._device))
+                shared.room = room = self._new_room(shared.nbytes)
+                self._ask(shared, len(shared.shard))
+                _wait(shared)
+                shared.fill(room.to(device or self._device))
+                shared.room = None
         self.remove()
 
     def remove(self) -> None:
@@ -201,7 +199,7 @@ class ShardedWeights:
         for hook in self._hooks:
             hook.remove()
         self._shared.clear()
-        self._order, self._entered, self._buffers = [], [], []
+        self._order, self._entered, self._rooms, self._held = [], [], [], []
 
     def _alike(self) -> bool:
         """Return whether all ranks expect the same blocks and hold the same ones.
@@ -209,8 +207,7 @@ class ShardedWeights:
         One that has loaded its model again since the last call, or left that one by an error, knows nothing of it, and would send
         other pieces than its peers.
         """
-        holders = [buffer.holder for buffer in self._buffers]
-        names = [shared.block.name if shared is not None else "" for shared in (*self._order, None, *holders)]
+        names = [*(shared.block.name for shared in self._order), "", *(shared.block.name for shared in self._held)]
         known = zlib.crc32("\n".join(names).encode())
         high, low = self._ranks.largest(torch.tensor([known, -known], device=self._device)).tolist()
         return bool(high == -low)
@@ -219,15 +216,14 @@ class ShardedWeights:
         shared = self._shared.get(name)
         if shared is None:
             return
-        buffer = self._holding(shared) or self._start(shared)
-        if buffer is None:
+        if shared.room is None and not self._start(shared):
             raise PlanError(f"{name} runs inside of two other blocks, and two are there at a time. {self._remedy}")
         shared.running += 1
-        self._ask(buffer, len(shared.shard))
-        self._wait(buffer)
+        self._ask(shared, len(shared.shard))
+        _wait(shared)
         if not shared.is_whole:
             shared.check()
-            shared.fill(buffer.storage)
+            shared.fill(shared.room)
         if not self._entered or self._entered[-1] is not shared:
             self._entered.append(shared)
             with contextlib.suppress(ValueError):  # not in the order: it may come back to it
@@ -242,78 +238,71 @@ class ShardedWeights:
             shared.attentions = self._attentions
 
     @property
-    def _next(self) -> Buffer | None:
-        """The buffer of the block that is expected next, if it has one."""
-        return self._holding(self._order[self._place]) if self._place < len(self._order) else None
+    def _expected(self) -> SharedBlock | None:
+        """The block that is expected next."""
+        return self._order[self._place] if self._place < len(self._order) else None
 
     def _fetch_next(self) -> None:
-        """Choose a buffer for the block that is expected next, if one is free."""
-        if self._place < len(self._order) and self._next is None:
-            self._start(self._order[self._place])
+        """Give room to the block that is expected next, if there is some."""
+        if (expected := self._expected) is not None and expected.room is None:
+            self._start(expected)
 
     def _portion(self) -> None:
         """Ask for a part of the next block, so that all of it is asked for when the attentions of this one are over."""
-        buffer = self._next
-        if buffer is None or buffer.holder is None:
+        if (expected := self._expected) is None or expected.room is None:
             return
-        expected = self._entered[-1].attentions if self._entered else 0
-        left = len(buffer.holder.shard) - buffer.fetched
-        self._ask(buffer, -(-left // max(1, expected + 1 - self._attentions)))
+        attentions = self._entered[-1].attentions if self._entered else 0
+        left = len(expected.shard) - expected.fetched
+        self._ask(expected, -(-left // max(1, attentions + 1 - self._attentions)))
 
-    def _holding(self, shared: SharedBlock) -> Buffer | None:
-        return next((buffer for buffer in self._buffers if buffer.holder is shared), None)
+    def _start(self, shared: SharedBlock) -> bool:
+        """Give room to a block, rather that of another one than of the expected one; False where those that have it run."""
+        if not self._rooms:
+            idle = [held for held in self._held if not held.running]
+            if not idle:
+                return False
+            self._let_go(min(idle, key=lambda held: held is self._expected))
+        shared.room = self._rooms.pop()
+        self._held.append(shared)
+        return True
 
-    def _start(self, shared: SharedBlock) -> Buffer | None:
-        """Give a buffer to a block; None where those of the others run."""
-        free = [buffer for buffer in self._buffers if buffer.holder is None or not buffer.holder.running]
-        if not free:
-            return None
-        expected = self._next
-        buffer = next((each for each in free if each is not expected), free[0])
-        self._wait(buffer)
-        if buffer.holder is not None:
-            buffer.holder.fill(None)
-        buffer.holder, buffer.fetched = shared, 0
-        return buffer
+    def _let_go(self, shared: SharedBlock) -> None:
+        """Take a block's room, once all that is on its way has arrived."""
+        self._held.remove(shared)
+        if shared.room is not None:
+            self._rooms.append(shared.room)
+        shared.room, shared.fetched = None, 0
+        shared.fill(None)
+        _wait(shared)
 
-    def _ask(self, buffer: Buffer, pieces: int) -> None:
-        """Ask for the next pieces of the block that a buffer is for, after all that the device has been given so far."""
-        shared = buffer.holder
-        if shared is None:
-            return
-        numbers = range(len(shared.shard))[buffer.fetched : buffer.fetched + pieces]
-        if not numbers:
+    def _ask(self, shared: SharedBlock, pieces: int) -> None:
+        """Ask for the next pieces of a block that has room, after all that the device has been given so far."""
+        numbers = range(len(shared.shard))[shared.fetched : shared.fetched + pieces]
+        if not numbers or shared.room is None:
             return
         with self._beside():
             for number in numbers:
-                whole = buffer.storage[number * shared.piece : (number + 1) * shared.piece]
+                whole = shared.room[number * shared.piece : (number + 1) * shared.piece]
                 own = shared.shard[number].to(self._device, non_blocking=True)
-                buffer.pending.append(self._ranks.gather_parts(own, whole))
-        buffer.fetched = numbers.stop
+                shared.pending.append(self._ranks.gather_parts(own, whole))
+        shared.fetched = numbers.stop
         if not self._beside_others:
-            self._wait(buffer)
-
-    def _wait(self, buffer: Buffer) -> None:
-        pending, buffer.pending = buffer.pending, []
-        for each in pending:
-            each.wait()
+            _wait(shared)
 
     def _settle(self) -> None:
         """End the call: nothing is on its way, no block runs, and none has weights that somebody could change.
 
-        Contents of the buffers stay there.
+        Those that have arrived stay in their rooms.
         """
         for shared in self._shared.values():
             shared.running = 0
-        for buffer in self._buffers:
-            if buffer.holder is not None:
-                buffer.holder.fill(None)
-                if buffer.fetched < len(buffer.holder.shard) or buffer.pending:
-                    buffer.holder = None
-        for buffer in self._buffers:
-            self._wait(buffer)
+        for shared in list(self._held):
+            if shared.fetched < len(shared.shard) or shared.pending:
+                self._let_go(shared)
+            else:
+                shared.fill(None)
 
-    def _room(self, nbytes: int) -> Tensor:
+    def _new_room(self, nbytes: int) -> Tensor:
         """Allocate memory for a block."""
         with _plain():
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -326,3 +315,9 @@ class ShardedWeights:
         self._stream.wait_stream(module.current_stream(self._device))
         stream: contextlib.AbstractContextManager[object] = module.stream(self._stream)
         return stream
+
+
+def _wait(shared: SharedBlock) -> None:
+    pending, shared.pending = shared.pending, []
+    for each in pending:
+        each.wait()
