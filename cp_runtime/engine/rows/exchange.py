@@ -6,8 +6,6 @@ times as many rows is split at `scale` times the same positions, so that up- and
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -34,13 +32,6 @@ def needed(layout: JointLayout, rank: int, scale: int, above: int, below: int) -
     if stop == start:
         return (0, 0), (0, 0)
     return (max(0, start - above), start), (stop, min(layout.total * scale, stop + below))
-
-
-class Sides(NamedTuple):
-    """Rows above and below."""
-
-    above: Tensor
-    below: Tensor
 
 
 class Neighbours:
@@ -77,7 +68,7 @@ class Neighbours:
         send = torch.cat([own.new_empty(0), *(part.reshape(-1) for parts in leaving for part in parts)])
         self._pending = group.all_to_all(send, sent, self._received, self._arriving, "halo")
 
-    def wait(self) -> Sides:
+    def wait(self) -> tuple[Tensor, Tensor]:
         """Return the rows above and below, in order, with zeros for those that are missing."""
         self._pending.wait()
         # Ranks ascend with their rows, and a rank lies either above or below this one.
@@ -85,7 +76,7 @@ class Neighbours:
         above, below = whole.split(self._counts, self._dim)
         before, after = self.missing
         other = [0, 0] * (-1 - self._dim)  # dimensions behind the rows, as `pad` counts them
-        return Sides(pad(above, [*other, before, 0]) if before else above, pad(below, [*other, 0, after]) if after else below)
+        return pad(above, [*other, before, 0]) if before else above, pad(below, [*other, 0, after]) if after else below
 
 
 def rows_of(flat: Tensor, like: Tensor, dim: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Blocks of a model that every rank keeps 1/N of. They are put together while they run.
 
 The bytes of a block's weights are one run (`packing`), cut into pieces, and each piece into as many parts as there are ranks. An
-all-gather puts a piece together in a buffer; the block's parameters are views of that. There are two buffers: while one block runs,
+all-gather puts a piece together in a *room*; the block's parameters are views of that. There are two rooms: while one block runs,
 the next one is fetched, in the order of the last call, and in as many portions as the block has attentions and one more, because
 its exchanges use the same link: a portion starts behind an attention, and runs beside what comes after, where ranks may send two
 things at a time (`RankGroup.may_overlap`).
