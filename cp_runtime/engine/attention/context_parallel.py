@@ -119,31 +119,33 @@ def context_parallel_attention(
     K, lengths = k_BLKD.shape[2], q_layout.owned_lengths[members]
     exchange = HeadExchange(axes.ulysses, K, mesh.head_shares(U))
     if U > 1:
-        q, k, v = _to_heads(exchange, q_BLHD, k_BLKD, v_BLKD, lengths, k_layout.owned_lengths[members])
+        qkv = _to_heads(exchange, q_BLHD, k_BLKD, v_BLKD, lengths, k_layout.owned_lengths[members])
     else:
-        q, k, v = (t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD))
+        qkv = [t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)]
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
         first, last = exchange.own_range
         mask = mask[..., first * (H // K) : last * (H // K), :, :]
     kernels = attend or sdpa(scale, by_kernel), partial(attend_with_lse, scale=scale, kernel=kernel) if merging else None
-    out_BHCD = _over_chunks(axes.ring, q, k, v, mask, chunk_spans(k_layout, U), *kernels, config.convert_to_fp32)
-    del q, k, v  # not needed while the result goes back
+    out_BHCD = _over_chunks(axes.ring, qkv, mask, chunk_spans(k_layout, U), *kernels, config.convert_to_fp32)
     out_BLHD = exchange.to_tokens(out_BHCD, lengths, H // K) if U > 1 else out_BHCD.transpose(1, 2)
     return _held(out_BLHD, mesh, q_layout, q_owned)
 
 
 def _over_chunks(
     ring: RankGroup,
-    q_BHCD: Tensor,
-    k_BKCD: Tensor,
-    v_BKCD: Tensor,
+    qkv: list[Tensor],
     mask: Tensor | None,
     spans: Sequence[slice],
     plain: Attend,
     with_lse: Callable[..., tuple[Tensor, Tensor]] | None,
     convert_to_fp32: bool,
 ) -> Tensor:
-    """Attend from this rank's chunk to all chunks of the ring: to each in turn if `with_lse` is given, else to all at once."""
+    """Attend from this rank's chunk to all chunks of the ring: to each in turn if `with_lse` is given, else to all at once.
+
+    `qkv` is emptied, so that what is not needed any more can be freed.
+    """
+    q_BHCD, k_BKCD, v_BKCD = qkv
+    qkv.clear()
     if not q_BHCD.shape[0] or not q_BHCD.shape[1]:  # no batch; no heads left for this rank
         return q_BHCD
     lengths = [span.stop - span.start for span in spans]
