@@ -21,7 +21,7 @@ from .results import Results
 load_package()
 
 from cp_runtime.engine.attention.kernels import KERNELS, additive, attend_with_lse, select
-from cp_runtime.engine.attention.merge import PartialAttention
+from cp_runtime.engine.attention.ring import PartialAttention
 
 HEADS = 5
 HEAD_DIMS = (64, 96, 120, 128, 256)
@@ -138,7 +138,7 @@ def _merge(dtype: torch.dtype, lengths: tuple[int, int], device: str, results: R
         total = PartialAttention()
         for keys, values in zip(k.chunk(parts, 2), v.chunk(parts, 2), strict=True):
             total.add(*attend_with_lse(q, keys, values))
-        out = total.result()
+        out = total.out
         return q if out is None else out.to(dtype)
 
     for parts in (1, *PARTS):

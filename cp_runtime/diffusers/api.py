@@ -106,23 +106,30 @@ def apply_context_parallel(
         return AppliedPlan(None, SequenceMesh(None), None)
     mesh = _mesh(module, config)
     installed = InstalledPlan(module, plan if isinstance(plan, ShardingPlan) else plan_from_table(module, plan))
-    try:
-        shared = SharedModel(module, mesh, device) if shard_weights else None
-    except BaseException:
-        installed.remove()
-        raise
     weights = None
-    if shared is not None:
+    if shard_weights:
+        try:
+            shared = SharedModel(module, mesh, device)
+        except BaseException:
+            installed.remove()
+            raise
         weights = shared.weights
         installed.on_remove(shared.give_back)
+    calls = ShardedCalls(
+        module, module.forward, installed, config, mesh, weights, check_inputs=check_inputs, verify=verify is not None
+    )
+    _replace_forward(module, calls, installed)
+    return AppliedPlan(installed, mesh, weights)
+
+
+def _replace_forward(module: nn.Module, calls: ShardedCalls, installed: InstalledPlan[ShardingPlan]) -> None:
+    """Have the module run its calls over the ranks, and refuse to be copied or saved, until the plan is removed."""
     had, stock = vars(module).get("forward"), module.forward
-    name = type(module).__name__
-    call = ShardedCalls(module, stock, installed, config, mesh, weights, check_inputs=check_inputs, verify=verify is not None)
 
     @not_compiled_itself
     @wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call(self, args, kwargs)
+        return calls(self, args, kwargs)
 
     ours = MethodType(forward, module)  # bound, so that a copy of the module can be recognised
 
@@ -138,15 +145,14 @@ def apply_context_parallel(
 
     def refuse_to_save(*_: Any) -> Any:
         raise PlanError(
-            f"this {name} is context parallel: a copy, or a file of it, would hold the sharding and not the model. Save its "
-            "state_dict(), or call remove_context_parallel before copying or saving it."
+            f"this {type(module).__name__} is context parallel: a copy, or a file of it, would hold the sharding and not the "
+            "model. Save its state_dict(), or call remove_context_parallel before copying or saving it."
         )
 
     module.forward = ours
     vars(module)["__reduce_ex__"] = refuse_to_save
     _installed[module] = ref(installed)
     installed.on_remove(undo)
-    return AppliedPlan(installed, mesh, weights)
 
 
 def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None = None) -> None:

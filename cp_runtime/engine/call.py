@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,17 +29,19 @@ class Scope(NamedTuple):
 
     Args:
         streams: possible combinations; none = it needs no communication.
-        shared_before: number of attentions that had been shared when the scope began.
         derived: the streams were derived from names of arguments; nobody said what attention is over.
         name: name of the module.
         said: the plan says what attention is over, even if that is nothing.
+        shared_before: number of attentions that had been shared when the scope began.
+        range: of the profiler, until the scope is left.
     """
 
     streams: Sequence[AttentionStreams]
-    shared_before: int
-    derived: bool
-    name: str
+    derived: bool = False
+    name: str = ""
     said: bool = True
+    shared_before: int = 0
+    range: AbstractContextManager[Any] = nullcontext()
 
 
 class Followed(Protocol):
@@ -56,12 +58,9 @@ class RunningCall:
     """A call from beginning to end. Nothing outlives it except what a transform puts into `kept`.
 
     Args:
-        plan: what is split and gathered.
+        plan, kept: see `InstalledPlan`.
         model_name: name for messages.
-        mesh: the ranks that share the sequence.
-        planner: decides how each attention is shared.
-        on_module: called whenever a planned module is entered.
-        kept: what transforms keep from one call to the next, by transform; owned by the installed plan.
+        mesh, planner, on_module: see `InstalledPlan.call`.
         after_attention: called when an attention and its exchanges have been launched.
 
     Attributes:
@@ -84,43 +83,42 @@ class RunningCall:
         self._plan, self._model_name, self._planner, self._on_module = plan, model_name, planner, on_module
         self._after_attention = after_attention
         self._shared = 0
-        self._scopes = [Scope(plan.attention, 0, plan.attention_rule is not None, "", bool(plan.attention))]
+        self._scopes = [Scope(plan.attention, plan.attention_rule is not None, said=bool(plan.attention))]
         self.followed: Followed | None = None
-        self._ranges: list[AbstractContextManager[Any]] = []
 
     @property
     def attention_is_local(self) -> bool:
         """Whether attention at this point of the forward needs no communication."""
-        return self.mesh.size == 1 or not any(map(self._known, self._scopes[-1].streams))
+        return self.mesh.size == 1 or not any(map(self._known, self.scope.streams))
 
     def enter_module(self, name: str, plan: ModulePlan) -> None:
         """Enter a planned module."""
         if self._on_module is not None:
             self._on_module()
-        entered = trace_range("cp.block", name or self._model_name)
-        entered.__enter__()
-        self._ranges.append(entered)
         if plan.separate:
             self.state.begin()
-        if plan.attention is None:
-            self.enter_scope(self.scope.streams, self.scope.derived, name, said=self.scope.said)
-        else:
-            self.enter_scope([(plan.attention, plan.keys or plan.attention)] if plan.attention else (), name=name)
+        around = self.scope
+        if plan.attention is not None:
+            around = Scope([(plan.attention, plan.keys or plan.attention)] if plan.attention else ())
+        self._enter(around._replace(name=name, range=trace_range("cp.block", name or self._model_name)))
 
     def leave_module(self, plan: ModulePlan) -> None:
         """Leave a planned module."""
         self.leave_scope()
         if plan.separate:
             self.state.end()
-        self._ranges.pop().__exit__(None, None, None)
 
-    def enter_scope(self, streams: Sequence[AttentionStreams], derived: bool = False, name: str = "", *, said: bool = True) -> None:
+    def enter_scope(self, streams: Sequence[AttentionStreams], derived: bool = False, name: str = "") -> None:
         """Set what attention may be over from here on; no streams = it needs no communication. See `Scope`."""
-        self._scopes.append(Scope(streams, self._shared, derived, name, said))
+        self._enter(Scope(streams, derived, name))
+
+    def _enter(self, scope: Scope) -> None:
+        scope.range.__enter__()
+        self._scopes.append(scope._replace(shared_before=self._shared))
 
     def leave_scope(self) -> None:
         """Return to the scope around the current one."""
-        self._scopes.pop()
+        self._scopes.pop().range.__exit__(None, None, None)
 
     @property
     def scope(self) -> Scope:
@@ -130,7 +128,7 @@ class RunningCall:
     @property
     def has_missed_attention(self) -> bool:
         """Whether attention in this scope had to be shared, but none reached `attend`."""
-        return self._scopes[-1].shared_before == self._shared and not self.attention_is_local
+        return self.scope.shared_before == self._shared and not self.attention_is_local
 
     def local(self, transform: Transform, value: Any, where: str) -> Any:
         """Return this rank's part of a value; the whole one before anything is split, as when a patch skips the first blocks."""
@@ -190,11 +188,7 @@ class RunningCall:
         return self._all_tokens(self._model_name, (stream,), dim, value)
 
     def whole_output(self, name: str, output: ContextParallelOutput, value: Tensor) -> Tensor:
-        """Return a module's output with the tokens of all ranks.
-
-        Args:
-            name: name of the module, for messages.
-        """
+        """Return a module's output with the tokens of all ranks. `name`: of the module, for messages."""
         if output.expected_dims is not None and value.ndim != output.expected_dims:
             raise PlanError(f"{name}: expected an output of {output.expected_dims} dimensions, got {tuple(value.shape)}")
         if output.stream is None:
@@ -204,17 +198,14 @@ class RunningCall:
         state.whole.update(streams)
         if not state.lengths:  # nothing was split
             return value
-        if not output.within:
-            whole = self._all_tokens(name, streams, dim, value)
-            if self.followed is not None:
-                self.followed.mark(whole, None)
-            return whole
-        parts = list(value.split([state.layout((s,)).local_lengths[state.rank] for s in output.within], dim))
-        place = output.within.index(str(output.stream))
+        parts, place = [value], 0
+        if output.within:
+            parts = list(value.split([state.layout((s,)).local_lengths[state.rank] for s in output.within], dim))
+            place = output.within.index(str(output.stream))
         parts[place] = self._all_tokens(name, streams, dim, parts[place])
         if self.followed is not None:
             self.followed.mark(parts[place], None)
-        return torch.cat(parts, dim)
+        return torch.cat(parts, dim) if output.within else parts[place]
 
     def check_attention(self) -> None:
         """Raise PlanError if tokens were split but no attention was shared."""
@@ -230,9 +221,8 @@ class RunningCall:
 
     def close(self) -> None:
         """End the call, also after an error. This frees its tensors now rather than at Python's next garbage collection."""
-        while self._ranges:  # left open by modules that raised
-            self._ranges.pop().__exit__(None, None, None)
-        self._scopes.clear()
+        while self._scopes:  # left open by modules that raised
+            self.leave_scope()
         self.state.close()
 
     def _own_parts(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout) -> tuple[Tensor, Tensor | None]:
@@ -281,15 +271,14 @@ class RunningCall:
         return tuple((name, self.state.layout((name,)).local_lengths[self.state.rank]) for name in streams)
 
     def _known(self, streams: AttentionStreams) -> bool:
-        queries, keys = streams
-        return self.state.knows(queries) and (keys is queries or self.state.knows(keys))
+        return self.state.knows(streams[0]) and self.state.knows(streams[1])
 
     def _streams(self, queries: int, keys: int, mask: Tensor | None) -> AttentionStreams:
         """Find the streams of queries and keys by how many of each this rank has."""
         state = self.state
         if id(mask) in state.masked:
             return state.masked[id(mask)][1]
-        candidates = list(filter(self._known, self._scopes[-1].streams))
+        candidates = list(filter(self._known, self.scope.streams))
         if len(candidates) == 1:
             return candidates[0]
         held = (queries, keys)
@@ -305,8 +294,6 @@ class RunningCall:
         )
 
     def _all_tokens(self, name: str, streams: tuple[str, ...], dim: int, value: Tensor) -> Tensor:
-        if not self.state.lengths:  # nothing was split
-            return value
         layout, rank = self.state.layout(streams), self.state.rank
         grid = self.state.grids.get(streams[0])
         if grid is not None:

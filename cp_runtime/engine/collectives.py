@@ -75,18 +75,17 @@ class CommStats:
             for work in works:
                 work.wait()
             self._seconds += time.perf_counter() - began
-            self.pending -= 1
-            return
-        start, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for work in works:
-            work.wait()
-        end.record()
-        self._events.append((start, end))
-        self.pending -= 1
-        if len(self._events) > KEPT_EVENTS:
-            self._events[KEPT_EVENTS // 2][1].synchronize()
-            self._add_up(KEPT_EVENTS // 2)
+        else:
+            start, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for work in works:
+                work.wait()
+            end.record()
+            self._events.append((start, end))
+            if len(self._events) > KEPT_EVENTS:
+                self._events[KEPT_EVENTS // 2][1].synchronize()
+                self._add_up(KEPT_EVENTS // 2)
+        self.pending -= 1  # not after an error: it is still under way
 
     def _add_up(self, count: int) -> None:
         self._seconds += sum(float(start.elapsed_time(end)) for start, end in self._events[:count]) / 1e3
@@ -102,9 +101,10 @@ class Pending:
     """Messages in flight. Before `wait`, what is sent must not change, and what is received is not there."""
 
     def __init__(
-        self, group: RankGroup, kind: str, works: Sequence[Any], device: torch.device, staged: Sequence[tuple[Tensor, Tensor]]
+        self, group: RankGroup, kind: str, works: Sequence[Any], sent: int, like: Tensor, staged: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
-        self._group, self._kind, self._works, self._device, self._staged = group, kind, works, device, staged
+        self._group, self._kind, self._works, self._device, self._staged = group, kind, works, like.device, staged
+        group.stats.started(kind, sent)
 
     def wait(self) -> None:
         """Wait until everything was sent and received."""
@@ -175,8 +175,7 @@ class RankGroup:
                 group=self.group,
                 async_op=True,
             )
-        self.stats.started(kind, send.nbytes - sent[self.rank] * size)
-        return Pending(self, kind, [work], send.device, staged)
+        return Pending(self, kind, [work], send.nbytes - sent[self.rank] * size, send, staged)
 
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
         """Send a tensor to the next rank, and receive one from the previous rank into `received`."""
@@ -187,16 +186,12 @@ class RankGroup:
     def to_first(self, own: Tensor, counts: Sequence[int], kind: str) -> list[Tensor]:
         """Send a tensor to the first rank, which returns those of all ranks, flat and in rank order; other ranks return none.
 
-        Args:
-            counts: elements of every rank's tensor.
-            kind: see `all_to_all`.
+        `counts`: elements of every rank's tensor. `kind`: see `all_to_all`.
         """
-        nothing = [0] * self.size
-        first = self.rank == 0
-        received = own.new_empty(sum(counts) if first else 0)
-        sent = [own.numel(), *nothing[1:]]
-        self.all_to_all(own.reshape(-1), sent, received, counts if first else nothing, kind).wait()
-        return list(received.split(list(counts))) if first else []
+        arriving = list(counts) if self.rank == 0 else [0] * self.size
+        received = own.new_empty(sum(arriving))
+        self.all_to_all(own.reshape(-1), [own.numel()] + [0] * (self.size - 1), received, arriving, kind).wait()
+        return list(received.split(arriving)) if self.rank == 0 else []
 
     def all_gather(self, locals_: Sequence[Tensor], lengths: Sequence[int], dim: int) -> list[Tensor]:
         """Concatenate the shards of all ranks along `dim`, for several tensors at once; `lengths[r]` is rank r's size along it.
@@ -220,8 +215,8 @@ class RankGroup:
                 arriving = [self._landing(shard, staged) for shard in shards[(self.rank - step) % self.size] if shard.numel()]
                 operations += [dist.P2POp(dist.irecv, as_bytes(shard), source, self.group) for shard in arriving]
             works = dist.batch_isend_irecv(operations) if operations else []
-        self.stats.started("all_gather", sum(own.nbytes for own in shards[self.rank]) * (self.size - 1))
-        Pending(self, "all_gather", works, whole[0].device, staged).wait()
+        sent = sum(own.nbytes for own in shards[self.rank]) * (self.size - 1)
+        Pending(self, "all_gather", works, sent, whole[0], staged).wait()
         return [tensor.movedim(0, dim) for tensor in whole]
 
     def gather_parts(self, part: Tensor, whole: Tensor) -> Pending:
@@ -236,8 +231,7 @@ class RankGroup:
             else:
                 target, source = self._landing(whole, staged), self._leaving(part)
                 works.append(dist.all_gather_into_tensor(target, source, group=self.group, async_op=True))
-        self.stats.started("weights", part.nbytes * (self.size - 1))
-        return Pending(self, "weights", works, whole.device, staged)
+        return Pending(self, "weights", works, part.nbytes * (self.size - 1), whole, staged)
 
     def largest(self, value: Tensor) -> Tensor:
         """Return the elementwise maximum over all ranks. `value` is contiguous, and may be overwritten."""
@@ -246,8 +240,7 @@ class RankGroup:
         with trace_range("cp.all_reduce"):
             shared = self._leaving(value)
             work = dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self.stats.started("all_reduce", value.nbytes)
-        Pending(self, "all_reduce", [work], value.device, ()).wait()
+        Pending(self, "all_reduce", [work], value.nbytes, value, ()).wait()
         return shared.to(value.device)
 
     def _leaving(self, tensor: Tensor) -> Tensor:

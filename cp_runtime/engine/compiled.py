@@ -54,9 +54,8 @@ class CompiledBlocks:
     """The blocks of a model, compiled when they first run.
 
     Args:
-        model: model in eval mode.
-        plan: plan of the model. Blocks inside which it splits or gathers stay as they are.
-        settings: settings for `torch.compile`.
+        model: in eval mode.
+        plan: of the model. Blocks inside which it splits or gathers stay as they are.
 
     Attributes:
         failed: called whenever a block runs that could not be compiled. If it raises, so does the call; otherwise such blocks

@@ -19,10 +19,21 @@ from .sharding import Shares
 
 ROTATE_METHODS = ("alltoall", "allgather")
 MAX_SHARE = 100  # of a rank; finer ones are no more right
+DEGREES = {"ring_degree": "ranks on that axis", "ulysses_degree": "ranks on that axis", "batch_degree": "groups of ranks"}
+
+
+class _NotOfDiffusers:
+    @property
+    def tensor_parallel_config(self) -> None:
+        """Asked for by enable_parallelism and from_pretrained of diffusers alone. Raises ConfigError."""
+        raise ConfigError(
+            "parallel_config: got a config of cp_runtime; allowed in diffusers' enable_parallelism and from_pretrained: diffusers' "
+            "own. Load the model without parallel_config, and call cp_runtime.apply_context_parallel(model, config)."
+        )
 
 
 @dataclass(frozen=True)
-class ContextParallelConfig:
+class ContextParallelConfig(_NotOfDiffusers):
     """Settings for splitting a sequence over ranks. Names and meanings are those of diffusers 0.42; settings that it refuses work
     here.
 
@@ -57,16 +68,14 @@ class ContextParallelConfig:
     shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        sizes = None if self.mesh is None else axis_sizes(self.mesh)
-        for axis, name in enumerate(("ring_degree", "ulysses_degree")):
+        sizes = (1, 1) if self.mesh is None else axis_sizes(self.mesh)
+        for (name, what), size in zip(DEGREES.items(), (*sizes, None), strict=True):
             value = getattr(self, name)
-            if value is None:
-                object.__setattr__(self, name, sizes[axis] if sizes else 1)
+            if value is None and size is not None:
+                object.__setattr__(self, name, size)
             elif not is_int(value) or value < 1:
-                raise bad_value(name, value, "a whole number from 1", "Set it to the number of ranks on that axis.")
-        if not is_int(self.batch_degree) or self.batch_degree < 1:
-            raise bad_value("batch_degree", self.batch_degree, "a whole number from 1", "Set it to the number of groups of ranks.")
-        if sizes is not None:
+                raise bad_value(name, value, "a whole number from 1", f"Set it to the number of {what}.")
+        if self.mesh is not None:
             self._check_sizes(sizes)
             if self.batch_degree > 1:
                 raise bad_value("batch_degree", self.batch_degree, "1 with a mesh", "Leave the mesh out: all ranks are used then.")
@@ -116,8 +125,7 @@ class ContextParallelConfig:
         if mesh is not None:
             self._check_sizes(axis_sizes(mesh))
         elif (product := ring * ulysses * self.batch_degree) != world_size:
-            degrees = {"ring_degree": ring, "ulysses_degree": ulysses, "batch_degree": self.batch_degree}
-            shown = {name: degree for name, degree in degrees.items() if degree > 1 or name != "batch_degree"}
+            shown = {name: getattr(self, name) for name in DEGREES if name != "batch_degree" or self.batch_degree > 1}
             raise bad_value(
                 " x ".join(shown),
                 f"{' x '.join(map(str, shown.values()))} = {product}",
@@ -170,11 +178,6 @@ class ContextParallelConfig:
                 "Make the mesh and the degrees agree, or leave the degrees out.",
             )
 
-    @property
-    def tensor_parallel_config(self) -> None:
-        """Asked for by diffusers alone. Raises ConfigError."""
-        raise given_to_diffusers()
-
     @classmethod
     def of(cls, config: Any) -> ContextParallelConfig:
         """Take a config of this package or of diffusers, bare or inside a ParallelConfig. Raises ConfigError: it is something else,
@@ -196,7 +199,7 @@ class ContextParallelConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(_NotOfDiffusers):
     """Argument of `apply_context_parallel`, as in diffusers: a context parallel config by that name."""
 
     context_parallel_config: ContextParallelConfig
@@ -204,11 +207,6 @@ class ParallelConfig:
     def setup(self, rank: int, world_size: int, device: torch.device | str, *, mesh: Any = None, cp_mesh: Any = None) -> None:
         """See `ContextParallelConfig.setup`. `cp_mesh` is the name that mindone and diffusers before 0.36 have for `mesh`."""
         self.context_parallel_config.setup(rank, world_size, device, mesh if mesh is not None else cp_mesh)
-
-    @property
-    def tensor_parallel_config(self) -> None:
-        """Asked for by diffusers alone. Raises ConfigError."""
-        raise given_to_diffusers()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,14 +236,6 @@ def axis_sizes(mesh: Any) -> tuple[int, int]:
         raise bad_value("mesh", f"the axes {', '.join(names) or 'without names'}", "ring and ulysses, in this order", MAKE_MESH)
     ring, ulysses = (mesh.size(names.index(axis)) for axis in AXES)
     return ring, ulysses
-
-
-def given_to_diffusers() -> ConfigError:
-    """Return the error for a config of this package in enable_parallelism or from_pretrained of diffusers."""
-    return ConfigError(
-        "parallel_config: got a config of cp_runtime; allowed in diffusers' enable_parallelism and from_pretrained: diffusers' own."
-        " Load the model without parallel_config, and call cp_runtime.apply_context_parallel(model, config)."
-    )
 
 
 def check_choice(name: str, value: object, options: Sequence[str]) -> None:

@@ -138,13 +138,7 @@ def decide(
 
 
 class DegreePlanner:
-    """Decides the degrees of every attention of one call, and adds up what they should cost.
-
-    Args:
-        settings: what the user asked for.
-        ranks: that share the sequence.
-        rates: of the machine.
-        shares: of the ranks.
+    """Decides the degrees of every attention of one call on some ranks, and adds up what they should cost.
 
     Attributes:
         attentions: that were shared: shape of the whole -> how many of them.

@@ -18,7 +18,7 @@ from .call import Planner, RunningCall
 from .mesh import SequenceMesh
 from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules, method_of
 from .profiling import trace_range
-from .transforms import ContextParallelInput, ContextParallelOutput
+from .transforms import ContextParallelInput, ContextParallelOutput, Transform
 from .weights.sharded import ShardedWeights
 
 PlanT = TypeVar("PlanT", bound=ShardingPlan)
@@ -28,10 +28,6 @@ class InstalledPlan(Generic[PlanT]):
     """A plan installed on a model. Its hooks hand over to the running call; without one they do nothing.
 
     One call at a time and one thread, as in a worker rank.
-
-    Args:
-        model: the module that the plan was written for.
-        plan: what to split and gather.
 
     Attributes:
         current: the running call.
@@ -54,20 +50,26 @@ class InstalledPlan(Generic[PlanT]):
                     continue
                 if module_plan.attention is not None:
                     with_attention.add(module)
-                enter = self._enter_module(name, argument_names(module, method_of(pattern)), module_plan)
-                self._hook(module, enter, self._leave_module(name, module_plan), method_of(pattern))
+                positions = {argument: i for i, argument in enumerate(argument_names(module, method_of(pattern)))}
+                inputs = []  # (keyword, position, transform, place for messages)
+                for argument, transform in module_plan.inputs.items():
+                    parameter, keyword = argument.partition(".")[::2]
+                    inputs.append((keyword or parameter, positions[parameter], transform, f"{name}({argument})"))
+                enter, leave = partial(_enter_module, name, module_plan, inputs), partial(_leave_module, name, module_plan)
+                self._hook(module, enter, leave, method_of(pattern))
                 for local in module_plan.local:
                     for _, inner in find_modules(module, local):
-                        self._undo.append(inner.register_forward_pre_hook(self._enter_local).remove)
-                        self._undo.append(inner.register_forward_hook(self._leave_local, prepend=True).remove)
+                        self._undo.append(inner.register_forward_pre_hook(partial(self._at_local, 1)).remove)
+                        self._undo.append(inner.register_forward_hook(partial(self._at_local, -1), prepend=True).remove)
         if plan.attention_rule is not None:
             for name, module in model.named_modules():
                 rule = plan.attention_rule(module)
                 if rule is not None and module not in with_attention:
-                    self._hook(module, self._enter_attention(name, module, rule), self._leave_attention(name, module))
+                    self._hook(module, partial(_enter_attention, name, rule), partial(_leave_attention, name))
         for path, outputs in plan.outputs.items():
+            each = [outputs] if isinstance(outputs, ContextParallelOutput) else list(outputs)
             for name, module in find_modules(model, path):
-                self._hook(module, None, self._complete_output(name, outputs))
+                self._hook(module, None, partial(_complete_output, name, each))
 
     @contextmanager
     def call(
@@ -151,100 +153,77 @@ class InstalledPlan(Generic[PlanT]):
 
         return run
 
-    def _enter_module(self, name: str, arguments: Sequence[str], plan: ModulePlan) -> Callable[..., Any]:
-        positions = {argument: i for i, argument in enumerate(arguments)}
-        inputs = []  # (keyword, position, transform, place for messages)
-        for argument, transform in plan.inputs.items():
-            parameter, keyword = argument.partition(".")[::2]
-            inputs.append((keyword or parameter, positions[parameter], transform, f"{name}({argument})"))
-
-        def hook(call: RunningCall, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-            call.enter_module(name, plan)
-            values, named = list(args), dict(kwargs)
-            for keyword, position, transform, where in inputs:
-                if keyword in named:
-                    named[keyword] = call.local(transform, named[keyword], where)
-                elif position < len(values):
-                    values[position] = call.local(transform, values[position], where)
-            return tuple(values), named
-
-        return hook
-
-    def _leave_module(self, name: str, plan: ModulePlan) -> Callable[..., Any]:
-        # Other transforms may know other things that hold tokens.
-        of_tensors = any(isinstance(split, ContextParallelInput) for split in plan.outputs.values())
-
-        def hook(call: RunningCall, _: Any, __: Any, value: Any) -> Any:
-            call.leave_module(plan)
-            changes = {i: partial(call.local, split, where=f"{name} output {i}") for i, split in plan.outputs.items()}
-            return _map_outputs(value, changes, name, of_tensors)
-
-        return hook
-
-    def _enter_local(self, *_: Any) -> None:
+    def _at_local(self, step: int, *_: Any) -> None:
+        """Enter (1) or leave (-1) a module whose attention is local by the plan."""
         if PLACE.in_block and torch.compiler.is_compiling():  # traced code must not look at the call
-            PLACE.local += 1
+            PLACE.local += step
         else:
-            self._enter_local_now()
-
-    def _leave_local(self, *_: Any) -> None:
-        if PLACE.in_block and torch.compiler.is_compiling():
-            PLACE.local -= 1
-        else:
-            self._leave_local_now()
+            self._at_local_now(step)
 
     @not_compiled
-    def _enter_local_now(self) -> None:
-        if call := self.current:
-            call.enter_scope(())
+    def _at_local_now(self, step: int) -> None:
+        if self.current is not None and step > 0:
+            self.current.enter_scope(())
+        elif self.current is not None:
+            self.current.leave_scope()
 
-    @not_compiled
-    def _leave_local_now(self) -> None:
-        if call := self.current:
-            call.leave_scope()
 
-    def _enter_attention(self, name: str, module: nn.Module, rule: AttentionRule) -> Callable[..., Any]:
-        names = argument_names(module)
+def _enter_module(
+    name: str,
+    plan: ModulePlan,
+    inputs: Sequence[tuple[str, int, Transform, str]],
+    call: RunningCall,
+    _: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, ...]:
+    call.enter_module(name, plan)
+    values, named = list(args), dict(kwargs)
+    for keyword, position, transform, where in inputs:
+        if keyword in named:
+            named[keyword] = call.local(transform, named[keyword], where)
+        elif position < len(values):
+            values[position] = call.local(transform, values[position], where)
+    return tuple(values), named
 
-        def hook(call: RunningCall, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if call.scope.streams:
-                arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-                call.enter_scope(rule(arguments), derived=True, name=name)
-            else:
-                call.enter_scope(())
 
-        return hook
+def _leave_module(name: str, plan: ModulePlan, call: RunningCall, _: nn.Module, __: Any, value: Any) -> Any:
+    call.leave_module(plan)
+    changes = {i: partial(call.local, split, where=f"{name} output {i}") for i, split in plan.outputs.items()}
+    # Other transforms may know other things that hold tokens.
+    of_tensors = any(isinstance(split, ContextParallelInput) for split in plan.outputs.values())
+    return _map_outputs(value, changes, name, of_tensors)
 
-    def _leave_attention(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        def hook(call: RunningCall, *_: Any) -> None:
-            missed = call.has_missed_attention
-            call.leave_scope()
-            if missed:
-                raise PlanError(
-                    f"{name} ({type(module).__name__}) did not attend through torch's scaled_dot_product_attention, so its "
-                    'attention was not shared. Use the attention backend "native": model.set_attention_backend("native").'
-                )
 
-        return hook
+def _enter_attention(
+    name: str, rule: AttentionRule, call: RunningCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if call.scope.streams:
+        arguments = {**dict(zip(argument_names(module), args, strict=False)), **kwargs}
+        call.enter_scope(rule(arguments), derived=True, name=name)
+    else:
+        call.enter_scope(())
 
-    def _complete_output(
-        self, name: str, outputs: ContextParallelOutput | Sequence[ContextParallelOutput | None]
-    ) -> Callable[..., Any]:
-        each = [outputs] if isinstance(outputs, ContextParallelOutput) else list(outputs)
 
-        def hook(call: RunningCall, _: Any, __: Any, value: Any) -> Any:
-            due = [(i, output) for i, output in enumerate(each) if output and (output.when is None or output.when(call.state))]
-            return _map_outputs(value, {i: partial(call.whole_output, name, output) for i, output in due}, name)
+def _leave_attention(name: str, call: RunningCall, module: nn.Module, *_: Any) -> None:
+    missed = call.has_missed_attention
+    call.leave_scope()
+    if missed:
+        raise PlanError(
+            f"{name} ({type(module).__name__}) did not attend through torch's scaled_dot_product_attention, so its attention was "
+            'not shared. Use the attention backend "native": model.set_attention_backend("native").'
+        )
 
-        return hook
+
+def _complete_output(
+    name: str, outputs: Sequence[ContextParallelOutput | None], call: RunningCall, _: nn.Module, __: Any, value: Any
+) -> Any:
+    due = [(i, output) for i, output in enumerate(outputs) if output and (output.when is None or output.when(call.state))]
+    return _map_outputs(value, {i: partial(call.whole_output, name, output) for i, output in due}, name)
 
 
 def _map_outputs(value: Any, changes: Mapping[int, Callable[[Any], Any]], name: str, of_tensors: bool = True) -> Any:
-    """Apply functions to some outputs of a module that returns a single value, or a tuple or list of values.
-
-    Args:
-        of_tensors: whether a single value must be a tensor.
-    """
+    """Apply functions to some outputs of a module that returns a single value, a tensor if `of_tensors`, or several of them."""
     if not changes:
         return None
     single = not isinstance(value, (tuple, list))

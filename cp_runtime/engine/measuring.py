@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import timeit
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -154,15 +155,10 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
 
 def _launch(device: torch.device) -> float:
     """Return the seconds that the host takes to launch an operation."""
-    small, count, times = torch.zeros(1, device=device), 200, []
-    for _ in range(3):
-        wait_for(device)
-        began = time.perf_counter()
-        for _ in range(count):
-            small.add_(1)
-        times.append((time.perf_counter() - began) / count)
+    small, count = torch.zeros(1, device=device), 200
+    times = timeit.repeat(lambda: small.add_(1), lambda: wait_for(device), number=count, repeat=3)
     wait_for(device)
-    return min(times)
+    return min(times) / count
 
 
 def in_the_long_run(times: Iterable[float]) -> tuple[float, bool]:
@@ -179,12 +175,7 @@ def _times(run: Callable[[], object], device: torch.device, delay: Callable[[], 
     the host. `delay`: keeps the device at work until the host has launched the runs."""
     run()
     if device.type == "cpu":
-        times = []
-        for _ in range(3):
-            began = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began)
-        return [max(seconds, 1e-9) for seconds in times]
+        return [max(seconds, 1e-9) for seconds in timeit.repeat(run, number=1, repeat=3)]
     wait_for(device)
     marks = [torch.get_device_module(device).Event(enable_timing=True) for _ in range(4)]
     delay()

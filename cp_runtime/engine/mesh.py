@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,8 +26,7 @@ MAKE_MESH = (
 )
 
 
-@dataclass(frozen=True)
-class SequenceAxes:
+class SequenceAxes(NamedTuple):
     """Groups of a sequence's ranks, arranged as `ring` x `ulysses`: rank = ring index * ulysses degree + ulysses index."""
 
     ring: RankGroup
@@ -214,18 +212,15 @@ def axis_ranks(peers: Sequence[Sequence[int]], ring: int, ulysses: int) -> tuple
     return columns, [list(ranks[r * ulysses : (r + 1) * ulysses]) for ranks in peers for r in range(ring)]
 
 
-class BatchMesh:
+class BatchMesh(SequenceMesh):
     """All ranks arranged as `batch` x sequence: rank = batch index * ranks per sequence + rank in the sequence.
 
     If ranks have shares, and groups of neighbours would have unequal totals, ranks are mixed to even them out. Groups are ordered
     by their first rank, and ranks ascend within a group.
 
     Args:
-        group: process group of all ranks.
         timeout: timeout of the groups that are created for an axis.
-        stats: where collectives are counted.
-        shares: share of each rank; empty = equal shares.
-        groups: creates the groups of the axes; None = those of the world.
+        group, stats, shares, groups: see `SequenceMesh`.
     """
 
     def __init__(
@@ -236,17 +231,9 @@ class BatchMesh:
         shares: Shares = (),
         groups: Groups | None = None,
     ) -> None:
-        self.stats = stats or CommStats()
-        self.whole = RankGroup(group, self.stats)
-        self.shares = reduced(shares)
-        self._groups = groups or groups_of_world(group, timeout)
-        self._meshes = {1: SequenceMesh(group, self._groups, self.stats, shares=shares)}
+        super().__init__(group, groups or groups_of_world(group, timeout), stats, shares=shares)
+        self._meshes: dict[int, SequenceMesh] = {}
         self._teams: dict[tuple[int, ...], BatchMesh] = {}
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.whole.size
 
     def sequence(self, groups: int = 1) -> SequenceMesh:
         """Return the ranks that share a sequence with this one when there are `groups` batch groups. All ranks must ask alike.
@@ -256,6 +243,8 @@ class BatchMesh:
         """
         if self.size % groups:
             raise PlanError(f"{self.size} ranks cannot form {groups} batch groups of the same size")
+        if groups == 1:
+            return self
         if groups not in self._meshes:
             members = self.members(groups)
             peers = [[self.whole.global_rank(rank) for rank in ranks] for ranks in members]
@@ -284,7 +273,7 @@ class BatchMesh:
                 self._groups.of(lists)
         if len(ranks) == self.size:
             return self
-        if self.whole.rank not in ranks:
+        if self.rank not in ranks:
             return None
         if tuple(ranks) not in self._teams:
             self._teams[tuple(ranks)] = BatchMesh(group, None, self.stats, own, self._groups.closed())
@@ -296,7 +285,7 @@ class BatchMesh:
 
     def index(self, groups: int) -> int:
         """Return the index of this rank's batch group."""
-        return next(index for index, ranks in enumerate(self.members(groups)) if self.whole.rank in ranks)
+        return next(index for index, ranks in enumerate(self.members(groups)) if self.rank in ranks)
 
     def group_shares(self, groups: int) -> Shares:
         """Return the shares of the batch groups: the sums of their ranks' shares."""

@@ -215,7 +215,7 @@ def candidates(work: CallWork, pool: Pool) -> Iterator[CallSplit]:
                 continue
             for ring, ulysses in factors(count // batch):
                 split = CallSplit(ranks, batch, ring, ulysses)
-                shares = [pool.shares_of([ranks[i] for i in group]) for group in _groups(pool, split)]
+                shares = [pool.shares_of(group) for group, _ in _groups(work, pool, split)]
                 if all((ring, ulysses) in allowed(shape, ring * ulysses, pool.settings, own)
                        for shape, _ in work.attentions for own in shares):  # fmt: skip
                     yield split
@@ -223,10 +223,8 @@ def candidates(work: CallWork, pool: Pool) -> Iterator[CallSplit]:
 
 def largest_part(work: CallWork, pool: Pool, split: CallSplit) -> float:
     """Return the largest part of the tokens and items that one rank has."""
-    groups = _groups(pool, split)
-    weights = [[pool.weight(split.ranks[i]) for i in group] for group in groups]
-    items = _items(work, pool, split)
-    return max(count / work.items * max(own) / sum(own) for count, own in zip(items, weights, strict=True))
+    groups = [([pool.weight(rank) for rank in ranks], items) for ranks, items in _groups(work, pool, split)]
+    return max(items / work.items * max(weights) / sum(weights) for weights, items in groups)
 
 
 def predict(work: CallWork, pool: Pool, split: CallSplit, reference: CallSplit, run: Run, size: float = 1.0) -> float:
@@ -262,8 +260,7 @@ def _parts(work: CallWork, pool: Pool, split: CallSplit) -> tuple[float, float, 
     """Return (load, seconds of attention, seconds of communication), each the largest of all groups."""
     link = pool.measured.of(split.ranks)
     load = attention = communication = 0.0
-    for group, items in zip(_groups(pool, split), _items(work, pool, split), strict=True):
-        ranks = tuple(split.ranks[i] for i in group)
+    for ranks, items in _groups(work, pool, split):
         rates = replace(pool.measured.of(ranks), latency=link.latency, bandwidth=link.bandwidth)
         costs = [
             (count, cost(replace(shape, batch=shape.batch * items), split.ring, split.ulysses, pool.settings.rotate_method, rates,
@@ -283,13 +280,10 @@ def _weights(work: CallWork, pool: Pool, compute: float) -> float:
     return max(0.0, work.weights / rates.bandwidth - rates.overlap * compute)
 
 
-def _groups(pool: Pool, split: CallSplit) -> list[list[int]]:
-    """Return the groups of a split, as lists of places in its ranks."""
-    return form_groups(len(split.ranks), split.groups, pool.shares_of(split.ranks))
-
-
-def _items(work: CallWork, pool: Pool, split: CallSplit) -> list[int]:
-    """Return the number of items that each of these groups computes."""
-    groups = _groups(pool, split)
-    shares = reduced(tuple(sum(pool.weight(split.ranks[i]) for i in group) for group in groups[: split.batch]))
-    return [split_sizes(work.items, split.batch, shares)[index % split.batch] for index in range(len(groups))]
+def _groups(work: CallWork, pool: Pool, split: CallSplit) -> list[tuple[tuple[int, ...], int]]:
+    """Return the ranks of every group of a split, and the number of items that it computes."""
+    formed = form_groups(len(split.ranks), split.groups, pool.shares_of(split.ranks))
+    groups = [tuple(split.ranks[place] for place in group) for group in formed]
+    shares = reduced(tuple(sum(map(pool.weight, ranks)) for ranks in groups[: split.batch]))
+    items = split_sizes(work.items, split.batch, shares)
+    return [(ranks, items[index % split.batch]) for index, ranks in enumerate(groups)]

@@ -14,7 +14,6 @@ from torch.autograd.profiler import record_function
 from ..compat import profiler_is_on
 from ..errors import bad_value
 
-TRACED = (2, 3, 4)  # numbers of calls; the first one also moves weights and connects groups
 _NO_RANGE = nullcontext()
 
 
@@ -37,16 +36,19 @@ class CallTraces:
     """
 
     def __init__(self, folder: str | None, rank: int) -> None:
-        self._file = Path(folder, f"rank{rank}.json") if folder else None
-        self._calls = 0
         self._profile: torch.profiler.profile | None = None
-        if self._file is not None:
-            try:
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise bad_value(
-                    "CP_PROFILE", folder, "a folder that can be written to", f"Name another one ({error.strerror})."
-                ) from error
+        if not folder:
+            return
+        file = Path(folder, f"rank{rank}.json")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            remedy = f"Name another one ({error.strerror})."
+            raise bad_value("CP_PROFILE", folder, "a folder that can be written to", remedy) from error
+        # The first call also moves weights and connects groups.
+        calls = torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1)
+        self._profile = torch.profiler.profile(schedule=calls, on_trace_ready=lambda made: made.export_chrome_trace(str(file)))
+        self._profile.start()
 
     @classmethod
     def from_environment(cls, rank: int) -> CallTraces:
@@ -56,17 +58,8 @@ class CallTraces:
     @contextmanager
     def call(self) -> Iterator[None]:
         """Trace one call."""
-        self._calls += 1
-        if self._file is None or self._calls not in TRACED:
-            yield
-            return
-        if self._profile is None:
-            self._profile = torch.profiler.profile()
-            self._profile.start()
         try:
             yield
         finally:
-            if self._calls == TRACED[-1]:
-                self._profile.stop()
-                self._profile.export_chrome_trace(str(self._file))
-                self._profile = None
+            if self._profile is not None:
+                self._profile.step()

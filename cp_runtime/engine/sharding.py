@@ -5,10 +5,10 @@ size, and uneven lengths are exact.
 
 Layout invariant: each stream (for example text, image) is split on its own, into contiguous ranges, and the first `length % world`
 ranks hold one token more (as in `torch.tensor_split`). With *shares*, such as (2, 1) for a rank that is twice as fast as the other,
-ranks hold tokens in proportion, unless the stream has fewer tokens than the shares add up to. A rank holds the concatenation of its
-ranges in stream order ("local"). An all-to-all returns the concatenation of all locals in rank order ("gathered"). The unsharded
-model would use "joint" order. Attention without a mask does not depend on the order of keys, so nothing is reordered; masks are
-brought into gathered order instead.
+ranks hold tokens in proportion, unless some would then have none although there are enough for all. A rank holds the concatenation
+of its ranges in stream order ("local"). An all-to-all returns the concatenation of all locals in rank order ("gathered"). The
+unsharded model would use "joint" order. Attention without a mask does not depend on the order of keys, so nothing is reordered;
+masks are brought into gathered order instead.
 
 If a stream has fewer tokens than there are ranks, some ranks get none. Models cannot run on an empty stream, so such a rank holds
 a copy of the stream's first token, a *stand-in*, which it computes on but never sends or returns.
@@ -20,7 +20,7 @@ its attention is shared out like that of any other stream, and the results are g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 
+Segment = tuple[int, int]
 Shares = tuple[int, ...]
 """How much each of some ranks takes, relative to the others; empty = all take as much."""
 
@@ -70,14 +71,26 @@ class Split:
     Args:
         frames: number of equally long runs, each split on its own.
         replicated: every rank holds all tokens, and contributes a contiguous share of them to attention.
+        unit: number of tokens that stay together, such as those of a row of a picture.
+        least: units that a rank needs; if there are fewer for each, only the first ranks have any.
     """
 
     frames: int = 1
     replicated: bool = False
+    unit: int = 1
+    least: int = 1
+
+    def ranges(self, tokens: int, ranks: int, shares: Shares) -> list[Segment]:
+        """Return (start, stop) of the tokens of a frame that each rank contributes. Shares count as far as all get the least."""
+        units = tokens // self.unit
+        parts = max(1, min(ranks, units // self.least))
+        ranges = split_ranges(units, parts, shares[:parts])
+        if min(stop - start for start, stop in ranges) < self.least:
+            ranges = split_ranges(units, parts)
+        return [(start * self.unit, stop * self.unit) for start, stop in (*ranges, *[(0, 0)] * (ranks - parts))]
 
 
 CONTIGUOUS = Split()
-Segment = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -114,17 +127,16 @@ class JointLayout:
     def _segments(self, rank: int) -> Iterator[tuple[tuple[Segment, ...], tuple[Segment, ...]]]:
         offsets = accumulate(self.lengths, initial=0)
         for offset, length, split in zip(offsets, self.lengths, self.splits or (CONTIGUOUS,) * len(self.lengths), strict=False):
-            if length % split.frames:
+            if length % (split.frames * split.unit):
                 raise PlanError(f"{length} tokens are not {split.frames} frames of the same length. Correct the plan.")
             size = length // split.frames
-            # Otherwise one rank might hold all of several tokens, and a mask over its own keys would look like one over all keys.
-            shares = self.shares if size >= sum(self.shares) else ()
-            start, stop = split_ranges(size, self.world_size, shares)[rank]
-            owned = tuple((offset + i * size + start, offset + i * size + stop) for i in range(split.frames) if stop > start)
+            start, stop = split.ranges(size, self.world_size, self.shares)[rank]
+            starts = range(offset, offset + length, size) if length else [offset] * split.frames
+            owned = tuple((at + start, at + stop) for at in starts if stop > start)
             if split.replicated:
                 yield ((offset, offset + length),), owned
             else:
-                yield owned or tuple((offset + i * size, offset + i * size + min(1, size)) for i in range(split.frames)), owned
+                yield owned or tuple((at, at + min(split.least * split.unit, size)) for at in starts), owned
 
     def window(self, rank: int) -> Segment:
         """Return (start, stop) that a rank holds of the only stream. Raises PlanError if that is not a single segment."""
@@ -132,6 +144,11 @@ class JointLayout:
         if len(segments) != 1:
             raise PlanError("token positions and ranges do not work on a stream that is split inside its frames. Correct the plan.")
         return segments[0]
+
+    def contributed(self, rank: int) -> Segment:
+        """Return (start, stop) that a rank contributes to the only stream, which is not split inside frames; may be empty."""
+        ((segments),) = self.owned[rank]
+        return segments[0] if segments else (0, 0)
 
     @cached_property
     def local_lengths(self) -> tuple[int, ...]:
@@ -147,7 +164,7 @@ class JointLayout:
         """Return the local positions of the tokens that `rank` contributes; None if it contributes all it holds."""
         if self.owned_lengths[rank] == self.local_lengths[rank]:
             return None
-        return self._index(("owned", rank), device, lambda: self._owned_segments(rank))
+        return self._index(("owned", rank), device, self._owned_segments(rank))
 
     def _owned_segments(self, rank: int) -> Iterator[Segment]:
         """Yield the segments that `rank` contributes, relative to what it holds."""
@@ -159,7 +176,7 @@ class JointLayout:
 
     def replicated(self, rank: int) -> Iterator[tuple[slice, slice, tuple[int, ...]]]:
         """Yield, per replicated stream: slice of its share in what the rank contributes, its slice in what it holds, all shares."""
-        if not self.splits:
+        if not any(split.replicated for split in self.splits):
             return
         share_at = held_at = 0
         for index, (owned, held) in enumerate(zip(self.owned[rank], self.held[rank], strict=True)):
@@ -171,7 +188,7 @@ class JointLayout:
 
     def gathered_order(self, device: torch.device) -> Tensor:
         """Return an index tensor that maps positions in gathered order to positions in joint order."""
-        return self._index("gathered", device, self._gathered_segments)
+        return self._index("gathered", device, self._gathered_segments())
 
     def _gathered_segments(self) -> Iterator[Segment]:
         return (segment for rank in self.owned for segments in rank for segment in segments)
@@ -181,10 +198,10 @@ class JointLayout:
         """Whether gathered order is joint order."""
         return all(a[1] == b[0] for a, b in pairwise((start, stop) for start, stop in self._gathered_segments() if stop > start))
 
-    def _index(self, name: object, device: torch.device, segments: Callable[[], Iterable[Segment]]) -> Tensor:
+    def _index(self, name: object, device: torch.device, segments: Iterable[Segment]) -> Tensor:
         """Return the positions in some segments, cached. They are made on the device, so that the host need not wait."""
         if (name, device) not in self._indices:
-            parts = [torch.arange(start, stop, device=device) for start, stop in segments()]
+            parts = [torch.arange(start, stop, device=device) for start, stop in segments]
             self._indices[name, device] = torch.cat([torch.arange(0, device=device), *parts])
         return self._indices[name, device]
 
@@ -198,6 +215,12 @@ class JointLayout:
         It is a copy because models modify their hidden states in place.
         """
         return torch.cat([tensor.narrow(dim, start, stop - start) for s in self.held[rank] for start, stop in s], dim)
+
+    def to_gathered(self, tensor: Tensor, dim: int, span: slice = slice(None)) -> Tensor:
+        """Return the tokens at `span` of gathered order of a tensor in joint order along `dim`, as a view if possible."""
+        if self.in_order:
+            return tensor.movedim(dim, 0)[span].movedim(0, dim)
+        return tensor.index_select(dim, self.gathered_order(tensor.device)[span])
 
     def to_joint(self, tensor: Tensor, dim: int) -> Tensor:
         """Reorder a tensor with all tokens along `dim` from gathered into joint order."""
@@ -213,15 +236,14 @@ class JointLayout:
 joint_layout = lru_cache(maxsize=32)(JointLayout)
 
 
+@lru_cache(maxsize=64)
+def chunk_spans(layout: JointLayout, ulysses: int) -> tuple[slice, ...]:
+    """Return the positions in gathered order of every *chunk*: the tokens of `ulysses` neighbouring ranks."""
+    return tuple(slice(start, stop) for start, stop in pairwise([*accumulate(layout.owned_lengths, initial=0)][::ulysses]))
+
+
 def _count(streams: Iterable[Iterable[Segment]]) -> int:
     return sum(stop - start for segments in streams for start, stop in segments)
-
-
-def normalize_dim(dim: int, ndim: int) -> int:
-    """Return `dim` counted from the front. Raises PlanError if there is no such dimension."""
-    if not -ndim <= dim < ndim:
-        raise PlanError(f"dimension: got {dim}; allowed: {-ndim} to {ndim - 1} for a tensor of {ndim}. Correct the plan.")
-    return dim if dim >= 0 else dim + ndim
 
 
 def clip_range(start: int, stop: int, window: tuple[int, int]) -> tuple[int, int]:

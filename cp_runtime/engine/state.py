@@ -64,27 +64,21 @@ class CallState:
 
     def layout(self, streams: tuple[str, ...]) -> JointLayout:
         """Return the layout of `streams` in joint order. Raises PlanError if one of them has not been seen yet."""
-        layout = self._layouts.get(streams)
-        if layout is None:
+        if streams not in self._layouts:
             missing = [name for name in streams if name not in self.lengths]
             if missing:
                 raise UnknownStreamError(
                     f"stream {missing[0]!r} is used before any planned argument defined its length. Name one that an argument is "
                     "split as, and put what defines it before what uses it."
                 )
+            lengths = tuple(self.lengths[name] for name in streams)
             splits = tuple(self._splits.get(name, CONTIGUOUS) for name in streams)
-            layout = joint_layout(
-                tuple(self.lengths[name] for name in streams),
-                self.world_size,
-                () if set(splits) == {CONTIGUOUS} else splits,
-                self.shares,
-            )
-            self._layouts[streams] = layout
-        return layout
+            self._layouts[streams] = joint_layout(lengths, self.world_size, splits, self.shares)
+        return self._layouts[streams]
 
     def knows(self, streams: tuple[str, ...]) -> bool:
         """Return whether the lengths of all given streams are known."""
-        return streams in self._layouts or all(name in self.lengths for name in streams)
+        return all(name in self.lengths for name in streams)
 
     def define(self, stream: str, length: int, split: Split = CONTIGUOUS) -> None:
         """Define a stream's length and how it is split. The first definition counts."""

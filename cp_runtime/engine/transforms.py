@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..nested import rebuild
-from .sharding import Split, clip_range, joint_layout, normalize_dim
+from .sharding import Split, clip_range, joint_layout
 from .state import CallState
 
 
@@ -27,6 +27,12 @@ class Transform(Protocol):
     """Turns the full value of an argument into this rank's value."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any: ...
+
+
+def _made(transform: Any, state: CallState, value: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """Return what a transform makes of a tensor: once per call if every module gets the same one."""
+    made: Tensor = state.once(transform, value, make) if transform.side else make()
+    return made
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,9 @@ class ContextParallelInput:
                 f"{where}: expected {self.expected_dims} dimensions, got {value.ndim} {tuple(value.shape)}. Correct the plan: "
                 "expected_dims must be what the module is called with."
             )
-        dim = normalize_dim(self.split_dim, value.ndim)
+        dim = self.split_dim if self.split_dim >= 0 else self.split_dim + value.ndim
+        if dim < 0:
+            raise PlanError(f"{where}: dimension {self.split_dim} of {tuple(value.shape)}, which has none there. Correct the plan.")
         length = value.shape[dim]
         if self.streams is None:
             return joint_layout((length,), state.world_size, (), state.shares).take_local(value, state.rank, dim)
@@ -75,9 +83,7 @@ class ContextParallelInput:
         if length == layout.local_lengths[state.rank]:  # already local, or held in full
             return value
         if length == layout.total:
-            if not self.side:
-                return layout.take_local(value, state.rank, dim)
-            return state.once(self, value, lambda: layout.take_local(value, state.rank, dim))
+            return _made(self, state, value, lambda: layout.take_local(value, state.rank, dim))
         if length == 1:  # applies to all tokens
             return value
         raise PlanError(
@@ -138,17 +144,10 @@ class GridInput:
             return value
         if grid != state.grids[self.stream]:
             raise PlanError(f"{where}: expected a grid of {state.grids[self.stream]} tokens, got {grid}")
-        if not self.side:
-            return self._local(state, value)
-        local: Tensor = state.once(self, value, lambda: self._local(state, value))
-        return local
-
-    def _local(self, state: CallState, value: Tensor) -> Tensor:
-        frames = value.shape[self.dim]
         tokens = value.flatten(self.dim, self.dim + 2)
-        local = state.layout((self.stream,)).take_local(tokens, state.rank, self.dim)
-        shaped: Tensor = local.unflatten(self.dim, (frames, -1, 1))
-        return shaped
+        return _made(
+            self, state, value, lambda: layout.take_local(tokens, state.rank, self.dim).unflatten(self.dim, (grid[0], -1, 1))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +173,7 @@ class WithNeighbours:
             return rebuild(value, [self(state, item, where) for item in value])
         if not isinstance(value, Tensor) or state.world_size == 1:
             return value
-        return state.once(self, value, lambda: self._extended(state, value)) if self.side else self._extended(state, value)
+        return _made(self, state, value, lambda: self._extended(state, value))
 
     def _extended(self, state: CallState, value: Tensor) -> Tensor:
         layout = state.layout((self.stream,))
@@ -201,67 +200,39 @@ class WithoutNeighbours:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenIndex:
-    """Make an absolute token index, which divides a stream in two, the boundary inside the local range."""
-
-    stream: str
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        if value is None:
-            return None
-        window = state.layout((self.stream,)).window(state.rank)
-        return clip_range(0, int(value), window)[1]
-
-
-@dataclass(frozen=True, kw_only=True)
 class TokenRanges:
-    """Clip (start, stop, ...) ranges over a stream to the local range, dropping empty ones.
+    """Clip (start, stop or None for the end, ...) over streams in joint order to this rank's tokens, dropping empty ones.
+
+    Takes a list of ranges, a single one, which must lie within one stream, or an index that divides a stream in two. Tensors behind
+    start and stop have a value per token of the range.
 
     Args:
-        stream: the stream that the ranges refer to.
-        after: a stream in front of it in the same tensor, by its *local* length: the caller has shifted every range by it,
+        streams: the streams that the ranges refer to.
+        after: a stream in front of them in the same tensor, by its *local* length: the caller has shifted every range by it,
             except a start of 0, which also covers that stream.
     """
 
-    stream: str
+    streams: tuple[str, ...]
     after: str | None = None
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if value is None:
             return None
-        window = state.layout((self.stream,)).window(state.rank)
-        shift = state.layout((self.after,)).local_lengths[state.rank] if self.after else 0
-        local = []
-        for start, stop, *rest in value:
-            low, high = clip_range(max(start - shift, 0), stop - shift, window)
-            low, high = (0 if start == 0 else low + shift), high + shift
-            if high > low:
-                local.append((low, high, *rest))
-        return local
-
-
-@dataclass(frozen=True, kw_only=True)
-class JointRanges:
-    """Clip (start, stop or None for the end, ...), one or a list, over streams in joint order to this rank's tokens.
-
-    A single range must lie within one stream, or be empty. Tensors behind start and stop have a value per token of the range.
-    """
-
-    streams: tuple[str, ...]
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        if value is None:
-            return None
+        layout = state.layout(self.streams)
+        if not isinstance(value, (tuple, list)):
+            return clip_range(0, int(value), layout.window(state.rank))[1]
         if isinstance(value, tuple):
             (local,) = self(state, [value], where)
             return local
-        layout = state.layout(self.streams)
-        local, at = [], 0
+        shift = at = state.layout((self.after,)).local_lengths[state.rank] if self.after else 0
+        found = []
         for begin, end in (segment for segments in layout.held[state.rank] for segment in segments):
             for start, stop, *rest in value:
-                low, high = clip_range(start, layout.total if stop is None else stop, (begin, end))
+                start = max(start - shift, 0)
+                low, high = clip_range(start, layout.total if stop is None else stop - shift, (begin, end))
+                part = slice(begin + low - start, begin + high - start)
+                low, high = (0 if start == low == 0 and self.after else at + low), at + high
                 if high > low:
-                    part = slice(begin + low - start, begin + high - start)
-                    local.append((at + low, at + high, *(v[part] if isinstance(v, Tensor) else v for v in rest)))
+                    found.append((low, high, *(v[part] if isinstance(v, Tensor) else v for v in rest)))
             at += end - begin
-        return local
+        return found

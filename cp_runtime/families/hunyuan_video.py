@@ -5,7 +5,7 @@ from typing import Any
 
 from ..engine.plan import ModulePlan
 from ..engine.state import CallState
-from ..engine.transforms import JointRanges
+from ..engine.transforms import TokenRanges
 from .family import FamilyPlan, gathered, side, tokens
 
 # A reference latent stands before the image tokens and is cut off by its whole length: every rank keeps all of it.
@@ -34,12 +34,12 @@ HUNYUAN_VIDEO = FamilyPlan(
                 "txt": tokens("txt"),
                 "img": tokens(IMAGE, replicated=True),
                 "pe": PE,
-                "modulation_dims_img": JointRanges(streams=IMAGE),
+                "modulation_dims_img": TokenRanges(streams=IMAGE),
             },
             attention=JOINT,
         ),
-        "single_blocks.*": ModulePlan(inputs={"pe": PE, "modulation_dims": JointRanges(streams=JOINT)}, attention=JOINT),
-        "final_layer": ModulePlan(inputs={"modulation_dims": JointRanges(streams=("img",))}),
+        "single_blocks.*": ModulePlan(inputs={"pe": PE, "modulation_dims": TokenRanges(streams=JOINT)}, attention=JOINT),
+        "final_layer": ModulePlan(inputs={"modulation_dims": TokenRanges(streams=("img",))}),
     },
     outputs={"final_layer": gathered("img")},
     control={"input": IMAGE, "output": IMAGE},

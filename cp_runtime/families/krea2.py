@@ -1,7 +1,7 @@
 """Krea 2: text and image in one stream, in-context references."""
 
 from ..engine.plan import ModulePlan
-from ..engine.transforms import TokenIndex
+from ..engine.transforms import TokenRanges
 from .family import FamilyPlan, gathered, side, tokens
 
 KREA2 = FamilyPlan(
@@ -12,7 +12,7 @@ KREA2 = FamilyPlan(
             inputs={
                 "x": tokens("all"),
                 "freqs": side("all", dim=2, dims=6),
-                "timestep_zero_index": TokenIndex(stream="all"),
+                "timestep_zero_index": TokenRanges(streams=("all",)),
             },
             attention=("all",),
         ),

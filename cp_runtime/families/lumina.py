@@ -19,7 +19,7 @@ def _blocks(stream: str) -> ModulePlan:
         inputs={
             "x": tokens(stream),
             "freqs_cis": side(stream, dim=1, dims=6),
-            "timestep_zero_index": TokenRanges(stream=stream),
+            "timestep_zero_index": TokenRanges(streams=(stream,)),
         },
         attention=(stream,),
     )
@@ -31,7 +31,7 @@ LUMINA = FamilyPlan(
     modules={
         "noise_refiner.*": _blocks("img"),
         "layers.*": _blocks("all"),
-        "final_layer": ModulePlan(inputs={"x": tokens("all"), "timestep_zero_index": TokenRanges(stream="all")}),
+        "final_layer": ModulePlan(inputs={"x": tokens("all"), "timestep_zero_index": TokenRanges(streams=("all",))}),
     },
     outputs={
         # What a refiner returns is appended to the text, and to what patches see.

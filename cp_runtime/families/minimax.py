@@ -5,7 +5,7 @@ from typing import Any
 
 from ..engine.plan import ModulePlan
 from ..engine.state import CallState
-from ..engine.transforms import JointRanges
+from ..engine.transforms import TokenRanges
 from .family import FamilyPlan, gathered, side, tokens
 
 JOINT = ("given", "audio", "video")
@@ -30,12 +30,12 @@ MINIMAX = FamilyPlan(
         "blocks.*": ModulePlan(
             inputs={
                 "x": Packed(),
-                "mod_segments": JointRanges(streams=JOINT),
+                "mod_segments": TokenRanges(streams=JOINT),
                 "rope_freqs": side(JOINT, dim=1, dims=6),
             },
             attention=JOINT,
         ),
-        "final_layer": ModulePlan(inputs={"video_seg": JointRanges(streams=JOINT), "audio_seg": JointRanges(streams=JOINT)}),
+        "final_layer": ModulePlan(inputs={"video_seg": TokenRanges(streams=JOINT), "audio_seg": TokenRanges(streams=JOINT)}),
     },
     rebuilt=("minimax_payload.layout",),
     outputs={"final_layer": [gathered(name, dim=0, dims=2) for name in ("video", "audio")]},

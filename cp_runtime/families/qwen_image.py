@@ -1,7 +1,7 @@
 """Qwen-Image, Edit and Layered; and Mage-Flow, which has its blocks without a second timestep."""
 
 from ..engine.plan import ModulePlan
-from ..engine.transforms import TokenIndex
+from ..engine.transforms import TokenRanges
 from .family import FamilyPlan, gathered, side, tokens
 
 JOINT = ("txt", "img")
@@ -18,7 +18,7 @@ QWEN_IMAGE = FamilyPlan(
     model_class="comfy.ldm.qwen_image.model.QwenImageTransformer2DModel",
     modules={
         "transformer_blocks.*": ModulePlan(
-            inputs={**BLOCK_INPUTS, "timestep_zero_index": TokenIndex(stream="img")}, attention=JOINT
+            inputs={**BLOCK_INPUTS, "timestep_zero_index": TokenRanges(streams=("img",))}, attention=JOINT
         ),
     },
     outputs=OUTPUTS,

@@ -230,7 +230,7 @@ class _Drafting:
     def _remark(self, name: str, argument: str, value: Any, index: int) -> None:
         """What is not as long as a stream and may still speak about tokens."""
         if any(True for _ in numbers(value)):
-            question = "does it count tokens? See TokenIndex, TokenRanges and JointRanges"
+            question = "does it count tokens? See TokenRanges"
             self._say(f"{name}.*", f"TODO {argument} = {value!r}: {question}")
         for tensor in tensors(value):
             if tensor.ndim > 3 and tensor.shape[1] == self._frames[index] > 1:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cp_runtime.engine.attention import kernels
 from cp_runtime.engine.attention.kernels import KERNELS, attend_with_lse, select
-from cp_runtime.engine.attention.merge import PartialAttention
+from cp_runtime.engine.attention.ring import PartialAttention
 from cp_runtime.errors import ConfigError
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -136,7 +136,7 @@ def test_sage_where_it_returns_the_log_sum_exp(monkeypatch, sageattn, dim, chose
     monkeypatch.setitem(sys.modules, "sageattention", module)
     monkeypatch.setattr(kernels, "_torch_can", lambda check, *_: check == "can_use_flash_attention")
     monkeypatch.setattr(kernels, "wait_for", lambda _: None)
-    caches = kernels.installed, kernels._sage_returns_lse, kernels._runs
+    caches = kernels.installed, kernels._runs
     for remembered in caches:
         remembered.cache_clear()
     try:
@@ -193,7 +193,7 @@ def test_merged_parts_are_the_whole_with_every_mask(parts, name, convert_to_fp32
         merged.add(*attend_with_lse(q, k[:, :, start:stop], v[:, :, start:stop], part))
         start = stop
     expected, _ = attend_with_lse(q, k, v, mask)
-    torch.testing.assert_close(merged.result(), expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(merged.out, expected, atol=2e-6, rtol=0)
 
 
 def test_merging_in_half_precision_is_worse_than_in_float32():
@@ -204,7 +204,7 @@ def test_merging_in_half_precision_is_worse_than_in_float32():
         merged = PartialAttention(convert_to_fp32)
         for start in range(0, 64, 8):
             merged.add(*attend_with_lse(q, k[:, :, start : start + 8], v[:, :, start : start + 8]))
-        result = merged.result()
+        result = merged.out
         assert result.dtype == (torch.float32 if convert_to_fp32 else torch.bfloat16)
         errors[convert_to_fp32] = (result.to(torch.bfloat16).float() - exact).pow(2).mean().sqrt()
     assert errors[True] < 0.8 * errors[False]

@@ -5,7 +5,7 @@ from torch import nn
 from cp_runtime.engine.plan import ModulePlan, find_modules
 from cp_runtime.engine.sharding import Split
 from cp_runtime.engine.state import CallState
-from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput, JointRanges, TokenIndex, TokenRanges
+from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
 from cp_runtime.errors import PlanError
 from cp_runtime.families.family import FamilyPlan
 from cp_runtime.families.wan import Repeated
@@ -57,7 +57,7 @@ def test_wrong_length_dims_or_order_raise():
 
 @pytest.mark.parametrize(("index", "expected"), [(0, (0, 0, 0)), (5, (4, 1, 0)), (10, (4, 3, 3)), (None, (None,) * 3)])
 def test_token_index(index, expected):
-    assert tuple(TokenIndex(stream="img")(s, index, "i") for s in states(3, img=10)) == expected
+    assert tuple(TokenRanges(streams=("img",))(s, index, "i") for s in states(3, img=10)) == expected
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -69,14 +69,14 @@ def test_token_ranges_select_the_same_tokens(world, boundary):
     for state in states(world, txt=3, img=10):
         start, stop = state.layout(("img",)).window(state.rank)
         mark = torch.full((stop - start,), -1)
-        for a, b, value in TokenRanges(stream="img")(state, ranges, "r"):
+        for a, b, value in TokenRanges(streams=("img",))(state, ranges, "r"):
             mark[a:b] = value
         marked.append(mark)
         # the same ranges in a joint tensor whose text part is local: the first one starts at 0 and covers the text
         shift = state.layout(("txt",)).local_lengths[state.rank]
         joint = [(0 if a == 0 else a + shift, b + shift, value) for a, b, value in ranges]
         both = torch.full((shift + stop - start,), -1)
-        for a, b, value in TokenRanges(stream="img", after="txt")(state, joint, "r"):
+        for a, b, value in TokenRanges(streams=("img",), after="txt")(state, joint, "r"):
             both[a:b] = value
         assert both.tolist() == [0] * shift + mark.tolist()
     assert torch.cat(marked).tolist() == [0] * boundary + [1] * (10 - boundary)
@@ -90,10 +90,10 @@ def test_joint_ranges_select_the_same_tokens_and_their_values(world):
     whole = torch.cat([torch.full((3,), 7), rows, torch.full((2,), 9)])
     for state in states(world, txt=3, img=8, tail=2):
         marked = torch.full((state.layout(("txt", "img", "tail")).local_lengths[state.rank],), -1)
-        for a, b, value in JointRanges(streams=("txt", "img", "tail"))(state, ranges, "r"):
+        for a, b, value in TokenRanges(streams=("txt", "img", "tail"))(state, ranges, "r"):
             marked[a:b] = value
         assert torch.equal(marked, state.layout(("txt", "img", "tail")).take_local(whole, state.rank, 0))
-    a, b, own = JointRanges(streams=("txt", "img", "tail"))(state, (3, 11, rows), "r")
+    a, b, own = TokenRanges(streams=("txt", "img", "tail"))(state, (3, 11, rows), "r")
     assert torch.equal(own, state.layout(("img",)).take_local(rows, state.rank, 0))
     assert b - a == len(own)
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from cp_runtime.engine.mesh import SequenceMesh
-from cp_runtime.engine.rows.layout import RowLayout
+from cp_runtime.engine.rows.exchange import needed, row_layout
 from cp_runtime.engine.rows.plan import COLUMNS, ROWS, split_dim
 from cp_runtime.engine.rows.split import SplitRows, Window, mean_and_variance
 from cp_runtime.errors import PlanError
@@ -13,20 +13,20 @@ from cp_runtime.errors import PlanError
 
 @pytest.mark.parametrize(("total", "world", "least"), [(7, 2, 1), (2, 4, 1), (5, 3, 2), (1, 4, 2), (4, 4, 1)])
 def test_every_row_has_one_owner_and_every_rank_has_enough(total, world, least):
-    layout = RowLayout(total, world, least)
-    owned = [layout.owned(rank) for rank in range(world)]
+    layout = row_layout(total, world, least)
+    owned = [layout.contributed(rank) for rank in range(world)]
     assert [row for start, stop in owned for row in range(start, stop)] == list(range(total))
-    for start, stop in (layout.held(rank) for rank in range(world)):
+    for start, stop in (layout.window(rank) for rank in range(world)):
         assert stop - start >= min(least, total)
-    tokens = layout.tokens(3)
+    tokens = row_layout(total, world, least, unit=3)
     assert sum(tokens.owned_lengths) == 3 * total
     assert min(tokens.local_lengths) > 0
 
 
 def test_neighbours_may_be_several_ranks_away():
-    layout = RowLayout(4, 4)
-    assert layout.needed(2, 1, 2, 2) == ((0, 2), (3, 4))
-    assert layout.needed(0, 2, 1, 1) == ((0, 0), (2, 3))
+    layout = row_layout(4, 4)
+    assert needed(layout, 2, 1, 2, 2) == ((0, 2), (3, 4))
+    assert needed(layout, 0, 2, 1, 1) == ((0, 0), (2, 3))
 
 
 def test_columns_are_split_where_rows_are_too_few():
@@ -37,10 +37,10 @@ def test_columns_are_split_where_rows_are_too_few():
 
 
 def test_a_convolution_that_does_not_keep_rows_together_is_refused():
-    assert Window.of(10, 4, 3, 1, 0).given == 1  # padded before on either side
-    assert Window.of(9, 4, 3, 2, 0).given == 0  # padded below only, as encoders do
+    assert Window(10, 4, 3, 1, 0).given == 1  # padded before on either side
+    assert Window(9, 4, 3, 2, 0).given == 0  # padded below only, as encoders do
     with pytest.raises(PlanError, match="cannot be split"):
-        Window.of(8, 4, 3, 1, 0)
+        Window(8, 4, 3, 1, 0)
 
 
 ACROSS = {
@@ -54,7 +54,7 @@ ACROSS = {
 
 @pytest.mark.parametrize("name", ACROSS)
 def test_what_looks_across_rows_and_is_not_shared_is_refused(name):
-    with SplitRows(RowLayout(4, 1), SequenceMesh(None)), pytest.raises(PlanError):
+    with SplitRows(row_layout(4, 1), SequenceMesh(None)), pytest.raises(PlanError):
         ACROSS[name](torch.ones(1, 1, 4, 4))
 
 

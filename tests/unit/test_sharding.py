@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from cp_runtime.engine.attention.layout import in_gathered_order
 from cp_runtime.engine.sharding import JointLayout, Split, clip_range, in_rounds, split_ranges, split_sizes
 
 
@@ -72,7 +71,7 @@ def test_positions_are_made_on_their_device_once():
 @pytest.mark.parametrize("lengths", [(7,), (3, 5)])
 def test_masks_are_ordered_and_copied_only_where_they_must_be(lengths):
     layout, mask = JointLayout(lengths, 2), torch.randn(2, 7 if len(lengths) == 1 else 8, 4)
-    ordered = in_gathered_order(mask, layout, -2, slice(2, 5))
+    ordered = layout.to_gathered(mask, -2, slice(2, 5))
     assert torch.equal(ordered, mask[:, layout.gathered_order(CPU)[2:5]])
     assert (ordered.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()) == (len(lengths) == 1)
 

@@ -347,7 +347,7 @@ def test_weights_travel_alone_where_nccl_keeps_no_order(monkeypatch, order, vers
         shared.keep(name)
     under_way = []
     for layer in model:
-        layer.register_forward_hook(lambda *_: under_way.append(sum(len(buffer.pending) for buffer in shared._buffers)))
+        layer.register_forward_hook(lambda *_: under_way.append(sum(len(block.pending) for block in shared._held)))
     for _ in range(2):  # the second call fetches ahead
         with shared.call():
             model(torch.randn(2, 64))

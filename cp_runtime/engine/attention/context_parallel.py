@@ -20,19 +20,20 @@ Shape suffixes: B batch, L tokens of this rank, H query heads, K key/value heads
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import PlanError
+from ..collectives import RankGroup
 from ..config import ContextParallelConfig
 from ..mesh import SequenceMesh
-from ..sharding import JointLayout
-from . import ring
+from ..sharding import JointLayout, chunk_spans
 from .kernels import additive, attend_with_lse
-from .layout import ChunkLayout, chunk_layout, in_gathered_order
+from .ring import rotate
 from .ulysses import HeadExchange, repeats
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
@@ -97,63 +98,74 @@ def context_parallel_attention(
     """
     k_layout = k_layout or q_layout
     _check(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
-    axes = mesh.axes(*config.mesh_shape)
-    U, R = axes.ulysses.size, axes.ring.size
-    q_chunks = chunk_layout(q_layout, U)
-    k_chunks = q_chunks if k_layout is q_layout else chunk_layout(k_layout, U)
-    chunk, H = mesh.rank // U, q_BLHD.shape[2]
-    as_it_is = R == 1 and k_layout is q_layout and q_layout.in_order  # the kernel can apply the causal mask by itself
-    plain = attend or sdpa(scale, causal and as_it_is)
-    merging = R > 1 and config.rotate_method == "alltoall"
-    # All rows of this rank's chunk and all keys, in gathered order; additive if chunks are merged.
-    rows, given, dtype = (q_chunks, chunk), mask, q_BLHD.dtype if merging else None
-    if given is not None:
-        mask = once(("mask", rows, k_layout, dtype), given, lambda: _place(given, mesh, *rows, k_layout, dtype))
-    elif causal and not as_it_is:
-        mask = once(("causal", rows, k_layout, dtype), q_layout, lambda: _causal(*rows, k_layout, dtype, q_BLHD.device))
+    axes, rank, device = mesh.axes(*config.mesh_shape), mesh.rank, q_BLHD.device
+    U, H = axes.ulysses.size, q_BLHD.shape[2]
+    chunk, members = rank // U, slice(rank // U * U, (rank // U + 1) * U)
+    merging = axes.ring.size > 1 and config.rotate_method == "alltoall"
+    by_kernel = causal and axes.ring.size == 1 and k_layout is q_layout and q_layout.in_order
+    place = chunk_spans(q_layout, U)[chunk], q_layout, k_layout, q_BLHD.dtype if merging else None
+    if mask is not None:
+        mask = once(("mask", U, *place[1:]), mask, partial(_place, mask, mesh, *place))
+    elif causal and not by_kernel:
+        mask = once(("causal", U, *place[1:]), q_layout, partial(_causal, device, *place))
 
-    q_owned, k_owned = (layout.owned_positions(mesh.rank, q_BLHD.device) for layout in (q_layout, k_layout))
+    q_owned, k_owned = (layout.owned_positions(rank, device) for layout in (q_layout, k_layout))
     if q_owned is not None:
         q_BLHD = q_BLHD.index_select(1, q_owned)
     if k_owned is not None:
         k_BLKD, v_BLKD = (t.index_select(1, k_owned) for t in (k_BLKD, v_BLKD))
     if (times := repeats(H, k_BLKD.shape[2], U)) > 1:
         k_BLKD, v_BLKD = (t.repeat_interleave(times, 2) for t in (k_BLKD, v_BLKD))
-    K = k_BLKD.shape[2]
+    K, lengths = k_BLKD.shape[2], q_layout.owned_lengths[members]
     exchange = HeadExchange(axes.ulysses, K, mesh.head_shares(U))
     if U > 1:
-        q, k, v = _to_heads(exchange, q_BLHD, k_BLKD, v_BLKD, q_chunks.member_lengths(chunk), k_chunks.member_lengths(chunk))
+        qkv = _to_heads(exchange, q_BLHD, k_BLKD, v_BLKD, lengths, k_layout.owned_lengths[members])
     else:
-        q, k, v = (t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD))
+        qkv = [t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)]
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
         first, last = exchange.own_range
         mask = mask[..., first * (H // K) : last * (H // K), :, :]
+    kernels = attend or sdpa(scale, by_kernel), partial(attend_with_lse, scale=scale, kernel=kernel) if merging else None
+    out_BHCD = _over_chunks(axes.ring, qkv, mask, chunk_spans(k_layout, U), *kernels, config.convert_to_fp32)
+    out_BLHD = exchange.to_tokens(out_BHCD, lengths, H // K) if U > 1 else out_BHCD.transpose(1, 2)
+    return _held(out_BLHD, mesh, q_layout, q_owned)
 
-    if not q.shape[0] or not q.shape[1]:  # no batch; no heads left for this rank
-        out_BHCD = q
-    elif R == 1:
-        out_BHCD = plain(q, k, v, mask) if q.shape[2] else q
-    elif not merging:
-        k, v = axes.ring.all_gather([k, v], k_chunks.lengths, 2)
-        out_BHCD = plain(q, k, v, mask) if q.shape[2] else q
-    else:
 
-        def attend_chunk(q: Tensor, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
-            part = None if mask is None else mask[..., k_chunks.spans[index]]
-            return attend_with_lse(q, k, v, part, scale, kernel)
+def _over_chunks(
+    ring: RankGroup,
+    qkv: list[Tensor],
+    mask: Tensor | None,
+    spans: Sequence[slice],
+    plain: Attend,
+    with_lse: Callable[..., tuple[Tensor, Tensor]] | None,
+    convert_to_fp32: bool,
+) -> Tensor:
+    """Attend from this rank's chunk to all chunks of the ring: to each in turn if `with_lse` is given, else to all at once.
 
-        out_BHCD = ring.rotate(
-            q, k, v, group=axes.ring, lengths=k_chunks.lengths, attend=attend_chunk, convert_to_fp32=config.convert_to_fp32
-        )
+    `qkv` is emptied, so that what is not needed any more can be freed.
+    """
+    q_BHCD, k_BKCD, v_BKCD = qkv
+    qkv.clear()
+    if not q_BHCD.shape[0] or not q_BHCD.shape[1]:  # no batch; no heads left for this rank
+        return q_BHCD
+    lengths = [span.stop - span.start for span in spans]
+    if with_lse is None:
+        k_BKCD, v_BKCD = ring.all_gather([k_BKCD, v_BKCD], lengths, 2)
+        return plain(q_BHCD, k_BKCD, v_BKCD, mask) if q_BHCD.shape[2] else q_BHCD
 
-    del q, k, v  # not needed while the result goes back
-    back = q_chunks.member_lengths(chunk)
-    out_BLHD = exchange.to_tokens(out_BHCD, back, H // K) if U > 1 else out_BHCD.transpose(1, 2)
+    def attend(q: Tensor, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        return with_lse(q, k, v, None if mask is None else mask[..., spans[index]])
+
+    return rotate(q_BHCD, k_BKCD, v_BKCD, group=ring, lengths=lengths, attend=attend, convert_to_fp32=convert_to_fp32)
+
+
+def _held(out_BLHD: Tensor, mesh: SequenceMesh, layout: JointLayout, owned: Tensor | None) -> Tensor:
+    """Return the results of all tokens that this rank holds, given those of the tokens at `owned`, which it contributes."""
     held = out_BLHD
-    if q_owned is not None:
-        held = out_BLHD.new_zeros((out_BLHD.shape[0], q_layout.local_lengths[mesh.rank], *out_BLHD.shape[2:]))
-        held.index_copy_(1, q_owned, out_BLHD)
-    for share, place, shares in q_layout.replicated(mesh.rank):
+    if owned is not None:
+        held = out_BLHD.new_zeros((out_BLHD.shape[0], layout.local_lengths[mesh.rank], *out_BLHD.shape[2:]))
+        held.index_copy_(1, owned, out_BLHD)
+    for share, place, shares in layout.replicated(mesh.rank):
         held[:, place] = mesh.whole.all_gather([out_BLHD[:, share]], shares, 1)[0]
     return held
 
@@ -205,39 +217,38 @@ def _to_heads(
     size = B * D * (H * max(q_lengths) + 2 * k.shape[2] * max(k_lengths)) * q.element_size()
     if size > PACKED_LIMIT or not q.dtype == k.dtype == v.dtype:
         pending = [exchange.to_heads([t], n) for t, n in ((v, k_lengths), (q, q_lengths), (k, k_lengths))]
-        (v,), (q,), (k,) = (p.wait() for p in pending)
+        (v,), (q,), (k,) = (wait() for wait in pending)
         return [q, k, v]
     if q_lengths == k_lengths:
-        return exchange.to_heads([q, k, v], q_lengths).wait()
+        return exchange.to_heads([q, k, v], q_lengths)()
     queries, keys = exchange.to_heads([q], q_lengths), exchange.to_heads([k, v], k_lengths)
-    return [*queries.wait(), *keys.wait()]
+    return [*queries(), *keys()]
 
 
 def _place(
-    mask: Tensor, mesh: SequenceMesh, q_chunks: ChunkLayout, chunk: int, k_layout: JointLayout, dtype: torch.dtype | None
+    mask: Tensor, mesh: SequenceMesh, span: slice, q_layout: JointLayout, k_layout: JointLayout, dtype: torch.dtype | None
 ) -> Tensor:
-    """Return the mask with all keys and one chunk's rows (or a single row) in gathered order; additive if a dtype is given."""
-    q_layout, rank = q_chunks.layout, mesh.rank
+    """Return the mask with all keys and the rows at `span` (or a single row) in gathered order; additive if a dtype is given."""
     rows, keys = mask.shape[-2:]
-    if rows not in (1, q_layout.total) or (keys != k_layout.total and (rows != 1 or keys != k_layout.local_lengths[rank])):
+    if rows not in (1, q_layout.total) or (keys != k_layout.total and (rows != 1 or keys != k_layout.local_lengths[mesh.rank])):
         raise PlanError(
             f"attention mask of shape {tuple(mask.shape)} does not fit: keys must be all {k_layout.total}, or this rank's "
-            f"{k_layout.local_lengths[rank]} in one row for all queries; rows 1 or all {q_layout.total}. A mask is never dropped."
+            f"{k_layout.local_lengths[mesh.rank]} in one row for all queries; rows 1 or all {q_layout.total}. A mask is never "
+            "dropped."
         )
     if rows != 1:  # first, so that only a chunk's rows are copied
-        mask = in_gathered_order(mask, q_layout, -2, q_chunks.spans[chunk])
+        mask = q_layout.to_gathered(mask, -2, span)
     if keys == k_layout.total:
-        mask = in_gathered_order(mask, k_layout, -1)
+        mask = k_layout.to_gathered(mask, -1)
     else:
-        owned = k_layout.owned_positions(rank, mask.device)
+        owned = k_layout.owned_positions(mesh.rank, mask.device)
         mask = mask if owned is None else mask.index_select(-1, owned)
         (mask,) = mesh.whole.all_gather([mask], k_layout.owned_lengths, -1)
     return mask if dtype is None else additive(mask, dtype)
 
 
-def _causal(q_chunks: ChunkLayout, chunk: int, k_layout: JointLayout, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+def _causal(device: torch.device, span: slice, q_layout: JointLayout, k_layout: JointLayout, dtype: torch.dtype | None) -> Tensor:
     """Return what `_place` would make of a mask that hides all keys behind a query."""
-    rows, keys = (torch.arange(layout.total, device=device) for layout in (q_chunks.layout, k_layout))
-    rows = in_gathered_order(rows[:, None], q_chunks.layout, 0, q_chunks.spans[chunk])
-    mask = in_gathered_order(keys[None], k_layout, 1) <= rows
+    rows, keys = (torch.arange(layout.total, device=device) for layout in (q_layout, k_layout))
+    mask = k_layout.to_gathered(keys[None], 1) <= q_layout.to_gathered(rows[:, None], 0, span)
     return mask if dtype is None else additive(mask, dtype)

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], tuple[Tens
 
 HALF = (torch.float16, torch.bfloat16)
 MATH_SCORES = 1 << 26  # scores that the math kernel holds at once
+ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 BIAS_ALIGNMENT = 16  # elements; CUDA kernels read masks in aligned rows
 
 
@@ -139,10 +139,6 @@ def _aligned(bias: Tensor) -> Tensor:
     return padded.copy_(bias)
 
 
-def _expanded(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    return None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
-
-
 @cache
 def installed(module: str) -> Any:
     """Import an optional module; return None if it is missing or fails to load."""
@@ -150,13 +146,6 @@ def installed(module: str) -> Any:
         return importlib.import_module(module) if importlib.util.find_spec(module) else None
     except (ImportError, OSError, RuntimeError):  # built for another torch or driver
         return None
-
-
-@cache
-def _sage_returns_lse() -> bool:
-    """Return whether SageAttention can return the log-sum-exp. Version 1 accepts any keyword, and returns only the output."""
-    sage = installed("sageattention")
-    return sage is not None and "return_lse" in inspect.signature(sage.sageattn).parameters
 
 
 @cache
@@ -178,19 +167,15 @@ def _runs(package: str, run: Run, device: torch.device, dtype: torch.dtype) -> b
     return True
 
 
-def _cuda(q: Tensor) -> bool:
-    return q.device.type == "cuda"
-
-
-def _plain_half(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
-    return _cuda(q) and q.dtype in HALF and mask is None and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+def _plain_half(q: Tensor, mask: Tensor | None) -> bool:
+    return q.device.type == "cuda" and q.dtype in HALF and mask is None and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
 
 
 def _torch_can(check: str, q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
     """Ask torch whether one of its own CUDA kernels supports this on this device."""
-    backend = torch.backends.cuda
-    parameters = backend.SDPAParams(q, k, k, mask, 0.0, False, False)
-    return bool(getattr(backend, check)(parameters, False))
+    if q.device.type != "cuda":
+        return False
+    return bool(getattr(switches, check)(switches.SDPAParams(q, k, k, mask, 0.0, False, False), False))
 
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -200,42 +185,37 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: flo
 
 
 def _sage(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    out, lse = installed("sageattention").sageattn(q, k, v, tensor_layout="HND", sm_scale=scale, return_lse=True)
-    return out, lse
+    made = installed("sageattention").sageattn(q, k, v, tensor_layout="HND", sm_scale=scale, return_lse=True)
+    if not isinstance(made, tuple):
+        raise TypeError("version 1 accepts any keyword, and returns no log-sum-exp")
+    return made[0], made[1]
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _op("_scaled_dot_product_flash_attention")(q, k, v, scale=scale)
-    return out, lse
+def _torch(name: str, takes: Callable[[Tensor | None, Tensor | None], tuple[Any, ...]], keyword: str = "") -> Run:
+    """Return one of torch's own kernels.
 
+    Args:
+        name: of its operator.
+        takes: (mask, mask expanded to `[B, H, L, S]`) -> what it takes behind q, k and v.
+        keyword: the name of that argument, if it is taken by name.
+    """
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    # Not expanded: cuDNN accepts one mask for all heads, but not heads that alias each other; torch expands the rest.
-    out, lse, *_ = _op("_scaled_dot_product_cudnn_attention")(q, k, v, mask, True, scale=scale)
-    return out, lse
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+        op = load_op(name)
+        if op is None:
+            raise ConfigError(f"kernel: this torch has no {name}. Update torch, or leave the kernel open.")
+        more = takes(mask, None if mask is None else mask.expand(*q.shape[:3], k.shape[2]))
+        out, lse, *_ = op(q, k, v, scale=scale, **{keyword: more[0]}) if keyword else op(q, k, v, *more, scale=scale)
+        return out, lse
 
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _op("_scaled_dot_product_efficient_attention")(q, k, v, _expanded(mask, q, k), True, scale=scale)
-    return out, lse
-
-
-def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    out, lse = _op("_scaled_dot_product_flash_attention_for_cpu")(q, k, v, attn_mask=_expanded(mask, q, k), scale=scale)
-    return out, lse
-
-
-def _op(name: str) -> Callable[..., Any]:
-    op = load_op(name)
-    if op is None:
-        raise ConfigError(f"kernel: this torch has no {name}. Update torch, or leave the kernel open.")
-    return op
+    return run
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)
-    keys, values, mask = k.to(dtype).mT, v.to(dtype), _expanded(mask, q, k)
+    keys, values = k.to(dtype).mT, v.to(dtype)
+    mask = None if mask is None else mask.expand(-1, -1, q.shape[2], -1)
     rows = max(1, MATH_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     outs, lses = [], []
     for start in range(0, q.shape[2], rows):
@@ -248,40 +228,37 @@ def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def _flash_attn_can(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
-    there = _plain_half(q, k, mask) and installed("flash_attn") is not None
-    return there and _runs("flash_attn", _flash_attn, q.device, q.dtype)
-
-
-def _sage_can(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
-    there = _plain_half(q, k, mask) and q.shape[-1] <= 128 and _sage_returns_lse()
-    return there and _runs("sageattention", _sage, q.device, q.dtype)
+def _package(name: str, run: Run, most: int, q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    """Return whether an installed package supports the inputs, with heads of up to `most` channels."""
+    there = _plain_half(q, mask) and q.shape[-1] <= most and installed(name) is not None
+    return there and _runs(name, run, q.device, q.dtype)
 
 
 def _cpu_can(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
-    return (
-        q.device.type == "cpu"
-        and q.dtype in (torch.float32, *HALF)
-        and load_op("_scaled_dot_product_flash_attention_for_cpu") is not None
-    )
+    return q.device.type == "cpu" and q.dtype in (torch.float32, *HALF) and load_op(ON_CPU) is not None
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("flash_attn", _flash_attn, _flash_attn_can),
-    Kernel("sage", _sage, _sage_can, on_request=True),
-    Kernel("flash", _flash, lambda q, k, m: _plain_half(q, k, m) and _torch_can("can_use_flash_attention", q, k, m)),
+    Kernel("flash_attn", _flash_attn, partial(_package, "flash_attn", _flash_attn, 256)),
+    Kernel("sage", _sage, partial(_package, "sageattention", _sage, 128), on_request=True),
     Kernel(
+        "flash",
+        _torch("_scaled_dot_product_flash_attention", lambda mask, expanded: ()),
+        lambda q, k, mask: _plain_half(q, mask) and _torch_can("can_use_flash_attention", q, k, mask),
+    ),
+    Kernel(
+        # Not expanded: cuDNN accepts one mask for all heads, but not heads that alias each other; torch expands the rest.
         "cudnn",
-        _cudnn,
-        lambda q, k, m: _cuda(q) and _torch_can("can_use_cudnn_attention", q, k, m),
+        _torch("_scaled_dot_product_cudnn_attention", lambda mask, expanded: (mask, True)),
+        lambda *inputs: _torch_can("can_use_cudnn_attention", *inputs),
         allowed=switches.cudnn_sdp_enabled,
     ),
     Kernel(
         "efficient",
-        _efficient,
-        lambda q, k, m: _cuda(q) and _torch_can("can_use_efficient_attention", q, k, m),
+        _torch("_scaled_dot_product_efficient_attention", lambda mask, expanded: (expanded, True)),
+        lambda *inputs: _torch_can("can_use_efficient_attention", *inputs),
         allowed=switches.mem_efficient_sdp_enabled,
     ),
-    Kernel("cpu", _cpu, _cpu_can),
-    Kernel("math", _math, lambda q, k, m: True, allowed=switches.math_sdp_enabled),
+    Kernel("cpu", _torch(ON_CPU, lambda mask, expanded: (expanded,), "attn_mask"), _cpu_can),
+    Kernel("math", _math, lambda *inputs: True, allowed=switches.math_sdp_enabled),
 )

@@ -1,10 +1,11 @@
 """Ring attention: queries stay, chunks of keys and values go around. Source: Liu et al., "Ring Attention", arXiv 2310.01889.
 
-Two ways to move them, both exact for uneven chunks and any mask:
+They move from neighbour to neighbour in R - 1 exchanges, each in flight while the previous chunk is computed on. Two packed chunk
+buffers are held beside the local keys and values: 2 / R of the whole. It is exact for uneven chunks and any mask.
 
-- `alltoall`: from neighbour to neighbour in R - 1 exchanges, each in flight while the previous chunk is computed on. Two packed
-  chunk buffers are held beside the local keys and values: 2 / R of the whole.
-- `allgather`: all at once, then one attention without merging. Holds the whole. It is just `RankGroup.all_gather`.
+Attention over parts of the keys is merged from each part's output and log-sum-exp. With out_i = softmax-weighted values over part
+i and lse_i = log of the sum of exponentiated scores there, attention over both parts is the average of the outputs with weights
+exp(lse_i - lse), lse = log(exp(lse_1) + exp(lse_2)). Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1.
 
 Shape suffixes: B batch, H query heads, K key/value heads, L own queries, C keys of a chunk, D head dimension.
 """
@@ -17,9 +18,32 @@ import torch
 from torch import Tensor
 
 from ..collectives import RankGroup
-from .merge import PartialAttention
 
 ChunkAttention = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+class PartialAttention:
+    """Accumulates outputs over parts of the keys in `out`, `[B, H, L, D]`, which is None before the first one.
+
+    With `convert_to_fp32` it is kept in float32. The log-sum-exp always is.
+    """
+
+    def __init__(self, convert_to_fp32: bool = True) -> None:
+        self._convert = convert_to_fp32
+        self.out: Tensor | None = None
+
+    def add(self, out_BHLD: Tensor, lse_BHL: Tensor) -> None:
+        """Merge one part: `[B, H, L, D]` and `[B, H, L]`. Rows without visible keys must have log-sum-exp -inf and output 0."""
+        if self._convert:
+            out_BHLD = out_BHLD.to(torch.promote_types(out_BHLD.dtype, torch.float32))
+        if self.out is None:
+            self.out, self._lse = out_BHLD, lse_BHL
+            return
+        lse = torch.logaddexp(self._lse, lse_BHL)
+        # -inf - -inf is nan: no key has been visible so far, so the output stays 0.
+        weight = torch.exp(lse_BHL - lse).nan_to_num_(0.0)
+        self.out.lerp_(out_BHLD, weight.unsqueeze(-1).to(out_BHLD.dtype))
+        self._lse = lse
 
 
 def rotate(
@@ -62,5 +86,4 @@ def rotate(
             merged.add(*attend(q_BHLD, k_BKCD, v_BKCD, chunk))
         if coming is not None:
             coming.wait()
-    out_BHLD = merged.result()
-    return q_BHLD if out_BHLD is None else out_BHLD.to(q_BHLD.dtype)
+    return q_BHLD if merged.out is None else merged.out.to(q_BHLD.dtype)

@@ -20,12 +20,12 @@ a denoise step on a fast GPU is so short that the time of each launch would show
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from torch import Tensor
 
-from ..collectives import Pending, RankGroup
+from ..collectives import RankGroup
 from ..sharding import Shares, split_ranges, split_sizes
 
 
@@ -36,17 +36,11 @@ def repeats(heads: int, kv_heads: int, ranks: int) -> int:
 
 
 class HeadExchange:
-    """The exchange for one attention.
-
-    Args:
-        group: the ranks of one chunk.
-        units: number of head units to deal out.
-        shares: share of each rank; empty = equal shares.
-    """
+    """The exchange for one attention: `units` head units, dealt out to the ranks of one chunk by their shares."""
 
     def __init__(self, group: RankGroup, units: int, shares: Shares = ()) -> None:
         self._group, self._units = group, units
-        self._ranges = split_ranges(units, group.size, shares)
+        self.own_range = split_ranges(units, group.size, shares)[group.rank]  # (start, stop) that this rank attends with
         self._sizes = split_sizes(units, group.size, shares)
         # (first unit, number of ranks, units of each) for runs of neighbouring ranks with equally many units, at least one
         self._runs: list[tuple[int, int, int]] = []
@@ -55,19 +49,17 @@ class HeadExchange:
             ranks = len(list(same))
             self._runs += [(first, ranks, each)] if each else []
             first += ranks * each
-        self.own = self._sizes[group.rank]
+        self._own = self._sizes[group.rank]
 
-    @property
-    def own_range(self) -> tuple[int, int]:
-        """(start, stop) of the head units that this rank attends with."""
-        return self._ranges[self._group.rank]
-
-    def to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> PendingHeads:
+    def to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
         """Start exchanging this rank's tokens with all heads for the chunk's tokens with this rank's heads. One collective.
 
         Args:
             tensors: `[B, L, N_i, D]`, the same tokens, of one dtype; N_i is a multiple of the number of units.
             lengths: tokens of every rank of the chunk.
+
+        Returns:
+            A function that waits, and returns each tensor as `[B, own heads, C, D]`.
         """
         B, L, _, D = tensors[0].shape
         widths = [tensor.shape[2] // self._units for tensor in tensors]
@@ -77,10 +69,16 @@ class HeadExchange:
             block = send[L * unit * first : L * unit * (first + ranks * units)].view(ranks, L, B, units * sum(widths), D)
             for part, tensor, width in zip(block.split([units * w for w in widths], 3), tensors, widths, strict=True):
                 part.copy_(_by_rank(tensor, first, ranks, units, width).permute(2, 1, 0, 3, 4))
-        heads = [self.own * width for width in widths]
+        heads = [self._own * width for width in widths]
         whole = send.new_empty((sum(lengths), B, sum(heads), D))
-        sent, arriving = [L * unit * n for n in self._sizes], [length * unit * self.own for length in lengths]
-        return PendingHeads(self._group.all_to_all(send, sent, whole, arriving), whole, heads)
+        sent, arriving = [L * unit * n for n in self._sizes], [length * unit * self._own for length in lengths]
+        pending = self._group.all_to_all(send, sent, whole, arriving)
+
+        def wait() -> list[Tensor]:
+            pending.wait()
+            return [t.permute(1, 2, 0, 3) for t in whole.split(heads, 2)]
+
+        return wait
 
     def to_tokens(self, out_BHCD: Tensor, lengths: Sequence[int], heads_per_unit: int) -> Tensor:
         """Send attention outputs back: `[B, own heads, C, D]` -> `[B, L, all heads, D]`. One collective."""
@@ -88,7 +86,7 @@ class HeadExchange:
         L, unit = lengths[self._group.rank], B * D * heads_per_unit
         send = out_BHCD.permute(2, 0, 1, 3).contiguous()
         received = send.new_empty(L * unit * self._units)
-        sent, arriving = [length * unit * self.own for length in lengths], [L * unit * n for n in self._sizes]
+        sent, arriving = [length * unit * self._own for length in lengths], [L * unit * n for n in self._sizes]
         self._group.all_to_all(send, sent, received, arriving).wait()
         out_BLHD = send.new_empty((L, B, self._units * heads_per_unit, D)).transpose(0, 1)
         for first, ranks, units in self._runs:
@@ -101,15 +99,3 @@ def _by_rank(tensor: Tensor, first: int, ranks: int, units: int, width: int) -> 
     """Return a view `[B, L, ranks, heads of each, D]` of `[B, L, N, D]`, beginning at head unit `first`."""
     B, L, _, D = tensor.shape
     return tensor[:, :, first * width : (first + ranks * units) * width].view(B, L, ranks, units * width, D)
-
-
-class PendingHeads:
-    """The result of `to_heads`, in flight."""
-
-    def __init__(self, pending: Pending, whole: Tensor, heads: list[int]) -> None:
-        self._pending, self._whole, self._heads = pending, whole, heads
-
-    def wait(self) -> list[Tensor]:
-        """Wait, and return each tensor as `[B, own heads, C, D]`."""
-        self._pending.wait()
-        return [t.permute(1, 2, 0, 3) for t in self._whole.split(self._heads, 2)]

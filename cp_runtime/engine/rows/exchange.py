@@ -1,14 +1,37 @@
-"""Rows next to a rank's own, fetched from the ranks that have them."""
+"""Rows of an image on ranks, and rows next to a rank's own, fetched from the ranks that have them.
+
+A VAE processes the same picture at several resolutions. Rows are counted at the coarsest one, the latent's; a tensor with `scale`
+times as many rows is split at `scale` times the same positions, so that up- and downsampling by whole numbers stays local.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..collectives import RankGroup
-from .layout import RowLayout
+from ..sharding import JointLayout, Segment, Shares, Split, joint_layout
+
+
+def row_layout(rows: int, world_size: int, least: int = 1, shares: Shares = (), unit: int = 1) -> JointLayout:
+    """Return which ranks have which rows (or columns) of the latent, or which attention tokens made of them, `unit` for each row.
+
+    A rank without rows of its own holds the first ones as *stand-ins*: it computes on them, but never sends or returns the result.
+
+    Args:
+        least: rows that a rank needs at least; if there are fewer per rank, some ranks have none.
+        shares: share of each rank, as far as each then gets `least` rows.
+    """
+    return joint_layout((rows * unit,), world_size, (Split(unit=unit, least=least),), shares)
+
+
+def needed(layout: JointLayout, rank: int, scale: int, above: int, below: int) -> tuple[Segment, Segment]:
+    """Return (start, stop) of the other ranks' rows that a rank needs, above and below its own, at `scale` rows for each."""
+    start, stop = (scale * row for row in layout.contributed(rank))
+    if stop == start:
+        return (0, 0), (0, 0)
+    return (max(0, start - above), start), (stop, min(layout.total * scale, stop + below))
 
 
 class Neighbours:
@@ -20,41 +43,40 @@ class Neighbours:
         layout: rows of the latent.
         scale: rows of `own` for each row of the latent.
         above, below: number of rows wanted on either side.
+
+    Attributes:
+        missing: numbers of rows on either side that the picture does not have.
     """
 
-    def __init__(self, group: RankGroup, own: Tensor, dim: int, layout: RowLayout, scale: int, above: int, below: int) -> None:
+    def __init__(self, group: RankGroup, own: Tensor, dim: int, layout: JointLayout, scale: int, above: int, below: int) -> None:
         self._own, self._dim = own, dim
-        me = group.rank
-        wanted = [layout.needed(rank, scale, above, below) for rank in range(group.size)]
-        mine = _scaled(layout.owned(me), scale)
-        self._above, self._below = (stop - start for start, stop in wanted[me])
-        per_row = own.numel() // own.shape[dim]
-        sent: list[int] = []
-        leaving: list[Tensor] = []
-        arriving: list[int] = []
-        for rank in range(group.size):
-            theirs = [_overlap(mine, side) for side in wanted[rank]] if rank != me else []
-            rows = [own.narrow(dim, start - mine[0], stop - start) for start, stop in theirs if stop > start]
-            leaving += [part.reshape(-1) for part in rows]
-            sent.append(sum(part.numel() for part in rows))
-            ours = [_overlap(_scaled(layout.owned(rank), scale), side) for side in wanted[me]] if rank != me else []
-            arriving.append(sum(max(0, stop - start) for start, stop in ours) * per_row)
-        self._received, self._arriving = own.new_empty(sum(arriving)), arriving
-        self._pending = group.all_to_all(torch.cat([own.new_empty(0), *leaving]), sent, self._received, arriving, "halo")
+        ranks, me, per_row = range(group.size), group.rank, own.numel() // own.shape[dim]
+        wanted = [needed(layout, rank, scale, above, below) for rank in ranks]
+        there = [tuple(scale * row for row in layout.contributed(rank)) for rank in ranks]
+        self._counts = [stop - start for start, stop in wanted[me]]
+        self.missing = above - self._counts[0], below - self._counts[1]
 
-    def wait(self) -> Sides:
-        """Return the rows above and below, in order; fewer than requested at the edges of the picture."""
+        def of(source: int, to: int) -> list[Segment]:
+            """Return the rows of a rank that another one wants."""
+            found = [(max(start, there[source][0]), min(stop, there[source][1])) for start, stop in wanted[to]]
+            return [(start, stop) for start, stop in found if start < stop]
+
+        leaving = [[own.narrow(dim, start - there[me][0], stop - start) for start, stop in of(me, rank)] for rank in ranks]
+        sent = [sum(part.numel() for part in parts) for parts in leaving]
+        self._arriving = [sum(stop - start for start, stop in of(rank, me)) * per_row for rank in ranks]
+        self._received = own.new_empty(sum(self._arriving))
+        send = torch.cat([own.new_empty(0), *(part.reshape(-1) for parts in leaving for part in parts)])
+        self._pending = group.all_to_all(send, sent, self._received, self._arriving, "halo")
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return the rows above and below, in order, with zeros for those that are missing."""
         self._pending.wait()
         # Ranks ascend with their rows, and a rank lies either above or below this one.
         whole = torch.cat([rows_of(part, self._own, self._dim) for part in self._received.split(self._arriving)], self._dim)
-        return Sides(whole.narrow(self._dim, 0, self._above), whole.narrow(self._dim, self._above, self._below))
-
-
-class Sides(NamedTuple):
-    """Rows above and below."""
-
-    above: Tensor
-    below: Tensor
+        above, below = whole.split(self._counts, self._dim)
+        before, after = self.missing
+        other = [0, 0] * (-1 - self._dim)  # dimensions behind the rows, as `pad` counts them
+        return pad(above, [*other, before, 0]) if before else above, pad(below, [*other, 0, after]) if after else below
 
 
 def rows_of(flat: Tensor, like: Tensor, dim: int) -> Tensor:
@@ -62,11 +84,3 @@ def rows_of(flat: Tensor, like: Tensor, dim: int) -> Tensor:
     shape = list(like.shape)
     shape[dim] = -1
     return flat.view(shape)
-
-
-def _scaled(segment: tuple[int, int], scale: int) -> tuple[int, int]:
-    return segment[0] * scale, segment[1] * scale
-
-
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return max(one[0], other[0]), min(one[1], other[1])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ...errors import PlanError, UnsupportedError
 from ..collectives import RankGroup
 from ..mesh import SequenceMesh
-from .layout import RowLayout
+from ..sharding import JointLayout
+from .exchange import row_layout
 from .split import SplitRows
 
 ROWS, COLUMNS = -2, -1
@@ -57,7 +58,7 @@ class RowPlan:
             raise PlanError(f"{self.family}: no function {self.budget!r} beside {type(model).__name__}")
 
 
-def attending(model: nn.Module, attribute: str) -> list[nn.Module]:
+def attending(model: nn.Module, attribute: str | None) -> list[nn.Module]:
     """Return the modules that keep their attention function in the given attribute."""
     return [module for module in model.modules() if attribute in vars(module)]
 
@@ -100,35 +101,28 @@ def run_on_rows(
     if [rows * ratio, columns * ratio] != list(whole.shape[ROWS:]):
         raise PlanError(f"{tuple(whole.shape)} cannot be split: rows and columns must be multiples of {ratio}")
     dim = split_dim(rows, columns, mesh.size, plan.least)
-    layout = RowLayout(rows if dim == ROWS else columns, mesh.size, plan.least, mesh.shares)
-    start, stop = (ratio * row for row in layout.held(mesh.rank))
+    layout = row_layout(rows if dim == ROWS else columns, mesh.size, plan.least, mesh.shares)
+    start, stop = (ratio * row for row in layout.window(mesh.rank))
     split = SplitRows(layout, mesh, dim, on_convolution)
-    with _attention(model, plan.attention, split), _budget(model, plan.budget, layout, mesh.whole):
+    with ExitStack() as undo:
+
+        def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+
+        for module in attending(model, plan.attention):
+            replace(module, str(plan.attention), split.attend)
+        if plan.budget is not None:
+            beside = sys.modules[type(model).__module__]
+            replace(beside, plan.budget, _shared_budget(getattr(beside, plan.budget), layout, mesh.whole))
         with split:
             local = run(whole.narrow(dim, start, stop - start))
         return split.gather(local, first_only=first_only)
 
 
-@contextmanager
-def _attention(model: nn.Module, attribute: str | None, split: SplitRows) -> Iterator[None]:
-    """Make modules attend over the rows of all ranks while active."""
-    with ExitStack() as undo:
-        if attribute is not None:
-            for module in attending(model, attribute):
-                undo.callback(setattr, module, attribute, getattr(module, attribute))
-                setattr(module, attribute, split.attend)
-        yield
-
-
-@contextmanager
-def _budget(model: nn.Module, name: str | None, layout: RowLayout, group: RankGroup) -> Iterator[None]:
-    """Scale a rank's activation budget to its share of the rows while active, so that all ranks cut tensors into as many parts."""
-    if name is None:
-        yield
-        return
-    beside = sys.modules[type(model).__module__]
-    own: Callable[..., int] = getattr(beside, name)
-    held = [stop - start for start, stop in map(layout.held, range(group.size))]
+def _shared_budget(own: Callable[..., int], layout: JointLayout, group: RankGroup) -> Callable[..., int]:
+    """Scale a rank's activation budget to its share of the rows, so that all ranks cut tensors into as many parts."""
+    held = layout.local_lengths
 
     def share(*args: Any, **kwargs: Any) -> int:
         budget = torch.tensor([-float(own(*args, **kwargs))], dtype=torch.float64, device=group.device)
@@ -136,8 +130,4 @@ def _budget(model: nn.Module, name: str | None, layout: RowLayout, group: RankGr
         # A multiple of this rank's rows, as its tensors are, so that the quotient is the same integer on every rank.
         return max(1, least // max(held)) * held[group.rank]
 
-    setattr(beside, name, share)
-    try:
-        yield
-    finally:
-        setattr(beside, name, own)
+    return share

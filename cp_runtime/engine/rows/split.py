@@ -15,7 +15,7 @@ see a picture with fewer rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,8 @@ from ...errors import PlanError
 from ..attention.context_parallel import context_parallel_attention
 from ..config import ContextParallelConfig
 from ..mesh import SequenceMesh
-from .exchange import Neighbours, Sides, rows_of
-from .layout import RowLayout
+from ..sharding import JointLayout
+from .exchange import Neighbours, row_layout, rows_of
 
 STATISTICS = 64 << 20  # bytes of half-precision values to convert at a time for mean and variance
 NEAREST = ("nearest", "nearest-exact")
@@ -42,6 +42,12 @@ ACROSS = frozenset(
 )  # fmt: skip
 """Functions that look across rows and that no VAE with a plan calls."""
 
+CONVOLUTIONS: dict[Any, tuple[str, ...]] = {
+    **dict.fromkeys((torch.conv2d, torch.conv3d), ("bias", "stride", "padding", "dilation", "groups")),
+    torch.cudnn_convolution: ("padding", "stride", "dilation", "groups", "benchmark", "deterministic", "allow_tf32"),
+}
+"""Convolutions that ranks share, and their arguments behind input and weight."""
+
 Run = Callable[[Tensor, list[int]], Tensor]
 """(input, padding) -> what a convolution makes of it."""
 
@@ -52,26 +58,24 @@ class SplitRows(TorchFunctionMode):
     Every rank must run the same forward, in one thread.
 
     Args:
-        layout: rows of the latent.
+        layout: rows of the latent (`row_layout`).
         mesh: the ranks that share them.
         dim: dimension that is split, from the end: -2 for rows, -1 for columns.
         on_convolution: called at every convolution, equally often on all ranks.
     """
 
     def __init__(
-        self, layout: RowLayout, mesh: SequenceMesh, dim: int = -2, on_convolution: Callable[[], None] | None = None
+        self, layout: JointLayout, mesh: SequenceMesh, dim: int = -2, on_convolution: Callable[[], None] | None = None
     ) -> None:
         super().__init__()
         self._layout, self._mesh, self._dim, self._on_convolution = layout, mesh, dim, on_convolution
-        start, stop = layout.held(mesh.rank)
+        start, stop = layout.window(mesh.rank)
         self._held = stop - start
         self._parts_on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._sharing = False  # the current calls are part of a shared operation
         self._config = ContextParallelConfig(ring_degree=mesh.size, ring_anything=True)
         self._handlers: dict[Any, Callable[..., Any]] = {
-            torch.conv2d: self._conv,
-            torch.conv3d: self._conv,
-            torch.cudnn_convolution: self._cudnn_conv,
+            **dict.fromkeys(CONVOLUTIONS, self._conv),
             F.group_norm: self._group_norm,
             F.interpolate: self._interpolate,
             F.scaled_dot_product_attention: self._sdpa,
@@ -97,18 +101,14 @@ class SplitRows(TorchFunctionMode):
             self._sharing = False
 
     def gather(self, local: Tensor, *, first_only: bool = False) -> Tensor | None:
-        """Return the rows of all ranks, given this rank's.
-
-        Args:
-            first_only: only the first rank gets them; None on all others.
-        """
+        """Return the rows of all ranks, given this rank's. With `first_only`, only the first rank gets them; None on all others."""
         group, dim = self._mesh.whole, self._dim
         scale, rest = divmod(local.shape[dim], self._held)
         if rest:
             raise PlanError(
                 f"the result has {local.shape[dim]} rows for {self._held} of the latent, which is no whole number of each"
             )
-        lengths = self._layout.sizes(scale)
+        lengths = [rows * scale for rows in self._layout.owned_lengths]
         own = local.narrow(dim, 0, lengths[group.rank])
         if not first_only:
             return group.all_gather([own], lengths, dim)[0]
@@ -118,37 +118,13 @@ class SplitRows(TorchFunctionMode):
 
     # --- functions that look across rows ------------------------------------------------------------------------------------
 
-    def _conv(
-        self,
-        func: Callable[..., Tensor],
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor:
-        def run(x: Tensor, padding: list[int]) -> Tensor:
-            return func(x, weight, bias, stride, padding, dilation, groups)
+    def _conv(self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        given = {"stride": 1, "padding": 0, "dilation": 1, **dict(zip(CONVOLUTIONS[func], args, strict=False)), **kwargs}
 
-        return self._convolve(run, input, weight, stride, padding, dilation)
+        def run(x: Tensor, padding: Any) -> Tensor:
+            return func(x, weight, **{**given, "padding": padding})
 
-    def _cudnn_conv(
-        self,
-        func: Callable[..., Tensor],
-        input: Tensor,
-        weight: Tensor,
-        padding: Any,
-        stride: Any,
-        dilation: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        def run(x: Tensor, padding: list[int]) -> Tensor:
-            return func(x, weight, padding, stride, dilation, *args, **kwargs)
-
-        return self._convolve(run, input, weight, stride, padding, dilation)
+        return self._convolve(run, input, weight, given["stride"], given["padding"], given["dilation"])
 
     def _convolve(self, run: Run, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
         if self._on_convolution is not None:
@@ -159,48 +135,42 @@ class SplitRows(TorchFunctionMode):
                 raise PlanError(f'convolution with padding={padding!r}; allowed between ranks: numbers, "valid". Decode in tiles.')
             padding = 0
         strides, paddings, dilations = (_each(value, dims) for value in (stride, padding, dilation))
-        window = Window.of(
-            x.shape[self._dim], self._held, (weight.shape[self._dim] - 1) * dilations[self._dim] + 1,
-            strides[self._dim], paddings[self._dim],
-        )  # fmt: skip
+        reach = (weight.shape[self._dim] - 1) * dilations[self._dim] + 1
+        window = Window(x.shape[self._dim], self._held, reach, strides[self._dim], paddings[self._dim])
         if not window.above and not window.below:
             return run(x, paddings)
         group, dim, layout = self._mesh.whole, self._dim, self._layout
         own = x.narrow(dim, window.given, window.rows)
         neighbours = Neighbours(group, own, dim, layout, window.rows // self._held, window.above, window.below)
-        start, stop = layout.owned(group.rank)
-        first = 0 if start == 0 else window.first_complete
-        last = window.out if stop in (0, layout.total) else window.last_complete
+        start, stop = layout.contributed(group.rank)
+        edges = start == 0, stop in (0, layout.total)
+        first = 0 if edges[0] else window.first_complete
+        last = window.out if edges[1] else window.last_complete
         inside = list(paddings)
         inside[dim] = 0
-        if first >= last:  # with so few rows, all of the result depends on others
-            return run(_rows(own, self._sides(x, window, neighbours.wait()), dim, window.reads(0, window.out)), inside)
-        out = run(x, paddings)
-        sides = neighbours.wait()
-        if first or last < window.out:
-            sides = self._sides(x, window, sides)
+        out = run(x, paddings) if first < last else None  # with so few rows, all of the result depends on others
+        around = self._around(x, own, window, neighbours, edges)
+        if out is None:
+            return run(_rows(around, dim, *window.reads(0, window.out)), inside)
         for begin, end in ((0, first), (last, window.out)):
             if end > begin:
-                out.narrow(dim, begin, end - begin).copy_(run(_rows(own, sides, dim, window.reads(begin, end)), inside))
+                out.narrow(dim, begin, end - begin).copy_(run(_rows(around, dim, *window.reads(begin, end)), inside))
         return out
 
-    def _sides(self, x: Tensor, window: Window, sides: Sides) -> Sides:
-        """Return as many rows above and below as the convolution reads: those of neighbours, and padding at the picture's edges."""
-        dim = self._dim
-        padded = x.shape[dim] > window.rows
-        start, stop = self._layout.owned(self._mesh.rank)
-        above, below = sides
-        for_above, for_below = window.above - above.shape[dim], window.below - below.shape[dim]
-        if padded and start == 0:
-            above, for_above = x.narrow(dim, 0, window.given), 0
-        if padded and stop in (0, self._layout.total):
-            below, for_below = x.narrow(dim, window.given + window.rows, x.shape[dim] - window.given - window.rows), 0
-        if padded and (for_above or for_below):
-            raise PlanError(
-                f"a convolution reads {window.above} rows above and {window.below} below, and a neighbour has fewer. Use fewer "
-                "ranks."
-            )
-        return Sides(_with_zeros(above, for_above, dim, before=True), _with_zeros(below, for_below, dim, before=False))
+    def _around(
+        self, x: Tensor, own: Tensor, window: Window, neighbours: Neighbours, edges: tuple[bool, bool]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the convolution reads: rows above, its own, and rows below. `edges`: which are the picture's padding."""
+        above, below = neighbours.wait()
+        given = x.split([window.given, window.rows, x.shape[self._dim] - window.given - window.rows], self._dim)
+        if x.shape[self._dim] > window.rows:  # it is padded
+            if any(missing and not edge for missing, edge in zip(neighbours.missing, edges, strict=True)):
+                raise PlanError(
+                    f"a convolution reads {window.above} rows above and {window.below} below, and a neighbour has fewer. Use fewer "
+                    "ranks."
+                )
+            above, below = given[0] if edges[0] else above, given[2] if edges[1] else below
+        return above, own, below
 
     def _group_norm(
         self,
@@ -216,7 +186,7 @@ class SplitRows(TorchFunctionMode):
         group, layout = self._mesh.whole, self._layout
         # [1, mean and variance, B, G] from every rank with rows
         local = torch.stack(mean_and_variance(x_BGN)).unsqueeze(0)
-        there = [int(size > 0) for size in layout.sizes()]
+        there = [int(size > 0) for size in layout.owned_lengths]
         (all_ranks,) = group.all_gather([local[: there[group.rank]]], there, 0)
         shares = self._parts(local)
         means, variances = all_ranks.unbind(1)
@@ -232,7 +202,7 @@ class SplitRows(TorchFunctionMode):
         """Return each rank's fraction of the rows, `[ranks with rows, 1, 1]`, made on the device so that the host does not wait."""
         key = like.device, like.dtype
         if key not in self._parts_on:
-            parts = [like.new_full((1, 1, 1), size / self._layout.total) for size in self._layout.sizes() if size]
+            parts = [like.new_full((1, 1, 1), rows / self._layout.total) for rows in self._layout.owned_lengths if rows]
             self._parts_on[key] = torch.cat(parts)
         return self._parts_on[key]
 
@@ -274,8 +244,9 @@ class SplitRows(TorchFunctionMode):
         unit, rest = divmod(q_BLHD.shape[1], self._held)
         if rest:
             raise PlanError(f"attention over {q_BLHD.shape[1]} tokens for {self._held} rows, which is no whole number of each")
+        layout = row_layout(self._layout.total, self._mesh.size, self._layout.splits[0].least, self._layout.shares, unit)
         return context_parallel_attention(
-            q_BLHD, k_BLHD, v_BLHD, mesh=self._mesh, config=self._config, q_layout=self._layout.tokens(unit), scale=scale
+            q_BLHD, k_BLHD, v_BLHD, mesh=self._mesh, config=self._config, q_layout=layout, scale=scale
         )
 
 
@@ -284,30 +255,23 @@ class Window:
 
     Rows are counted from this rank's first one; row j of the result reads `reach` rows from `j * stride - above` on.
 
+    Args:
+        size: rows of its input, including padding that it already has.
+        held: rows of the latent that this rank holds.
+        reach: rows that one row of the result spans.
+        padding: rows that the convolution itself adds on either side.
+
     Attributes:
         rows: this rank's own, without padding.
         given: rows of padding that the input already has above them.
         out: rows of the result.
         above, below: rows beyond its own that the result reads.
+
+    Raises:
+        PlanError: the result would not have a whole number of rows for each row of the latent.
     """
 
-    def __init__(self, rows: int, given: int, out: int, above: int, reach: int, stride: int) -> None:
-        self.rows, self.given, self.out, self.above, self._reach, self._stride = rows, given, out, above, reach, stride
-        self.below = max(0, reach - stride - above)
-
-    @classmethod
-    def of(cls, size: int, held: int, reach: int, stride: int, padding: int) -> Window:
-        """Compute the window of a convolution.
-
-        Args:
-            size: rows of its input, including padding that it already has.
-            held: rows of the latent that this rank holds.
-            reach: rows that one row of the result spans.
-            padding: rows that the convolution itself adds on either side.
-
-        Raises:
-            PlanError: the result would not have a whole number of rows for each row of the latent.
-        """
+    def __init__(self, size: int, held: int, reach: int, stride: int, padding: int) -> None:
         out = (size + 2 * padding - reach) // stride + 1
         rows = out * stride
         extra = size - rows
@@ -316,8 +280,10 @@ class Window:
                 f"a convolution makes {out} rows of {size}, with {held} of the latent (kernel {reach}, stride {stride}, padding "
                 f"{padding}): that cannot be split between rows of the latent. Decode in tiles."
             )
-        given = extra // 2  # an odd row is below: encoders pad there before they halve
-        return cls(rows, given, out, padding + given, reach, stride)
+        self.rows, self.out, self._reach, self._stride = rows, out, reach, stride
+        self.given = extra // 2  # an odd row is below: encoders pad there before they halve
+        self.above = padding + self.given
+        self.below = max(0, reach - stride - self.above)
 
     @property
     def first_complete(self) -> int:
@@ -354,25 +320,16 @@ def _moments_on_cpu(x_BGN: Tensor) -> tuple[Tensor, Tensor]:
     return inverse_deviation.pow(-2), mean
 
 
-def _rows(own: Tensor, sides: Sides, dim: int, wanted: tuple[int, int]) -> Tensor:
-    """Return rows [start, stop) of the concatenation of the rows above, this rank's own and the rows below."""
-    at, parts = 0, []
-    for part in (sides.above, own, sides.below):
+def _rows(parts: Sequence[Tensor], dim: int, start: int, stop: int) -> Tensor:
+    """Return rows [start, stop) of the concatenation of some parts."""
+    found = []
+    for part in parts:
         size = part.shape[dim]
-        start, stop = max(wanted[0] - at, 0), min(wanted[1] - at, size)
-        if stop > start:
-            parts.append(part.narrow(dim, start, stop - start))
-        at += size
-    return torch.cat(parts, dim)
-
-
-def _with_zeros(rows: Tensor, count: int, dim: int, before: bool) -> Tensor:
-    if not count:
-        return rows
-    shape = list(rows.shape)
-    shape[dim] = count
-    zeros = rows.new_zeros(shape)
-    return torch.cat([zeros, rows] if before else [rows, zeros], dim)
+        low, high = max(start, 0), min(stop, size)
+        if low < high:
+            found.append(part.narrow(dim, low, high - low))
+        start, stop = start - size, stop - size
+    return torch.cat(found, dim)
 
 
 def _each(value: Any, dims: int) -> list[Any]:

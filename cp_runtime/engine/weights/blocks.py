@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -94,30 +93,27 @@ def blocks_of(model: nn.Module) -> list[Block]:
                 elements.setdefault(child, where)
 
     visit("", model, isinstance(model, LISTS))
-    everywhere = Counter(id(weight) for module in model.modules() for weight in parameter_slots(module).values())
-    found = []
+    everywhere = _weights_in(model)
+    blocks = []
     for element, path in elements.items():
-        slots: dict[int, list[Slot]] = {}
-        names: dict[int, str] = {}
-        for name, module in element.named_modules(prefix=path):
-            for key, weight in parameter_slots(module).items():
-                if weight is not None:
-                    slots.setdefault(id(weight), []).append(Slot(module, key))
-                    names.setdefault(id(weight), f"{name}.{key}")
-        block = Block(
-            path, element, {names[weight]: places for weight, places in slots.items() if len(places) == everywhere[weight]}
-        )
-        if block.nbytes >= SMALLEST:
-            found.append(block)
+        inside = _weights_in(element, path).items()
+        slots = {name: places for weight, (name, places) in inside if len(places) == len(everywhere[weight][1])}
+        blocks.append(Block(path, element, slots))
+    return [block for block in blocks if block.nbytes >= SMALLEST]
+
+
+def _weights_in(model: nn.Module, path: str = "") -> dict[int, tuple[str, list[Slot]]]:
+    """Return path and slots of every weight inside a module, by the weight's id."""
+    found: dict[int, tuple[str, list[Slot]]] = {}
+    for name, module in model.named_modules(prefix=path):
+        for key, weight in parameter_slots(module).items():
+            if weight is not None:
+                found.setdefault(id(weight), (f"{name}.{key}", []))[1].append(Slot(module, key))
     return found
 
 
 def sizes_of(model: nn.Module, dtype_of: Callable[[nn.Module, str], torch.dtype] | None = None) -> Sizes:
-    """Return the sizes of a model's weights.
-
-    Args:
-        dtype_of: returns the dtype of a module's parameter on a device, where it differs from the present one.
-    """
+    """Return the sizes of a model's weights. `dtype_of`: dtype of a module's parameter on a device, if that is another one."""
 
     def nbytes(slot: Slot) -> int:
         weight: Tensor = parameter_slots(slot.module)[slot.key]
@@ -126,10 +122,7 @@ def sizes_of(model: nn.Module, dtype_of: Callable[[nn.Module, str], torch.dtype]
             return sum(part.nbytes for part in parts)
         return weight.numel() * dtype_of(*slot).itemsize
 
-    found: dict[int, Slot] = {}
-    for module in model.modules():
-        for key, weight in parameter_slots(module).items():
-            if weight is not None:
-                found.setdefault(id(weight), Slot(module, key))
     blocks = [sum(nbytes(places[0]) for places in block.slots.values()) for block in blocks_of(model)]
-    return Sizes(sum(blocks), max(blocks, default=0), sum(map(nbytes, found.values())) - sum(blocks))
+    return Sizes(
+        sum(blocks), max(blocks, default=0), sum(nbytes(places[0]) for _, places in _weights_in(model).values()) - sum(blocks)
+    )

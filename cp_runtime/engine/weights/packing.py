@@ -39,14 +39,7 @@ class Part(NamedTuple):
 
 
 class Packing:
-    """The layout of some weights in a run of bytes. Equal on all ranks, because their weights are.
-
-    Args:
-        weights: any tensors.
-
-    Attributes:
-        nbytes: of the run.
-    """
+    """The layout of some weights in a run of `nbytes` bytes. Equal on all ranks, because their weights are."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._parts: list[Part] = []

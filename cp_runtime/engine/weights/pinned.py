@@ -14,11 +14,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
 
 class _Memory(mmap.mmap):
-    """Memory that CUDA knows for as long as something refers to it.
-
-    Attributes:
-        address: where it begins, once it is registered.
-    """
+    """Memory that CUDA knows for as long as something refers to it, from `address` on."""
 
     address = 0
 

@@ -1,7 +1,7 @@
 """Blocks of a model that every rank keeps 1/N of. They are put together while they run.
 
 The bytes of a block's weights are one run (`packing`), cut into pieces, and each piece into as many parts as there are ranks. An
-all-gather puts a piece together in a buffer; the block's parameters are views of that. There are two buffers: while one block runs,
+all-gather puts a piece together in a *room*; the block's parameters are views of that. There are two rooms: while one block runs,
 the next one is fetched, in the order of the last call, and in as many portions as the block has attentions and one more, because
 its exchanges use the same link: a portion starts behind an attention, and runs beside what comes after, where ranks may send two
 things at a time (`RankGroup.may_overlap`).
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,11 @@ class SharedBlock:
         block: has its weights in its slots.
         weights: to take instead of those, for example with a LoRA in them; they may lie anywhere.
         on_host: keep the part in the host's memory.
+
+    Attributes:
+        room: where it is put together, while it has a place for that.
+        fetched: number of its pieces that have been asked for.
+        pending: those that are on their way.
     """
 
     def __init__(
@@ -51,39 +57,32 @@ class SharedBlock:
         self.shard = run.view(pieces, self.part)
         for number, own in enumerate(self.shard):
             self.packing.copy_range(weights, number * self.piece + ranks.rank * self.part, own)
+        self.room: Tensor | None = None
+        self.fetched = 0
+        self.pending: list[Pending] = []
         self.attentions = 0  # that its last run had
         self.running = 0
+        self.is_whole = True  # its slots have its weights
         self._remedy = remedy
         with _plain():
             self._absent = self.packing.absent(device, list(block.slots), remedy)
         self._put = block.weights  # contents of the slots, unless somebody else has put another weight there
+        self.fill(None)
 
-    def drop(self) -> None:
-        """Replace its weights by stand-ins, until a buffer holds them."""
-        with _plain():
-            self._fill(self._absent)
-
-    def use(self, buffer: Tensor) -> None:
-        """Take its weights from a buffer.
-
-        Raises:
-            PlanError: somebody has put a weight of his own into the block, which would be lost.
-        """
+    def check(self) -> None:
+        """Raise PlanError if somebody has put a weight of his own into the block, which would be lost."""
         for path, weight, put in zip(self.block.slots, self.block.weights, self._put, strict=True):
             if weight is not put:
                 raise PlanError(f"{path} was replaced while every rank keeps a part of what it was. {self._remedy}")
-        with _plain():
-            self._fill(self.packing.views(buffer))
 
-    def give_back(self, run: Tensor) -> None:
-        """Take its weights from a run of bytes from now on. Weights that somebody else put in their place stay."""
+    def fill(self, run: Tensor | None) -> None:
+        """Take its weights from a run of bytes, or stand-ins if there is none. Weights that somebody else put there stay."""
         with _plain():
-            self._fill(self.packing.views(run))
-
-    def _fill(self, weights: list[Tensor]) -> None:
-        ours = [weight is put for weight, put in zip(self.block.weights, self._put, strict=True)]
-        self.block.put([new if own else weight for new, own, weight in zip(weights, ours, self.block.weights, strict=True)])
-        self._put = [new if own else put for new, own, put in zip(self.block.weights, ours, self._put, strict=True)]
+            new = self._absent if run is None else self.packing.views(run)
+            ours = [weight is put for weight, put in zip(self.block.weights, self._put, strict=True)]
+            self.block.put([made if own else other for made, own, other in zip(new, ours, self.block.weights, strict=True)])
+            self._put = [now if own else put for now, own, put in zip(self.block.weights, ours, self._put, strict=True)]
+        self.is_whole = run is not None
 
 
 @contextlib.contextmanager
@@ -91,22 +90,6 @@ def _plain() -> Iterator[None]:
     """Make tensors inside the context of the kind that weights are (see Block), good for every mode, whichever the caller is in."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-class Buffer:
-    """Room for one block.
-
-    Attributes:
-        holder: the block that is in it, or comes.
-        fetched: number of its pieces that have been asked for.
-        pending: those that are on their way.
-    """
-
-    def __init__(self, storage: Tensor) -> None:
-        self.storage = storage
-        self.holder: SharedBlock | None = None
-        self.fetched = 0
-        self.pending: list[Pending] = []
 
 
 class ShardedWeights:
@@ -128,52 +111,56 @@ class ShardedWeights:
         self.blocks = {block.name: block for block in blocks_of(model)}
         self._ranks, self._device, self._on_host, self._remedy = ranks, device, on_host, remedy
         self._shared: dict[str, SharedBlock] = {}
-        self._buffers: list[Buffer] = []
+        self._rooms: list[Tensor] = []  # that no block has
+        self._held: list[SharedBlock] = []  # that have one
         self._order: list[SharedBlock] = []  # of the last call
         self._entered: list[SharedBlock] = []  # in this one
         self._place = 0  # in the order
-        self._current: Buffer | None = None
-        self._next: Buffer | None = None
-        self._attentions = 0
+        self._attentions = 0  # since a block was entered
         self._beside_others = ranks.may_overlap
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
-        self._hooks = [hook for block in self.blocks.values() for hook in self._hook(block)]
+        self._hooks = []
+        for block in self.blocks.values():
+            # In front of the plan's, whichever came first: a rank may load its model again at any time.
+            enter, leave = partial(self._enter, block.name), partial(self._leave, block.name)
+            self._hooks.append(block.module.register_forward_pre_hook(enter, prepend=True))
+            self._hooks.append(block.module.register_forward_hook(leave))
 
     @property
     def nbytes(self) -> int:
         """Bytes that are kept on the device."""
         shards = 0 if self._on_host else sum(shared.shard.nbytes for shared in self._shared.values())
-        return shards + sum(buffer.storage.nbytes for buffer in self._buffers)
+        return shards + sum(room.nbytes for room in self._all_rooms)
+
+    @property
+    def _all_rooms(self) -> list[Tensor]:
+        return [*self._rooms, *(shared.room for shared in self._held if shared.room is not None)]
 
     def keep(self, name: str, weights: Mapping[str, Tensor] | None = None) -> None:
         """Keep this rank's part of a block, and let go of its weights.
 
-        Args:
-            weights: to take instead of some of those that are in its slots, by their paths in the model.
+        `weights`: to take instead of some of those that are in its slots, by their paths in the model.
         """
         block, others = self.blocks[name], weights or {}
         taken = [others.get(path, own) for path, own in zip(block.slots, block.weights, strict=True)]
         old = self._shared.get(name)
         new = self._shared[name] = SharedBlock(block, taken, self._ranks, self._device, self._on_host, self._remedy)
-        new.drop()
         self._order = [new if each is old else each for each in self._order]
-        for buffer in self._buffers:
-            if buffer.holder is old:
-                buffer.holder = None
+        if old in self._held:
+            self._let_go(old)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Fetch blocks ahead inside the context. All ranks enter it alike."""
         largest = max((shared.nbytes for shared in self._shared.values()), default=0)
-        if self._buffers and self._buffers[0].storage.nbytes != largest:
+        if [room.nbytes for room in self._all_rooms] != [largest] * 2:
             self.free_buffers()
-        while len(self._buffers) < 2:
-            self._buffers.append(Buffer(self._room(largest)))
+            self._rooms = [self._new_room(largest) for _ in range(2)]
         self._entered, self._place = [], 0
         if not self._alike():
             self._order = []
-            for buffer in self._buffers:
-                buffer.holder = None
+            while self._held:
+                self._let_go(self._held[0])
         self._fetch_next()
         try:
             yield
@@ -191,31 +178,28 @@ class ShardedWeights:
 
     def free_buffers(self) -> None:
         """Let go of the room for blocks until the next call."""
-        self._buffers = []
+        while self._held:
+            self._let_go(self._held[0])
+        self._rooms = []
 
     def restore(self, device: torch.device | None = None) -> None:
-        """Give the model its weights back, put together. All ranks do it.
-
-        Args:
-            device: where they go; None = where the model computes.
-        """
+        """Give the model its weights back, put together, on a device or where it computes. All ranks do it."""
         self.free_buffers()
         with _plain():
             for shared in self._shared.values():
-                buffer = Buffer(self._room(shared.nbytes))
-                buffer.holder = shared
-                self._ask(buffer, len(shared.shard))
-                self._wait(buffer)
-                shared.give_back(buffer.storage.to(device or self._device))
+                shared.room = room = self._new_room(shared.nbytes)
+                self._ask(shared, len(shared.shard))
+                _wait(shared)
+                shared.fill(room.to(device or self._device))
+                shared.room = None
         self.remove()
 
     def remove(self) -> None:
         """Let go of everything. The model has no weights for its blocks, until somebody fills the slots."""
-        while self._hooks:
-            self._hooks.pop()()
+        for hook in self._hooks:
+            hook.remove()
         self._shared.clear()
-        self._order, self._entered = [], []
-        self._buffers, self._current, self._next = [], None, None
+        self._order, self._entered, self._rooms, self._held = [], [], [], []
 
     def _alike(self) -> bool:
         """Return whether all ranks expect the same blocks and hold the same ones.
@@ -223,117 +207,102 @@ class ShardedWeights:
         One that has loaded its model again since the last call, or left that one by an error, knows nothing of it, and would send
         other pieces than its peers.
         """
-        holders = [buffer.holder for buffer in self._buffers]
-        names = [shared.block.name if shared is not None else "" for shared in (*self._order, None, *holders)]
+        names = [*(shared.block.name for shared in self._order), "", *(shared.block.name for shared in self._held)]
         known = zlib.crc32("\n".join(names).encode())
         high, low = self._ranks.largest(torch.tensor([known, -known], device=self._device)).tolist()
         return bool(high == -low)
 
-    def _hook(self, block: Block) -> Iterator[Callable[[], None]]:
-        def enter(*_: object) -> None:
-            if (shared := self._shared.get(block.name)) is not None:
-                self._enter(shared)
-
-        def leave(*_: object) -> None:
-            if (shared := self._shared.get(block.name)) is not None:
-                self._leave(shared)
-
-        # In front of the plan's, whichever came first: a rank may load its model again at any time.
-        yield block.module.register_forward_pre_hook(enter, prepend=True).remove
-        yield block.module.register_forward_hook(leave).remove
-
-    def _enter(self, shared: SharedBlock) -> None:
-        buffer = self._holding(shared) or self._start(shared)
-        if buffer is None:
-            raise PlanError(f"{shared.block.name} runs inside of two other blocks, and two are there at a time. {self._remedy}")
+    def _enter(self, name: str, *_: object) -> None:
+        shared = self._shared.get(name)
+        if shared is None:
+            return
+        if shared.room is None and not self._start(shared):
+            raise PlanError(f"{name} runs inside of two other blocks, and two are there at a time. {self._remedy}")
         shared.running += 1
-        self._ask(buffer, len(shared.shard))
-        if buffer.pending or self._current is not buffer:
-            self._wait(buffer)
-            shared.use(buffer.storage)
+        self._ask(shared, len(shared.shard))
+        _wait(shared)
+        if not shared.is_whole:
+            shared.check()
+            shared.fill(shared.room)
         if not self._entered or self._entered[-1] is not shared:
             self._entered.append(shared)
             with contextlib.suppress(ValueError):  # not in the order: it may come back to it
                 self._place = self._order.index(shared, self._place) + 1
-        self._current, self._attentions = buffer, 0
+        self._attentions = 0
         self._fetch_next()
         self._portion()
 
-    def _leave(self, shared: SharedBlock) -> None:
-        shared.running -= 1
-        shared.attentions = self._attentions
+    def _leave(self, name: str, *_: object) -> None:
+        if (shared := self._shared.get(name)) is not None:
+            shared.running -= 1
+            shared.attentions = self._attentions
+
+    @property
+    def _expected(self) -> SharedBlock | None:
+        """The block that is expected next."""
+        return self._order[self._place] if self._place < len(self._order) else None
 
     def _fetch_next(self) -> None:
-        """Choose a buffer for the block that is expected next, if one is free."""
-        self._next = None
-        if self._place < len(self._order):
-            expected = self._order[self._place]
-            self._next = self._holding(expected) or self._start(expected)
+        """Give room to the block that is expected next, if there is some."""
+        if (expected := self._expected) is not None and expected.room is None:
+            self._start(expected)
 
     def _portion(self) -> None:
         """Ask for a part of the next block, so that all of it is asked for when the attentions of this one are over."""
-        if self._next is None or self._next.holder is None:
+        if (expected := self._expected) is None or expected.room is None:
             return
-        running = self._current.holder.attentions if self._current and self._current.holder else 0
-        left = len(self._next.holder.shard) - self._next.fetched
-        self._ask(self._next, -(-left // max(1, running + 1 - self._attentions)))
+        attentions = self._entered[-1].attentions if self._entered else 0
+        left = len(expected.shard) - expected.fetched
+        self._ask(expected, -(-left // max(1, attentions + 1 - self._attentions)))
 
-    def _holding(self, shared: SharedBlock) -> Buffer | None:
-        return next((buffer for buffer in self._buffers if buffer.holder is shared), None)
+    def _start(self, shared: SharedBlock) -> bool:
+        """Give room to a block, rather that of another one than of the expected one; False where those that have it run."""
+        if not self._rooms:
+            idle = [held for held in self._held if not held.running]
+            if not idle:
+                return False
+            self._let_go(min(idle, key=lambda held: held is self._expected))
+        shared.room = self._rooms.pop()
+        self._held.append(shared)
+        return True
 
-    def _start(self, shared: SharedBlock) -> Buffer | None:
-        """Give a buffer to a block; None where those of the others run."""
-        free = [buffer for buffer in self._buffers if buffer.holder is None or not buffer.holder.running]
-        if not free:
-            return None
-        buffer = next((each for each in free if each is not self._next), free[0])
-        self._wait(buffer)
-        if buffer.holder is not None:
-            buffer.holder.drop()
-        buffer.holder, buffer.fetched = shared, 0
-        if buffer is self._current:  # it holds the weights of another block now
-            self._current = None
-        return buffer
+    def _let_go(self, shared: SharedBlock) -> None:
+        """Take a block's room, once all that is on its way has arrived."""
+        self._held.remove(shared)
+        if shared.room is not None:
+            self._rooms.append(shared.room)
+        shared.room, shared.fetched = None, 0
+        shared.fill(None)
+        _wait(shared)
 
-    def _ask(self, buffer: Buffer, pieces: int) -> None:
-        """Ask for the next pieces of the block that a buffer is for, after all that the device has been given so far."""
-        shared = buffer.holder
-        if shared is None:
-            return
-        first, last = buffer.fetched, min(buffer.fetched + pieces, len(shared.shard))
-        if first == last:
+    def _ask(self, shared: SharedBlock, pieces: int) -> None:
+        """Ask for the next pieces of a block that has room, after all that the device has been given so far."""
+        numbers = range(len(shared.shard))[shared.fetched : shared.fetched + pieces]
+        if not numbers or shared.room is None:
             return
         with self._beside():
-            for number in range(first, last):
-                whole = buffer.storage[number * shared.piece : (number + 1) * shared.piece]
+            for number in numbers:
+                whole = shared.room[number * shared.piece : (number + 1) * shared.piece]
                 own = shared.shard[number].to(self._device, non_blocking=True)
-                buffer.pending.append(self._ranks.gather_parts(own, whole))
-        buffer.fetched = last
+                shared.pending.append(self._ranks.gather_parts(own, whole))
+        shared.fetched = numbers.stop
         if not self._beside_others:
-            self._wait(buffer)
-
-    def _wait(self, buffer: Buffer) -> None:
-        pending, buffer.pending = buffer.pending, []
-        for each in pending:
-            each.wait()
+            _wait(shared)
 
     def _settle(self) -> None:
         """End the call: nothing is on its way, no block runs, and none has weights that somebody could change.
 
-        Contents of the buffers stay there.
+        Those that have arrived stay in their rooms.
         """
         for shared in self._shared.values():
             shared.running = 0
-        for buffer in self._buffers:
-            if buffer.holder is not None:
-                buffer.holder.drop()
-                if buffer.fetched < len(buffer.holder.shard) or buffer.pending:
-                    buffer.holder = None
-        self._current = self._next = None
-        for buffer in self._buffers:
-            self._wait(buffer)
+        for shared in list(self._held):
+            if shared.fetched < len(shared.shard) or shared.pending:
+                self._let_go(shared)
+            else:
+                shared.fill(None)
 
-    def _room(self, nbytes: int) -> Tensor:
+    def _new_room(self, nbytes: int) -> Tensor:
         """Allocate memory for a block."""
         with _plain():
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -346,3 +315,9 @@ class ShardedWeights:
         self._stream.wait_stream(module.current_stream(self._device))
         stream: contextlib.AbstractContextManager[object] = module.stream(self._stream)
         return stream
+
+
+def _wait(shared: SharedBlock) -> None:
+    pending, shared.pending = shared.pending, []
+    for each in pending:
+        each.wait()
