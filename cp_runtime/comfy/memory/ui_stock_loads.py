@@ -12,8 +12,8 @@ from comfy.model_base import BaseModel
 
 from ...engine.weights.cast import settle
 from ..forward.ui_patcher import ContextParallelPatcher
-from ..forward.ui_timing import recipe_key
 from ..model.ui_notes import notes_of
+from ..model.ui_recipes import recipe_key
 from ..ranks.ui import CONTROLLER
 
 EVERYTHING = 1e30

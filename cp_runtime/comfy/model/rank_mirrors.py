@@ -45,14 +45,13 @@ from ..memory.rank_quantised import Experts, own_formats, shared_scales
 from ..memory.rank_room import available, room
 from ..memory.rank_shared_weights import SharedWeightsPatcher, trim_heap
 from ..patches.rank_nodes import ATTACHED, attach_network
-from ..patches.wire_digest import weight_patches_digest
 from ..patches.wire_weights import decode_weight_patches
-from ..vae.wire import dtypes_of
 from .rank_factory import call_factory
-from .wire_loading import LoadedModel, load_recipe, network_of
+from .wire_dtypes import dtypes_of, network_of
+from .wire_loading import LoadedModel, load_recipe
 from .wire_modules import layers_of
 from .wire_recipe import Recipe, is_inside
-from .wire_samples import sample_weights
+from .wire_samples import sample_weights, weight_patches_digest
 
 log = logging.getLogger("context_parallel.worker")
 
@@ -85,7 +84,8 @@ class Mirror:
     @property
     def model(self) -> nn.Module:
         """The transformer, or the VAE."""
-        return network_of(self.patcher)
+        network: nn.Module = network_of(self.patcher.model)
+        return network
 
     @cached_property
     def installed(self) -> InstalledPlan[FamilyPlan]:
@@ -156,9 +156,9 @@ class Mirrors:
                     patcher, recipe, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
                 )
             if own_formats(patcher.model, self.device):
-                Experts.find(network_of(patcher))
+                Experts.find(network_of(patcher.model))
             # Weights missing from the file are not initialised, and differ from process to process.
-            samples = sample_weights(network_of(patcher), without=missing)
+            samples = sample_weights(network_of(patcher.model), without=missing)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
             mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes)
         self._patch(mirror, request, block)

@@ -15,7 +15,7 @@ from ...compat import parameter_slots, state_dict_loader
 from ...engine.weights.cast import CastWeight, counting_as
 from ...engine.weights.files import MAPPED, mapped_tensors
 from ...errors import MirrorError
-from .wire_dtypes import stays_as_in_file
+from .wire_dtypes import network_of, stays_as_in_file
 from .wire_recipe import DTYPE_OPTIONS, FACTORY, LOADERS, OPTIONS, VAE_LOADERS, Factory, Recipe, file_stamp
 
 
@@ -62,13 +62,7 @@ def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Fac
                 recipe.path, output_vae=False, output_clip=False, model_options=options, disable_dynamic=True
             )[0]
     _check_stamp(recipe)
-    return LoadedModel(patcher, frozenset(missing.get(network_of(patcher), ())))
-
-
-def network_of(patcher: Any) -> nn.Module:
-    """Return the network of a ModelPatcher: the transformer of a diffusion model, or all of a VAE."""
-    network: nn.Module = getattr(patcher.model, "diffusion_model", patcher.model)
-    return network
+    return LoadedModel(patcher, frozenset(missing.get(network_of(patcher.model), ())))
 
 
 def _check_stamp(recipe: Recipe) -> None:

@@ -10,8 +10,7 @@ from aiohttp import web
 
 from ...controller.journal import public_message
 from ...errors import ContextParallelError
-from ..ranks.ui import CONTROLLER
-from ..ranks.ui_devices import named_devices
+from ..ranks.ui import CONTROLLER, named_devices
 from .ui_status import status
 
 STATUS, RESTART, DEVICES = "/context_parallel/status", "/context_parallel/restart", "/context_parallel/devices"

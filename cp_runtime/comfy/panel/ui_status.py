@@ -15,8 +15,7 @@ from ...pool.board import SILENT, resident_bytes
 from ...pool.forking import process_state
 from ...pool.worker_pool import WorkerPool
 from ...version import VERSION
-from ..ranks.ui import CONTROLLER
-from ..ranks.ui_devices import nothing_to_share
+from ..ranks.ui import CONTROLLER, nothing_to_share
 from .ui_report import axes
 
 LINGER = 1.0

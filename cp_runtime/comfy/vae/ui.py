@@ -28,11 +28,10 @@ from ...errors import MirrorError, PlanError, RankOutOfMemory, UnsupportedError,
 from ...nested import map_tensors
 from ...pool.config import RuntimeConfig
 from ...vaes import row_plan_for
-from ..forward.ui_obstacles import replaced_code
+from ..forward.ui_obstacles import check_code
 from ..forward.ui_patcher import executing_node, noted, with_cancel
 from ..model.wire_modules import encode_module
-from ..ranks.ui import CONTROLLER
-from ..ranks.ui_devices import default_config
+from ..ranks.ui import CONTROLLER, default_config
 from .ui_patcher import VAEPatcher
 from .wire import EXACT, INPUT, TILES
 
@@ -90,6 +89,7 @@ def mode_for(vae: Any, mode: str) -> str:
     obstacle = next(_obstacles(vae), None)
     if obstacle is not None:
         raise UnsupportedError(f"{obstacle} {_REMEDY}")
+    check_code(network)
     if mode != TILES:
         try:
             row_plan_for(network)
@@ -111,7 +111,6 @@ def _obstacles(vae: Any) -> Iterator[str]:
         yield "ComfyUI runs with --cpu-vae, and ranks are on other devices."
     if patcher.patches or patcher.object_patches or any(patcher.injections.values()) or patcher.hook_patches:
         yield "a node patched the VAE, which the workers do not repeat."
-    yield from replaced_code(network)
 
 
 class RankedVAE:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
 
 from ...pool.config import WHOLE, RuntimeConfig
-from ..forward.ui_patcher import ContextParallelPatcher, executing_node, with_cancel
-from ..memory.ui_residency import make_way
+from ..forward.ui_patcher import ContextParallelPatcher
+from ..memory.ui_file_pages import size_check
 from ..model.ui_notes import notes_of
-from ..model.ui_target import Target, demand_of
-from ..model.wire_modules import layers_of
-from ..model.wire_samples import sample_weights
+from ..model.ui_target import Target
 from ..ranks.ui import CONTROLLER
-from .ui_recipe import vae_recipe_of
-from .wire import dtypes_of
 
 MANY = 1 << 62
 
@@ -37,12 +32,9 @@ class VAEPatcher(ContextParallelPatcher):
         return MANY if room is None else room
 
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
-        before, target = self.loaded_size(), self.target()
         if self.model.current_weight_patches_uuid is not None:  # left on a device by a node without context parallelism
             self.unpatch_model(self.offload_device)
-        make_way(self.model)
-        with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
-        return self.loaded_size() - before
+        return self.load_on_ranks()
 
     def detach(self, unpatch_all: bool = True) -> nn.Module:
         if unpatch_all:
@@ -51,20 +43,8 @@ class VAEPatcher(ContextParallelPatcher):
 
     def target(self) -> Target:
         """Return what the ranks' copy must equal. Raises MirrorError if its file was truncated."""
-        recipe, notes = vae_recipe_of(self), notes_of(self.model)
-        if notes.check_file is not None:
-            notes.check_file()
-        dtype, cast_dtype = dtypes_of(self.model)
-        return self.owned(
-            Target(
-                recipe=recipe,
-                key=recipe.key,
-                patches=list,
-                patches_uuid=str(self.patches_uuid),
-                dtype=dtype,
-                cast_dtype=cast_dtype,
-                layers=partial(layers_of, self.model),
-                samples=partial(sample_weights, self.model),
-                demand=demand_of(self.model, self.model, 0.0),
-            )
-        )
+        target, notes = super().target(), notes_of(self.model)
+        if notes.check_file is None:
+            notes.check_file = size_check(self.model, target.path, target.recipe.stamp[0])
+        notes.check_file()
+        return target
