@@ -20,10 +20,11 @@ from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from ..memory.ui_dynamic_vram import patcher_over
 from ..model.ui_recipes import recipe_key
+from ..panel.ui_progress import executing_node, noted
 from ..ranks.ui import CONTROLLER, default_config, nothing_to_share
 from .ui_interception import check_forward
 from .ui_obstacles import check_model, conditions_obstacle
-from .ui_patcher import ContextParallelPatcher, executing_node, noted, plain_class
+from .ui_patcher import ContextParallelPatcher, plain_class
 
 log = logging.getLogger("context_parallel")
 

@@ -19,17 +19,13 @@ import comfy.model_patcher
 import torch
 from comfy.patcher_extension import CallbacksMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
-from comfy_execution.progress import get_progress_state
-from comfy_execution.utils import get_executing_context
 from torch import nn
 
 from ...controller.calls import ModelCall
-from ...controller.run_stats import Node
 from ...engine.weights.cast import settle
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
-from ...pool.worker_pool import CallCancelled
 from ..memory.ui_dynamic_vram import convert, give_back
 from ..memory.ui_file_pages import share_file_pages
 from ..memory.ui_residency import make_way
@@ -37,7 +33,7 @@ from ..model.ui_notes import notes_of
 from ..model.ui_recipes import recipe_of
 from ..model.ui_target import Target
 from ..model.wire_dtypes import is_dynamic
-from ..panel.ui_progress import WorkBar
+from ..panel.ui_progress import executing_node, noted, with_cancel
 from ..patches.wire_weights import encode_weight_patches
 from ..ranks.ui import CONTROLLER
 from .ui_interception import OnOneDevice, intercept, release
@@ -244,37 +240,3 @@ def _over(cls: type[Any], plain: type[Any]) -> type[Any]:
 def plain_class(cls: type[Any]) -> type[Any]:
     """Return the class of patchers that a model has without us."""
     return next(base for base in cls.__mro__ if not issubclass(base, ContextParallelPatcher))
-
-
-def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any:
-    """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt.
-
-    Every poll also shows on the node how far the ranks have loaded a model, and the steps of a call, if it has any.
-    """
-    bar = WorkBar(steps)
-
-    def cancelled() -> bool:
-        workers = CONTROLLER.workers
-        return bar.show(None) if workers is None else bar.show(workers.loaded, workers.modules)
-
-    try:
-        return run(cancelled)
-    except CallCancelled:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        raise comfy.model_management.InterruptProcessingException from None
-
-
-def noted(error: UnsupportedError) -> UnsupportedError:
-    """Record the error with which a run is refused in the status, and return it."""
-    CONTROLLER.fail(error, executing_node())
-    return error
-
-
-def executing_node() -> Node | None:
-    """Return the node of the graph that runs in this thread."""
-    context = get_executing_context()
-    if context is None:
-        return None
-    graph = get_progress_state().dynprompt
-    kind = graph.get_node(context.node_id)["class_type"] if graph.has_node(context.node_id) else None
-    return Node(context.prompt_id, context.node_id, kind)

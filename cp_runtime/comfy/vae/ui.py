@@ -29,8 +29,8 @@ from ...nested import map_tensors
 from ...pool.config import RuntimeConfig
 from ...vaes import row_plan_for
 from ..forward.ui_obstacles import check_code
-from ..forward.ui_patcher import executing_node, noted, with_cancel
 from ..model.wire_modules import encode_module
+from ..panel.ui_progress import executing_node, noted, with_cancel
 from ..ranks.ui import CONTROLLER, default_config
 from .ui_patcher import VAEPatcher
 from .wire import EXACT, INPUT, TILES
