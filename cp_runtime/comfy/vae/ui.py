@@ -13,6 +13,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from ...controller.calls import ModelCall
 from ...errors import MirrorError, PlanError, RankOutOfMemory, UnsupportedError, bad_value
 from ...nested import map_tensors
-from ...pool.config import RuntimeConfig
+from ...pool.config import WHOLE, RuntimeConfig
 from ...vaes import row_plan_for
 from ..forward.ui_obstacles import check_code
 from ..model.wire_modules import encode_module
@@ -121,15 +122,15 @@ class RankedVAE:
     """
 
     def __init__(self, vae: Any, config: RuntimeConfig) -> None:
-        self.vae = vae
+        # Whole, as it is small compared with what it computes.
+        self.vae, config = vae, replace(config, weights=WHOLE, memory_per_rank=0.0)
         kept = vars(vae).get(ATTRIBUTE)
         if kept is None or kept.cp_config.devices != config.devices:
             # Lives as long as the VAE: ComfyUI's memory manager keeps nothing alive.
-            kept = VAEPatcher.over(vae.patcher, VAEPatcher.config_of(config))
+            kept = VAEPatcher.over(vae.patcher, config)
             setattr(vae, ATTRIBUTE, kept)
         self.patcher: VAEPatcher = kept
-        self.patcher.cp_config = VAEPatcher.config_of(config)
-        self._config = config
+        self.patcher.cp_config = self._config = config
         try:
             self._target = self.patcher.target()
         except MirrorError as error:
@@ -158,8 +159,8 @@ class RankedVAE:
         vae, ranks = copy.copy(self.vae), self._config.world_size
         vae.first_stage_model, vae.patcher = network, self.patcher
         vae.device = torch.device("cpu")  # ranks read their inputs from this process's memory
-        for name in ("memory_used_decode", "memory_used_encode"):
-            setattr(vae, name, _part(getattr(self.vae, name), ranks))
+        vae.memory_used_decode = lambda *args, **kwargs: self.vae.memory_used_decode(*args, **kwargs) / ranks
+        vae.memory_used_encode = lambda *args, **kwargs: self.vae.memory_used_encode(*args, **kwargs) / ranks
         return vae
 
     def _note(self, found: list[tuple[str, Tensor]], method: str, tile: Tensor) -> Tensor:
@@ -209,11 +210,11 @@ class RankedVAE:
             encode_network=encode_module,
             sampling=False,
         )
-        config, workers = self.patcher.cp_config, CONTROLLER.workers
+        config, workers = self._config, CONTROLLER.workers
         # Of the slowest rank: tiles, or convolutions once a call of this kind has counted them.
         steps = 0 if workers is None else workers.pace.modules(call.kind(self._target.key))
         if mode == TILES:
-            steps = math.ceil(len(arguments[INPUT]) / self._config.world_size)
+            steps = math.ceil(len(arguments[INPUT]) / config.world_size)
         return with_cancel(lambda cancelled: CONTROLLER.call(config, self._target, call, executing_node(), cancelled), steps)
 
 
@@ -260,7 +261,3 @@ def _without_bar() -> Iterator[None]:
         yield
     finally:
         comfy.utils.set_progress_bar_global_hook(hook)
-
-
-def _part(memory: Callable[..., float], ranks: int) -> Callable[..., float]:
-    return lambda *args, **kwargs: memory(*args, **kwargs) / ranks

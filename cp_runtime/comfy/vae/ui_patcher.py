@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
-from ...pool.config import WHOLE, RuntimeConfig
 from ..forward.ui_patcher import ContextParallelPatcher
 from ..memory.ui_file_pages import size_check
 from ..model.ui_notes import notes_of
@@ -19,11 +16,6 @@ MANY = 1 << 62
 
 class VAEPatcher(ContextParallelPatcher):
     """A `ContextParallelPatcher` for a VAE: nothing is intercepted, and every rank holds all of its weights."""
-
-    @staticmethod
-    def config_of(config: RuntimeConfig) -> RuntimeConfig:
-        """Return the config by which a VAE is kept: whole, as it is small compared with what it computes."""
-        return replace(config, weights=WHOLE, memory_per_rank=0.0)
 
     def get_free_memory(self, device: torch.device) -> int:
         """Return the bytes that a call may take: from this ComfyUI decides how many items the VAE gets at once."""
