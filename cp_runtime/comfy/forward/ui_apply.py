@@ -18,7 +18,7 @@ from ...controller.run_stats import RunStats
 from ...engine.measuring import device_name
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
-from ..memory.ui_dynamic_vram import patcher_over
+from ..memory.ui_residency import patcher_over
 from ..model.ui_recipes import recipe_key
 from ..panel.ui_progress import executing_node, noted
 from ..ranks.ui import CONTROLLER, default_config, nothing_to_share

@@ -97,7 +97,7 @@ def check_code(model: nn.Module) -> None:
 
 
 def _check_forward_of(module: nn.Module, name: str) -> None:
-    """ComfyUI leaves the stock method on an instance when it undoes a patch."""
+    """Refuse a forward of an instance that is not its class's. ComfyUI leaves the stock method there when it undoes a patch."""
     for method in FORWARDS:
         own = vars(module).get(method)
         if own is None or getattr(own, "sends_to_workers", False):  # ours, see ui_interception.py

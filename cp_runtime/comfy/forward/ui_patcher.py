@@ -26,9 +26,8 @@ from ...engine.weights.cast import settle
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
-from ..memory.ui_dynamic_vram import convert, give_back
 from ..memory.ui_file_pages import share_file_pages
-from ..memory.ui_residency import make_way
+from ..memory.ui_residency import convert, give_back, make_way
 from ..model.ui_notes import notes_of
 from ..model.ui_recipes import recipe_of
 from ..model.ui_target import Target
