@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..cp_runtime.comfy.ranks.ui_devices import device_inventory
+from ..cp_runtime.comfy.ranks.ui import device_inventory
 from ..cp_runtime.pool.config import SETTINGS, RuntimeConfig, Setting
 
 CPConfigType = io.Custom("CP_CONFIG")

@@ -47,19 +47,22 @@ def _tiles(name: str, default: int, least: int, step: int, tooltip: str, where: 
 
 
 def _run(
+    stock: Callable[..., Any],
+    tiled: Callable[..., Any],
+    given: Any,
     vae: Any,
     mode: str,
-    cp_config: RuntimeConfig | None,
-    stock: Callable[[Any], Any],
-    tiled: Callable[..., Any],
+    cp_config: RuntimeConfig | None = None,
     tile_size: int = 512,
     overlap: int = 64,
     temporal_size: int = 64,
     temporal_overlap: int = 8,
 ) -> io.NodeOutput:
-    """Run ComfyUI's own node, `stock` or `tiled`, with the VAE of the ranks."""
+    """Run ComfyUI's own node, `stock` or `tiled`, with the VAE of the ranks. `given`: what it decodes or encodes."""
     sizes = tile_size, overlap, temporal_size, temporal_overlap
-    return io.NodeOutput(run_vae(vae, cp_config, mode, lambda each: stock(each)[0], lambda each: tiled(each, *sizes)[0]))
+    return io.NodeOutput(
+        run_vae(vae, cp_config, mode, lambda each: stock(each, given)[0], lambda each: tiled(each, given, *sizes)[0])
+    )
 
 
 class CPVAEDecode(io.ComfyNode):
@@ -79,16 +82,10 @@ class CPVAEDecode(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, samples: Any, vae: Any, mode: str, cp_config: RuntimeConfig | None = None, **sizes: int) -> io.NodeOutput:
+    def execute(cls, samples: Any, **inputs: Any) -> io.NodeOutput:
         from nodes import VAEDecode, VAEDecodeTiled  # ComfyUI's module of that name
 
-        def stock(each: Any) -> Any:
-            return VAEDecode().decode(each, samples)
-
-        def tiled(each: Any, *sizes: int) -> Any:
-            return VAEDecodeTiled().decode(each, samples, *sizes)
-
-        return _run(vae, mode, cp_config, stock, tiled, **sizes)
+        return _run(VAEDecode().decode, VAEDecodeTiled().decode, samples, **inputs)
 
 
 class CPVAEEncode(io.ComfyNode):
@@ -108,13 +105,7 @@ class CPVAEEncode(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, pixels: Any, vae: Any, mode: str, cp_config: RuntimeConfig | None = None, **sizes: int) -> io.NodeOutput:
+    def execute(cls, pixels: Any, **inputs: Any) -> io.NodeOutput:
         from nodes import VAEEncode, VAEEncodeTiled  # ComfyUI's module of that name
 
-        def stock(each: Any) -> Any:
-            return VAEEncode().encode(each, pixels)
-
-        def tiled(each: Any, *sizes: int) -> Any:
-            return VAEEncodeTiled().encode(each, pixels, *sizes)
-
-        return _run(vae, mode, cp_config, stock, tiled, **sizes)
+        return _run(VAEEncode().encode, VAEEncodeTiled().encode, pixels, **inputs)

@@ -144,7 +144,7 @@ import comfy.cli_args
 comfy.cli_args.args.cpu = True
 from support.package import load_package
 load_package()
-from cp_runtime.comfy.ranks.ui_site import worker_site
+from cp_runtime.comfy.ranks.ui import worker_site
 print(json.dumps(worker_site().arguments["model_folders"]))
 """
 

@@ -5,12 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from cp_runtime.comfy.model.ui_target import Target, verify
+from cp_runtime.comfy.model.ui_target import Target
 from cp_runtime.comfy.model.wire_modules import layers_of
 from cp_runtime.comfy.model.wire_recipe import Factory, Recipe
-from cp_runtime.comfy.model.wire_samples import sample_weights
+from cp_runtime.comfy.model.wire_samples import sample_weights, weight_patches_digest
 from cp_runtime.errors import MirrorError
-from cp_runtime.pool.messages import Loaded
+from cp_runtime.pool.messages import Load, Loaded
+
+REQUEST = Load(key="k", recipe={}, patches=[], patches_uuid="u1")
+PAYLOAD = torch.empty(0, dtype=torch.uint8)
 
 
 def target(seed=0, patches_in=None, backup=(), factory=None):
@@ -22,7 +25,7 @@ def target(seed=0, patches_in=None, backup=(), factory=None):
         diffusion_model=transformer(seed),
     )
     patcher = SimpleNamespace(model=model, patches={}, patches_uuid="u1", backup=dict.fromkeys(backup), hook_backup={})
-    return Target.of(patcher, Recipe("load_diffusion_model", "/models/flux.safetensors", factory=factory), 0.0, list)
+    return Target(patcher, Recipe("load_diffusion_model", "/models/flux.safetensors", factory=factory), 0.0, list)
 
 
 def transformer(seed):
@@ -32,14 +35,18 @@ def transformer(seed):
 
 def replies(**second):
     good = Loaded(
-        digest="d", patches_uuid="u1", dtype="torch.bfloat16", cast_dtype="None", formats=("fp8",),
+        digest=weight_patches_digest([], PAYLOAD), patches_uuid="u1", dtype="torch.bfloat16", cast_dtype="None", formats=("fp8",),
         samples=sample_weights(transformer(0)), layers=layers_of(transformer(0)), bytes=1, seconds=1.0,
     )  # fmt: skip
     return [good, replace(good, **second)]
 
 
+def verify(target, replies):
+    target.verify(REQUEST, PAYLOAD, replies, [10, 11])
+
+
 def test_equal_mirrors_pass():
-    verify(target(), "d", replies(), [10, 11])
+    verify(target(), replies())
 
 
 @pytest.mark.parametrize(
@@ -47,28 +54,28 @@ def test_equal_mirrors_pass():
 )
 def test_a_rank_that_differs_is_named(field, value):
     with pytest.raises(MirrorError, match=rf"rank 1 \(pid 11\) has {field} {value} for flux.safetensors"):
-        verify(target(), "d", replies(**{field: value}), [10, 11])
+        verify(target(), replies(**{field: value}))
 
 
 def test_devices_of_different_ability_are_named():
     """One would compute its tokens in fp8, the other in half precision."""
     with pytest.raises(MirrorError, match=r"flux.safetensors .* rank 0 in fp8; rank 1 in none\..*devices of CP Config"):
-        verify(target(), "d", replies(formats=()), [10, 11])
+        verify(target(), replies(formats=()))
 
 
 def test_a_rank_with_other_weights_is_named():
     with pytest.raises(MirrorError, match=r"rank 1 \(pid 11\) read another weight 0.weight from flux.safetensors"):
-        verify(target(), "d", replies(samples=sample_weights(transformer(1))), [10, 11])
+        verify(target(), replies(samples=sample_weights(transformer(1))))
 
 
 def test_a_loader_of_a_node_pack_must_make_the_same_layers():
     """It may follow a setting of ComfyUI's process. ComfyUI's own loaders may take other layers for another device."""
     others = replies(layers="others")
     loader = Factory("/packs/p/loaders.py", "load_it", [], None, (), ())
-    verify(target(factory=loader), "d", replies(), [10, 11])
-    verify(target(), "d", others, [10, 11])
+    verify(target(factory=loader), replies())
+    verify(target(), others)
     with pytest.raises(MirrorError, match=r"load_it made other layers of flux.safetensors on rank 1 \(pid 11\)"):
-        verify(target(factory=loader), "d", others, [10, 11])
+        verify(target(factory=loader), others)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +84,12 @@ def test_a_loader_of_a_node_pack_must_make_the_same_layers():
     ids=["patched", "backed up"],
 )
 def test_weights_that_are_not_as_loaded_are_not_compared(state):
-    verify(target(seed=1, **state), "d", replies(), [10, 11])
+    verify(target(seed=1, **state), replies())
 
 
 def test_weights_in_another_format_are_not_compared():
     """A rank's device may hold them otherwise. That all compute in the same dtype is checked beside it."""
-    verify(target(), "d", replies(samples=sample_weights(transformer(1).to(torch.bfloat16))), [10, 11])
+    verify(target(), replies(samples=sample_weights(transformer(1).to(torch.bfloat16))))
 
 
 def test_the_key_depends_on_everything_that_changes_the_weights():

@@ -1,33 +1,37 @@
-"""Apply context parallelism to a MODEL, and undo it."""
+"""Apply context parallelism to a MODEL, and undo it; measure its sampling runs, on one device or on several."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import comfy.model_management
 import comfy.model_patcher
+import torch
 from comfy.patcher_extension import WrappersMP
 from comfy.sampler_helpers import estimate_memory
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
+from ...controller.run_stats import RunStats
+from ...engine.measuring import device_name
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
-from ..memory.ui_dynamic_vram import patcher_over
-from ..ranks.ui import CONTROLLER
-from ..ranks.ui_devices import default_config, nothing_to_share
+from ..memory.ui_residency import patcher_over
+from ..model.ui_recipes import recipe_key
+from ..panel.ui_progress import executing_node, noted
+from ..ranks.ui import CONTROLLER, default_config, nothing_to_share
 from .ui_interception import check_forward
-from .ui_obstacles import conditions_obstacle, model_obstacle
-from .ui_patcher import ContextParallelPatcher, executing_node, noted, plain_class
-from .ui_timing import stop_timing, time_calls
+from .ui_obstacles import check_model, conditions_obstacle
+from .ui_patcher import ContextParallelPatcher, plain_class
 
 log = logging.getLogger("context_parallel")
 
-WRAPPER = "context_parallel"
+WRAPPER, TIMER = "context_parallel", "context_parallel_timer"
 
 
-def check_model(model: Any) -> None:
+def check_type(model: Any) -> None:
     """Raise ConfigError for anything but a MODEL: ComfyUI takes any JSON in the place of a link."""
     if not isinstance(model, comfy.model_patcher.ModelPatcher):
         raise bad_value("model", model, "a MODEL", "Connect the output of Load Diffusion Model or Load Checkpoint.")
@@ -40,7 +44,7 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
         ConfigError: an argument is of another type.
         UnsupportedError: the model cannot run sharded and on_unsupported is "error".
     """
-    check_model(model)
+    check_type(model)
     config = default_config() if config is None else config
     if not isinstance(config, RuntimeConfig):  # ComfyUI accepts any JSON in place of a link
         raise bad_value("cp_config", config, "the output of a CP Config node, or nothing", "Connect one, or none for all devices.")
@@ -53,27 +57,37 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     if config.world_size == 1:
         log.info("context parallelism over one device: the model passes through")
         return timed(without_context_parallel(model).clone())
-    obstacle = model_obstacle(model, config.device_type)
-    if obstacle is not None:
+    try:
+        check_model(model, config.device_type)
+    except UnsupportedError as error:
         if config.on_unsupported == "error":
-            raise noted(UnsupportedError(f"Apply Context Parallel: {obstacle}"))
-        log.warning("the model passes through on a single device: %s", obstacle)
+            raise noted(UnsupportedError(f"Apply Context Parallel: {error}")) from None
+        log.warning("the model passes through on a single device: %s", error)
         return timed(without_context_parallel(model).clone())
     patcher = ContextParallelPatcher.over(model, config)
     for wrapper in patcher.wrappers.get(WrappersMP.APPLY_MODEL, {}).pop(COMPILE_KEY, []):
         patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, wrapper)
-    patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER)
-    patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER, prepare_sampling)
-    patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, WRAPPER)
-    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, WRAPPER, check_forward)
+    _wrap(patcher, WRAPPER, {WrappersMP.PREPARE_SAMPLING: prepare_sampling, WrappersMP.APPLY_MODEL: check_forward})
     return timed(patcher)
 
 
-def timed(patcher: Any) -> Any:
-    """Have a patcher's runs measured, also those on one device, for comparison. Return the patcher."""
-    parallel = isinstance(patcher, ContextParallelPatcher)
-    time_calls(patcher, patcher.cp_config.devices[0] if parallel else str(patcher.load_device))
-    return patcher
+def without_context_parallel(model: Any) -> Any:
+    """Return the model as it was before `apply_to_model`."""
+    if not isinstance(model, ContextParallelPatcher):
+        return model
+    plain = model.clone()
+    plain.__class__ = plain_class(type(plain))
+    _wrap(plain, WRAPPER, {})
+    _wrap(plain, TIMER, {})
+    return patcher_over(plain)
+
+
+def _wrap(patcher: Any, key: str, wrappers: Mapping[str, Callable[..., Any]]) -> None:
+    """Have ComfyUI call these wrappers, by kind, in place of those that the patcher has under the key."""
+    for kind in list(patcher.wrappers):
+        patcher.remove_wrappers_with_key(kind, key)
+    for kind, wrapper in wrappers.items():
+        patcher.add_wrapper_with_key(kind, key, wrapper)
 
 
 def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any, conds: dict[str, Any], **kwargs: Any) -> Any:
@@ -91,13 +105,33 @@ def call_memory(model: Any, noise_shape: Any, conds: dict[str, Any]) -> tuple[fl
     return together, max(1.0, together / alone) if alone > 0 else 1.0
 
 
-def without_context_parallel(model: Any) -> Any:
-    """Return the model as it was before `apply_to_model`."""
-    if not isinstance(model, ContextParallelPatcher):
-        return model
-    plain = model.clone()
-    plain.__class__ = plain_class(type(plain))
-    for kind in (WrappersMP.PREPARE_SAMPLING, WrappersMP.APPLY_MODEL):
-        plain.remove_wrappers_with_key(kind, WRAPPER)
-    stop_timing(plain)
-    return patcher_over(plain)
+def timed(patcher: Any) -> Any:
+    """Have a patcher's sampling runs measured for the journal, also those on one device, for comparison. Return the patcher."""
+    device = patcher.cp_config.devices[0] if isinstance(patcher, ContextParallelPatcher) else str(patcher.load_device)
+    timer = RunStats(None)
+
+    def prepare(executor: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal timer
+        timer = CONTROLLER.journal.run = RunStats(recipe_key(model), device_name(torch.device(device)))
+        return executor(model, *args, **kwargs)
+
+    def sample(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = executor(*args, **kwargs)
+        if CONTROLLER.journal.run is timer:
+            if timer.last is None:  # ranks are done when they return
+                comfy.model_management.synchronize()
+            CONTROLLER.end_run()
+        return out
+
+    def call(
+        executor: Callable[..., Any], x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        # Without the text, whose length varies with every prompt and hardly matters.
+        timer.enter({"x": x, "concat": c_concat, "control": control, **kwargs})
+        out = executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
+        timer.leave()
+        return out
+
+    _wrap(patcher, TIMER, {WrappersMP.PREPARE_SAMPLING: prepare, WrappersMP.OUTER_SAMPLE: sample, WrappersMP.APPLY_MODEL: call})
+    return patcher

@@ -9,97 +9,88 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from comfy.cli_args import args as settings
-from torch import Tensor, nn
+from torch import nn
 
 from ...comfyui import unrecorded
 from ...controller.calls import ModelCall
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
 from ...nested import tensors
-from ...pool.config import RuntimeConfig
 from ..attention.wire import OPTION as ATTENTION
 from ..model.wire_modules import encode_module
-from ..patches.ui_nodes import PatchSet
-from .ui_obstacles import control_obstacle, forward_obstacle, options_obstacle, patcher_obstacle, patches_and_attention
-from .ui_texts import METHOD, LocalTexts
+from .ui_obstacles import check_call, check_own_forward, options_for_ranks
+from .ui_texts import weights_at
 from .wire_options import SENDABLE, plain_options
 
+if TYPE_CHECKING:
+    from .ui_patcher import ContextParallelPatcher
+
 IN_PLACE = frozenset({"control"})  # residuals: each rank copies only its part
+TEXTS = "preprocess_text_embeds"
 
 
-class Owner(Protocol):
-    """What an interception needs of its patcher."""
-
-    model: Any
-    cp_config: RuntimeConfig
-
-    def call_workers(self, call: ModelCall) -> Any: ...
-    def refuse_call(self, obstacle: str) -> None: ...
-
-
-class WorkerForward:
+class Replacement:
     """Replacement for a method of one transformer instance.
 
     Args:
         owner: the patcher; held weakly, because it holds the model.
         model: the transformer.
+        method: name of the method.
     """
 
     sends_to_workers = True
 
-    def __init__(self, owner: Owner, model: nn.Module) -> None:
-        self.owner, self.model = ref(owner), model
-        self.method = innermost_method(model)
-        self.stock: Callable[..., Any] = getattr(type(model), self.method).__get__(model)
+    def __init__(self, owner: ContextParallelPatcher, model: nn.Module, method: str) -> None:
+        self.owner, self.model, self.method = ref(owner), model, method
+        self.stock: Callable[..., Any] = getattr(type(model), method).__get__(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self.owner()
+        return self.stock(*args, **kwargs) if owner is None else self.run(owner, args, kwargs)
+
+    def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what the method does."""
+        raise NotImplementedError
+
+
+class WorkerForward(Replacement):
+    """Replacement for the innermost forward: sends its calls to the workers."""
+
+    def __init__(self, owner: ContextParallelPatcher, model: nn.Module, method: str) -> None:
+        super().__init__(owner, model, method)
         self.signature = inspect.signature(self.stock)
         self.leading = tuple(self.signature.parameters)[:2]  # the latent and the timestep
         plan = PLANS.get(class_name(model))
         self.rebuilt = [path.split(".") for path in plan.rebuilt] if plan else []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self.owner()
-        if owner is None:
-            return self.stock(*args, **kwargs)
+    def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = self._named(args, kwargs)
         options = arguments.get("transformer_options") or {}
         latent = next(tensors(arguments[self.leading[0]]))  # nested: video, audio
         try:
-            patches, attention = self._accepted(owner, arguments, options, latent)
+            check_call(owner, arguments.get("control"))
+            patches, attention = options_for_ranks(options, self.model, owner.cp_config.device_type, latent)
         except UnsupportedError as error:
-            obstacle = str(error)
-        else:
-            plain = plain_options(options)
-            if attention is not None:
-                plain[ATTENTION] = attention
-            arguments["transformer_options"] = {**plain, **patches.encoded}
-            return owner.call_workers(
-                ModelCall(
-                    method=self.method,
-                    arguments=arguments,
-                    leading=self.leading,
-                    device=latent.device,
-                    in_place=IN_PLACE,
-                    mixes_batch=patches.mixes_batch,
-                    networks=patches.networks,
-                    encode_network=encode_module,
-                )
+            owner.refuse_call(error)
+            return self.stock(*args, **kwargs)
+        chosen = {} if attention is None else {ATTENTION: attention}
+        arguments["transformer_options"] = {**plain_options(options), **chosen, **patches.encoded}
+        return owner.call_workers(
+            ModelCall(
+                method=self.method,
+                arguments=arguments,
+                leading=self.leading,
+                device=latent.device,
+                in_place=IN_PLACE,
+                mixes_batch=patches.mixes_batch,
+                networks=patches.networks,
+                encode_network=encode_module,
             )
-        owner.refuse_call(obstacle)
-        return self.stock(*args, **kwargs)
-
-    def _accepted(
-        self, owner: Owner, arguments: dict[str, Any], options: dict[str, Any], latent: Tensor
-    ) -> tuple[PatchSet, str | None]:
-        """Return a call's patches and chosen attention. Raise UnsupportedError where the workers cannot run it."""
-        control = arguments.get("control")
-        obstacle = patcher_obstacle(owner) or control_obstacle(self.model, control) or forward_obstacle(self.model)
-        if obstacle is not None:
-            raise UnsupportedError(obstacle)
-        return patches_and_attention(options, self.model, owner.cp_config.device_type, latent)
+        )
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name, extra keywords included."""
@@ -134,48 +125,62 @@ def check_forward(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     model = executor.class_obj.diffusion_model  # type: ignore[attr-defined]
     installed = vars(model).get(innermost_method(model))
     owner = installed.owner() if isinstance(installed, WorkerForward) else None
-    obstacle = forward_obstacle(model)
-    if owner is not None and obstacle is not None:
-        owner.refuse_call(obstacle)
-    with unrecorded(settings) if owner is not None else nullcontext():
+    if owner is None:
+        return executor(*args, **kwargs)
+    try:
+        check_own_forward(model)
+    except UnsupportedError as error:
+        owner.refuse_call(error)
+    with unrecorded(settings):
         return executor(*args, **kwargs)
 
 
-class GuardedForward:
-    """Replacement for a `forward` that may bypass the innermost method: refuses what would then run in this process.
+class OnOneDevice:
+    """ComfyUI's wrapper that replaces a model's modules by compiled ones, unless the model's calls go to the ranks."""
 
-    Args:
-        owner, model: as for WorkerForward.
-    """
+    def __init__(self, wrapper: Callable[..., Any]) -> None:
+        self.wrapper = wrapper
 
-    sends_to_workers = True
+    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_intercepted(executor.class_obj.diffusion_model):
+            return executor(*args, **kwargs)
+        return self.wrapper(executor, *args, **kwargs)
 
-    def __init__(self, owner: Owner, model: nn.Module) -> None:
-        self.owner, self.model = ref(owner), model
-        self.stock: Callable[..., Any] = type(model).forward.__get__(model)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self.owner()
-        if owner is not None:
-            obstacle = options_obstacle(kwargs.get("transformer_options") or {}, self.model, owner.cp_config.device_type)
-            if obstacle is not None:
-                owner.refuse_call(obstacle)
+class GuardedForward(Replacement):
+    """Replacement for a `forward` that may bypass the innermost method: refuses what would then run in this process."""
+
+    def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            options_for_ranks(kwargs.get("transformer_options") or {}, self.model, owner.cp_config.device_type)
+        except UnsupportedError as error:
+            owner.refuse_call(error)
         return self.stock(*args, **kwargs)
 
 
-def intercept(owner: Owner, model: nn.Module) -> None:
+class LocalTexts(Replacement):
+    """Replacement for text processing before sampling: runs it in this process, see `ui_texts`."""
+
+    def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        text = next(tensors([list(args), kwargs]), None)
+        with nullcontext() if text is None else weights_at(owner, self.model, text.device):
+            return self.stock(*args, **kwargs)
+
+
+def intercept(owner: ContextParallelPatcher, model: nn.Module) -> None:
     """Send the model's calls to the workers."""
-    setattr(model, innermost_method(model), WorkerForward(owner, model))
-    own = vars(type(model))
-    if innermost_method(model) == "_forward" and "forward" in own and "_forward" not in own:  # may bypass `_forward`
-        model.forward = GuardedForward(owner, model)
-    if hasattr(type(model), METHOD):
-        setattr(model, METHOD, LocalTexts(owner, model))
+    innermost, own = innermost_method(model), vars(type(model))
+    replacements: dict[str, type[Replacement]] = {innermost: WorkerForward}
+    if innermost == "_forward" and "forward" in own and "_forward" not in own:  # may bypass `_forward`
+        replacements["forward"] = GuardedForward
+    if hasattr(type(model), TEXTS):
+        replacements[TEXTS] = LocalTexts
+    for method, replacement in replacements.items():
+        setattr(model, method, replacement(owner, model, method))
 
 
-def release(owner: Owner, model: nn.Module) -> None:
+def release(owner: ContextParallelPatcher, model: nn.Module) -> None:
     """Undo `intercept`, unless another owner has taken over."""
-    for method in {innermost_method(model), "forward", METHOD}:
-        installed = vars(model).get(method)
-        if isinstance(installed, (WorkerForward, GuardedForward, LocalTexts)) and installed.owner() in (owner, None):
+    for method, installed in list(vars(model).items()):
+        if isinstance(installed, Replacement) and installed.owner() in (owner, None):
             delattr(model, method)

@@ -11,43 +11,34 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any
 
 import comfy.model_management
 import comfy.model_patcher
 import torch
 from comfy.patcher_extension import CallbacksMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
-from comfy_execution.progress import get_progress_state
-from comfy_execution.utils import get_executing_context
 from torch import nn
 
 from ...controller.calls import ModelCall
-from ...controller.run_stats import Node
 from ...engine.weights.cast import settle
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
-from ...pool.worker_pool import CallCancelled
-from ..compiled.ui import OnOneDevice, compile_of
-from ..memory.ui_dynamic_vram import convert, give_back
 from ..memory.ui_file_pages import share_file_pages
-from ..memory.ui_residency import make_way
+from ..memory.ui_residency import convert, give_back, make_way
 from ..model.ui_notes import notes_of
 from ..model.ui_recipes import recipe_of
 from ..model.ui_target import Target
 from ..model.wire_dtypes import is_dynamic
-from ..model.wire_recipe import Recipe
-from ..panel.ui_progress import WorkBar
+from ..panel.ui_progress import executing_node, noted, with_cancel
 from ..patches.wire_weights import encode_weight_patches
 from ..ranks.ui import CONTROLLER
-from .ui_interception import intercept, is_intercepted, release
-from .ui_obstacles import model_obstacle
+from .ui_interception import OnOneDevice, intercept, release
+from .ui_obstacles import check_model, compile_of
 
 log = logging.getLogger("context_parallel")
-
-PatcherT = TypeVar("PatcherT", bound="ContextParallelPatcher")
 
 
 class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
@@ -68,7 +59,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     cp_call_memory: float = 0.0
 
     @classmethod
-    def over(cls: type[PatcherT], patcher: comfy.model_patcher.ModelPatcher, config: RuntimeConfig) -> PatcherT:
+    def over(cls, patcher: comfy.model_patcher.ModelPatcher, config: RuntimeConfig) -> Any:
         """Make one over the same model, whatever ComfyUI's management of its memory: what is on the ranks is not ComfyUI's to page.
 
         Raises:
@@ -80,7 +71,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
                 "ComfyUI made no static copy of the model for the workers. Start it with --disable-dynamic-vram, or update this "
                 "extension."
             )
-        made.__class__ = _over(cls, plain_class(type(made)))
+        made.__class__ = _over(cls, plain_class(type(made)))  # type: ignore[arg-type]
         made.cp_config = config
         return made
 
@@ -94,7 +85,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., Any]) -> None:
         if key == COMPILE_KEY and not isinstance(wrapper, OnOneDevice):
-            wrapper = OnOneDevice(wrapper, is_intercepted)
+            wrapper = OnOneDevice(wrapper)
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
     # --- what the memory manager asks and tells -------------------------------------------------------------------------
@@ -138,25 +129,29 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
         self.cp_local = False
         release(self, self.model.diffusion_model)
-        obstacle = self.cp_conditions_obstacle or model_obstacle(self, self.cp_config.device_type)
-        if obstacle is not None:
-            self.refuse(obstacle)
-            return self._load_here(device_to, extra_memory, force_patch_weights)
-        if self.model.current_weight_patches_uuid is not None:  # another branch has loaded them on a device of this process
-            super().unpatch_model(self.offload_device, unpatch_weights=True)
-        # Object patches, such as model sampling, act in this process.
-        super().unpatch_model(None, unpatch_weights=False)
-        super().patch_model(load_weights=False)
-        before = self.loaded_size()
-        target = self._target()
         try:
-            self._share_file(target.recipe)
-            make_way(self.model)
-            with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
+            if self.cp_conditions_obstacle is not None:
+                raise UnsupportedError(self.cp_conditions_obstacle)
+            check_model(self, self.cp_config.device_type)
+            if self.model.current_weight_patches_uuid is not None:  # another branch has loaded them on a device of this process
+                super().unpatch_model(self.offload_device, unpatch_weights=True)
+            # Object patches, such as model sampling, act in this process.
+            super().unpatch_model(None, unpatch_weights=False)
+            super().patch_model(load_weights=False)
+            self._share_file()
+            added = self.load_on_ranks()
         except UnsupportedError as error:
-            self.refuse(str(error))
+            self.refuse(error)
             return self._load_here(device_to, extra_memory, force_patch_weights)
         intercept(self, self.model.diffusion_model)
+        return added
+
+    def load_on_ranks(self) -> int:
+        """Load the model onto the ranks, to which this process's devices make way. Returns the bytes that it newly takes on its own
+        device. Raises UnsupportedError where no placement fits."""
+        before, target = self.loaded_size(), self.target()
+        make_way(self.model)
+        with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
         return self.loaded_size() - before
 
     def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
@@ -185,18 +180,18 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     # --- one denoise call ------------------------------------------------------------------------------------------------
 
-    def refuse(self, obstacle: str) -> None:
+    def refuse(self, error: UnsupportedError) -> None:
         """Raise, or switch to ComfyUI's own path on one device with a warning, as on_unsupported says."""
         if self.cp_config.on_unsupported == "error":
-            raise noted(UnsupportedError(f"Apply Context Parallel: {obstacle}"))
-        log.warning("running on a single device: %s", obstacle)
+            raise noted(UnsupportedError(f"Apply Context Parallel: {error}")) from None
+        log.warning("running on a single device: %s", error)
         self.cp_local = True
         CONTROLLER.unload(notes_of(self.model).key)
         settle(self.model)
 
-    def refuse_call(self, obstacle: str) -> None:
+    def refuse_call(self, error: UnsupportedError) -> None:
         """Refuse after sampling has begun: the weights are loaded into this process now."""
-        self.refuse(obstacle)
+        self.refuse(error)
         release(self, self.model.diffusion_model)
         self._load_here(self.load_device, 1e32)
 
@@ -204,7 +199,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         """Run a call of the transformer on all ranks."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         call = replace(call, memory_scale=self.cp_memory_scale, compile=compile_of(self))
-        return with_cancel(lambda cancelled: CONTROLLER.call(self.cp_config, self._target(), call, executing_node(), cancelled))
+        return with_cancel(lambda cancelled: CONTROLLER.call(self.cp_config, self.target(), call, executing_node(), cancelled))
 
     def _load_here(self, device: torch.device, extra_memory: float, force_patch_weights: bool = False) -> int:
         """Load the model onto a device of this process, as ComfyUI's ModelPatcher does."""
@@ -214,22 +209,19 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             convert(self.model)
         return super().partially_load(device, extra_memory, force_patch_weights)
 
-    def _target(self) -> Target:
-        return self.owned(Target.of(self, recipe_of(self), self.cp_call_memory, partial(encode_weight_patches, self.patches)))
-
-    def owned(self, target: Target) -> Target:
-        """Keep the ranks' copy for as long as the model of this process is there. Return the given target."""
-        notes = notes_of(self.model)
+    def target(self) -> Target:
+        """Return what the ranks' copy must equal. They keep it for as long as the model of this process is there."""
+        target, notes = Target(self, recipe_of(self), self.cp_call_memory, encode_weight_patches), notes_of(self.model)
         if notes.key != target.key:
             notes.key = target.key
             CONTROLLER.own(target.key)
             weakref.finalize(self.model, CONTROLLER.disown, target.key).atexit = False
         return target
 
-    def _share_file(self, recipe: Recipe) -> None:
+    def _share_file(self) -> None:
         notes = notes_of(self.model)
         if not notes.shares_file:
-            released = share_file_pages(self, recipe)
+            released = share_file_pages(self, recipe_of(self))
             notes.shares_file = True
             if released:
                 log.info("this process shares %.0f MB of weights with the workers through the file", released / 1e6)
@@ -238,52 +230,12 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return CONTROLLER.on_device(notes_of(self.model).key)
 
 
-_OVER: dict[tuple[type[Any], type[Any]], type[Any]] = {}
-
-
+@cache
 def _over(cls: type[Any], plain: type[Any]) -> type[Any]:
     """Return a class of patchers of ours over the class of the model's own patcher, which loads it on one device."""
-    if plain is comfy.model_patcher.ModelPatcher:
-        return cls
-    if (cls, plain) not in _OVER:
-        _OVER[cls, plain] = type(cls.__name__, (cls, plain), {})
-    return _OVER[cls, plain]
+    return cls if plain is comfy.model_patcher.ModelPatcher else type(cls.__name__, (cls, plain), {})
 
 
 def plain_class(cls: type[Any]) -> type[Any]:
     """Return the class of patchers that a model has without us."""
     return next(base for base in cls.__mro__ if not issubclass(base, ContextParallelPatcher))
-
-
-def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any:
-    """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt.
-
-    Every poll also shows on the node how far the ranks have loaded a model, and the steps of a call, if it has any.
-    """
-    bar = WorkBar(steps)
-
-    def cancelled() -> bool:
-        workers = CONTROLLER.workers
-        return bar.show(None) if workers is None else bar.show(workers.loaded, workers.modules)
-
-    try:
-        return run(cancelled)
-    except CallCancelled:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        raise comfy.model_management.InterruptProcessingException from None
-
-
-def noted(error: UnsupportedError) -> UnsupportedError:
-    """Record the error with which a run is refused in the status, and return it."""
-    CONTROLLER.fail(error, executing_node())
-    return error
-
-
-def executing_node() -> Node | None:
-    """Return the node of the graph that runs in this thread."""
-    context = get_executing_context()
-    if context is None:
-        return None
-    graph = get_progress_state().dynprompt
-    kind = graph.get_node(context.node_id)["class_type"] if graph.has_node(context.node_id) else None
-    return Node(context.prompt_id, context.node_id, kind)

@@ -6,45 +6,22 @@ on no device. The modules that it runs get their weights for the duration, patch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
 
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ...nested import tensors
 from ..model.wire_dtypes import model_dtype
 
-METHOD = "preprocess_text_embeds"
 PREFIX = "diffusion_model."
 
 
-class LocalTexts:
-    """Replacement for the method of one transformer instance.
-
-    Args:
-        patcher: has the patches; held weakly, because it holds the model.
-        model: the transformer.
-    """
-
-    def __init__(self, patcher: ModelPatcher, model: nn.Module) -> None:
-        self.owner, self.model = ref(patcher), model
-        self.stock: Callable[..., Any] = getattr(type(model), METHOD).__get__(model)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        patcher, text = self.owner(), next(tensors([list(args), kwargs]), None)
-        if patcher is None or text is None:
-            return self.stock(*args, **kwargs)
-        with _weights_at(patcher, self.model, text.device):
-            return self.stock(*args, **kwargs)
-
-
 @contextmanager
-def _weights_at(patcher: ModelPatcher, model: nn.Module, device: torch.device) -> Iterator[None]:
+def weights_at(patcher: ModelPatcher, model: nn.Module, device: torch.device) -> Iterator[None]:
     """Give modules of the model that are called their patched weights on a device, while active."""
     paths = {module: path for path, module in model.named_modules() if path}
     kept: list[tuple[dict[str, Any], str, Any]] = []

@@ -11,22 +11,52 @@ process pages of its own, because safetensors maps files privately. Those weight
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import comfy.float
+import comfy.lora
+import comfy.ops
+import torch
 from comfy import model_management
-from comfy.model_patcher import ModelPatcher
-from comfy.utils import get_attr, set_attr_param
+from comfy.model_patcher import ModelPatcher, get_key_weight
+from comfy.utils import get_attr, set_attr_param, string_to_seed
 from torch import Tensor, nn
 
 from ...compat import before_apply
 from ...engine.weights.cast import memory_of
 from ...engine.weights.pages import inside, mapped
 from ...nested import alias, is_dressed, stored
+from ..model.wire_dtypes import SMALL, STAYS
 from ..model.wire_loading import parameters_of
 from ..model.wire_recipe import Recipe
-from .rank_dynamic_vram import patched
-from .rank_progress import LoadProgress
+
+
+class LoadProgress:
+    """Counts bytes of weights that are patched and there, or on their way.
+
+    Args:
+        tell: told how many thousandths of a model that is, and None once it is loaded.
+    """
+
+    def __init__(self, tell: Callable[[int | None], None]) -> None:
+        self._tell = tell
+        self._done = self._of = 0
+
+    @contextlib.contextmanager
+    def loading(self, nbytes: int) -> Iterator[None]:
+        """Tell the progress of a load that happens inside the context. `nbytes`: of the model's weights."""
+        self._done, self._of = 0, nbytes
+        self._tell(0)
+        try:
+            yield
+        finally:
+            self._tell(None)
+
+    def add(self, weights: Iterable[Tensor]) -> None:
+        """Note that these weights are loaded."""
+        self._done += sum(part.nbytes for weight in weights for part in stored(weight))
+        self._tell(min(1000, 1000 * self._done // max(1, self._of)))
 
 
 class Backup(NamedTuple):
@@ -74,7 +104,7 @@ class FileWeightsPatcher(ModelPatcher):
         if key in self.patches:
             weight = with_patches(self, key, device_to)
             if weight is None and self.cp_recipe.dynamic:
-                weight = patched(self, key, device_to)
+                weight = _as_dynamic(self, key, device_to)
         if weight is None:
             weight = super().patch_weight_to_device(key, device_to, *args, **kwargs)
         elif not kwargs.get("return_weight"):
@@ -119,6 +149,31 @@ def with_patches(patcher: ModelPatcher, key: str, device: Any) -> Tensor | None:
     made: Any = alias(weight).to(device)
     made.patches = [(patcher.patches[key], key)]
     return made
+
+
+def _as_dynamic(patcher: Any, key: str, device: torch.device | None) -> Tensor | None:
+    """Return a weight on a device with its patches as DynamicVRAM puts them in, which has loaded the model in ComfyUI's process;
+    None where it patches a module as the other patchers do.
+
+    Where it rounds a patched weight to 8 bits, it does so by the name of the module; ComfyUI's other patchers, by that of the
+    weight. It keeps what it has rounded for later calls with a weight (`comfy.ops.resolve_cast_module_with_vbar`).
+    """
+    path, _, parameter = key.rpartition(".")
+    module = get_attr(patcher.model, path)
+    weight = get_key_weight(patcher.model, key)[0]
+    quantised = hasattr(weight, "requantize_from_float")
+    small = model_management.module_size(module) <= SMALL if quantised else STAYS in vars(module)
+    if small or parameter not in ("weight", "bias") or not hasattr(module, "comfy_cast_weights"):
+        return None
+    device, dtype, seed = device or weight.device, patcher.model.get_dtype_inference(), string_to_seed(path)
+    if isinstance(module, comfy.ops.fp8_ops.Linear) and weight.dtype == torch.float8_e4m3fn:
+        dtype = model_management.lora_compute_dtype(device)
+    numbers = model_management.cast_to_device(weight, device, dtype, copy=True)
+    numbers = numbers.dequantize() if quantised else numbers
+    made: Tensor = comfy.lora.calculate_weight(patcher.patches[key], numbers, key, intermediate_dtype=dtype)
+    if quantised:
+        return weight.to(device).requantize_from_float(made, scale="recalculate", stochastic_rounding=seed)
+    return comfy.float.stochastic_rounding(made, weight.dtype, seed=seed)
 
 
 def forget(patcher: ModelPatcher) -> None:

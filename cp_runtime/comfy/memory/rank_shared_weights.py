@@ -21,8 +21,7 @@ from ...engine.weights.sharded import ShardedWeights
 from ...nested import alias
 from ..model.wire_loading import parameters_of
 from ..model.wire_recipe import Recipe
-from .rank_file_weights import Backup, FileWeightsPatcher
-from .rank_progress import LoadProgress
+from .rank_file_weights import Backup, FileWeightsPatcher, LoadProgress
 
 PREFIX = "diffusion_model."
 REMEDY = "Set weights to whole in CP Config, or remove the node that reads it."

@@ -12,8 +12,8 @@ from comfy.model_base import BaseModel
 
 from ...engine.weights.cast import settle
 from ..forward.ui_patcher import ContextParallelPatcher
-from ..forward.ui_timing import recipe_key
 from ..model.ui_notes import notes_of
+from ..model.ui_recipes import recipe_key
 from ..ranks.ui import CONTROLLER
 
 EVERYTHING = 1e30
@@ -27,7 +27,7 @@ def watch_stock_loads() -> None:
     @functools.wraps(stock)
     def load_models_gpu(models: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         for patcher in models:
-            if _is_diffusion_model(patcher) and not isinstance(patcher, ContextParallelPatcher):
+            if isinstance(getattr(patcher, "model", None), BaseModel) and not isinstance(patcher, ContextParallelPatcher):
                 _drop_from_ranks(patcher)
                 settle(patcher.model)
         return stock(models, *args, **kwargs)
@@ -56,7 +56,3 @@ def _drop_all_but(kept: Sequence[Any], device: torch.device) -> None:
         used = {notes_of(loaded.model.model).key for loaded in kept if isinstance(loaded.model, ContextParallelPatcher)}
         for key in set(workers.keys) - used:
             CONTROLLER.unload(key)
-
-
-def _is_diffusion_model(patcher: Any) -> bool:
-    return isinstance(getattr(patcher, "model", None), BaseModel)

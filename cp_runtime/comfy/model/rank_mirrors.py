@@ -39,20 +39,18 @@ from ...pool.tensor_cache import owned
 from ..compiled.wire import decode_compile
 from ..forward.rank_batch import share_out, take_items
 from ..forward.rank_sharded import run_sharded
-from ..memory.rank_file_weights import FileWeightsPatcher, forget
-from ..memory.rank_progress import LoadProgress
+from ..memory.rank_file_weights import FileWeightsPatcher, LoadProgress, forget
 from ..memory.rank_quantised import Experts, own_formats, shared_scales
 from ..memory.rank_room import available, room
 from ..memory.rank_shared_weights import SharedWeightsPatcher, trim_heap
 from ..patches.rank_nodes import ATTACHED, attach_network
-from ..patches.wire_digest import weight_patches_digest
 from ..patches.wire_weights import decode_weight_patches
-from ..vae.wire import dtypes_of
 from .rank_factory import call_factory
-from .wire_loading import LoadedModel, load_recipe, network_of
+from .wire_dtypes import dtypes_of, network_of
+from .wire_loading import LoadedModel, load_recipe
 from .wire_modules import layers_of
 from .wire_recipe import Recipe, is_inside
-from .wire_samples import sample_weights
+from .wire_samples import sample_weights, weight_patches_digest
 
 log = logging.getLogger("context_parallel.worker")
 
@@ -85,7 +83,8 @@ class Mirror:
     @property
     def model(self) -> nn.Module:
         """The transformer, or the VAE."""
-        return network_of(self.patcher)
+        network: nn.Module = network_of(self.patcher.model)
+        return network
 
     @cached_property
     def installed(self) -> InstalledPlan[FamilyPlan]:
@@ -108,12 +107,19 @@ class Mirror:
         if self.compiled is not None:
             self.compiled.failed = failed
 
+    @property
+    def compilation(self) -> Compiled:
+        """Which blocks are compiled, and what this process has compiled so far."""
+        blocks = self.compiled
+        return Compiled() if blocks is None else Compiled(kinds=blocks.kinds, left=blocks.left, counts=compiler_counts())
+
     def drop(self) -> None:
         """Take the plan off, and with it what its transforms keep, and what was compiled."""
         if self.compiled is not None:
             self.compiled.remove()
         if "installed" in vars(self):
             self.installed.remove()
+        forget(self.patcher)
 
 
 class Mirrors:
@@ -156,9 +162,9 @@ class Mirrors:
                     patcher, recipe, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
                 )
             if own_formats(patcher.model, self.device):
-                Experts.find(network_of(patcher))
+                Experts.find(network_of(patcher.model))
             # Weights missing from the file are not initialised, and differ from process to process.
-            samples = sample_weights(network_of(patcher), without=missing)
+            samples = sample_weights(network_of(patcher.model), without=missing)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
             mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes)
         self._patch(mirror, request, block)
@@ -194,7 +200,10 @@ class Mirrors:
             the output, and what the call did. On a rank that idles, no output.
         """
         began = time.perf_counter()
-        mirror, forward = self._forward_of(request)
+        if request.method not in METHODS:
+            raise MirrorError(f"a call of {request.method!r}, which is no forward")
+        mirror = self.mirror_of(request.key)
+        forward = getattr(mirror.model, request.method)
         plan, leading = mirror.installed.plan, request.leading
         may_share = plan.batch_is_shared(arguments) and request.batch_degree != 1
         split, members = request.split, tuple(range(mesh.size))
@@ -205,7 +214,7 @@ class Mirrors:
             team = mesh.team(split.ranks, split.groups, split.ring, split.ulysses)
             if team is None:
                 return None, CallOutcome(
-                    idle=True, degrees=ALONE, at_work=split.at_work, room=room(self.device), compiled=_compiled(mirror)
+                    idle=True, degrees=ALONE, at_work=split.at_work, room=room(self.device), compiled=mirror.compilation
                 )
             mesh, members = team, split.ranks
             own = mesh.group_shares(split.groups)[: split.batch]  # with copies, the results of the first groups count
@@ -230,7 +239,7 @@ class Mirrors:
                 at_work=shares.groups * planner.ranks,
                 tokens={name: held for name, (_, held) in state.tokens().items()},
                 room=room(self.device),
-                compiled=_compiled(mirror),
+                compiled=mirror.compilation,
                 predicted_seconds=planner.seconds,
                 predicted_bytes=planner.bytes_sent,
                 work=self._work(mirror, shares, items, planner, state),
@@ -280,18 +289,19 @@ class Mirrors:
         attach_network(request.key, tree, self.device)
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Drop models and networks of patches that are gone."""
+        """Drop models and networks of patches. Host and device memory is freed; files stay in the page cache."""
         for key in keys:
-            self._drop(key)
-            self._drop_network(key)
-        _free_dropped()
+            if (mirror := self.entries.pop(key, None)) is not None:
+                mirror.drop()
+            if (network := ATTACHED.pop(key, None)) is not None:
+                forget(network)
+        gc.collect()  # modules and hooks refer to each other
+        model_management.soft_empty_cache()
+        trim_heap()
 
     def unload(self, key: str) -> None:
-        """Drop a model and all networks of patches. Host and device memory is freed; the file stays in the page cache."""
-        self._drop(key)
-        for network in list(ATTACHED):
-            self._drop_network(network)
-        _free_dropped()
+        """Drop a model and all networks of patches."""
+        self.drop([key, *ATTACHED])
 
     def make_room(self, key: str | None) -> None:
         """Give back what is kept of freed memory of the device.
@@ -309,31 +319,12 @@ class Mirrors:
                 model_management.current_loaded_models.remove(loaded)
         model_management.soft_empty_cache()
 
-    def _forward_of(self, request: Call) -> tuple[Mirror, Callable[..., Any]]:
-        """Return the model of a call, and the method that the call runs."""
-        mirror = self.mirror_of(request.key)
-        if request.method not in METHODS:
-            raise MirrorError(f"a call of {request.method!r}, which is no forward")
-        forward: Callable[..., Any] = getattr(mirror.model, request.method)
-        return mirror, forward
-
     def mirror_of(self, key: str) -> Mirror:
         """Return the model of a call."""
         mirror = self.entries.get(key)
         if mirror is None:
             raise MirrorError("the model of this call is not loaded on the workers")
         return mirror
-
-    def _drop(self, key: str) -> None:
-        mirror = self.entries.pop(key, None)
-        if mirror is not None:
-            mirror.drop()
-            forget(mirror.patcher)
-
-    def _drop_network(self, key: str) -> None:
-        patcher = ATTACHED.pop(key, None)
-        if patcher is not None:
-            forget(patcher)
 
     def _load_file(self, recipe: Recipe, *, cast_later: bool) -> LoadedModel:
         path = os.path.abspath(recipe.path)
@@ -364,22 +355,9 @@ def room_changes(reserved: float, needed: float, offloaded: bool) -> bool:
     return needed > reserved or (offloaded and needed * SPARE < reserved)
 
 
-def _free_dropped() -> None:
-    """Free the memory of dropped models, on the device and on the host."""
-    gc.collect()  # modules and hooks refer to each other
-    model_management.soft_empty_cache()
-    trim_heap()
-
-
 def _raise(error: CompileError) -> None:
     raise error
 
 
 def _go_on(error: CompileError) -> None:
     """Go on without compiling: the report of the call says which blocks are not compiled."""
-
-
-def _compiled(mirror: Mirror) -> Compiled:
-    """Return which blocks of a model are compiled, and what this process has compiled so far."""
-    blocks = mirror.compiled
-    return Compiled() if blocks is None else Compiled(kinds=blocks.kinds, left=blocks.left, counts=compiler_counts())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import MirrorError, UnsupportedError
 from ...pool.protocol import flatten
-from ..ranks.ui_site import node_folders
+from ..ranks.ui import node_folders
 from .ui_node_loaders import NodeCall
 from .wire_recipe import DECIDED_BY_WORKER, FACTORY, REMEDY, Factory, FileStamp, Recipe, file_digest, file_stamp, texts_in
 

@@ -1,4 +1,4 @@
-"""The dtype that a weight has for its model. With DynamicVRAM it lies in memory as it is in the file, until it is used."""
+"""The dtypes of a model's weights. With DynamicVRAM a weight lies in memory as it is in the file, until it is used."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ def model_dtype(model: Any, module: nn.Module, name: str) -> torch.dtype:
     weight = parameter_slots(module)[name]
     noted: torch.dtype | None = getattr(module, f"{name}_comfy_model_dtype", None)
     return weight.dtype if noted is None or not is_dynamic(model) or hasattr(weight, "__tensor_flatten__") else noted
+
+
+def dtypes_of(model: Any) -> tuple[str, str]:
+    """Return the names of a model's weight dtype, and of the dtype that it computes in if that differs. `model`: or a VAE."""
+    if hasattr(model, "manual_cast_dtype"):
+        return str(model.get_dtype()), str(model.manual_cast_dtype)
+    weights = (
+        (module, name) for module in model.modules() for name, weight in parameter_slots(module).items() if weight is not None
+    )
+    return str(next((model_dtype(model, *weight) for weight in weights), None)), str(None)
+
+
+def network_of(model: Any) -> Any:
+    """Return the network of a `BaseModel`, its transformer, or a VAE, which is one."""
+    return getattr(model, "diffusion_model", model)
 
 
 def stays_as_in_file(module: nn.Module, weights: Iterable[Tensor | None]) -> bool:

@@ -15,7 +15,7 @@ from ...compat import parameter_slots, state_dict_loader
 from ...engine.weights.cast import CastWeight, counting_as
 from ...engine.weights.files import MAPPED, mapped_tensors
 from ...errors import MirrorError
-from .wire_dtypes import stays_as_in_file
+from .wire_dtypes import network_of, stays_as_in_file
 from .wire_recipe import DTYPE_OPTIONS, FACTORY, LOADERS, OPTIONS, VAE_LOADERS, Factory, Recipe, file_stamp
 
 
@@ -30,8 +30,7 @@ class LoadedModel(NamedTuple):
     missing: frozenset[str]
 
 
-_LOADING = threading.RLock()
-"""Held while functions that all threads use are replaced: two that load at once would put them back in the wrong order."""
+_LOADING = threading.RLock()  # two threads that load at once would put functions back in the wrong order
 
 
 def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Factory], Any] | None = None) -> LoadedModel:
@@ -62,13 +61,7 @@ def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Fac
                 recipe.path, output_vae=False, output_clip=False, model_options=options, disable_dynamic=True
             )[0]
     _check_stamp(recipe)
-    return LoadedModel(patcher, frozenset(missing.get(network_of(patcher), ())))
-
-
-def network_of(patcher: Any) -> nn.Module:
-    """Return the network of a ModelPatcher: the transformer of a diffusion model, or all of a VAE."""
-    network: nn.Module = getattr(patcher.model, "diffusion_model", patcher.model)
-    return network
+    return LoadedModel(patcher, frozenset(missing.get(network_of(patcher.model), ())))
 
 
 def _check_stamp(recipe: Recipe) -> None:
@@ -92,23 +85,31 @@ def _option(name: str, value: Any) -> Any:
     return dtype
 
 
-@contextlib.contextmanager
-def weights_on_host() -> Iterator[None]:
+def weights_on_host() -> contextlib.AbstractContextManager[None]:
     """Have ComfyUI make models in host memory, and give them back to it, inside the context.
 
     It would make them on the device with --highvram, or where that has more room than the host: no weight there is the file's page.
     """
     from comfy import model_management
 
-    with _LOADING:
-        own = {name: getattr(model_management, name) for name in ("unet_inital_load_device", "unet_offload_device")}
-        for name in own:
-            setattr(model_management, name, lambda *_args, **_kwargs: torch.device("cpu"))
-        try:
-            yield
-        finally:
-            for name, function in own.items():
-                setattr(model_management, name, function)
+    def host(*_args: Any, **_kwargs: Any) -> torch.device:
+        return torch.device("cpu")
+
+    return replaced((model_management, "unet_inital_load_device", host), (model_management, "unet_offload_device", host))
+
+
+@contextlib.contextmanager
+def replaced(*functions: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace functions inside the context, for all threads. A second thread waits until the first one has left.
+
+    Args:
+        functions: their module or class, their name there, and what replaces them.
+    """
+    with _LOADING, contextlib.ExitStack() as undo:
+        for owner, name, function in functions:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        yield
 
 
 @contextlib.contextmanager
@@ -118,7 +119,7 @@ def file_backed_weights(cast_later: bool = False, dynamic: bool = False) -> Iter
 
     Their memory is the mapped file, so N processes share one host copy of the weights. ComfyUI copies them into memory of each
     process. Adopted are plain parameters of the same dtype and shape; everything else takes ComfyUI's own way, which keeps the data
-    of quantised weights in the file's pages by itself. A second thread waits until the first one has left.
+    of quantised weights in the file's pages by itself.
 
     Args:
         cast_later: adopt floating-point weights of another dtype as well, to be converted where they are used.
@@ -166,13 +167,8 @@ def file_backed_weights(cast_later: bool = False, dynamic: bool = False) -> Iter
 
     with _LOADING:
         owner, original, read = threading.get_ident(), nn.Module.load_state_dict, comfy.utils.load_torch_file
-        nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
-        comfy.utils.load_torch_file = load_torch_file
-        try:
+        with replaced((nn.Module, "load_state_dict", load_state_dict), (comfy.utils, "load_torch_file", load_torch_file)):
             yield missing_from
-        finally:
-            comfy.utils.load_torch_file = read
-            nn.Module.load_state_dict = original  # type: ignore[method-assign]
 
 
 def adopt(module: nn.Module, name: str, tensor: Tensor | None, *, other_dtype: bool = False) -> bool:

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ class Recipe:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Identifies recipe and file content."""
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]

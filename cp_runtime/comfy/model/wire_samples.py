@@ -8,7 +8,9 @@ can escape it, so files are compared by their stamps as well (`recipe.file_stamp
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +48,13 @@ def same_weight(one: Tensor, other: Tensor) -> bool:
     """Return whether two weights are stored alike; for quantised ones, data and scales."""
     ones, others = ([_bytes(plain(part)) for part in stored(weight)] for weight in (one, other))
     return len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
+def weight_patches_digest(tree: Any, block: Tensor) -> str:
+    """Return the SHA-256 of weight patches as they travel, tree and tensor bytes: did they arrive as they were sent?"""
+    digest = hashlib.sha256(json.dumps(tree, separators=(",", ":")).encode())
+    digest.update(block.numpy().data)
+    return digest.hexdigest()
 
 
 def _sample(weight: Tensor) -> str:

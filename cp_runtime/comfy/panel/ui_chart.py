@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 from ...controller.run_stats import NOT_MEASURED, times_in_words
 from ...errors import ContextParallelError, bad_value
 from ...pool.config import MAX_RANKS
+from ...pool.typed import decode
 from .ui_report import axes
 
 WIDTH, MARGIN, LABEL = 640, 20, 150  # pixels: nodes show it a third smaller
@@ -27,10 +27,20 @@ COLOURS = {"compute": "#3b82f6", "communication": "#f59e0b", "wait": "#9ca3af"}
 PAPER, INK = "#1f2937", "#f9fafb"  # to be read on a light page and on a dark one
 INK_IN_BARS = "#111827"
 LONGEST = 1 << 20  # characters of a report
-LONGEST_NAME = 100  # characters
-LONGEST_WORDS = 300  # characters
-LARGEST = 1e18  # of any figure
+LONGEST_TEXT, MOST_NAMES = 300, 100  # characters of a name or of words in it; streams, or axes
 HOW_TO_MEASURE = "To compare with one device, press Measure in the panel Context Parallel, or run once with world_size 1."
+
+
+_ONE_DEVICE = {"world_size": float, "speed": str | None, "seconds_per_step": float, "seconds_per_call": float | None}
+_SEVERAL = {
+    **_ONE_DEVICE, "family": str, "degrees": dict[str, float], "at_work": float | None, "communication_share": float,
+    "seconds_per_call_on_one_device": float | None, "speedup": float | None,
+}  # fmt: skip
+_RANK = {
+    "rank": float, "device": str, "tokens": dict[str, float], "host_memory": float, "device_memory": float,
+    "seconds": dict[str, float],
+}  # fmt: skip
+_NEWER = {"speed", "at_work"}  # than the first reports
 
 
 def read_report(text: str) -> dict[str, Any]:
@@ -40,65 +50,35 @@ def read_report(text: str) -> dict[str, Any]:
     if len(text) > LONGEST:
         raise error
     try:
-        report = json.loads(text)
-        return _checked(report, _ONE_DEVICE | _SEVERAL if report["world_size"] != 1 else _ONE_DEVICE)
+        sent = json.loads(text)
+        if sent["world_size"] == 1:
+            report = _taken(_ONE_DEVICE, sent)
+        else:
+            report = _taken(_SEVERAL, sent)
+            # None where there was no choice, and in reports from before there was one.
+            report["choice"] = decode(str, sent["choice"]["words"]) if sent.get("choice") else ""
+            ranks = report["ranks"] = [_taken(_RANK, rank) for rank in sent["ranks"]]
+            if not 1 <= len(ranks) <= MAX_RANKS or any(rank["seconds"].keys() != COLOURS.keys() for rank in ranks):
+                raise error
+        _check_texts(report)
+        return report
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise error from None
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
+def _taken(kinds: dict[str, Any], sent: dict[str, Any]) -> dict[str, Any]:
+    return {name: decode(kind, sent.get(name) if name in _NEWER else sent[name]) for name, kind in kinds.items()}
+
+
+def _check_texts(value: Any) -> None:
+    """Raise ValueError for texts, or numbers of them, that no line has room for."""
+    if isinstance(value, dict) and len(value) <= MOST_NAMES:
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for each in value:
+            _check_texts(each)
+    elif isinstance(value, dict) or (isinstance(value, str) and not (len(value) <= LONGEST_TEXT and value.isprintable())):
         raise ValueError(value)
-    return value
-
-
-def _name(value: Any, longest: int = LONGEST_NAME) -> str:
-    if not isinstance(value, str) or len(value) > longest or not value.isprintable():
-        raise ValueError(value)
-    return value
-
-
-def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else check(value)
-
-
-def _counts(value: Any) -> dict[str, float]:
-    if len(value) > LONGEST_NAME:
-        raise ValueError(value)
-    return {_name(name): _number(count) for name, count in value.items()}
-
-
-def _ranks(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not 1 <= len(value) <= MAX_RANKS:
-        raise ValueError(value)
-    return [_checked(rank, _RANK) for rank in value]
-
-
-_NUMBER_OR_NONE = _or_none(_number)
-_ONE_DEVICE = {
-    "speed": _or_none(lambda words: _name(words, LONGEST_WORDS)), "world_size": _number, "seconds_per_step": _number,
-    "seconds_per_call": _NUMBER_OR_NONE,
-}  # fmt: skip
-_SEVERAL = {
-    "family": _name,
-    "degrees": _counts,
-    "at_work": _NUMBER_OR_NONE,
-    "seconds_per_call_on_one_device": _NUMBER_OR_NONE,
-    "speedup": _NUMBER_OR_NONE,
-    "communication_share": _number,
-    "ranks": _ranks,
-    # Empty where there was no choice, and in reports from before there was one.
-    "choice": lambda choice: "" if choice is None else _name(choice["words"]),
-}
-_NEWER = {"choice", "speed", "at_work"}  # than the first reports
-_RANK = {
-    "rank": _number, "device": _name, "tokens": _counts, "host_memory": _number, "device_memory": _number,
-    "seconds": lambda value: {part: _number(value[part]) for part in COLOURS},
-}  # fmt: skip
-
-
-def _checked(value: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: check(value.get(name) if name in _NEWER else value[name]) for name, check in fields.items()}
 
 
 def summarise(report: dict[str, Any]) -> list[str]:
@@ -143,19 +123,16 @@ def draw(report: dict[str, Any]) -> Tensor:
         lines.append(f"the first {BARS} ranks of {len(ranks)}:")
         ranks = ranks[:BARS]
     font, large = ImageFont.load_default(TEXT), ImageFont.load_default(HEADLINE)
-    headline = _wrap(lines[0], large)
-    lines = [part for line in lines[1:] for part in _wrap(line, font)]
+    headline = [(part, large, HEADLINE + GAP) for part in _wrap(lines[0], large)]
+    rows = headline + [(part, font, LINE) for line in lines[1:] for part in _wrap(line, font)]
     bars = len(ranks) * (BAR + GAP) + LINE + 2 * GAP if ranks else 0
-    height = 2 * MARGIN + len(headline) * (HEADLINE + GAP) + len(lines) * LINE + bars
+    height = 2 * MARGIN + sum(step for _, _, step in rows) + bars
     picture = Image.new("RGB", (WIDTH, height), PAPER)
     pen = ImageDraw.Draw(picture)
     y = MARGIN
-    for line in headline:
-        pen.text((MARGIN, y), line, INK, large)
-        y += HEADLINE + GAP
-    for line in lines:
-        pen.text((MARGIN, y), line, INK, font)
-        y += LINE
+    for text, used, step in rows:
+        pen.text((MARGIN, y), text, INK, used)
+        y += step
     if ranks:
         y += GAP
         scale = (WIDTH - 2 * MARGIN - LABEL) / max(sum(rank["seconds"].values()) or 1.0 for rank in ranks)
@@ -166,7 +143,10 @@ def draw(report: dict[str, Any]) -> Tensor:
                 end = x + rank["seconds"][part] * scale
                 if end - x >= 1:
                     pen.rectangle((x, y, end, y + BAR), colour)
-                    _inside(pen, font, x, end, y, f"{rank['seconds'][part]:.3g} s")
+                    text = f"{rank['seconds'][part]:.3g} s"
+                    left_over = end - x - font.getlength(text)
+                    if left_over >= 8:
+                        pen.text((x + left_over / 2, y + 4), text, INK_IN_BARS, font)
                 x = end
             y += BAR + GAP
         x = float(MARGIN + LABEL)
@@ -175,12 +155,6 @@ def draw(report: dict[str, Any]) -> Tensor:
             pen.text((x + 26, y), part, INK, font)
             x += 48 + font.getlength(part)
     return torch.from_numpy(np.asarray(picture, dtype=np.float32) / 255)[None]
-
-
-def _inside(pen: ImageDraw.ImageDraw, font: Any, left: float, right: float, top: int, text: str) -> None:
-    width = font.getlength(text)
-    if width + 8 <= right - left:
-        pen.text(((left + right - width) / 2, top + 4), text, INK_IN_BARS, font)
 
 
 def _wrap(text: str, font: Any) -> list[str]:

@@ -7,7 +7,6 @@ import threading
 import time
 from typing import Any
 
-from ...controller.controller import Controller
 from ...controller.run_stats import Node
 from ..ranks.ui import CONTROLLER
 from .ui_status import ending, status
@@ -23,16 +22,16 @@ SAMPLING = ("ApplyContextParallel", "CPSampler")
 BYPASSED = "without Context Parallel in this run"
 
 
-def start_events(server: Any, controller: Controller = CONTROLLER) -> None:
+def start_events(server: Any) -> None:
     """Send what `status` returns as `EVENT` to every client of ComfyUI's `PromptServer`, and what happens now as text in the node
     that waits for it, to the client that queued it. Where its prompt fails there or is cancelled, the text says so. Nothing is sent
     while there are no workers."""
 
     def run() -> None:
-        events = Events(server, controller)
+        events = Events(server)
         while True:
-            controller.changed.wait(LOOK)
-            controller.changed.clear()
+            CONTROLLER.changed.wait(LOOK)
+            CONTROLLER.changed.clear()
             try:
                 events.send()
             except Exception:
@@ -48,9 +47,9 @@ def start_events(server: Any, controller: Controller = CONTROLLER) -> None:
 class Events:
     """The state of the events: the last one sent, and the one to send now."""
 
-    def __init__(self, server: Any, controller: Controller) -> None:
-        self._server, self._controller = server, controller
-        self._sent = news(status(server, controller))
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self._sent = news(status(server))
         self._user: tuple[Node | None, str | None] = None, None  # the last node that used the pool, and the client that queued it
         self._said: tuple[str, Node | None] = "", None
         self._prompt = ""  # id of the last one that was seen
@@ -58,12 +57,12 @@ class Events:
     def send(self) -> None:
         """Send an event if the status has changed, and texts to the nodes."""
         self._look_at_the_prompt()
-        now = status(self._server, self._controller)
+        now = status(self._server)
         new = news(now)
         if new != self._sent:
             self._sent = new
             self._server.send_sync(EVENT, now)
-        before, node = self._user, self._controller.node
+        before, node = self._user, CONTROLLER.node
         if node not in (None, before[0]):
             self._user = node, self._server.client_id
         for user, client in (before, self._user):
@@ -80,7 +79,7 @@ class Events:
         samples = any(isinstance(each["inputs"].get("model"), list) for each in graph.values())
         if not samples or any(each["class_type"] in SAMPLING for each in graph.values()):
             return
-        self._controller.bypassed()
+        CONTROLLER.bypassed()
         (node, client), self._user = self._user, (None, None)
         if node is not None and graph.get(node.node_id, {}).get("class_type") == node.kind:
             self._say(BYPASSED, node, client)

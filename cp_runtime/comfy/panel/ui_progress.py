@@ -1,40 +1,79 @@
-"""ComfyUI's progress bar of a node, while the ranks load or compute what the node waits for."""
+"""The node of a graph that waits for the ranks: which one it is, its progress bar, and Cancel."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import comfy.model_management
 import comfy.utils
+from comfy_execution.progress import get_progress_state
+from comfy_execution.utils import get_executing_context
+
+from ...controller.run_stats import Node
+from ...errors import UnsupportedError
+from ...pool.worker_pool import CallCancelled
+from ..ranks.ui import CONTROLLER
 
 QUIET = 1.0  # seconds that loading takes before it is worth a bar; samplers count their steps with the same one
 FULL = 100
 
 
-class WorkBar:
-    """Shows the loaded percentage of a model, and the steps of a call. For the thread that executes the node. `steps`: of the call;
-    0 = they are not known, or the caller counts them."""
+def executing_node() -> Node | None:
+    """Return the node of the graph that runs in this thread."""
+    context = get_executing_context()
+    if context is None:
+        return None
+    graph = get_progress_state().dynprompt
+    kind = graph.get_node(context.node_id)["class_type"] if graph.has_node(context.node_id) else None
+    return Node(context.prompt_id, context.node_id, kind)
 
-    def __init__(self, steps: int = 0) -> None:
-        self._steps, self._done = steps, 0
+
+def noted(error: UnsupportedError) -> UnsupportedError:
+    """Record the error with which a run is refused in the status, and return it."""
+    CONTROLLER.fail(error, executing_node())
+    return error
+
+
+def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any:
+    """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt.
+
+    Args:
+        steps: of the call, shown with every poll; 0 = they are not known, or the caller counts them.
+    """
+    try:
+        return run(WorkBar(steps).poll)
+    except CallCancelled:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        raise comfy.model_management.InterruptProcessingException from None
+
+
+class WorkBar:
+    """ComfyUI's progress bar of a node: the loaded percentage of a model, and the steps of a call."""
+
+    def __init__(self, steps: int) -> None:
+        self._done = 0
         self._bar = comfy.utils.ProgressBar(steps) if steps else None
         self._began: float | None = None
-        self._loaded: int | None = None  # that is shown
+        self._shown: int | None = None  # percentage
 
-    def show(self, loaded: float | None, done: int = 0) -> bool:
-        """Show this part of a model, or move the bar back to the start if none is loaded (any more); and the steps that are
-        done. Returns whether the user has cancelled."""
+    def poll(self) -> bool:
+        """Show how far the ranks are; a bar goes back to the start when no model is loaded any more. Return whether the user has
+        cancelled."""
         if comfy.model_management.processing_interrupted():
             return True
+        workers = CONTROLLER.workers
+        loaded, done = (None, 0) if workers is None else (workers.loaded, workers.modules)
         if loaded is None:
-            value, self._began = (None if self._loaded is None else 0), None
+            value, self._began = (None if self._shown is None else 0), None
         else:
             self._began = self._began or time.monotonic()
             value = round(FULL * loaded) if time.monotonic() - self._began >= QUIET else None
         try:
-            if value not in (None, self._loaded):
+            if value not in (None, self._shown):
                 comfy.utils.ProgressBar(FULL).update_absolute(value)  # a new one shows its first value at once
-                self._loaded = value
+                self._shown = value
             if self._bar is not None and done > self._done:
                 self._done = done
                 self._bar.update_absolute(done)

@@ -11,7 +11,7 @@ from ...controller.run_stats import CallRecord, RunStats
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
 from ...version import VERSION
-from ..forward.ui_apply import apply_to_model, check_model, timed
+from ..forward.ui_apply import apply_to_model, check_type, timed
 from ..forward.ui_patcher import ContextParallelPatcher
 from ..model.ui_notes import notes_of
 from ..ranks.ui import CONTROLLER
@@ -22,7 +22,7 @@ def run_with_report(
 ) -> tuple[Any, dict[str, Any]]:
     """Apply `config` to `model` (or keep what it has), run `sample(model)`, return its result and the report."""
     journal = CONTROLLER.journal
-    check_model(model)
+    check_type(model)
     if config is not None:
         model = apply_to_model(model, config)
     if not isinstance(model, ContextParallelPatcher):

@@ -3,51 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from ...controller.journal import public_message
 from ...errors import ContextParallelError
-from ..ranks.ui import CONTROLLER
-from ..ranks.ui_devices import named_devices
+from ..ranks.ui import CONTROLLER, named_devices
 from .ui_status import status
-
-STATUS, RESTART, DEVICES = "/context_parallel/status", "/context_parallel/restart", "/context_parallel/devices"
-MEASURE = "/context_parallel/measure"
-
-
-async def get_status(server: Any, _: web.Request) -> web.Response:
-    """Return the state of the workers: see `status`."""
-    return web.json_response(await asyncio.to_thread(status, server))
-
-
-async def post_restart(server: Any, _: web.Request) -> web.Response:
-    """Kill the workers and start them again: `{"restarted": …, "error": …, "status": {…}}`; 500 where they did not start."""
-    restarted, error = False, None
-    try:
-        restarted = await asyncio.wrap_future(CONTROLLER.restart())
-    except ContextParallelError as failure:
-        error = public_message(failure)
-    answer = {"restarted": restarted, "error": error, "status": await asyncio.to_thread(status, server)}
-    return web.json_response(answer, status=200 if error is None else 500)
-
-
-async def post_measure(server: Any, _: web.Request) -> web.Response:
-    """Have the next run repeat one call on one device, to compare with: `{"status": {…}}`. Its result is not changed by that."""
-    CONTROLLER.measure()
-    return web.json_response({"status": await asyncio.to_thread(status, server)})
-
-
-async def get_devices(_: web.Request) -> web.Response:
-    """Return the devices to choose from in CP Config: see `named_devices`."""
-    return web.json_response(await asyncio.to_thread(named_devices))
 
 
 def add_routes(server: Any) -> None:
     """Add them to ComfyUI's `PromptServer`; ComfyUI serves each under `/api` as well."""
-    server.routes.get(STATUS)(partial(get_status, server))
-    server.routes.post(RESTART)(partial(post_restart, server))
-    server.routes.post(MEASURE)(partial(post_measure, server))
-    server.routes.get(DEVICES)(get_devices)
+
+    async def get_status(_: web.Request) -> web.Response:
+        """Return the state of the workers: see `status`."""
+        return web.json_response(await asyncio.to_thread(status, server))
+
+    async def post_restart(_: web.Request) -> web.Response:
+        """Kill the workers and start them again: `{"restarted": …, "error": …, "status": {…}}`; 500 where they did not start."""
+        restarted, error = False, None
+        try:
+            restarted = await asyncio.wrap_future(CONTROLLER.restart())
+        except ContextParallelError as failure:
+            error = public_message(failure)
+        answer = {"restarted": restarted, "error": error, "status": await asyncio.to_thread(status, server)}
+        return web.json_response(answer, status=200 if error is None else 500)
+
+    async def post_measure(_: web.Request) -> web.Response:
+        """Have the next run repeat one call on one device, to compare with: `{"status": {…}}`. Its result stays the same."""
+        CONTROLLER.measure()
+        return web.json_response({"status": await asyncio.to_thread(status, server)})
+
+    async def get_devices(_: web.Request) -> web.Response:
+        """Return the devices to choose from in CP Config: see `named_devices`."""
+        return web.json_response(await asyncio.to_thread(named_devices))
+
+    server.routes.get("/context_parallel/status")(get_status)
+    server.routes.post("/context_parallel/restart")(post_restart)
+    server.routes.post("/context_parallel/measure")(post_measure)
+    server.routes.get("/context_parallel/devices")(get_devices)

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from ...controller.choosing import in_words
-from ...controller.controller import Controller
 from ...controller.journal import Failure, Journal
 from ...controller.run_stats import NOT_MEASURED, CallRecord, Node
 from ...controller.workers import Workers
@@ -15,8 +14,7 @@ from ...pool.board import SILENT, resident_bytes
 from ...pool.forking import process_state
 from ...pool.worker_pool import WorkerPool
 from ...version import VERSION
-from ..ranks.ui import CONTROLLER
-from ..ranks.ui_devices import nothing_to_share
+from ..ranks.ui import CONTROLLER, nothing_to_share
 from .ui_report import axes
 
 LINGER = 1.0
@@ -30,14 +28,14 @@ UNFINISHED = {"execution_error": "failed", "execution_interrupted": "cancelled"}
 """How a prompt did not reach its end, by the message that ComfyUI keeps in its history."""
 
 
-def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
+def status(server: Any) -> dict[str, Any]:
     """Return the state of the pool and of every rank as plain data: see docs/failures.md. `server`: ComfyUI's `PromptServer`.
 
     A rank is "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it
     since), "failed" or "ended" (with the one that failed). Times are seconds, memory is bytes: `host` is resident now, `device` the
     peak of the last call. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
     """
-    workers, journal, alone = controller.workers, controller.journal, nothing_to_share()
+    workers, journal, alone = CONTROLLER.workers, CONTROLLER.journal, nothing_to_share()
     found: dict[str, Any] = {
         "state": "off", "activity": "" if alone is None else alone.words, "starting": None, "loading": None, "compiling": False,
         "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {}, "pace": None,
@@ -51,14 +49,14 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
     # Of the last sampling run, if these ranks computed it.
     record = run.last if run.last is not None and run.last.pids == pool.pids else None
     vae = workers.last_vae_call
-    work = _work(server, controller, pool) if loading is None else "loading"
+    work = _work(server, pool) if loading is None else "loading"
     # One that has reported is done, while others are not; at the start it waits for them.
     done = set(range(pool.world_size)).difference(waiting) if waiting and work != "starting" else ()
     ranks = [_rank(workers, record, rank, "idle" if rank in done else work) for rank in range(len(pool.processes))]
     sampling = work == "computing" and workers.sampling
     return found | {
         "state": _state(pool, ranks, work),
-        "activity": _activity(controller, workers, loading),
+        "activity": _activity(workers, loading),
         "starting": None if pool.doing != "start" else {"since": pool.since, "stage": pool.stage, "last_took": workers.last_start},
         # Finer, the part would be news too often.
         "loading": loading and {"model": loading[0], "part": None if loading[1] is None else round(loading[1], 2)},
@@ -70,13 +68,13 @@ def status(server: Any, controller: Controller = CONTROLLER) -> dict[str, Any]:
         "models": workers.models,
         "weights": workers.placements,
         "pace": run.per_call or run.last.seconds if sampling and run.last else None,
-        "last_call": None if record is None else _described(controller, record),
-        "last_vae_call": None if vae is None else _described(controller, vae),
+        "last_call": None if record is None else _described(record),
+        "last_vae_call": None if vae is None else _described(vae),
         "ranks": ranks,
     }
 
 
-def _activity(controller: Controller, workers: Workers, loading: tuple[str, float | None] | None) -> str:
+def _activity(workers: Workers, loading: tuple[str, float | None] | None) -> str:
     """Return in words what the workers do at the moment, or did last."""
     pool = workers.pool
     waiting = pool.waiting_for
@@ -90,14 +88,14 @@ def _activity(controller: Controller, workers: Workers, loading: tuple[str, floa
         return f"compiling blocks on {_ranks(pool, compiling)}…"
     if workers.comparing:
         return "measuring a call on one device…"
-    record, speed = workers.last_call, controller.journal.speed
-    if record is None or record.node != controller.node or not pool.alive:
+    record, speed = workers.last_call, CONTROLLER.journal.speed
+    if record is None or record.node != CONTROLLER.node or not pool.alive:
         return ""  # what another node did says nothing about this one
     outcome = record.reports[0].outcome
     ranks = f"{pool.world_size} ranks ({axes(outcome.degrees, outcome.at_work)})"
     if record.choice is not None and record.choice["ranks"] < pool.world_size:
         ranks = in_words(record.choice)  # else it looks as if the others did not work
-    if speed is None or record is not controller.journal.run.last:  # of a VAE
+    if speed is None or record is not CONTROLLER.journal.run.last:  # of a VAE
         return f"{ranks}, {record.seconds:.3g} s per call"
     return f"{speed.words} · {speed.per_call or record.seconds:.3g} s per call · {ranks}"
 
@@ -149,8 +147,8 @@ def _ranks(pool: WorkerPool, waiting: list[int]) -> str:
     return "rank " + ", ".join(map(str, waiting))
 
 
-def _described(controller: Controller, record: CallRecord) -> dict[str, Any]:
-    run = controller.journal.run
+def _described(record: CallRecord) -> dict[str, Any]:
+    run = CONTROLLER.journal.run
     return {
         "degrees": record.reports[0].outcome.degrees,
         "at_work": sum(not report.outcome.idle for report in record.reports),
@@ -161,9 +159,9 @@ def _described(controller: Controller, record: CallRecord) -> dict[str, Any]:
     }
 
 
-def _work(server: Any, controller: Controller, pool: WorkerPool) -> str:
+def _work(server: Any, pool: WorkerPool) -> str:
     """Return the state of ranks that are well."""
-    recent = controller.node is not None and ending(server, controller.node) is None and time.monotonic() - pool.did_until < LINGER
+    recent = CONTROLLER.node is not None and ending(server, CONTROLLER.node) is None and time.monotonic() - pool.did_until < LINGER
     return STATES.get(pool.doing or (pool.did if recent else ""), "idle")
 
 

@@ -13,7 +13,7 @@ import torch
 from ...engine.call import RunningCall
 from ...errors import MirrorError
 from ..model.wire_modules import decode_module, find
-from .wire_nodes import KINDS, LOCALS, MIRRORED
+from .wire_nodes import LOCALS, MIRRORED, map_patches
 
 ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 """Networks of patches, by key."""
@@ -29,16 +29,11 @@ def decode_node_patches(encoded: dict[str, Any], call: RunningCall) -> dict[str,
     """Rebuild the entries `patches` and `patches_replace` of transformer_options on this rank."""
     decoder = _Decoder(encoded["entries"])
 
-    def patch(index: int) -> Callable[..., Any]:
+    def patch(_: str, index: int) -> Callable[..., Any]:
         made, adapt = decoder.get(index), MIRRORED[encoded["entries"][index]["name"]].adapt
         return adapt(made, call) if adapt and call.mesh.size > 1 else made
 
-    options: dict[str, Any] = {kind: {} for kind in KINDS}
-    for name, _, index in encoded["patches"]:
-        options["patches"].setdefault(name, []).append(patch(index))
-    for name, place, index in encoded["patches_replace"]:
-        options["patches_replace"].setdefault(name, {})[place] = patch(index)
-    return options
+    return map_patches(encoded, patch)
 
 
 class _Decoder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...errors import UnsupportedError
 from ...pool.protocol import flatten
 from ..model.wire_modules import encode_module, full_name
-from .wire_nodes import KINDS, MIRRORED, OPTION, Patch, name_of
+from .wire_nodes import MIRRORED, OPTION, Patch, map_patches, name_of
 
 # Nodes whose patches cannot be mirrored, and why. _MADE_BY: name of what they install, if it is not a function of their own.
 REFUSED: Mapping[str, str] = {
@@ -67,32 +67,31 @@ class PatchSet:
         Raises:
             UnsupportedError: one of them cannot be mirrored.
         """
-        entries = [(*entry, _check(entry, model)) for entry in _entries(options)]
-        if not entries:
+        checked: list[tuple[Any, Patch]] = []
+        map_patches(options, lambda where, patch: checked.append((patch, _check(where, patch, model))))
+        if not checked:
             return cls()
-        for _, _, _, patch, known in entries:
+        for patch, known in checked:
             if known.prepare is not None and latent is not None:
                 known.prepare(patch, latent)
-        encoder, kinds = _Encoder(), {kind: list[Any]() for kind in KINDS}
-        for kind, name, place, patch, _ in entries:  # after all are prepared, as one may refer to another
-            kinds[kind].append([name, place, encoder.index(patch)])
-        encoded = {OPTION: {"entries": encoder.entries, **kinds}}
+        encoder = _Encoder()
+        indices = map_patches(options, lambda _, patch: encoder.index(patch))  # all are prepared, as one may refer to another
+        encoded = {OPTION: {"entries": encoder.entries, **indices}}
         _check_plain(encoded, encoder.modules)
         mixes_batch = any(MIRRORED[entry["name"]].mixes_batch for entry in encoder.entries)
         return cls(encoded=encoded, networks=encoder.modules, mixes_batch=mixes_batch)
 
 
-def _check(entry: tuple[str, str, Any, Any], model: nn.Module) -> Patch:
+def _check(where: str, patch: Any, model: nn.Module) -> Patch:
     """Return how a patch is mirrored. Raise UnsupportedError if it cannot be."""
-    kind, name, _, patch = entry
     known = MIRRORED.get(name_of(patch))
     if known is None:
         node = node_of(patch)
         reason = REFUSED.get(node, "the workers do not have that code")
-        raise UnsupportedError(f"{display_name(node)} patched the transformer ({kind}: {name}) and {reason}.")
+        raise UnsupportedError(f"{display_name(node)} patched the transformer ({where}) and {reason}.")
     if type(model).__name__ in known.unless:
         node = display_name(known.node or node_of(patch))
-        raise UnsupportedError(f"{node} ({kind}: {name}) cannot be applied to a part of the tokens of {type(model).__name__}.")
+        raise UnsupportedError(f"{node} ({where}) cannot be applied to a part of the tokens of {type(model).__name__}.")
     return known
 
 
@@ -123,16 +122,6 @@ def display_name(node: str) -> str:
     """Return the name under which users know a node."""
     names = getattr(sys.modules.get("nodes"), "NODE_DISPLAY_NAME_MAPPINGS", {})
     return str(names.get(node) or node)
-
-
-def _entries(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
-    """Yield (kind, name, place in it, patch) of every patch."""
-    for name, patches in options.get("patches", {}).items():
-        for patch in patches:
-            yield "patches", name, None, patch
-    for name, replaced in options.get("patches_replace", {}).items():
-        for place, patch in replaced.items():
-            yield "patches_replace", name, place, patch
 
 
 class _Encoder:

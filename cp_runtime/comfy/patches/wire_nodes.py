@@ -21,8 +21,7 @@ from torch import Tensor
 from ...engine.call import RunningCall
 from ..model.wire_modules import full_name
 
-KINDS = ("patches", "patches_replace")
-OPTION = "cp_patches"  # entry of transformer_options that stands for both
+OPTION = "cp_patches"  # entry of transformer_options that stands for `patches` and `patches_replace`
 LOCALS = ".<locals>."
 Prepare = Callable[[Any, Tensor], None]
 Adapt = Callable[[Any, RunningCall], Callable[..., Any]]
@@ -170,6 +169,22 @@ MIRRORED: Mapping[str, Patch] = {
         node="WanInfiniteTalkToVideo", adapt=_on_whole_tokens("video", "x", "q", "k"), mixes_batch=True
     ),
 }  # fmt: skip
+
+
+def map_patches(options: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return `patches` and `patches_replace` of transformer_options with what the function makes of every patch in its place.
+
+    Args:
+        function: takes the option and the name under which the patch stands there, in words, and the patch.
+    """
+    added, replacing = options.get("patches", {}), options.get("patches_replace", {})
+    return {
+        "patches": {name: [function(f"patches: {name}", each) for each in patches] for name, patches in added.items()},
+        "patches_replace": {
+            name: {place: function(f"patches_replace: {name}", each) for place, each in patches.items()}
+            for name, patches in replacing.items()
+        },
+    }
 
 
 def name_of(patch: Any) -> str:

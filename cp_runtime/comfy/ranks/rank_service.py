@@ -29,7 +29,7 @@ def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
 
     cli_args.args.cpu |= worker.device.type == "cpu"  # ComfyUI picks its device when it is imported, which is now
     forbid_recording(cli_args.args)
-    from ..memory.rank_progress import LoadProgress
+    from ..memory.rank_file_weights import LoadProgress
     from ..model.rank_mirrors import Mirrors
 
     progress = LoadProgress(worker.loading_hook())

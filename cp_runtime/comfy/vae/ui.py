@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import comfy.model_management
@@ -21,19 +21,22 @@ import comfy.sd
 import comfy.utils
 import torch
 from comfy.cli_args import args
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...controller.calls import ModelCall
 from ...errors import MirrorError, PlanError, RankOutOfMemory, UnsupportedError, bad_value
 from ...nested import map_tensors
-from ...pool.config import RuntimeConfig
+from ...pool.config import WHOLE, RuntimeConfig
 from ...vaes import row_plan_for
-from ..forward.ui_obstacles import replaced_code
-from ..forward.ui_patcher import executing_node, noted, with_cancel
+from ..forward.ui_obstacles import check_code
+from ..forward.ui_patcher import ContextParallelPatcher
+from ..memory.ui_file_pages import size_check
+from ..model.ui_notes import notes_of
+from ..model.ui_target import Target
+from ..model.wire_loading import replaced
 from ..model.wire_modules import encode_module
-from ..ranks.ui import CONTROLLER
-from ..ranks.ui_devices import default_config
-from .ui_patcher import VAEPatcher
+from ..panel.ui_progress import executing_node, noted, with_cancel
+from ..ranks.ui import CONTROLLER, default_config
 from .wire import EXACT, INPUT, TILES
 
 log = logging.getLogger("context_parallel")
@@ -41,6 +44,7 @@ log = logging.getLogger("context_parallel")
 AUTO = "auto"
 MODES = (AUTO, EXACT, TILES)
 ATTRIBUTE = "context_parallel_patcher"
+MANY = 1 << 62
 _REMEDY = "Use VAE Decode or VAE Encode, or set on_unsupported of CP Config to 'single device'."
 
 
@@ -90,6 +94,7 @@ def mode_for(vae: Any, mode: str) -> str:
     obstacle = next(_obstacles(vae), None)
     if obstacle is not None:
         raise UnsupportedError(f"{obstacle} {_REMEDY}")
+    check_code(network)
     if mode != TILES:
         try:
             row_plan_for(network)
@@ -111,7 +116,6 @@ def _obstacles(vae: Any) -> Iterator[str]:
         yield "ComfyUI runs with --cpu-vae, and ranks are on other devices."
     if patcher.patches or patcher.object_patches or any(patcher.injections.values()) or patcher.hook_patches:
         yield "a node patched the VAE, which the workers do not repeat."
-    yield from replaced_code(network)
 
 
 class RankedVAE:
@@ -122,15 +126,15 @@ class RankedVAE:
     """
 
     def __init__(self, vae: Any, config: RuntimeConfig) -> None:
-        self.vae = vae
+        # Whole, as it is small compared with what it computes.
+        self.vae, config = vae, replace(config, weights=WHOLE, memory_per_rank=0.0)
         kept = vars(vae).get(ATTRIBUTE)
         if kept is None or kept.cp_config.devices != config.devices:
             # Lives as long as the VAE: ComfyUI's memory manager keeps nothing alive.
-            kept = VAEPatcher.over(vae.patcher, VAEPatcher.config_of(config))
+            kept = VAEPatcher.over(vae.patcher, config)
             setattr(vae, ATTRIBUTE, kept)
         self.patcher: VAEPatcher = kept
-        self.patcher.cp_config = VAEPatcher.config_of(config)
-        self._config = config
+        self.patcher.cp_config = self._config = config
         try:
             self._target = self.patcher.target()
         except MirrorError as error:
@@ -138,34 +142,39 @@ class RankedVAE:
 
     def exact(self) -> Any:
         """Return ComfyUI's VAE with all decodes and encodes on all ranks."""
-        return self._with(Network(self.vae.first_stage_model, self._exact))
+
+        def run(method: str, whole: Tensor) -> Any:
+            return self._send(method, whole, mode=EXACT, ratio=1 if method == "decode" else self.vae.spacial_compression_encode())
+
+        return self._with(run)
 
     def tiled(self, run: Callable[[Any], Any]) -> Any:
         """Run a tiled decode or encode with its tiles on all ranks."""
-        found: list[tuple[str, Tensor]] = []
+        tiles: list[Tensor] = []
+        methods: set[str] = set()
+
+        def note(method: str, tile: Tensor) -> Tensor:
+            methods.add(method)
+            tiles.append(tile)
+            return tile.new_zeros(()).expand(self._result_shape(method, tile))
+
         with _without_bar():
-            run(self._with(Network(self.vae.first_stage_model, partial(self._note, found))))
-        if not found:
+            run(self._with(note))
+        if not tiles:
             raise UnsupportedError(f"nothing to decode or encode. {_REMEDY}")
-        method = found[0][0]
-        tiles = [tile for _, tile in found]
-        shapes = [list(self._result_shape(method, tile)) for tile in tiles]
-        done = iter(self._send(method, self.vae.vae_output_dtype(), mode=TILES, shapes=shapes, **{INPUT: tiles}))
+        (method,) = methods
+        done = iter(self._send(method, tiles, mode=TILES, shapes=[self._result_shape(method, tile) for tile in tiles]))
         with _without_bar():
-            return run(self._with(Network(self.vae.first_stage_model, lambda method, tile: next(done))))
+            return run(self._with(lambda method, tile: next(done)))
 
-    def _with(self, network: Network) -> Any:
-        """Copy the VAE with another network, expecting 1/N of the memory."""
+    def _with(self, run: Callable[[str, Tensor], Tensor]) -> Any:
+        """Copy the VAE with a network that runs this, expecting 1/N of the memory."""
         vae, ranks = copy.copy(self.vae), self._config.world_size
-        vae.first_stage_model, vae.patcher = network, self.patcher
+        vae.first_stage_model, vae.patcher = Network(self.vae.first_stage_model, run), self.patcher
         vae.device = torch.device("cpu")  # ranks read their inputs from this process's memory
-        for name in ("memory_used_decode", "memory_used_encode"):
-            setattr(vae, name, _part(getattr(self.vae, name), ranks))
+        vae.memory_used_decode = lambda *args, **kwargs: self.vae.memory_used_decode(*args, **kwargs) / ranks
+        vae.memory_used_encode = lambda *args, **kwargs: self.vae.memory_used_encode(*args, **kwargs) / ranks
         return vae
-
-    def _note(self, found: list[tuple[str, Tensor]], method: str, tile: Tensor) -> Tensor:
-        found.append((method, tile))
-        return tile.new_zeros(()).expand(self._result_shape(method, tile))
 
     def _result_shape(self, method: str, tile: Tensor) -> list[int]:
         """Return the shape that a tile becomes, by the VAE's own figures."""
@@ -181,41 +190,66 @@ class RankedVAE:
         ]
         return [tile.shape[0], channels, *sizes]
 
-    def _exact(self, method: str, whole: Tensor) -> Tensor:
-        ratio = 1 if method == "decode" else self.vae.spacial_compression_encode()
-        out: Tensor = self._send(method, self.vae.vae_output_dtype(), mode=EXACT, ratio=ratio, **{INPUT: whole})
-        return out
-
-    def _send(self, method: str, out_dtype: torch.dtype, *, mode: str, **arguments: Any) -> Any:
+    def _send(self, method: str, given: Any, *, mode: str, **arguments: Any) -> Any:
+        """Run the VAE's method on the ranks. `given`: a picture or video, or tiles."""
         comfy.model_management.throw_exception_if_processing_interrupted()
-        first = arguments[INPUT][0] if mode == TILES else arguments[INPUT]
+        vae, config, workers = self.vae, self._config, CONTROLLER.workers
+        first = given[0] if mode == TILES else given
         # In memory order: with channels last, convolutions round differently.
         order = sorted(range(first.ndim), key=lambda dim: -first.stride(dim))
-        memory = getattr(self.vae, f"memory_used_{method}")(first.shape, self.vae.vae_dtype)
-        items = first.shape[0] if mode == EXACT else self._config.world_size  # every rank has its own tile
+        memory = getattr(vae, f"memory_used_{method}")(first.shape, vae.vae_dtype)
+        items = first.shape[0] if mode == EXACT else config.world_size  # every rank has its own tile
         call = ModelCall(
             method=method,
             arguments={
                 **arguments,
-                INPUT: map_tensors(arguments[INPUT], lambda tensor: tensor.permute(order)),
+                INPUT: map_tensors(given, lambda tensor: tensor.permute(order)),
                 "order": order,
                 "mode": mode,
-                "dtype": self.vae.vae_dtype,
-                "out_dtype": out_dtype,
-                "memory": float(memory) * items / self._config.world_size,
+                "dtype": vae.vae_dtype,
+                "out_dtype": vae.vae_output_dtype(),
+                "memory": float(memory) * items / config.world_size,
             },
             leading=(INPUT,),
-            device=self.vae.output_device,
+            device=vae.output_device,
             in_place=frozenset({INPUT}),
             encode_network=encode_module,
             sampling=False,
         )
-        config, workers = self.patcher.cp_config, CONTROLLER.workers
         # Of the slowest rank: tiles, or convolutions once a call of this kind has counted them.
-        steps = 0 if workers is None else workers.pace.modules(call.kind(self._target.key))
         if mode == TILES:
-            steps = math.ceil(len(arguments[INPUT]) / self._config.world_size)
+            steps = math.ceil(len(given) / config.world_size)
+        else:
+            steps = 0 if workers is None else workers.pace.modules(call.kind(self._target.key))
         return with_cancel(lambda cancelled: CONTROLLER.call(config, self._target, call, executing_node(), cancelled), steps)
+
+
+class VAEPatcher(ContextParallelPatcher):
+    """The ModelPatcher of a VAE whose weights are on the ranks, for ComfyUI's memory manager. Nothing is intercepted."""
+
+    def get_free_memory(self, device: torch.device) -> int:
+        """Return the bytes that a call may take: from this ComfyUI decides how many items the VAE gets at once."""
+        workers = CONTROLLER.workers
+        room = workers.room if workers is not None and workers.serves(self.cp_config) else None
+        return MANY if room is None else room
+
+    def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
+        if self.model.current_weight_patches_uuid is not None:  # left on a device by a node without context parallelism
+            self.unpatch_model(self.offload_device)
+        return self.load_on_ranks()
+
+    def detach(self, unpatch_all: bool = True) -> nn.Module:
+        if unpatch_all:
+            CONTROLLER.make_room(self.load_device, notes_of(self.model).key)
+        return self.model
+
+    def target(self) -> Target:
+        """Return what the ranks' copy must equal. Raises MirrorError if its file was truncated."""
+        target, notes = super().target(), notes_of(self.model)
+        if notes.check_file is None:
+            notes.check_file = size_check(self.model, target.path, target.recipe.stamp[0])
+        notes.check_file()
+        return target
 
 
 class Network:
@@ -252,16 +286,6 @@ class Network:
             raise
 
 
-@contextlib.contextmanager
-def _without_bar() -> Iterator[None]:
-    """Keep ComfyUI's progress bar from counting steps that are not computed here, while active."""
-    hook = comfy.utils.PROGRESS_BAR_HOOK
-    comfy.utils.set_progress_bar_global_hook(None)
-    try:
-        yield
-    finally:
-        comfy.utils.set_progress_bar_global_hook(hook)
-
-
-def _part(memory: Callable[..., float], ranks: int) -> Callable[..., float]:
-    return lambda *args, **kwargs: memory(*args, **kwargs) / ranks
+def _without_bar() -> contextlib.AbstractContextManager[None]:
+    """Keep ComfyUI's progress bar from counting steps that are not computed here, inside the context."""
+    return replaced((comfy.utils, "PROGRESS_BAR_HOOK", None))

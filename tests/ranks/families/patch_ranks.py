@@ -123,7 +123,7 @@ report(
     refused=[
         refused(
             node_patches.decode_node_patches,
-            {"entries": [{"name": name, "data": {}}], "patches": [["x", None, 0]], "patches_replace": []},
+            {"entries": [{"name": name, "data": {}}], "patches": {"x": [0]}, "patches_replace": {}},
             Call,
         )
         for name in ("os:system", "comfy_extras.nodes_sag:SelfAttentionGuidance.execute.<locals>.attn_and_record")

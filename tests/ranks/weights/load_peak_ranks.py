@@ -17,7 +17,7 @@ import comfy.utils  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from cp_runtime.comfy.memory.rank_progress import LoadProgress  # noqa: E402
+from cp_runtime.comfy.memory.rank_file_weights import LoadProgress  # noqa: E402
 from cp_runtime.comfy.model.rank_mirrors import Mirrors  # noqa: E402
 from cp_runtime.comfy.model.wire_recipe import Recipe, file_stamp  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402

@@ -21,7 +21,7 @@ from comfy import model_management as mm  # noqa: E402
 from comfy.weight_adapter import LoRAAdapter  # noqa: E402
 
 from cp_runtime.comfy.forward.ui_apply import call_memory  # noqa: E402
-from cp_runtime.comfy.memory.rank_progress import LoadProgress  # noqa: E402
+from cp_runtime.comfy.memory.rank_file_weights import LoadProgress  # noqa: E402
 from cp_runtime.comfy.memory.rank_room import room  # noqa: E402
 from cp_runtime.comfy.model.rank_mirrors import Mirrors  # noqa: E402
 from cp_runtime.comfy.model.wire_loading import file_backed_weights, weights_on_host  # noqa: E402

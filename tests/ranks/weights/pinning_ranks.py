@@ -16,7 +16,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from comfy import model_management as mm  # noqa: E402
 
-from cp_runtime.comfy.memory.rank_progress import LoadProgress  # noqa: E402
+from cp_runtime.comfy.memory.rank_file_weights import LoadProgress  # noqa: E402
 from cp_runtime.comfy.model.rank_mirrors import Mirrors  # noqa: E402
 from cp_runtime.comfy.model.wire_recipe import Recipe, file_stamp  # noqa: E402
 from cp_runtime.pool.messages import Load  # noqa: E402

@@ -24,12 +24,12 @@ from support.reports import call_report  # noqa: E402
 
 from cp_runtime.comfy.forward.ui_apply import apply_to_model, without_context_parallel  # noqa: E402
 from cp_runtime.comfy.forward.ui_interception import innermost_method, intercept, release  # noqa: E402
-from cp_runtime.comfy.forward.ui_timing import recipe_key  # noqa: E402
 from cp_runtime.comfy.memory import ui_file_pages as file_pages  # noqa: E402
 from cp_runtime.comfy.memory.rank_room import available  # noqa: E402
 from cp_runtime.comfy.memory.ui_residency import free_for_ranks  # noqa: E402
 from cp_runtime.comfy.memory.ui_stock_loads import _drop_from_ranks, watch_stock_loads  # noqa: E402
-from cp_runtime.comfy.ranks import ui_devices as devices  # noqa: E402
+from cp_runtime.comfy.model.ui_recipes import recipe_key  # noqa: E402
+from cp_runtime.comfy.ranks import ui as devices  # noqa: E402
 from cp_runtime.comfy.ranks.ui import CONTROLLER  # noqa: E402
 from cp_runtime.controller.placement import Shortages  # noqa: E402
 from cp_runtime.controller.run_stats import CallRecord  # noqa: E402
