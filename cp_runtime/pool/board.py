@@ -161,19 +161,13 @@ class Inherited:
     def __init__(self, world_size: int) -> None:
         self._cleanup = contextlib.ExitStack()
         with contextlib.ExitStack() as opened, starting():
-            self._store, *self.stacks = (self._memory_file(opened) for _ in range(1 + world_size))
+            self._store, *self.stacks = (opened.enter_context(memory_file()).fileno() for _ in range(1 + world_size))
             self.request, self.response, self._board = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(3))
             self.board = Board(self._board, world_size)
             self._death_read, write = os.pipe()
             opened.callback(os.close, self._death_read)
             opened.callback(os.close, write)
             self._cleanup = opened.pop_all()
-
-    @staticmethod
-    def _memory_file(opened: contextlib.ExitStack) -> int:
-        fd = memory_file()
-        opened.callback(os.close, fd)
-        return fd
 
     def descriptors(self, rank: int) -> dict[str, int]:
         """Return the descriptors for a rank, by their names in its spec."""

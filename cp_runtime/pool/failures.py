@@ -14,7 +14,6 @@ from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, 
 from .board import SILENT, Progress
 from .config import RuntimeConfig
 from .forking import ForkServer, RankProcess, process_state
-from .log_pump import LogPump
 from .messages import Failure, Report
 from .peers import shm_advice
 from .stacks import collect_stacks
@@ -85,14 +84,14 @@ def first_death(ranks: Iterable[int], noticed: int, processes: Sequence[RankProc
     return noticed
 
 
-def death(rank: int, process: RankProcess, log: LogPump | None, advice: str = "") -> RankError:
+def death(rank: int, process: RankProcess, advice: str = "") -> RankError:
     """Return the error for a rank that died. No other signal must have been sent to it."""
     process.wait(1)  # its channel closes a moment before it ends
     if process.error is not None:
         return RankError(rank=rank, pid=process.pid, kind=type(process.error).__name__, message=str(process.error))
     kind, message = _describe_exit(process.returncode)
     message += f" The workers are restarted on next use. {advice}".rstrip()
-    if lines := log.last_lines(rank) if log else []:
+    if lines := process.log.finish():
         message += "\n\nWhat it wrote last:\n" + "\n".join(lines)
     return RankError(rank=rank, pid=process.pid, kind=kind, message=message)
 

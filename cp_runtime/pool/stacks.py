@@ -41,7 +41,7 @@ def collect_stacks(files: Sequence[int], processes: Sequence[RankProcess], title
     states = [process_state(process.pid) for process in processes]
     asked = []
     for fd, process in zip(files, processes, strict=True):
-        if process.poll() is None:
+        if process.returncode is None:
             _signal_main_thread(process.pid)
             process.send_signal(signal.SIGCONT)  # a stopped one has to run to write
             asked.append(fd)

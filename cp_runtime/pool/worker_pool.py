@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import select
 import socket
 import time
@@ -30,7 +29,6 @@ from .forking import FORK_SERVERS, RankProcess, kill_all, process_state
 from .frames import all_of, name_of, report_of
 from .launcher import as_host, child_environment
 from .limits import starting
-from .log_pump import LogPump
 from .messages import Cancel, Failure, GoOn, Hello, R, Report, Request, Shutdown, Value
 from .peers import Connection, look_at_peers, ways_of
 from .protocol import TensorPacker, read_tensor, unflatten
@@ -92,7 +90,6 @@ class WorkerPool:
     def _open(self) -> None:
         """Make what one start needs."""
         self.channels: list[Channel] = []
-        self._log: LogPump | None = None
         self.inherited = Inherited(self.world_size)
 
     def start(self, cancelled: Callable[[], bool] | None = None) -> None:
@@ -257,8 +254,8 @@ class WorkerPool:
         for rank in self._running_after(SHUTDOWN_GRACE):
             pid = self.processes[rank].pid
             log.error("rank %d (pid %d, %s) did not end", rank, pid, process_state(pid))
-        if self._log is not None:
-            self._log.finish()
+        for process in self.processes:
+            process.log.finish()
         for channel in self.channels:
             channel.close()
         self.inherited.close()
@@ -270,24 +267,14 @@ class WorkerPool:
         server = FORK_SERVERS.get(self.site, environment)
         self.imports = not server.ready
         self.stage = "importing" if self.imports else "starting processes"
-        with contextlib.ExitStack() as outputs:
-            read = []
-            for rank, device in enumerate(self.config.devices):
-                ours, theirs = socket.socketpair()
-                self.channels.append(Channel(ours))
-                with theirs:
-                    output, written = os.pipe()
-                    outputs.callback(os.close, output)
-                    read.append(output)
-                    own = environment | way.environment | (as_host(rank) if hosts else {})
-                    inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
-                    try:
-                        started = server.start(self._spec(rank, device, way), own, inherited, written)
-                        self.processes[rank : rank + 1] = [started]  # an earlier start's until now: the status must find one
-                    finally:
-                        os.close(written)
-            self._log = LogPump(read, [f"rank {rank}" for rank in range(self.world_size)])
-            outputs.pop_all()  # the pump closes them
+        for rank, device in enumerate(self.config.devices):
+            ours, theirs = socket.socketpair()
+            self.channels.append(Channel(ours))
+            with theirs:
+                own = environment | way.environment | (as_host(rank) if hosts else {})
+                inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
+                started = server.start(self._spec(rank, device, way), own, inherited)
+                self.processes[rank : rank + 1] = [started]  # an earlier start's until now: the status must find one
         for rank, process in enumerate(self.processes):
             while not process.wait_started(TICK):
                 if self._aborted:
@@ -367,7 +354,7 @@ class WorkerPool:
                 error = reported_failure(rank, self.processes[rank].pid, reply, outcome.replies, advice)
             else:
                 rank = first_death(outcome.died, rank, self.processes)
-                error = death(rank, self.processes[rank], self._log, advice)
+                error = death(rank, self.processes[rank], advice)
         elif outcome.cancelled:
             error = CallCancelled()
             if outcome.kill:

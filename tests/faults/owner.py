@@ -175,7 +175,7 @@ class Commands:
                 pool.kill_processes()
             else:
                 pool.close()
-            logging.info("pool %s is closed, exit codes %s", name, [process.poll() for process in pool.processes])
+            logging.info("pool %s is closed, exit codes %s", name, [process.returncode for process in pool.processes])
         # With its pool it has little left to do. One that is inside of torch when Python ends has the process aborted.
         for thread in self._threads:
             thread.join(THREAD_ENDS)

@@ -2,6 +2,7 @@
 
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ KILLED, LOST_ITS_PEER = -signal.SIGKILL, 1
 
 def ended(*codes):
     """Ranks that ended so."""
-    processes = [RankProcess(None) for _ in codes]
+    processes = [RankProcess(None, SimpleNamespace(finish=list)) for _ in codes]
     for number, (process, code) in enumerate(zip(processes, codes, strict=True)):
         process.started(100 + number)
         process.ended(code)
@@ -41,7 +42,7 @@ def ended(*codes):
 def test_a_rank_that_was_killed_comes_before_one_that_lost_it(codes, noticed, named):
     processes = ended(*codes)
     assert first_death(frozenset(range(len(codes))), noticed, processes) == named
-    assert death(named, processes[named], None).rank == named
+    assert death(named, processes[named]).rank == named
 
 
 CUDA = DeviceInventory(type="cuda", count=2)
@@ -99,7 +100,7 @@ def test_a_gpu_for_one_process_only_is_told_how_to_take_more(message, named):
 
 
 def test_a_rank_that_died_in_the_start_names_the_remedies():
-    assert "to auto" in str(death(0, ended(-signal.SIGSEGV)[0], None, advice()))
+    assert "to auto" in str(death(0, ended(-signal.SIGSEGV)[0], advice()))
 
 
 @pytest.mark.parametrize(("kind", "traced"), [("MirrorError", False), ("UnsupportedError", False), ("RuntimeError", True)])
