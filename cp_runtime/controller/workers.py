@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 from ..engine.policy import CallSplit
 from ..errors import RankOutOfMemory
+from ..pool.channel import SharedBlock
 from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, WorkerSite, load_timeout
 from ..pool.kept import KeptFile, KeptSeconds
 from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom, Unload
@@ -210,9 +212,12 @@ class Workers:
         self._resident.pop(target.key, None)
         name = self._model = name_of(target.path, self.pool.site.arguments["model_folders"])
         self._on_change()
-        replies = self.pool.request(request, packer, timeout=load_timeout(), cancelled=cancelled)
-        target.verify(request, self.pool.payload(packer.nbytes), replies, self.pool.pids)
-        self.pool.trim()
+        with contextlib.closing(SharedBlock()) as memory:  # not that of messages: the ranks keep it
+            with self.pool.killed_by_errors("load"):
+                packer.write(memory.view(packer.nbytes))
+            request = replace(request, memory=(os.getpid(), memory.fd))
+            replies = self.pool.request(request, timeout=load_timeout(), cancelled=cancelled)
+            target.verify(request, memory.view(packer.nbytes), replies, self.pool.pids)
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
         self._warm.pop(target.key, None)  # the next call puts weights and patches on the devices
         log.info(

@@ -27,7 +27,7 @@ PROBE = 1 << 18  # numbers that each rank sends each other one
 class Connection:
     """How ranks communicate."""
 
-    backend: str  # of torch.distributed; auto = that of the device
+    backend: str  # of torch.distributed
     peer_to_peer: bool = True  # whether NCCL may let GPUs reach each other's memory
 
     @property
@@ -43,7 +43,7 @@ def connections(config: RuntimeConfig) -> list[Connection]:
     """Return the connections to try, in order: the devices' own library, NCCL through the host's memory, and gloo, unless another
     was asked for by name."""
     if not config.native:
-        return [Connection(backend=config.backend)]
+        return [Connection(backend="gloo")]
     ways = [Connection(backend=config.native)]
     if config.native == "nccl":
         ways.append(Connection(backend="nccl", peer_to_peer=False))

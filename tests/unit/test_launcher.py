@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import os
 import queue
 import subprocess
@@ -107,13 +106,13 @@ def test_what_nccl_is_told_unless_the_user_says_otherwise(monkeypatch, name):
 @pytest.mark.parametrize(("device", "backend", "hosts"), [("cuda:0", "nccl", 2), ("cuda:0", "gloo", 0), ("cpu", "gloo", 0)])
 def test_ranks_on_one_card_are_computers_of_their_own_to_nccl(device, backend, hosts, monkeypatch):
     log = SimpleNamespace(finish=list)
-    rank = SimpleNamespace(wait_started=lambda _: True, kill=lambda _: None, wait=lambda _: True, log=log)
+    rank = SimpleNamespace(kill=lambda _: None, wait=lambda _: True, log=log)
     server = SimpleNamespace(ready=True, start=lambda spec, environment, *_: given.append(environment) or rank)
     given: list[dict[str, str]] = []
     monkeypatch.setattr(FORK_SERVERS, "get", lambda *_: server)
     config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), backend="gloo")
     pool = WorkerPool(replace(config, devices=(device, device), backend=backend), WorkerSite())
-    pool._spawn(Connection(backend=backend), math.inf, None)
+    pool._fork(Connection(backend=backend))
     pool.kill()
     assert len({environment["NCCL_HOSTID"] for environment in given if "NCCL_HOSTID" in environment}) == hosts
 

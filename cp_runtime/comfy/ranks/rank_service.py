@@ -50,7 +50,7 @@ class ModelService:
         """Handlers by kind of request."""
         worker, mirrors = self._worker, self._mirrors
         return {
-            Load: lambda request, block: mirrors.load(request, worker.keep(block), worker.mesh),
+            Load: lambda request, _: mirrors.load(request, worker.keep(request.memory), worker.mesh),
             AttachNetwork: mirrors.attach_network,
             Drop: lambda request, _: mirrors.drop(request.keys),
             Call: self._call,
