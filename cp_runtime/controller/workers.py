@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..engine.policy import CallSplit
@@ -32,7 +32,7 @@ log = logging.getLogger("context_parallel")
 UNLOAD_TIMEOUT = 15.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Resident:
     """A model that the ranks hold: which weight patches are in it, and where its weights are."""
 
@@ -42,6 +42,8 @@ class Resident:
     asked: tuple[str, float]  # settings at the time of the choice: weights, and memory per rank
     call: float  # bytes that a call was expected to take then
     device_bytes: int  # of weights, on the device of one rank
+    warm: set[int] = field(default_factory=set)  # ranks whose devices hold its weights
+    aside: bool = False  # it has left the device of this process until its next call
 
 
 class Workers:
@@ -58,7 +60,6 @@ class Workers:
         sampling: the call that runs, or ran last, belongs to a sampling run.
         failure: with which the ranks were used last; None = they did well.
         comparing: a call runs once more, on one device.
-        aside: keys of models that have left the device of this process until their next call.
         pace: of the calls.
     """
 
@@ -69,12 +70,10 @@ class Workers:
         self.sampling = False
         self.failure: Failure | None = None
         self.comparing = False
-        self.aside: set[str] = set()
         self._starts = KeptSeconds(KeptFile("starts.json"), ", ".join(config.devices))
         self._on_change = on_change
         self._model = ""  # name of the model of the last load or call
         self._resident: dict[str, Resident] = {}  # by key
-        self._warm: dict[str, set[int]] = {}  # models, and the ranks whose devices hold their weights
         self._shortages, self._chooser = shortages, Chooser(self.pool, shortages)
         self._networks: set[str] = set()
         self._unused: deque[str] = deque()  # networks that are gone from this process
@@ -128,9 +127,9 @@ class Workers:
         return found
 
     @property
-    def keys(self) -> list[str]:
-        """Keys of the models that the ranks hold."""
-        return list(self._resident) if self.pool.alive else []
+    def held(self) -> dict[str, Resident]:
+        """The models that the ranks hold, by key."""
+        return self._resident if self.pool.alive else {}
 
     @property
     def room(self) -> int | None:
@@ -141,17 +140,9 @@ class Workers:
         """Return whether calls with this config can run here."""
         return self.pool.alive and _pool_key(self.pool.config) == _pool_key(config)
 
-    def resident(self, key: str) -> Resident | None:
-        """Return the model that the ranks hold under a key, or None."""
-        return self._resident.get(key) if self.pool.alive else None
-
-    def holds(self, key: str) -> bool:
-        """Return whether the ranks hold a model."""
-        return self.resident(key) is not None
-
     def has(self, config: RuntimeConfig, target: ModelState) -> bool:
         """Return whether the ranks hold this state of a model, with a placement that suits the calls to come."""
-        resident = self.resident(target.key)
+        resident = self.held.get(target.key)
         if resident is None or (resident.patches_uuid, resident.asked) != (target.patches_uuid, _asked(config)):
             return False
         return config.weights != "auto" or target.demand.call <= resident.call or resident.choice.placement == OFFLOADED
@@ -163,7 +154,7 @@ class Workers:
         room = config.memory_per_rank * GB or self._for_every_rank(
             [reply.available for reply in self.pool.request(Available(), timeout=load_timeout(), cancelled=cancelled)]
         )
-        resident = self.resident(target.key)
+        resident = self.held.get(target.key)
         tried = self._shortages.of(config.devices, target.key)
         known = [next_smaller(target.demand, each, config.world_size) or each for each in tried]
         if resident is not None and resident.asked == _asked(config):
@@ -202,10 +193,10 @@ class Workers:
             MirrorError: a rank's model is not the UI's.
             PoolError: the pool failed.
         """
-        resident = self.resident(target.key)
+        resident = self.held.get(target.key)
         if resident is not None and (resident.patches_uuid, resident.choice.placement) == (target.patches_uuid, choice.placement):
-            kept = replace(resident, choice=choice, asked=_asked(config), call=target.demand.call)
-            self._resident[target.key] = kept  # good for a larger call, too
+            # Good for a larger call, too.
+            resident.choice, resident.asked, resident.call = choice, _asked(config), target.demand.call
             return
         held = target.demand.on_device(choice.placement, self.pool.world_size)
         request, packer = target.request(choice.placement, held)
@@ -219,7 +210,6 @@ class Workers:
             replies = self.pool.request(request, timeout=load_timeout(), cancelled=cancelled)
             target.verify(request, memory.view(packer.nbytes), replies, self.pool.pids)
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
-        self._warm.pop(target.key, None)  # the next call puts weights and patches on the devices
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
             name, replies[0].bytes / 1e6, len(request.patches), self.pool.world_size,
@@ -309,12 +299,13 @@ class Workers:
             value=value,
             drop=drop,
         )
-        self._model = self._resident[key].name
+        resident = self._resident[key]
+        self._model = resident.name
         self._on_change()
-        timeout = config.step_timeout if ranks <= self._warm.get(key, set()) else max(config.step_timeout, load_timeout())
+        timeout = config.step_timeout if ranks <= resident.warm else max(config.step_timeout, load_timeout())
         replies = self.pool.request(request, packer, timeout=timeout, cancelled=cancelled)
         self._encoder.delivered()
-        self._warm.setdefault(key, set()).update(ranks)
+        resident.warm |= ranks
         self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
         seconds = time.monotonic() - began
@@ -347,8 +338,8 @@ class Workers:
         ranks = {rank for rank, other in enumerate(self.pool.config.devices) if other == device}
         if key is not None:
             ranks = set(range(self.pool.world_size)) if self._sharded(key) else ranks
-            self.aside.add(key)
-            self._warm.get(key, set()).difference_update(ranks)
+            self._resident[key].aside = True
+            self._resident[key].warm -= ranks
             self._encoder.reset()
         self.pool.request(MakeRoom(key=key, ranks=tuple(sorted(ranks))), timeout=UNLOAD_TIMEOUT)
 

@@ -105,8 +105,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         """
         if not self.cp_local and str(self.load_device) not in self.cp_config.devices:
             return 0
-        workers = None if self.cp_local else CONTROLLER.workers
-        resident = workers.resident(notes_of(self.model).key) if workers is not None else None
+        resident = None if self.cp_local else CONTROLLER.resident(notes_of(self.model).key)
         return super().model_size() if resident is None else resident.device_bytes
 
     def loaded_size(self) -> int:
@@ -275,7 +274,7 @@ def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any
 
 def noted(error: UnsupportedError) -> UnsupportedError:
     """Record the error with which a run is refused in the status, and return it."""
-    CONTROLLER.fail(error, executing_node())
+    CONTROLLER.journal.fail(error, executing_node())
     return error
 
 

@@ -40,7 +40,7 @@ def time_calls(patcher: Any, device: str) -> None:
         if CONTROLLER.journal.run is timer:
             if timer.last is None:  # ranks are done when they return
                 comfy.model_management.synchronize()
-            CONTROLLER.end_run()
+            CONTROLLER.journal.end_run()
         return out
 
     def call(

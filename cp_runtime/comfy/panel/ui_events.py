@@ -31,8 +31,8 @@ def start_events(server: Any, controller: Controller = CONTROLLER) -> None:
     def run() -> None:
         events = Events(server, controller)
         while True:
-            controller.changed.wait(LOOK)
-            controller.changed.clear()
+            controller.journal.changed.wait(LOOK)
+            controller.journal.changed.clear()
             try:
                 events.send()
             except Exception:
@@ -63,7 +63,7 @@ class Events:
         if new != self._sent:
             self._sent = new
             self._server.send_sync(EVENT, now)
-        before, node = self._user, self._controller.node
+        before, node = self._user, self._controller.journal.node
         if node not in (None, before[0]):
             self._user = node, self._server.client_id
         for user, client in (before, self._user):
@@ -80,7 +80,7 @@ class Events:
         samples = any(isinstance(each["inputs"].get("model"), list) for each in graph.values())
         if not samples or any(each["class_type"] in SAMPLING for each in graph.values()):
             return
-        self._controller.bypassed()
+        self._controller.journal.bypassed()
         (node, client), self._user = self._user, (None, None)
         if node is not None and graph.get(node.node_id, {}).get("class_type") == node.kind:
             self._say(BYPASSED, node, client)

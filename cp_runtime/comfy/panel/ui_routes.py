@@ -36,7 +36,7 @@ async def post_restart(server: Any, _: web.Request) -> web.Response:
 
 async def post_measure(server: Any, _: web.Request) -> web.Response:
     """Have the next run repeat one call on one device, to compare with: `{"status": {…}}`. Its result is not changed by that."""
-    CONTROLLER.measure()
+    CONTROLLER.journal.measure()
     return web.json_response({"status": await asyncio.to_thread(status, server)})
 
 

@@ -91,7 +91,7 @@ def _activity(controller: Controller, workers: Workers, loading: tuple[str, floa
     if workers.comparing:
         return "measuring a call on one device…"
     record, speed = workers.last_call, controller.journal.speed
-    if record is None or record.node != controller.node or not pool.alive:
+    if record is None or record.node != controller.journal.node or not pool.alive:
         return ""  # what another node did says nothing about this one
     outcome = record.reports[0].outcome
     ranks = f"{pool.world_size} ranks ({axes(outcome.degrees, outcome.at_work)})"
@@ -163,7 +163,8 @@ def _described(controller: Controller, record: CallRecord) -> dict[str, Any]:
 
 def _work(server: Any, controller: Controller, pool: WorkerPool) -> str:
     """Return the state of ranks that are well."""
-    recent = controller.node is not None and ending(server, controller.node) is None and time.monotonic() - pool.did_until < LINGER
+    node = controller.journal.node
+    recent = node is not None and ending(server, node) is None and time.monotonic() - pool.did_until < LINGER
     return STATES.get(pool.doing or (pool.did if recent else ""), "idle")
 
 
