@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,28 +51,19 @@ class CallKind:
         return self.what, *((shape[0], len(shape), *shape[1:2]) for shape in self.shapes)
 
 
-class ModelState(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class ModelState:
     """A model as its owner has it, which the ranks' copies must equal."""
 
-    @property
-    def key(self) -> str:
-        """Identifies recipe and file."""
-
-    @property
-    def patches_uuid(self) -> str:
-        """Identifies its weight patches."""
-
-    @property
-    def demand(self) -> Demand:
-        """The memory that it takes of the devices."""
-
-    @property
-    def path(self) -> str:
-        """Its file."""
+    key: str  # identifies recipe and file
+    path: str  # its file
+    patches_uuid: str  # identifies its weight patches
+    demand: Demand = field(repr=False)  # the memory that it takes of the devices
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         """Return the request to hold it, with the tensors of its weight patches. `device_bytes`: of weights on each rank's
         device."""
+        raise NotImplementedError
 
     def verify(self, request: Load, payload: Tensor, loaded: Sequence[Loaded], pids: Sequence[int]) -> None:
         """Compare it with what the ranks report, by rank.
@@ -83,6 +74,7 @@ class ModelState(Protocol):
         Raises:
             MirrorError: naming the rank, what differs and both values.
         """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

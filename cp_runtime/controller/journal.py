@@ -40,7 +40,7 @@ class Journal:
     """This process's record of its runs.
 
     Args:
-        file: of times on one device; None = in the user's cache folder.
+        file: of times on one device, from the user's cache folder.
 
     Attributes:
         run: the sampling run that goes on, or went on last, on one device or on the workers.
@@ -50,14 +50,14 @@ class Journal:
         changed: set whenever the status changes. Whoever waits for it clears it.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
+    def __init__(self, file: str | Path = "one_device.json") -> None:
         self.run = RunStats(None)
         self.node: Node | None = None
         self.last_error: Failure | None = None
         self.changed = threading.Event()
         self.measuring = False
         self._obstacle: tuple[str | None, str] = None, ""  # a kind of run, and why it could not be measured on one device
-        self._file = KeptFile("one_device.json", file)
+        self._file = KeptFile(file)
         self._one_device: dict[str, KeptSeconds] = {}  # by device and driver
 
     def end_run(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from ..engine.policy import CallSplit
 from ..errors import RankOutOfMemory
 from ..pool.channel import SharedBlock
-from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, WorkerSite, load_timeout
+from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, WorkerSite
 from ..pool.kept import KeptFile, KeptSeconds
 from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom, Unload
 from ..pool.protocol import TensorPacker, flatten
@@ -74,7 +74,7 @@ class Workers:
         self._on_change = on_change
         self._model = ""  # name of the model of the last load or call
         self._resident: dict[str, Resident] = {}  # by key
-        self._shortages, self._chooser = shortages, Chooser(self.pool, shortages)
+        self._shortages = shortages
         self._networks: set[str] = set()
         self._unused: deque[str] = deque()  # networks that are gone from this process
         self._left: set[str] = set()  # kinds of blocks that are not compiled; the log has named them
@@ -84,6 +84,7 @@ class Workers:
     def start(self, cancelled: Callable[[], bool] | None) -> None:
         """Start the ranks. Raises what `WorkerPool.start` raises."""
         self.pool.start(cancelled)
+        self._chooser = Chooser(self.pool, self._shortages)
         self._starts.put(str(self.pool.imports), self.pool.seconds["start"])
 
     @property
@@ -138,7 +139,10 @@ class Workers:
 
     def serves(self, config: RuntimeConfig) -> bool:
         """Return whether calls with this config can run here."""
-        return self.pool.alive and _pool_key(self.pool.config) == _pool_key(config)
+        return self.pool.alive and self._pool_key(self.pool.config) == self._pool_key(config)
+
+    def _pool_key(self, config: RuntimeConfig) -> tuple[Any, ...]:
+        return config.devices, config.backend, config.shares, max(config.step_timeout, self.pool.load_timeout)
 
     def has(self, config: RuntimeConfig, target: ModelState) -> bool:
         """Return whether the ranks hold this state of a model, with a placement that suits the calls to come."""
@@ -152,7 +156,7 @@ class Workers:
         if config.weights != "auto":
             return choose(config, target.demand, None)
         room = config.memory_per_rank * GB or self._for_every_rank(
-            [reply.available for reply in self.pool.request(Available(), timeout=load_timeout(), cancelled=cancelled)]
+            [reply.available for reply in self.pool.request(Available(), cancelled=cancelled)]
         )
         resident = self.held.get(target.key)
         tried = self._shortages.of(config.devices, target.key)
@@ -181,7 +185,7 @@ class Workers:
         self._networks.difference_update(gone)
         gone += [key for key in forgotten if self._resident.pop(key, None) is not None]
         if gone:
-            self.pool.request(Drop(keys=tuple(gone)), timeout=load_timeout(), cancelled=cancelled)
+            self.pool.request(Drop(keys=tuple(gone)), cancelled=cancelled)
 
     def load(self, config: RuntimeConfig, target: ModelState, choice: Choice, cancelled: Callable[[], bool]) -> None:
         """Make the ranks' model equal to `target`.
@@ -207,7 +211,7 @@ class Workers:
             with self.pool.killed_by_errors("load"):
                 packer.write(memory.view(packer.nbytes))
             request = replace(request, memory=(os.getpid(), memory.fd))
-            replies = self.pool.request(request, timeout=load_timeout(), cancelled=cancelled)
+            replies = self.pool.request(request, cancelled=cancelled)
             target.verify(request, memory.view(packer.nbytes), replies, self.pool.pids)
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
         log.info(
@@ -221,7 +225,7 @@ class Workers:
         for key in call.networks.keys() - self._networks:
             packer = TensorPacker()
             request = AttachNetwork(key=key, network=flatten(call.encode_network(call.networks[key]), packer.add))
-            self.pool.request(request, packer, timeout=load_timeout(), cancelled=cancelled)
+            self.pool.request(request, packer, cancelled=cancelled)
             self.pool.trim()
             self._networks.add(key)
             weakref.finalize(call.networks[key], self._unused.append, key).atexit = False
@@ -302,7 +306,7 @@ class Workers:
         resident = self._resident[key]
         self._model = resident.name
         self._on_change()
-        timeout = config.step_timeout if ranks <= resident.warm else max(config.step_timeout, load_timeout())
+        timeout = config.step_timeout if ranks <= resident.warm else max(config.step_timeout, self.pool.load_timeout)
         replies = self.pool.request(request, packer, timeout=timeout, cancelled=cancelled)
         self._encoder.delivered()
         resident.warm |= ranks
@@ -352,7 +356,3 @@ def name_of(path: str, folders: Collection[str]) -> str:
 
 def _asked(config: RuntimeConfig) -> tuple[str, float]:
     return config.weights, config.memory_per_rank
-
-
-def _pool_key(config: RuntimeConfig) -> tuple[Any, ...]:
-    return config.devices, config.backend, config.shares, max(config.step_timeout, load_timeout())

@@ -19,6 +19,7 @@ from .launcher import memory_file
 from .limits import starting
 
 BEAT = 0.25  # seconds between two heartbeats
+MISSED = 0.4  # seconds without a heartbeat after which it is worth a look whether a signal has stopped the process
 SILENT = 2.0  # seconds without a heartbeat after which a process must be stopped, or something in it holds the GIL
 
 
@@ -143,7 +144,7 @@ class CancelPoints:
 
 
 class Inherited:
-    """Memory that ranks share with the controller, files that they write, and a pipe that closes at its end.
+    """Memory that ranks share with the controller, and files that they write.
 
     Attributes:
         request, response: messages to the ranks, and results of rank 0.
@@ -160,9 +161,6 @@ class Inherited:
             self._store, *self.stacks = (opened.enter_context(memory_file()).fileno() for _ in range(1 + world_size))
             self.request, self.response, self._board = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(3))
             self.board = Board(self._board, world_size)
-            self._death_read, write = os.pipe()
-            opened.callback(os.close, self._death_read)
-            opened.callback(os.close, write)
             self._cleanup = opened.pop_all()
 
     def descriptors(self, rank: int) -> dict[str, int]:
@@ -171,7 +169,6 @@ class Inherited:
             "request_fd": self.request.fd,
             "response_fd": self.response.fd,
             "board_fd": self._board.fd,
-            "death_fd": self._death_read,
             "store_fd": self._store,
             "stacks_fd": self.stacks[rank],
         }

@@ -350,26 +350,15 @@ def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tu
     return chosen
 
 
-def startup_timeout() -> float:
-    """Return the seconds that ranks may take to start."""
-    return _seconds("CP_STARTUP_TIMEOUT", 300.0)
+TIMEOUTS = {"CP_STARTUP_TIMEOUT": 300.0, "CP_CONNECT_TIMEOUT": 20.0, "CP_LOAD_TIMEOUT": 1800.0}
+"""Seconds that ranks may take, by environment variable: to start; to connect over their devices' library and exchange something,
+before they try another; to load a model, and for its first call."""
 
 
-def connect_timeout() -> float:
-    """Return the seconds that ranks may take to connect over their devices' library and exchange something, before they try
-    another."""
-    return _seconds("CP_CONNECT_TIMEOUT", 20.0)
-
-
-def load_timeout() -> float:
-    """Return the seconds that ranks may take to load a model, and for its first call."""
-    return _seconds("CP_LOAD_TIMEOUT", 1800.0)
-
-
-def _seconds(name: str, default: float) -> float:
-    """Return an environment variable as a number of seconds; empty counts as not set. Read when needed: a bad value must not stop
-    an import. Raises ConfigError: it is not a number, or out of range."""
-    text = os.environ.get(name, "").strip()
+def timeout_of(name: str) -> float:
+    """Return one of TIMEOUTS, as the environment says or by default; empty counts as not set. Read when needed: a bad value must
+    not stop an import. Raises ConfigError: it is not a number, or out of range."""
+    text, default = os.environ.get(name, "").strip(), TIMEOUTS[name]
     try:
         value = float(text or default)
     except ValueError:
@@ -388,7 +377,7 @@ def _seconds(name: str, default: float) -> float:
 class WorkerSite:
     """The code that ranks run, as plain data for JSON."""
 
-    service: str = ""  # module of this package that makes the service of every rank (see `worker.Service`); empty = none
+    service: str = ""  # module of this package that makes the service of every rank (see `worker`); empty = none
     arguments: Mapping[str, Any] = field(default_factory=dict)  # for it
     path: tuple[str, ...] = ()  # folders in front of `sys.path`
     # Modules to import once, in the process that all ranks are forked from. They must not open a device.

@@ -1,8 +1,9 @@
 """A worker rank: waits for a command, runs it together with the other ranks, reports the outcome to the controller.
 
 Every rank gets commands over its own channel and reports there, once per command: a rank whose peers hang in a collective can
-still say why. What the commands do is the business of a `Service`, which the pool's owner names; the pool itself knows those of
-the start, `echo` and `shutdown`.
+still say why. What the commands do is the business of a service: the pool's owner names a module with a
+`make_service(worker, arguments)`, which returns handlers by kind of request. The pool itself knows those of the start, `echo` and
+`shutdown`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,14 +68,6 @@ Handler = Callable[[Any, Tensor], Report | None]
 """(request, bytes of its tensors) -> what this rank reports; None = Done."""
 
 
-class Service(Protocol):
-    """What ranks do for the owner of the pool. The module that `WorkerSite` names has a `make_service(worker, arguments)`."""
-
-    @property
-    def handlers(self) -> Mapping[type[Request[Any]], Handler]:
-        """Handlers by kind of request."""
-
-
 class Worker:
     """State of one rank, and what it offers to its service.
 
@@ -111,8 +104,7 @@ class Worker:
             torch.get_device_module(self.device).set_device(self.device)
         if self.spec["service"]:  # after the device is set: ComfyUI looks at it when it is imported
             module = importlib.import_module(f"{__package__.partition('.')[0]}.{self.spec['service']}")
-            service: Service = module.make_service(self, self.spec["arguments"])
-            self._handlers |= service.handlers
+            self._handlers |= module.make_service(self, self.spec["arguments"])
 
     def _connect(self, *_: Any) -> None:
         backend = self.spec["backend"]

@@ -20,10 +20,10 @@ from ..engine.measuring import Measured
 from ..engine.mesh import reduced
 from ..engine.sharding import Shares
 from ..errors import ContextParallelError, PoolError, RankError
-from .board import Inherited, Progress
+from .board import MISSED, Inherited, Progress
 from .channel import Channel, Closed
 from .collection import Collection, ModuleTimes, Outcome, SendCancel
-from .config import RuntimeConfig, WorkerSite, connect_timeout, load_timeout, startup_timeout
+from .config import TIMEOUTS, RuntimeConfig, WorkerSite, timeout_of
 from .failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure, unforked
 from .forking import FORK_SERVERS, ForkServer, RankProcess, kill_all, process_state
 from .frames import all_of, name_of, pack, report_of
@@ -32,7 +32,6 @@ from .limits import starting
 from .messages import Cancel, Connect, Failure, Import, Measure, R, Ready, Report, Request, Shutdown, Value
 from .peers import Connection, look_at_peers, ways_of
 from .protocol import TensorPacker, read_tensor, unflatten
-from .stacks import StateWatch
 
 log = logging.getLogger("context_parallel")
 
@@ -62,6 +61,7 @@ class WorkerPool:
         did, did_until: the command before, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
         measured, shares, device_names: of the ranks; none until they are ready.
+        load_timeout: seconds that ranks may take to load a model, and for its first call.
         ways: how they may connect; its `fallback` says why they do not as they would by default.
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
     """
@@ -80,7 +80,7 @@ class WorkerPool:
         self.waiting_for: list[int] = []
         self.stage, self.since, self.imports = "starting processes", time.time(), True
         self.seconds: dict[str, float] = {}
-        self._startup_timeout, self._connect_timeout, self._load_timeout = startup_timeout(), connect_timeout(), load_timeout()
+        self._startup_timeout, self._connect_timeout, self.load_timeout = map(timeout_of, TIMEOUTS)
         self._seq = 0
         self._aborted = ""
         self.ways = ways_of(config)
@@ -167,7 +167,7 @@ class WorkerPool:
     def abort(self, reason: str) -> None:
         """End the ranks now, so that a command which runs raises PoolError. From any thread."""
         self._aborted = reason
-        self.kill_processes()
+        kill_all(self.processes)
 
     @property
     def pids(self) -> list[int]:
@@ -179,13 +179,14 @@ class WorkerPool:
         request: Request[R],
         packer: TensorPacker | None = None,
         *,
-        timeout: float,
+        timeout: float | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[R]:
         """Run a command on all ranks and return their reports, by rank.
 
         Args:
             packer: tensors that the request refers to.
+            timeout: seconds; None = as many as loading a model may take.
             cancelled: polled while waiting.
 
         Raises:
@@ -197,7 +198,7 @@ class WorkerPool:
         if not self.alive:
             raise PoolError("the worker pool is not running")
         packer, command = packer or TensorPacker(), name_of(request)
-        began = time.monotonic()
+        began, timeout = time.monotonic(), self.load_timeout if timeout is None else timeout
         with self._doing(command), self.killed_by_errors(command):
             if packer.nbytes <= KEEP_BYTES:  # else a large one comes with every call, as residuals of a ControlNet do
                 self.inherited.request.trim(KEEP_BYTES)
@@ -251,14 +252,10 @@ class WorkerPool:
         deadline = time.monotonic() + seconds
         return [rank for rank, process in enumerate(self.processes) if not process.wait(max(0.0, deadline - time.monotonic()))]
 
-    def kill_processes(self) -> None:
-        """End the ranks now. Safe from any thread."""
-        kill_all(self.processes)
-
     def kill(self) -> None:
         """End the ranks now and release everything."""
         self.alive = False
-        self.kill_processes()
+        kill_all(self.processes)
         for rank in self._running_after(SHUTDOWN_GRACE):
             pid = self.processes[rank].pid
             log.error("rank %d (pid %d, %s) did not end", rank, pid, process_state(pid))
@@ -308,15 +305,15 @@ class WorkerPool:
             "arguments": self.site.arguments,
             "argv": self.site.argv,
             # Longer than any step: the controller acts first, which can name the late rank.
-            "collective_timeout": max(self.config.step_timeout, self._load_timeout) + 60,
+            "collective_timeout": max(self.config.step_timeout, self.load_timeout) + 60,
             "log_level": logging.getLevelName(log.getEffectiveLevel()),
         }
 
     def _collect(self, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None) -> list[Report]:
         """Wait for the reports of all ranks on the last command."""
         now, until = time.monotonic(), began + timeout
-        collection = Collection(world_size=self.world_size, began=now, timeout=until - now, compile_timeout=self._load_timeout)
-        states, times = StateWatch(self.processes, began), ModuleTimes()
+        collection = Collection(world_size=self.world_size, began=now, timeout=until - now, compile_timeout=self.load_timeout)
+        times = ModuleTimes()
         ranks = {channel.fileno(): rank for rank, channel in enumerate(self.channels)}
         poller = select.poll()
         for channel in self.channels:
@@ -342,9 +339,12 @@ class WorkerPool:
             # A rank that compiles does not leave when told to, and modules that take long now do not the next time.
             times = ModuleTimes() if compiling else times
             times.note({rank: progress.modules for rank, progress in at.items()}, now)
+            # In a debugger's hands ("tracing stop") is not stopped.
+            late = [rank for rank, progress in at.items() if now - progress.beat > MISSED]
+            stopped = {rank for rank in late if process_state(self.pids[rank]) == "stopped"}
             if self._aborted:
                 collection.abort()
-            step = collection.tick(now, quiet=not ready, stopped=states.stopped(self.waiting_for, now), compiling=compiling)
+            step = collection.tick(now, quiet=not ready, stopped=stopped, compiling=compiling)
             if isinstance(step, Outcome):
                 return self._conclude(step, what, timeout)
             if cancelled is not None and cancelled():

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...controller.calls import ModelState
 from ...controller.placement import Demand
 from ...engine.weights.blocks import sizes_of
 from ...engine.weights.pages import give_back, mapped
@@ -26,26 +27,22 @@ from .wire_samples import differing_weight, sample_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class Target(ModelState):
     """A model as the UI process has it: what the workers' mirror must equal.
 
     Args:
         patches: returns those of weights, as plain data and tensors. Raises MirrorError: one cannot be sent.
-        demand: the memory that it takes of the devices.
         samples: returns `comparable_weights`. It takes about 50 µs per weight, so it is called only when the workers have loaded
             the model, and not for every call.
         layers: returns `layers_of`: a loader of a node pack may make other ones in a process where other settings hold.
     """
 
     recipe: Recipe
-    key: str
     patches: Callable[[], list[Any]] = field(repr=False)
-    patches_uuid: str
     dtype: str
     cast_dtype: str
     samples: Callable[[], Mapping[str, str]] = field(repr=False)
     layers: Callable[[], str] = field(repr=False)
-    demand: Demand = field(repr=False)
 
     @classmethod
     def of(cls, patcher: Any, recipe: Recipe, call_memory: float, patches: Callable[[], list[Any]]) -> Target:
@@ -58,6 +55,7 @@ class Target:
         return cls(
             recipe=recipe,
             key=recipe.key,
+            path=recipe.path,
             patches=patches,
             patches_uuid=str(patcher.patches_uuid),
             dtype=str(patcher.model.get_dtype()),
@@ -66,11 +64,6 @@ class Target:
             layers=partial(layers_of, patcher.model.diffusion_model),
             demand=demand_of(patcher.model, patcher.model.diffusion_model, call_memory),
         )
-
-    @property
-    def path(self) -> str:
-        """The model's file."""
-        return self.recipe.path
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         """See `ModelState`."""

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ..model.rank_mirrors import Mirrors
 
 
-def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
-    """Make the service of a rank. `arguments`: `model_folders`, the only ones that models are loaded from; `node_folders` of node
+def make_service(worker: Worker, arguments: Mapping[str, Any]) -> Mapping[type[Request[Any]], Handler]:
+    """Make the service of a rank and return its handlers by kind of request. `arguments`: `model_folders`, the only ones that models are loaded from; `node_folders` of node
     packs."""
     comfy.options.enable_args_parsing()  # of the UI process's arguments
     from comfy import cli_args
@@ -34,7 +34,7 @@ def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
 
     progress = LoadProgress(worker.loading_hook())
     mirrors = Mirrors(worker.device, arguments["model_folders"], progress, arguments.get("node_folders", ()))
-    return ModelService(worker, mirrors)
+    return ModelService(worker, mirrors).handlers
 
 
 class ModelService:

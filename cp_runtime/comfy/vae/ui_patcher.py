@@ -59,6 +59,7 @@ class VAEPatcher(ContextParallelPatcher):
             Target(
                 recipe=recipe,
                 key=recipe.key,
+                path=recipe.path,
                 patches=list,
                 patches_uuid=str(self.patches_uuid),
                 dtype=dtype,
