@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 
 def make_service(worker: Worker, arguments: Mapping[str, Any]) -> Mapping[type[Request[Any]], Handler]:
-    """Make the service of a rank and return its handlers by kind of request. `arguments`: `model_folders`, the only ones that models are loaded from; `node_folders` of node
-    packs."""
+    """Make the service of a rank and return its handlers by kind of request.
+
+    Args:
+        arguments: `model_folders`, the only ones that models are loaded from; `node_folders` of node packs.
+    """
     comfy.options.enable_args_parsing()  # of the UI process's arguments
     from comfy import cli_args
 
