@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -47,8 +47,7 @@ class Controller:
         self.journal = Journal()
         self._lock = threading.RLock()
         self._shortages = Shortages()
-        self._owners: Counter[str] = Counter()
-        self._forgotten: deque[str] = deque()
+        self._owners: dict[str, WeakSet[Any]] = {}  # models of this process, by key
         self._restarting: Future[bool] | None = None
         self._restarting_lock = threading.Lock()
         self._closing = False
@@ -135,15 +134,9 @@ class Controller:
                 threading.Thread(target=self._restart, args=(self._restarting,), name="restart of workers", daemon=True).start()
             return self._restarting
 
-    def own(self, key: str) -> None:
-        """Note that a model of the UI process uses this key."""
-        self._owners[key] += 1
-
-    def disown(self, key: str) -> None:
-        """Note that a model that used this key was garbage-collected. May run in any thread, at any point: takes no lock."""
-        self._owners[key] -= 1
-        if self._owners[key] <= 0:
-            self._forgotten.append(key)
+    def own(self, key: str, model: Any) -> None:
+        """Note that a model of this process uses this key: the ranks keep theirs while it is there."""
+        self._owners.setdefault(key, WeakSet()).add(model)
 
     def close(self) -> None:
         """End the workers, at exit. A thread that uses them gets an error."""
@@ -215,7 +208,8 @@ class Controller:
         workers = self.workers
         if workers is None or not workers.serves(config):
             workers = self._start(config, cancelled)
-        workers.drop(self._take_forgotten(target.key), cancelled)
+        unused = {key for key, models in list(self._owners.items()) if not models and key != target.key}
+        workers.drop(unused & workers.held.keys(), cancelled)
         if not workers.has(config, target):
             choice = workers.place(config, target, cancelled)
             workers.load(config, target, choice, cancelled)
@@ -292,8 +286,3 @@ class Controller:
         failure = self.journal.fail(error, self.journal.node, () if workers is None else workers.pool.config.devices)
         if workers is not None:
             workers.failure = failure
-
-    def _take_forgotten(self, wanted: str) -> list[str]:
-        """Return keys that no model of this process uses any more."""
-        gone = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        return [key for key in gone if key != wanted and self._owners[key] <= 0]

@@ -7,10 +7,11 @@ import logging
 import os
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import nn
 
 from ..engine.policy import CallSplit
 from ..errors import RankOutOfMemory
@@ -75,8 +76,7 @@ class Workers:
         self._model = ""  # name of the model of the last load or call
         self._resident: dict[str, Resident] = {}  # by key
         self._shortages = shortages
-        self._networks: set[str] = set()
-        self._unused: deque[str] = deque()  # networks that are gone from this process
+        self._networks: dict[str, weakref.ref[nn.Module]] = {}  # that the ranks hold, by key
         self._left: set[str] = set()  # kinds of blocks that are not compiled; the log has named them
         self._encoder = CallEncoder()
         self.pace = Pace()
@@ -181,11 +181,13 @@ class Workers:
 
     def drop(self, forgotten: Collection[str], cancelled: Callable[[], bool]) -> None:
         """Have the ranks drop models that this process no longer has, by their keys, and networks of patches that are gone."""
-        gone = [self._unused.popleft() for _ in range(len(self._unused))]
-        self._networks.difference_update(gone)
-        gone += [key for key in forgotten if self._resident.pop(key, None) is not None]
-        if gone:
-            self.pool.request(Drop(keys=tuple(gone)), cancelled=cancelled)
+        gone = [key for key, network in self._networks.items() if network() is None]
+        for key in gone:
+            del self._networks[key]
+        for key in forgotten:
+            del self._resident[key]
+        if gone or forgotten:
+            self.pool.request(Drop(keys=(*gone, *forgotten)), cancelled=cancelled)
 
     def load(self, config: RuntimeConfig, target: ModelState, choice: Choice, cancelled: Callable[[], bool]) -> None:
         """Make the ranks' model equal to `target`.
@@ -222,13 +224,12 @@ class Workers:
 
     def attach_networks(self, call: ModelCall, cancelled: Callable[[], bool]) -> None:
         """Send the networks that patches of a call refer to, each once."""
-        for key in call.networks.keys() - self._networks:
+        for key in call.networks.keys() - self._networks.keys():
             packer = TensorPacker()
             request = AttachNetwork(key=key, network=flatten(call.encode_network(call.networks[key]), packer.add))
             self.pool.request(request, packer, cancelled=cancelled)
             self.pool.trim()
-            self._networks.add(key)
-            weakref.finalize(call.networks[key], self._unused.append, key).atexit = False
+            self._networks[key] = weakref.ref(call.networks[key])
 
     def call(
         self, config: RuntimeConfig, target: ModelState, call: ModelCall, node: Node | None, cancelled: Callable[[], bool]

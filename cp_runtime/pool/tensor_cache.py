@@ -115,9 +115,6 @@ class TensorCache:
         self._device = device
         self._kept: dict[str, Tensor] = {}
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def unpack(self, message: Packed[Any], block: Tensor) -> Any:
         """Rebuild the value of a message, from its payload and from what is kept here.
 

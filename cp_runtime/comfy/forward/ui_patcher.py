@@ -8,7 +8,6 @@ format, object patches on them.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -218,11 +217,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def owned(self, target: Target) -> Target:
         """Keep the ranks' copy for as long as the model of this process is there. Return the given target."""
-        notes = notes_of(self.model)
-        if notes.key != target.key:
-            notes.key = target.key
-            CONTROLLER.own(target.key)
-            weakref.finalize(self.model, CONTROLLER.disown, target.key).atexit = False
+        notes_of(self.model).key = target.key
+        CONTROLLER.own(target.key, self.model)
         return target
 
     def _share_file(self, recipe: Recipe) -> None:
