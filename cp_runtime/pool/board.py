@@ -156,7 +156,6 @@ class Inherited:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._cleanup = contextlib.ExitStack()
         with contextlib.ExitStack() as opened, starting():
             self._store, *self.stacks = (opened.enter_context(memory_file()).fileno() for _ in range(1 + world_size))
             self.request, self.response, self._board = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(3))

@@ -218,11 +218,11 @@ def become_rank(parent: int, spec_fd: int, output: int, *fds: int) -> NoReturn:
         import_by_name(WORKER).run(spec)
         code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001  (the controller shows what a rank wrote last)
         traceback.print_exc()
     finally:
-        os._exit(code)
+        os._exit(code)  # groups may be poisoned: leaving without their destructors cannot hang
 
 
 def main() -> NoReturn:

@@ -8,6 +8,7 @@ still say why. What the commands do is the business of a service: the pool's own
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import mmap
@@ -280,15 +281,5 @@ def run(spec: dict[str, Any]) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s|%(message)s", force=True)
     logging.getLogger("context_parallel").setLevel(spec["log_level"])
     torch.set_grad_enabled(False)
-    worker = Worker(spec)
-    code = 0
-    try:
-        worker.serve()
-    except Closed:
-        log.debug("the controller closed the channel")
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        log.exception("rank %d cannot go on", worker.rank)
-        code = 1
-    os._exit(code)  # groups may be poisoned: leaving without their destructors cannot hang
+    with contextlib.suppress(Closed):  # the controller has closed the channel, or is gone
+        Worker(spec).serve()
