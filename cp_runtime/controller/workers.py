@@ -214,7 +214,7 @@ class Workers:
                 packer.write(memory.view(packer.nbytes))
             request = replace(request, memory=(os.getpid(), memory.fd))
             replies = self.pool.request(request, cancelled=cancelled)
-            target.verify(request, memory.view(packer.nbytes), replies, self.pool.pids)
+            target.verify(request, memory.view(memory.size), replies, self.pool.pids)  # all of it, as ranks see it
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",

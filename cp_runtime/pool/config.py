@@ -333,17 +333,14 @@ def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tu
     # What is left open takes the rest: first the sequence axes, then the batch axis.
     rest = max(1, world_size // math.prod(degree or 1 for degree in (ulysses, ring, batch)))
     if not (ulysses or ring):
-        product, factors = batch * rest, f"{rest} x {batch}"
-        chosen = 0, 0, batch
+        chosen, factors = (0, 0, batch), (rest, batch)
     else:
-        ring_, ulysses_ = ring or (rest if ulysses else 1), ulysses or rest
-        batch_ = batch or (rest if ulysses and ring else 1)
-        product, factors = ulysses_ * ring_ * batch_, f"{ulysses_} x {ring_} x {batch_}"
-        chosen = ring_, ulysses_, batch_
-    if product != world_size:
+        chosen = ring or (rest if ulysses else 1), ulysses or rest, batch or (rest if ulysses and ring else 1)
+        factors = chosen[1], chosen[0], chosen[2]
+    if math.prod(factors) != world_size:
         raise bad_value(
             "ulysses_degree x ring_degree x batch_degree",
-            f"{factors} = {product}",
+            f"{' x '.join(map(str, factors))} = {math.prod(factors)}",
             f"a product equal to the world size, {world_size}",
             "Leave the degrees at 0 to have them chosen.",
         )

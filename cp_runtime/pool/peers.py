@@ -53,18 +53,14 @@ def connections(config: RuntimeConfig) -> list[Connection]:
 
 
 class Ways:
-    """The ways to connect some ranks, without those that have failed.
-
-    Args:
-        ranks: how many.
-        left: ways to try, the best first.
+    """The ways to connect the ranks of a config, without those that have failed.
 
     Attributes:
         fallback: why the first one was given up; empty = it was not.
     """
 
-    def __init__(self, ranks: int, left: list[Connection]) -> None:
-        self._ranks, self._left, self.fallback = ranks, left, ""
+    def __init__(self, config: RuntimeConfig) -> None:
+        self._ranks, self._left, self.fallback = config.world_size, connections(config), ""
 
     @property
     def current(self) -> Connection:
@@ -85,8 +81,7 @@ _of_machines: dict[tuple[Any, ...], Ways] = {}
 
 def ways_of(config: RuntimeConfig) -> Ways:
     """Return the ways to connect ranks on these devices. What has failed once in this process is not tried again."""
-    ways = connections(config)
-    return _of_machines.setdefault((config.devices, *ways), Ways(config.world_size, ways))
+    return _of_machines.setdefault((config.devices, *connections(config)), Ways(config))
 
 
 def without_peer_access(devices: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ from .board import MISSED, Inherited, Progress
 from .channel import Channel, Closed
 from .collection import Collection, ModuleTimes, Outcome, SendCancel
 from .config import TIMEOUTS, RuntimeConfig, WorkerSite, timeout_of
-from .failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure, unforked
+from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure, unforked
 from .forking import FORK_SERVERS, ForkServer, RankProcess, kill_all, process_state
 from .frames import all_of, name_of, pack, report_of
 from .launcher import as_host, child_environment
@@ -365,8 +365,7 @@ class WorkerPool:
             if isinstance(reply, Failure):
                 error = reported_failure(rank, self.processes[rank].pid, reply, outcome.replies, advice)
             else:
-                rank = first_death(outcome.died, rank, self.processes)
-                error = death(rank, self.processes[rank], advice)
+                error = death(outcome.died, rank, self.processes, advice)
         elif outcome.cancelled:
             error = CallCancelled()
             if outcome.kill:

@@ -12,7 +12,7 @@ from cp_runtime.errors import PoolError, PoolTimeout, RankError, RankOutOfMemory
 from cp_runtime.pool.board import Progress
 from cp_runtime.pool.collection import Outcome
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from cp_runtime.pool.failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure
+from cp_runtime.pool.failures import connect_advice, connect_failure, death, missed_deadline, reported_failure
 from cp_runtime.pool.forking import RankProcess
 from cp_runtime.pool.messages import Memory
 from cp_runtime.pool.worker_pool import WorkerPool
@@ -41,8 +41,7 @@ def ended(*codes):
 )
 def test_a_rank_that_was_killed_comes_before_one_that_lost_it(codes, noticed, named):
     processes = ended(*codes)
-    assert first_death(frozenset(range(len(codes))), noticed, processes) == named
-    assert death(named, processes[named]).rank == named
+    assert death(frozenset(range(len(codes))), noticed, processes).rank == named
 
 
 CUDA = DeviceInventory(type="cuda", count=2)
@@ -100,7 +99,7 @@ def test_a_gpu_for_one_process_only_is_told_how_to_take_more(message, named):
 
 
 def test_a_rank_that_died_in_the_start_names_the_remedies():
-    assert "to auto" in str(death(0, ended(-signal.SIGSEGV)[0], advice()))
+    assert "to auto" in str(death({0}, 0, ended(-signal.SIGSEGV), advice()))
 
 
 @pytest.mark.parametrize(("kind", "traced"), [("MirrorError", False), ("UnsupportedError", False), ("RuntimeError", True)])
