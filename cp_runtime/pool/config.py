@@ -333,10 +333,10 @@ def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tu
     # What is left open takes the rest: first the sequence axes, then the batch axis.
     rest = max(1, world_size // math.prod(degree or 1 for degree in (ulysses, ring, batch)))
     if not (ulysses or ring):
-        chosen, factors = (0, 0, batch), (rest, batch)
+        chosen, factors = (0, 0, batch), [rest, batch]
     else:
         chosen = ring or (rest if ulysses else 1), ulysses or rest, batch or (rest if ulysses and ring else 1)
-        factors = chosen[1], chosen[0], chosen[2]
+        factors = [chosen[1], chosen[0], chosen[2]]
     if math.prod(factors) != world_size:
         raise bad_value(
             "ulysses_degree x ring_degree x batch_degree",
