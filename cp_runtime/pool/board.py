@@ -46,7 +46,7 @@ class Board:
         words = block.view((WORDS * world_size + 1) * 8).view(torch.int64)
         self.decision = words[-1]
         # A buffer of plain numbers: indexing a tensor takes 50 times as long, and every planned module is counted here.
-        self._words = words[:-1].numpy().data
+        self._words, self._decision = words[:-1].numpy().data, words[-1:].numpy().data
 
     def begin(self, rank: int) -> None:
         """Note that the rank begins a command, or has ended one."""
@@ -72,10 +72,14 @@ class Board:
         """Note that the rank compiles a part of a model. `part`: counts from 1; 0 = it has finished."""
         self._words[WORDS * rank + COMPILING] = part
 
+    def undecided(self) -> None:
+        """Note that nobody has asked to leave the call that is about to begin. In any thread, in inference mode or not."""
+        self._decision[0] = 0
+
     def freeze(self) -> None:
         """Keep the last notes, and let go of the shared memory."""
         self._words = memoryview(bytes(self._words)).cast("q")
-        self.decision = self.decision.clone()
+        self.decision, self._decision = self.decision.clone(), self._words[:0]
 
     def read(self, rank: int) -> Progress:
         """Return the latest notes of the rank."""

@@ -154,7 +154,7 @@ class WorkerPool:
         """Send a command to all ranks. `nbytes`: of its tensors, which lie in shared memory."""
         self._seq += 1
         self.waiting_for = list(range(self.world_size))
-        self.inherited.board.decision.zero_()
+        self.inherited.board.undecided()
         frame = pack(request, self._seq, nbytes)
         for channel in self.channels:
             with contextlib.suppress(Closed):  # _collect says how its rank died

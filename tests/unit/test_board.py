@@ -2,6 +2,8 @@
 
 import os
 
+import torch
+
 from cp_runtime.pool.board import Board, Progress
 from cp_runtime.pool.channel import SharedBlock
 
@@ -21,6 +23,10 @@ def test_words_of_every_rank_are_seen_through_another_mapping():
     assert (noted.collectives, int(controller.decision)) == (12, -5)
     assert noted.beat > 0
     assert controller.read(0) == controller.read(2) == Progress()
+    with torch.inference_mode():
+        controller = Board(SharedBlock(os.dup(block.fd)), 3)
+    controller.undecided()  # a restart comes from another thread than the first call
+    assert int(rank.decision) == 0
     rank.load(1, 0)
     assert controller.read(1).loaded == 0
     rank.load(1, 340)
