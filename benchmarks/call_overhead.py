@@ -3,8 +3,8 @@
     make bench, or python benchmarks/call_overhead.py [--ranks 2] [--calls 200]
 
 First a call around an empty forward: controller -> ranks -> controller. A real pool of CPU ranks over gloo, without ComfyUI. Every
-call sends the latent and the timestep, finds the conditioning on the workers by content, broadcasts to all ranks and brings back a
-result of the latent's size.
+call sends the latent and the timestep to all ranks, finds the conditioning on the workers by content, and brings back a result
+of the latent's size.
 
 Then a forward around empty attention: 19 double and 38 single blocks under Flux' plan, whose tensors are so small that what is left
 is the time of the host. Hooks, board, override, planner and exchange are real; the process group is torch's fake one, which sends

@@ -39,7 +39,8 @@ class Chooser:
 
     def __init__(self, pool: WorkerPool, shortages: Shortages) -> None:
         self._pool, self._shortages = pool, shortages
-        self._times: CallTimes | None = None
+        machine = (*pool.device_names, pool.backend, device_driver(), pool.peer_to_peer, pool.shares)
+        self._times = CallTimes(", ".join(map(str, machine)), pool.world_size)
         self._link = 1.0  # time of communication, as a multiple of the measured one
         self._last: dict[tuple[object, ...], tuple[int, Known]] = {}  # by model: elements of its last call, and what is known of it
 
@@ -49,7 +50,7 @@ class Chooser:
         if not config.chooses_ranks:
             return None
         kind = replace(kind, what=repr((kind.what, sharded, config.sequence)))
-        known, failed = self.times.get(kind.name), self._shortages.of(config.devices, kind.name)
+        known, failed = self._times.get(kind.name), self._shortages.of(config.devices, kind.name)
         if known is None or not known.runs:
             return self._first(kind, self._ranks(config, sharded), fits(1.0) and not failed)
         known.failed = failed
@@ -75,13 +76,13 @@ class Chooser:
         compute = max(one - waited for one, waited in zip(seconds, inside, strict=True))
         run = Run(max(seconds), max(0.0, compute), min(inside))
         name = chosen.kind.name
-        known = self.times.get(name)
+        known = self._times.get(name)
         if known is None:
-            known = self.times[name] = _known_by(reports, chosen.expected)
+            known = self._times[name] = _known_by(reports, chosen.expected)
         split = chosen.split or known.default
         if known.note(split, run):
             self._link = link_of(known.work, self._ranks(config, sharded), split, known.runs[split]) or self._link
-            self.times.save(name)
+            self._times.save(name)
         self._last[chosen.kind.of_any_size] = chosen.kind.elements, known
         return self._described(known, split, self._ranks(config, sharded))
 
@@ -89,15 +90,6 @@ class Chooser:
         """Note that a call ran out of memory. If its split was chosen, it runs another way the next time."""
         if chosen.split is not None:
             self._shortages.note(self._pool.config.devices, chosen.kind.name, chosen.split)
-
-    @property
-    def times(self) -> CallTimes:
-        """Times of calls on this pool's machine."""
-        if self._times is None:
-            pool = self._pool
-            machine = (*pool.device_names, pool.backend, device_driver(), pool.peer_to_peer, pool.shares)
-            self._times = CallTimes(", ".join(map(str, machine)), pool.world_size)
-        return self._times
 
     def _ranks(self, config: RuntimeConfig, sharded: bool) -> Pool:
         if self._pool.measured is None:
@@ -160,11 +152,11 @@ class CallTimes(dict[str, Known]):
     Args:
         machine: says in words what the times depend on: devices, driver, torch, backend, shares.
         world_size: number of ranks; what is kept of other ranks counts as absent.
-        file: where they are kept; None = in the user's cache folder.
+        file: where they are kept, from the user's cache folder.
     """
 
-    def __init__(self, machine: str, world_size: int, file: Path | None = None) -> None:
-        self._machine, self._file = machine, KeptFile("calls.json", file)
+    def __init__(self, machine: str, world_size: int, file: str | Path = "calls.json") -> None:
+        self._machine, self._file = machine, KeptFile(file)
         super().__init__()
         for kind, entry in self._file.read(machine).items():
             with contextlib.suppress(ValueError):

@@ -5,24 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
-from ..errors import ContextParallelError, MirrorError, PoolError, ProtocolError, RankOutOfMemory
+from ..errors import MirrorError, PoolError, ProtocolError, RankOutOfMemory
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.worker_pool import CallCancelled
 from .calls import ModelCall, ModelState
-from .journal import Failure, Journal
+from .journal import Journal
 from .placement import Shortages
-from .run_stats import CallRecord, Node, RunStats
-from .workers import Workers
+from .run_stats import CallRecord, Node
+from .workers import Resident, Workers
 
 log = logging.getLogger("context_parallel")
 
@@ -39,31 +39,26 @@ class Controller:
     Attributes:
         workers: None before the first use. Another thread may replace it, so read it once and use what was read.
         journal: outlives the workers.
-        node: the node that uses the workers, or used them last; None where there is no graph.
-        changed: set whenever the status changes. Whoever waits for it clears it.
     """
 
     def __init__(self, site: Callable[[], WorkerSite], free_for_ranks: Callable[[Sequence[str]], None]) -> None:
         self._site, self._free_for_ranks = site, free_for_ranks
         self.workers: Workers | None = None
         self.journal = Journal()
-        self.node: Node | None = None
-        self.changed = threading.Event()
         self._lock = threading.RLock()
         self._shortages = Shortages()
-        self._owners: Counter[str] = Counter()
-        self._forgotten: deque[str] = deque()
+        self._owners: dict[str, WeakSet[Any]] = {}  # models of this process, by key
         self._restarting: Future[bool] | None = None
         self._restarting_lock = threading.Lock()
         self._closing = False
 
-    def holds(self, key: str) -> bool:
-        """Return whether the workers hold a model."""
-        return (workers := self.workers) is not None and workers.holds(key)
+    def resident(self, key: str) -> Resident | None:
+        """Return the model that the workers hold under a key, or None."""
+        return None if (workers := self.workers) is None else workers.held.get(key)
 
     def on_device(self, key: str) -> bool:
         """Return whether the workers hold a model, and have it on this process's device or put it there with the next call."""
-        return (workers := self.workers) is not None and workers.holds(key) and key not in workers.aside
+        return (resident := self.resident(key)) is not None and not resident.aside
 
     def load(self, config: RuntimeConfig, target: ModelState, node: Node | None, cancelled: Callable[[], bool]) -> None:
         """Make the workers' model equal to `target`, and start the workers if there are none.
@@ -73,7 +68,7 @@ class Controller:
             PoolError: the pool failed.
             CallCancelled: `cancelled` returned True.
         """
-        self.node = node
+        self.journal.node = node
         with self._exclusive(cancelled), self._noted():
             self._loaded(config, target, cancelled)
 
@@ -86,7 +81,7 @@ class Controller:
         and the pool may have been lost since the last call. Where a rank runs out of memory, room is made and the call is tried
         once more. Raises what `load` raises, and RankOutOfMemory the second time.
         """
-        self.node, began = node, time.monotonic()
+        self.journal.node, began = node, time.monotonic()
 
         def run(call: ModelCall) -> tuple[Any, CallRecord]:
             workers = self._loaded(config, target, cancelled)
@@ -108,11 +103,11 @@ class Controller:
 
     def unload(self, key: str) -> None:
         """Make the workers drop a model, and the conditioning they keep. Never raises."""
-        if not self.holds(key):  # do not wait for the lock with nothing to do
+        if self.resident(key) is None:  # do not wait for the lock with nothing to do
             return
         with self._lock:
             workers = self.workers
-            if workers is not None and workers.holds(key):
+            if workers is not None and key in workers.held:
                 self._unload(workers, key)
 
     def make_room(self, device: torch.device, key: str | None = None) -> None:
@@ -139,45 +134,9 @@ class Controller:
                 threading.Thread(target=self._restart, args=(self._restarting,), name="restart of workers", daemon=True).start()
             return self._restarting
 
-    def measure(self) -> None:
-        """Have the next run measure one of its calls on one device."""
-        self.journal.measure()
-        self.changed.set()
-
-    def end_run(self) -> None:
-        """Note that a sampling run has ended well, on one device or on the workers."""
-        self.journal.end_run()
-        self.did_well()
-
-    def did_well(self) -> None:
-        """Note that a run, of a model or of a VAE, has ended well: an earlier error is over."""
-        self.journal.last_error = None
-        self.changed.set()
-
-    def pass_through(self, node: Node | None) -> None:
-        """Note that a node passes its model through, because this machine has no devices to share it out to."""
-        self.node = node
-        self.changed.set()
-
-    def bypassed(self) -> None:
-        """Note that a prompt has begun that samples without this pack: the figures of the run before it no longer apply."""
-        self.node = None
-        self.journal.run = RunStats(None)
-
-    def fail(self, error: ContextParallelError, node: Node | None) -> None:
-        """Note that a run is refused before it reaches the workers."""
-        self.journal.last_error = Failure.of(error, (), node)
-        self.changed.set()
-
-    def own(self, key: str) -> None:
-        """Note that a model of the UI process uses this key."""
-        self._owners[key] += 1
-
-    def disown(self, key: str) -> None:
-        """Note that a model that used this key was garbage-collected. May run in any thread, at any point: takes no lock."""
-        self._owners[key] -= 1
-        if self._owners[key] <= 0:
-            self._forgotten.append(key)
+    def own(self, key: str, model: Any) -> None:
+        """Note that a model of this process uses this key: the ranks keep theirs while it is there."""
+        self._owners.setdefault(key, WeakSet()).add(model)
 
     def close(self) -> None:
         """End the workers, at exit. A thread that uses them gets an error."""
@@ -228,8 +187,8 @@ class Controller:
         workers = self.workers
         if workers is not None:
             workers.use_less_memory(target)
-        while workers is not None and workers.keys:  # none, where the pool failed
-            self._unload(workers, workers.keys[0])
+        while workers is not None and workers.held:  # none, where the pool failed
+            self._unload(workers, next(iter(workers.held)))
         self._free_for_ranks(config.devices)
 
     def _unload(self, workers: Workers, key: str) -> None:
@@ -242,18 +201,19 @@ class Controller:
             self._failed(error)
             log.error("the workers did not free their devices and are restarted on next use: %s: %s", type(error).__name__, error)
             workers.pool.kill()
-        self.changed.set()
+        self.journal.changed.set()
 
     def _loaded(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Workers:
         """Return workers that fit `config` and hold the model `target`."""
         workers = self.workers
         if workers is None or not workers.serves(config):
             workers = self._start(config, cancelled)
-        workers.drop(self._take_forgotten(target.key), cancelled)
+        unused = {key for key, models in list(self._owners.items()) if not models and key != target.key}
+        workers.drop(unused & workers.held.keys(), cancelled)
         if not workers.has(config, target):
             choice = workers.place(config, target, cancelled)
             workers.load(config, target, choice, cancelled)
-        workers.aside.discard(target.key)
+        workers.held[target.key].aside = False
         return workers
 
     def _start(self, config: RuntimeConfig, cancelled: Callable[[], bool] | None = None) -> Workers:
@@ -262,8 +222,8 @@ class Controller:
             raise PoolError("ComfyUI is shutting down")
         log.info("starting %d ranks on %s", config.world_size, ", ".join(config.devices))
         # Visible while they start, so that they can be aborted.
-        workers = self.workers = Workers(config, self._site(), self.changed.set, self._shortages)
-        self.changed.set()
+        workers = self.workers = Workers(config, self._site(), self.journal.changed.set, self._shortages)
+        self.journal.changed.set()
         workers.start(cancelled)
         return workers
 
@@ -271,7 +231,7 @@ class Controller:
         workers, self.workers = self.workers, None
         if workers is not None:
             workers.pool.close()
-            self.changed.set()
+            self.journal.changed.set()
 
     def _restart(self, done: Future[bool]) -> None:
         try:
@@ -288,7 +248,7 @@ class Controller:
             raise PoolError("the workers were killed; they start with the next prompt, because this one has not ended yet")
         try:
             if self.workers is workers:  # else the next prompt was faster
-                self.node = None  # no node waits for them
+                self.journal.node = None  # no node waits for them
                 self._shortages.forget()
                 with self._noted():
                     self._start(workers.pool.config)
@@ -319,15 +279,10 @@ class Controller:
             self._failed(error)
             raise
         finally:
-            self.changed.set()
+            self.journal.changed.set()
 
     def _failed(self, error: BaseException) -> None:
         workers = self.workers
-        self.journal.last_error = Failure.of(error, () if workers is None else workers.pool.config.devices, self.node)
+        failure = self.journal.fail(error, self.journal.node, () if workers is None else workers.pool.config.devices)
         if workers is not None:
-            workers.failure = self.journal.last_error
-
-    def _take_forgotten(self, wanted: str) -> list[str]:
-        """Return keys that no model of this process uses any more."""
-        gone = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        return [key for key in gone if key != wanted and self._owners[key] <= 0]
+            workers.failure = failure

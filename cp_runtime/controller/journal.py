@@ -4,6 +4,7 @@ it with, which outlive this process."""
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,13 +29,6 @@ class Failure:
     device: str | None  # of that rank
     node: Node | None  # that failed with it; None = no node waited
 
-    @classmethod
-    def of(cls, error: BaseException, devices: Sequence[str], node: Node | None) -> Failure:
-        """Make a Failure of an error. `devices`: of the ranks."""
-        rank = getattr(error, "rank", None)
-        device = devices[rank] if rank is not None and rank < len(devices) else None
-        return cls(time.time(), public_message(error), rank, device, node)
-
 
 def public_message(error: BaseException) -> str:
     """Return the message of an error for anyone who reaches ComfyUI's port: no traceback, no output of ranks, no folders."""
@@ -43,23 +37,27 @@ def public_message(error: BaseException) -> str:
 
 
 class Journal:
-    """This process's record of its sampling runs.
+    """This process's record of its runs.
 
     Args:
-        file: of times on one device; None = in the user's cache folder.
+        file: of times on one device, from the user's cache folder.
 
     Attributes:
         run: the sampling run that goes on, or went on last, on one device or on the workers.
+        node: the one that uses the workers, or used them last; None where there is no graph.
         last_error: of a run.
         measuring: the next run of two calls or more repeats one on one device.
+        changed: set whenever the status changes. Whoever waits for it clears it.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
+    def __init__(self, file: str | Path = "one_device.json") -> None:
         self.run = RunStats(None)
+        self.node: Node | None = None
         self.last_error: Failure | None = None
+        self.changed = threading.Event()
         self.measuring = False
         self._obstacle: tuple[str | None, str] = None, ""  # a kind of run, and why it could not be measured on one device
-        self._file = KeptFile("one_device.json", file)
+        self._file = KeptFile(file)
         self._one_device: dict[str, KeptSeconds] = {}  # by device and driver
 
     def end_run(self) -> None:
@@ -68,10 +66,34 @@ class Journal:
         seconds = self.run.per_call if self.run.last is None else self.on_one_device
         if self.run.kind is not None and seconds:
             self._times.put(self.run.kind, seconds)
+        self.did_well()
+
+    def did_well(self) -> None:
+        """Note that a run, of a model or of a VAE, has ended well: an earlier error is over."""
+        self.last_error = None
+        self.changed.set()
+
+    def fail(self, error: BaseException, node: Node | None, devices: Sequence[str] = ()) -> Failure:
+        """Note that a run failed, or is refused before it reaches the workers. `devices`: of the ranks."""
+        rank = getattr(error, "rank", None)
+        device = devices[rank] if rank is not None and rank < len(devices) else None
+        self.last_error = Failure(time.time(), public_message(error), rank, device, node)
+        self.changed.set()
+        return self.last_error
+
+    def pass_through(self, node: Node | None) -> None:
+        """Note that a node passes its model through, because this machine has no devices to share it out to."""
+        self.node = node
+        self.changed.set()
+
+    def bypassed(self) -> None:
+        """Note that a prompt has begun that samples without this pack: the figures of the run before it no longer apply."""
+        self.node, self.run = None, RunStats(None)
 
     def measure(self) -> None:
         """Have the next run measure a call on one device."""
         self.measuring, self._obstacle = True, (None, "")
+        self.changed.set()
 
     def measured(self, seconds: float | None, obstacle: str = "") -> None:
         """Note that a call ran on one device, by choice, or was repeated there.

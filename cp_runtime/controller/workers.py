@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import nn
 
 from ..engine.policy import CallSplit
 from ..errors import RankOutOfMemory
-from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, WorkerSite, load_timeout
+from ..pool.channel import SharedBlock
+from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, WorkerSite
 from ..pool.kept import KeptFile, KeptSeconds
 from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom, Unload
 from ..pool.protocol import TensorPacker, flatten
@@ -30,7 +33,7 @@ log = logging.getLogger("context_parallel")
 UNLOAD_TIMEOUT = 15.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Resident:
     """A model that the ranks hold: which weight patches are in it, and where its weights are."""
 
@@ -40,6 +43,8 @@ class Resident:
     asked: tuple[str, float]  # settings at the time of the choice: weights, and memory per rank
     call: float  # bytes that a call was expected to take then
     device_bytes: int  # of weights, on the device of one rank
+    warm: set[int] = field(default_factory=set)  # ranks whose devices hold its weights
+    aside: bool = False  # it has left the device of this process until its next call
 
 
 class Workers:
@@ -56,7 +61,6 @@ class Workers:
         sampling: the call that runs, or ran last, belongs to a sampling run.
         failure: with which the ranks were used last; None = they did well.
         comparing: a call runs once more, on one device.
-        aside: keys of models that have left the device of this process until their next call.
         pace: of the calls.
     """
 
@@ -67,15 +71,12 @@ class Workers:
         self.sampling = False
         self.failure: Failure | None = None
         self.comparing = False
-        self.aside: set[str] = set()
         self._starts = KeptSeconds(KeptFile("starts.json"), ", ".join(config.devices))
         self._on_change = on_change
         self._model = ""  # name of the model of the last load or call
         self._resident: dict[str, Resident] = {}  # by key
-        self._warm: dict[str, set[int]] = {}  # models, and the ranks whose devices hold their weights
-        self._shortages, self._chooser = shortages, Chooser(self.pool, shortages)
-        self._networks: set[str] = set()
-        self._unused: deque[str] = deque()  # networks that are gone from this process
+        self._shortages = shortages
+        self._networks: dict[str, weakref.ref[nn.Module]] = {}  # that the ranks hold, by key
         self._left: set[str] = set()  # kinds of blocks that are not compiled; the log has named them
         self._encoder = CallEncoder()
         self.pace = Pace()
@@ -83,6 +84,7 @@ class Workers:
     def start(self, cancelled: Callable[[], bool] | None) -> None:
         """Start the ranks. Raises what `WorkerPool.start` raises."""
         self.pool.start(cancelled)
+        self._chooser = Chooser(self.pool, self._shortages)
         self._starts.put(str(self.pool.imports), self.pool.seconds["start"])
 
     @property
@@ -126,9 +128,9 @@ class Workers:
         return found
 
     @property
-    def keys(self) -> list[str]:
-        """Keys of the models that the ranks hold."""
-        return list(self._resident) if self.pool.alive else []
+    def held(self) -> dict[str, Resident]:
+        """The models that the ranks hold, by key."""
+        return self._resident if self.pool.alive else {}
 
     @property
     def room(self) -> int | None:
@@ -137,19 +139,14 @@ class Workers:
 
     def serves(self, config: RuntimeConfig) -> bool:
         """Return whether calls with this config can run here."""
-        return self.pool.alive and _pool_key(self.pool.config) == _pool_key(config)
+        return self.pool.alive and self._pool_key(self.pool.config) == self._pool_key(config)
 
-    def resident(self, key: str) -> Resident | None:
-        """Return the model that the ranks hold under a key, or None."""
-        return self._resident.get(key) if self.pool.alive else None
-
-    def holds(self, key: str) -> bool:
-        """Return whether the ranks hold a model."""
-        return self.resident(key) is not None
+    def _pool_key(self, config: RuntimeConfig) -> tuple[Any, ...]:
+        return config.devices, config.backend, config.shares, max(config.step_timeout, self.pool.load_timeout)
 
     def has(self, config: RuntimeConfig, target: ModelState) -> bool:
         """Return whether the ranks hold this state of a model, with a placement that suits the calls to come."""
-        resident = self.resident(target.key)
+        resident = self.held.get(target.key)
         if resident is None or (resident.patches_uuid, resident.asked) != (target.patches_uuid, _asked(config)):
             return False
         return config.weights != "auto" or target.demand.call <= resident.call or resident.choice.placement == OFFLOADED
@@ -159,9 +156,9 @@ class Workers:
         if config.weights != "auto":
             return choose(config, target.demand, None)
         room = config.memory_per_rank * GB or self._for_every_rank(
-            [reply.available for reply in self.pool.request(Available(), timeout=load_timeout(), cancelled=cancelled)]
+            [reply.available for reply in self.pool.request(Available(), cancelled=cancelled)]
         )
-        resident = self.resident(target.key)
+        resident = self.held.get(target.key)
         tried = self._shortages.of(config.devices, target.key)
         known = [next_smaller(target.demand, each, config.world_size) or each for each in tried]
         if resident is not None and resident.asked == _asked(config):
@@ -184,11 +181,13 @@ class Workers:
 
     def drop(self, forgotten: Collection[str], cancelled: Callable[[], bool]) -> None:
         """Have the ranks drop models that this process no longer has, by their keys, and networks of patches that are gone."""
-        gone = [self._unused.popleft() for _ in range(len(self._unused))]
-        self._networks.difference_update(gone)
-        gone += [key for key in forgotten if self._resident.pop(key, None) is not None]
-        if gone:
-            self.pool.request(Drop(keys=tuple(gone)), timeout=load_timeout(), cancelled=cancelled)
+        gone = [key for key, network in self._networks.items() if network() is None]
+        for key in gone:
+            del self._networks[key]
+        for key in forgotten:
+            del self._resident[key]
+        if gone or forgotten:
+            self.pool.request(Drop(keys=(*gone, *forgotten)), cancelled=cancelled)
 
     def load(self, config: RuntimeConfig, target: ModelState, choice: Choice, cancelled: Callable[[], bool]) -> None:
         """Make the ranks' model equal to `target`.
@@ -200,21 +199,23 @@ class Workers:
             MirrorError: a rank's model is not the UI's.
             PoolError: the pool failed.
         """
-        resident = self.resident(target.key)
+        resident = self.held.get(target.key)
         if resident is not None and (resident.patches_uuid, resident.choice.placement) == (target.patches_uuid, choice.placement):
-            kept = replace(resident, choice=choice, asked=_asked(config), call=target.demand.call)
-            self._resident[target.key] = kept  # good for a larger call, too
+            # Good for a larger call, too.
+            resident.choice, resident.asked, resident.call = choice, _asked(config), target.demand.call
             return
         held = target.demand.on_device(choice.placement, self.pool.world_size)
         request, packer = target.request(choice.placement, held)
         self._resident.pop(target.key, None)
         name = self._model = name_of(target.path, self.pool.site.arguments["model_folders"])
         self._on_change()
-        replies = self.pool.request(request, packer, timeout=load_timeout(), cancelled=cancelled)
-        target.verify(request, self.pool.payload(packer.nbytes), replies, self.pool.pids)
-        self.pool.trim()
+        with contextlib.closing(SharedBlock()) as memory:  # not that of messages: the ranks keep it
+            with self.pool.killed_by_errors("load"):
+                packer.write(memory.view(packer.nbytes))
+            request = replace(request, memory=(os.getpid(), memory.fd))
+            replies = self.pool.request(request, cancelled=cancelled)
+            target.verify(request, memory.view(memory.size), replies, self.pool.pids)  # all of it, as ranks see it
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
-        self._warm.pop(target.key, None)  # the next call puts weights and patches on the devices
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
             name, replies[0].bytes / 1e6, len(request.patches), self.pool.world_size,
@@ -223,13 +224,12 @@ class Workers:
 
     def attach_networks(self, call: ModelCall, cancelled: Callable[[], bool]) -> None:
         """Send the networks that patches of a call refer to, each once."""
-        for key in call.networks.keys() - self._networks:
+        for key in call.networks.keys() - self._networks.keys():
             packer = TensorPacker()
             request = AttachNetwork(key=key, network=flatten(call.encode_network(call.networks[key]), packer.add))
-            self.pool.request(request, packer, timeout=load_timeout(), cancelled=cancelled)
+            self.pool.request(request, packer, cancelled=cancelled)
             self.pool.trim()
-            self._networks.add(key)
-            weakref.finalize(call.networks[key], self._unused.append, key).atexit = False
+            self._networks[key] = weakref.ref(call.networks[key])
 
     def call(
         self, config: RuntimeConfig, target: ModelState, call: ModelCall, node: Node | None, cancelled: Callable[[], bool]
@@ -304,12 +304,13 @@ class Workers:
             value=value,
             drop=drop,
         )
-        self._model = self._resident[key].name
+        resident = self._resident[key]
+        self._model = resident.name
         self._on_change()
-        timeout = config.step_timeout if ranks <= self._warm.get(key, set()) else max(config.step_timeout, load_timeout())
+        timeout = config.step_timeout if ranks <= resident.warm else max(config.step_timeout, self.pool.load_timeout)
         replies = self.pool.request(request, packer, timeout=timeout, cancelled=cancelled)
         self._encoder.delivered()
-        self._warm.setdefault(key, set()).update(ranks)
+        resident.warm |= ranks
         self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
         seconds = time.monotonic() - began
@@ -342,8 +343,8 @@ class Workers:
         ranks = {rank for rank, other in enumerate(self.pool.config.devices) if other == device}
         if key is not None:
             ranks = set(range(self.pool.world_size)) if self._sharded(key) else ranks
-            self.aside.add(key)
-            self._warm.get(key, set()).difference_update(ranks)
+            self._resident[key].aside = True
+            self._resident[key].warm -= ranks
             self._encoder.reset()
         self.pool.request(MakeRoom(key=key, ranks=tuple(sorted(ranks))), timeout=UNLOAD_TIMEOUT)
 
@@ -356,7 +357,3 @@ def name_of(path: str, folders: Collection[str]) -> str:
 
 def _asked(config: RuntimeConfig) -> tuple[str, float]:
     return config.weights, config.memory_per_rank
-
-
-def _pool_key(config: RuntimeConfig) -> tuple[Any, ...]:
-    return config.devices, config.backend, config.shares, max(config.step_timeout, load_timeout())

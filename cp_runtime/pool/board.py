@@ -19,6 +19,7 @@ from .launcher import memory_file
 from .limits import starting
 
 BEAT = 0.25  # seconds between two heartbeats
+MISSED = 0.4  # seconds without a heartbeat after which it is worth a look whether a signal has stopped the process
 SILENT = 2.0  # seconds without a heartbeat after which a process must be stopped, or something in it holds the GIL
 
 
@@ -26,15 +27,15 @@ SILENT = 2.0  # seconds without a heartbeat after which a process must be stoppe
 class Progress:
     """Where a rank is, in the command that it works on."""
 
-    command: int  # its sequence number; 0 = none
-    modules: int  # planned ones that it has entered
-    collectives: int  # that it has begun, as of the last heartbeat
-    loaded: int | None  # thousandths of a model; None = it loads none
-    beat: float  # time of the last heartbeat, on the clock of `time.monotonic`; 0 = none yet
+    modules: int = 0  # planned ones that it has entered
+    collectives: int = 0  # that it has begun, as of the last heartbeat
+    loaded: int | None = None  # thousandths of a model; None = it loads none
+    beat: float = 0.0  # time of the last heartbeat, on the clock of `time.monotonic`; 0 = none yet
     compiling: int = 0  # the part of a model that it compiles, counted from 1 since its process started; 0 = none
 
 
-WORDS = 6  # of a rank: the fields of Progress; thousandths of a load are kept plus one
+# Words of a rank. Thousandths of a load are kept plus one, and a heartbeat in nanoseconds.
+MODULES, COLLECTIVES, LOADED, BEAT_AT, COMPILING = range(WORDS := 5)
 
 
 class Board:
@@ -45,43 +46,45 @@ class Board:
         words = block.view((WORDS * world_size + 1) * 8).view(torch.int64)
         self.decision = words[-1]
         # A buffer of plain numbers: indexing a tensor takes 50 times as long, and every planned module is counted here.
-        self._words = words[:-1].numpy().data
+        self._words, self._decision = words[:-1].numpy().data, words[-1:].numpy().data
 
-    def begin(self, rank: int, command: int) -> None:
-        """Note that the rank begins a command; 0 = it is idle."""
-        first = WORDS * rank
-        for word in (1, 2, 3, 5):
-            self._words[first + word] = 0
-        self._words[first] = command
+    def begin(self, rank: int) -> None:
+        """Note that the rank begins a command, or has ended one."""
+        for word in (MODULES, COLLECTIVES, LOADED, COMPILING):
+            self._words[WORDS * rank + word] = 0
 
     def enter_module(self, rank: int) -> int:
         """Count one more planned module and return how many there were."""
-        modules = self._words[WORDS * rank + 1] + 1
-        self._words[WORDS * rank + 1] = modules
+        modules = self._words[WORDS * rank + MODULES] + 1
+        self._words[WORDS * rank + MODULES] = modules
         return modules
 
     def load(self, rank: int, loaded: int | None) -> None:
         """Note that the rank has loaded this many thousandths of a model; None = it is done."""
-        self._words[WORDS * rank + 3] = 0 if loaded is None else loaded + 1
+        self._words[WORDS * rank + LOADED] = 0 if loaded is None else loaded + 1
 
     def beat(self, rank: int, collectives: int) -> None:
         """Note that the rank is alive, and how many collectives it has begun."""
-        self._words[WORDS * rank + 2] = collectives
-        self._words[WORDS * rank + 4] = time.monotonic_ns()
+        self._words[WORDS * rank + COLLECTIVES] = collectives
+        self._words[WORDS * rank + BEAT_AT] = time.monotonic_ns()
 
     def compiling(self, rank: int, part: int) -> None:
         """Note that the rank compiles a part of a model. `part`: counts from 1; 0 = it has finished."""
-        self._words[WORDS * rank + 5] = part
+        self._words[WORDS * rank + COMPILING] = part
+
+    def undecided(self) -> None:
+        """Note that nobody has asked to leave the call that is about to begin. In any thread, in inference mode or not."""
+        self._decision[0] = 0
 
     def freeze(self) -> None:
         """Keep the last notes, and let go of the shared memory."""
         self._words = memoryview(bytes(self._words)).cast("q")
-        self.decision = self.decision.clone()
+        self.decision, self._decision = self.decision.clone(), self._words[:0]
 
     def read(self, rank: int) -> Progress:
         """Return the latest notes of the rank."""
-        command, modules, collectives, loaded, beat, compiling = self._words[WORDS * rank : WORDS * (rank + 1)]
-        return Progress(command, modules, collectives, loaded - 1 if loaded else None, beat / 1e9, compiling)
+        modules, collectives, loaded, beat, compiling = self._words[WORDS * rank : WORDS * (rank + 1)]
+        return Progress(modules, collectives, loaded - 1 if loaded else None, beat / 1e9, compiling)
 
 
 def resident_bytes(pid: int) -> int:
@@ -115,8 +118,8 @@ class CancelPoints:
     that a batch axis lets run apart.
 
     Args:
-        word: one int64 in memory that all ranks map. Its absolute value is the last place that rank 0 has passed; where it is
-            negative, all leave at the place after that.
+        word: one int64 in memory that all ranks map, 0 when a call begins. Its absolute value is the last place that rank 0 has
+            passed; where it is negative, all leave at the place after that.
         rank: this rank.
     """
 
@@ -124,10 +127,8 @@ class CancelPoints:
         self._word, self._rank, self._passed = word, rank, 0
 
     def restart(self) -> None:
-        """Begin a call. Rank 0 does so before it tells the others of the call."""
+        """Begin a call."""
         self._passed = 0
-        if self._rank == 0:
-            self._word.zero_()
 
     def leave(self, asked: Callable[[], bool]) -> bool:
         """Return whether to leave at this place, alike on all ranks. `asked`: whether the user cancelled; called by rank 0."""
@@ -147,7 +148,7 @@ class CancelPoints:
 
 
 class Inherited:
-    """Memory that ranks share with the controller, files that they write, and a pipe that closes at its end.
+    """Memory that ranks share with the controller, and files that they write.
 
     Attributes:
         request, response: messages to the ranks, and results of rank 0.
@@ -159,21 +160,11 @@ class Inherited:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._cleanup = contextlib.ExitStack()
         with contextlib.ExitStack() as opened, starting():
-            self._store, *self.stacks = (self._memory_file(opened) for _ in range(1 + world_size))
+            self._store, *self.stacks = (opened.enter_context(memory_file()).fileno() for _ in range(1 + world_size))
             self.request, self.response, self._board = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(3))
             self.board = Board(self._board, world_size)
-            self._death_read, write = os.pipe()
-            opened.callback(os.close, self._death_read)
-            opened.callback(os.close, write)
             self._cleanup = opened.pop_all()
-
-    @staticmethod
-    def _memory_file(opened: contextlib.ExitStack) -> int:
-        fd = memory_file()
-        opened.callback(os.close, fd)
-        return fd
 
     def descriptors(self, rank: int) -> dict[str, int]:
         """Return the descriptors for a rank, by their names in its spec."""
@@ -181,7 +172,6 @@ class Inherited:
             "request_fd": self.request.fd,
             "response_fd": self.response.fd,
             "board_fd": self._board.fd,
-            "death_fd": self._death_read,
             "store_fd": self._store,
             "stacks_fd": self.stacks[rank],
         }

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PoolError, PoolTimeout, ProtocolError
-from .frames import MAX_HEADER, Frame, pack, unpack
-from .messages import Message
+from .frames import MAX_HEADER, Frame, unpack
 
 _LENGTH = struct.Struct("<Q")
 
@@ -24,32 +23,45 @@ class Closed(Exception):
 
 
 class Channel:
-    """Length-prefixed frames over a stream socket. Every receive but that of an idle worker has a deadline."""
+    """Length-prefixed frames over a stream socket. Sending never waits; every receive but that of an idle worker has a deadline."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.sock.setblocking(False)
-        self._buffer = bytearray()
+        self._received, self._unsent = bytearray(), bytearray()
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def send(self, message: Message, seq: int = 0, nbytes: int = 0, deadline: float | None = None) -> None:
-        """Send one frame. Raises Closed or PoolTimeout (`deadline` is on the clock of time.monotonic)."""
-        data = pack(message, seq, nbytes)
-        view = memoryview(_LENGTH.pack(len(data)) + data)
-        while view:
-            try:
-                view = view[self.sock.send(view) :]
-            except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
-            except OSError as error:
-                raise Closed(str(error)) from error
+    @property
+    def events(self) -> int:
+        """What to poll for."""
+        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame of `pack`: what there is no room for goes with the next `flush` or `receive`. Raises Closed."""
+        self._unsent += _LENGTH.pack(len(frame)) + frame
+        self.flush()
+
+    def flush(self) -> None:
+        """Send more of what has not been sent. Raises Closed."""
+        try:
+            while self._unsent:
+                del self._unsent[: self.sock.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise Closed(str(error)) from error
 
     def receive(self, deadline: float | None = None) -> Frame:
-        """Return the next frame. Raises Closed, PoolTimeout or ProtocolError."""
+        """Return the next frame (`deadline` is on the clock of time.monotonic). Raises Closed, PoolTimeout or ProtocolError."""
+        poller = select.poll()
         while (frame := self.poll()) is None:
-            self._wait(select.POLLIN, deadline)
+            self.flush()
+            poller.register(self.sock, self.events)
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not poller.poll(None if remaining is None else remaining * 1000):
+                raise PoolTimeout("no answer within the deadline")
         return frame
 
     def poll(self) -> Frame | None:
@@ -65,31 +77,24 @@ class Channel:
             raise Closed(str(error)) from error
         if not data:
             raise Closed("end of stream")
-        self._buffer += data
+        self._received += data
         return self._take()
 
     def close(self) -> None:
         self.sock.close()
 
     def _take(self) -> Frame | None:
-        if len(self._buffer) < _LENGTH.size:
+        if len(self._received) < _LENGTH.size:
             return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
+        (length,) = _LENGTH.unpack_from(self._received)
         if length > MAX_HEADER:
             raise ProtocolError(f"a frame of {length} bytes is above the limit of {MAX_HEADER}")
         end = _LENGTH.size + length
-        if len(self._buffer) < end:
+        if len(self._received) < end:
             return None
-        data = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
+        data = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
         return unpack(data)
-
-    def _wait(self, event: int, deadline: float | None) -> None:
-        poller = select.poll()
-        poller.register(self.sock, event)
-        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not poller.poll(None if remaining is None else remaining * 1000):
-            raise PoolTimeout("no answer within the deadline")
 
 
 class SharedBlock:

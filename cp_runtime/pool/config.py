@@ -333,43 +333,29 @@ def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tu
     # What is left open takes the rest: first the sequence axes, then the batch axis.
     rest = max(1, world_size // math.prod(degree or 1 for degree in (ulysses, ring, batch)))
     if not (ulysses or ring):
-        product, factors = batch * rest, f"{rest} x {batch}"
-        chosen = 0, 0, batch
+        chosen, factors = (0, 0, batch), [rest, batch]
     else:
-        ring_, ulysses_ = ring or (rest if ulysses else 1), ulysses or rest
-        batch_ = batch or (rest if ulysses and ring else 1)
-        product, factors = ulysses_ * ring_ * batch_, f"{ulysses_} x {ring_} x {batch_}"
-        chosen = ring_, ulysses_, batch_
-    if product != world_size:
+        chosen = ring or (rest if ulysses else 1), ulysses or rest, batch or (rest if ulysses and ring else 1)
+        factors = [chosen[1], chosen[0], chosen[2]]
+    if math.prod(factors) != world_size:
         raise bad_value(
             "ulysses_degree x ring_degree x batch_degree",
-            f"{factors} = {product}",
+            f"{' x '.join(map(str, factors))} = {math.prod(factors)}",
             f"a product equal to the world size, {world_size}",
             "Leave the degrees at 0 to have them chosen.",
         )
     return chosen
 
 
-def startup_timeout() -> float:
-    """Return the seconds that ranks may take to start."""
-    return _seconds("CP_STARTUP_TIMEOUT", 300.0)
+TIMEOUTS = {"CP_STARTUP_TIMEOUT": 300.0, "CP_CONNECT_TIMEOUT": 20.0, "CP_LOAD_TIMEOUT": 1800.0}
+"""Seconds that ranks may take, by environment variable: to start; to connect over their devices' library and exchange something,
+before they try another; to load a model, and for its first call."""
 
 
-def connect_timeout() -> float:
-    """Return the seconds that ranks may take to connect over their devices' library and exchange something, before they try
-    another."""
-    return _seconds("CP_CONNECT_TIMEOUT", 20.0)
-
-
-def load_timeout() -> float:
-    """Return the seconds that ranks may take to load a model, and for its first call."""
-    return _seconds("CP_LOAD_TIMEOUT", 1800.0)
-
-
-def _seconds(name: str, default: float) -> float:
-    """Return an environment variable as a number of seconds; empty counts as not set. Read when needed: a bad value must not stop
-    an import. Raises ConfigError: it is not a number, or out of range."""
-    text = os.environ.get(name, "").strip()
+def timeout_of(name: str) -> float:
+    """Return one of TIMEOUTS, as the environment says or by default; empty counts as not set. Read when needed: a bad value must
+    not stop an import. Raises ConfigError: it is not a number, or out of range."""
+    text, default = os.environ.get(name, "").strip(), TIMEOUTS[name]
     try:
         value = float(text or default)
     except ValueError:
@@ -388,7 +374,7 @@ def _seconds(name: str, default: float) -> float:
 class WorkerSite:
     """The code that ranks run, as plain data for JSON."""
 
-    service: str = ""  # module of this package that makes the service of every rank (see `worker.Service`); empty = none
+    service: str = ""  # module of this package that makes the service of every rank (see `worker`); empty = none
     arguments: Mapping[str, Any] = field(default_factory=dict)  # for it
     path: tuple[str, ...] = ()  # folders in front of `sys.path`
     # Modules to import once, in the process that all ranks are forked from. They must not open a device.

@@ -14,7 +14,6 @@ from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, 
 from .board import SILENT, Progress
 from .config import RuntimeConfig
 from .forking import ForkServer, RankProcess, process_state
-from .log_pump import LogPump
 from .messages import Failure, Report
 from .peers import shm_advice
 from .stacks import collect_stacks
@@ -72,27 +71,22 @@ def reported_failure(rank: int, pid: int, failure: Failure, replies: Mapping[int
     return RankError(rank=rank, pid=pid, kind=kind, message=message, trace="" if kind in _FOR_USERS else trace)
 
 
-def first_death(ranks: Iterable[int], noticed: int, processes: Sequence[RankProcess]) -> int:
-    """Return the rank whose death caused the others'; by default the one whose death was noticed first.
+def death(ranks: Iterable[int], noticed: int, processes: Sequence[RankProcess], advice: str = "") -> RankError:
+    """Return the error for ranks that died: it names the one whose death caused the others', by default the one whose death was
+    noticed first. No other signal must have been sent to them.
 
     The kernel closes the sockets of a killed process one by one, and a busy machine takes its time in between: another rank may
     miss its peer, and exit, before the killed one's own channel closes. Nobody is killed by a signal because a peer ended.
     """
-    for rank in (noticed, *ranks):
-        processes[rank].wait(1)
-        if (processes[rank].returncode or 0) < 0:
-            return rank
-    return noticed
-
-
-def death(rank: int, process: RankProcess, log: LogPump | None, advice: str = "") -> RankError:
-    """Return the error for a rank that died. No other signal must have been sent to it."""
-    process.wait(1)  # its channel closes a moment before it ends
+    for each in (noticed, *ranks):
+        processes[each].wait(1)  # its channel closes a moment before it ends
+    rank = next((rank for rank in (noticed, *ranks) if (processes[rank].returncode or 0) < 0), noticed)
+    process = processes[rank]
     if process.error is not None:
         return RankError(rank=rank, pid=process.pid, kind=type(process.error).__name__, message=str(process.error))
     kind, message = _describe_exit(process.returncode)
     message += f" The workers are restarted on next use. {advice}".rstrip()
-    if lines := log.last_lines(rank) if log else []:
+    if lines := process.log.finish():
         message += "\n\nWhat it wrote last:\n" + "\n".join(lines)
     return RankError(rank=rank, pid=process.pid, kind=kind, message=message)
 

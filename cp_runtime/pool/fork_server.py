@@ -18,7 +18,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import traceback
 from types import ModuleType
 from typing import Any, NoReturn
@@ -37,16 +36,6 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def watch(death_pipe: int) -> None:
-    """End this process when nobody holds the other end of a pipe any more."""
-
-    def wait() -> None:
-        os.read(death_pipe, 1)
-        os._exit(1)
-
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
 def write_stacks_on_demand(fd: int) -> None:
@@ -221,7 +210,6 @@ def become_rank(parent: int, spec_fd: int, output: int, *fds: int) -> NoReturn:
         os.close(spec_fd)
         spec |= dict(zip(spec.pop("descriptors"), fds, strict=True))
         ctypes.CDLL(None).prctl(PR_SET_NAME, f"{RANK_NAME}{spec['rank']}".encode())
-        watch(spec["death_fd"])
         write_stacks_on_demand(spec["stacks_fd"])
         allow_open_files()
         os.environ.clear()
@@ -230,11 +218,11 @@ def become_rank(parent: int, spec_fd: int, output: int, *fds: int) -> NoReturn:
         import_by_name(WORKER).run(spec)
         code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001  (the controller shows what a rank wrote last)
         traceback.print_exc()
     finally:
-        os._exit(code)
+        os._exit(code)  # groups may be poisoned: leaving without their destructors cannot hang
 
 
 def main() -> NoReturn:

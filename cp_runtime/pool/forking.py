@@ -14,16 +14,20 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from subprocess import _args_from_interpreter_flags as interpreter_options  # type: ignore[attr-defined]  # multiprocessing uses it
 from typing import Any
 
 from ..errors import PoolError
 from .config import WorkerSite
-from .launcher import LAUNCHER, interpreter_options, memory_file
+from .launcher import memory_file
 from .log_pump import LogPump
 
 log = logging.getLogger("context_parallel")
@@ -41,13 +45,14 @@ class RankProcess:
     """One rank's process, which is no child of this one.
 
     Attributes:
+        log: takes what it prints.
         pid: 0 until it is forked.
         returncode: None while it runs; then as that of `subprocess.Popen`.
         error: why it was not forked, or that its fork server ended and it with that.
     """
 
-    def __init__(self, server: ForkServer) -> None:
-        self._server = server
+    def __init__(self, server: ForkServer, log: LogPump) -> None:
+        self._server, self.log = server, log
         self.pid = 0
         self.returncode: int | None = None
         self.error: Exception | None = None
@@ -64,10 +69,6 @@ class RankProcess:
         if self.error is not None and not self.pid:
             raise self.error
         return answered
-
-    def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
-        return self.returncode
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for its end; False if it runs on."""
@@ -118,29 +119,16 @@ class ForkServer:
         self._numbers = itertools.count()
         self._ranks: dict[int, RankProcess] = {}  # those that have not ended
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, contextlib.ExitStack() as opened:
-            spec = {"parent": os.getpid(), "path": site.path, "argv": site.argv, "preload": site.preload}
-            spec_fd = memory_file(json.dumps(spec).encode())
-            opened.callback(os.close, spec_fd)
-            output, printed = os.pipe()
-            opened.callback(os.close, printed)
-            try:
-                with open(os.devnull, "rb") as nothing:  # subprocess.DEVNULL stays open where a later descriptor cannot be had
-                    self._process = LAUNCHER.start(
-                        [sys.executable, *interpreter_options(), "-u", str(PROGRAM), str(theirs.fileno()), str(spec_fd)],
-                        env={**_FIT_TO_FORK, **environment},
-                        pass_fds=[theirs.fileno(), spec_fd],
-                        stdin=nothing,
-                        stdout=printed,
-                        stderr=printed,
-                        start_new_session=True,
-                    )
-                self._log = LogPump([output], ["fork server"])
-            except BaseException:
-                self._socket.close()
-                os.close(output)
-                raise
-        threading.Thread(target=self._run, name="context-parallel-fork-server", daemon=True).start()
+        spec = {"parent": os.getpid(), "path": site.path, "argv": site.argv, "preload": site.preload}
+        launched: Future[None] = Future()
+        try:
+            with theirs, LogPump("fork server") as self._log, memory_file(json.dumps(spec).encode()) as file:
+                run = partial(self._run, launched, environment, theirs.fileno(), file.fileno())
+                threading.Thread(target=run, name="context-parallel-fork-server", daemon=True).start()
+                launched.result()
+        except BaseException:
+            self._socket.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -152,26 +140,24 @@ class ForkServer:
         """Whether it can start ranks, or will."""
         return self._process.returncode is None
 
-    def start(self, spec: dict[str, Any], environment: dict[str, str], fds: dict[str, int], output: int) -> RankProcess:
+    def start(self, spec: dict[str, Any], environment: dict[str, str], fds: dict[str, int]) -> RankProcess:
         """Ask for a rank and return at once.
 
         Args:
             spec: see `worker.Worker`.
             fds: descriptors that it inherits, by their names in its spec.
-            output: descriptor that it writes its standard output and errors to.
         """
-        number, rank = next(self._numbers), RankProcess(self)
         content = {**spec, "environment": environment, "descriptors": list(fds)}
-        spec_fd = memory_file(json.dumps(content).encode())
-        self._ranks[number] = rank
-        try:
-            socket.send_fds(self._socket, [json.dumps({"start": number}).encode()], [spec_fd, output, *fds.values()])
-        except OSError as error:
-            self._ranks.pop(number, None)
-            gone = isinstance(error, BrokenPipeError) or not self.alive
-            rank.ended(-signal.SIGKILL, self._gone() if gone else error)
-        finally:
-            os.close(spec_fd)
+        with LogPump(f"rank {spec['rank']}") as log, memory_file(json.dumps(content).encode()) as file:
+            number, rank = next(self._numbers), RankProcess(self, log)
+            self._ranks[number] = rank
+            try:
+                request = json.dumps({"start": number}).encode()
+                socket.send_fds(self._socket, [request], [file.fileno(), log.fd, *fds.values()])
+            except OSError as error:
+                self._ranks.pop(number, None)
+                gone = isinstance(error, BrokenPipeError) or not self.alive
+                rank.ended(-signal.SIGKILL, self._gone() if gone else error)
         return rank
 
     def leave(self) -> None:
@@ -194,8 +180,24 @@ class ForkServer:
         with contextlib.suppress(OSError):  # it has ended
             self._socket.send(json.dumps(message).encode())
 
-    def _run(self) -> None:
-        """Take its answers until it ends."""
+    def _run(self, launched: Future[None], environment: dict[str, str], socket_fd: int, spec_fd: int) -> None:
+        """Start it and take its answers until it ends: a child that asked for a signal at its parent's death gets it when the
+        *thread* that started it ends."""
+        try:
+            with open(os.devnull, "rb") as nothing:  # subprocess.DEVNULL stays open where a later descriptor cannot be had
+                self._process = subprocess.Popen(
+                    [sys.executable, *interpreter_options(), "-u", str(PROGRAM), str(socket_fd), str(spec_fd)],
+                    env={**_FIT_TO_FORK, **environment},
+                    pass_fds=[socket_fd, spec_fd],
+                    stdin=nothing,
+                    stdout=self._log.fd,
+                    stderr=self._log.fd,
+                    start_new_session=True,
+                )
+        except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
+            launched.set_exception(error)
+            return
+        launched.set_result(None)
         with contextlib.closing(self._socket):
             with contextlib.suppress(OSError):
                 while data := self._socket.recv(_MESSAGE):
@@ -222,7 +224,7 @@ class ForkServer:
         self._send(reap=rank.pid)
 
     def _gone(self) -> PoolError:
-        lines = "\n".join(self._log.last_lines())
+        lines = "\n".join(self._log.finish())
         return PoolError(
             f"the process that ranks are forked from (pid {self.pid}) ended, exit code {self._process.poll()}. It is started again "
             "on next use." + (f"\n\nWhat it wrote last:\n{lines}" if lines else "")

@@ -39,18 +39,18 @@ V = TypeVar("V")
 
 
 class KeptFile:
-    """Entries by machine and name. `name`: of the file. `path`: where it is; None = in the user's cache folder."""
+    """Entries by machine and name. `path`: of the file, from the user's cache folder."""
 
-    def __init__(self, name: str, path: Path | None = None) -> None:
-        self._file = path or Path(cache_folder(), name)
+    def __init__(self, path: str | Path) -> None:
+        self._file = Path(cache_folder()) / path
 
     def read(self, machine: str) -> dict[str, Entry]:
         """Return the entries of a machine by name."""
-        return (_in_a_moment(self._read, self._file.name) or {}).get(machine, {})
+        return (_in_a_moment(self._read) or {}).get(machine, {})
 
     def put(self, machine: str, name: str, entry: Entry) -> None:
         """Keep an entry, unless that takes long. A disk that is full or read-only is no error."""
-        _in_a_moment(partial(self._put, machine, name, entry), self._file.name)
+        _in_a_moment(partial(self._put, machine, name, entry))
 
     def _put(self, machine: str, name: str, entry: Entry) -> None:
         os.makedirs(self._file.parent, exist_ok=True)
@@ -60,17 +60,14 @@ class KeptFile:
             oldest = sorted((e["time"], group, name) for group, entries in machines.items() for name, e in entries.items())
             for _, group, gone in oldest[: max(0, len(oldest) - MAX_ENTRIES)]:
                 del machines[group][gone]
-            new = self._file.with_suffix(".new")  # one name: the next process overwrites what a killed one leaves
-            # Do not wait for a reader if it is a pipe, or write elsewhere if it is a link.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+            new = self._file.with_suffix(".new")  # one name: the next process removes what a killed one leaves
+            new.unlink(missing_ok=True)
             try:
-                with open(os.open(new, flags, 0o666), "w") as file:
+                with open(new, "x") as file:  # neither waits for the reader of a pipe, nor writes where a link leads
                     file.write(json.dumps({"version": VERSION, "machines": machines}))
                 os.replace(new, self._file)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    new.unlink()
-                raise
+            finally:
+                new.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, dict[str, Entry]]:
         try:
@@ -97,9 +94,8 @@ class KeptFile:
         import fcntl  # Linux only, as pools are
 
         until = time.monotonic() + PATIENCE / 2  # the rest is for reading and writing
-        with open(
-            os.open(self._file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600), "r+"
-        ) as lock:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(self._file.with_suffix(".lock"), flags, 0o600), "r+") as lock:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +110,7 @@ class KeptFile:
 _hung: threading.Thread | None = None  # the thread that works with a file and did not finish in time
 
 
-def _in_a_moment(work: Callable[[], T], name: str) -> T | None:
+def _in_a_moment(work: Callable[[], T]) -> T | None:
     """Do work that nobody waits for longer than a moment: a system call on a file system that hangs cannot be interrupted.
 
     Returns None where it failed, took too long, or an earlier one still hangs.
@@ -126,7 +122,7 @@ def _in_a_moment(work: Callable[[], T], name: str) -> T | None:
         try:
             done.append(work())
         except OSError as error:
-            log.debug("%s is not kept: %s", name, error)
+            log.debug("a file of the cache is not written: %s", error)
 
     if _hung is not None and _hung.is_alive():
         return None
@@ -135,7 +131,7 @@ def _in_a_moment(work: Callable[[], T], name: str) -> T | None:
     thread.join(PATIENCE)
     if thread.is_alive():
         _hung = thread
-        log.debug("%s is not read or written: the file system does not answer", name)
+        log.debug("a file of the cache is not read or written: the file system does not answer")
     return done[0] if done else None
 
 

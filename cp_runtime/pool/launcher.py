@@ -1,18 +1,13 @@
-"""Starts processes that end with this one, and builds their options and environment."""
+"""What ranks and their fork server are started with: files without names, folders and environment."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import stat
-import subprocess
-import sys
 import tempfile
-import threading
-from concurrent.futures import Future
 from functools import lru_cache
-from typing import Any
+from io import FileIO
 
 # Variables that tell gloo, NCCL, Intel's oneCCL and Ascend's HCCL where to listen.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "HCCL_SOCKET_IFNAME")
@@ -20,75 +15,16 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "HCC
 _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 
-class Launcher:
-    """One thread that starts every process that is to end with this one.
-
-    A child that asked for a signal at its parent's death gets it when the *thread* that started it ends. This one lives as
-    long as the process.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], list[str], dict[str, Any]]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def start(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        """Start a process and return it."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="context-parallel-launcher", daemon=True)
-            self._thread.start()
-        future: Future[subprocess.Popen[bytes]] = Future()
-        self._jobs.put((future, argv, options))
-        return future.result()
-
-    def _run(self) -> None:
-        while True:
-            future, argv, options = self._jobs.get()
-            try:
-                future.set_result(subprocess.Popen(argv, **options))
-            except BaseException as error:  # noqa: BLE001  (the caller waits for it; without this thread all children end)
-                future.set_exception(error)
-            del future  # with an error it would keep the frames that the error went through, a pool among them
-
-
-LAUNCHER = Launcher()
-
-
-def memory_file(content: bytes = b"") -> int:
-    """Make a file without a name, for processes that inherit its descriptor, and return the descriptor. Nothing stays, whatever
-    ends them."""
-    fd = os.memfd_create("context-parallel", os.MFD_CLOEXEC)
+def memory_file(content: bytes = b"") -> FileIO:
+    """Make a file without a name, for processes that inherit its descriptor. Nothing stays, whatever ends them."""
+    file = FileIO(os.memfd_create("context-parallel", os.MFD_CLOEXEC), "r+")
     try:
-        with open(fd, "wb", closefd=False) as file:
-            file.write(content)
-        os.lseek(fd, 0, os.SEEK_SET)  # the heir reads from there
+        with open(file.fileno(), "wb", closefd=False) as writer:
+            writer.write(content)
     except BaseException:
-        os.close(fd)
+        file.close()
         raise
-    return fd
-
-
-# Letters of the interpreter's flags on its command line. `isolated` comes first: it implies three of the others.
-_FLAGS = {
-    "isolated": "I",
-    "ignore_environment": "E",
-    "no_user_site": "s",
-    "safe_path": "P",
-    "no_site": "S",
-    "dont_write_bytecode": "B",
-    "optimize": "O",
-    "bytes_warning": "b",
-    "verbose": "v",
-}
-
-
-def interpreter_options() -> list[str]:
-    """Return the options of this interpreter that its ranks need to find and run the same code."""
-    implied = {"ignore_environment", "no_user_site", "safe_path"} if sys.flags.isolated else set()
-    counts = {letter: int(getattr(sys.flags, name, 0)) for name, letter in _FLAGS.items() if name not in implied}
-    options = [f"-{letter * count}" for letter, count in counts.items() if count]
-    for name, value in sys._xoptions.items():
-        options += ["-X", name if value is True else f"{name}={value}"]
-    return [*options, *(f"-W{option}" for option in sys.warnoptions)]
+    return file
 
 
 def cache_folder() -> str:

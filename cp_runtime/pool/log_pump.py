@@ -1,34 +1,49 @@
-"""Carries what ranks print into the UI process's log."""
+"""Carries what a process prints into the UI process's log."""
 
 from __future__ import annotations
 
 import logging
 import os
-import selectors
 import threading
 from collections import deque
-from collections.abc import Sequence
 
 log = logging.getLogger("context_parallel")
 
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 
 
-class Lines:
-    """Output of one process, cut into lines for the log, each with the process's name in front. `name`: of the process."""
+class LogPump:
+    """A thread that copies the lines of one process to the log until it has ended, each with the process's name in front.
+
+    Args:
+        name: of the process.
+
+    Attributes:
+        fd: descriptor that the process writes to. It is this process's own while the pump is used as a context.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._pending = bytearray()
-        self.last: deque[str] = deque(maxlen=12)
+        self._last: deque[str] = deque(maxlen=12)
+        read, self.fd = os.pipe()
+        self._thread = threading.Thread(target=self._run, args=(read,), name="context-parallel-log", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            os.close(read)
+            os.close(self.fd)
+            raise
 
-    def add(self, data: bytes) -> None:
-        """Log what came; empty = the output has ended."""
-        self._pending += data
-        *lines, rest = bytes(self._pending).split(b"\n")
-        self._pending[:] = rest
-        for line in lines if data else [*lines, rest]:
-            self._emit(line.decode(errors="replace").rstrip())
+    def __enter__(self) -> LogPump:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+    def _run(self, read: int) -> None:
+        with open(read, "rb") as lines:
+            for line in lines:
+                self._emit(line.decode(errors="replace").rstrip())
 
     def _emit(self, line: str) -> None:
         if not line:
@@ -36,37 +51,10 @@ class Lines:
         name, separator, text = line.partition("|")
         level = _LEVELS.get(name) if separator else None
         line = text if level else line
-        self.last.append(line)
+        self._last.append(line)
         log.log(level or logging.INFO, "[%s] %s", self._name, line)
 
-
-class LogPump:
-    """A thread that copies lines of processes to the log until every one has ended. `outputs`: descriptors to read, which the
-    thread closes. `names`: of the processes."""
-
-    def __init__(self, outputs: Sequence[int], names: Sequence[str]) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._lines = [Lines(name) for name in names]
-        for fd, lines in zip(outputs, self._lines, strict=True):
-            self._selector.register(fd, selectors.EVENT_READ, lines)
-        self.thread = threading.Thread(target=self._run, name="context-parallel-log", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        while self._selector.get_map():
-            for key, _ in self._selector.select():
-                data = os.read(key.fd, 1 << 16)
-                key.data.add(data)
-                if not data:
-                    self._selector.unregister(key.fd)
-                    os.close(key.fd)
-        self._selector.close()
-
-    def finish(self) -> None:
-        """Let the last lines of processes that have ended arrive. A child of theirs may hold its output open."""
-        self.thread.join(0.2)
-
-    def last_lines(self, process: int = 0) -> list[str]:
-        """Return the last lines that a process printed."""
-        self.finish()
-        return list(self._lines[process].last)
+    def finish(self) -> list[str]:
+        """Let the last lines of a process that has ended arrive, and return them. A child of it may hold its output open."""
+        self._thread.join(0.2)
+        return list(self._last)

@@ -4,8 +4,8 @@ A value with tensors in it is a `Tree` (see `protocol`).
 
 | Sent by | Messages |
 |---|---|
-| the controller, to rank 0, which broadcasts it | `Request`: `Echo`, `Load`, `Call`, `AttachNetwork`, `Drop`, `Unload`, `MakeRoom`, `Available`, `Shutdown` |
-| the controller, out of turn | `GoOn` after a step of the start; `Cancel` |
+| the controller, to every rank | `Request`: `Import`, `Connect`, `Measure`; `Echo`, `Load`, `Call`, `AttachNetwork`, `Drop`, `Unload`, `MakeRoom`, `Available`; `Shutdown` |
+| the controller, out of turn, to rank 0 | `Cancel` |
 | every rank, once per command | `Report`: what its request names, or `Cancelled`, or `Failure` |
 """  # noqa: E501  (a table)
 
@@ -72,15 +72,11 @@ class Failure(Report):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hello(Report):
-    """A rank is ready."""
+class Ready(Report):
+    """A rank has started."""
 
-    device: str
-    name: str  # of the device
-    backend: str
-    seconds: dict[str, float]  # of the steps of its start
-    measured: Measured | None = None  # all ranks, from rank 0
-    shares: tuple[int, ...] = ()  # the same
+    name: str  # of its device
+    measured: Measured  # all ranks, the same on each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +171,20 @@ class Shutdown(Request[Done]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GoOn(Request[Done]):
-    """Take the next step of the start."""
+class Import(Request[Done]):
+    """Set the device and import the service: the first step of a start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connect(Request[Done]):
+    """Join the process groups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure(Request[Ready]):
+    """Measure devices and links: the last step of a start."""
+
+    report: ClassVar[type[Any]] = Ready
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +218,7 @@ class Load(Request[Loaded]):
     patches_uuid: str
     placement: str = "whole"
     device_bytes: int = 0  # of weights that one rank keeps on its device
+    memory: tuple[int, int] = (0, -1)  # where the tensors of the patches lie: a process id, and a descriptor there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +278,7 @@ class Available(Request[Room]):
 KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
-        Shutdown, GoOn, Cancel, Echo, Load, Call, AttachNetwork, Drop, Unload, MakeRoom, Available,
-        Done, Cancelled, Failure, Hello, Value, Loaded, Room, CallReport,
+        Import, Connect, Measure, Shutdown, Cancel, Echo, Load, Call, AttachNetwork, Drop, Unload, MakeRoom, Available,
+        Done, Cancelled, Failure, Ready, Value, Loaded, Room, CallReport,
     )
 }  # fmt: skip

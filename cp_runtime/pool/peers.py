@@ -27,7 +27,7 @@ PROBE = 1 << 18  # numbers that each rank sends each other one
 class Connection:
     """How ranks communicate."""
 
-    backend: str  # of torch.distributed; auto = that of the device
+    backend: str  # of torch.distributed
     peer_to_peer: bool = True  # whether NCCL may let GPUs reach each other's memory
 
     @property
@@ -43,7 +43,7 @@ def connections(config: RuntimeConfig) -> list[Connection]:
     """Return the connections to try, in order: the devices' own library, NCCL through the host's memory, and gloo, unless another
     was asked for by name."""
     if not config.native:
-        return [Connection(backend=config.backend)]
+        return [Connection(backend="gloo")]
     ways = [Connection(backend=config.native)]
     if config.native == "nccl":
         ways.append(Connection(backend="nccl", peer_to_peer=False))
@@ -53,18 +53,14 @@ def connections(config: RuntimeConfig) -> list[Connection]:
 
 
 class Ways:
-    """The ways to connect some ranks, without those that have failed.
-
-    Args:
-        ranks: how many.
-        left: ways to try, the best first.
+    """The ways to connect the ranks of a config, without those that have failed.
 
     Attributes:
         fallback: why the first one was given up; empty = it was not.
     """
 
-    def __init__(self, ranks: int, left: list[Connection]) -> None:
-        self._ranks, self._left, self.fallback = ranks, left, ""
+    def __init__(self, config: RuntimeConfig) -> None:
+        self._ranks, self._left, self.fallback = config.world_size, connections(config), ""
 
     @property
     def current(self) -> Connection:
@@ -85,8 +81,7 @@ _of_machines: dict[tuple[Any, ...], Ways] = {}
 
 def ways_of(config: RuntimeConfig) -> Ways:
     """Return the ways to connect ranks on these devices. What has failed once in this process is not tried again."""
-    ways = connections(config)
-    return _of_machines.setdefault((config.devices, *ways), Ways(config.world_size, ways))
+    return _of_machines.setdefault((config.devices, *connections(config)), Ways(config))
 
 
 def without_peer_access(devices: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..version import VERSION
@@ -23,7 +23,6 @@ PREFIX = "context-parallel-stacks-"
 KEEP = 5  # files of this user
 PATIENCE = 0.6  # seconds that ranks get to write
 QUIET = 0.15  # seconds without another byte after which all is written; a rank writes its main thread last
-LOOK_INTERVAL = 0.25  # seconds between two looks at the states of all ranks
 
 
 def collect_stacks(files: Sequence[int], processes: Sequence[RankProcess], title: str) -> Path:
@@ -41,7 +40,7 @@ def collect_stacks(files: Sequence[int], processes: Sequence[RankProcess], title
     states = [process_state(process.pid) for process in processes]
     asked = []
     for fd, process in zip(files, processes, strict=True):
-        if process.poll() is None:
+        if process.returncode is None:
             _signal_main_thread(process.pid)
             process.send_signal(signal.SIGCONT)  # a stopped one has to run to write
             asked.append(fd)
@@ -77,22 +76,6 @@ def _signal_main_thread(pid: int) -> None:
         os.kill(pid, SIGNAL)
     else:
         tgkill(pid, pid, SIGNAL)
-
-
-class StateWatch:
-    """Watches which processes are stopped, without a look at each of them every time. `now`: when the watch begins, on the clock of
-    `stopped`."""
-
-    def __init__(self, processes: Sequence[RankProcess], now: float) -> None:
-        self._processes, self._looked = processes, now
-        self._stopped: frozenset[int] = frozenset()
-
-    def stopped(self, ranks: Iterable[int], now: float) -> frozenset[int]:
-        """Return which of `ranks` a signal had stopped at the last look. In a debugger's hands ("tracing stop") is not stopped."""
-        if now - self._looked >= LOOK_INTERVAL:
-            self._looked = now
-            self._stopped = frozenset(rank for rank in ranks if process_state(self._processes[rank].pid) == "stopped")
-        return self._stopped
 
 
 def _remove_old() -> None:

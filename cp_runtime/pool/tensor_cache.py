@@ -32,7 +32,6 @@ class CallEncoder:
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[str, Tensor]] = OrderedDict()
         self._numbers = itertools.count()
-        self._bytes = 0
         self._in_step = True  # whether the ranks keep what `_kept` says
 
     def encode(
@@ -44,10 +43,9 @@ class CallEncoder:
             changing: names of arguments that change with every call.
             in_place: names of arguments whose tensors ranks leave in the memory of the message.
         """
-        if not self._in_step:
-            self._kept.clear()
-            self._bytes = 0
         start_over, self._in_step = not self._in_step, False
+        if start_over:
+            self._kept.clear()
         packer, used, on_host = TensorPacker(), set[str](), dict[int, Tensor]()
 
         def belongs(path: str, names: Set[str]) -> bool:
@@ -77,7 +75,7 @@ class CallEncoder:
     def reset(self) -> None:
         """Note that the ranks keep nothing: they were told to, or are gone."""
         self._kept.clear()
-        self._bytes, self._in_step = 0, True
+        self._in_step = True
 
     def _find(self, path: str, tensor: Tensor) -> str | None:
         for key, (kept_path, kept) in self._kept.items():
@@ -90,17 +88,14 @@ class CallEncoder:
     def _add(self, path: str, tensor: Tensor) -> str:
         key = f"c{next(self._numbers)}"
         self._kept[key] = (path, tensor.clone(memory_format=torch.contiguous_format))
-        self._bytes += tensor.nbytes
         return key
 
     def _evict(self, used: Set[str]) -> list[str]:
         """Forget the least recently used tensors above the limit, never one in `used`; return their keys."""
-        dropped = []
-        for key in list(self._kept):
-            if self._bytes <= LIMIT:
-                break
-            if key not in used:
-                self._bytes -= self._kept.pop(key)[1].nbytes
+        dropped, size = [], sum(kept.nbytes for _, kept in self._kept.values())
+        for key in [key for key in self._kept if key not in used]:
+            if size > LIMIT:
+                size -= self._kept.pop(key)[1].nbytes
                 dropped.append(key)
         return dropped
 
@@ -119,9 +114,6 @@ class TensorCache:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[str, Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def unpack(self, message: Packed[Any], block: Tensor) -> Any:
         """Rebuild the value of a message, from its payload and from what is kept here.

@@ -1,4 +1,4 @@
-"""The controller's side of a pool: starts the ranks, sends commands to rank 0, collects every rank's report.
+"""The controller's side of a pool: starts the ranks, sends commands to all of them, collects every rank's report.
 
 A failed pool is never repaired: all its ranks are killed, and the next use starts a new one.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import select
 import socket
 import time
@@ -16,25 +15,23 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..engine.measuring import Measured
+from ..engine.mesh import reduced
 from ..engine.sharding import Shares
-from ..errors import ContextParallelError, PoolError, PoolTimeout, RankError
-from .board import Inherited, Progress
+from ..errors import ContextParallelError, PoolError, RankError
+from .board import MISSED, Inherited, Progress
 from .channel import Channel, Closed
 from .collection import Collection, ModuleTimes, Outcome, SendCancel
-from .config import RuntimeConfig, WorkerSite, connect_timeout, load_timeout, startup_timeout
-from .failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure, unforked
-from .forking import FORK_SERVERS, RankProcess, kill_all, process_state
-from .frames import all_of, name_of, report_of
+from .config import TIMEOUTS, RuntimeConfig, WorkerSite, timeout_of
+from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure, unforked
+from .forking import FORK_SERVERS, ForkServer, RankProcess, kill_all, process_state
+from .frames import all_of, name_of, pack, report_of
 from .launcher import as_host, child_environment
 from .limits import starting
-from .log_pump import LogPump
-from .messages import Cancel, Failure, GoOn, Hello, R, Report, Request, Shutdown, Value
+from .messages import Cancel, Connect, Failure, Import, Measure, R, Ready, Report, Request, Shutdown, Value
 from .peers import Connection, look_at_peers, ways_of
 from .protocol import TensorPacker, read_tensor, unflatten
-from .stacks import StateWatch
 
 log = logging.getLogger("context_parallel")
 
@@ -64,6 +61,7 @@ class WorkerPool:
         did, did_until: the command before, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
         measured, shares, device_names: of the ranks; none until they are ready.
+        load_timeout: seconds that ranks may take to load a model, and for its first call.
         ways: how they may connect; its `fallback` says why they do not as they would by default.
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
     """
@@ -82,7 +80,7 @@ class WorkerPool:
         self.waiting_for: list[int] = []
         self.stage, self.since, self.imports = "starting processes", time.time(), True
         self.seconds: dict[str, float] = {}
-        self._startup_timeout, self._connect_timeout, self._load_timeout = startup_timeout(), connect_timeout(), load_timeout()
+        self._startup_timeout, self._connect_timeout, self.load_timeout = map(timeout_of, TIMEOUTS)
         self._seq = 0
         self._aborted = ""
         self.ways = ways_of(config)
@@ -92,7 +90,6 @@ class WorkerPool:
     def _open(self) -> None:
         """Make what one start needs."""
         self.channels: list[Channel] = []
-        self._log: LogPump | None = None
         self.inherited = Inherited(self.world_size)
 
     def start(self, cancelled: Callable[[], bool] | None = None) -> None:
@@ -118,35 +115,50 @@ class WorkerPool:
                     self._open()
 
     def _start(self, way: Connection, cancelled: Callable[[], bool] | None) -> None:
-        began = time.monotonic()
+        began, self.seconds = time.monotonic(), {}
+
+        def ended(step: str, what: str = "start", timeout: float | None = None) -> list[Report]:
+            """Wait until all ranks have taken a step. `timeout`: of this step; None = what is left of the start's."""
+            now = time.monotonic()
+            since, limit = (began, self._startup_timeout) if timeout is None else (now, timeout)
+            reports = self._collect(what, since, limit, cancelled)
+            self.seconds[step] = time.monotonic() - now
+            return reports
+
         with starting():
-            self._spawn(way, began + self._startup_timeout, cancelled)
-        self._collect(0, "start", began, self._startup_timeout, cancelled)
+            server = self._fork(way)
+            self._send(Import())
+            self._wait_forked(server, began + self._startup_timeout, cancelled)
+        ended("import")
         self.stage = CONNECTING
-        self._go_on()
         self.peer_to_peer = look_at_peers(self.config.devices, way) if way.backend == "nccl" else None
+        self._send(Connect())
         if way.backend == self.config.native:
-            self._collect(0, CONNECTING, time.monotonic(), self._connect_timeout, cancelled)
+            ended("connect", CONNECTING, self._connect_timeout)
         else:
-            self._collect(0, "start", began, self._startup_timeout, cancelled)
-        self._go_on()
-        hellos = all_of(Hello, self._collect(0, "start", began, self._startup_timeout, cancelled))
-        self.backend, self.measured, self.shares = hellos[0].backend, hellos[0].measured, hellos[0].shares
-        self.device_names = [hello.name for hello in hellos]
+            ended("connect")
+        self._send(Measure())
+        ready = all_of(Ready, ended("measure"))
+        self.backend, self.measured, self.device_names = way.backend, ready[0].measured, [each.name for each in ready]
+        self.shares = reduced(self.config.shares or self.measured.shares)
+        devices = [f"{device} ({name})" for device, name in zip(self.config.devices, self.device_names, strict=True)]
         if self.shares:
-            parts = zip(self.config.devices, self.device_names, self.shares, strict=True)
-            log.info("ranks take unequal shares: %s", ", ".join(f"{device} ({name}) {share}" for device, name, share in parts))
-        self.seconds = {"start": time.monotonic() - began, **hellos[0].seconds}
-        steps = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in hellos[0].seconds.items())
-        ranks = ", ".join(f"rank {rank} pid {self.pids[rank]} on {hello.device}" for rank, hello in enumerate(hellos))
+            parts = zip(devices, self.shares, strict=True)
+            log.info("ranks take unequal shares: %s", ", ".join(f"{device} {share}" for device, share in parts))
+        steps = ", ".join(f"{step} {seconds:.1f} s" for step, seconds in self.seconds.items())
+        self.seconds["start"] = time.monotonic() - began
+        ranks = ", ".join(f"rank {rank} pid {self.pids[rank]} on {device}" for rank, device in enumerate(self.config.devices))
         log.info("started %d ranks in %.1f s (%s): %s", self.world_size, self.seconds["start"], steps, ranks)
 
-    def _go_on(self) -> None:
-        """Let the ranks take the next step of their start."""
+    def _send(self, request: Request[Any], nbytes: int = 0) -> None:
+        """Send a command to all ranks. `nbytes`: of its tensors, which lie in shared memory."""
+        self._seq += 1
         self.waiting_for = list(range(self.world_size))
+        self.inherited.board.undecided()
+        frame = pack(request, self._seq, nbytes)
         for channel in self.channels:
-            with contextlib.suppress(Closed):  # _collect says how it died
-                channel.send(GoOn())
+            with contextlib.suppress(Closed):  # _collect says how its rank died
+                channel.send(frame)
 
     def progress(self, rank: int) -> Progress:
         """Return the progress of a rank. From any thread."""
@@ -155,7 +167,7 @@ class WorkerPool:
     def abort(self, reason: str) -> None:
         """End the ranks now, so that a command which runs raises PoolError. From any thread."""
         self._aborted = reason
-        self.kill_processes()
+        kill_all(self.processes)
 
     @property
     def pids(self) -> list[int]:
@@ -167,13 +179,14 @@ class WorkerPool:
         request: Request[R],
         packer: TensorPacker | None = None,
         *,
-        timeout: float,
+        timeout: float | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[R]:
         """Run a command on all ranks and return their reports, by rank.
 
         Args:
             packer: tensors that the request refers to.
+            timeout: seconds; None = as many as loading a model may take.
             cancelled: polled while waiting.
 
         Raises:
@@ -185,15 +198,13 @@ class WorkerPool:
         if not self.alive:
             raise PoolError("the worker pool is not running")
         packer, command = packer or TensorPacker(), name_of(request)
-        self._seq += 1
-        began = time.monotonic()
-        with self._doing(command), self._killed_by_errors(command):
+        began, timeout = time.monotonic(), self.load_timeout if timeout is None else timeout
+        with self._doing(command), self.killed_by_errors(command):
             if packer.nbytes <= KEEP_BYTES:  # else a large one comes with every call, as residuals of a ControlNet do
                 self.inherited.request.trim(KEEP_BYTES)
             packer.write(self.inherited.request.view(packer.nbytes))
-            with contextlib.suppress(Closed):  # rank 0 died: _collect says how
-                self.channels[0].send(request, self._seq, packer.nbytes, began + timeout)
-            return all_of(request.report, self._collect(self._seq, command, began, timeout, cancelled))
+            self._send(request, packer.nbytes)
+            return all_of(request.report, self._collect(command, began, timeout, cancelled))
 
     @contextlib.contextmanager
     def _doing(self, what: str) -> Iterator[None]:
@@ -204,7 +215,7 @@ class WorkerPool:
             self.did, self.did_until, self.doing = what, time.monotonic(), ""
 
     @contextlib.contextmanager
-    def _killed_by_errors(self, command: str) -> Iterator[None]:
+    def killed_by_errors(self, command: str) -> Iterator[None]:
         """Kill the pool where a command fails, unless its ranks are still in step with each other."""
         try:
             yield
@@ -216,10 +227,6 @@ class WorkerPool:
                 raise
             # For example a device that fails while tensors are copied. Callers know one kind of error.
             raise PoolError(f"{command} failed outside of the workers: {type(error).__name__}: {error}") from error
-
-    def payload(self, nbytes: int) -> Tensor:
-        """Return the bytes that the last request sent, as a uint8 tensor."""
-        return self.inherited.request.view(nbytes)
 
     def trim(self) -> None:
         """Give the memory of a large message back."""
@@ -236,8 +243,7 @@ class WorkerPool:
     def close(self) -> None:
         """End the ranks: ask, wait, kill."""
         if self.alive:
-            with contextlib.suppress(Closed, PoolTimeout):
-                self.channels[0].send(Shutdown(), self._seq + 1, deadline=time.monotonic() + 1)
+            self._send(Shutdown())
             self._running_after(SHUTDOWN_GRACE)
         self.kill()
 
@@ -246,48 +252,37 @@ class WorkerPool:
         deadline = time.monotonic() + seconds
         return [rank for rank, process in enumerate(self.processes) if not process.wait(max(0.0, deadline - time.monotonic()))]
 
-    def kill_processes(self) -> None:
-        """End the ranks now. Safe from any thread."""
-        kill_all(self.processes)
-
     def kill(self) -> None:
         """End the ranks now and release everything."""
         self.alive = False
-        self.kill_processes()
+        kill_all(self.processes)
         for rank in self._running_after(SHUTDOWN_GRACE):
             pid = self.processes[rank].pid
             log.error("rank %d (pid %d, %s) did not end", rank, pid, process_state(pid))
-        if self._log is not None:
-            self._log.finish()
+        for process in self.processes:
+            process.log.finish()
         for channel in self.channels:
             channel.close()
         self.inherited.close()
 
-    def _spawn(self, way: Connection, deadline: float, cancelled: Callable[[], bool] | None) -> None:
-        """Fork the ranks."""
+    def _fork(self, way: Connection) -> ForkServer:
+        """Ask a fork server for the ranks, and return it."""
         environment = child_environment(self.config.device_type, self.world_size)
         hosts = self.config.shares_accelerators and self.config.backend == "nccl"
         server = FORK_SERVERS.get(self.site, environment)
         self.imports = not server.ready
         self.stage = "importing" if self.imports else "starting processes"
-        with contextlib.ExitStack() as outputs:
-            read = []
-            for rank, device in enumerate(self.config.devices):
-                ours, theirs = socket.socketpair()
-                self.channels.append(Channel(ours))
-                with theirs:
-                    output, written = os.pipe()
-                    outputs.callback(os.close, output)
-                    read.append(output)
-                    own = environment | way.environment | (as_host(rank) if hosts else {})
-                    inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
-                    try:
-                        started = server.start(self._spec(rank, device, way), own, inherited, written)
-                        self.processes[rank : rank + 1] = [started]  # an earlier start's until now: the status must find one
-                    finally:
-                        os.close(written)
-            self._log = LogPump(read, [f"rank {rank}" for rank in range(self.world_size)])
-            outputs.pop_all()  # the pump closes them
+        for rank, device in enumerate(self.config.devices):
+            ours, theirs = socket.socketpair()
+            self.channels.append(Channel(ours))
+            with theirs:
+                own = environment | way.environment | (as_host(rank) if hosts else {})
+                inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
+                started = server.start(self._spec(rank, device, way), own, inherited)
+                self.processes[rank : rank + 1] = [started]  # an earlier start's until now: the status must find one
+        return server
+
+    def _wait_forked(self, server: ForkServer, deadline: float, cancelled: Callable[[], bool] | None) -> None:
         for rank, process in enumerate(self.processes):
             while not process.wait_started(TICK):
                 if self._aborted:
@@ -310,29 +305,30 @@ class WorkerPool:
             "arguments": self.site.arguments,
             "argv": self.site.argv,
             # Longer than any step: the controller acts first, which can name the late rank.
-            "collective_timeout": max(self.config.step_timeout, self._load_timeout) + 60,
+            "collective_timeout": max(self.config.step_timeout, self.load_timeout) + 60,
             "log_level": logging.getLevelName(log.getEffectiveLevel()),
         }
 
-    def _collect(
-        self, seq: int, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None = None
-    ) -> list[Report]:
-        """Wait for the reports of all ranks on a command."""
+    def _collect(self, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None) -> list[Report]:
+        """Wait for the reports of all ranks on the last command."""
         now, until = time.monotonic(), began + timeout
-        collection = Collection(world_size=self.world_size, began=now, timeout=until - now, compile_timeout=self._load_timeout)
-        states, times = StateWatch(self.processes, began), ModuleTimes()
+        collection = Collection(world_size=self.world_size, began=now, timeout=until - now, compile_timeout=self.load_timeout)
+        times = ModuleTimes()
         ranks = {channel.fileno(): rank for rank, channel in enumerate(self.channels)}
         poller = select.poll()
-        for fd in ranks:
-            poller.register(fd, select.POLLIN)
+        for channel in self.channels:
+            poller.register(channel, channel.events)
         while True:
             now = time.monotonic()
             ready = poller.poll(min(TICK, max(0.0, until - now)) * 1000)
             for fd, _ in ready:
                 rank = ranks[fd]
+                channel = self.channels[rank]
                 try:
-                    while (frame := self.channels[rank].poll()) is not None:
-                        if frame.seq == seq:
+                    channel.flush()
+                    poller.modify(fd, channel.events)
+                    while (frame := channel.poll()) is not None:
+                        if frame.seq == self._seq:
                             collection.reported(rank, report_of(frame, rank))
                 except Closed:
                     poller.unregister(fd)
@@ -343,16 +339,19 @@ class WorkerPool:
             # A rank that compiles does not leave when told to, and modules that take long now do not the next time.
             times = ModuleTimes() if compiling else times
             times.note({rank: progress.modules for rank, progress in at.items()}, now)
+            # In a debugger's hands ("tracing stop") is not stopped.
+            late = [rank for rank, progress in at.items() if now - progress.beat > MISSED]
+            stopped = {rank for rank in late if process_state(self.pids[rank]) == "stopped"}
             if self._aborted:
                 collection.abort()
-            step = collection.tick(now, quiet=not ready, stopped=states.stopped(self.waiting_for, now), compiling=compiling)
+            step = collection.tick(now, quiet=not ready, stopped=stopped, compiling=compiling)
             if isinstance(step, Outcome):
                 return self._conclude(step, what, timeout)
             if cancelled is not None and cancelled():
                 step = collection.cancel(now, times.longest)
             if isinstance(step, SendCancel):
                 with contextlib.suppress(Closed):
-                    self.channels[0].send(Cancel(), deadline=step.until)
+                    self.channels[0].send(pack(Cancel()))
             until = step.until
 
     def _conclude(self, outcome: Outcome, what: str, timeout: float) -> list[Report]:
@@ -366,8 +365,7 @@ class WorkerPool:
             if isinstance(reply, Failure):
                 error = reported_failure(rank, self.processes[rank].pid, reply, outcome.replies, advice)
             else:
-                rank = first_death(outcome.died, rank, self.processes)
-                error = death(rank, self.processes[rank], self._log, advice)
+                error = death(outcome.died, rank, self.processes, advice)
         elif outcome.cancelled:
             error = CallCancelled()
             if outcome.kill:

@@ -172,10 +172,10 @@ class Commands:
         """Close what is idle, kill what is busy, say how the ranks ended, and let the threads end that used them."""
         for name, pool in self.pools.items():
             if name in self.busy:
-                pool.kill_processes()
+                pool.abort("this process ends")
             else:
                 pool.close()
-            logging.info("pool %s is closed, exit codes %s", name, [process.poll() for process in pool.processes])
+            logging.info("pool %s is closed, exit codes %s", name, [process.returncode for process in pool.processes])
         # With its pool it has little left to do. One that is inside of torch when Python ends has the process aborted.
         for thread in self._threads:
             thread.join(THREAD_ENDS)

@@ -14,7 +14,7 @@ from cp_runtime.pool.frames import MAX_HEADER
 def test_unload_raises_nothing_and_ends_the_workers():
     """ComfyUI's queue ends by whatever it raises."""
     controller = Controller(WorkerSite, lambda devices: None)
-    workers = controller.workers = Workers(make_pool().config, WorkerSite(), controller.changed.set, Shortages())
+    workers = controller.workers = Workers(make_pool().config, WorkerSite(), controller.journal.changed.set, Shortages())
     workers.pool.start()
     key = "x" * (MAX_HEADER + 1)  # no message can carry it: an error that is no PoolError
     workers._resident[key] = Resident("x", "u", Choice("whole", ""), asked=("auto", 0.0), call=0.0, device_bytes=0)

@@ -18,6 +18,7 @@ from support.processes import wait_gone
 
 from cp_runtime.errors import PoolError
 from cp_runtime.pool.channel import Channel, Closed
+from cp_runtime.pool.frames import pack
 from cp_runtime.pool.messages import Value
 
 TOLERANCE = 2e-4
@@ -163,7 +164,7 @@ def test_a_result_cut_off_by_death_is_not_taken_for_one():
 def test_half_a_report_is_none(share):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        Channel(theirs).send(Value(value="x" * 100), 1)
+        Channel(theirs).send(pack(Value(value="x" * 100), 1))
         frame = ours.recv(1 << 16)
     ours, theirs = socket.socketpair()
     with theirs:

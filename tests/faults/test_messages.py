@@ -287,13 +287,12 @@ def test_deep_values_are_refused_or_taken(name):
 
 
 def send_raw(pool: WorkerPool, data: bytes) -> None:
-    """Write to rank 0 what the controller would never write."""
-    sock = pool.channels[0].sock
-    sock.setblocking(True)
-    sock.settimeout(5)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        sock.sendall(data)
-    sock.setblocking(False)
+    """Write to every rank what the controller would never write."""
+    for channel in pool.channels:
+        channel.sock.settimeout(5)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            channel.sock.sendall(data)
+        channel.sock.setblocking(False)
 
 
 def hostile_request(pool: WorkerPool, tree: object, **fields: Any) -> str:
@@ -312,7 +311,7 @@ def test_living_ranks_answer_hostile_values_and_live_on():
     """Every rank answers with a typed error, and the same processes serve the next command."""
     count = 2_000 if SOAK else 200
     with small_pool() as pool:
-        pool.payload(BLOCK)  # that much memory is there, as after any message
+        pool.inherited.request.view(BLOCK)  # that much memory is there, as after any message
         pids, wrong = list(pool.pids), {}
         watch = Stopwatch(f"35 {count + len(HOSTILE) + len(DEEP):,} hostile messages to living ranks")
         for name, tree in {**HOSTILE, **DEEP}.items():
@@ -339,7 +338,7 @@ def test_a_message_cannot_make_ranks_allocate():
         echo(pool, torch.ones(3))
         block = os.dup(pool.inherited.request.fd)
         before = os.fstat(block).st_size
-        pool.channels[0].send(Echo(value=1, drop=()), 2, 64 << 20)
+        pool._send(Echo(value=1, drop=()), 64 << 20)
         assert all(process.wait(10) for process in pool.processes)
         after = os.fstat(block).st_size
         os.close(block)
@@ -375,7 +374,8 @@ def test_living_ranks_end_at_frames_they_cannot_read(name, tmp_path):
         assert torch.equal(echo(pool, torch.arange(5)), torch.arange(5))
         send_raw(pool, RAW[name](marker))
         if name == "a frame that is cut off":  # the rank waits for the rest, until there can be none
-            pool.channels[0].sock.shutdown(socket.SHUT_WR)
+            for channel in pool.channels:
+                channel.sock.shutdown(socket.SHUT_WR)
         watch = Stopwatch(f"35 {name} on the socket of a living rank")
         for process in pool.processes:
             process.wait(10)

@@ -121,16 +121,12 @@ def make_faulty(module: Any) -> None:
     class FaultyWorker(module.Worker):
         """A rank that looks for faults."""
 
-        started = False
+        def _connect(self, *command: Any) -> None:
+            inject(self.rank, "start")
+            super()._connect(*command)
 
-        def _end_step(self) -> None:
-            if not self.started:
-                self.started = True
-                inject(self.rank, "start")
-            super()._end_step()
-
-        def keep(self, block: torch.Tensor) -> torch.Tensor:
-            kept: torch.Tensor = super().keep(block)
+        def keep(self, memory: tuple[int, int]) -> torch.Tensor:
+            kept: torch.Tensor = super().keep(memory)
             inject(self.rank, "load")
             return kept
 

@@ -28,6 +28,7 @@ def walk(points, *, asked_at, stops_at=None, pause=lambda: None):
 
 def together(word, **by_rank):
     ranks = [CancelPoints(word, rank) for rank in range(RANKS)]
+    word.zero_()
     for points in ranks:
         points.restart()
     with ThreadPoolExecutor(RANKS) as pool:

@@ -1,12 +1,15 @@
+import select
 import socket
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from cp_runtime.errors import PoolError, PoolTimeout, ProtocolError
 from cp_runtime.pool.channel import Channel, Closed, SharedBlock
+from cp_runtime.pool.frames import pack
 from cp_runtime.pool.messages import Drop
 
 
@@ -26,7 +29,7 @@ def soon():
 def test_frames_arrive_whole_and_in_order(pair):
     ours, theirs = pair
     for i in range(3):
-        ours.send(Drop(keys=("x" * 1000,)), i, deadline=soon())
+        ours.send(pack(Drop(keys=("x" * 1000,)), i))
     assert [theirs.receive(soon()).seq for _ in range(3)] == [0, 1, 2]
     assert theirs.poll() is None
 
@@ -40,9 +43,30 @@ def test_a_receive_ends_at_its_deadline(pair):
         pair[0].receive(began)  # past already
 
 
-def test_a_send_that_nobody_reads_ends_at_its_deadline(pair):
-    with pytest.raises(PoolTimeout):
-        pair[0].send(Drop(keys=("y" * (8 << 20),)), deadline=time.monotonic() + 0.2)
+def test_a_send_that_nobody_reads_does_not_wait_and_the_rest_goes_later(pair):
+    ours, theirs = pair
+    began = time.monotonic()
+    ours.send(pack(Drop(keys=("y" * (8 << 20),)), 1))
+    ours.send(pack(Drop(keys=()), 2))
+    assert time.monotonic() - began < 2
+    assert ours.events & select.POLLOUT
+    frames = []
+    while len(frames) < 2:
+        ours.flush()
+        frames += [] if (frame := theirs.poll()) is None else [frame]
+    assert [frame.seq for frame in frames] == [1, 2]
+    assert len(frames[0].message.keys[0]) == 8 << 20
+    assert not ours.events & select.POLLOUT
+
+
+def test_a_receiver_sends_what_is_left(pair):
+    ours, theirs = pair
+    ours.send(pack(Drop(keys=("y" * (8 << 20),)), 1))
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(ours.receive, soon())
+        assert theirs.receive(soon()).seq == 1
+        theirs.send(pack(Drop(keys=()), 2))
+        assert waiting.result().seq == 2
 
 
 def test_a_frame_cut_off_by_death_is_never_returned(pair):

@@ -2,6 +2,7 @@
 
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from cp_runtime.errors import PoolError, PoolTimeout, RankError, RankOutOfMemory
 from cp_runtime.pool.board import Progress
 from cp_runtime.pool.collection import Outcome
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from cp_runtime.pool.failures import connect_advice, connect_failure, death, first_death, missed_deadline, reported_failure
+from cp_runtime.pool.failures import connect_advice, connect_failure, death, missed_deadline, reported_failure
 from cp_runtime.pool.forking import RankProcess
 from cp_runtime.pool.messages import Memory
 from cp_runtime.pool.worker_pool import WorkerPool
@@ -21,7 +22,7 @@ KILLED, LOST_ITS_PEER = -signal.SIGKILL, 1
 
 def ended(*codes):
     """Ranks that ended so."""
-    processes = [RankProcess(None) for _ in codes]
+    processes = [RankProcess(None, SimpleNamespace(finish=list)) for _ in codes]
     for number, (process, code) in enumerate(zip(processes, codes, strict=True)):
         process.started(100 + number)
         process.ended(code)
@@ -40,8 +41,7 @@ def ended(*codes):
 )
 def test_a_rank_that_was_killed_comes_before_one_that_lost_it(codes, noticed, named):
     processes = ended(*codes)
-    assert first_death(frozenset(range(len(codes))), noticed, processes) == named
-    assert death(named, processes[named], None).rank == named
+    assert death(frozenset(range(len(codes))), noticed, processes).rank == named
 
 
 CUDA = DeviceInventory(type="cuda", count=2)
@@ -99,7 +99,7 @@ def test_a_gpu_for_one_process_only_is_told_how_to_take_more(message, named):
 
 
 def test_a_rank_that_died_in_the_start_names_the_remedies():
-    assert "to auto" in str(death(0, ended(-signal.SIGSEGV)[0], None, advice()))
+    assert "to auto" in str(death({0}, 0, ended(-signal.SIGSEGV), advice()))
 
 
 @pytest.mark.parametrize(("kind", "traced"), [("MirrorError", False), ("UnsupportedError", False), ("RuntimeError", True)])
@@ -112,7 +112,7 @@ def test_what_is_said_to_users_needs_no_traceback(kind, traced):
 
 def test_a_start_that_hangs_names_the_remedies(monkeypatch):
     monkeypatch.setattr("cp_runtime.pool.failures.collect_stacks", lambda *_: "stacks.txt")
-    error = missed_deadline("connecting", 20, {0: Progress(0, 0, 0, None, 0.0)}, frozenset(), ended(0), [], advice())
+    error = missed_deadline("connecting", 20, {0: Progress()}, frozenset(), ended(0), [], advice())
     for words in ("did not finish connecting within 20 s", "CP_CONNECT_TIMEOUT", "NCCL_P2P_DISABLE=1", "to auto"):
         assert words in str(error)
 

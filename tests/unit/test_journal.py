@@ -148,14 +148,14 @@ def test_speed_in_words(speed, words):
 def test_seconds_that_are_none_are_not_there(tmp_path, content):
     file = tmp_path / "one_device.json"
     file.write_text(content)
-    kept = KeptSeconds(KeptFile("one_device.json", file), "cpu")
+    kept = KeptSeconds(KeptFile(file), "cpu")
     assert [kept.get(name) for name in "abc"] == [None, None, None]
     kept.put("a", 1.5)
     kept.put("a", 1.51)  # hardly news: every call of a run may say so
     assert kept.get("a") == 1.51
-    assert KeptSeconds(KeptFile("one_device.json", file), "cpu").get("a") == 1.5
+    assert KeptSeconds(KeptFile(file), "cpu").get("a") == 1.5
     kept.put("a", 2.0)
-    assert KeptSeconds(KeptFile("one_device.json", file), "cpu").get("a") == 2.0
+    assert KeptSeconds(KeptFile(file), "cpu").get("a") == 2.0
 
 
 # --- messages ----------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import os
 import queue
 import subprocess
@@ -14,25 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.package import ROOT
 from torch._inductor.runtime import cache_dir_utils
 
 from cp_runtime.errors import PoolError
 from cp_runtime.pool import launcher
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from cp_runtime.pool.forking import FORK_SERVERS
-from cp_runtime.pool.launcher import Launcher, child_environment
+from cp_runtime.pool.forking import FORK_SERVERS, ForkServer
+from cp_runtime.pool.launcher import child_environment
 from cp_runtime.pool.limits import name_limit, starting
 from cp_runtime.pool.peers import Connection
 from cp_runtime.pool.worker_pool import WorkerPool
 
-OPTIONS = """
-import importlib.util, json, sys
-spec = importlib.util.spec_from_file_location("launcher", sys.argv[1])  # without the package: torch takes seconds
-launcher = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(launcher)
-print(json.dumps(launcher.interpreter_options()))
-"""
+OPTIONS = "import json, subprocess; print(json.dumps(subprocess._args_from_interpreter_flags()))"  # as `forking` asks
 SEEN = "import json, sys; print(json.dumps([list(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions]))"
 
 
@@ -54,7 +46,7 @@ def run(options, *command):
     ids=" ".join,
 )
 def test_ranks_inherit_the_options_of_the_interpreter(options):
-    inherited = run(options, "-c", OPTIONS, str(ROOT / "cp_runtime" / "pool" / "launcher.py"))
+    inherited = run(options, "-c", OPTIONS)
     assert run(inherited, "-c", SEEN) == run(options, "-c", SEEN)
 
 
@@ -72,21 +64,24 @@ def test_a_start_without_room_names_the_limit(error, limit):
         raise error
 
 
-@pytest.mark.parametrize("argv", [["/nowhere/python"], ["a\0b"], [3]], ids=["OSError", "ValueError", "TypeError"])
-def test_whoever_starts_a_process_gets_its_error(argv):
-    """Whatever it is: the caller waits for it, and the thread must live on, since its end would be that of all children."""
-    launcher, raised = Launcher(), queue.SimpleQueue()
+@pytest.mark.parametrize("program", ["/nowhere/python", "a\0b", 3], ids=["OSError", "ValueError", "TypeError"])
+def test_whoever_starts_a_process_gets_its_error(monkeypatch, program):
+    """Whatever it is: the caller waits for it. The next one starts."""
+    raised = queue.SimpleQueue()
 
     def start():
         try:
-            launcher.start(argv)
+            ForkServer(WorkerSite(), dict(os.environ))
         except Exception as error:  # noqa: BLE001  (compared below)
             raised.put(error)
 
-    threading.Thread(target=start, daemon=True).start()
-    assert isinstance(raised.get(timeout=20), (OSError, ValueError, TypeError))
-    assert launcher.start([sys.executable, "-c", ""]).wait() == 0
-    assert launcher._thread.is_alive()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", program)
+        threading.Thread(target=start, daemon=True).start()
+        assert isinstance(raised.get(timeout=20), (OSError, ValueError, TypeError))
+    server = ForkServer(WorkerSite(preload=()), dict(os.environ))
+    assert server.alive
+    server.kill()
 
 
 def test_other_errors_of_a_start_stay_what_they_are():
@@ -110,13 +105,14 @@ def test_what_nccl_is_told_unless_the_user_says_otherwise(monkeypatch, name):
 
 @pytest.mark.parametrize(("device", "backend", "hosts"), [("cuda:0", "nccl", 2), ("cuda:0", "gloo", 0), ("cpu", "gloo", 0)])
 def test_ranks_on_one_card_are_computers_of_their_own_to_nccl(device, backend, hosts, monkeypatch):
-    rank = SimpleNamespace(wait_started=lambda _: True, kill=lambda _: None, wait=lambda _: True)
+    log = SimpleNamespace(finish=list)
+    rank = SimpleNamespace(kill=lambda _: None, wait=lambda _: True, log=log)
     server = SimpleNamespace(ready=True, start=lambda spec, environment, *_: given.append(environment) or rank)
     given: list[dict[str, str]] = []
     monkeypatch.setattr(FORK_SERVERS, "get", lambda *_: server)
     config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), backend="gloo")
     pool = WorkerPool(replace(config, devices=(device, device), backend=backend), WorkerSite())
-    pool._spawn(Connection(backend=backend), math.inf, None)
+    pool._fork(Connection(backend=backend))
     pool.kill()
     assert len({environment["NCCL_HOSTID"] for environment in given if "NCCL_HOSTID" in environment}) == hosts
 

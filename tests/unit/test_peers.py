@@ -41,10 +41,10 @@ def test_what_is_tried(monkeypatch):
     assert tried() == ["nccl", "nccl with NCCL_P2P_DISABLE=1", "gloo"]
     assert tried(backend="nccl") == ["nccl", "nccl with NCCL_P2P_DISABLE=1"]
     assert tried(backend="gloo") == ["gloo"]
-    assert tried(world_size=1) == tried(inventory=DeviceInventory(type="cpu", count=0)) == ["auto"]
+    assert tried(world_size=1) == tried(inventory=DeviceInventory(type="cpu", count=0)) == ["gloo"]
     intel = DeviceInventory(type="xpu", count=2)
     assert (tried(inventory=intel), tried(inventory=intel, backend="xccl")) == (["xccl", "gloo"], ["xccl"])
-    assert tried(inventory=DeviceInventory(type="npu", count=2)) == ["auto"]  # without torch_npu there is nothing but gloo
+    assert tried(inventory=DeviceInventory(type="npu", count=2)) == ["gloo"]  # without torch_npu there is nothing but gloo
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert tried() == ["nccl with NCCL_P2P_DISABLE=1", "gloo"]
 

@@ -505,7 +505,7 @@ def test_a_file_is_read_that_is_as_large_as_it_gets_and_none_much_larger(tmp_pat
     content = json.loads(file.read_text())
     content["machines"] |= {"m": {"more": {"time": 1, "seconds": 1, "more": [[]] * 600_000}}, "empty": {}}
     file.write_text(json.dumps(content))
-    assert KeptFile("", file).read("m") == {}
+    assert KeptFile(file).read("m") == {}
     times.save("0" * 16)
     assert file.stat().st_size < 10_000
 
@@ -527,7 +527,7 @@ def test_no_file_breaks_a_prompt(tmp_path):
     times = CallTimes("m", 4, file)
     times["flux"] = some()
     times.save("flux")
-    KeptFile("", file).put("m", "seconds", {"seconds": 1.5})
+    KeptFile(file).put("m", "seconds", {"seconds": 1.5})
     text, read = file.read_text(), 0
     for _ in range(1000):
         content = json.loads(text)
@@ -542,7 +542,7 @@ def test_no_file_breaks_a_prompt(tmp_path):
             at = draw.randrange(len(changed))
             changed = changed[:at] + draw.choice(["", "\x00", "9" * 5000, "[" * 100_000]) + changed[at + draw.randint(0, 1) :]
         file.write_text(changed)
-        seconds = KeptSeconds(KeptFile("", file), "m").get("seconds")
+        seconds = KeptSeconds(KeptFile(file), "m").get("seconds")
         assert seconds is None or 0 < seconds < 1e9
         known = CallTimes("m", 4, file).get("flux")
         if known is not None and known.runs:

@@ -8,10 +8,9 @@ from support.package import ROOT
 from support.pools import make_pool
 
 from cp_runtime.errors import ConfigError
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, connect_timeout, load_timeout, startup_timeout
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, timeout_of
 
-SETTINGS = {"CP_STARTUP_TIMEOUT": (startup_timeout, 300.0), "CP_LOAD_TIMEOUT": (load_timeout, 1800.0)}
-SETTINGS["CP_CONNECT_TIMEOUT"] = connect_timeout, 20.0
+SETTINGS = {"CP_STARTUP_TIMEOUT": 300.0, "CP_LOAD_TIMEOUT": 1800.0, "CP_CONNECT_TIMEOUT": 20.0}
 IMPORT = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -26,11 +25,10 @@ import cp_runtime.pool.worker_pool
     ("text", "seconds"), [("45", 45.0), (" 0.5 ", 0.5), ("1e3", 1000.0), (None, None), ("", None), (" ", None)]
 )
 def test_seconds(monkeypatch, name, text, seconds):
-    read, default = SETTINGS[name]
     monkeypatch.delenv(name, raising=False)
     if text is not None:
         monkeypatch.setenv(name, text)
-    assert read() == (default if seconds is None else seconds)
+    assert timeout_of(name) == (SETTINGS[name] if seconds is None else seconds)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -1,6 +1,6 @@
-"""How a rank takes a message, from memory that it shares with the controller, rank 0's broadcast being the header only; and what it
-reports of a call."""
+"""How a rank takes a message, whose tensors lie in memory that it shares with the controller, and what it reports of a call."""
 
+import os
 import time
 from types import SimpleNamespace
 
@@ -10,12 +10,13 @@ from support.devices import SlowDevice
 
 from cp_runtime.controller.run_stats import time_by_rank
 from cp_runtime.engine.collectives import CommStats
+from cp_runtime.errors import ProtocolError
 from cp_runtime.pool.board import Board, CancelPoints
 from cp_runtime.pool.channel import SharedBlock
 from cp_runtime.pool.frames import pack, unpack
 from cp_runtime.pool.messages import CallOutcome, Echo, Shutdown, Value
 from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache, owned
-from cp_runtime.pool.worker import INLINE, Worker, left_memory
+from cp_runtime.pool.worker import Worker, left_memory
 
 OUTCOME = CallOutcome(degrees={}, at_work=1, room=None)
 
@@ -27,36 +28,31 @@ def block():
     block.close()
 
 
-def follower(block, message, nbytes=0):
-    """A rank that is not the first, and the bytes that reach it by broadcast."""
-    worker, received = Worker.__new__(Worker), []
+def rank_with(block, *messages, nbytes=0):
+    """A rank to which these messages come."""
+    worker = Worker.__new__(Worker)
     worker.rank, worker.cache, worker.request = 1, TensorCache(torch.device("cpu")), SharedBlock(block.fd)
+    worker.device, worker.stats, worker.board = torch.device("cpu"), CommStats(), Board(SharedBlock(), 2)
     worker.cancel_points = CancelPoints(torch.zeros((), dtype=torch.int64), worker.rank)
-    data = pack(message, 1, nbytes)
-    head = torch.zeros(16 + INLINE, dtype=torch.uint8)
-    head[:16].view(torch.int64)[:] = torch.tensor([len(data), nbytes])
-    head[16 : 16 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-    def broadcast(tensor):
-        tensor.copy_(head)
-        received.append(tensor.nbytes)
-
-    worker._broadcast = broadcast
-    return worker, received
+    frames = iter([unpack(pack(message, number, nbytes)) for number, message in enumerate([*messages, Shutdown()], 1)])
+    sent = []
+    worker.channel = SimpleNamespace(receive=lambda: next(frames), send=lambda frame: sent.append(unpack(frame)))
+    return worker, sent
 
 
-def test_residuals_are_neither_broadcast_nor_copied(block):
+def test_residuals_are_neither_sent_nor_copied(block):
     residual = torch.randn(2, 1000, 64)
     arguments = {"x": torch.randn(1, 4), "control": {"input": [residual, residual, None], "output": [residual + 1]}}
     tree, drop, packer = CallEncoder().encode(arguments, {"x"}, {"control"})
     assert packer.nbytes < 2.1 * residual.nbytes  # each once
     packer.write(block.view(packer.nbytes))
 
-    worker, received = follower(block, Echo(value=tree, drop=drop), packer.nbytes)
-    frame, payload = worker._next()
-    assert sum(received) == 16 + INLINE
-
-    value = worker.cache.unpack(frame.message, payload)
+    message, taken = Echo(value=tree, drop=drop), []
+    assert len(pack(message)) < 1000
+    worker, _ = rank_with(block, message, nbytes=packer.nbytes)
+    worker._handlers = {Echo: lambda request, payload: taken.append(worker.cache.unpack(request, payload))}
+    worker.serve()
+    (value,) = taken
     first, second, third = value["control"]["input"]
     assert first is second
     assert third is None
@@ -66,7 +62,7 @@ def test_residuals_are_neither_broadcast_nor_copied(block):
     block.view(packer.nbytes).zero_()
     assert not first.any()  # it lies in the memory of the message
     assert x.any()
-    assert len(worker.cache) == 0
+    assert worker.cache._kept == {}
 
 
 class SlowMessage:
@@ -123,15 +119,23 @@ def test_the_report_on_a_failed_kernel_goes_out_although_the_device_is_lost(bloc
     def fails(*_, **__):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    worker, _ = follower(block, Echo(value=None, drop=()))
-    sent = []
-    worker.device, worker.stats, worker.board = torch.device("cpu"), CommStats(), Board(SharedBlock(), 2)
-    worker.channel = SimpleNamespace(send=lambda *message: sent.append(message))
+    worker, sent = rank_with(block, Echo(value=None, drop=()))
     worker._handlers = {Echo: fails}
     monkeypatch.setattr("cp_runtime.pool.worker.memory_of", fails)
-    frames = iter([unpack(pack(Echo(value=None, drop=()), 1)), unpack(pack(Shutdown(), 2))])
-    worker._next = lambda: (next(frames), None)
     worker.serve()
-    ((report, seq),) = sent
-    assert (seq, report.kind, report.device_lost) == (1, "RuntimeError", True)
+    (frame,) = sent
+    report = frame.message
+    assert (frame.seq, report.kind, report.device_lost) == (1, "RuntimeError", True)
     assert "device-side assert" in report.message
+
+
+def test_memory_that_is_kept_is_the_controllers_and_what_a_rank_writes_there_its_own(block):
+    block.view(8).fill_(3)
+    kept = Worker.keep(Worker.__new__(Worker), (os.getpid(), block.fd))
+    kept[0] = 5
+    assert block.view(8).tolist() == [3] * 8
+    number = block.fd
+    block.close()
+    assert kept[:8].tolist() == [5, *[3] * 7]
+    with pytest.raises(ProtocolError, match="no memory of process"):
+        Worker.keep(Worker.__new__(Worker), (os.getpid(), number))

@@ -51,7 +51,7 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     alone = nothing_to_share()
     if alone is not None and (config.world_size == 1 or sys.platform != "linux"):
         log.warning("the model passes through: %s", alone.words)
-        CONTROLLER.pass_through(executing_node())
+        CONTROLLER.journal.pass_through(executing_node())
     if sys.platform != "linux":
         return model
     if config.world_size == 1:
@@ -120,7 +120,7 @@ def timed(patcher: Any) -> Any:
         if CONTROLLER.journal.run is timer:
             if timer.last is None:  # ranks are done when they return
                 comfy.model_management.synchronize()
-            CONTROLLER.end_run()
+            CONTROLLER.journal.end_run()
         return out
 
     def call(

@@ -8,7 +8,6 @@ format, object patches on them.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -96,8 +95,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         """
         if not self.cp_local and str(self.load_device) not in self.cp_config.devices:
             return 0
-        workers = None if self.cp_local else CONTROLLER.workers
-        resident = workers.resident(notes_of(self.model).key) if workers is not None else None
+        resident = None if self.cp_local else CONTROLLER.resident(notes_of(self.model).key)
         return super().model_size() if resident is None else resident.device_bytes
 
     def loaded_size(self) -> int:
@@ -211,11 +209,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def target(self) -> Target:
         """Return what the ranks' copy must equal. They keep it for as long as the model of this process is there."""
-        target, notes = Target(self, recipe_of(self), self.cp_call_memory, encode_weight_patches), notes_of(self.model)
-        if notes.key != target.key:
-            notes.key = target.key
-            CONTROLLER.own(target.key)
-            weakref.finalize(self.model, CONTROLLER.disown, target.key).atexit = False
+        target = Target(self, recipe_of(self), self.cp_call_memory, encode_weight_patches)
+        notes_of(self.model).key = target.key
+        CONTROLLER.own(target.key, self.model)
         return target
 
     def _share_file(self) -> None:

@@ -30,8 +30,8 @@ def start_events(server: Any) -> None:
     def run() -> None:
         events = Events(server)
         while True:
-            CONTROLLER.changed.wait(LOOK)
-            CONTROLLER.changed.clear()
+            CONTROLLER.journal.changed.wait(LOOK)
+            CONTROLLER.journal.changed.clear()
             try:
                 events.send()
             except Exception:
@@ -62,7 +62,7 @@ class Events:
         if new != self._sent:
             self._sent = new
             self._server.send_sync(EVENT, now)
-        before, node = self._user, CONTROLLER.node
+        before, node = self._user, CONTROLLER.journal.node
         if node not in (None, before[0]):
             self._user = node, self._server.client_id
         for user, client in (before, self._user):
@@ -79,7 +79,7 @@ class Events:
         samples = any(isinstance(each["inputs"].get("model"), list) for each in graph.values())
         if not samples or any(each["class_type"] in SAMPLING for each in graph.values()):
             return
-        CONTROLLER.bypassed()
+        CONTROLLER.journal.bypassed()
         (node, client), self._user = self._user, (None, None)
         if node is not None and graph.get(node.node_id, {}).get("class_type") == node.kind:
             self._say(BYPASSED, node, client)

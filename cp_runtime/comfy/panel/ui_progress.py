@@ -32,7 +32,7 @@ def executing_node() -> Node | None:
 
 def noted(error: UnsupportedError) -> UnsupportedError:
     """Record the error with which a run is refused in the status, and return it."""
-    CONTROLLER.fail(error, executing_node())
+    CONTROLLER.journal.fail(error, executing_node())
     return error
 
 

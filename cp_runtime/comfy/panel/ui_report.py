@@ -102,8 +102,7 @@ def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) ->
 
 def _weights(model: ContextParallelPatcher, last: CallRecord) -> dict[str, Any] | None:
     """Return where the ranks keep the weights; None where the ranks have been lost since."""
-    workers = CONTROLLER.workers
-    resident = workers.resident(notes_of(model.model).key) if workers is not None else None
+    resident = CONTROLLER.resident(notes_of(model.model).key)
     if resident is None:
         return None
     return {

@@ -32,7 +32,7 @@ def add_routes(server: Any) -> None:
 
     async def post_measure(_: web.Request) -> web.Response:
         """Have the next run repeat one call on one device, to compare with: `{"status": {…}}`. Its result stays the same."""
-        CONTROLLER.measure()
+        CONTROLLER.journal.measure()
         return web.json_response({"status": await asyncio.to_thread(status, server)})
 
     async def get_devices(_: web.Request) -> web.Response:

@@ -89,7 +89,7 @@ def _activity(workers: Workers, loading: tuple[str, float | None] | None) -> str
     if workers.comparing:
         return "measuring a call on one device…"
     record, speed = workers.last_call, CONTROLLER.journal.speed
-    if record is None or record.node != CONTROLLER.node or not pool.alive:
+    if record is None or record.node != CONTROLLER.journal.node or not pool.alive:
         return ""  # what another node did says nothing about this one
     outcome = record.reports[0].outcome
     ranks = f"{pool.world_size} ranks ({axes(outcome.degrees, outcome.at_work)})"
@@ -161,7 +161,8 @@ def _described(record: CallRecord) -> dict[str, Any]:
 
 def _work(server: Any, pool: WorkerPool) -> str:
     """Return the state of ranks that are well."""
-    recent = CONTROLLER.node is not None and ending(server, CONTROLLER.node) is None and time.monotonic() - pool.did_until < LINGER
+    node = CONTROLLER.journal.node
+    recent = node is not None and ending(server, node) is None and time.monotonic() - pool.did_until < LINGER
     return STATES.get(pool.doing or (pool.did if recent else ""), "idle")
 
 

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from ..model.rank_mirrors import Mirrors
 
 
-def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
-    """Make the service of a rank. `arguments`: `model_folders`, the only ones that models are loaded from; `node_folders` of node
-    packs."""
+def make_service(worker: Worker, arguments: Mapping[str, Any]) -> Mapping[type[Request[Any]], Handler]:
+    """Make the service of a rank and return its handlers by kind of request.
+
+    Args:
+        arguments: `model_folders`, the only ones that models are loaded from; `node_folders` of node packs.
+    """
     comfy.options.enable_args_parsing()  # of the UI process's arguments
     from comfy import cli_args
 
@@ -34,7 +37,7 @@ def make_service(worker: Worker, arguments: Mapping[str, Any]) -> ModelService:
 
     progress = LoadProgress(worker.loading_hook())
     mirrors = Mirrors(worker.device, arguments["model_folders"], progress, arguments.get("node_folders", ()))
-    return ModelService(worker, mirrors)
+    return ModelService(worker, mirrors).handlers
 
 
 class ModelService:
@@ -50,7 +53,7 @@ class ModelService:
         """Handlers by kind of request."""
         worker, mirrors = self._worker, self._mirrors
         return {
-            Load: lambda request, block: mirrors.load(request, worker.keep(block), worker.mesh),
+            Load: lambda request, _: mirrors.load(request, worker.keep(request.memory), worker.mesh),
             AttachNetwork: mirrors.attach_network,
             Drop: lambda request, _: mirrors.drop(request.keys),
             Call: self._call,

@@ -79,7 +79,7 @@ def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[
         mode = mode_for(vae, mode)
         ranked = RankedVAE(vae, config)
         out = exact(ranked.exact()) if mode == EXACT else ranked.tiled(tiles)
-        CONTROLLER.did_well()
+        CONTROLLER.journal.did_well()
         return out
     except UnsupportedError as error:
         if config.on_unsupported == "error":

@@ -44,7 +44,7 @@ torch.set_grad_enabled(False)
 META = torch.device("meta")
 CUDA = DeviceInventory(type="cuda", count=4)
 config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2)
-held, told = set(), []
+held, told = {}, []  # models on the ranks, by key
 
 
 class Pages:
@@ -61,19 +61,20 @@ class Pages:
 
 def load(config, target, node, cancelled):
     told.append("load")
-    held.add(target.key)
+    hold(target.key)
+
+
+def hold(key, device_bytes=None):
+    held[key] = SimpleNamespace(device_bytes=device_bytes or stock.model_size(), aside=False)
 
 
 def unload(key):
-    if key in held:
+    if held.pop(key, None) is not None:
         told.append("unload")
-        held.discard(key)
 
 
-CONTROLLER.load, CONTROLLER.unload, CONTROLLER.holds = load, unload, lambda key: key in held
-CONTROLLER.workers = SimpleNamespace(
-    pool=SimpleNamespace(config=config), resident=lambda key: None, holds=lambda key: key in held, aside=()
-)
+CONTROLLER.load, CONTROLLER.unload = load, unload
+CONTROLLER.workers = SimpleNamespace(pool=SimpleNamespace(config=config), held=held)
 mm.soft_empty_cache = lambda force=False: told.append("empty cache")
 watch_stock_loads()
 
@@ -110,7 +111,7 @@ removed = without_context_parallel(parallel)
 step("Apply is removed", lambda: mm.load_models_gpu([removed]))
 elsewhere = stock.clone()
 elsewhere.load_device = torch.device("cuda:7")
-held.add(recipe_key(stock))
+hold(recipe_key(stock))
 step("loaded on a device without a rank", lambda: _drop_from_ranks(elsewhere))
 held.clear()
 short = stock.clone()
@@ -129,13 +130,13 @@ step("ranks load behind --highvram", lambda: mm.load_models_gpu([parallel]))
 # What ComfyUI books of a model on this process's device, and what a clone takes there once it runs without ranks.
 whole = stock.model_size()
 elsewhere = apply_to_model(stock, RuntimeConfig.resolve(inventory=CUDA, devices="cuda:1,cuda:2"))
-CONTROLLER.workers.resident = lambda key: SimpleNamespace(device_bytes=whole // 2)
+hold(recipe_key(stock), whole // 2)
 clone = parallel.clone()
 sizes = {"sharded": parallel.model_size(), "on other devices": elsewhere.model_size()}
 clone.cp_local = True
 removed = without_context_parallel(parallel.clone())
 report(step="sizes", whole=whole, **sizes, clone_on_one_device=clone.model_size(), removed=removed.model_size())
-CONTROLLER.workers.resident = lambda key: None
+held.clear()
 
 # A wrapper of a node pack may name all arguments of the forward.
 sent = []
