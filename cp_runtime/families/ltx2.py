@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,22 +19,15 @@ VIDEO_TOKENS = GuidedVideo(per_frame=True)
 AUDIO_TOKENS = tokens(AUDIO)
 
 
-@dataclass(frozen=True, kw_only=True)
-class VideoAndAudio:
+def video_and_audio(state: CallState, value: Any, where: str) -> Any:
     """Split the tokens of both, given as a pair."""
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        return VIDEO_TOKENS(state, value[0], where), AUDIO_TOKENS(state, value[1], where)
+    return VIDEO_TOKENS(state, value[0], where), AUDIO_TOKENS(state, value[1], where)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrameTimestep:
+def frame_timestep(state: CallState, value: Any, where: str) -> Any:
     """Localise ComfyUI's CompressedTimestep of the video: one row per frame and its number of tokens, one per token, or one."""
 
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        return value if value is None else state.once(self, value, lambda: self._local(state, value, where))
-
-    def _local(self, state: CallState, value: Any, where: str) -> Any:
+    def make() -> Any:
         local, layout = copy.copy(value), state.layout(VIDEO)
         held = layout.local_lengths[state.rank]
         if value.patches_per_frame > 1:
@@ -45,6 +37,8 @@ class FrameTimestep:
         elif value.num_frames == layout.total:
             local.data, local.num_frames = layout.take_local(value.data, state.rank, 1), held
         return local
+
+    return value if value is None else state.once(frame_timestep, value, make)
 
 
 def _side(streams: tuple[str, ...], dims: int, *names: str) -> Mapping[str, Transform]:
@@ -64,8 +58,8 @@ LTX2 = FamilyPlan(
         "transformer_blocks.*": ModulePlan(
             inputs={
                 "self_attention_mask": GuideMask(video=VIDEO_TOKENS),
-                "x": VideoAndAudio(),
-                **dict.fromkeys(("v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep"), FrameTimestep()),
+                "x": video_and_audio,
+                **dict.fromkeys(("v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep"), frame_timestep),
                 **_side(AUDIO, 3, "a_timestep", "a_cross_scale_shift_timestep", "a_cross_gate_timestep"),
                 **_side(VIDEO, 6, "v_pe", "v_cross_pe"),
                 **_side(AUDIO, 6, "a_pe", "a_cross_pe"),
@@ -76,9 +70,6 @@ LTX2 = FamilyPlan(
         "transformer_blocks.*.audio_to_video_attn": ModulePlan(attention=VIDEO, keys=AUDIO),
         "transformer_blocks.*.video_to_audio_attn": ModulePlan(attention=AUDIO, keys=VIDEO),
     },
-    outputs={
-        "transformer_blocks.-1": [None, gathered("audio")],
-        "norm_out": gathered(VIDEO),
-    },
+    outputs={"transformer_blocks.-1": [None, gathered("audio")], "norm_out": gathered(VIDEO)},
     shares_batch=timesteps_are_alike,
 )

@@ -1,6 +1,5 @@
 """Mochi 1: text to video."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..engine.plan import ModulePlan
@@ -11,13 +10,10 @@ from .family import FamilyPlan, gathered, side, tokens
 JOINT = ("img", "txt")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextCrop:
+def text_crop(state: CallState, value: Any, where: str) -> Any:
     """Define the text tokens that take part in attention: the first ones of those that a block is called with."""
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        state.define("txt", min(int(value), state.lengths["all txt"]), Split(replicated=True))
-        return value
+    state.define("txt", min(int(value), state.lengths["all txt"]), Split(replicated=True))
+    return value
 
 
 ROPE = side("img", dim=0, dims=3)
@@ -28,7 +24,7 @@ MOCHI = FamilyPlan(
     modules={
         "blocks.*": ModulePlan(inputs={"x": tokens("img"), "y": tokens("all txt", replicated=True)}),
         "blocks.*.attn": ModulePlan(
-            inputs={"crop_y": TextCrop(), "rope_rotation.rope_cos": ROPE, "rope_rotation.rope_sin": ROPE},
+            inputs={"crop_y": text_crop, "rope_rotation.rope_cos": ROPE, "rope_rotation.rope_sin": ROPE},
             attention=JOINT,
         ),
     },
