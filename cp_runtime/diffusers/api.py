@@ -19,6 +19,7 @@ from ..engine.mesh import SequenceMesh
 from ..engine.plan import ShardingPlan
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import ConfigError, PlanError, bad_value
+from .agreement import device_of
 from .calls import ShardedCalls
 from .shared import SharedModel
 from .table import own_table, plan_from_table
@@ -106,13 +107,13 @@ def apply_context_parallel(
         return AppliedPlan(None, SequenceMesh(None), None)
     mesh = _mesh(module, config)
     installed = InstalledPlan(module, plan if isinstance(plan, ShardingPlan) else plan_from_table(module, plan))
-    try:
-        shared = SharedModel(module, mesh, device) if shard_weights else None
-    except BaseException:
-        installed.remove()
-        raise
     weights = None
-    if shared is not None:
+    if shard_weights:
+        try:
+            shared = SharedModel(module, mesh, device)
+        except BaseException:
+            installed.remove()
+            raise
         weights = shared.weights
         installed.on_remove(shared.give_back)
     had, stock = vars(module).get("forward"), module.forward
@@ -220,9 +221,6 @@ def _mesh(module: nn.Module, config: ContextParallelConfig) -> SequenceMesh:
                 "torch.distributed is not initialised. Start the script with torchrun, and call "
                 "torch.distributed.init_process_group first."
             )
-        tensor = next(module.parameters(), None)
-        device = torch.device("cpu") if tensor is None else tensor.device
-        config.setup(dist.get_rank(), dist.get_world_size(), device)
-    if config.sequence is None:
-        raise ConfigError("the config was not set up")
+        config.setup(dist.get_rank(), dist.get_world_size(), device_of(list(module.parameters())))
+    assert config.sequence is not None
     return config.sequence

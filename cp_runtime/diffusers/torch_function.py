@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -72,8 +71,8 @@ class SharedAttention(TorchFunctionMode):
         Only the first call of a form finds that out.
         """
         if self._provenance is not None:
-            device = next((tensor.device for tensor in tensors(out)), torch.device("cpu"))
-            agreement.agree(self._provenance.refused or self._not_gathered(self._provenance, out), self._call.mesh.whole, device)
+            error = self._provenance.refused or self._not_gathered(self._provenance, out)
+            agreement.agree(error, self._call.mesh.whole, agreement.device_of(out))
 
     @staticmethod
     def _not_gathered(provenance: Provenance, out: Any) -> PlanError | None:
