@@ -80,16 +80,12 @@ class SharedModel:
         """Move everything outside of the blocks to a device. Weights that modules share stay shared."""
         moved: dict[Tensor, Tensor] = {}
         for module in self._model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.device != device:
-                    if parameter not in moved:
-                        moved[parameter] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-                    setattr(module, name, moved[parameter])
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                if buffer.device != device:
-                    if buffer not in moved:
-                        moved[buffer] = buffer.to(device)
-                    setattr(module, name, moved[buffer])
+            for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                if tensor.device != device:
+                    if tensor not in moved:
+                        there = tensor.detach().to(device)
+                        moved[tensor] = nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+                    setattr(module, name, moved[tensor])
 
 
 def _check(model: nn.Module) -> None:
