@@ -39,7 +39,7 @@ def show(name: str, ratios: Mapping[str, float] | None = None, **figures: Any) -
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and isinstance(value[0], float):
         return "{} ({} to {})".format(*map(_text, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 

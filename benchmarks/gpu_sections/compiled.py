@@ -61,16 +61,16 @@ def _ours(section: Section, server: ComfyServer, graph: partial[Prompt], *nodes:
 
 
 def _compare(section: Section, server: ComfyServer, name: str, compiling: NodeSpec) -> None:
-    """Sample two sizes, compiled on the ranks, and both without anything of it."""
-    rounds, reports, differences = name in QUANTISED and section.device != "cpu", [], []
-    for size in ({}, {"width": 96}):
-        graph = partial(CASES[name], **size)
-        expected, _ = sample(server, graph())
-        out, report = _ours(section, server, graph, compiling)
-        reports.append(report["compiled"])
+    """Sample two sizes, compiled on the ranks, one after the other: what a rank compiled goes with the model. Then the stock graph."""
+    rounds, sizes = name in QUANTISED and section.device != "cpu", ({}, {"width": 96})
+    outs, reports = zip(*(_ours(section, server, partial(CASES[name], **size), compiling) for size in sizes), strict=True)
+    differences = []
+    for size, out in zip(sizes, outs, strict=True):
+        expected, _ = sample(server, CASES[name](**size))
         exact = sample(server, CASES[QUANTISED[name]](**size))[0] if rounds else None
         differences.append(largest(out, expected) if exact is None else over_stock(out, expected, exact))
-    (first, later), worst = reports, max(differences)
+    first, later = (report["compiled"] for report in reports)
+    worst = max(differences)
     more = later["graphs"] - first["graphs"]
     good = bool(first["kinds"]) and not first["left"] and not more and worst <= (ROUNDING if rounds else LARGEST)
     figures = {"rms_over_stock" if rounds else "largest": worst, "kinds": len(first["kinds"]), "left": list(first["left"])}

@@ -1,7 +1,12 @@
 """Text and picture in one attention, each a stream of its own."""
 
+from dataclasses import dataclass
+from typing import Any
+
 from ..engine.plan import ModulePlan
-from ..engine.transforms import TokenIndex
+from ..engine.sharding import Split
+from ..engine.state import CallState
+from ..engine.transforms import JointRanges, TokenIndex
 from .family import FamilyPlan, gathered, side, tokens
 
 IMAGE, TEXT_FIRST, IMAGE_FIRST = ("img",), ("txt", "img"), ("img", "txt")
@@ -133,4 +138,63 @@ PID = FamilyPlan(  # decodes a latent with it
         **PIXELDIT.modules,
     },
     outputs=PIXELDIT.outputs,
+)
+
+
+def text_crop(state: CallState, value: Any, where: str) -> Any:
+    """Define the text tokens that take part in attention: the first ones of those that a block is called with."""
+    state.define("txt", min(int(value), state.lengths["all txt"]), Split(replicated=True))
+    return value
+
+
+MOCHI_ROPE = side("img", dim=0, dims=3)
+
+MOCHI = FamilyPlan(
+    family="Mochi",
+    model_class="comfy.ldm.genmo.joint_model.asymm_models_joint.AsymmDiTJoint",
+    modules={
+        "blocks.*": ModulePlan(inputs={"x": tokens("img"), "y": tokens("all txt", replicated=True)}),
+        "blocks.*.attn": ModulePlan(
+            inputs={"crop_y": text_crop, "rope_rotation.rope_cos": MOCHI_ROPE, "rope_rotation.rope_sin": MOCHI_ROPE},
+            attention=IMAGE_FIRST,
+        ),
+    },
+    outputs={"final_layer": gathered("img")},
+)
+
+# A reference latent stands before the image tokens and is cut off by its whole length: every rank keeps all of it.
+WITH_REFERENCE, JOINT = ("ref", "img"), ("txt", "ref", "img")
+PE = side(JOINT, dim=2, dims=6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """Define a stream by the first such output, which stays whole."""
+
+    stream: str
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        state.define(self.stream, value.shape[1])
+        return value
+
+
+HUNYUAN_VIDEO = FamilyPlan(
+    family="HunyuanVideo",
+    model_class="comfy.ldm.hunyuan_video.model.HunyuanVideo",
+    modules={
+        "img_in": ModulePlan(outputs={0: Counted(stream="img")}),
+        "double_blocks.*": ModulePlan(
+            inputs={
+                "txt": tokens("txt"),
+                "img": tokens(WITH_REFERENCE, replicated=True),
+                "pe": PE,
+                "modulation_dims_img": JointRanges(streams=WITH_REFERENCE),
+            },
+            attention=JOINT,
+        ),
+        "single_blocks.*": ModulePlan(inputs={"pe": PE, "modulation_dims": JointRanges(streams=JOINT)}, attention=JOINT),
+        "final_layer": ModulePlan(inputs={"modulation_dims": JointRanges(streams=("img",))}),
+    },
+    outputs={"final_layer": gathered("img")},
+    control={"input": WITH_REFERENCE, "output": WITH_REFERENCE},
 )
