@@ -61,7 +61,7 @@ def _ours(section: Section, server: ComfyServer, graph: partial[Prompt], *nodes:
 
 
 def _compare(section: Section, server: ComfyServer, name: str, compiling: NodeSpec) -> None:
-    """Sample two sizes, compiled on the ranks, one after the other: what a rank compiled goes with the model. Then the stock graph."""
+    """Sample two sizes, compiled on the ranks, then without anything of it: what a rank compiled goes with the model."""
     rounds, sizes = name in QUANTISED and section.device != "cpu", ({}, {"width": 96})
     outs, reports = zip(*(_ours(section, server, partial(CASES[name], **size), compiling) for size in sizes), strict=True)
     differences = []
