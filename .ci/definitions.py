@@ -133,7 +133,7 @@ def _broken_input(old: Json, new: Json) -> list[str]:
     if old.get("control_after_generate") != new.get("control_after_generate"):
         found.append("gained or lost control_after_generate, a widget: the values behind it move")
     if "options" in old:
-        left: list[Any] = new.get("options", old["options"])
+        left = new["options"] if "options" in new else old["options"]
         found += [f"no longer has the option {option!r}" for option in old["options"] if option not in left]
     low, high = new.get("min", float("-inf")), new.get("max", float("inf"))
     if low > old.get("min", float("-inf")) or high < old.get("max", float("inf")):
