@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import runpy
 import sys
 import tempfile
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -102,27 +103,25 @@ def broken(released: Mapping[str, Json], current: Mapping[str, Json], replacemen
 
 
 def _broken_node(old: Json, new: Json) -> list[str]:
-    found: list[str] = []
-    inputs = {entry["name"]: entry for entry in new["inputs"]}
-    names = {entry["name"] for entry in old["inputs"]}
-    for entry in old["inputs"]:
-        if entry["name"] not in inputs:
-            found.append(f"input {entry['name']!r} is gone")
-        else:
-            found += [f"input {entry['name']!r} {problem}" for problem in _broken_input(entry, inputs[entry["name"]])]
-    found += [
-        f"new input {entry['name']!r} is required: prompts in API format do not have it. Make it optional"
-        for entry in new["inputs"]
-        if entry["name"] not in names and not entry["optional"]
+    before, now = ({entry["name"]: entry for entry in node["inputs"]} for node in (old, new))
+    found = [
+        f"input {name!r} {problem}"
+        for name, entry in before.items()
+        for problem in (_broken_input(entry, now[name]) if name in now else ["is gone"])
     ]
-    before, after = widgets(old), widgets(new)
-    if not set(before) - set(after) and after[: len(before)] != before:
-        found.append(f"widgets were in the order {before}, now {after}: saved values are taken by position. New ones go to the end")
-    for i, output in enumerate(old["outputs"]):
-        now = new["outputs"][i] if i < len(new["outputs"]) else None
-        if now != output:
-            found.append(f"output {i} was {output}, now {now}: links are taken by position")
-    return found
+    found += [
+        f"new input {name!r} is required: prompts in API format do not have it. Make it optional"
+        for name, entry in now.items()
+        if name not in before and not entry["optional"]
+    ]
+    order, after = widgets(old), widgets(new)
+    if not set(order) - set(after) and after[: len(order)] != order:
+        found.append(f"widgets were in the order {order}, now {after}: saved values are taken by position. New ones go to the end")
+    return found + [
+        f"output {i} was {output}, now {other}: links are taken by position"
+        for i, (output, other) in enumerate(zip_longest(old["outputs"], new["outputs"][: len(old["outputs"])]))
+        if output != other
+    ]
 
 
 def _broken_input(old: Json, new: Json) -> list[str]:
@@ -135,8 +134,7 @@ def _broken_input(old: Json, new: Json) -> list[str]:
         found.append("gained or lost control_after_generate, a widget: the values behind it move")
     if "options" in old:
         left = new["options"] if "options" in new else old["options"]
-        gone = [option for option in old["options"] if option not in left]
-        found += [f"no longer has the option {option!r}" for option in gone]
+        found += [f"no longer has the option {option!r}" for option in old["options"] if option not in left]
     low, high = new.get("min", float("-inf")), new.get("max", float("inf"))
     if low > old.get("min", float("-inf")) or high < old.get("max", float("inf")):
         found.append(f"allowed {old.get('min')} to {old.get('max')}, now {low} to {high}")
@@ -180,13 +178,6 @@ def stored(without: str | None = None) -> tuple[str, dict[str, Json]] | None:
     return newest, json.loads((FOLDER / f"{newest}.json").read_text())
 
 
-def version_of_pack() -> str:
-    """The version in pyproject.toml (Python 3.10 has no reader for the format)."""
-    match = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert match is not None
-    return match[1]
-
-
 def usable(replacements: Mapping[str, list[Json]], object_info: Mapping[str, Json]) -> dict[str, list[Json]]:
     """Replacements whose new node exists; ComfyUI skips the others."""
     return {name: [entry for entry in entries if entry["new_node_id"] in object_info] for name, entries in replacements.items()}
@@ -199,7 +190,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as models, ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=Path(models)) as server:
         object_info = server.object_info()
         replacements = usable(server.get("/node_replacements"), object_info)
-    version, current = version_of_pack(), definitions(object_info)
+    version: str = runpy.run_path(str(ROOT / "cp_runtime" / "version.py"))["VERSION"]
+    current = definitions(object_info)
     before = stored(without=version)
     problems = broken(before[1], current, replacements) if before else []
     if before and problems:

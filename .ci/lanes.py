@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,12 +57,8 @@ class Job:
         return [PYTEST, *self.paths, *(f"--ignore={path}" for path in inside), *self.options]
 
 
-def server(*names: str) -> tuple[str, ...]:
-    return tuple(f"tests/server/test_{name}.py" for name in names)
-
-
-def faults(*names: str) -> tuple[str, ...]:
-    return tuple(f"tests/faults/test_{name}.py" for name in names)
+def files(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names)
 
 
 LINT = Job(name="lint", command=("make", "-k", "lint"))
@@ -72,19 +67,21 @@ JOBS = (
     Job(name="ranks", paths=("tests/ranks",)),
     Job(name="faults", paths=("tests/faults",)),
     Job(name="server", paths=("tests/server",)),
-    Job(name="pool", paths=server("compiled", "lifecycle", "status", "weights", "vae_life")),
+    Job(name="pool", paths=files("server", "compiled", "lifecycle", "status", "weights", "vae_life")),
     Job(name="browser", paths=("tests/browser",)),
-    Job(name="owners", paths=faults("beyond", "leaks", "neighbours", "parent", "pool")),
+    Job(name="owners", paths=files("faults", "beyond", "leaks", "neighbours", "parent", "pool")),
     Job(
         name="graphs",
-        paths=server("nodes", "conditioning_nodes", "template_nodes", "template_files", "families", "workflows", "blueprint"),
+        paths=files(
+            "server", "nodes", "conditioning_nodes", "template_nodes", "template_files", "families", "workflows", "blueprint"
+        ),
     ),
     Job(name="tables", paths=("tests/families", "tests/gpu")),
     Job(name="unit", paths=("tests/unit",)),
     LINT,
 )
 # One prompt per mode, and what needs no ComfyUI.
-QUICK = (Job(name="modes", paths=server("parity"), options=("-m", "quick")), Job(name="unit", paths=("tests/unit",)), LINT)
+QUICK = (Job(name="modes", paths=files("server", "parity"), options=("-m", "quick")), Job(name="unit", paths=("tests/unit",)), LINT)
 
 
 @dataclass
@@ -148,34 +145,19 @@ def main() -> int:
 
 def run(jobs: tuple[Job, ...], lanes: int, environment: dict[str, str]) -> list[Outcome]:
     """Run jobs, `lanes` of them at a time, with more variables in their environment."""
-    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    for job in jobs:
-        waiting.put(job)
-    outcomes: list[Outcome] = []
-
-    def lane() -> None:
-        while True:
-            try:
-                job = waiting.get_nowait()
-            except queue.Empty:
-                return
-            outcomes.append(run_job(job, [other for other in jobs if other is not job], environment, running))
-
     running: list[preloaded.Process] = []
-    threads = [threading.Thread(target=lane) for _ in range(min(lanes, len(jobs)))]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException:  # Ctrl-C, or the end that the system asks for
-        with contextlib.suppress(queue.Empty):
-            while True:
-                waiting.get_nowait()
-        for process in running:
-            process.send_signal(signal.SIGINT)  # pytest ends what its fixtures have started
-        raise
-    return outcomes
+
+    def job_of(job: Job) -> Outcome:
+        return run_job(job, [other for other in jobs if other is not job], environment, running)
+
+    with ThreadPoolExecutor(lanes) as pool:
+        try:
+            return list(pool.map(job_of, jobs))
+        except BaseException:  # Ctrl-C, or the end that the system asks for
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.send_signal(signal.SIGINT)  # pytest ends what its fixtures have started
+            raise
 
 
 def run_job(job: Job, others: list[Job], environment: dict[str, str], running: list[preloaded.Process]) -> Outcome:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-WIDTH = 132
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [os.environ["COMFYUI_PATH"], str(ROOT / "tests")]
 
@@ -45,11 +45,7 @@ def load(path: Path) -> Any:
 
 
 def streams_text(streams: tuple[str, ...], joint: tuple[str, ...]) -> str:
-    return "JOINT" if streams == joint and len(joint) > 1 else f'"{streams[0]}"' if len(streams) == 1 else quoted(streams)
-
-
-def quoted(names: tuple[str, ...]) -> str:
-    return f"({', '.join(f'{chr(34)}{name}{chr(34)}' for name in names)}{',' if len(names) == 1 else ''})"
+    return "JOINT" if streams == joint and len(joint) > 1 else repr(streams[0] if len(streams) == 1 else streams)
 
 
 def input_text(value: Any, joint: tuple[str, ...]) -> str:
@@ -64,50 +60,42 @@ def output_text(value: Any, joint: tuple[str, ...]) -> str:
     return f"[{', '.join('None' if item is None else output_text(item, joint) for item in value)}]"
 
 
-def module_lines(pattern: str, plan: ModulePlan, joint: tuple[str, ...], remarks: list[str]) -> list[str]:
-    lines = [f'        "{pattern}": ModulePlan(', *(f"            # {remark}" for remark in remarks)]
-    inputs = [f'"{name}": {input_text(value, joint)}' for name, value in plan.inputs.items()]
-    one = f"            inputs={{{', '.join(inputs)}}},"
-    if inputs:
-        lines += (
-            [one]
-            if len(one) <= WIDTH
-            else ["            inputs={", *(f"                {item}," for item in inputs), "            },"]
-        )
+def module_text(plan: ModulePlan, joint: tuple[str, ...]) -> str:
+    parts = []
+    if plan.inputs:
+        parts.append(f"inputs={{{', '.join(f'{name!r}: {input_text(value, joint)}' for name, value in plan.inputs.items())}}}")
     if plan.attention is not None:
-        attention = "JOINT" if plan.attention == joint and len(joint) > 1 else quoted(plan.attention)
-        lines += [f"            attention={attention},"]
+        parts.append(f"attention={'JOINT' if plan.attention == joint and len(joint) > 1 else repr(plan.attention)}")
     if plan.local:
-        lines += [f"            local={quoted(plan.local)},"]
-    return [*lines, "        ),"]
+        parts.append(f"local={plan.local!r}")
+    return f"ModulePlan({', '.join(parts)})"
 
 
 def render(drafted: Draft) -> str:
     """A file for cp_runtime/families."""
     plan = drafted.plan
     joint = max((module.attention or () for module in plan.modules.values()), key=len, default=())
-    body = [line for p, module in plan.modules.items() for line in module_lines(p, module, joint, drafted.remarks.get(p, []))]
+    remarks = {pattern: [f"# {remark}" for remark in found] for pattern, found in drafted.remarks.items()}
     body = [
         f"{plan.family.upper()} = FamilyPlan(",
-        f'    family="{plan.family}",  # TODO the name that users know',
-        f'    model_class="{plan.model_class}",',
-        *(f"    # {remark}" for remark in drafted.remarks.get("", [])),
-        "    modules={",
-        *body,
-        "    },",
-        f"    outputs={{{', '.join(f'{chr(34)}{path}{chr(34)}: {output_text(o, joint)}' for path, o in plan.outputs.items())}}},",
+        f"family={plan.family!r},  # TODO the name that users know",
+        f"model_class={plan.model_class!r},",
+        *remarks.get("", []),
+        "modules={",
     ]
-    if plan.control:
-        body += [
-            f"    control={{{', '.join(f'{chr(34)}{kind}{chr(34)}: {chr(34)}{s}{chr(34)}' for kind, s in plan.control.items())}}},"
-        ]
-    if plan.attention_names:
-        body += [f"    attention_names={quoted(plan.attention_names)},"]
+    for pattern, module in plan.modules.items():
+        body += [*remarks.get(pattern, []), f"{pattern!r}: {module_text(module, joint)},"]
+    outputs = ", ".join(f"{path!r}: {output_text(output, joint)}" for path, output in plan.outputs.items())
+    body += ["},", f"outputs={{{outputs}}},"]
+    for name in ("control", "attention_names"):
+        if value := getattr(plan, name):
+            body.append(f"{name}={value!r},")
     words = [word for word in ("gathered", "side", "tokens") if any(f"{word}(" in line for line in body)]
-    head = [f'"""TODO: what {plan.family} is."""', "", "from ..engine.plan import ModulePlan"]
-    head += [f"from .family import FamilyPlan, {', '.join(words)}", ""]
-    head += [f"JOINT = {quoted(joint)}", ""] if len(joint) > 1 else []
-    return "\n".join([*head, *body, ")", ""])
+    head = [f'"""TODO: what {plan.family} is."""', "from ..engine.plan import ModulePlan"]
+    head += [f"from .family import FamilyPlan, {', '.join(words)}", f"JOINT = {joint!r}" if len(joint) > 1 else ""]
+    source = "\n".join([*head, *body, ")", ""])
+    formatter = [sys.executable, "-m", "ruff", "format", "--config", str(ROOT / "pyproject.toml"), "-"]
+    return subprocess.run(formatter, input=source, capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:

@@ -45,6 +45,7 @@ PAYLOADS = {
     "Wan 14B 720p, 81 frames": ((1, 16, 21, 90, 160), (1, 512, 4096), 25.0),
 }
 DOUBLE, SINGLE = 19, 38  # blocks of Flux
+BLOCKS = DOUBLE + SINGLE
 HEADS, HEAD_DIM = 4, 8
 STOCK = "without the plan"
 RATES = Rates(latency=1e-9, bandwidth=1e9, flops=1e11, memory=1e3, overlap=0.0)  # merging is so slow that Ulysses is chosen
@@ -73,31 +74,25 @@ def empty_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, *_: Any, skip_o
     return q if skip_output_reshape else q.transpose(1, 2).flatten(2)
 
 
-def attend(x: Tensor, options: dict[str, Any]) -> Tensor:
-    """As ComfyUI's `optimized_attention` does: through the override if there is one."""
-    q = x.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
-    override = options.get("optimized_attention_override")
-    if override is None:
-        return empty_attention(q, q, q, HEADS)
-    out: Tensor = override(empty_attention, q, q, q, HEADS, skip_reshape=True)
-    return out
+class Block(nn.Module):
+    """Takes what Flux' single block takes, and only attends: through the override if there is one, as ComfyUI's attention does."""
+
+    def forward(self, x, vec, pe, attn_mask=None, modulation_dims=None, transformer_options=None):
+        q = x.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+        override = transformer_options.get("optimized_attention_override")
+        if override is None:
+            return empty_attention(q, q, q, HEADS)
+        return override(empty_attention, q, q, q, HEADS, skip_reshape=True)
 
 
-class DoubleBlock(nn.Module):
-    """Takes what Flux' double block takes, and only attends."""
+class DoubleBlock(Block):
+    """Takes what Flux' double block takes."""
 
     def forward(
         self, img, txt, vec, pe, attn_mask=None, modulation_dims_img=None, modulation_dims_txt=None, transformer_options=None
     ):
-        out = attend(torch.cat((txt, img), 1), transformer_options)
+        out = super().forward(torch.cat((txt, img), 1), vec, pe, transformer_options=transformer_options)
         return out[:, txt.shape[1] :], out[:, : txt.shape[1]]
-
-
-class SingleBlock(nn.Module):
-    """Takes what Flux' single block takes, and only attends."""
-
-    def forward(self, x, vec, pe, attn_mask=None, modulation_dims=None, transformer_options=None):
-        return attend(x, transformer_options)
 
 
 class LastLayer(nn.Module):
@@ -113,7 +108,7 @@ class Flux(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.double_blocks = nn.ModuleList(DoubleBlock() for _ in range(DOUBLE))
-        self.single_blocks = nn.ModuleList(SingleBlock() for _ in range(SINGLE))
+        self.single_blocks = nn.ModuleList(Block() for _ in range(SINGLE))
         self.final_layer = LastLayer()
 
     def forward(self, img, txt, vec, pe, transformer_options):
@@ -124,34 +119,6 @@ class Flux(nn.Module):
         for block in self.single_blocks:
             x = block(x, **options)
         return self.final_layer(x[:, txt.shape[1] :], vec)
-
-
-def host_seconds(run: Callable[[], Any], calls: int) -> float:
-    """Median processor time of this thread for one run."""
-    run()
-    times = []
-    for _ in range(calls):
-        began = time.thread_time()
-        run()
-        times.append(time.thread_time() - began)
-    return statistics.median(times)
-
-
-def measure_parts(calls: int) -> None:
-    """Print what the planner takes of an attention and the board of a module, in the calls of one forward."""
-    shape, board = AttentionShape(1, 4608, 4608, 24, 24, 128, 2), Board(SharedBlock(), 2)
-
-    def plan() -> None:
-        planner = DegreePlanner(SequenceSettings(), 2, RATES)
-        for _ in range(DOUBLE + SINGLE):
-            planner(shape)
-
-    def note() -> None:
-        for _ in range(DOUBLE + SINGLE):
-            board.enter_module(0)
-
-    seconds = [1e6 * host_seconds(run, calls) / (DOUBLE + SINGLE) for run in (plan, note)]
-    print("planner {:.2f} µs per attention, board {:.2f} µs per module".format(*seconds))
 
 
 @contextlib.contextmanager
@@ -185,15 +152,38 @@ def forwards(device: torch.device) -> Iterator[dict[str, Callable[[], Tensor]]]:
         dist.destroy_process_group()
 
 
-def measure_forward(calls: int) -> None:
-    """Print what the forward costs."""
+def host_seconds(run: Callable[[], Any], calls: int) -> float:
+    """Median processor time of this thread for one run."""
+    run()
+    times = []
+    for _ in range(calls):
+        began = time.thread_time()
+        run()
+        times.append(time.thread_time() - began)
+    return statistics.median(times)
+
+
+def measure_parts(calls: int) -> None:
+    """Show what the planner takes of an attention, the board of a module, and all hooks of a forward."""
+    shape, board = AttentionShape(1, 4608, 4608, 24, 24, 128, 2), Board(SharedBlock(), 2)
+
+    def plan() -> None:
+        planner = DegreePlanner(SequenceSettings(), 2, RATES)
+        for _ in range(BLOCKS):
+            planner(shape)
+
+    def note() -> None:
+        for _ in range(BLOCKS):
+            board.enter_module(0)
+
+    planner, noting = (1e6 * host_seconds(run, calls) / BLOCKS for run in (plan, note))
+    common.show("parts", planner_us_per_attention=planner, board_us_per_module=noting)
     with forwards(torch.device("cpu")) as runs:
         seconds = {name: host_seconds(run, calls) for name, run in runs.items()}
     stock = seconds.pop(STOCK)
-    print(f"{DOUBLE} double and {SINGLE} single blocks around empty attention: {1e3 * stock:.2f} ms {STOCK}")
+    common.show(f"{DOUBLE} double and {SINGLE} single blocks around empty attention, {STOCK}", ms=1e3 * stock)
     for name, each in seconds.items():
-        extra = each - stock
-        print(f"{name}: {1e3 * extra:.2f} ms more per call, {1e6 * extra / (DOUBLE + SINGLE):.1f} µs per block")
+        common.show(name, ms_more_per_call=1e3 * (each - stock), us_more_per_block=1e6 * (each - stock) / BLOCKS)
 
 
 def main() -> None:
@@ -203,20 +193,17 @@ def main() -> None:
     pool = WorkerPool(config, WorkerSite())
     pool.start()
     try:
-        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in pool.seconds.items())
-        print(f"{options.ranks} CPU ranks; pool without ComfyUI: {parts}")
+        common.show(f"pool of {options.ranks} CPU ranks without ComfyUI", **{f"{name} s": s for name, s in pool.seconds.items()})
         for name, (latent, text, target) in PAYLOADS.items():
-            times = sorted(measure(pool, latent, text, options.calls))
-            median, p95 = 1e3 * statistics.median(times), 1e3 * times[int(0.95 * len(times))]
+            ms = [1e3 * seconds for seconds in sorted(measure(pool, latent, text, options.calls))]
+            median, p95 = statistics.median(ms), ms[int(0.95 * len(ms))]
             size = torch.Size(latent).numel() * 2 / 1e6
-            print(
-                f"{name}: latent {size:.1f} MB each way, median {median:.2f} ms, 95th percentile {p95:.2f} ms, "
-                f"target {target:.0f} ms, ratio {median / target:.2f}"
+            common.show(
+                name, latent_MB_each_way=size, median_ms=median, percentile_95_ms=p95, target_ms=target, ratio=median / target
             )
     finally:
         pool.close()
     measure_parts(options.calls)
-    measure_forward(options.calls)
 
 
 if __name__ == "__main__":

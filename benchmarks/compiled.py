@@ -17,13 +17,15 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import common
 import torch
-from common import ROOT, note
-from support.ranks import COMFY, finish, report, run_ranks, start, use_comfyui
+import torch.distributed as dist
+from alternating import alternate, check
+from common import ROOT, show
+from support.ranks import COMFY, report, run_ranks, use_comfyui
 
 sys.path.insert(0, str(ROOT / "tests" / "ranks" / "families"))
 CASES = (
@@ -33,13 +35,14 @@ CASES = (
 # ring degree, Ulysses degree, rotate method, batch degree
 MODES = ((1, 2, "allgather", 1), (2, 1, "alltoall", 1), (2, 1, "allgather", 1), (1, 3, "allgather", 1), (3, 1, "alltoall", 1))
 SIZE = dict(hidden_size=768, num_heads=6, depth=2, depth_single_blocks=2, mlp_ratio=4.0, axes_dim=[32, 48, 48])
+# Else inductor tries every set of instructions of the processor with a program: half a minute. On a GPU it does not.
+INDUCTOR = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
 
-def rank_main() -> None:
-    _, world, (side, repetitions) = start()
+@torch.inference_mode()
+def rank_main(side: int, repetitions: int) -> None:
     use_comfyui()
 
-    import torch.distributed as dist
     from support.families.flux import MODELS, flux
     from support.models import build
 
@@ -53,81 +56,60 @@ def rank_main() -> None:
 
     spec = MODELS["flux"]
     model = build(replace(spec, arguments={**spec.arguments, **SIZE}))
-    inputs = flux(height=int(side), width=int(side), text=64)
+    inputs = flux(height=side, width=side, text=64)
     installed, mesh = InstalledPlan(model, plan_for(model)), BatchMesh(dist.group.WORLD).sequence()
-    config = ContextParallelConfig(ulysses_degree=world)
+    config = ContextParallelConfig(ulysses_degree=dist.get_world_size())
 
-    def call(compiled: bool) -> tuple[torch.Tensor, float]:
+    def call(compiled: bool) -> torch.Tensor:
         blocks = CompiledBlocks(model, installed.plan, CompileSettings()) if compiled else None
-        dist.barrier()
-        began = time.perf_counter()
         arguments = {name: value.clone() for name, value in inputs.items()}
         out, _ = run_sharded(installed, getattr(model, innermost_method(model)), arguments, mesh, lambda shape: config)
-        dist.barrier()
-        seconds = time.perf_counter() - began
         if blocks is not None:
             blocks.remove()
-        return out, seconds
+        return out
 
-    with torch.inference_mode():
-        expected, _ = call(False)
-        out, first = call(True)
-        difference = ((out - expected).abs().max() / expected.std()).item()
-        times: dict[bool, list[float]] = {False: [], True: []}
-        for number in range(2 * int(repetitions)):
-            times[number % 2 == 1].append(call(number % 2 == 1)[1])
-    eager, compiled = (sorted(times[which])[len(times[which]) // 2] for which in (False, True))
-    report(eager=eager, compiled=compiled, first=first, difference=difference)
-    finish()
+    expected = call(False)
+    began = time.perf_counter()
+    out = call(True)
+    first = time.perf_counter() - began
+    difference = check("compiled", out, expected, torch.inf, expected.std())
+    times = alternate({"eager": partial(call, False), "compiled": partial(call, True)}, repetitions)
+    report(first=first, difference=difference, **{name: each.median for name, each in times.items()})
 
 
 def time_main(side: int, repetitions: int) -> None:
-    print(f"{common.machine()}, float32, inductor")
-    print("ranks   s eager  compiled  ratio | first compiled call: s first  cached | largest difference")
-    rows: dict[int, dict[str, Any]] = {}
+    rows = {}
     for ranks in (1, 2):
         with tempfile.TemporaryDirectory() as cache:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-            # Else inductor tries every set of instructions of the processor with a program: half a minute. On a GPU it does not.
-            os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
-            runs = [run_ranks(Path(__file__), ranks, str(side), str(count), timeout=1200)[0] for count in (repetitions, 1)]
-        row = rows[ranks] = runs[0]
-        ratio = row["eager"] / row["compiled"]
-        note(f"compiled, {ranks} ranks, eager / compiled", ratio)
-        print(
-            f"{ranks:5} {row['eager']:9.3f} {row['compiled']:9.3f} {ratio:6.3f} | {row['first']:29.1f} {runs[1]['first']:7.1f} | "
-            f"{row['difference']:.1e}",
-            flush=True,
-        )
+            os.environ.update(INDUCTOR, TORCHINDUCTOR_CACHE_DIR=cache)
+            settings = [json.dumps({"side": side, "repetitions": count}) for count in (repetitions, 1)]
+            row, again = (run_ranks(Path(__file__), ranks, each, timeout=1200)[0] for each in settings)
+        rows[ranks] = row
+        ratios = {"eager / compiled": row["eager"] / row["compiled"]}
+        show(f"{ranks} ranks", ratios, cached=again["first"], **{f"s {name}": value for name, value in row.items()})
     for name in ("eager", "compiled"):
-        ratio = rows[1][name] / rows[2][name]
-        note(f"compiled, {name} blocks, 1 rank / 2 ranks", ratio)
-        print(f"{name}: 1 rank / 2 ranks {ratio:.3f}")
+        show(f"{name} blocks", {"1 rank / 2 ranks": rows[1][name] / rows[2][name]})
 
 
 def matrix_main() -> None:
-    for mode in MODES:
-        script = ROOT / "tests" / "ranks" / "families" / "compiled_ranks.py"
-        arguments = (*map(str, mode), "inductor", json.dumps(CASES))
-        families = sorted({family for family, _ in CASES})
+    script = ROOT / "tests" / "ranks" / "families" / "compiled_ranks.py"
+    prepare = sorted({family for family, _ in CASES})
+    for ring, ulysses, method, batch in MODES:
+        arguments = (str(ring), str(ulysses), method, str(batch), "inductor", json.dumps(CASES))
         rows = run_ranks(
-            script, mode[0] * mode[1] * mode[3], *arguments, timeout=3600, preload=(*COMFY, "family_stock"), prepare=families
+            script, ring * ulysses * batch, *arguments, timeout=3600, preload=(*COMFY, "family_stock"), prepare=prepare
         )
         for row in (row for row in rows if row["case"] != "removed"):
             worst = max(row["differences"].values())
-            print(
-                f"ring {mode[0]} ({mode[2]}), ulysses {mode[1]}: {row['case']:16} difference {worst:.1e}, graphs {row['graphs']}, "
-                f"breaks {row['breaks']}, {row['seconds']:.1f} s",
-                *row["failures"],
-                sep="\n    ",
-                flush=True,
-            )
+            name = f"ring {ring} ({method}), ulysses {ulysses}: {row['case']}"
+            show(name, difference=worst, graphs=str(row["graphs"]), breaks=row["breaks"], s=row["seconds"])
+            print(*(f"    {failure}" for failure in row["failures"]), sep="\n", end="", flush=True)
 
 
 def main() -> None:
     matrix = {"action": "store_true", "help": "every family and mode, for differences and counts"}
     options = common.options(__doc__, "fewer tokens and repetitions", matrix=matrix)
+    show("compiled", **common.machine(), dtype="float32", backend="inductor")
     if options.matrix:
         matrix_main()
     else:

@@ -64,55 +64,49 @@ def prompt(ranks: int, size: int, steps: int) -> dict[str, Any]:
     """The shipped workflow, with a demo checkpoint, made-up conditioning and SaveLatent in place of the files that are not here."""
     graph: dict[str, Any] = json.loads(WORKFLOW.read_text())
     by_class = {node["class_type"]: name for name, node in graph.items()}
-    sampler = by_class["KSampler"]
+    sampler = graph[by_class["KSampler"]]["inputs"]
     graph[by_class["UNETLoader"]]["inputs"]["unet_name"] = "flux_demo.safetensors"
     graph["cp_config"] = {"class_type": "CPConfig", "inputs": cp_config(world_size=ranks)}
     graph[by_class["ApplyContextParallel"]]["inputs"]["cp_config"] = ["cp_config", 0]
     graph[by_class["EmptySD3LatentImage"]]["inputs"].update(width=size, height=size)
-    graph[sampler]["inputs"].update(steps=steps, seed=1)
-    latent = graph[sampler]["inputs"]["latent_image"]
-    for name in ("positive", "negative"):
-        graph[name] = {
-            "class_type": "TestConditioning",
-            "inputs": {"seed": 100, "tokens": TEXT_TOKENS, "width": 64, "pooled_width": 64, "guidance": 3.5, "latent": latent},
-        }
-        graph[sampler]["inputs"][name] = [name, 0]
-    graph["save"] = {"class_type": "SaveLatent", "inputs": {"samples": [sampler, 0], "filename_prefix": f"demo_{ranks}_ranks"}}
-    wanted, keep = ["save"], set()
+    made_up = {"seed": 100, "tokens": TEXT_TOKENS, "width": 64, "pooled_width": 64, "guidance": 3.5}
+    graph["conditioning"] = {"class_type": "TestConditioning", "inputs": {**made_up, "latent": sampler["latent_image"]}}
+    sampler.update(steps=steps, seed=1, positive=["conditioning", 0], negative=["conditioning", 0])
+    save = {"samples": [by_class["KSampler"], 0], "filename_prefix": f"demo_{ranks}_ranks"}
+    graph["save"] = {"class_type": "SaveLatent", "inputs": save}
+    wanted, keep = ["save"], {}
     while wanted:
         name = wanted.pop()
-        if name not in keep:
-            keep.add(name)
-            wanted += [value[0] for value in graph[name]["inputs"].values() if isinstance(value, list)]
-    return {name: graph[name] for name in keep}
+        keep[name] = graph[name]
+        wanted += [value[0] for value in graph[name]["inputs"].values() if isinstance(value, list)]
+    return keep
 
 
 def sample(server: ComfyServer, ranks: int, size: int, steps: int) -> Sampled:
     """Queue the workflow and print its progress."""
     label = "1 rank, ComfyUI's own path" if ranks == 1 else f"{ranks} ranks, context parallel"
     print(f"\n{label}:", flush=True)
-    began, seen = time.monotonic(), 0
+    began, load, others = time.monotonic(), None, 0.0
     prompt_id = server.queue(prompt(ranks, size, steps))
-
-    def progress() -> list[Any]:
-        return [e for e in server.events if e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] > 0]
-
-    def over() -> bool:
-        return any(e.type in ("execution_success", "execution_error") and e.data["prompt_id"] == prompt_id for e in server.events)
-
-    finished, load, others = False, None, 0.0
-    while not finished:
-        finished = over()  # before looking at the steps, so that the last one is printed
-        for event in progress()[seen:]:
-            seen += 1
-            print(f"  step {event.data['value']} of {event.data['max']} after {event.time - began:.1f} s", flush=True)
-            load = load or OtherPrograms()
-            others = load.cores()
-        time.sleep(0.1)
-    result = server.wait(prompt_id, 30).check()
-    times = [event.time for event in progress()]
+    ends = ("progress", "execution_error", "execution_interrupted")
+    for number in range(1, steps + 1):
+        event = server.wait_event(
+            lambda event, number=number: (
+                event.type in ends
+                and event.data.get("prompt_id") == prompt_id
+                and (event.type != "progress" or event.data["value"] >= number)
+            ),
+            timeout=3600,
+        )
+        if event.type != "progress":
+            break
+        print(f"  step {number} of {steps} after {event.time - began:.1f} s", flush=True)
+        load = load or OtherPrograms()
+        others = load.cores()
+    result = server.wait(prompt_id, 60).check()
+    seconds = server.step_seconds(result)
     file = server.base / "output" / result.outputs["save"]["latents"][0]["filename"]
-    return Sampled(server.latent(result), (times[-1] - times[0]) / (len(times) - 1), others, file)
+    return Sampled(server.latent(result), sum(seconds) / len(seconds), others, file)
 
 
 def main() -> None:
@@ -127,26 +121,24 @@ def main() -> None:
     out = options.out or Path(tempfile.mkdtemp(prefix="context-parallel-demo-"))
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    print(f"{common.machine()}, one thread per rank")
+    common.show("demo", **common.machine(), threads_per_rank=1)
     print("writing a checkpoint: Flux architecture, hidden 1024, 2 double and 4 single blocks, random weights", flush=True)
     demo = checkpoints.Checkpoint(architecture=checkpoints.Flux(hidden=1024, double_blocks=2, single_blocks=4))
-    models = tempfile.TemporaryDirectory(prefix="context-parallel-demo-models-")
-    checkpoints.write("flux_large", Path(models.name), checkpoint=demo, file_stem="flux_demo")
-    tokens = (options.size // 16) ** 2 + TEXT_TOKENS
-    print(f"starting ComfyUI; {tokens} tokens per step", flush=True)
-    arguments = ["--use-pytorch-cross-attention"]
-    with models, ComfyServer(comfyui, models=Path(models.name), args=arguments, env={"OMP_NUM_THREADS": "1"}) as server:
-        one, many = (sample(server, ranks, options.size, options.steps) for ranks in (1, options.ranks))
-        for run in (one, many):
-            (out / run.file.name).write_bytes(run.file.read_bytes())
-        (out / "server.log").write_text(server.log_text())
+    with common.models() as models:
+        checkpoints.write("flux_large", models, checkpoint=demo, file_stem="flux_demo")
+        print(f"starting ComfyUI; {(options.size // 16) ** 2 + TEXT_TOKENS} tokens per step", flush=True)
+        arguments = ["--use-pytorch-cross-attention"]
+        with ComfyServer(comfyui, models=models, args=arguments, env={"OMP_NUM_THREADS": "1"}) as server:
+            one, many = (sample(server, ranks, options.size, options.steps) for ranks in (1, options.ranks))
+            for run in (one, many):
+                (out / run.file.name).write_bytes(run.file.read_bytes())
+            (out / "server.log").write_text(server.log_text())
     print(f"\n1 rank:  {one.seconds:.2f} s per step\n{options.ranks} ranks: {many.seconds:.2f} s per step")
     print(f"ratio: {one.seconds / many.seconds:.2f} ({options.ranks} is the limit)")
     if said := disturbance({1: one.others, options.ranks: many.others}, len(os.sched_getaffinity(0))):
         print(said)
-    print(
-        f"max |difference| of the latents: {(one.latent - many.latent).abs().max():.1e} (standard deviation {one.latent.std():.2f})"
-    )
+    difference = (one.latent - many.latent).abs().max()
+    print(f"max |difference| of the latents: {difference:.1e} (standard deviation {one.latent.std():.2f})")
     print(f"latents and the server's log: {out}")
     print(f"{time.monotonic() - began:.0f} s in all")
 

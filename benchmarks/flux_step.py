@@ -11,25 +11,24 @@ seconds: median; a repetition is as long as its slowest rank takes.
 speed-up: one process' seconds / these.
 of diffusers: diffusers' seconds in the same mode / ours, above 1 if ours is faster; in brackets the quartiles of that ratio within
 single rounds. diffusers gathers in its ring, so both ways of ours to rotate are compared with that.
+others: cores that other processes kept busy meanwhile.
 """
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import common
 import diffusers_cp
 import torch
 import torch.distributed as dist
-from common import note
+from alternating import alternate, check, keep_freed_memory
 from diffusers import FluxTransformer2DModel
-from support.ranks import finish, report, run_ranks, start
+from support.ranks import report
 from torch import Tensor, nn
 
-from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+from cp_runtime import ContextParallelConfig, apply_context_parallel
 
 RANKS = 2
 TEXT_TOKENS = 256
@@ -82,85 +81,53 @@ def make_inputs(image_tokens: int) -> dict[str, Any]:
     }
 
 
-def rank_main() -> None:
-    rank, world, (options,) = start()
+@torch.inference_mode()
+def rank_main(image_tokens: int, repetitions: int) -> None:
     diffusers_cp.patch()
-    diffusers_cp.keep_freed_memory()
-    settings = json.loads(options)
-    model = build_model()
-    their_models = {}
-    for mode, degrees in (("ulysses", (1, world)), ("ring", (world, 1))):
-        their_models[mode] = with_same_parameters(model)
-        their_models[mode].enable_parallelism(config=diffusers_cp.context_parallel_config(*degrees))
-    our_configs = {
-        "ulysses": ContextParallelConfig(ulysses_degree=world),
-        "ring, alltoall": ContextParallelConfig(ring_degree=world, rotate_method="alltoall"),
-        "ring, allgather": ContextParallelConfig(ring_degree=world, rotate_method="allgather"),
-    }
-    our_models = {}
-    for name, config in our_configs.items():
-        our_models[name] = with_same_parameters(model)
-        apply_context_parallel(our_models[name], config, model._cp_plan)
+    keep_freed_memory()
+    world, model, inputs = dist.get_world_size(), build_model(), make_inputs(image_tokens)
 
-    def one_process(inputs: dict[str, Any]) -> Tensor | None:
-        return model(**inputs)[0] if rank == 0 else None
+    def one_process() -> Tensor | None:
+        return model(**inputs)[0] if dist.get_rank() == 0 else None
 
-    def sharded(parallel: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def sharded(parallel: nn.Module) -> Tensor:
         return parallel(**inputs)[0]
 
-    with torch.inference_mode():
-        for image_tokens in settings["images"]:
-            inputs = make_inputs(image_tokens)
-            variants = {
-                "one process": partial(one_process, inputs),
-                **{f"diffusers, {mode}": partial(sharded, parallel, inputs) for mode, parallel in their_models.items()},
-                **{f"ours, {name}": partial(sharded, parallel, inputs) for name, parallel in our_models.items()},
-            }
-            expected = model(**inputs)[0]
-            for name, call in variants.items():
-                out = call()
-                difference = torch.zeros(()) if out is None else (out - expected).abs().max() / expected.std()
-                dist.all_reduce(difference, dist.ReduceOp.MAX)
-                if not difference <= TOLERANCE:
-                    raise RuntimeError(f"{name}, {image_tokens} image tokens: differs from one process by {difference:.1e} sigma")
-            del expected, out
-            times = diffusers_cp.alternate(variants, settings["repetitions"])
-            for name, time_ in times.items():
-                rival = f"diffusers, {name.split(', ')[1]}" if name.startswith("ours") else None
-                report(
-                    name=name,
-                    tokens=TEXT_TOKENS + image_tokens,
-                    seconds=time_.median,
-                    others=time_.others,
-                    speed_up=times["one process"].median / time_.median,
-                    rival=times[rival].over(time_) if rival else None,
-                )
-    for parallel in our_models.values():
-        remove_context_parallel(parallel, model._cp_plan)
-    finish()
+    variants = {"one process": one_process}
+    rivals = {}
+    for mode, degrees in (("ulysses", (1, world)), ("ring", (world, 1))):
+        theirs = with_same_parameters(model)
+        theirs.enable_parallelism(config=diffusers_cp.context_parallel_config(*degrees))
+        variants[f"diffusers, {mode}"] = partial(sharded, theirs)
+        for method in ("alltoall", "allgather") if mode == "ring" else ("",):
+            name, ours = f"ours, {mode}{method and f', {method}'}", with_same_parameters(model)
+            config = ContextParallelConfig(ring_degree=degrees[0], ulysses_degree=degrees[1], rotate_method=method or "allgather")
+            apply_context_parallel(ours, config, model._cp_plan)
+            variants[name], rivals[name] = partial(sharded, ours), f"diffusers, {mode}"
+    expected = model(**inputs)[0]
+    for name, call in variants.items():
+        check(name, call(), expected, TOLERANCE, expected.std())
+    del expected
+    times = alternate(variants, repetitions)
+    for name, each in times.items():
+        report(
+            name=f"{TEXT_TOKENS + image_tokens} tokens, {name}",
+            ratios={} if name == "one process" else {"speed-up": times["one process"].median / each.median},
+            seconds=each.median,
+            others=each.others,
+            **({"of diffusers": times[rivals[name]].over(each)} if name in rivals else {}),
+        )
 
 
 def main() -> None:
     images = {"type": int, "nargs": "+", "default": [2048], "help": f"image tokens, besides {TEXT_TOKENS} of text"}
     options = common.options(__doc__, "two repetitions", images=images, repetitions=5)
-    hidden, blocks = MODEL["attention_head_dim"] * MODEL["num_attention_heads"], (MODEL["num_layers"], MODEL["num_single_layers"])
-    print(f"{common.machine()}, one thread per rank")
-    print(f"Flux, hidden {hidden}, {blocks[0]} double and {blocks[1]} single blocks, float32, {RANKS} ranks")
+    common.show("flux step", **common.machine(), ranks=RANKS, threads_per_rank=1, dtype="float32", **MODEL)
     for image_tokens in options.images:
-        settings = {"images": [image_tokens], "repetitions": 2 if options.quick else options.repetitions}
-        rows = run_ranks(Path(__file__), RANKS, json.dumps(settings), timeout=1200)
-        print(f"\n{rows[0]['tokens']} tokens{' ':14}seconds  speed-up  of diffusers")
-        for row in rows:
-            rival = "{:.3f} ({:.3f} to {:.3f})".format(*row["rival"]) if row["rival"] else ""
-            if row["name"] != "one process":
-                note(f"flux step, {row['tokens']} tokens, {row['name']}, speed-up", row["speed_up"])
-            print(f"{row['name']:24}{row['seconds']:8.3f}{row['speed_up']:10.3f}  {rival}".rstrip())
-        best = max(row["speed_up"] for row in rows if row["name"].startswith("ours"))
-        print(
-            f"best of ours: {best:.2f} times as fast as one process, target {TARGET}; "
-            f"other processes kept {rows[0]['others']:.2f} cores busy",
-            flush=True,
-        )
+        repetitions = 2 if options.quick else options.repetitions
+        rows = common.show_ranks(__file__, RANKS, image_tokens=image_tokens, repetitions=repetitions)
+        best = max(row["ratios"]["speed-up"] for row in rows if ", ours, " in row["name"])
+        print(f"best of ours: {best:.2f} times as fast as one process, target {TARGET}", flush=True)
 
 
 if __name__ == "__main__":

@@ -176,17 +176,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 1 << 30:
+    if not 1 <= int(text) <= 1 << 30:
         raise argparse.ArgumentTypeError(f"got {text}; allowed: a whole number from 1")
-    return value
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < inf:
+    if not 0 < float(text) < inf:
         raise argparse.ArgumentTypeError(f"got {text}; allowed: seconds above 0")
-    return value
+    return float(text)
 
 
 if __name__ == "__main__":

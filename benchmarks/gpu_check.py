@@ -10,6 +10,7 @@ installed or downloaded. docs/testing.md says more.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import os
 import sys
@@ -18,20 +19,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from gpu_sections import BY_SERVER, GROUPS, SECTIONS, runner
-from gpu_sections.options import Options
+from gpu_sections import GROUPS, SECTIONS, runner
+from gpu_sections.section import Section
 from support import stand_in
 
 REHEARSAL = 2.0  # times its limit that a section may take there: a CPU has less to give
 WITHOUT_CUDA = "torch sees no CUDA device. With --rehearse the sections run on fake ones, as far as they can."
+BY_SERVER = ("comfy", "vae", "faults")  # they ask a server, and are the same lines on any device
 
 
-def planned(arguments: argparse.Namespace, out: Path) -> list[runner.Section]:
+def planned(arguments: argparse.Namespace, out: Path) -> list[runner.Planned]:
     """The sections that were asked for, each once."""
     flags = [f"--{name}" for name in ("rehearse", "few") if getattr(arguments, name)]
     limits = arguments.limits * (REHEARSAL if arguments.rehearse else 1)
     return [
-        runner.Section(
+        runner.Planned(
             name=name,
             seconds=SECTIONS[name] * limits,
             command=(__file__, "--inside", name, "--out", str(out), "--limits", str(arguments.limits), *flags),
@@ -52,23 +54,28 @@ def main() -> int:
     parser.add_argument("--inside", choices=SECTIONS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     out: Path = arguments.out or Path(tempfile.mkdtemp(prefix="context-parallel-gpu-"))
-    if arguments.inside:
-        # What is compiled for a card is nothing that a CPU could stand in for; and a server starts sooner without cards.
-        on_cpu = arguments.rehearse and (arguments.inside == "compiled" or (arguments.few and arguments.inside in BY_SERVER))
-        device = "cpu" if on_cpu else "cuda:0"
-        options = Options(rehearse=arguments.rehearse, few=arguments.few, device=device, limits=arguments.limits)
-        return runner.run_inside(arguments.inside, out / runner.RESULTS, options)
+    rehearse, few, name = arguments.rehearse, arguments.few, arguments.inside
     if not os.environ.get("COMFYUI_PATH"):
         sys.exit("COMFYUI_PATH is not set: run `make gpu-check`, or set it to ComfyUI's folder.")
-    if not arguments.rehearse and not Options.has_cuda():
-        sys.exit(WITHOUT_CUDA)
-    if arguments.rehearse:
+    if name:
+        # What is compiled for a card is nothing that a CPU could stand in for; and a server starts sooner without cards.
+        device = "cpu" if rehearse and (name == "compiled" or (few and name in BY_SERVER)) else "cuda:0"
+        path = out / runner.RESULTS
+        section = Section(name=name, path=path, rehearse=rehearse, few=few, limits=arguments.limits, device=device)
+        importlib.import_module(f"gpu_sections.{name}").run(section)
+        return 0
+    if rehearse:
         from support.server import DETECTION  # needs packages that a section may do without
 
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of torch spin where cores are taken
         out.mkdir(parents=True, exist_ok=True)
         os.environ |= stand_in.environment(stand_in.Cards(count=2, ledger=out.resolve() / "cards"))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(DETECTION), os.environ.get("PYTHONPATH", ""))))
+    else:
+        import torch
+
+        if not torch.cuda.is_available():
+            sys.exit(WITHOUT_CUDA)
     good = runner.run(planned(arguments, out), out)
     print(f"\n{(out / runner.TABLE).read_text()}\n{out}")
     return 0 if good else 1

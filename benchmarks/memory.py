@@ -8,13 +8,9 @@ the same server and ranks after a prompt with a 30 MB model and `/free`.
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 
 import common
-from common import note
-from support import checkpoints
 from support.graphs import flux_prompt
 from support.processes import pss
 from support.server import ComfyServer
@@ -25,38 +21,29 @@ TARGET_GB = 1.6  # for a checkpoint of 1 GB
 def main() -> None:
     options = common.options(__doc__, ranks=2)
     cp = {"world_size": options.ranks}
-    with tempfile.TemporaryDirectory() as folder:
-        models = Path(folder)
-        checkpoints.write("flux", models)
-        large = checkpoints.write("flux_large", models)
-        gigabytes = large.stat().st_size / 1e9
-        with ComfyServer(common.comfyui(), models=models) as server:
+    with common.models("flux", "flux_large") as models, ComfyServer(common.comfyui(), models=models) as server:
+        gigabytes = (models / "diffusion_models" / "flux_large.safetensors").stat().st_size / 1e9
 
-            def total() -> float:
-                return sum(pss(pid) for pid in (server.pid, *server.worker_pids())) / 1e9
+        def total() -> float:
+            return sum(pss(pid) for pid in (server.pid, *server.worker_pids())) / 1e9
 
-            def run(ckpt: str, steps: int, ranks: dict[str, int] | None) -> float:
-                began = time.monotonic()
-                server.run(flux_prompt(ckpt=ckpt, steps=steps, cp=ranks), timeout=300).check()
-                return time.monotonic() - began
+        def run(ckpt: str, ranks: dict[str, int] | None) -> float:
+            began = time.monotonic()
+            server.run(flux_prompt(ckpt=ckpt, steps=1, cp=ranks), timeout=300).check()
+            return time.monotonic() - began
 
-            stock = run("flux", 1, None)
-            cold, warm = run("flux", 1, cp), run("flux", 1, cp)
-            log = [line for line in server.log_text().splitlines() if "started" in line or "is on" in line]
-            print(f"first prompt, 1 step: stock {stock:.2f} s; {options.ranks} ranks cold {cold:.2f} s, warm {warm:.2f} s")
-            for line in log:
+        stock, cold, warm = (run("flux", ranks) for ranks in (None, cp, cp))
+        common.show("first prompt, 1 step, seconds", stock=stock, ranks_cold=cold, ranks_warm=warm)
+        for line in server.log_text().splitlines():
+            if "started" in line or "is on" in line:
                 print(f"  {line.strip()}")
-            server.free(unload_models=True, free_memory=True)
-            time.sleep(3)
-            base = total()
-            run("flux_large", 1, cp)
-            added = total() - base
-            per_gigabyte = added / gigabytes
-            note("memory, GB per GB of checkpoint", per_gigabyte)
-            print(
-                f"server + {options.ranks} ranks without a model {base:.2f} GB; {gigabytes:.2f} GB of checkpoint add {added:.2f} GB"
-            )
-            print(f"per GB of checkpoint {per_gigabyte:.2f} GB, target {TARGET_GB} GB, ratio {per_gigabyte / TARGET_GB:.2f}")
+        server.free(unload_models=True, free_memory=True)
+        time.sleep(3)
+        base = total()
+        run("flux_large", cp)
+        added = total() - base
+        common.show(f"server + {options.ranks} ranks", GB_without_a_model=base, GB_of_checkpoint=gigabytes, GB_added=added)
+        common.show("checkpoint", {"GB per GB": added / gigabytes}, target_GB=TARGET_GB)
 
 
 if __name__ == "__main__":

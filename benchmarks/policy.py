@@ -18,15 +18,13 @@ overhead: what choosing and noting adds to a call once the kind of call is known
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -34,16 +32,17 @@ from typing import Any
 import common
 import torch
 import torch.distributed as dist
-from common import note
-from support.ranks import finish, report, run_ranks, start
+from alternating import alternate, check
+from common import show
+from support.ranks import report
 from torch import Tensor, nn
 
 from cp_runtime.engine.call import RunningCall
 from cp_runtime.engine.collectives import Pending, RankGroup
 from cp_runtime.engine.config import SequenceSettings
-from cp_runtime.engine.cost import AttentionShape, DegreePlanner
+from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates
 from cp_runtime.engine.hooks import InstalledPlan
-from cp_runtime.engine.measuring import measure
+from cp_runtime.engine.measuring import Measured, measure
 from cp_runtime.engine.mesh import BatchMesh
 from cp_runtime.engine.plan import ModulePlan, ShardingPlan
 from cp_runtime.engine.policy import CallSplit, CallWork, Known, Pool, Run, candidates
@@ -65,6 +64,8 @@ HIDDEN = 1024  # of the layers that are only timed
 FLOPS = 1e12
 CALLS = 10  # of a sampling run
 STREAM = ("img",)
+WIDTH = 384  # of the layers that really compute
+REPETITIONS = 7  # of a comparison of shares
 
 
 def work_for(tokens: int) -> CallWork:
@@ -80,8 +81,7 @@ class Clock:
         link: of a pair of ranks.
     """
 
-    def __init__(self) -> None:
-        self.link: Callable[[int, int], tuple[float, float]] | None = None
+    link: Callable[[int, int], tuple[float, float]] | None = None
 
     def compute(self, operations: float) -> None:
         """Take as long as so many operations would."""
@@ -106,9 +106,8 @@ def until(end: float) -> None:
 CLOCK = Clock()
 
 
-@contextmanager
-def throttled() -> Iterator[None]:
-    """Collectives last as long as the made-up link takes, also for the ranks that receive."""
+def throttle() -> None:
+    """Let collectives last as long as the made-up link takes, also for the ranks that receive."""
     plain_all_to_all, plain_gather, plain_wait = RankGroup.all_to_all, RankGroup.all_gather, Pending.wait
 
     def all_to_all(self: RankGroup, send: Tensor, sent: Any, received: Tensor, arriving: Any, kind: str = "all_to_all") -> Pending:
@@ -138,13 +137,9 @@ def throttled() -> Iterator[None]:
         return out
 
     RankGroup.all_to_all, RankGroup.all_gather, Pending.wait = all_to_all, all_gather, wait  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        RankGroup.all_to_all, RankGroup.all_gather, Pending.wait = plain_all_to_all, plain_gather, plain_wait  # type: ignore[method-assign]
 
 
-class Block(nn.Module):
+class Timed(nn.Module):
     """A layer: what it computes is a little attention, how long it takes that of a large one."""
 
     def forward(self, x: Tensor, call: RunningCall) -> Tensor:
@@ -161,12 +156,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return q + v[:, :, :1]
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.out = nn.ModuleList(Block() for _ in range(LAYERS)), nn.Identity()
+class Dense(nn.Module):
+    """A layer that really computes."""
 
-    def forward(self, x: Tensor, call: RunningCall) -> Tensor:
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, call: RunningCall | None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 12, -1)).unbind(2)
+        if call is None:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        else:
+            attended = call.attend(q, k, v)
+        x = x + self.out(attended.flatten(2))
+        return x + self.mlp(x)
+
+
+class Model(nn.Module):
+    """Layers of one kind."""
+
+    def __init__(self, layer: type[nn.Module], layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.out = nn.ModuleList(layer() for _ in range(layers)), nn.Identity()
+
+    def forward(self, x: Tensor, call: RunningCall | None) -> Tensor:
         for block in self.blocks:
             x = block(x, call)
         return self.out(x)
@@ -181,17 +198,17 @@ PLAN = ShardingPlan(
 def choice_ranks() -> None:
     """On every rank."""
     mesh = BatchMesh(dist.group.WORLD)
-    installed, settings = InstalledPlan(Model(), PLAN), SequenceSettings(rotate_method="allgather")
-    with throttled(), torch.inference_mode():
-        for name, link in LINKS.items():
-            CLOCK.link = link
-            measured = measure(mesh.sequence(), torch.device("cpu"))
-            # Devices are made up, the link is measured as ever. Attention is timed for a hidden size of HIDDEN, and has less.
-            attention = FLOPS * HEADS * HEAD_DIM / HIDDEN
-            each = tuple(replace(rates, flops=attention, linear=FLOPS, memory=1e12, overlap=0.0) for rates in measured.each)
-            pool = Pool(replace(measured, each=each), (), settings)
-            for tokens in TOKENS:
-                choice(name, tokens, mesh, installed, pool)
+    installed, settings = InstalledPlan(Model(Timed, LAYERS), PLAN), SequenceSettings(rotate_method="allgather")
+    throttle()
+    for name, link in LINKS.items():
+        CLOCK.link = link
+        measured = measure(mesh.sequence(), torch.device("cpu"))
+        # Devices are made up, the link is measured as ever. Attention is timed for a hidden size of HIDDEN, and has less.
+        attention = FLOPS * HEADS * HEAD_DIM / HIDDEN
+        each = tuple(replace(rates, flops=attention, linear=FLOPS, memory=1e12, overlap=0.0) for rates in measured.each)
+        pool = Pool(replace(measured, each=each), (), settings)
+        for tokens in TOKENS:
+            choice(name, tokens, mesh, installed, pool)
 
 
 def choice(name: str, tokens: int, mesh: BatchMesh, installed: InstalledPlan[ShardingPlan], pool: Pool) -> None:
@@ -216,59 +233,35 @@ def choice(name: str, tokens: int, mesh: BatchMesh, installed: InstalledPlan[Sha
         busy = [times.tolist() for rank, times in enumerate(table) if rank in split.ranks]
         return Run(max(s for s, _ in busy), max(s - c for s, c in busy), min(c for _, c in busy))
 
-    default = CallSplit(tuple(range(mesh.size)), 1, *first_degrees(work, pool))
+    # What the planner of a pool takes for a call that it does not know.
+    planner = DegreePlanner(pool.settings, pool.size, pool.measured.of(tuple(range(pool.size))))
+    default = CallSplit(tuple(range(mesh.size)), 1, *planner(work.attentions[0][0]).mesh_shape)
     known = Known(work, default)
     known.note(default, run(default))
     for _ in range(CALLS):
         split = known.choose(pool, lambda _: True)
         known.note(split, run(split))
     chosen = min(known.runs, key=lambda split: known.runs[split].seconds)  # the next call may still try another one
-    every = list(candidates(work, pool))
-    times: dict[CallSplit, list[float]] = {split: [] for split in every}
+    times: dict[CallSplit, list[float]] = {split: [] for split in candidates(work, pool)}
     # Of short calls more: four processes on two cores differ by a tenth of such a call from one to the next.
     for _ in range(max(2, min(15, round(1 / known.runs[chosen].seconds)))):
-        for split in every:
-            times[split].append(run(split).seconds)
-    if mesh.whole.rank == 0:
-        rows = [[asdict(split), median(found)] for split, found in times.items()]
-        report(link=name, tokens=tokens, chosen=asdict(chosen), tried=len(known.runs), rows=rows)
+        for split, found in times.items():
+            found.append(run(split).seconds)
+    seconds = {split: median(found) for split, found in times.items()}
+    best, one = min(seconds, key=lambda split: seconds[split]), next(split for split in seconds if split.ranks == (0,))
+    report(
+        name=f"{name}, {tokens} tokens",
+        chosen=describe(chosen),
+        best=describe(best),
+        s=seconds[chosen],
+        to_best=seconds[chosen] / seconds[best],
+        to_one_rank=seconds[chosen] / seconds[one],
+        tried=len(known.runs),
+    )
 
 
-def first_degrees(work: CallWork, pool: Pool) -> tuple[int, int]:
-    """What the planner of a pool takes for a call that it does not know."""
-    planner = DegreePlanner(pool.settings, pool.size, pool.measured.of(tuple(range(pool.size))))
-    return planner(work.attentions[0][0]).mesh_shape
-
-
-class Dense(nn.Module):
-    """A block that really computes."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor, call: RunningCall | None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 12, -1)).unbind(2)
-        if call is None:
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        else:
-            attended = call.attend(q, k, v)
-        x = x + self.out(attended.flatten(2))
-        return x + self.mlp(x)
-
-
-class DenseModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks, self.out = nn.ModuleList(Dense(384) for _ in range(2)), nn.Identity()
-
-    def forward(self, x: Tensor, call: RunningCall | None) -> Tensor:
-        for block in self.blocks:
-            x = block(x, call)
-        return self.out(x)
+def describe(split: CallSplit) -> str:
+    return f"{split.at_work} (ring {split.ring} x ulysses {split.ulysses})" if split.at_work > 1 else "1"
 
 
 HOLD = """
@@ -287,34 +280,28 @@ def shares_ranks() -> None:
     """On every rank."""
     rank, cores = dist.get_rank(), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    rival = None
-    model, x = DenseModel(), torch.randn(1, 2048, 384, generator=torch.Generator().manual_seed(1))
-    installed = InstalledPlan(model, PLAN)
-    with torch.inference_mode():
-        whole = model(x, None)
-        try:
-            if rank == 1:
-                rival = subprocess.Popen([sys.executable, "-c", HOLD, str(os.getpid())])
-            for mode, (ring, ulysses, method) in MODES.items():
-                config = SequenceSettings(rotate_method=method).with_degrees(ring, ulysses)  # type: ignore[arg-type]
-                meshes = {shares: BatchMesh(dist.group.WORLD, shares=shares).sequence() for shares in ((), (2, 1))}
-                times: dict[tuple[int, ...], list[float]] = {shares: [] for shares in meshes}
-                worst = 0.0
-                for number in range(8):
-                    for shares, mesh in meshes.items():
-                        dist.barrier()
-                        began = time.perf_counter()
-                        with installed.call(mesh, lambda shape, config=config: config) as call:
-                            out = installed.forward(model.forward, x, call)
-                        dist.barrier()
-                        times[shares] += [time.perf_counter() - began] if number else []
-                        worst = max(worst, ((out - whole).abs().max() / whole.std()).item())
-                if rank == 0:
-                    report(mode=mode, equal=median(times[()]), uneven=median(times[2, 1]), worst=worst)
-        finally:
-            if rival is not None:
-                rival.terminate()
-                rival.wait()
+    model, x = Model(Dense, 2), torch.randn(1, 2048, WIDTH, generator=torch.Generator().manual_seed(1))
+    installed, whole = InstalledPlan(model, PLAN), model(x, None)
+    meshes = {name: BatchMesh(dist.group.WORLD, shares=s).sequence() for name, s in (("equal", ()), ("2:1", (2, 1)))}
+
+    def run(config: Any, shares: str) -> Tensor:
+        with installed.call(meshes[shares], lambda shape: config) as call:
+            return installed.forward(model.forward, x, call)
+
+    rival = subprocess.Popen([sys.executable, "-c", HOLD, str(os.getpid())]) if rank == 1 else None
+    try:
+        for mode, (ring, ulysses, method) in MODES.items():
+            config = SequenceSettings(rotate_method=method).with_degrees(ring, ulysses)  # type: ignore[arg-type]
+            variants = {shares: partial(run, config, shares) for shares in meshes}
+            worst = max(check(mode, call(), whole, torch.inf, whole.std()) for call in variants.values())
+            times = {shares: each.median for shares, each in alternate(variants, REPETITIONS).items()}
+            seconds = {f"{shares} s": value for shares, value in times.items()}
+            ratios = {mode: times["equal"] / times["2:1"]}
+            report(name="shares 2:1 / equal", ratios=ratios, largest_difference=worst, **seconds)
+    finally:
+        if rival is not None:
+            rival.terminate()
+            rival.wait()
 
 
 def overhead() -> float:
@@ -325,8 +312,6 @@ def overhead() -> float:
     from cp_runtime.controller.calls import CallKind
     from cp_runtime.controller.choosing import Chooser
     from cp_runtime.controller.placement import Shortages
-    from cp_runtime.engine.cost import AttentionShape, Rates
-    from cp_runtime.engine.measuring import Measured
     from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 
     rates = Rates(latency=2e-5, bandwidth=1e10, flops=1e14, memory=1e12, overlap=1.0, linear=1e14, launch=5e-6)
@@ -348,55 +333,25 @@ def overhead() -> float:
     return median(times[100:])
 
 
-def describe(split: dict[str, Any]) -> str:
-    at_work = split["batch"] * split["ring"] * split["ulysses"]
-    return f"{at_work} (ring {split['ring']} x ulysses {split['ulysses']})" if at_work > 1 else "1"
-
-
-def print_choice(found: list[dict[str, Any]]) -> None:
-    print(f"{'link':<24}{'tokens':>7}  {'chosen':<24}{'best':<24}{'s':>8}{'to best':>9}{'to one rank':>13}{'tried':>7}")
-    behind, alone = [], []
-    for each in found:
-        times = {json.dumps(split): seconds for split, seconds in each["rows"]}
-        best = min(times, key=lambda split: times[split])
-        chosen = times[json.dumps(each["chosen"])]
-        one = next(seconds for split, seconds in each["rows"] if split["ranks"] == [0])
-        behind.append(chosen / times[best])
-        alone.append(chosen / one)
-        print(
-            f"{each['link']:<24}{each['tokens']:>7}  {describe(each['chosen']):<24}{describe(json.loads(best)):<24}{chosen:>8.4f}"
-            f"{behind[-1]:>9.3f}{alone[-1]:>13.3f}{each['tried']:>7}"
-        )
-    print(f"at most {max(behind):.3f} times the best candidate (1.10 wanted), {max(alone):.3f} times one rank (1.05 wanted)")
-    note("policy, best candidate / choice, worst", 1 / max(behind))
-    note("policy, one rank / choice, worst", 1 / max(alone))
-
-
-def print_shares(found: list[dict[str, Any]]) -> None:
-    print(f"{'mode':<18}{'equal s':>10}{'2:1 s':>10}{'times as fast':>15}{'largest difference':>20}")
-    for each in found:
-        ratio = each["equal"] / each["uneven"]
-        print(f"{each['mode']:<18}{each['equal']:>10.4f}{each['uneven']:>10.4f}{ratio:>15.2f}{each['worst']:>20.1e}")
-        note(f"policy, shares 2:1 / equal, {each['mode']}", ratio)
+@torch.inference_mode()
+def rank_main(what: str) -> None:
+    {"choice": choice_ranks, "shares": shares_ranks}[what]()
 
 
 def main() -> None:
     parts = ("choice", "shares", "overhead")
     options = common.options(__doc__, only={"nargs": "+", "choices": parts, "default": parts})
-    print(f"{common.machine()}, gloo")
+    show("policy", **common.machine())
     if "choice" in options.only:
-        print_choice(run_ranks(Path(__file__), RANKS, "choice", timeout=1800))
+        found = common.show_ranks(__file__, RANKS, what="choice")
+        behind, alone = (max(row[to] for row in found) for to in ("to_best", "to_one_rank"))
+        show("best candidate / choice", {"worst": 1 / behind}, wanted=1 / 1.10)
+        show("one rank / choice", {"worst": 1 / alone}, wanted=1 / 1.05)
     if "shares" in options.only:
-        print_shares(run_ranks(Path(__file__), 2, "shares", timeout=600))
+        common.show_ranks(__file__, 2, what="shares")
     if "overhead" in options.only:
         common.comfyui()
-        print(f"choosing and noting: {overhead() * 1e6:.0f} µs per call (50 wanted)")
-
-
-def rank_main() -> None:
-    _, _, (what,) = start()
-    {"choice": choice_ranks, "shares": shares_ranks}[what]()
-    finish()
+        show("choosing and noting", us_per_call=overhead() * 1e6, wanted=50)
 
 
 if __name__ == "__main__":

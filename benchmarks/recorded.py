@@ -12,12 +12,10 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import common
 from common import NOTES
@@ -51,17 +49,6 @@ def run(quick: bool) -> dict[str, float]:
         return dict(json.loads(line) for line in notes)
 
 
-def machine() -> dict[str, Any]:
-    """Where and when the ratios were measured."""
-    import torch
-
-    return {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-    }
-
-
 def main() -> None:
     keep = {"action": "store_true", "help": "keep the new ratios"}
     options = common.options(__doc__, "short sequences and few repetitions: minutes", record=keep)
@@ -71,7 +58,8 @@ def main() -> None:
     print(f"\n=== against {recorded['date']} ({recorded['machine']}, torch {recorded['torch']})")
     print("\n".join(moved) or f"none of {len(now)} ratios moved by more than {MOVED:.0%}")
     if options.record:
-        kept = {**machine(), "ratios": {**recorded["ratios"], **now} if options.quick else now}
+        now = {**recorded["ratios"], **now} if options.quick else now
+        kept = {"date": datetime.date.today().isoformat(), **common.machine(), "ratios": now}
         RECORDED.write_text(json.dumps(kept, indent=1) + "\n")
 
 

@@ -10,20 +10,17 @@ from __future__ import annotations
 from math import log2
 from pathlib import Path
 
-from forecast import LINKS, MODELS, Forecast, Model, best, operations, work_of
+from forecast import LINKS, MODELS, Model, best, operations, work_of
 from published import BOUND, TABLES, errors, lacks, replay
+
+from cp_runtime.engine.policy import CallSplit
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = (2, 4, 8, 16, 64)
-SHOWN = ("nvlink", "pcie5", "pcie4", "pcie3x8", "100gbit", "25gbit")
-COLOURS = {
-    "nvlink": "#2563eb",
-    "pcie5": "#059669",
-    "pcie4": "#d97706",
-    "pcie3x8": "#dc2626",
-    "100gbit": "#7c3aed",
-    "25gbit": "#6b7280",
-}
+SHOWN = {
+    "nvlink": "#2563eb", "pcie5": "#059669", "pcie4": "#d97706", "pcie3x8": "#dc2626", "100gbit": "#7c3aed", "25gbit": "#6b7280",
+}  # fmt: skip
+"""Links, and their colours."""
 WIDTH, HEIGHT, LEFT, TOP = 340, 300, 46, 34  # pixels of one plot, and where its axes begin
 
 TEXT = """# Scaling, predicted
@@ -76,9 +73,10 @@ def links() -> str:
     return "\n".join(lines)
 
 
-def short(batch: int, ring: int, ulysses: int) -> str:
+def short(split: CallSplit) -> str:
     """A split in short, as C2·U4·R2; empty for one device."""
-    return "·".join(f"{name}{degree}" for name, degree in (("C", batch), ("U", ulysses), ("R", ring)) if degree > 1)
+    degrees = {"C": split.batch, "U": split.ulysses, "R": split.ring}
+    return "·".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
 
 
 def rounded(value: float) -> str:
@@ -86,24 +84,17 @@ def rounded(value: float) -> str:
     return f"{float(f'{value:.3g}'):g}"
 
 
-def describe(found: Forecast) -> str:
-    split = found.split
-    return f"{found.speedup:.2f} {short(split.batch, split.ring, split.ulysses)}".rstrip()
-
-
 def table() -> str:
     lines = []
     for model in MODELS.values():
         work = work_of(model)
         lines += [f"### {model.name}", "", f"{model.tokens} tokens.", ""]
-        lines += [
-            "| Link, seconds of a step on one device | " + " | ".join(map(str, DEVICES)) + " |",
-            "|---" * (len(DEVICES) + 1) + "|",
-        ]
+        lines += [f"| Link, seconds of a step on one device | {' | '.join(map(str, DEVICES))} |", f"{'|---' * (len(DEVICES) + 1)}|"]
         for name in SHOWN:
             link = LINKS[name]
             alone = operations(work) / link.flops
-            cells = [describe(best(work, devices, link, alone)) for devices in DEVICES]
+            fastest = [best(work, devices, link, alone) for devices in DEVICES]
+            cells = [f"{found.speedup:.2f} {short(found.split)}".rstrip() for found in fastest]
             lines.append(f"| {link.name}, {alone:.3g} | {' | '.join(cells)} |")
         lines += ["", *published_runs(model), ""]
     return "\n".join(lines) + "\n"
@@ -114,12 +105,12 @@ def published_runs(model: Model) -> list[str]:
     lines = []
     for each in TABLES:
         alone = each.rows[0]
-        if each.model.name != model.name or alone.devices != 1:
+        if each.model.name != model.name or alone.split.at_work != 1:
             continue
         found, missing = [], ""
         runs = replay(each)
-        for devices in sorted({one.row.devices for one in runs}):
-            fastest = min((one for one in runs if one.row.devices == devices), key=lambda one: one.row.time)
+        for devices in sorted({one.row.split.at_work for one in runs}):
+            fastest = min((one for one in runs if one.row.split.at_work == devices), key=lambda one: one.row.time)
             found.append(f"{alone.time / fastest.row.time:.2f} ({alone.time / fastest.predicted:.2f}) on {devices}")
             missing = lacks(each, fastest.error) or missing
         lines.append(f"- {each.name}, {each.link.name}: {', '.join(found)}{f'; lacks {missing}' if missing else ''}")
@@ -130,11 +121,11 @@ def world() -> str:
     lines, notes = [], {}
     for each in TABLES:
         first = each.rows[0]
-        times = [f"{short(first.batch, first.ring, first.ulysses) or '1'} {first.time:g}"]
+        times = [f"{short(first.split) or '1'} {first.time:g}"]
         for found in replay(each):
-            row = found.row
+            split, time = found.row
             error = f"**{found.error:+.1%}**" if lacks(each, found.error) else f"{found.error:+.1%}"
-            times.append(f"{short(row.batch, row.ring, row.ulysses)} {row.time:g}/{rounded(found.predicted)} {error}")
+            times.append(f"{short(split)} {time:g}/{rounded(found.predicted)} {error}")
         middle, worst = errors(each)
         note = f" [{notes.setdefault(each.missing, len(notes) + 1)}]" if each.missing else ""
         lines.append(f"| {each.name}{note} | {each.source} | {', '.join(times)} | {middle:.1%}, {worst:.1%} |")
@@ -164,11 +155,11 @@ def plot() -> str:
             link = LINKS[name]
             found = [best(work, devices, link, operations(work) / link.flops).speedup for devices in DEVICES]
             points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(d, s) for d, s in zip(DEVICES, found, strict=True)))
-            parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{SHOWN[name]}" stroke-width="2"/>')
     rows = -(-len(MODELS) // 2)
     for place, name in enumerate(SHOWN):
         x, y = 12 + (place % 3) * 226, rows * HEIGHT + 16 + (place // 3) * 20
-        parts.append(f'<rect x="{x}" y="{y - 9}" width="14" height="4" fill="{COLOURS[name]}"/>')
+        parts.append(f'<rect x="{x}" y="{y - 9}" width="14" height="4" fill="{SHOWN[name]}"/>')
         parts.append(f'<text x="{x + 20}" y="{y - 3}">{LINKS[name].name}</text>')
     width, height = 2 * WIDTH, rows * HEIGHT + 50
     return (

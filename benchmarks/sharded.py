@@ -15,9 +15,9 @@ Limit (by `--only`): every rank is in a control group of its own, with less memo
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import common
-import diffusers_cp
 import torch
-from common import note
+import torch.distributed as dist
+from alternating import alternate, check, keep_freed_memory
 from support import checkpoints
 from support.checkpoints import Checkpoint, Flux
 from support.graphs import flux_prompt
 from support.processes import pss
-from support.ranks import finish, report, run_ranks, start
+from support.ranks import report
 from support.server import ComfyServer
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel
@@ -41,7 +41,6 @@ from cp_runtime.engine.weights.blocks import Sizes, sizes_of
 RANKS = 2
 LIMITED = 4  # ranks with a limit on their memory
 TARGET = 1.15  # times the seconds with whole weights
-PLACEMENTS = ("whole", "sharded", "offloaded")
 LOOK = 0.05  # seconds between two looks at a rank's memory
 
 
@@ -72,102 +71,86 @@ def wan() -> tuple[torch.nn.Module, dict[str, Any]]:
 MODELS = {"flux": flux, "wan": wan}
 
 
-def rank_main() -> None:
-    _, world, (name, repetitions) = start()
-    diffusers_cp.keep_freed_memory()
-    models, inputs = {}, {}
-    applied = {}
-    for weights in ("whole", "sharded"):
-        models[weights], inputs = MODELS[name]()  # seeded: the same twice
-        config = ContextParallelConfig(ulysses_degree=world)
-        applied[weights] = apply_context_parallel(models[weights], config, shard_weights=weights == "sharded")
-    plan = applied["sharded"]
-    assert plan is not None
-    sizes = sizes_of(MODELS[name]()[0])
-    with torch.inference_mode():
-        outs = {weights: model(**inputs)[0] for weights, model in models.items()}
-        if not torch.equal(outs["whole"], outs["sharded"]):
-            raise RuntimeError(f"{name}: shared weights give other bits than whole ones")
-        plan.mesh.stats.reset()
-        models["sharded"](**inputs)
-        sent = plan.mesh.stats.bytes["weights"]
-        times = diffusers_cp.alternate({name: partial(model, **inputs) for name, model in models.items()}, int(repetitions))
+@torch.inference_mode()
+def rank_main(name: str, repetitions: int) -> None:
+    keep_freed_memory()
+    world = dist.get_world_size()
+    whole, sharded = (MODELS[name]() for _ in range(2))  # seeded: the same twice
+    blocks, config = sizes_of(whole[0]).blocks, ContextParallelConfig(ulysses_degree=world)
+    apply_context_parallel(whole[0], config)
+    stats = apply_context_parallel(sharded[0], config, shard_weights=True).mesh.stats
+    check(name, sharded[0](**sharded[1])[0], whole[0](**whole[1])[0], 0)
+    stats.reset()
+    variants = {"whole": partial(whole[0], **whole[1]), "sharded": partial(sharded[0], **sharded[1])}
+    variants["sharded"]()
+    sent = stats.bytes["weights"]
+    times = alternate(variants, repetitions)
+    ratio = times["sharded"].over(times["whole"])
     report(
-        seconds={weights: time_.median for weights, time_ in times.items()},
-        ratio=times["sharded"].over(times["whole"]),
+        name=name,
+        ratios={"seconds against whole": ratio[0]},
+        quartiles=ratio,
+        target=TARGET,
+        s_whole=times["whole"].median,
+        s_sharded=times["sharded"].median,
+        link_MB=sent / 1e6,
+        by_formula=blocks * (world - 1) / world / 1e6,
         others=times["whole"].others,
-        sent=sent,
-        formula=sizes.blocks * (world - 1) / world,
     )
-    finish()
 
 
-def time_main(repetitions: int) -> None:
-    print(f"{common.machine()}, {RANKS} ranks, float32")
-    print("model    s whole  sharded   ratio (quartiles)          | link MB  formula | others")
-    for name in MODELS:
-        (row,) = run_ranks(Path(__file__), RANKS, name, str(repetitions), timeout=1200)
-        low, middle, high = row["ratio"][1], row["ratio"][0], row["ratio"][2]
-        note(f"sharded, {name}, seconds against whole", middle)
-        print(
-            f"{name:8} {row['seconds']['whole']:7.3f}  {row['seconds']['sharded']:7.3f}   {middle:.3f} ({low:.3f} to {high:.3f}), "
-            f"target {TARGET} | {row['sent'] / 1e6:7.2f}  {row['formula'] / 1e6:7.2f} | {row['others']:.2f}",
-            flush=True,
-        )
+def watch(server: ComfyServer, peak: list[int]) -> None:
+    """Keep the most that any rank of a server held since `peak` was made [0], until the server ends."""
+    while True:
+        with contextlib.suppress(Exception):  # a rank or the server has ended
+            peak[0] = max(peak[0], held(server))
+        time.sleep(LOOK)
 
 
-class Watch:
-    """The most that any rank of a server held since `begin`."""
+def held(server: ComfyServer) -> int:
+    """What the rank holds that holds most, in bytes."""
+    return max((pss(pid) for pid in server.worker_pids()), default=0)
 
-    def __init__(self, server: ComfyServer) -> None:
-        self._server, self.peak = server, 0
-        threading.Thread(target=self._look, daemon=True).start()
 
-    def begin(self) -> None:
-        self.peak = 0
-
-    def now(self) -> int:
-        return max((pss(pid) for pid in self._server.worker_pids()), default=0)
-
-    def _look(self) -> None:
-        while True:
-            try:
-                self.peak = max(self.peak, self.now())
-            except Exception:  # noqa: BLE001  (a rank or the server has ended)
-                time.sleep(LOOK)
-            time.sleep(LOOK)
+@contextlib.contextmanager
+def written(name: str, architecture: Flux) -> Iterator[tuple[Path, Sizes]]:
+    """A folder with a small model, one of this architecture and a LoRA for it; and what the blocks of its file take."""
+    checkpoints.CHECKPOINTS[name] = Checkpoint(architecture=architecture)
+    checkpoints.LORAS[f"{name}_lora"] = replace(checkpoints.LORAS["flux_lora"], base=name)
+    sizes: Counter[str] = Counter()
+    for init in architecture.tensors():
+        block = ".".join(init.name.split(".")[:2]) if "blocks." in init.name else ""
+        sizes[block] += 4 * torch.Size(init.shape).numel()
+    rest = sizes.pop("", 0)
+    with common.models("flux", name, f"{name}_lora") as models:
+        yield models, Sizes(sizes.total(), max(sizes.values()), rest)
 
 
 def memory_main(ranks: int, gigabytes: float) -> None:
     """Whole, sharded and offloaded, each in a server of its own, through loading, a LoRA and `/free`."""
-    architecture = of_size(gigabytes)
-    checkpoints.CHECKPOINTS["flux_huge"] = Checkpoint(architecture=architecture)
-    checkpoints.LORAS["flux_huge_lora"] = replace(checkpoints.LORAS["flux_lora"], base="flux_huge")
-    sizes = sizes_in_file(architecture)
-    with tempfile.TemporaryDirectory() as folder:
-        models = Path(folder)
-        for name in ("flux", "flux_huge", "flux_huge_lora"):
-            checkpoints.write(name, models)
-        print(f"\n{sizes.whole / 1e9:.2f} GB of weights, largest block {sizes.largest / 1e9:.3f} GB, on {ranks} ranks; PSS in GB")
-        print("           without a model | loading  resident  loading LoRA  with LoRA  after /free | bound")
-        for placement in PLACEMENTS:
+    hidden = 1536
+    blocks = gigabytes * 1e9 / 4 / hidden**2 / (36 + 15 * 3)  # a double block has 36 squares of weights, a single one 15
+    architecture = Flux(hidden=hidden, double_blocks=max(1, round(blocks)), single_blocks=max(1, round(3 * blocks)))
+    with written("flux_huge", architecture) as (models, sizes):
+        common.show(f"memory, {ranks} ranks, PSS", GB_of_weights=sizes.whole / 1e9, GB_of_the_largest_block=sizes.largest / 1e9)
+        for placement in ("whole", "sharded", "offloaded"):
             with ComfyServer(common.comfyui(), models=models) as server:
-                watch = Watch(server)
-                cp = {"world_size": ranks, "weights": placement}
+                peak, cp, seen = [0], {"world_size": ranks, "weights": placement}, {}
+                threading.Thread(target=watch, args=(server, peak), daemon=True).start()
                 run(server, "flux", cp)
                 server.free()
                 run(server, "flux", cp)
-                base, seen = watch.now(), []
-                for loras in ((), ("flux_huge_lora",)):
-                    watch.begin()
+                base = held(server)
+                for step, loras in (("resident", ()), ("LoRA", ("flux_huge_lora",))):
+                    peak[0] = 0
                     run(server, "flux_huge", cp, loras=loras)
-                    seen += [watch.peak, watch.now()]
+                    seen |= {f"loading, {step}": peak[0], step: held(server)}
                 server.free()
                 time.sleep(3)
-                seen.append(watch.now())
-                held = sizes.whole if placement == "whole" else sizes.per_rank(ranks)  # on CPU ranks the host is the device
-                figures = "".join(f"{value / 1e9:10.2f}" for value in seen)
-                print(f"{placement:10} {base / 1e9:15.2f} |{figures} | {base / 1e9 + 1.1 * held / 1e9:.2f}", flush=True)
+                seen["after /free"] = held(server)
+                least = sizes.whole if placement == "whole" else sizes.per_rank(ranks)  # on CPU ranks the host is the device
+                figures = {"without a model": base, **seen, "bound": base + 1.1 * least}
+                common.show(f"{placement}, GB", **{name: value / 1e9 for name, value in figures.items()})
 
 
 class Groups:
@@ -175,10 +158,11 @@ class Groups:
 
     def __init__(self, limit: float) -> None:
         self._limit = int(limit)
-        named = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-        own = next((Path("/sys/fs/cgroup/memory") / path.lstrip("/") for _, kinds, path in named if kinds == "memory"), None)
-        self._parent = own or Path("/sys/fs/cgroup") / next(path for _, kinds, path in named if not kinds).lstrip("/")
-        self._file, self._peak = ("memory.limit_in_bytes", "memory.max_usage_in_bytes") if own else ("memory.max", "memory.peak")
+        named = {kinds: path.lstrip("/") for _, kinds, path in (line.split(":", 2) for line in own_groups())}
+        if "memory" in named:
+            self._parent, self._file, self._peak = CGROUPS / "memory" / named["memory"], "limit_in_bytes", "max_usage_in_bytes"
+        else:
+            self._parent, self._file, self._peak = CGROUPS / named[""], "max", "peak"
         self._made: list[Path] = []
 
     def take(self, pid: int) -> None:
@@ -186,13 +170,13 @@ class Groups:
         group = self._parent / f"benchmark-{pid}"
         group.mkdir()
         self._made.append(group)
-        (group / self._file).write_text(str(self._limit))
+        (group / f"memory.{self._file}").write_text(str(self._limit))
         (group / "cgroup.procs").write_text(str(pid))
 
     @property
     def most(self) -> int:
         """Bytes that the processes of one group took, at most."""
-        return max(int((group / self._peak).read_text()) for group in self._made)
+        return max(int((group / f"memory.{self._peak}").read_text()) for group in self._made)
 
     def remove(self) -> None:
         """Their processes have ended, or end."""
@@ -207,43 +191,41 @@ class Groups:
                 time.sleep(0.1)
 
 
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def own_groups() -> list[str]:
+    """The control groups of this process: a number, kinds of resources and a path each."""
+    return Path("/proc/self/cgroup").read_text().splitlines()
+
+
 @contextlib.contextmanager
 def limited(models: Path, limit: float) -> Iterator[tuple[ComfyServer, Groups | None]]:
     """A server whose ranks are there and may take so many bytes each; and their groups, where the kernel sees to that, too."""
-    groups: Groups | None
-    groups = made = Groups(limit)
+    groups = Groups(limit)
     try:
         with ComfyServer(common.comfyui(), models=models) as server:
             run(server, "flux", {"world_size": LIMITED})
-            for _ in range(10):  # it takes effect when ComfyUI's queue comes to it
-                server.free()
-                time.sleep(1)
-                if not server.get("/context_parallel/status")["models"]:
-                    break
+            server.free_workers()
+            made: Groups | None = groups
             try:
                 for pid in server.worker_pids():
-                    made.take(pid)
+                    groups.take(pid)
             except OSError as error:
-                groups = None
+                made = None
                 print(f"no control group can be made ({error})")
-            yield server, groups
+            yield server, made
     finally:
-        made.remove()
+        groups.remove()
 
 
 def limit_main() -> None:
     """A model that no rank may hold whole: what whole and auto say, and how far the latent is from that of one process."""
-    architecture = Flux(hidden=768, double_blocks=8, single_blocks=40)
-    checkpoints.CHECKPOINTS["flux_deep_large"] = Checkpoint(architecture=architecture)
-    checkpoints.LORAS["flux_deep_large_lora"] = replace(checkpoints.LORAS["flux_lora"], base="flux_deep_large")
-    sizes = sizes_in_file(architecture)
-    limit = 1.1 * sizes.per_rank(LIMITED) + 0.1e9  # the weights that the LoRA changes are more, and are copies of the file's
-    settings: dict[str, Any] = {"ckpt": "flux_deep_large", "steps": 2, "loras": ("flux_deep_large_lora",)}
-    print(f"\n{sizes.whole / 1e9:.2f} GB of weights and a LoRA on {LIMITED} ranks of at most {limit / 1e9:.2f} GB each")
-    with tempfile.TemporaryDirectory() as folder:
-        models = Path(folder)
-        for name in ("flux", "flux_deep_large", "flux_deep_large_lora"):
-            checkpoints.write(name, models)
+    name = "flux_deep_large"
+    settings: dict[str, Any] = {"ckpt": name, "steps": 2, "loras": (f"{name}_lora",)}
+    with written(name, Flux(hidden=768, double_blocks=8, single_blocks=40)) as (models, sizes):
+        limit = 1.1 * sizes.per_rank(LIMITED) + 0.1e9  # the weights that the LoRA changes are more, and are copies of the file's
+        common.show(f"limit, {LIMITED} ranks, a LoRA", GB_of_weights=sizes.whole / 1e9, GB_for_each_rank=limit / 1e9)
         with ComfyServer(common.comfyui(), models=models) as server:
             expected = server.sample(flux_prompt(**settings), timeout=900)
         for weights, memory in (("whole", 0.0), ("whole", limit / 1e9), ("auto", limit / 1e9)):
@@ -252,35 +234,14 @@ def limit_main() -> None:
                     continue
                 cp = {"world_size": LIMITED, "weights": weights, "memory_per_rank": memory}
                 result = server.run(flux_prompt(cp=cp, **settings), timeout=900)
-                said = "limit by the kernel" + (" and memory_per_rank" if memory else "") if groups else "memory_per_rank"
+                by = " and ".join([*(["the kernel"] if groups else []), *(["memory_per_rank"] if memory else [])])
                 if result.error is not None:
-                    print(f"{weights:6} {said}: {result.error.exception_message.strip().splitlines()[0]}", flush=True)
+                    common.show(f"{weights}, limited by {by}", says=result.error.exception_message.strip().splitlines()[0])
                     continue
-                difference = (server.latent(result) - expected).abs().max() / expected.std()
-                placed = server.get("/context_parallel/status")["weights"]["flux_deep_large.safetensors"]
-                took = f"a rank took {groups.most / 1e9:.2f} GB; " if groups else ""
-                print(f"{weights:6} {said}: {placed}; {took}{difference:.1e} standard deviations from one process", flush=True)
-
-
-def of_size(gigabytes: float) -> Flux:
-    """Flux of a width and depth with about so many GB of float32."""
-    hidden = 1536
-    blocks = gigabytes * 1e9 / 4 / hidden**2 / (36 + 15 * 3)  # a double block has 36 squares of weights, a single one 15
-    return Flux(hidden=hidden, double_blocks=max(1, round(blocks)), single_blocks=max(1, round(3 * blocks)))
-
-
-def sizes_in_file(architecture: Flux) -> Sizes:
-    """What the blocks of a file take."""
-    blocks: dict[str, int] = {}
-    rest = 0
-    for init in architecture.tensors():
-        nbytes = 4 * torch.Size(init.shape).numel()
-        if "blocks." in init.name:
-            name = ".".join(init.name.split(".")[:2])
-            blocks[name] = blocks.get(name, 0) + nbytes
-        else:
-            rest += nbytes
-    return Sizes(sum(blocks.values()), max(blocks.values()), rest)
+                difference = ((server.latent(result) - expected).abs().max() / expected.std()).item()
+                placed = server.get("/context_parallel/status")["weights"][f"{name}.safetensors"]
+                took = {"GB_of_a_rank": groups.most / 1e9} if groups else {}
+                common.show(f"{weights}, limited by {by}", weights=placed, **took, std_from_one_process=difference)
 
 
 def run(server: ComfyServer, ckpt: str, cp: dict[str, Any], **settings: Any) -> None:
@@ -296,8 +257,9 @@ def main() -> None:
         repetitions={"type": int, "default": 5, "help": "at least 2"},
         only={"nargs": "+", "choices": ("time", "memory", "limit"), "default": ["time"]},
     )
-    if "time" in options.only:
-        time_main(2 if options.quick else options.repetitions)
+    common.show("sharded", **common.machine(), dtype="float32")
+    for name in MODELS if "time" in options.only else ():
+        common.show_ranks(__file__, RANKS, name=name, repetitions=2 if options.quick else options.repetitions)
     for ranks in ([2] if options.quick else options.ranks) if "memory" in options.only else ():
         memory_main(ranks, 1.0 if options.quick else options.gigabytes)
     if "limit" in options.only:

@@ -5,23 +5,22 @@
 A ComfyUI server with one thread per process, VAEs of full width with random weights, in float32: Flux's for a picture of 512 x 512,
 Wan 2.1's for 9 frames of 416 x 240; with `--full` pictures and tiles of twice the side, for an hour. The stock node and ours run in
 turn, each as a prompt of its own: with transfers between processes, and without loading. *exact* is compared with VAE Decode,
-*tiles* with VAE Decode (Tiled) of the same settings. The last column is the same for processor seconds of the rank that needs most,
+*tiles* with VAE Decode (Tiled) of the same settings. *CPU ratio* is the same for processor seconds of the rank that needs most,
 which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
-import tempfile
-from pathlib import Path
+from functools import partial
 
 import common
 import psutil
-from common import note
+from common import show
 from support import preloaded
+from support.graphs import Prompt
 from support.server import ComfyServer
 from support.vae_graphs import vae_prompt
 
@@ -34,7 +33,7 @@ TILES = {"tile_size": 256, "overlap": 32}
 
 
 def main() -> None:
-    arguments = common.options(
+    options = common.options(
         __doc__,
         "pictures of half the side",
         full={"action": "store_true", "help": "of twice the side"},
@@ -42,50 +41,39 @@ def main() -> None:
         vaes={"nargs": "+", "choices": SIZES, "default": list(SIZES)},
         repeat=1,
     )
-    comfyui = common.comfyui()
-    with tempfile.TemporaryDirectory() as folder:
-        written = [sys.executable, "-m", "support.vaes", folder, *(f"full_{name}" for name in arguments.vaes)]
-        done = preloaded.run(written[1:], cwd=common.ROOT / "tests", env={**os.environ, "PYTHONPATH": str(comfyui)})
+    comfyui, times = common.comfyui(), 2 if options.full else 1
+    tiles = {**{name: times * value for name, value in TILES.items()}, "temporal_size": 64, "temporal_overlap": 8}
+    with common.models() as models:
+        written = ["-m", "support.vaes", str(models), *(f"full_{name}" for name in options.vaes)]
+        done = preloaded.run(written, cwd=common.ROOT / "tests", env={**os.environ, "PYTHONPATH": str(comfyui)})
         if done.returncode:
             sys.exit(done.stderr)
-        with ComfyServer(comfyui, models=Path(folder), env={"OMP_NUM_THREADS": "1"}) as server:
-            print(f"{os.cpu_count()} cores, {RANKS} ranks, a thread each, float32")
-            print("VAE    mode     s stock   s ranks    times as fast       CPU s stock  CPU s rank    ratio")
-            for name in arguments.vaes:
-                for mode in arguments.only:
-                    compare(server, name, mode, arguments)
+        with ComfyServer(comfyui, models=models, env={"OMP_NUM_THREADS": "1"}) as server:
+            show("vae", **common.machine(), ranks=RANKS, threads_per_process=1, dtype="float32")
+            for name in options.vaes:
+                rows, columns = (times * size // (2 if options.quick else 1) for size in SIZES[name])
+                graph = partial(vae_prompt, f"full_{name}", "decode", world=RANKS, tiles=tiles, again=True, step_timeout=3600.0)
+                for mode in options.only:
+                    compare(server, f"{name}, {mode}", partial(graph, rows=rows, columns=columns), mode, options.repeat)
 
 
-def compare(server: ComfyServer, name: str, mode: str, arguments: argparse.Namespace) -> None:
-    """Time the stock node and ours in turn, and print a line."""
-    times_the_side = 2 if arguments.full else 1
-    tiles = {**{key: times_the_side * value for key, value in TILES.items()}, "temporal_size": 64, "temporal_overlap": 8}
-    rows, columns = (times_the_side * size // (2 if arguments.quick else 1) for size in SIZES[name])
-    for kind in (STOCK[mode], mode):
-        seconds(server, name, kind, 8, 8, tiles)  # loads
-    times: dict[str, list[tuple[float, float]]] = {"stock": [], "ranks": []}
-    for _ in range(arguments.repeat):
-        times["stock"].append(seconds(server, name, STOCK[mode], rows, columns, tiles))
-        times["ranks"].append(seconds(server, name, mode, rows, columns, tiles))
-    (stock, stock_cpu), (ours, our_cpu) = (map(statistics.median, zip(*each, strict=True)) for each in times.values())
-    note(f"vae, {name}, {mode}, times as fast on two ranks", stock / ours)
-    target = f"target {TARGET}" if mode == "exact" else ""
-    print(
-        f"{name:6} {mode:6} {stock:9.2f} {ours:9.2f}    {stock / ours:.2f} {target:12}  {stock_cpu:13.2f} {our_cpu:11.2f} "
-        f"{stock_cpu / our_cpu:8.2f}",
-        flush=True,
-    )
+def compare(server: ComfyServer, name: str, graph: partial[Prompt], mode: str, repeat: int) -> None:
+    """Time the stock node and ours in turn, and show a line."""
+    kinds = (STOCK[mode], mode)
+    for kind in kinds:
+        seconds(server, graph(mode=kind, rows=8, columns=8))  # loads
+    runs = [[seconds(server, graph(mode=kind)) for kind in kinds] for _ in range(repeat)]
+    (stock, stock_cpu), (ours, our_cpu) = (map(statistics.median, zip(*each, strict=True)) for each in zip(*runs, strict=True))
+    target = {"target": TARGET} if mode == "exact" else {}
+    ratios = {"times as fast on two ranks": stock / ours}
+    cpu = {"CPU s stock": stock_cpu, "CPU s rank": our_cpu, "CPU ratio": stock_cpu / our_cpu}
+    show(name, ratios, s_stock=stock, s_ranks=ours, **target, **cpu)
 
 
-def seconds(
-    server: ComfyServer, name: str, mode: str | None, rows: int, columns: int, tiles: dict[str, int]
-) -> tuple[float, float]:
+def seconds(server: ComfyServer, prompt: Prompt) -> tuple[float, float]:
     """Seconds of the prompt, and processor seconds of the process that worked most; without loading."""
     everyone = [psutil.Process(server.pid), *server.workers()]
     before = [process.cpu_times() for process in everyone]
-    prompt = vae_prompt(
-        f"full_{name}", "decode", mode, world=RANKS, rows=rows, columns=columns, tiles=tiles, again=True, step_timeout=3600.0
-    )
     wall = server.run(prompt, timeout=7200).check().seconds
     worked = [process.cpu_times() for process in everyone]
     return wall, max(now.user + now.system - was.user - was.system for now, was in zip(worked, before, strict=True))

@@ -19,10 +19,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import rules
 from templates import FOLLOWED, MODEL_TYPES, Template, installed
@@ -46,44 +45,36 @@ RUNS = "runs"
 PYTEST = "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())"
 
 
-@dataclass(frozen=True)
 class Report:
-    """What the tests have shown to run, and what to be refused."""
+    """What the tests have shown to run, by kind ("family", "weights", "node"), and what to be refused."""
 
-    families: set[str] = field(default_factory=set)
-    weights: set[str] = field(default_factory=set)
-    classes: set[str] = field(default_factory=set)
-    refused: set[str] = field(default_factory=set)
-
-    @classmethod
-    def load(cls, file: Path) -> Report:
-        report = cls()
+    def __init__(self, file: Path) -> None:
+        self._ran, self._refused = set[tuple[str, str]](), set[str]()
         for line in file.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
+            families = map(rules.slug, entry["families"])
             if entry["outcome"] == "refused":
-                report.refused.update(entry["classes"], map(rules.slug, entry["families"]))
+                self._refused |= {*entry["classes"], *families}
             else:
-                report.classes.update(entry["classes"])
-                report.families.update(map(rules.slug, entry["families"]))
-                report.weights.update(entry["weights"])
-        return report
+                found = {"node": entry["classes"], "family": families, "weights": entry["weights"]}
+                self._ran |= {(kind, name) for kind, names in found.items() for name in names}
 
     def has(self, kind: str, name: str) -> bool:
-        match kind:
-            case "family":
-                return rules.slug(name) in self.families
-            case "weights":
-                return name not in rules.QUANTISED or name in self.weights
-            case _:
-                return name in self.classes
+        """Whether something runs. Kinds of weights that are not quantised need no test of their own."""
+        known = kind == "weights" and name not in rules.QUANTISED
+        return known or (kind, rules.slug(name) if kind == "family" else name) in self._ran
 
     def refuses(self, name: str) -> bool:
-        return bool(self.refused & {name, rules.slug(name)})
+        return bool(self._refused & {name, rules.slug(name)})
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a template needs to run: everything between its files and the forwards of its samplers."""
+    """What a template needs to run: everything between its files and the forwards of its samplers.
+
+    Args:
+        files: names, and what the loader casts the weights to.
+    """
 
     template: str
     files: list[tuple[str, str]]
@@ -91,7 +82,7 @@ class Needs:
 
     @classmethod
     def of(cls, template: Template) -> Needs:
-        loaders = {up: None for sampler in template.samplers for up in sampler.upstream(MODEL_TYPES) if up.loads_model}
+        loaders = {up for sampler in template.samplers for up in sampler.upstream(MODEL_TYPES) if up.loads_model}
         files = {(str(node.widgets[0]), str(node.widgets[1]) if len(node.widgets) > 1 else "default") for node in loaders}
         nodes = {up.type for sampler in template.samplers for up in sampler.upstream(FOLLOWED)}
         return cls(template.name, sorted(files), sorted(filter(rules.matters, nodes)))
@@ -100,25 +91,18 @@ class Needs:
     def families(self) -> list[str]:
         return sorted({rules.family(file) for file, _ in self.files})
 
-    @property
-    def weights(self) -> list[str]:
-        return sorted({rules.weights(*file) for file in self.files})
-
-    def all(self) -> Iterator[tuple[str, str]]:
+    def all(self) -> list[tuple[str, str]]:
         """Kind and name of every need."""
-        yield from (("family", name) for name in self.families)
-        yield from (("weights", name) for name in self.weights)
-        yield from (("node", name) for name in self.classes)
-
-    def missing(self, report: Report) -> list[tuple[str, str]]:
-        return [need for need in self.all() if not report.has(*need)]
+        weights = sorted({rules.weights(*file) for file in self.files})
+        kinds = {"family": self.families, "weights": weights, "node": self.classes}
+        return [(kind, name) for kind, names in kinds.items() for name in names]
 
     def verdict(self, report: Report) -> str:
-        missing = self.missing(report)
-        refused = [name for _, name in missing if name in rules.REFUSED]
+        missing = [name for kind, name in self.all() if not report.has(kind, name)]
+        refused = [name for name in missing if name in rules.REFUSED]
         if refused:
             return f"{', '.join(refused)}: refused, {'; '.join(dict.fromkeys(rules.REFUSED[name] for name in refused))}"
-        return f"not shown: {', '.join(name for _, name in missing)}" if missing else RUNS
+        return f"not shown: {', '.join(missing)}" if missing else RUNS
 
 
 HEAD = """# Coverage of ComfyUI's templates
@@ -159,7 +143,7 @@ OTHER = re.compile(r"^- ComfyUI (\S+) .*\n", re.MULTILINE)
 
 def line(needs: list[Needs], report: Report) -> str:
     """What the page says of another version than its own."""
-    lacking = [f"{need.template} ({need.verdict(report)})" for need in needs if need.missing(report)]
+    lacking = [f"{need.template} ({verdict})" for need in needs if (verdict := need.verdict(report)) != RUNS]
     run = f"{len(needs) - len(lacking)} of {len(needs)} run"
     return f"- ComfyUI {comfyui_version()} ({DISTRIBUTION} {version(DISTRIBUTION)}): {'; not '.join([run, *lacking])}.\n"
 
@@ -190,7 +174,7 @@ def page(needs: list[Needs], report: Report) -> str:
         templates = ", ".join(template(need.template) for need in using)
         families.append(f"- **{shown('family', name)}**, {run}: {templates}. {'; '.join(model_files(name, using, shown))}.")
     by_count: dict[int, list[str]] = {}
-    for (kind, name), count in ranked(demand):
+    for (kind, name), count in sorted(demand.items(), key=lambda item: (-item[1], item[0])):
         if kind == "node":
             by_count.setdefault(count, []).append(shown(kind, name))
     return HEAD.format(
@@ -218,17 +202,6 @@ def model_files(family: str, needs: list[Needs], shown: Callable[[str, str], str
         yield f"*{shown('weights', kind)}* {', '.join(names)}"
 
 
-def ranked(counter: Counter[Any]) -> list[tuple[Any, int]]:
-    """By count, then by name."""
-    return sorted(counter.items(), key=lambda item: (-item[1], item[0]))
-
-
-def run_tests(report: Path) -> int:
-    """Run the server tests with a report and return pytest's exit status."""
-    command = [sys.executable, "-c", PYTEST, "-q", "tests/server"]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "CP_COVERAGE_REPORT": str(report)}, check=False).returncode
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write docs/generated/coverage.md.")
     parser.add_argument("--report", type=Path, help="what an earlier run of the tests has written")
@@ -236,8 +209,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = options.report or Path(folder) / "report.jsonl"
         file.touch()
-        status = 0 if options.report else run_tests(file)
-        report = Report.load(file)
+        status = 0
+        if not options.report:
+            env = {**os.environ, "CP_COVERAGE_REPORT": str(file)}
+            status = subprocess.run([sys.executable, "-c", PYTEST, "-q", "tests/server"], cwd=ROOT, env=env, check=False).returncode
+        report = Report(file)
     unproved = [name for name in rules.REFUSED if not report.refuses(name)]
     if unproved:
         sys.stderr.write(f"no test showed that these are refused: {', '.join(unproved)}\n")
@@ -250,7 +226,7 @@ def main() -> int:
     else:
         others[here] = line(needs, report)
     PAGE.write_text(with_others(text, others), encoding="utf-8")
-    sys.stdout.write(f"{sum(not need.missing(report) for need in needs)} of {len(needs)} templates run\n")
+    sys.stdout.write(f"{sum(need.verdict(report) == RUNS for need in needs)} of {len(needs)} templates run\n")
     return status
 
 

@@ -13,18 +13,15 @@ from importlib import resources
 from typing import Any
 
 PACKAGE = "comfyui_workflow_templates_json"
-INSIDE = -10
-"""The node that stands, inside a subgraph, for the inputs of the subgraph."""
-
-OUTSIDE = -20
-"""The same for its outputs."""
-
+INSIDE, OUTSIDE = -10, -20
+"""The nodes that stand, inside a subgraph, for its inputs and for its outputs."""
 MODEL_TYPES = frozenset({"MODEL", "GUIDER"})
 FOLLOWED = MODEL_TYPES | {
     "CONDITIONING", "LATENT", "SAMPLER", "CONTROL_NET", "MODEL_PATCH", "STYLE_MODEL", "LATENT_OPERATION", "HOOKS",
 }  # fmt: skip
 """Types of links that carry something of the forward's. Noise and sigmas are numbers of the UI process; images, texts and what
 vision and audio encoders make of them are values in a conditioning, and the node that puts them there is followed."""
+LINK = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
 
 Json = dict[str, Any]
 
@@ -34,40 +31,34 @@ class Node:
     """A node where it stands: one in a subgraph that is used twice is two of these.
 
     Args:
-        sources: node and type of the output that each linked input takes its value from.
+        takes, gives: types of its inputs and outputs.
         widgets: the values that the node holds itself.
+        sources: node and type of the output that each linked input takes its value from.
     """
 
     type: str
-    inputs: dict[str, str]
-    outputs: list[str]
+    takes: list[str]
+    gives: list[str]
     widgets: list[Any]
-    sources: dict[str, tuple[Node, str]] = field(default_factory=dict, repr=False)
-
-    def takes(self, kind: str) -> bool:
-        return kind in self.inputs.values()
-
-    def gives(self, kind: str) -> bool:
-        return kind in self.outputs
+    sources: list[tuple[Node, str]] = field(default_factory=list, repr=False)
 
     @property
     def loads_model(self) -> bool:
         """Whether a diffusion model comes from here, out of a file."""
-        return self.gives("MODEL") and not self.takes("MODEL") and self.type != "Reroute"
+        return "MODEL" in self.gives and "MODEL" not in self.takes and self.type != "Reroute"
 
     @property
     def samples(self) -> bool:
-        return self.gives("LATENT") and (self.takes("MODEL") or self.takes("GUIDER"))
+        return "LATENT" in self.gives and not MODEL_TYPES.isdisjoint(self.takes)
 
     def upstream(self, kinds: Iterable[str]) -> list[Node]:
         """Every node that this one depends on by links of these types, itself included, nearest first."""
         kinds = set(kinds)
-        found: dict[Node, None] = {self: None}
+        found = {self: None}
         for node in (queue := [self]):
-            for source, kind in node.sources.values():
-                if kind in kinds and source not in found:
-                    found[source] = None
-                    queue.append(source)
+            new = dict.fromkeys(source for source, kind in node.sources if kind in kinds and source not in found)
+            found |= new
+            queue += new
         return list(found)
 
 
@@ -89,13 +80,9 @@ def installed() -> Iterator[Template]:
         if file.name.endswith(".json"):
             workflow = json.loads(file.read_text(encoding="utf-8"))
             if "nodes" in workflow:
-                yield Template(file.name.removesuffix(".json"), read(workflow))
-
-
-def read(workflow: Json) -> list[Node]:
-    """All real nodes of a workflow, linked."""
-    definitions = {definition["id"]: definition for definition in workflow.get("definitions", {}).get("subgraphs", [])}
-    return _Scope(workflow, definitions).link()
+                subgraphs = workflow.get("definitions", {}).get("subgraphs", [])
+                scope = _Scope(workflow, {definition["id"]: definition for definition in subgraphs})
+                yield Template(file.name.removesuffix(".json"), scope.linked())
 
 
 class _Scope:
@@ -109,23 +96,25 @@ class _Scope:
 
     def __init__(self, graph: Json, definitions: dict[str, Json], parent: tuple[_Scope, Json] | None = None) -> None:
         self.graph, self.parent = graph, parent
-        self.links = {link["id"]: link for link in map(_link, graph["links"])}
-        self.raw = {node["id"]: node for node in graph["nodes"]}
-        self.inner = {
-            node["id"]: _Scope(definitions[node["type"]], definitions, (self, node))
-            for node in graph["nodes"]
-            if node["type"] in definitions
-        }
-        self.nodes = {number: _node(node) for number, node in self.raw.items() if number not in self.inner}
+        links = (link if isinstance(link, dict) else dict(zip(LINK, link, strict=False)) for link in graph["links"])
+        self.links = {link["id"]: link for link in links}
+        self.inner: dict[int, _Scope] = {}
+        self.nodes: dict[int, tuple[Node, Json]] = {}
+        for raw in graph["nodes"]:
+            if raw["type"] in definitions:
+                self.inner[raw["id"]] = _Scope(definitions[raw["type"]], definitions, (self, raw))
+            else:
+                takes, gives = ([str(socket["type"]) for socket in raw.get(name) or []] for name in ("inputs", "outputs"))
+                values = raw.get("widgets_values") or []
+                widgets = list(values.values() if isinstance(values, dict) else values)
+                self.nodes[raw["id"]] = Node(raw["type"], takes, gives, widgets), raw
 
-    def link(self) -> list[Node]:
-        """Set the sources of all nodes, here and below, and return them."""
-        for number, node in self.nodes.items():
-            for socket in self.raw[number].get("inputs") or []:
-                source = self.origin(socket.get("link"))
-                if source is not None:
-                    node.sources[socket["name"]] = source
-        return [*self.nodes.values(), *(node for scope in self.inner.values() for node in scope.link())]
+    def linked(self) -> list[Node]:
+        """Return all nodes, here and below, with their sources."""
+        for node, raw in self.nodes.values():
+            origins = (self.origin(socket.get("link")) for socket in raw.get("inputs") or [])
+            node.sources = [origin for origin in origins if origin is not None]
+        return [*(node for node, _ in self.nodes.values()), *(node for scope in self.inner.values() for node in scope.linked())]
 
     def origin(self, number: int | None) -> tuple[Node, str] | None:
         """The real node that a link starts from, and the type of what it carries."""
@@ -143,21 +132,5 @@ class _Scope:
             scope = self.inner[start]
             ends = [end for end, item in scope.links.items() if (item["target_id"], item["target_slot"]) == (OUTSIDE, slot)]
             return scope.origin(ends[0]) if ends else None
-        outputs = self.nodes[start].outputs
-        return self.nodes[start], outputs[slot] if outputs[slot] != "*" else link["type"]
-
-
-def _link(link: list[Any] | Json) -> Json:
-    if isinstance(link, dict):
-        return link
-    return dict(zip(("id", "origin_id", "origin_slot", "target_id", "target_slot", "type"), link, strict=False))
-
-
-def _node(node: Json) -> Node:
-    values = node.get("widgets_values") or []
-    return Node(
-        type=node["type"],
-        inputs={socket["name"]: str(socket["type"]) for socket in node.get("inputs") or []},
-        outputs=[str(socket["type"]) for socket in node.get("outputs") or []],
-        widgets=list(values.values() if isinstance(values, dict) else values),
-    )
+        node, _ = self.nodes[start]
+        return node, node.gives[slot] if node.gives[slot] != "*" else link["type"]

@@ -1,4 +1,4 @@
-"""The sections of `gpu_check.py`, a module each: `run(options, results)` reports what it sees."""
+"""The sections of `gpu_check.py`, a module each: `run(section)` reports what it sees."""
 
 from __future__ import annotations
 
@@ -11,5 +11,3 @@ GROUPS = {
 }
 """Sections of groups that end within nine minutes each, and the seconds that a section may take."""
 SECTIONS = {name: seconds for group in GROUPS.values() for name, seconds in group.items()}
-BY_SERVER = ("comfy", "vae", "faults")
-"""Those that ask a server, and are the same lines on any device."""

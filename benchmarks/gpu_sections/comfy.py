@@ -9,21 +9,17 @@ from __future__ import annotations
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from support import checkpoints, families
 from support.graphs import Prompt, family_prompt, flux_prompt, wan_prompt
 from support.server import ComfyServer
 from torch import Tensor
 
-from .options import Options
-from .results import Results
-from .server import ROUNDING, compare, over_stock, sample, start, write_families
+from .section import Section
+from .server import compare, compare_rounding, start, write_models
 
-RANKS = 2
-
-FAMILIES = ("qwen", "sdxl", "mochi", "hidream")
-FLUX: dict[str, partial[Prompt]] = {
+FAMILIES = ("qwen", "sdxl", "mochi", "hidream", "sd3", "ltxv")
+CASES: dict[str, partial[Prompt]] = {
     "Flux": partial(flux_prompt),
     "Flux, CFG 4, batch of 2, odd size": partial(flux_prompt, cfg=4.0, batch=2, width=72, height=104, tokens=13),
     "Flux, one sequence for all ranks": partial(flux_prompt, cfg=4.0, width=72),
@@ -41,60 +37,47 @@ QUANTISED: dict[str, partial[Prompt]] = {
     "Flux, fp8 scaled": partial(flux_prompt, ckpt="flux_fp8"),
 }
 """A card computes them in half precision, or in fp8."""
-SETTINGS: dict[str, dict[str, Any]] = {"Flux, one sequence for all ranks": {"batch_degree": 1}}
-"""Of CP Config, beyond the number of ranks."""
-OTHERS = ("sd3", "ltxv")
 AGAIN = ("Flux", "Flux, LoRA", "Wan")
 """Cases that other ways to hold weights and another precision run, too."""
 
 
-def run(options: Options, results: Results) -> None:
+def run(section: Section) -> None:
     """A result per case and kind of server."""
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder)
         checkpoints.write_all(["flux", "flux_fp8", "flux_lora", "wan_t2v"], models)
-        cases: dict[str, partial[Prompt]] = dict(list(FLUX.items())[:2]) if options.few else dict(FLUX)
-        if not options.few:
-            with results.part("tiny models of families"):
+        cases = dict(list(CASES.items())[: 2 if section.few else None])
+        if not section.few:
+            with section.part("tiny models of families"):
                 served = {name: entry for name, (_, entry, _) in families.served().items()}
-                names = [*FAMILIES, *OTHERS]
-                write_families(options, models, names)
-                cases |= {name: partial(family_prompt, served[name]) for name in names}
-        exact: dict[str, Tensor] = {}
-        with results.part("float32"), start(options, models, "--fp32-unet") as server:
-            exact = _compare(server, cases, options, results, "float32")
-            if not options.few:
-                _compare_rounding(server, QUANTISED, dict.fromkeys(QUANTISED, exact["Flux"]), options, results, "quantised")
+                failed = write_models("support.models", models / "diffusion_models", *FAMILIES).splitlines()[-1]
+                if failed != "{}":
+                    raise RuntimeError(f"tiny models: {failed[-300:]}")
+                cases |= {name: partial(family_prompt, served[name]) for name in FAMILIES}
         again = {name: cases[name] for name in AGAIN if name in cases}
-        if not options.few:
-            with results.part("bfloat16"), start(options, models, "--bf16-unet") as server:
-                known = {name: graph for name, graph in again.items() if name in exact}
-                _compare_rounding(server, known, exact, options, results, "bfloat16")
-        if not (options.few and options.rehearse):
-            with results.part("without DynamicVRAM"), start(options, models, "--fp32-unet", "--disable-dynamic-vram") as server:
-                _compare(server, again, options, results, "without DynamicVRAM")
+        exact: dict[str, Tensor] = {}
+        with section.part("float32"), start(section, models, "--fp32-unet") as server:
+            exact = _compare(section, server, cases, "float32")
+            for name, graph in () if section.few else QUANTISED.items():
+                compare_rounding(server, section, f"{name}, quantised", graph(), _ours(section, name, graph), exact["Flux"])
+        if not section.few:
+            with section.part("bfloat16"), start(section, models, "--bf16-unet") as server:
+                for name in (name for name in AGAIN if name in exact):
+                    graph = cases[name]
+                    compare_rounding(server, section, f"{name}, bfloat16", graph(), _ours(section, name, graph), exact[name])
+        if not (section.few and section.rehearse):
+            with section.part("without DynamicVRAM"), start(section, models, "--fp32-unet", "--disable-dynamic-vram") as server:
+                _compare(section, server, again, "without DynamicVRAM")
 
 
-def _config(name: str, options: Options) -> dict[str, Any]:
-    return {"devices": options.devices(RANKS), "backend": "gloo", **SETTINGS.get(name, {})}
+def _ours(section: Section, name: str, graph: partial[Prompt]) -> Prompt:
+    alone = {"batch_degree": 1} if "one sequence" in name else {}
+    return graph(cp={**section.ranks(2), **alone})
 
 
-def _compare(
-    server: ComfyServer, cases: dict[str, partial[Prompt]], options: Options, results: Results, kind: str
-) -> dict[str, Tensor]:
+def _compare(section: Section, server: ComfyServer, cases: dict[str, partial[Prompt]], kind: str) -> dict[str, Tensor]:
     """Run the cases; returns the stock latents."""
     found = {
-        name: compare(server, results, f"{name}, {kind}", graph(), graph(cp=_config(name, options)))
-        for name, graph in cases.items()
+        name: compare(server, section, f"{name}, {kind}", graph(), _ours(section, name, graph)) for name, graph in cases.items()
     }
     return {name: stock for name, stock in found.items() if stock is not None}
-
-
-def _compare_rounding(
-    server: ComfyServer, cases: dict[str, partial[Prompt]], exact: dict[str, Tensor], options: Options, results: Results, kind: str
-) -> None:
-    for name, graph in cases.items():
-        with results.part(f"{name}, {kind}"):
-            stock, out = sample(server, graph())[0], sample(server, graph(cp=_config(name, options)))[0]
-            ratio = over_stock(out, stock, exact[name])
-            results.check(f"{name}, {kind}", ratio <= ROUNDING, rms_over_stock=ratio)

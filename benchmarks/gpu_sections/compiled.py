@@ -18,11 +18,10 @@ from support.graphs import NodeSpec, Prompt, flux_prompt, wan_prompt
 from support.server import ComfyServer
 from torch import Tensor
 
-from .options import Options
-from .results import Results
+from .section import Section
 from .server import LARGEST, ROUNDING, largest, over_stock, sample, start
 
-RANKS, STEPS = 2, 6
+STEPS = 6
 CASES: dict[str, partial[Prompt]] = {
     "Flux": partial(flux_prompt),
     "Flux, fp8 scaled": partial(flux_prompt, ckpt="flux_fp8"),
@@ -32,57 +31,47 @@ QUANTISED = {"Flux, fp8 scaled": "Flux"}
 """What a card computes in fp8 rounds: judged by the distance to the case in float32."""
 
 
-def run(options: Options, results: Results) -> None:
+def run(section: Section) -> None:
     """A result per case, and one for time."""
+    compiling = ("TestPatch", {"kind": "compile_eager"}) if section.rehearse else ("TorchCompileModel", {"backend": "inductor"})
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder)
         checkpoints.write_all(["flux", "flux_fp8", "wan_t2v"], models)
-        cases = dict(list(CASES.items())[:1]) if options.few else CASES
-        with results.part("latents"), start(options, models, "--fp32-unet") as server:
-            for name, graph in cases.items():
-                with results.part(name):
-                    _compare(server, name, graph, options, results)
-        if options.few:
+        with section.part("latents"), start(section, models, "--fp32-unet") as server:
+            for name in list(CASES)[: 1 if section.few else None]:
+                with section.part(name):
+                    _compare(section, server, name, compiling)
+        if section.few:
             return
-        blocks = {"hidden": 256 if options.rehearse else 3072, "double_blocks": 2, "single_blocks": 2}
-        large = checkpoints.Checkpoint(architecture=checkpoints.Flux(**blocks), repeated=True)
+        hidden, side = (256, 128) if section.rehearse else (3072, 1024)
+        blocks = checkpoints.Flux(hidden=hidden, double_blocks=2, single_blocks=2)
+        large = checkpoints.Checkpoint(architecture=blocks, repeated=True)
         checkpoints.write("flux_large", models, checkpoint=large, file_stem="large", dtype=torch.bfloat16)
-        with results.part("time"), start(options, models, "--bf16-unet") as server:
-            side = 128 if options.rehearse else 1024
+        with section.part("time"), start(section, models, "--bf16-unet") as server:
             graph = partial(flux_prompt, ckpt="large", width=side, height=side, tokens=256, steps=STEPS)
-            eager, compiled = (
-                _sample(server, graph, options, nodes)[1]["seconds_per_call"] for nodes in ([], [_compile_node(options)])
-            )
-            results.add("Flux blocks, seconds per call", eager=eager, compiled=compiled, ratio=eager / compiled)
+            eager, compiled = (_ours(section, server, graph, *nodes)[1]["seconds_per_call"] for nodes in ([], [compiling]))
+            section.add("Flux blocks, seconds per call", eager=eager, compiled=compiled, ratio=eager / compiled)
 
 
-def _compile_node(options: Options) -> NodeSpec:
-    if options.rehearse:
-        return "TestPatch", {"kind": "compile_eager"}
-    return "TorchCompileModel", {"backend": "inductor"}
-
-
-def _sample(server: ComfyServer, graph: partial[Prompt], options: Options, nodes: list[NodeSpec]) -> tuple[Tensor, dict[str, Any]]:
+def _ours(section: Section, server: ComfyServer, graph: partial[Prompt], *nodes: NodeSpec) -> tuple[Tensor, dict[str, Any]]:
     """The latent, and the report of CP Sampler."""
-    config = {"devices": options.devices(RANKS), "backend": "gloo"}
-    latent, result = sample(server, graph(cp=config, node="CPSampler", after_apply=nodes))
+    latent, result = sample(server, graph(cp=section.ranks(2), node="CPSampler", after_apply=list(nodes)))
     report: dict[str, Any] = json.loads(result.outputs["report"]["text"][0])
     return latent, report
 
 
-def _compare(server: ComfyServer, name: str, graph: partial[Prompt], options: Options, results: Results) -> None:
-    expected, _ = sample(server, graph())
-    out, report = _sample(server, graph, options, [_compile_node(options)])
-    other = partial(graph, width=96)
-    again, later = _sample(server, other, options, [_compile_node(options)])
-    compiled, more = report["compiled"], later["compiled"]["graphs"] - report["compiled"]["graphs"]
-    good = bool(compiled["kinds"]) and not compiled["left"] and not more
-    pairs = ((out, expected, {}), (again, sample(server, other())[0], {"width": 96}))
-    if name in QUANTISED and options.device != "cpu":
-        exact = CASES[QUANTISED[name]]
-        figures = {"rms_over_stock": max(over_stock(*pair, sample(server, exact(**size))[0]) for *pair, size in pairs)}
-        good = good and figures["rms_over_stock"] <= ROUNDING
-    else:
-        figures = {"largest": max(largest(*pair) for *pair, _ in pairs)}
-        good = good and figures["largest"] <= LARGEST
-    results.check(name, good, **figures, kinds=len(compiled["kinds"]), left=list(compiled["left"]), graphs_of_another_size=more)
+def _compare(section: Section, server: ComfyServer, name: str, compiling: NodeSpec) -> None:
+    """Sample two sizes, compiled on the ranks, then without anything of it: what a rank compiled goes with the model."""
+    rounds, sizes = name in QUANTISED and section.device != "cpu", ({}, {"width": 96})
+    outs, reports = zip(*(_ours(section, server, partial(CASES[name], **size), compiling) for size in sizes), strict=True)
+    differences = []
+    for size, out in zip(sizes, outs, strict=True):
+        expected, _ = sample(server, CASES[name](**size))
+        exact = sample(server, CASES[QUANTISED[name]](**size))[0] if rounds else None
+        differences.append(largest(out, expected) if exact is None else over_stock(out, expected, exact))
+    first, later = (report["compiled"] for report in reports)
+    worst = max(differences)
+    more = later["graphs"] - first["graphs"]
+    good = bool(first["kinds"]) and not first["left"] and not more and worst <= (ROUNDING if rounds else LARGEST)
+    figures = {"rms_over_stock" if rounds else "largest": worst, "kinds": len(first["kinds"]), "left": list(first["left"])}
+    section.check(name, good, **figures, graphs_of_another_size=more)

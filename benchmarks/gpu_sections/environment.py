@@ -14,43 +14,38 @@ import torch
 from support.package import load_package
 from torch.cuda import nccl
 
-from .options import Options
-from .results import NEEDS_SEVERAL, Results
+from .section import NEEDS_SEVERAL, Section
+from .server import COMFYUI
 
 load_package()
 
 from cp_runtime.pool.peers import without_peer_access
 
 PACKAGES = ("flash-attn", "sageattention", "triton", "xformers", "comfy-kitchen", "safetensors", "transformers", "diffusers")
+DRIVER = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
 
 
-def run(options: Options, results: Results) -> None:
+def run(section: Section) -> None:
     """One result per kind of thing."""
     memory = round(psutil.virtual_memory().total / 1e9)
-    results.add("computer", cores=os.cpu_count(), memory_GB=memory, machine=platform.machine(), python=platform.python_version())
-    results.add("torch", version=torch.__version__, cuda=torch.version.cuda or "none")
-    file = options.comfyui / "comfyui_version.py"
+    section.add("computer", cores=os.cpu_count(), memory_GB=memory, machine=platform.machine(), python=platform.python_version())
+    section.add("torch", version=torch.__version__, cuda=torch.version.cuda or "none")
+    file = COMFYUI / "comfyui_version.py"
     found = re.search(r'"(.+)"', file.read_text()) if file.exists() else None
-    results.add("ComfyUI", version=found[1] if found else "unknown")
-    results.add("packages", **{name: _version(name) for name in PACKAGES})
-    with results.part("libraries"):
+    section.add("ComfyUI", version=found[1] if found else "unknown")
+    section.add("packages", **{name: _version(name) for name in PACKAGES})
+    with section.part("libraries"):
         version = ".".join(map(str, nccl.version()))
-        results.add("libraries", nccl=version, cudnn=str(torch.backends.cudnn.version()), driver=_driver())
-    count = torch.cuda.device_count()
-    for index in range(count):
-        card = torch.cuda.get_device_properties(index)
-        free = torch.cuda.mem_get_info(index)[0]
-        results.add(
-            f"cuda:{index}",
-            name=card.name,
-            memory_GB=card.total_memory / 1e9,
-            free_GB=free / 1e9,
-            capability=f"{card.major}.{card.minor}",
-        )
-    if count == 1:
-        results.add("peer-to-peer", NEEDS_SEVERAL)
-        return
-    results.add("peer-to-peer", pairs=count * (count - 1), without=without_peer_access([f"cuda:{i}" for i in range(count)]))
+        section.add("libraries", nccl=version, cudnn=str(torch.backends.cudnn.version()), driver=_driver())
+    cards = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    for name in cards:
+        card, (free, total) = torch.cuda.get_device_properties(name), torch.cuda.mem_get_info(name)
+        capability = f"{card.major}.{card.minor}"
+        section.add(name, name=card.name, memory_GB=total / 1e9, free_GB=free / 1e9, capability=capability)
+    if len(cards) == 1:
+        section.add("peer-to-peer", NEEDS_SEVERAL)
+    else:
+        section.add("peer-to-peer", pairs=len(cards) * (len(cards) - 1), without=without_peer_access(cards))
 
 
 def _version(package: str) -> str:
@@ -62,8 +57,7 @@ def _version(package: str) -> str:
 
 def _driver() -> str:
     """The driver's version, from the tool that comes with it."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.split()[0]
+        return subprocess.run(DRIVER, capture_output=True, text=True, check=True, timeout=10).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown"

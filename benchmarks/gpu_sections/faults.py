@@ -5,8 +5,10 @@ On a GPU with real ones: memory that is not there, an assertion in a kernel, a k
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,12 +19,10 @@ from support.faults import SLACK, Faults
 from support.graphs import flux_prompt
 from support.server import ComfyServer
 
-from .options import Options
-from .results import NEEDS_CARD, Results
+from .section import NEEDS_CARD, Section
 from .server import LARGEST, TIMEOUT, largest, sample, start, used_device_memory
 
 STEP_TIMEOUT = 8.0
-RANKS = 2
 BACK = 0.3  # GB; what may be missing of the device's memory afterwards
 
 
@@ -57,53 +57,70 @@ FAULTS = {
 }
 
 
-def run(options: Options, results: Results) -> None:
+def run(section: Section) -> None:
     """A result per fault."""
-    with tempfile.TemporaryDirectory() as folder:
-        models, faults = Path(folder) / "models", Faults(Path(folder) / "faults")
-        faults.folder.mkdir()
-        checkpoints.write("flux", models)
-        config = {"devices": options.devices(RANKS), "backend": "gloo", "step_timeout": STEP_TIMEOUT}
-        with start(options, models, "--fp32-unet", env=faults.environment) as server:
-            struck = Struck(server, faults, config, options, results)
-            for name, fault in list(FAULTS.items())[: 1 if options.few else None]:
-                if fault.card and options.rehearse:
-                    results.add(name, NEEDS_CARD)
-                else:
-                    struck.strike(name, fault)
-            if not options.few:
-                struck.cancel()
+    config = {**section.ranks(2), "step_timeout": STEP_TIMEOUT}
+    with struck(section, config, partial(checkpoints.write, "flux")) as ours:
+        for name, fault in list(FAULTS.items())[: 1 if section.few else None]:
+            if fault.card and section.rehearse:
+                section.add(name, NEEDS_CARD)
+            else:
+                ours.strike(name, fault)
+        if not section.few:
+            ours.cancel()
 
 
-class Struck:
+@contextlib.contextmanager
+def struck(
+    section: Section, cp: dict[str, Any], write: Callable[[Path], object], *arguments: str, env: Mapping[str, str] | None = None
+) -> Iterator[Struck]:
     """A server whose ranks get faults.
 
     Args:
-        config: of CP Config.
+        cp: inputs of CP Config.
+        write: makes the model files in a folder.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        models, faults = Path(folder) / "models", Faults(Path(folder) / "faults")
+        faults.folder.mkdir()
+        write(models)
+        with start(section, models, "--fp32-unet", *arguments, env={**faults.environment, **(env or {})}) as server:
+            yield Struck(server, faults, cp, section)
 
-    def __init__(self, server: ComfyServer, faults: Faults, config: dict[str, Any], options: Options, results: Results) -> None:
-        self._server, self._faults, self._options, self._results = server, faults, options, results
-        self._graph = partial(flux_prompt, cp=config)
-        self._expected, _ = sample(server, self._graph())
-        self._held = used_device_memory()
+
+class Struck:
+    """A server whose ranks get faults, and what is right there."""
+
+    def __init__(self, server: ComfyServer, faults: Faults, cp: dict[str, Any], section: Section) -> None:
+        self.server, self._faults, self._section = server, faults, section
+        self._graph = partial(flux_prompt, cp=cp)
+        self._right: tuple[Any, float] | None = None
+
+    def _ready(self) -> None:
+        """Have workers that are there and warm; the first time, note what is right, and the device's memory."""
+        latent, _ = sample(self.server, self._graph())
+        self._right = self._right or (latent, used_device_memory())
+
+    def _next_is_right(self) -> bool:
+        assert self._right is not None
+        return largest(sample(self.server, self._graph())[0], self._right[0]) <= LARGEST
 
     def strike(self, name: str, fault: Fault) -> None:
         """A result on a fault: what the prompt says, how soon, and the prompt after it."""
-        with self._results.part(name):
-            sample(self._server, self._graph())  # workers that are there and warm
+        with self._section.part(name):
+            self._ready()
             self._faults.arm(1, fault.kind, module=2, times=fault.times)
             began = time.monotonic()
-            result = self._server.run(self._graph(), timeout=TIMEOUT)
+            result = self.server.run(self._graph(), timeout=TIMEOUT)
             seconds = time.monotonic() - began
             message = result.error.exception_message if result.error else f"the prompt ended: {result.status}"
-            right, missing = self._next_is_right(), used_device_memory() - self._held
+            right, missing = self._next_is_right(), used_device_memory() - self._right[1]
             # A rehearsal may be one of several jobs on its machine.
-            allowed = fault.seconds * self._options.limits * (SLACK if self._options.rehearse else 1)
+            allowed = fault.seconds * self._section.limits * (SLACK if self._section.rehearse else 1)
             taken = not self._faults.waiting and result.status == ("error" if fault.words else "success")
             told = taken and all(word in message for word in fault.words)
             good = right and seconds <= allowed and told and missing <= BACK
-            self._results.check(
+            self._section.check(
                 name, good, seconds=seconds, allowed=allowed, next_prompt="right" if right else "wrong", missing_GB=missing,
                 message=message.splitlines()[0],
             )  # fmt: skip
@@ -111,21 +128,18 @@ class Struck:
 
     def cancel(self) -> None:
         """A result on Cancel in blocks of a second each: the ranks leave at one of the next, and live on."""
-        name = "Cancel inside a block of one second"
-        with self._results.part(name):
-            sample(self._server, self._graph())
-            pids = self._server.worker_pids()
+        name, server = "Cancel inside a block of one second", self.server
+        with self._section.part(name):
+            self._ready()
+            pids = server.worker_pids()
             self._faults.arm(1, "slow", module=1, seconds=0.9)
-            prompt = self._server.queue(self._graph(width=80))
-            self._server.wait_event(lambda event: event.type == "executing" and event.data.get("node") == "sampler")
+            prompt = server.queue(self._graph(width=80))
+            server.wait_event(lambda event: event.type == "executing" and event.data.get("node") == "sampler")
             time.sleep(1.3)
             began = time.monotonic()
-            self._server.interrupt()
-            result = self._server.wait(prompt, TIMEOUT)
+            server.interrupt()
+            result = server.wait(prompt, TIMEOUT)
             seconds = time.monotonic() - began
-            kept = self._server.worker_pids() == pids
+            kept = server.worker_pids() == pids
             good = result.status == "interrupted" and kept and self._next_is_right()
-            self._results.check(name, good, seconds=seconds, workers_kept=kept)
-
-    def _next_is_right(self) -> bool:
-        return largest(sample(self._server, self._graph())[0], self._expected) <= LARGEST
+            self._section.check(name, good, seconds=seconds, workers_kept=kept)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
-from cp_runtime.engine.config import ContextParallelConfig, SequenceSettings
+from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, choose
 from cp_runtime.engine.measuring import measure
 from cp_runtime.engine.mesh import SequenceMesh, factors, make_groups
@@ -58,12 +58,11 @@ with torch.inference_mode():
         layout = JointLayout((total,), world)
         local = [torch.randn(1, layout.local_lengths[rank], HEADS, HEAD_DIM, device=device).to(dtype) for _ in range(3)]
         shape = AttentionShape(1, total, total, HEADS, HEADS, HEAD_DIM, dtype.itemsize)
-        chosen = choose(shape, world, SequenceSettings(), rates)
-        measured = {}
-        for ring, ulysses in factors(world):
-            config = ContextParallelConfig(
-                ring_degree=ring, ulysses_degree=ulysses, rotate_method="alltoall", ulysses_anything=True, ring_anything=True
-            )
-            measured[f"ring {ring} x Ulysses {ulysses}"] = 1e3 * seconds(config, layout, local)
-        report(tokens=total, chosen=f"ring {chosen[0]} x Ulysses {chosen[1]}", ms=measured)
+        ms = {
+            f"ring {ring} x Ulysses {ulysses}": 1e3
+            * seconds(SequenceSettings(rotate_method="alltoall").with_degrees(ring, ulysses), layout, local)
+            for ring, ulysses in factors(world)
+        }
+        ring, ulysses = choose(shape, world, SequenceSettings(), rates)
+        report(tokens=total, chosen=f"ring {ring} x Ulysses {ulysses}", ms=ms)
 finish()

@@ -13,32 +13,28 @@ from typing import Any
 from support.package import ROOT
 from support.ranks import run_ranks
 
-from .options import Options
-from .results import Results
+from .section import Section
 
 ATTENTION = ROOT / "tests" / "ranks" / "attention"
-
 HEAD_DIM = 128
-WORLDS = (2, 3)
 LARGEST, HALF = 2e-5, 1.2
 
 
-def run(options: Options, results: Results) -> None:
+def run(section: Section) -> None:
     """A result per number of ranks and mode."""
-    for world in WORLDS[:1] if options.few else WORLDS:
-        with results.part(f"{world} ranks"):
-            compare(world, results, device=options.device, every=13 if options.few and options.rehearse else 1)
+    for world in (2,) if section.few else (2, 3):
+        with section.part(f"{world} ranks"):
+            compare(section, world, 13 if section.few and section.rehearse else 1, device=section.device)
 
 
-def compare(world: int, results: Results, *, device: str, backend: str = "gloo", every: int = 1) -> None:
+def compare(section: Section, world: int, every: int, **place: str) -> None:
     """A result per mode.
 
     Args:
-        device: see `run_ranks`.
         every: leave out all but every how many-th case.
+        place: device and backend, see `run_ranks`.
     """
-    arguments = str(HEAD_DIM), str(every)
-    reports = run_ranks(ATTENTION / "attention_ranks.py", world, *arguments, timeout=240, device=device, backend=backend)
+    reports = run_ranks(ATTENTION / "attention_ranks.py", world, str(HEAD_DIM), str(every), **place)
     modes: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for report in reports:
         modes[report["mode"]].append(report)
@@ -47,4 +43,4 @@ def compare(world: int, results: Results, *, device: str, backend: str = "gloo",
         halves = [case for case in cases if case["dtype"] != "float32"]
         half = math.sqrt(sum(case["rms"] ** 2 for case in halves) / sum(case["one_process_rms"] ** 2 for case in halves))
         good = largest <= LARGEST and half <= HALF and all(case["finite"] for case in cases)
-        results.check(f"{world} ranks, {mode}", good, cases=len(cases), largest=largest, half_rms=half)
+        section.check(f"{world} ranks, {mode}", good, cases=len(cases), largest=largest, half_rms=half)

@@ -13,15 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from support.package import load_package
 
-from .clock import host_milliseconds, milliseconds
-from .options import Options
-from .results import NEEDS_CARD, Results
+from .section import NEEDS_CARD, Section, milliseconds
 
 load_package()
 
@@ -44,84 +43,80 @@ while True:
 """
 
 
-def run(options: Options, results: Results) -> None:
+def run(section: Section) -> None:
     """Collectives, then kills."""
-    with results.part("collectives of one rank"), _joined(results) as device:
-        _collectives(device, results)
-        _speeds(device, options, results)
-    if options.rehearse:
-        results.add("memory of killed processes", NEEDS_CARD)
-        return
-    with results.part("memory of killed processes"):
-        _kills(2 if options.few else KILLS, results)
+    device = torch.device("cuda:0")
+    torch.cuda.set_device(device)
+    with section.part("collectives of one rank"), _joined(section, device):
+        _collectives(section, device)
+        _speeds(section, device)
+    with section.part("memory of killed processes"):
+        if section.rehearse:
+            section.add("memory of killed processes", NEEDS_CARD)
+        else:
+            _kills(section)
 
 
 @contextlib.contextmanager
-def _joined(results: Results) -> Iterator[torch.device]:
+def _joined(section: Section, device: torch.device) -> Iterator[None]:
     """A process group of this process alone, connected at once."""
-    device = torch.device("cuda:0")
-    torch.cuda.set_device(device)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
         timeout = datetime.timedelta(seconds=30)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=timeout, device_id=device)
         try:
-            results.add("start with a device", seconds=time.monotonic() - began)
-            yield device
+            section.add("start with a device", seconds=time.monotonic() - began)
+            yield
         finally:
             dist.destroy_process_group()
 
 
-def _collectives(device: torch.device, results: Results) -> None:
+def _collectives(section: Section, device: torch.device) -> None:
     began = time.monotonic()
     split, _ = dist.new_subgroups_by_enumeration([[0]], backend="nccl")
     dist.barrier(split)
-    results.add("a group that is split off", seconds=time.monotonic() - began)
+    section.add("a group that is split off", seconds=time.monotonic() - began)
     control, sent = dist.new_group(backend="gloo"), torch.arange(3)
     dist.broadcast(sent, 0, group=control)
-    results.check("a group of gloo beside it", sent.tolist() == [0, 1, 2])
+    section.check("a group of gloo beside it", sent.tolist() == [0, 1, 2])
     for name, group in (("all", dist.group.WORLD), ("split group", split)):
         for count in (0, 1, 777, 1 << 22):
             send = torch.arange(count, dtype=torch.float32, device=device).view(torch.uint8)
-            received = torch.zeros_like(send)
+            received, whole = torch.zeros_like(send), torch.zeros_like(send)
             operations = [dist.P2POp(dist.isend, send, 0, group=group), dist.P2POp(dist.irecv, received, 0, group=group)]
             for work in dist.batch_isend_irecv(operations) if count else ():
                 work.wait()
-            whole = torch.zeros_like(send)
             dist.all_to_all_single(whole, send, [len(send)], [len(send)], group=group)
             good = torch.equal(whole, send) and (torch.equal(received, send) or not count)
-            results.check(f"messages to itself, {name}, {count} numbers", good)
+            section.check(f"messages to itself, {name}, {count} numbers", good)
 
 
-def _speeds(device: torch.device, options: Options, results: Results) -> None:
+def _speeds(section: Section, device: torch.device) -> None:
     """What an exchange costs the host; what is measured at the clocks of a card that idles, and of one that was at work."""
     mesh = SequenceMesh(dist.group.WORLD)
     send, received = (torch.zeros(EXCHANGE, dtype=torch.bfloat16, device=device) for _ in range(2))
-
-    def exchange() -> None:
-        mesh.whole.all_to_all(send, [EXCHANGE], received, [EXCHANGE]).wait()
-
-    results.add("an exchange", host_ms=host_milliseconds(exchange, str(device)), ms=milliseconds(exchange, str(device)))
+    exchange = partial(mesh.whole.all_to_all, send, [EXCHANGE], received, [EXCHANGE])
+    section.add("an exchange", **milliseconds(lambda: exchange().wait()))
     matrix = torch.zeros(4096, 4096, dtype=torch.bfloat16, device=device)
     for state in ("idle", "busy"):
         torch.cuda.synchronize()
-        if not options.rehearse:
+        if not section.rehearse:
             began = time.monotonic()
             time.sleep(IDLE if state == "idle" else 0)
             while state == "busy" and time.monotonic() - began < BUSY:
                 torch.mm(matrix, matrix)
                 torch.cuda.synchronize()
         (rates,) = measure(mesh, device).each
-        results.add(f"measured after it was {state}", TFLOPS=rates.flops / 1e12, GB_per_second=rates.memory / 1e9)
+        section.add(f"measured after it was {state}", TFLOPS=rates.flops / 1e12, GB_per_second=rates.memory / 1e9)
 
 
-def _kills(count: int, results: Results) -> None:
+def _kills(section: Section) -> None:
     """Kill a process in the middle of its kernels, again and again, and wait for its memory."""
     torch.cuda.synchronize()
-    slowest, missing = 0.0, 0
+    slowest, missing, kills = 0.0, 0, 2 if section.few else KILLS
     before = torch.cuda.mem_get_info()[0]
-    for _ in range(count):
+    for _ in range(kills):
         process = subprocess.Popen([sys.executable, "-c", LOAD], stdout=subprocess.PIPE, text=True)
         if process.stdout is None or process.stdout.readline().strip() != "ready":
             raise RuntimeError("the process that was to be killed did not start")
@@ -133,4 +128,4 @@ def _kills(count: int, results: Results) -> None:
             time.sleep(0.05)
         slowest = max(slowest, time.monotonic() - began)
         missing = max(missing, before - torch.cuda.mem_get_info()[0])
-    results.check("memory of killed processes", slowest <= BACK_IN, kills=count, slowest_seconds=slowest, missing_MB=missing / 1e6)
+    section.check("memory of killed processes", slowest <= BACK_IN, kills=kills, slowest_seconds=slowest, missing_MB=missing / 1e6)

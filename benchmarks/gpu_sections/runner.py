@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -16,9 +15,7 @@ from pathlib import Path
 
 from support import preloaded, processes
 
-from .options import Options
-from .results import BAD, FAILED, OK, TIMED_OUT, WHOLE, Results, read
-from .table import markdown
+from .section import FAILED, OK, TIMED_OUT, WHOLE, Section, markdown, read
 
 RESULTS, TABLE = "results.jsonl", "gpu.md"
 MARKER = "CP_GPU_CHECK"
@@ -26,7 +23,7 @@ MARKER = "CP_GPU_CHECK"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class Planned:
     """A section to run.
 
     Args:
@@ -39,7 +36,7 @@ class Section:
     command: tuple[str, ...]
 
 
-def run(sections: Sequence[Section], out: Path) -> bool:
+def run(sections: Sequence[Planned], out: Path) -> bool:
     """Run sections and write their results to `out`, where those of others stay. Returns whether nothing failed."""
     out.mkdir(parents=True, exist_ok=True)
     path, names = out / RESULTS, [section.name for section in sections]
@@ -49,47 +46,34 @@ def run(sections: Sequence[Section], out: Path) -> bool:
         print(f"{section.name} …", end="", flush=True)
         began = time.monotonic()
         result, reason = _run(section, out)
-        seconds = time.monotonic() - began
-        Results(path, section.name).add(WHOLE, result, seconds=round(seconds, 1), **({"reason": reason} if reason else {}))
+        seconds = round(time.monotonic() - began, 1)
+        Section(name=section.name, path=path).add(WHOLE, result, seconds=seconds, **({"reason": reason} if reason else {}))
         (out / TABLE).write_text(markdown(read(path)))
-    return not any(line["result"] in BAD for line in read(path) if line["section"] in names)
+    return not any(line["result"] in (FAILED, TIMED_OUT) for line in read(path) if line["section"] in names)
 
 
-def run_inside(name: str, results: Path, options: Options) -> int:
-    """Run a section in this process."""
-    importlib.import_module(f"{__package__}.{name}").run(options, Results(results, name))
-    return 0
-
-
-def _run(section: Section, out: Path) -> tuple[str, str]:
-    """How a section ended, and why if not well."""
+def _run(section: Planned, out: Path) -> tuple[str, str]:
+    """How a section ended, and why if not well. Whatever it left behind is killed."""
     log, marker = out / f"{section.name}.log", uuid.uuid4().hex
     temporary = tempfile.TemporaryDirectory(prefix="context-parallel-gpu-")
     with log.open("wb") as output, open(os.devnull, "rb") as nothing, temporary as folder:
         environment = {**os.environ, MARKER: marker, "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
         files = (nothing.fileno(), output.fileno(), output.fileno())
         process = preloaded.start(section.command, cwd=Path.cwd(), env=environment, files=files)
+        code = None
         try:
             code = process.wait(section.seconds)
         except subprocess.TimeoutExpired:
-            return TIMED_OUT, f"ended after {section.seconds:.0f} s; the last lines: {_last_lines(log)}"
+            process.kill()
+            process.wait()
         finally:
-            _end(process, marker)
+            left = processes.with_environment(MARKER, marker)
+            processes.kill_all(left)
+            processes.wait_gone(left, 5.0)
     if code == 0:
         return OK, ""
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return FAILED, f"{how}; the last lines: {_last_lines(log)}"
-
-
-def _end(process: preloaded.Process, marker: str) -> None:
-    """Kill a section that still runs, and whatever it left behind."""
-    if process.poll() is None:
-        process.kill()
-    process.wait()
-    left = processes.with_environment(MARKER, marker)
-    processes.kill_all(left)
-    processes.wait_gone(left, 5.0)
-
-
-def _last_lines(log: Path, count: int = 3) -> str:
-    return " | ".join([line for line in log.read_text(errors="replace").splitlines() if line.strip()][-count:])
+    how = f"ended after {section.seconds:.0f} s" if code is None else f"exit code {code}"
+    if code is not None and code < 0:
+        how = f"signal {signal.Signals(-code).name}"
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return TIMED_OUT if code is None else FAILED, f"{how}; the last lines: {' | '.join(said[-3:])}"

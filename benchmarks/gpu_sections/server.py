@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,57 +14,46 @@ from support.package import ROOT
 from support.server import DETECTION, ComfyServer, Result
 from torch import Tensor
 
-from .options import Options
-from .results import Results
+from .section import Section
 
 LARGEST = 2e-4
 """Difference of latents in float32 that rounding may make, relative to their standard deviation."""
 ROUNDING = 1.2
 """Times the stock result's distance to the exact one that another one in its precision may have."""
 TIMEOUT = 90.0  # seconds of a prompt; the section's own limit is shorter where it must be
+COMFYUI = Path(os.environ["COMFYUI_PATH"])
 
 
-def start(options: Options, models: Path, *arguments: str, env: Mapping[str, str] | None = None) -> ComfyServer:
+def start(section: Section, models: Path, *arguments: str, env: Mapping[str, str] | None = None) -> ComfyServer:
     """A server to be used in a with statement. On a GPU float32 is float32: without TF32, as on the CPU."""
-    cpu = options.device == "cpu"
+    cpu = section.device == "cpu"
     page = models / "front" / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("<html></html>")
-    path = os.pathsep.join(filter(None, (str(DETECTION), os.environ.get("PYTHONPATH", ""))))
     return ComfyServer(
-        options.comfyui,
+        COMFYUI,
         models=models,
         args=["--front-end-root", str(page.parent), "--use-pytorch-cross-attention", *arguments],
-        env={"PYTHONPATH": path, "NVIDIA_TF32_OVERRIDE": "0", **({stand_in.VARIABLE: None} if cpu else {}), **(env or {})},
+        env={**_path(DETECTION), "NVIDIA_TF32_OVERRIDE": "0", **({stand_in.VARIABLE: None} if cpu else {}), **(env or {})},
         cpu=cpu,
     )
 
 
-def write_families(options: Options, models: Path, names: Sequence[str]) -> None:
-    """Write the tiny checkpoints of `support.families`.
-
-    Raises:
-        RuntimeError: with the errors of those that could not be built.
-    """
-    out = models / "diffusion_models"
-    out.mkdir(parents=True, exist_ok=True)
-    failed = write_models(options, "support.models", out, *names).splitlines()[-1]
-    if failed != "{}":
-        raise RuntimeError(f"tiny models: {failed[-300:]}")
-
-
-def write_models(options: Options, program: str, out: Path, *names: str) -> str:
+def write_models(program: str, out: Path, *names: str) -> str:
     """Have a module of `tests/support` write models; returns what it printed.
 
     Raises:
         RuntimeError: it failed, with the end of what it said.
     """
-    path = os.pathsep.join(filter(None, (str(options.comfyui), os.environ.get("PYTHONPATH", ""))))
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = preloaded.run(["-m", program, str(out), *names], cwd=ROOT / "tests", env=environment)
+    out.mkdir(parents=True, exist_ok=True)
+    done = preloaded.run(["-m", program, str(out), *names], cwd=ROOT / "tests", env={**os.environ, **_path(COMFYUI)})
     if done.returncode:
         raise RuntimeError(f"{program}: {done.stderr[-300:]} {done.stdout[-300:]}")
     return done.stdout
+
+
+def _path(first: Path) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH", ""))))}
 
 
 def sample(server: ComfyServer, prompt: Mapping[str, Any]) -> tuple[Tensor, Result]:
@@ -78,16 +67,24 @@ def largest(out: Tensor, expected: Tensor) -> float:
     return ((out - expected).abs().max() / expected.std()).item()
 
 
-def compare(server: ComfyServer, results: Results, name: str, stock: Prompt, ours: Prompt) -> Tensor | None:
-    """A result on two graphs in float32. Returns the latent of the stock graph, unless it failed."""
+def compare(server: ComfyServer, section: Section, name: str, stock: Prompt, ours: Prompt) -> Tensor | None:
+    """Report on two graphs in float32. Returns the latent of the stock graph, unless it failed."""
     expected = None
-    with results.part(name):
+    with section.part(name):
         expected, before = sample(server, stock)
         out, after = sample(server, ours)
         difference = largest(out, expected)
         good = out.shape == expected.shape and difference <= LARGEST
-        results.check(name, good, largest=difference, stock_seconds=before.seconds, seconds=after.seconds)
+        section.check(name, good, largest=difference, stock_seconds=before.seconds, seconds=after.seconds)
     return expected
+
+
+def compare_rounding(server: ComfyServer, section: Section, name: str, stock: Prompt, ours: Prompt, exact: Tensor) -> None:
+    """Report on two graphs in another precision: the distance to the exact latent, relative to that of the stock one."""
+    with section.part(name):
+        theirs, out = sample(server, stock)[0], sample(server, ours)[0]
+        ratio = over_stock(out, theirs, exact)
+        section.check(name, ratio <= ROUNDING, rms_over_stock=ratio)
 
 
 def over_stock(out: Tensor, stock: Tensor, exact: Tensor) -> float:

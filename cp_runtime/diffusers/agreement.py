@@ -21,7 +21,7 @@ from ..nested import map_tensors, tensors
 # the rounding of the dtype; attention over the wrong tokens is off by 0.1 and more.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
 SETTINGS = "the arguments of apply_context_parallel"
-MESSAGE = 512  # characters of an error that are sent to other ranks
+ERROR, MESSAGE = "an error", 512  # characters of an error that are sent to other ranks
 
 
 @not_compiled
@@ -50,17 +50,12 @@ def check_inputs(
     except TypeError:  # calling forward will raise it
         given = {"arguments": (args, dict(kwargs))}
     given = {**given, SETTINGS: settings}
-    device = next((tensor.device for tensor in tensors([args, dict(kwargs)])), torch.device("cpu"))
-    sums = torch.tensor([[int(error is not None), *(digest(given.get(name)) for name in names)]], device=device)
-    (table,) = group.all_gather([sums], [1] * group.size, 0)
-    errors, table = table[:, 0], table[:, 1:]
-    if errors.any():
-        agree(error, group, device)
-    differs = (table != table[:1]).cpu()
-    if not differs.any():
+    told = [digest(given.get(name)) for name in names] if error is None else error
+    table = agree(told, group, device_of([args, dict(kwargs)]))
+    ranks = [str(group.global_rank(rank)) for rank, row in enumerate(table) if row != table[0]]
+    wrong = [name for name, column in zip(names, zip(*table, strict=True), strict=True) if len(set(column)) > 1]
+    if not wrong:
         return
-    wrong = [name for name, column in zip(names, differs.T, strict=True) if column.any()]
-    ranks = [str(group.global_rank(rank)) for rank, row in enumerate(differs) if row.any()]
     raise PlanError(
         f"{module}: {', '.join(wrong)} on rank {', '.join(ranks)}: not what rank {group.global_rank(0)} was given. The ranks of a "
         "sequence compute one call together: give all of them the same inputs, such as noise from generators of the same seed, or "
@@ -112,7 +107,10 @@ def decide(told: Decision | PlanError, group: RankGroup, device: torch.device) -
 
     A rank whose share happens to be as long as something else may be unable to tell what the others can.
     """
-    decisions = {_decision(*answer) for answer in _exchange(told, group, device)}
+    decisions = {
+        Decision(None if streams is None else (tuple(streams[0]), tuple(streams[1])), local)
+        for streams, local in agree(told, group, device)
+    }
     certain = {decision for decision in decisions if decision.streams is not None} or decisions
     if len(certain) == 1:
         return certain.pop()
@@ -122,25 +120,21 @@ def decide(told: Decision | PlanError, group: RankGroup, device: torch.device) -
     )
 
 
-def agree(error: PlanError | None, group: RankGroup, device: torch.device) -> None:
-    """Raise the error of one rank on all of them. One collective of some bytes."""
-    _exchange(error, group, device)
-
-
-def _exchange(told: Decision | PlanError | None, group: RankGroup, device: torch.device) -> list[Any]:
-    """Return what every rank was told; raise it on all ranks if it is an error."""
-    text = json.dumps({"error": str(told)[:MESSAGE]} if isinstance(told, PlanError) else told).encode()
+def agree(told: Any, group: RankGroup, device: torch.device) -> list[Any]:
+    """Return what every rank was told, as JSON; raise it on all ranks if it is an error. One collective of 4 KB."""
+    text = json.dumps({ERROR: str(told)[:MESSAGE]} if isinstance(told, PlanError) else told).encode()
     padded = torch.tensor(list(text.ljust(8 * MESSAGE)), dtype=torch.uint8, device=device)  # JSON: at most 6 bytes per character
     (rows,) = group.all_gather([padded[None]], [1] * group.size, 0)
     answers = [json.loads(bytes(row)) for row in rows.tolist()]
     for rank, answer in enumerate(answers):
-        if isinstance(answer, dict):
-            raise told if isinstance(told, PlanError) else PlanError(f"rank {group.global_rank(rank)}: {answer['error']}")
+        if isinstance(answer, dict) and ERROR in answer:
+            raise told if isinstance(told, PlanError) else PlanError(f"rank {group.global_rank(rank)}: {answer[ERROR]}")
     return answers
 
 
-def _decision(streams: list[list[str]] | None, local: bool) -> Decision:
-    return Decision(None if streams is None else (tuple(streams[0]), tuple(streams[1])), local)
+def device_of(values: Any) -> torch.device:
+    """Return the device of the first tensor in nested values; the CPU if there is none."""
+    return next((tensor.device for tensor in tensors(values)), torch.device("cpu"))
 
 
 def expected_output(forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -155,8 +149,7 @@ def check_output(module: str, out: Any, expected: list[Tensor], group: RankGroup
     found = list(tensors(out))
     same = [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
     worst = max([_error(a, b) for a, b in zip(found, expected, strict=True)], default=0.0) if same else torch.inf
-    device = found[0].device if found else torch.device("cpu")
-    worst = group.largest(torch.tensor([worst], dtype=torch.float32, device=device)).item()
+    worst = group.largest(torch.tensor([worst], dtype=torch.float32, device=device_of(found))).item()
     if worst > 1:
         raise PlanError(
             f"{module}: verify found the output off by {worst:.3g} times what rounding explains, against one process. "

@@ -19,6 +19,7 @@ from ..engine.mesh import SequenceMesh
 from ..engine.plan import ShardingPlan
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import ConfigError, PlanError, bad_value
+from .agreement import device_of
 from .calls import ShardedCalls
 from .shared import SharedModel
 from .table import own_table, plan_from_table
@@ -226,9 +227,6 @@ def _mesh(module: nn.Module, config: ContextParallelConfig) -> SequenceMesh:
                 "torch.distributed is not initialised. Start the script with torchrun, and call "
                 "torch.distributed.init_process_group first."
             )
-        tensor = next(module.parameters(), None)
-        device = torch.device("cpu") if tensor is None else tensor.device
-        config.setup(dist.get_rank(), dist.get_world_size(), device)
-    if config.sequence is None:
-        raise ConfigError("the config was not set up")
+        config.setup(dist.get_rank(), dist.get_world_size(), device_of(list(module.parameters())))
+    assert config.sequence is not None
     return config.sequence

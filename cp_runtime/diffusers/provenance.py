@@ -26,33 +26,27 @@ Mark = tuple[tuple[str | None, int], ...]
 
 LOST: Mark = ()
 _ATTRIBUTE = "_context_parallel_tokens"
-_JOIN = {torch.cat, torch.concat, torch.concatenate}
-_CUT = {
-    Tensor.__getitem__, Tensor.narrow, torch.narrow, Tensor.split, torch.split, Tensor.chunk, torch.chunk,
-    Tensor.split_with_sizes, torch.split_with_sizes, Tensor.tensor_split, torch.tensor_split,
-}  # fmt: skip
-_PRODUCTS = {
-    torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__, torch.baddbmm, torch.mm, Tensor.mm,
-    torch.tensordot, torch.inner, torch.addmm, F.linear,
-}  # fmt: skip
-_PAIRWISE = {*_PRODUCTS, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
+
+
+def _named(names: str) -> set[Callable[..., Any]]:
+    """Return torch's functions, functional ones and methods of tensors that have one of these names."""
+    return {getattr(owner, name) for owner in (torch, F, torch.linalg, Tensor) for name in names.split() if hasattr(owner, name)}
+
+
+_JOIN = _named("cat concat concatenate")
+_CUT = {Tensor.__getitem__, *_named("narrow split chunk split_with_sizes tensor_split")}
+_PRODUCTS = _named("matmul bmm __matmul__ __rmatmul__ baddbmm mm tensordot inner addmm linear")
+_PAIRWISE = {*_PRODUCTS, *_named("mul __mul__ __rmul__")}
 # Functions that combine or reorder tokens along a dimension -> position of the argument that names the dimension.
 _ALONG = {
-    **dict.fromkeys((getattr(owner, name) for owner in (torch, Tensor) for name in (
-        "mean", "sum", "var", "std", "prod", "logsumexp", "softmax", "log_softmax", "cumsum", "cumprod", "flip",
-    )), 1),
-    **dict.fromkeys((F.softmax, F.log_softmax), 1),
-    **dict.fromkeys((torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, F.normalize), 2),
-    **dict.fromkeys((torch.roll, Tensor.roll), 2),
-}  # fmt: skip
-_CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
+    **dict.fromkeys(_named("mean sum var std prod logsumexp softmax log_softmax cumsum cumprod flip"), 1),
+    **dict.fromkeys(_named("norm vector_norm normalize roll"), 2),
+}
+_CONVOLUTIONS = _named("conv1d conv2d conv3d")
 # Functions that use a tensor's dtype, device or shape, but none of its numbers.
-_LIKE = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
-_EMPTY = {
-    torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like,
-    Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor,
-}  # fmt: skip
-_OUTSIDE = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__}
+_LIKE = _named("to type_as expand_as view_as reshape_as")
+_EMPTY = _named("zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor")
+_OUTSIDE = _named("numpy __array__ tolist __dlpack__")
 _RESULTS = {Tensor, nn.Parameter, tuple, list, type(None)}
 _calls = count()
 
@@ -91,9 +85,7 @@ class Provenance:
             self.left_torch |= func in _OUTSIDE and self.of(args[0]) is not None
             return
         found: list[Mark] = []
-        for value in args:
-            self._collect(value, found)
-        for value in kwargs.values():
+        for value in (*args, *kwargs.values()):
             self._collect(value, found)
         if not found or func in _EMPTY or (func in _LIKE and self.of(args[0]) is None):
             return

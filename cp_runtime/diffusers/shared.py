@@ -12,6 +12,7 @@ from ..compat import before_apply
 from ..engine.mesh import SequenceMesh
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import PlanError
+from .agreement import device_of
 
 REMEDY = "Call remove_context_parallel on all ranks, do this with whole weights, and call apply_context_parallel again."
 
@@ -33,7 +34,7 @@ class SharedModel:
     def __init__(self, model: nn.Module, mesh: SequenceMesh, device: torch.device | str | None) -> None:
         _check(model)
         self._model = model
-        self._home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._home = device_of(list(model.parameters()))
         place = self._home if device is None else torch.empty(0, device=device).device  # with its index
         # All models of a mesh share a group: the two transformers of a pipeline, for example, run one after the other.
         self.weights = ShardedWeights(model, mesh.weights, place, remedy=REMEDY)
@@ -79,16 +80,12 @@ class SharedModel:
         """Move everything outside of the blocks to a device. Weights that modules share stay shared."""
         moved: dict[Tensor, Tensor] = {}
         for module in self._model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.device != device:
-                    if parameter not in moved:
-                        moved[parameter] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-                    setattr(module, name, moved[parameter])
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                if buffer.device != device:
-                    if buffer not in moved:
-                        moved[buffer] = buffer.to(device)
-                    setattr(module, name, moved[buffer])
+            for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                if tensor.device != device:
+                    if tensor not in moved:
+                        there = tensor.detach().to(device)
+                        moved[tensor] = nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+                    setattr(module, name, moved[tensor])
 
 
 def _check(model: nn.Module) -> None:

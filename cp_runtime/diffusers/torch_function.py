@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..compat import fused_attention_functions, not_compiled
 from ..engine.call import RunningCall
-from ..engine.state import AttentionStreams
 from ..errors import PlanError
 from ..nested import tensors
 from . import agreement
@@ -72,8 +70,8 @@ class SharedAttention(TorchFunctionMode):
         Only the first call of a form finds that out.
         """
         if self._provenance is not None:
-            device = next((tensor.device for tensor in tensors(out)), torch.device("cpu"))
-            agreement.agree(self._provenance.refused or self._not_gathered(self._provenance, out), self._call.mesh.whole, device)
+            error = self._provenance.refused or self._not_gathered(self._provenance, out)
+            agreement.agree(error, self._call.mesh.whole, agreement.device_of(out))
 
     @staticmethod
     def _not_gathered(provenance: Provenance, out: Any) -> PlanError | None:
@@ -88,12 +86,33 @@ class SharedAttention(TorchFunctionMode):
         )
 
     @not_compiled
-    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         streams, local = self._decision(query, key)
         if local:
-            out = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        elif query.ndim != 4 or dropout_p or (attn_mask is not None and is_causal):
+            raise PlanError(
+                f"scaled_dot_product_attention with a query of {tuple(query.shape)}, dropout_p={dropout_p}, is_causal={is_causal}: "
+                "shared attention takes [batch, heads, tokens, channels], no dropout, and a mask or is_causal. Put the model in "
+                "eval mode."
+            )
         else:
-            out = self._shared(streams, query, key, value, *args, **kwargs)
+            q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+            out = self._call.attend(q, k, v, mask=attn_mask, scale=scale, causal=is_causal, streams=streams, own_masks=True)
+            out = out.transpose(1, 2)
         if self._provenance is not None:
             self._provenance.mark(out, self._provenance.of(query))
         return out
@@ -170,34 +189,6 @@ class SharedAttention(TorchFunctionMode):
                 f"{REMEDY}"
             )
         return Decision(None, local)
-
-    def _shared(
-        self,
-        streams: AttentionStreams | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if query.ndim != 4 or dropout_p or (attn_mask is not None and is_causal):
-            raise PlanError(
-                f"scaled_dot_product_attention with a query of {tuple(query.shape)}, dropout_p={dropout_p}, is_causal={is_causal}: "
-                "shared attention takes [batch, heads, tokens, channels], no dropout, and a mask or is_causal. Put the model in "
-                "eval mode."
-            )
-        out_BLHD = self._call.attend(
-            *(t.transpose(1, 2) for t in (query, key, value)),
-            mask=attn_mask,
-            scale=scale,
-            causal=is_causal,
-            streams=streams,
-            own_masks=True,
-        )
-        return out_BLHD.transpose(1, 2)
 
 
 def _names(mark: Mark | None, tensor: Tensor) -> tuple[str, ...]:

@@ -1,24 +1,71 @@
-"""ACE-Step 1: linear attention over all tokens, and convolutions over three."""
+"""ACE-Step 1: linear attention over all tokens, and convolutions over three.
+
+In ACE-Step 1.5 every other layer attends to a window, which needs the tokens around a rank's own and no others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
 
 from ..engine.plan import ModulePlan
 from ..engine.transforms import WithNeighbours, WithoutNeighbours
+from ..errors import PlanError
 from .family import FamilyPlan, gathered, side, tokens
 
-AUDIO = tokens("audio")
+AUDIO = ("audio",)
+TOKENS = tokens(AUDIO)
+WINDOW = 128
 
 ACE_STEP = FamilyPlan(
     family="ACE-Step",
     model_class="comfy.ldm.ace.model.ACEStepTransformer2DModel",
     modules={
-        "transformer_blocks.*": ModulePlan(inputs={"hidden_states": AUDIO}),
+        "transformer_blocks.*": ModulePlan(inputs={"hidden_states": TOKENS}),
         # Its sums over tokens are out of reach, and cheap: every rank makes them of all tokens.
-        "transformer_blocks.*.attn": ModulePlan(inputs={"hidden_states": WithNeighbours(stream="audio")}, outputs={0: AUDIO}),
+        "transformer_blocks.*.attn": ModulePlan(inputs={"hidden_states": WithNeighbours(stream="audio")}, outputs={0: TOKENS}),
         "transformer_blocks.*.cross_attn": ModulePlan(
-            inputs={"cross_attention_kwargs.rotary_freqs_cis": side("audio", dim=0, dims=2)}
+            inputs={"cross_attention_kwargs.rotary_freqs_cis": side(AUDIO, dim=0, dims=2)}
         ),
         "transformer_blocks.*.ff": ModulePlan(
             inputs={"x": WithNeighbours(stream="audio", reach=1)}, outputs={0: WithoutNeighbours(stream="audio", reach=1)}
         ),
     },
     outputs={"transformer_blocks.-1": gathered("audio")},
+)
+
+
+def slides(model: nn.Module, path: str) -> bool:
+    """Return whether an attention is over a sliding window."""
+    attention: Any = model.get_submodule(path)
+    window = attention.sliding_window
+    if window is not None and window > WINDOW:
+        raise PlanError(f"ACE-Step 1.5 plan: {path} attends to a window of {window} tokens; the plan knows {WINDOW}")
+    return window is not None
+
+
+ACE_STEP_15 = FamilyPlan(
+    family="ACE-Step 1.5",
+    model_class="comfy.ldm.ace.ace_step15.AceStepConditionGenerationModel",
+    modules={
+        "decoder.layers.*": ModulePlan(
+            inputs={"hidden_states": TOKENS, "position_embeddings": side(AUDIO, dim=0, dims=2)},
+            attention=AUDIO,
+            local=("cross_attn",),
+        ),
+        # The mask is made of distances between the tokens at hand, so it is right for any run of them.
+        "decoder.layers.*.self_attn": ModulePlan(
+            inputs={
+                "hidden_states": WithNeighbours(stream="audio", reach=WINDOW),
+                "position_embeddings": WithNeighbours(stream="audio", reach=WINDOW, dim=0, side=True),
+            },
+            outputs={0: WithoutNeighbours(stream="audio", reach=WINDOW)},
+            attention=(),
+            when=slides,
+        ),
+    },
+    outputs={"decoder.layers.-1": gathered("audio")},
+    attention_names=("comfy.ldm.ace.ace_step15.optimized_attention",),
+    shares_batch=lambda arguments: False,  # the reference timbres of all items go to the first
 )

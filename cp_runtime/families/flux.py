@@ -1,4 +1,6 @@
-"""Flux 1, Kontext, Flux 2 and the models that share their class."""
+"""Flux 1, Kontext, Flux 2 and the models that share their class or its blocks."""
+
+from dataclasses import replace
 
 from ..engine.plan import ModulePlan
 from ..engine.transforms import TokenRanges
@@ -21,3 +23,18 @@ FLUX = FamilyPlan(
     outputs={"final_layer": gathered("img")},
     control=CONTROL,
 )
+CHROMA = FamilyPlan(
+    family="Chroma",
+    model_class="comfy.ldm.chroma.model.Chroma",
+    modules=BLOCKS,
+    outputs={"final_layer": gathered("img")},
+    control=CONTROL,
+)
+CHROMA_RADIANCE = replace(
+    CHROMA,
+    family="Chroma Radiance",
+    model_class="comfy.ldm.chroma_radiance.model.ChromaRadiance",
+    # The head that follows pairs every image token with the pixels of its patch, of the whole image.
+    outputs={"single_blocks.-1": gathered("img", within=JOINT)},
+)
+HUNYUAN_3D_2 = replace(CHROMA, family="Hunyuan3D 2", model_class="comfy.ldm.hunyuan3d.model.Hunyuan3Dv2", control={})

@@ -2,10 +2,10 @@
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..engine.plan import ModulePlan
 from ..engine.sharding import Split
@@ -16,17 +16,15 @@ from .family import FamilyPlan, gathered
 # steps, whose tokens are without them: whole on every rank. "prefix" is what a block is called with of them: all or none.
 KEYS = ("kept", "generated")
 TOKENS = ("prefix", "generated")
+REMEMBERED = 8  # tensors while the plan is installed: more than the model keeps keys for
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeptKeys:
-    """Keys and values of the first tokens from an earlier step: (keys, values, number), or () or None."""
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        kept, everywhere = max(0, int(state.arguments["ar_len"])), Split(replicated=True)
-        state.define("kept", kept, everywhere)
-        state.define("prefix", 0 if value else kept, everywhere)
-        return value
+def kept_keys(state: CallState, value: Any, where: str) -> Any:
+    """Define the first tokens, whose keys and values may be there from an earlier step: (keys, values, number), or () or None."""
+    kept, everywhere = max(0, int(state.arguments["ar_len"])), Split(replicated=True)
+    state.define("kept", kept, everywhere)
+    state.define("prefix", 0 if value else kept, everywhere)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,32 +44,20 @@ class Tokens:
         layout = state.layout(TOKENS)
         if value.shape[-2] != layout.total:
             return value
-        return state.once(self, value, lambda: self._local(state, value)) if self.side else self._local(state, value)
-
-    def _local(self, state: CallState, value: Tensor) -> Tensor:
-        return state.layout(TOKENS).take_local(value, state.rank, -2)
+        make = partial(layout.take_local, value, state.rank, -2)
+        return state.once(self, value, make) if self.side else make()
 
 
-@dataclass(frozen=True, kw_only=True)
-class SameObject:
-    """Return the same tensor object for equal values: the model identifies its kept keys by the reference images' identity.
-
-    Args:
-        number: of tensors to remember while the plan is installed: more than the model keeps keys for, so that each of those is
-            still the same tensor.
-    """
-
-    number: int = 8
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        if value is None:
-            return None
-        seen = state.kept.setdefault(self, deque(maxlen=self.number))
-        for tensor in seen:
-            if tensor.shape == value.shape and torch.equal(tensor, value):
-                return tensor
-        seen.append(value)
-        return value
+def same_object(state: CallState, value: Any, where: str) -> Any:
+    """Return the same tensor object for equal values: the model identifies its kept keys by the reference images' identity."""
+    if value is None:
+        return None
+    seen = state.kept.setdefault(same_object, deque(maxlen=REMEMBERED))
+    for tensor in seen:
+        if tensor.shape == value.shape and torch.equal(tensor, value):
+            return tensor
+    seen.append(value)
+    return value
 
 
 HIDREAM_O1 = FamilyPlan(
@@ -79,9 +65,9 @@ HIDREAM_O1 = FamilyPlan(
     model_class="comfy.ldm.hidream_o1.model.HiDreamO1Transformer",
     shares_batch=lambda arguments: False,  # every item uses the text, the references and the kept keys of the first
     modules={
-        "": ModulePlan(inputs={"kwargs.ref_pixel_values": SameObject()}),
+        "": ModulePlan(inputs={"kwargs.ref_pixel_values": same_object}),
         "language_model.layers.*": ModulePlan(
-            inputs={"past_key_value": KeptKeys(), "x": Tokens(), "freqs_cis": Tokens(side=True)},
+            inputs={"past_key_value": kept_keys, "x": Tokens(), "freqs_cis": Tokens(side=True)},
             attention=("generated",),
             keys=KEYS,
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..engine.plan import ModulePlan
@@ -13,18 +12,13 @@ from .family import FamilyPlan, gathered, tokens
 TOKENS = tokens("video", dim=0, dims=2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalCounts:
-    """Return how many tokens of every item (video and text), one after the other in a stream, a rank has."""
-
-    stream: str
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        if state.world_size == 1:
-            return value
-        start, stop = state.layout((self.stream,)).window(state.rank)
-        ends = value.vid.cumsum(0).clamp(start, stop)
-        return type(value)(ends.diff(prepend=ends.new_full((1,), start)), value.txt)
+def local_counts(state: CallState, value: Any, where: str) -> Any:
+    """Return how many tokens of every item (video and text), one after the other in the stream, a rank has."""
+    if state.world_size == 1:
+        return value
+    start, stop = state.layout(("video",)).window(state.rank)
+    ends = value.vid.cumsum(0).clamp(start, stop)
+    return type(value)(ends.diff(prepend=ends.new_full((1,), start)), value.txt)
 
 
 SEEDVR2 = FamilyPlan(
@@ -32,7 +26,7 @@ SEEDVR2 = FamilyPlan(
     model_class="comfy.ldm.seedvr.model.NaDiT",
     modules={
         "blocks.*": ModulePlan(inputs={"vid": TOKENS}),
-        "blocks.*.ada": ModulePlan(inputs={"kwargs.hid_len": LocalCounts(stream="video")}),
+        "blocks.*.ada": ModulePlan(inputs={"kwargs.hid_len": local_counts}),
         "blocks.*.attn.proj_qkv": ModulePlan(outputs={0: WithNeighbours(stream="video", dim=0)}),
         "blocks.*.attn.proj_out": ModulePlan(inputs={"vid": TOKENS}),
     },

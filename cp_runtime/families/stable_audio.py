@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,18 +15,13 @@ AUDIO = ("audio",)
 TOKENS = tokens(AUDIO)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LastTokens:
+def last_tokens(state: CallState, value: Any, where: str) -> Any:
     """Split a value per token for the last tokens, `[B, count, ...]`: the module puts zeros in front of a rank's part."""
-
-    stream: str
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        if not isinstance(value, Tensor) or state.world_size == 1:
-            return value
-        layout = state.layout((self.stream,))
-        start, stop = (max(0, edge - layout.total + value.shape[1]) for edge in layout.window(state.rank))
-        return state.once(self, value, lambda: value[:, start:stop])
+    if not isinstance(value, Tensor) or state.world_size == 1:
+        return value
+    layout = state.layout(AUDIO)
+    start, stop = (max(0, edge - layout.total + value.shape[1]) for edge in layout.window(state.rank))
+    return state.once(last_tokens, value, lambda: value[:, start:stop])
 
 
 def takes_mean(model: nn.Module, path: str) -> bool:
@@ -41,11 +35,7 @@ STABLE_AUDIO = FamilyPlan(
     model_class="comfy.ldm.audio.dit.AudioDiffusionTransformer",
     modules={
         "transformer.layers.*": ModulePlan(
-            inputs={
-                "x": TOKENS,
-                "rotary_pos_emb": side(AUDIO, dim=0, dims=2),
-                "local_add_cond": LastTokens(stream="audio"),
-            },
+            inputs={"x": TOKENS, "rotary_pos_emb": side(AUDIO, dim=0, dims=2), "local_add_cond": last_tokens},
             attention=AUDIO,
             local=("cross_attn",),
         ),

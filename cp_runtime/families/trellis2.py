@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -33,54 +32,45 @@ def taken(state: CallState, value: Tensor) -> Tensor:
     return torch.cat([value[start:stop] for start, stop in held(state)])
 
 
-@dataclass(frozen=True)
-class Voxels:
+def voxels(state: CallState, value: Any, where: str) -> Any:
     """Split a `SparseTensor`, which holds the voxels of all items, one item after the other."""
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        state.kept[VOXELS] = value.layout  # slices; the model itself has the host wait for them
-        longest, *shorter = sorted({item.stop - item.start for item in value.layout}, reverse=True)
-        state.define("voxels", longest)
-        if shorter:
-            hidden = torch.arange(longest, device=value.device) >= value.seqlen[:, None, None, None]
-            state.padding[VOXELS] = value.feats.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(value.dtype).min)
-        feats, coords = taken(state, value.feats), taken(state, value.coords)
-        local = type(value)(feats=feats, coords=coords, shape=value.shape)
-        ends = accumulate((stop - start for start, stop in held(state)), initial=0)
-        local.register_spatial_cache("layout", [slice(*part) for part in pairwise(ends)])
-        local.register_spatial_cache(WHOLE, value)
-        return local
+    state.kept[VOXELS] = value.layout  # slices; the model itself has the host wait for them
+    longest, *shorter = sorted({item.stop - item.start for item in value.layout}, reverse=True)
+    state.define("voxels", longest)
+    if shorter:
+        hidden = torch.arange(longest, device=value.device) >= value.seqlen[:, None, None, None]
+        state.padding[VOXELS] = value.feats.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(value.dtype).min)
+    local = type(value)(feats=taken(state, value.feats), coords=taken(state, value.coords), shape=value.shape)
+    ends = accumulate((stop - start for start, stop in held(state)), initial=0)
+    local.register_spatial_cache("layout", [slice(*part) for part in pairwise(ends)])
+    local.register_spatial_cache(WHOLE, value)
+    return local
 
 
-@dataclass(frozen=True)
-class AllVoxels:
-    """Gather what was computed of `Voxels`."""
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        padded = pad_sequence([value.feats[item] for item in value.layout], batch_first=True)
-        items, whole = state.gather(padded, "voxels", 1), value.get_spatial_cache(WHOLE)
-        return whole.replace(torch.cat([own[: at.stop - at.start] for own, at in zip(items, whole.layout, strict=True)]))
+def all_voxels(state: CallState, value: Any, where: str) -> Any:
+    """Gather what was computed of `voxels`."""
+    padded = pad_sequence([value.feats[item] for item in value.layout], batch_first=True)
+    items, whole = state.gather(padded, "voxels", 1), value.get_spatial_cache(WHOLE)
+    return whole.replace(torch.cat([own[: at.stop - at.start] for own, at in zip(items, whole.layout, strict=True)]))
 
 
-@dataclass(frozen=True)
-class Projected:
+def projected(state: CallState, value: Any, where: str) -> Any:
     """Split what Pixal3D projects onto each voxel, or onto each place of the grid; the text and whole images stay as they are."""
 
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: part if name == "global" else self._local(state, part, where) for name, part in value.items()}
-
-    def _local(self, state: CallState, value: Tensor, where: str) -> Any:
+    def local(part: Tensor) -> Any:
         if state.knows(GRID):
-            return side("grid", dim=1, dims=3)(state, value, where)
-        return state.once(self, value, lambda: taken(state, value))
+            return side("grid", dim=1, dims=3)(state, part, where)
+        return state.once(projected, part, lambda: taken(state, part))
+
+    if not isinstance(value, dict):
+        return value
+    return {name: part if name == "global" else local(part) for name, part in value.items()}
 
 
 def _of_voxels(model: str) -> dict[str, ModulePlan]:
     return {
-        f"{model}?": ModulePlan(inputs={"x": Voxels()}, outputs={0: AllVoxels()}),
-        f"{model}?.blocks.*": ModulePlan(inputs={"context": Projected()}, attention=VOXELS, local=("cross_attn",)),
+        f"{model}?": ModulePlan(inputs={"x": voxels}, outputs={0: all_voxels}),
+        f"{model}?.blocks.*": ModulePlan(inputs={"context": projected}, attention=VOXELS, local=("cross_attn",)),
     }
 
 
@@ -108,7 +98,7 @@ TRELLIS_2 = FamilyPlan(
         **_of_voxels("img2shape"),
         **_of_voxels("shape2txt"),
         "structure_model?.blocks.*": ModulePlan(
-            inputs={"x": tokens(GRID), "phases": side(GRID, dim=0, dims=4), "context": Projected()},
+            inputs={"x": tokens(GRID), "phases": side(GRID, dim=0, dims=4), "context": projected},
             attention=GRID,
             local=("cross_attn",),
         ),

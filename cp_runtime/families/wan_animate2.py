@@ -5,7 +5,7 @@ Ranks compute that branch in every step: the cache of WanAnimate2Cache stays in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -30,26 +30,20 @@ def pose_frames(state: CallState) -> int:
     return video_frames(state) - 1
 
 
-@dataclass(frozen=True)
-class FrameLength:
+def frame_length(state: CallState, value: Any, where: str) -> Any:
     """Replace the number of tokens of a frame by that of its tokens on this rank."""
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        for stream in (*FRAME, "pose"):
-            state.define(stream, value)
-        return state.layout(FRAME).local_lengths[state.rank]
+    for stream in (*FRAME, "pose"):
+        state.define(stream, value)
+    return state.layout(FRAME).local_lengths[state.rank]
 
 
-@dataclass(frozen=True)
-class Buffers:
+def buffers(state: CallState, value: tuple[Tensor, ...] | None, where: str) -> tuple[Tensor, ...] | None:
     """Cut the buffers of a block to this rank's tokens: keys and values `[B, video + a frame, H, D]`, outputs `[B, video, C]`."""
-
-    def __call__(self, state: CallState, value: tuple[Tensor, ...] | None, where: str) -> tuple[Tensor, ...] | None:
-        if value is None:
-            return None
-        video, frame = (state.layout(streams).local_lengths[state.rank] for streams in (VIDEO, FRAME))
-        keys, values, outputs = value
-        return keys[:, : video + frame], values[:, : video + frame], outputs[:, :video]
+    if value is None:
+        return None
+    video, frame = (state.layout(streams).local_lengths[state.rank] for streams in (VIDEO, FRAME))
+    keys, values, outputs = value
+    return keys[:, : video + frame], values[:, : video + frame], outputs[:, :video]
 
 
 ANIMATE_2 = replace(
@@ -68,8 +62,8 @@ ANIMATE_2 = replace(
                 "x": tokens(VIDEO, frames=video_frames),
                 "freqs": FREQS,
                 "e": Repeated(streams=VIDEO, ndim=4),
-                "hw": FrameLength(),
-                "buffers": Buffers(),
+                "hw": frame_length,
+                "buffers": buffers,
             },
             local=("cross_attn",),
         ),

@@ -38,11 +38,6 @@ class VideoThenReferences(ContextParallelInput):
     """Split S2V's tokens. The number of references follows from the length."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        if "video" not in state.lengths:
-            self._define(state, value.shape[1])
-        return super().__call__(state, value, where)
-
-    def _define(self, state: CallState, total: int) -> None:
         x, sound, frames = state.arguments["x"], state.arguments.get("audio_embed"), latent_frames(state)
         video = frames * -(-x.shape[3] // 2) * -(-x.shape[4] // 2)
         if sound is not None:  # as many frames as the sound has: two convolutions halve it
@@ -51,20 +46,16 @@ class VideoThenReferences(ContextParallelInput):
         if state.arguments.get("reference_motion") is not None and video % (2 * frames) == 0:
             frames *= 2
         size = max(1, video // frames)
-        runs, tail = divmod(total - video, size)
+        runs, tail = divmod(value.shape[1] - video, size)
         state.define("video", video, Split(frames))
         state.define("references", runs * size, Split(max(1, runs)))
         state.define("tail", tail)
+        return super().__call__(state, value, where)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalLength:
-    """Replace the length of a stream by the number of its tokens on this rank."""
-
-    stream: str
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        return state.layout((self.stream,)).local_lengths[state.rank]
+def local_length(state: CallState, value: Any, where: str) -> Any:
+    """Replace the length of the video by the number of its tokens on this rank."""
+    return state.layout(("video",)).local_lengths[state.rank]
 
 
 S2V = FamilyPlan(
@@ -80,7 +71,7 @@ S2V = FamilyPlan(
             attention=TOKENS,
             local=("cross_attn",),
         ),
-        "audio_injector": ModulePlan(inputs={"seq_len": LocalLength(stream="video")}),
+        "audio_injector": ModulePlan(inputs={"seq_len": local_length}),
         "head": ModulePlan(inputs={"e": Repeated(streams=TOKENS, ndim=3)}),
     },
     outputs={"head": gathered(TOKENS)},
@@ -103,7 +94,7 @@ DANCER = replace(
     model_class="comfy.ldm.wan.model_wandancer.WanDancerModel",
     modules={
         "blocks.*": block(music_frames),
-        "music_injector": ModulePlan(inputs={"seq_len": LocalLength(stream="video")}),
+        "music_injector": ModulePlan(inputs={"seq_len": local_length}),
         "head": HEAD,
         "head_global": HEAD,
     },

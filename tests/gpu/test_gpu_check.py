@@ -18,8 +18,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 from gpu_check import planned  # noqa: E402
 from gpu_sections import GROUPS, SECTIONS, runner  # noqa: E402
-from gpu_sections.results import NEEDS_CARD, WHOLE, Results, anonymous, read  # noqa: E402
-from gpu_sections.table import markdown  # noqa: E402
+from gpu_sections.section import NEEDS_CARD, WHOLE, Section, anonymous, markdown, read  # noqa: E402
 
 SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
 LONG = ("vae", "memory", "compiled", "timing", "several", "faults", "nccl_ranks")
@@ -36,7 +35,7 @@ CODES = {
 def sections(folder, seconds=5.0, **codes):
     for name, code in codes.items():
         (folder / f"{name}.py").write_text(code)
-    return [runner.Section(name=name, seconds=seconds, command=(str(folder / f"{name}.py"),)) for name in codes]
+    return [runner.Planned(name=name, seconds=seconds, command=(str(folder / f"{name}.py"),)) for name in codes]
 
 
 def test_a_section_that_fails_or_hangs_does_not_stop_the_next(tmp_path):
@@ -74,11 +73,11 @@ def test_groups_and_sections_are_run_once_within_their_limits(tmp_path):
 
 
 def test_what_fails_inside_of_a_section_is_a_result(tmp_path):
-    results = Results(tmp_path / "results", "kernels")
-    with results.part("first"):
+    section = Section(name="kernels", path=tmp_path / "results")
+    with section.part("first"):
         raise ValueError("no such kernel")
-    results.check("second", False, error=0.123456)
-    assert read(results.path) == [
+    section.check("second", False, error=0.123456)
+    assert read(section.path) == [
         {"section": "kernels", "check": "first", "result": "failed", "reason": "ValueError: no such kernel"},
         {"section": "kernels", "check": "second", "result": "failed", "error": 0.1235},
     ]

@@ -12,6 +12,7 @@ clone does, and the test nodes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -419,6 +420,15 @@ class ComfyServer:
     def events(self) -> list[Event]:
         """What came in on the websocket since the server started, oldest first."""
         return self._require_listener().snapshot()
+
+    def steps(self, prompt_id: str) -> list[Event]:
+        """The ends of a prompt's sampling steps so far."""
+        return [e for e in self.events if e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] > 0]
+
+    def step_seconds(self, result: Result) -> list[float]:
+        """Seconds of every sampling step but the first, which loads and warms up."""
+        times = [event.time for event in self.steps(result.prompt_id)]
+        return [after - before for before, after in itertools.pairwise(times)]
 
     def previews(self, since: float = 0.0) -> list[Event]:
         """Preview images that came in after `since` on the clock of time.monotonic()."""

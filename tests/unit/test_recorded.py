@@ -1,7 +1,6 @@
 """`make bench` says which ratios moved since they were recorded."""
 
 import json
-import re
 import sys
 
 from support.package import ROOT
@@ -18,12 +17,13 @@ def test_what_moved_is_said():
 
 
 def test_a_benchmark_notes_its_ratios(tmp_path, monkeypatch):
-    common.note("alone", 1.0)  # nothing listens
+    common.show("alone", {"ratio": 1.0})  # nothing listens
     notes = tmp_path / "notes"
     monkeypatch.setenv(common.NOTES, str(notes))
-    common.note("attention", 1.23456)
-    common.note("step", 2.0)
-    assert [json.loads(line) for line in notes.read_text().splitlines()] == [["attention", 1.2346], ["step", 2.0]]
+    monkeypatch.setattr(sys, "argv", [str(recorded.HERE / "flux_step.py")])
+    common.show("ours", {"ratio": 1.23456, "memory": 2.0}, seconds=3.0)
+    kept = [["flux step, ours, ratio", 1.2346], ["flux step, ours, memory", 2.0]]
+    assert [json.loads(line) for line in notes.read_text().splitlines()] == kept
 
 
 def test_the_recorded_ratios_are_of_benchmarks_that_exist():
@@ -32,8 +32,13 @@ def test_the_recorded_ratios_are_of_benchmarks_that_exist():
     assert {name.partition(",")[0].replace(" ", "_") for name in kept["ratios"]} <= set(recorded.BENCHMARKS)
 
 
-def test_a_ratio_begins_with_the_name_of_its_benchmark():
+def test_a_ratio_begins_with_the_name_of_its_benchmark(tmp_path, monkeypatch):
     """Or what `--record` keeps would not be of a benchmark that exists."""
     for name in recorded.BENCHMARKS:
-        noted = re.findall(r'note\(f?"([^"{,]*)', (recorded.HERE / f"{name}.py").read_text())
-        assert {each.replace(" ", "_") for each in noted if each} <= {name}
+        program = recorded.HERE / f"{name}.py"
+        assert program.exists()
+        monkeypatch.setenv(common.NOTES, str(tmp_path / name))
+        monkeypatch.setattr(sys, "argv", [str(program)])
+        common.show("case", {"ratio": 1.0})
+        ((noted, _),) = map(json.loads, (tmp_path / name).read_text().splitlines())
+        assert noted.partition(",")[0].replace(" ", "_") == name
