@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import wraps
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -228,5 +228,4 @@ def _mesh(module: nn.Module, config: ContextParallelConfig) -> SequenceMesh:
                 "torch.distributed.init_process_group first."
             )
         config.setup(dist.get_rank(), dist.get_world_size(), device_of(list(module.parameters())))
-    assert config.sequence is not None
-    return config.sequence
+    return cast(SequenceMesh, config.sequence)

@@ -218,7 +218,7 @@ class Load(Request[Loaded]):
     patches_uuid: str
     placement: str = "whole"
     device_bytes: int = 0  # of weights that one rank keeps on its device
-    memory: tuple[int, int] = (0, -1)  # where the tensors of the patches lie: a process id, and a descriptor there
+    memory: tuple[int, int] = (0, 0)  # where the tensors of the patches lie: a process id, and a descriptor there
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from support.graphs import flux_prompt
 
 from cp_runtime.comfy.model.wire_recipe import file_digest, file_stamp
 from cp_runtime.errors import RankError
+from cp_runtime.pool.channel import SharedBlock
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.messages import Load
 from cp_runtime.pool.protocol import TensorPacker, flatten
@@ -54,12 +57,18 @@ def model_ranks(comfyui_path, shelf):
     pool.kill()
 
 
+def load(pool: WorkerPool, packer: TensorPacker, **fields: Any) -> None:
+    """Have the ranks load a model, with the tensors of its patches in memory that they keep, as the controller does."""
+    with contextlib.closing(SharedBlock()) as memory:
+        packer.write(memory.view(packer.nbytes))
+        pool.request(Load(memory=(os.getpid(), memory.fd), **fields), timeout=60)
+
+
 def mirror(pool: WorkerPool, path: str, **changes: object) -> str:
     """Ask the ranks to load a model file; what their error says, or nothing."""
     recipe = {**RECIPE, "path": path, "stamp": list(file_stamp(path)), **changes}
-    request = Load(key=f"k{time.monotonic_ns()}", recipe=recipe, patches=[], patches_uuid="u")
     try:
-        pool.request(request, timeout=60)
+        load(pool, TensorPacker(), key=f"k{time.monotonic_ns()}", recipe=recipe, patches=[], patches_uuid="u")
     except RankError as error:
         return f"{error.kind}: {error.message}"
     return ""
@@ -86,24 +95,22 @@ def test_tensors_of_a_lora_are_there_once_for_all_ranks(model_ranks, shelf):
     up, down = torch.zeros(768, PATCH_BYTES // 4 // 1024), torch.zeros(PATCH_BYTES // 4 // 1024, 256)
     adapter = ("adapter", "LoRAAdapter", [], (up, down, 4.0, None, None, None))
 
-    def load(strength: float) -> tuple[int, int]:
+    def load_patched(strength: float) -> tuple[int, int]:
         packer = TensorPacker()
         patches = (
             [["diffusion_model.double_blocks.0.img_attn.qkv.weight", [(strength, adapter, 1.0, None, None)]]] if strength else []
         )
         tree = flatten(patches, packer.add)
         recipe = RECIPE | {"path": path, "stamp": list(file_stamp(path))}
-        request = Load(key="lora", recipe=recipe, patches=tree, patches_uuid=str(strength))
-        model_ranks.request(request, packer, timeout=60)
-        model_ranks.trim()
+        load(model_ranks, packer, key="lora", recipe=recipe, patches=tree, patches_uuid=str(strength))
         return patch_memory(model_ranks)
 
-    before, blocks = load(0.0)
-    load(1.0)
-    after, with_lora = load(0.5)
+    before, blocks = load_patched(0.0)
+    load_patched(1.0)
+    after, with_lora = load_patched(0.5)
     assert after - before < 0.3 * PATCH_BYTES
-    assert with_lora <= blocks + 2  # the message, and what ranks keep
-    assert load(0.0)[1] == with_lora - 1
+    assert with_lora == blocks + 1
+    assert load_patched(0.0)[1] == blocks
 
 
 OUTSIDE = {
@@ -139,6 +146,7 @@ def test_the_workers_read_models_from_the_model_folders_only(model_ranks, shelf)
 
 
 SITE = """
+import contextlib
 import json
 import comfy.cli_args
 comfy.cli_args.args.cpu = True

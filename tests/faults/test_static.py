@@ -100,7 +100,7 @@ DYNAMIC_IMPORTS = {
     ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
     ("cp_runtime/pool/fork_server.py", "import_by_name"): "a constant, or what the owner of the pool names",
     ("cp_runtime/pool/fork_server.py", "load_package"): "this package itself",
-    ("cp_runtime/pool/worker.py", "start"): "the owner of the pool names the module, among those of this package",
+    ("cp_runtime/pool/worker.py", "_import"): "the owner of the pool names the module, among those of this package",
     ("cp_runtime/comfy/attention/rank.py", "attention_by_name"): "the names are in the plan tables",
 }
 # Uses of FORBIDDEN_CALLS, each with its reason.
