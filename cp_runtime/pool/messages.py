@@ -160,9 +160,10 @@ class CallReport(Value):
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Message, Generic[R]):
-    """A command to all ranks. `report` is what each answers if it goes well."""
+    """A command to all ranks. `report` is what each answers if it goes well; one that is `brief` comes before a longer one."""
 
     report: ClassVar[type[Any]] = Done
+    brief: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +251,7 @@ class AttachNetwork(Request[Done]):
 class Drop(Request[Done]):
     """Forget models and networks."""
 
+    brief: ClassVar[bool] = True
     keys: tuple[str, ...]
 
 
@@ -273,6 +275,7 @@ class Available(Request[Room]):
     """Say how much memory the devices have."""
 
     report: ClassVar[type[Any]] = Room
+    brief: ClassVar[bool] = True
 
 
 KINDS: dict[str, type[Message]] = {

@@ -58,7 +58,7 @@ class WorkerPool:
         stage: of the start: "starting processes", "importing" what they need where no process has yet, "connecting" them.
         since: when the start began, in seconds since the epoch.
         imports: whether what ranks need had to be imported for this start, which takes most of its time.
-        did, did_until: the command before, and when it ended, on the clock of `time.monotonic`.
+        did, did_until: the command before that was not brief, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
         measured, shares, device_names: of the ranks; none until they are ready.
         load_timeout: seconds that ranks may take to load a model, and for its first call.
@@ -199,7 +199,7 @@ class WorkerPool:
             raise PoolError("the worker pool is not running")
         packer, command = packer or TensorPacker(), name_of(request)
         began, timeout = time.monotonic(), self.load_timeout if timeout is None else timeout
-        with self._doing(command), self.killed_by_errors(command):
+        with self._doing(command, request.brief), self.killed_by_errors(command):
             if packer.nbytes <= KEEP_BYTES:  # else a large one comes with every call, as residuals of a ControlNet do
                 self.inherited.request.trim(KEEP_BYTES)
             packer.write(self.inherited.request.view(packer.nbytes))
@@ -207,12 +207,12 @@ class WorkerPool:
             return all_of(request.report, self._collect(command, began, timeout, cancelled))
 
     @contextlib.contextmanager
-    def _doing(self, what: str) -> Iterator[None]:
+    def _doing(self, what: str, brief: bool = False) -> Iterator[None]:
         self.waiting_for, self.doing = list(range(self.world_size)), what
         try:
             yield
         finally:
-            self.did, self.did_until, self.doing = what, time.monotonic(), ""
+            self.did, self.did_until, self.doing = self.did if brief else what, time.monotonic(), ""
 
     @contextlib.contextmanager
     def killed_by_errors(self, command: str) -> Iterator[None]:

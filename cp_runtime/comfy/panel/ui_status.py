@@ -22,7 +22,7 @@ LINGER = 1.0
 prompt."""
 
 STATES = {"start": "starting", "load": "loading", "attach_network": "loading", "call": "computing"}
-"""State by command; others take no time."""
+"""State by command. The others take no time: the ranks stay in the state that they are in."""
 
 UNFINISHED = {"execution_error": "failed", "execution_interrupted": "cancelled"}
 """How a prompt did not reach its end, by the message that ComfyUI keeps in its history."""
@@ -163,7 +163,7 @@ def _work(server: Any, pool: WorkerPool) -> str:
     """Return the state of ranks that are well."""
     node = CONTROLLER.journal.node
     recent = node is not None and ending(server, node) is None and time.monotonic() - pool.did_until < LINGER
-    return STATES.get(pool.doing or (pool.did if recent else ""), "idle")
+    return STATES.get(pool.doing) or STATES.get(pool.did if recent else "", "idle")
 
 
 def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
