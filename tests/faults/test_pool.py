@@ -144,3 +144,15 @@ def test_connections_of_other_users_end_no_rank():
         for connection in opened:
             connection.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_brief_command_leaves_what_the_ranks_did(monkeypatch):
+    """Between the start and a load they are asked for their memory, and are shown as starting until they load."""
+    with small_pool() as pool:
+        assert pool.did == "start"
+        with monkeypatch.context() as patch:
+            patch.setattr(Echo, "brief", True)
+            echo(pool, torch.ones(1))
+            assert pool.did == "start"
+        echo(pool, torch.ones(1))
+        assert pool.did == "echo"
