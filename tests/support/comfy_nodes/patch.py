@@ -12,6 +12,7 @@ from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 
 from .attention import sparse_block
+from .node import node
 
 FACTOR = 0.9
 """Every patch scales something by this factor, so that one that is silently skipped shows in the output."""
@@ -205,39 +206,18 @@ def _recorded(model: ModelPatcher) -> None:
 
 
 KINDS: dict[str, Callable[[ModelPatcher], None]] = {
-    "attn1_patch": _attn1_patch,
-    "attn1_output_patch": _attn1_output_patch,
-    "attn2_patch": _attn2_patch,
-    "post_input": _post_input,
-    "double_block": _double_block,
-    "patches_replace": _patches_replace,
-    "attention_override": _attention_override,
-    "model_function_wrapper": _model_function_wrapper,
-    "diffusion_model_wrapper": _diffusion_model_wrapper,
-    "apply_model_wrapper": _apply_model_wrapper,
-    "post_cfg": _post_cfg,
-    "object_patch": _object_patch,
-    "injection": _injection,
-    "weight_function": _weight_function,
-    "on_load": _on_load,
-    "changed_weight": _changed_weight,
-    "for_a_call": _for_a_call,
-    "subclass": _subclass,
-    "no_recipe": _no_recipe,
-    "foreign_recipe": _foreign_recipe,
-    "unstamped": _unstamped,
-    "multigpu": _multigpu,
-    "other_class": _other_class,
-    "unknown_option": _unknown_option,
-    "compile_eager": _compile_eager,
-    "compile_option": _compile_option,
-    "compile_alone": _compile_alone,
-    "recorded": _recorded,
-    "sparse_block": _sparse_block,
-}
+    kind.__name__[1:]: kind
+    for kind in (
+        _attn1_patch, _attn1_output_patch, _attn2_patch, _post_input, _double_block, _patches_replace, _attention_override,
+        _model_function_wrapper, _diffusion_model_wrapper, _apply_model_wrapper, _post_cfg, _object_patch, _injection,
+        _weight_function, _on_load, _changed_weight, _for_a_call, _subclass, _no_recipe, _foreign_recipe, _unstamped, _multigpu,
+        _other_class, _unknown_option, _compile_eager, _compile_option, _compile_alone, _recorded, _sparse_block,
+    )
+}  # fmt: skip
 
 
-class TestPatch:
+@node("MODEL", model="MODEL", kind=list(KINDS))
+def TestPatch(model: Any, kind: str) -> Any:
     """Patch a clone of the model, in the way `kind` names.
 
     Above the denoise call: `model_function_wrapper`, `apply_model_wrapper`, `post_cfg`. Around it:
@@ -249,16 +229,6 @@ class TestPatch:
     `recorded` fails where ComfyUI records what is allocated. `unknown_option` adds an object to the transformer options that no
     model reads, so the output does not change.
     """
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"model": ("MODEL",), "kind": (list(KINDS),)}}
-
-    RETURN_TYPES = ("MODEL",)
-    FUNCTION = "patch"
-    CATEGORY = "test"
-
-    def patch(self, model: Any, kind: Any) -> tuple[Any, ...]:
-        patched = model.clone()
-        KINDS[kind](patched)
-        return (patched,)
+    patched = model.clone()
+    KINDS[kind](patched)
+    return patched
