@@ -1,21 +1,16 @@
 """Rank script: every case of diffusers_cases.py, sharded in every way against the stock model in one process; rank 0 reports."""
 
-import sys
-from pathlib import Path
-
+import torch
+from diffusers_cases import CASES, MODELS, MODES, TWO_AXES, degrees, turns
+from diffusers_checks import CHECKS, ON_TWO_RANKS
+from diffusers_models import forward, plan_of, relative
+from diffusers_stock import model as model_of
+from diffusers_stock import stock
 from support.ranks import finish, report, start
 
+from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+
 rank, world, _ = start()
-sys.path.append(str(Path(__file__).parent))
-
-import torch  # noqa: E402
-from diffusers_cases import CASES, MODELS, MODES, TWO_AXES, degrees, turns  # noqa: E402
-from diffusers_checks import CHECKS, ON_TWO_RANKS  # noqa: E402
-from diffusers_models import forward, plan_of, relative  # noqa: E402
-from diffusers_stock import model as model_of  # noqa: E402
-from diffusers_stock import stock  # noqa: E402
-
-from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel  # noqa: E402
 
 
 def reach(model, inputs, expected, causal):

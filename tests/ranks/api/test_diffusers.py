@@ -22,7 +22,7 @@ RUNS = [(case, world, mode) for world in WORLDS for case in CASES for mode in tu
 def ran(world):
     """Reports of all cases and checks on `world` ranks; the error if a rank failed, which is not tried again either."""
     try:
-        reports = run_ranks(HERE / "diffusers_ranks.py", world, preload=DIFFUSERS, prepare=[])
+        reports = run_ranks("api/diffusers_ranks.py", world, preload=DIFFUSERS, prepare=[])
         return {r.get("check") or (r["case"], r["mode"]): r for r in reports}
     except AssertionError as error:
         return error
@@ -214,7 +214,7 @@ def test_attention_that_cannot_be_reached_is_never_left_to_one_shard(reports):
 
 
 def test_every_example_of_the_document_gives_what_one_process_gives():
-    examples = run_ranks(HERE / "document_ranks.py", 4, preload=DIFFUSERS)
+    examples = run_ranks("api/document_ranks.py", 4, preload=DIFFUSERS)
     assert len(examples) == 14
     assert {example["code"]: example["difference"] for example in examples if not example["difference"] <= TOLERANCE} == {}
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ from support import families
 from support.ranks import COMFY, run_ranks
 
 from cp_runtime.families import PLANS
-
-HERE = Path(__file__).parent
 
 # ring degree, ulysses degree, rotate_method, batch degree, shares
 MODES = {
@@ -65,7 +62,7 @@ def reports_of(mode, request):
         ring, ulysses, _, batches, _ = MODES[mode]
         names = sorted(name for name in wanted | {"wan"} if any(key[:2] == (mode, name) for key in CASES))
         found = run_ranks(
-            HERE / "family_ranks.py",
+            "families/family_ranks.py",
             ring * ulysses * batches,
             *map(str, MODES[mode][:4]),
             json.dumps(MODES[mode][4]),
