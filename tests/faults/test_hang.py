@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults.prompts import assert_right
 from support.faults import Faults, Stopwatch
 from support.graphs import flux_prompt
 from support.pools import echo, hold, make_pool, small_pool
@@ -18,15 +19,8 @@ from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool.forking import process_state
 from cp_runtime.pool.stacks import collect_stacks
 
-TOLERANCE = 2e-4
 DEADLINE = 3.5  # before a stopped rank is told for being stopped
 CP = {"world_size": 2, "step_timeout": DEADLINE}
-
-
-def assert_right(server, expected):
-    out = server.sample(flux_prompt(cp=CP), timeout=120)
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-    return server.worker_pids()
 
 
 HANGS = {"sleep": "8 a rank sleeps", "stop": "9 SIGSTOP", "spin": "10 a loop in Python", "lock": "11 Python's lock held in C"}
@@ -34,11 +28,10 @@ HANGS = {"sleep": "8 a rank sleeps", "stop": "9 SIGSTOP", "spin": "10 a loop in 
 
 @pytest.mark.parametrize(("kind", "rank"), [("sleep", 0), ("sleep", 1), ("stop", 1), ("spin", 1), ("lock", 1), ("lock", 0)])
 def test_a_rank_that_hangs_is_named(fault_server, expected, faults, kind, rank):
-    pids = assert_right(fault_server, expected)
+    pids = assert_right(fault_server, expected, CP)
     faults.arm(rank, kind, module=3)
     prompt_id = fault_server.queue(flux_prompt(cp=CP))
-    while faults.waiting:
-        time.sleep(0.01)
+    faults.wait_taken()
     watch = Stopwatch(f"{HANGS[kind]} (rank {rank} of 2)")
     event = fault_server.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id, 60)
     watch.within(DEADLINE + 1, "the prompt fails", event.time - watch.began)
@@ -56,7 +49,7 @@ def test_a_rank_that_hangs_is_named(fault_server, expected, faults, kind, rank):
     assert "faulty_worker.py" not in parts[1 - rank], text
     assert "collectives.py" in parts[1 - rank], text  # it waits in a collective
     stacks.unlink()
-    assert not set(pids) & set(assert_right(fault_server, expected))
+    assert not set(pids) & set(assert_right(fault_server, expected, CP))
 
 
 def test_a_deadline_in_the_past_returns_at_once():
@@ -130,6 +123,6 @@ def test_a_slow_first_step_is_not_killed(fault_server, expected, faults):
     fault_server.free_first()
     faults.arm(1, "slow", module=1, seconds=DEADLINE / 3)
     began = time.monotonic()
-    assert_right(fault_server, expected)
+    assert_right(fault_server, expected, CP)
     assert time.monotonic() - began > DEADLINE
     assert faults.waiting == []

@@ -131,11 +131,13 @@ def _ask(path: str, request: dict[str, Any], files: Sequence[int] = ()) -> socke
     return connection
 
 
-def start(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int]) -> Process:
-    """Run a program, forked where that can be. Arguments as those of `fork`."""
+def start(
+    argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int], wrapper: Sequence[str] = ()
+) -> Process:
+    """Run a program, forked where that can be. Arguments as those of `fork`, and a command in front of the interpreter."""
     stdin, stdout, stderr = files
-    return fork(argv, cwd=cwd, env=env, files=files) or subprocess.Popen(
-        [sys.executable, *argv], cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+    return (None if wrapper else fork(argv, cwd=cwd, env=env, files=files)) or subprocess.Popen(
+        [*wrapper, sys.executable, "-u", *argv], cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
     )
 
 
