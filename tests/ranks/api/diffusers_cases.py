@@ -121,12 +121,11 @@ def padding(*valid: int, length: int) -> Tensor:
 
 
 def flux(batch: int = 1, height: int = 6, width: int = 5, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(
+    return dict(
         hidden_states=normal(batch, height * width, 16), encoder_hidden_states=normal(batch, text, 24),
         pooled_projections=normal(batch, 12), timestep=torch.linspace(0.3, 0.9, batch), img_ids=grid(height, width),
         txt_ids=torch.zeros(text, 3), guidance=torch.full((batch,), 3.5),
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 def flux_2(batch: int = 1, height: int = 6, width: int = 5, text: int = 7) -> dict[str, Any]:
@@ -140,21 +139,19 @@ def flux_2(batch: int = 1, height: int = 6, width: int = 5, text: int = 7) -> di
 
 
 def qwen(batch: int = 1, images: tuple[tuple[int, int], ...] = ((6, 5),), text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(
+    return dict(
         hidden_states=normal(batch, sum(h * w for h, w in images), 16), encoder_hidden_states=normal(batch, text, 24),
         timestep=torch.linspace(0.3, 0.9, batch), img_shapes=[[(1, h, w) for h, w in images]] * batch,
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 def wan(
     batch: int = 1, frames: int = 3, height: int = 8, width: int = 10, text: int = 6, channels: int = 8, **extra: Any
 ) -> dict[str, Any]:
-    call = dict(
+    return dict(
         hidden_states=normal(batch, channels, frames, height, width), timestep=torch.linspace(300.0, 900.0, batch),
         encoder_hidden_states=normal(batch, text, 24),
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 def wan_i2v(image: int = 9, **extra: Any) -> dict[str, Any]:
@@ -169,12 +166,11 @@ def token_timesteps(batch: int, tokens: int) -> Tensor:
 
 
 def ltx(batch: int = 1, frames: int = 3, height: int = 4, width: int = 5, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(
+    return dict(
         hidden_states=normal(batch, frames * height * width, 16), encoder_hidden_states=normal(batch, text, 24),
         timestep=torch.linspace(300.0, 900.0, batch), encoder_attention_mask=torch.ones(batch, text), num_frames=frames,
         height=height, width=width, rope_interpolation_scale=(1.0, 32.0, 32.0),
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 def ltx_2(batch: int = 1, audio: int = 5, **extra: Any) -> dict[str, Any]:
@@ -312,37 +308,18 @@ CASES = [
     Case("qwen", "qwen", qwen),
     Case("qwen one text token", "qwen", lambda: qwen(text=1)),
     Case("qwen mask", "qwen", lambda: qwen(text=9, encoder_hidden_states_mask=padding(4, length=9)), QWEN_MASK),
-    Case(
-        "qwen mask batch 2",
-        "qwen",
-        lambda: qwen(batch=2, images=((7, 5),), text=8, encoder_hidden_states_mask=padding(8, 3, length=8)),
-        QWEN_MASK,
-    ),
-    Case(  # padding before and between: nothing says that valid tokens come first
-        "qwen scattered mask",
-        "qwen",
-        lambda: qwen(text=6, encoder_hidden_states_mask=torch.tensor([[0, 1, 1, 0, 0, 1]])),
-        QWEN_MASK,
-    ),
-    Case(
-        "qwen mask two text tokens",
-        "qwen",
-        lambda: qwen(batch=2, text=2, encoder_hidden_states_mask=padding(1, 2, length=2)),
-        QWEN_MASK,
-    ),
-    Case(
-        "qwen 3 heads mask",
-        "qwen 3 heads",
-        lambda: qwen(text=5, images=((1, 13),), encoder_hidden_states_mask=padding(3, length=5)),
-        QWEN_MASK,
-    ),
+    Case("qwen mask batch 2", "qwen",
+        lambda: qwen(batch=2, images=((7, 5),), text=8, encoder_hidden_states_mask=padding(8, 3, length=8)), QWEN_MASK),
+    # Padding before and between: nothing says that valid tokens come first.
+    Case("qwen scattered mask", "qwen",
+        lambda: qwen(text=6, encoder_hidden_states_mask=torch.tensor([[0, 1, 1, 0, 0, 1]])), QWEN_MASK),
+    Case("qwen mask two text tokens", "qwen", lambda: qwen(batch=2, text=2, encoder_hidden_states_mask=padding(1, 2, length=2)),
+        QWEN_MASK),
+    Case("qwen 3 heads mask", "qwen 3 heads",
+        lambda: qwen(text=5, images=((1, 13),), encoder_hidden_states_mask=padding(3, length=5)), QWEN_MASK),
     Case("qwen edit", "qwen edit", lambda: qwen(images=((6, 5), (3, 4)))),
-    Case(
-        "qwen edit mask batch 2",
-        "qwen edit",
-        lambda: qwen(batch=2, images=((5, 5), (3, 4)), encoder_hidden_states_mask=padding(2, 6, length=7)),
-        QWEN_MASK,
-    ),
+    Case("qwen edit mask batch 2", "qwen edit",
+        lambda: qwen(batch=2, images=((5, 5), (3, 4)), encoder_hidden_states_mask=padding(2, 6, length=7)), QWEN_MASK),
     Case("wan t2v", "wan t2v", wan),
     Case("wan t2v batch 2 odd", "wan t2v", lambda: wan(batch=2, frames=3, height=6, width=6, text=5)),
     Case("wan one frame one text token", "wan t2v", lambda: wan(frames=1, text=1)),
@@ -359,19 +336,11 @@ CASES = [
     # Two streams that have the same share on some ranks, and on others not.
     Case("ltx one text token less than video", "ltx", lambda: ltx(text=59)),
     Case("ltx mask", "ltx", lambda: ltx(encoder_attention_mask=padding(3, length=7)), LTX_MASK),
-    Case(
-        "ltx mask batch 2 odd",
-        "ltx",
-        lambda: ltx(batch=2, height=3, width=3, text=10, encoder_attention_mask=padding(10, 4, length=10)),
-        LTX_MASK,
-    ),
+    Case("ltx mask batch 2 odd", "ltx",
+        lambda: ltx(batch=2, height=3, width=3, text=10, encoder_attention_mask=padding(10, 4, length=10)), LTX_MASK),
     Case("ltx mask two text tokens", "ltx", lambda: ltx(text=2, encoder_attention_mask=padding(1, length=2)), LTX_MASK),
-    Case(
-        "ltx mask one text token more than video",
-        "ltx",
-        lambda: ltx(batch=2, text=61, encoder_attention_mask=padding(30, 50, length=61)),
-        LTX_MASK,
-    ),
+    Case("ltx mask one text token more than video", "ltx",
+        lambda: ltx(batch=2, text=61, encoder_attention_mask=padding(30, 50, length=61)), LTX_MASK),
     Case("ltx 3 heads mask", "ltx 3 heads", lambda: ltx(encoder_attention_mask=padding(5, length=7)), LTX_MASK),
     Case("ltx 2", "ltx 2", ltx_2),
     Case("ltx 2 mask batch 2", "ltx 2", lambda: ltx_2(batch=2, encoder_attention_mask=padding(3, 6, length=7)), LTX_MASK),
@@ -413,7 +382,7 @@ CASES = [
     # The text is cut to its valid tokens, item by item, before the image stands behind it: one stream.
     Case("lumina 2", "lumina 2", lumina_2, LTX_MASK),
     Case("lumina 2 batch 2", "lumina 2", lambda: lumina_2(2, (3, 7)), LTX_MASK),
-]
+]  # fmt: skip
 
 # The ways to share a sequence, by what is exchanged; the ones that need a number of ranks with two factors come last.
 MODES = ("ulysses", "ring alltoall", "ring allgather")
