@@ -385,7 +385,8 @@ def main() -> None:
     del sys.path[0]  # this file's folder
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     listener = socket.socket(fileno=os.dup(0))  # which no child inherits
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the caller did to them
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     gc.disable()  # a fifth of the time
