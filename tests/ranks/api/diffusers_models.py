@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
-from diffusers_cases import MODELS
+from diffusers_configs import MODELS
 from support.ranks import worst
 from torch import Tensor, nn
 
