@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults.prompts import assert_right
-from support.faults import Faults, Stopwatch
+from support.faults import Stopwatch
 from support.graphs import flux_prompt
 from support.pools import echo, hold, make_pool, small_pool
 
@@ -100,12 +100,9 @@ def test_a_stopped_rank_writes_the_stack_it_was_stopped_at(tmp_path):
             process.communicate()
 
 
-def test_a_start_that_hangs_ends_within_its_budget(tmp_path, monkeypatch):
-    faults = Faults(tmp_path)
-    for name, value in faults.pool_environment.items():
-        monkeypatch.setenv(name, value)
+def test_a_start_that_hangs_ends_within_its_budget(start_faults, monkeypatch):
     monkeypatch.setenv("CP_STARTUP_TIMEOUT", "12")
-    faults.arm(1, "sleep", at="start")
+    start_faults.arm(1, "sleep", at="start")
     pool = make_pool()
     watch = Stopwatch("13 a rank hangs at start, budget 12 s")
     with pytest.raises(
@@ -114,7 +111,7 @@ def test_a_start_that_hangs_ends_within_its_budget(tmp_path, monkeypatch):
         pool.start()
     assert watch.seconds >= 0.9 * 12
     watch.within(13, "start fails")
-    assert faults.waiting == []
+    assert start_faults.waiting == []
     assert all(process.returncode is not None for process in pool.processes)
 
 

@@ -100,7 +100,7 @@ class Offences(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Load) and self.forbidden(self.dotted(node)):
+        if isinstance(node.ctx, ast.Load) and (self.forbidden(self.dotted(node)) or node.id == "__debug__"):
             self.offence(node, f"uses {self.dotted(node)}")
 
     def visit_Assert(self, node: ast.Assert) -> None:
@@ -154,7 +154,8 @@ BAD_SNIPPETS = [
     "import torch.distributed as dist\ndist.TCPStore('0.0.0.0', 1)", "sock.listen()", "import socket\nsocket.create_server(a)",
     "from aiohttp import web\nweb.run_app(a)", "import importlib\nimportlib.import_module(name)",
     "from importlib import import_module\nimport_module(name)",
-    "import importlib.util\nimportlib.util.spec_from_file_location(name, path)", "assert x > 0, 'a check'", "import yaml",
+    "import importlib.util\nimportlib.util.spec_from_file_location(name, path)", "assert x > 0, 'a check'",
+    "if __debug__:\n    check(x)", "import yaml",
 ]  # fmt: skip
 
 

@@ -1,14 +1,11 @@
 """What travels for patches of other nodes and for ControlNets is rebuilt as it was, and names lead nowhere else."""
 
-import os
-
 import pytest
 from support.ranks import COMFY, run_steps
 
 
 @pytest.fixture(scope="module")
 def reports():
-    assert os.environ.get("COMFYUI_PATH"), "COMFYUI_PATH is not set"
     return run_steps("families/patch_ranks.py", 1, by="name", preload=COMFY)
 
 
