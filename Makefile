@@ -44,7 +44,7 @@ registry: ## write docs/generated/families.md from the plan tables and their tes
 	@$(SETUP) && "$$CP_PYTHON" .ci/registry.py
 
 plan: ## draft the table of a new model family from calls of a tiny model, MODEL=class [CASE=file]
-	@$(SETUP) && "$$CP_PYTHON" .ci/plan $(MODEL) $(if $(CASE),--case $(CASE))
+	@$(SETUP) && "$$CP_PYTHON" .ci/plan.py $(MODEL) $(if $(CASE),--case $(CASE))
 
 definitions: ## store what saved workflows need of the nodes, for a release
 	@$(SETUP) && "$$CP_PYTHON" .ci/definitions.py

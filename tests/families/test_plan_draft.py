@@ -11,7 +11,7 @@ from cp_runtime.engine.transforms import ContextParallelInput  # noqa: E402
 from cp_runtime.families import PLANS  # noqa: E402
 from cp_runtime.families.family import FamilyPlan  # noqa: E402
 
-COMMAND = ROOT / ".ci" / "plan"
+COMMAND = ROOT / ".ci" / "plan.py"
 
 
 def drafted(model, tmp_path, *options):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 NODE_CLASS_MAPPINGS: dict[str, Any] = {}
-KINDS = {
+KINDS: dict[type, tuple[str, dict[str, Any]]] = {
     bool: ("BOOLEAN", {}), int: ("INT", {"min": -(2**53), "max": 2**53}), float: ("FLOAT", {"min": -1e9, "max": 1e9}),
     str: ("STRING", {}),
 }  # fmt: skip

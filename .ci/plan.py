@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [os.environ["COMFYUI_PATH"], str(ROOT / "tests")]
 
 import comfy.cli_args
@@ -27,7 +27,7 @@ from support.models import build
 from support.package import load_package
 
 load_package()
-from draft import Call, Draft, draft
+from plan_draft import Call, Draft, draft
 from support.tracer import trace
 
 from cp_runtime.engine.plan import ModulePlan

@@ -173,7 +173,8 @@ class _Drafting:
         )
         if value.shape != other.shape:  # the model keeps something from call to call
             return torch.ones(value.shape[1], dtype=torch.bool)
-        return (other != value).any(-1).any(0)
+        changed: Tensor = (other != value).any(-1).any(0)
+        return changed
 
     def _order(self, name: str, streams: tuple[str, ...]) -> tuple[str, ...]:
         """Joint order of the streams: that of the queries that depend on the latent and those that do not."""
