@@ -27,7 +27,7 @@ from support.models import build
 from support.package import load_package
 
 load_package()
-from support.draft import Call, Draft, draft
+from plan_draft import Call, Draft, draft
 from support.tracer import trace
 
 from cp_runtime.engine.plan import ModulePlan

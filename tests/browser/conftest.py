@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from support.server import CHECKOUT, CUSTOM_NODES, GGUF_NODES, ComfyServer
 
@@ -194,3 +194,15 @@ def picture(page: Page) -> Callable[..., None]:
         image.save(path, **({"quality": 85} if path.suffix == ".jpg" else {"optimize": True}))
 
     return take
+
+
+CP = {"world_size": 2, "ulysses_degree": 2}
+
+
+@pytest.fixture
+def panel(page: Page) -> Locator:
+    """The opened status panel."""
+    page.locator(".context-parallel-tab-button").click()
+    shown = page.get_by_test_id("context-parallel-panel")
+    expect(shown).to_be_visible()
+    return shown

@@ -1,22 +1,19 @@
-"""A run as a person sees it: Queue, progress, the status panel, Measure, Cancel, a rank that dies, Restart; in three languages."""
+"""A run as a person sees it: Queue, progress, the status panel, Measure, Cancel, a rank that dies, Restart."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
-import time
 from functools import partial
 
 import pytest
-from browser.conftest import KEEP, THEME, THEMES
+from browser.conftest import CP, KEEP, THEME, THEMES
 from playwright.sync_api import expect
 from support.faults import SLACK
 from support.graphs import flux_prompt
 
 PATIENCE = 20_000 * SLACK  # milliseconds
-CP = {"world_size": 2, "ulysses_degree": 2}
 LONG = {"width": 512, "height": 512, "steps": 30 if KEEP else 16}
 SHORT = {**LONG, "steps": LONG["steps"] // 2}
 WATCH = """() => {
@@ -27,70 +24,6 @@ WATCH = """() => {
 }"""
 """Notes the headline and the state of every rank, in `window.cpSeen`, whenever the panel changes."""
 CENTRE = "app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.nodes.find(node => node.type === 'KSampler'))"
-CONTRAST = """elements => elements.map(element => {
-    const parse = colour => colour.match(/[\\d.]+/g).map(Number);
-    const luminance = colour => {
-        const [r, g, b] = colour.map(c => c / 255).map(c => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    let behind = element;
-    while (parse(getComputedStyle(behind).backgroundColor)[3] === 0) behind = behind.parentElement;
-    const colours = [getComputedStyle(element).color, getComputedStyle(behind).backgroundColor].map(parse);
-    const [dark, light] = colours.map(luminance).sort((a, b) => a - b);
-    return [element.className || element.tagName, (light + 0.05) / (dark + 0.05)];
-})"""
-"""Contrast of each element's text to what is behind it, as WCAG defines it."""
-WORDS = ".cp-speed, .cp-headline, .cp-activity, strong, .cp-state, .cp-name, .cp-value, pre, button, summary"
-"""What the panel says."""
-TRANSLATED = ".cp-speed, .cp-headline, .cp-activity, .cp-error strong, .cp-state, button, summary"
-TIGHT = """panel => {
-    const inside = panel.getBoundingClientRect(), texts = [], wrong = [];
-    const walk = document.createTreeWalker(panel, NodeFilter.SHOW_TEXT);
-    for (let node = walk.nextNode(); node; node = walk.nextNode()) {
-        if (!node.parentElement.checkVisibility() || node.parentElement.tagName === 'PRE') continue;
-        const range = document.createRange();
-        range.selectNodeContents(node);
-        for (const box of range.getClientRects()) texts.push([node, box]);
-    }
-    for (const [node, box] of texts) {
-        if (box.left < inside.left || box.right > inside.right) wrong.push(`${node.data} sticks out`);
-        for (const [other, its] of texts) {
-            const across = Math.min(box.right, its.right) - Math.max(box.left, its.left);
-            const down = Math.min(box.bottom, its.bottom) - Math.max(box.top, its.top);
-            if (node !== other && across > 1 && down > 6) wrong.push(`${node.data} lies on ${other.data}`);
-        }
-    }
-    if (panel.scrollWidth > panel.clientWidth) wrong.push(`${panel.scrollWidth} pixels wide`);
-    return wrong;
-}"""
-"""Texts that do not fit into the panel's width."""
-UNEXPLAINED = """(panel, word) => {
-    const walk = document.createTreeWalker(panel, NodeFilter.SHOW_TEXT), found = [];
-    for (let node = walk.nextNode(); node; node = walk.nextNode())
-        if (node.data.toLowerCase().includes(word) && node.parentElement.checkVisibility()) found.push(node.parentElement);
-    const explains = element => new RegExp(`^[^:]*${word}[^:]*: .+`, 'im').test(element.closest('[title]')?.title ?? '');
-    return found.length ? found.filter(element => !explains(element)).map(element => element.innerText) : ['is not there'];
-}"""
-CLOCKS = """() => {
-    const [begin, end] = [window.setInterval, window.clearInterval];
-    window.cpClocks = new Set();
-    window.setInterval = (...args) => {
-        const id = begin(...args);
-        if (new Error().stack.includes('status_panel.js')) window.cpClocks.add(id);
-        return id;
-    };
-    window.clearInterval = id => { window.cpClocks.delete(id); end(id); };
-}"""
-"""Notes the clocks of the panel that run, in `window.cpClocks`."""
-
-
-@pytest.fixture
-def panel(page):
-    """The opened status panel."""
-    page.locator(".context-parallel-tab-button").click()
-    shown = page.get_by_test_id("context-parallel-panel")
-    expect(shown).to_be_visible()
-    return shown
 
 
 def headline(panel, text):
@@ -122,65 +55,6 @@ def expect_text_in_node(page, text):
             .widgets.find(widget => widget.name === '$$node-text-preview')?.value === text""",
         arg=text,
     )
-
-
-MUTE = """() => {
-    const send = EventTarget.prototype.dispatchEvent;
-    EventTarget.prototype.dispatchEvent = function (event) {
-        return (event.type === 'context_parallel.status' && !event.detail.told) || send.call(this, event);
-    };
-    return () => { EventTarget.prototype.dispatchEvent = send; };
-}"""
-"""Keeps the server's events from the page until what it returns is called."""
-TELL = "status => app.api.dispatchCustomEvent('context_parallel.status', status)"
-
-
-@pytest.fixture
-def tell(browser_server, page, panel):
-    """Gives the panel the server's status with changes, as an event of the server does; those do not reach it meanwhile."""
-    browser_server.run(flux_prompt(cp=CP)).check()
-    speak = page.evaluate_handle(MUTE)
-    status = {**browser_server.get("/context_parallel/status"), "told": True}
-
-    def send(**changes):
-        page.evaluate(TELL, {**status, **changes})
-
-    send.status = status
-    yield send
-    speak.evaluate("speak => speak()")
-    page.evaluate(TELL, browser_server.get("/context_parallel/status"))
-
-
-LOOKS = (("zh", "light"), ("ja", "dark"), ("en", "light"))
-
-
-@pytest.fixture
-def look(page, tab):
-    """Chooses a language and a theme. There may be no font for the language, so letters are set as wide as those of one."""
-
-    def choose(language, theme):
-        for name, value in (("Comfy.Locale", language), ("Comfy.ColorPalette", theme)):
-            page.evaluate("([name, value]) => app.extensionManager.setting.set(name, value)", [name, value])
-        wide = "normal" if language == "en" else "0.5em"
-        page.evaluate("wide => document.documentElement.style.setProperty('letter-spacing', wide)", wide)
-
-    yield choose
-    tab.spoil()  # ComfyUI goes on for a while to load what a language asks for, the graph included
-
-
-def open_details(panel):
-    panel.locator("summary").click()
-    expect(panel.locator(".cp-lists")).to_be_visible()
-
-
-ERROR_TIMES = itertools.count(10**9)  # each is another error
-
-
-def an_error(**changes):
-    """What a status says about the last one."""
-    message = "\n".join(f"line {i} of what a rank wrote" for i in range(100))
-    node = {"id": "7", "type": "KSampler"}
-    return {"time": next(ERROR_TIMES), "rank": 1, "device": "cuda:1", "node": node, "message": message, **changes}
 
 
 def test_quiet_without_workers(browser_server, panel):
@@ -306,120 +180,6 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     expect(panel.locator("[data-details-of='1']")).to_contain_text(str(started[1]))
     expect(error).to_be_hidden()
     expect(panel.locator(".cp-culprit")).to_have_count(0)
-
-
-def test_a_small_window(page, panel, tell, look):
-    """Everything can be read, and what can be pressed is within reach, in every language."""
-    page.set_viewport_size({"width": 1024, "height": 640})
-    states = ["computing", "loading", "idle", "gone", "silent", "failed", "ended", "starting"]
-    ranks = [{**tell.status["ranks"][0], "rank": i, "device": f"cuda:{i}", "state": name} for i, name in enumerate(states)]
-    ranks[5]["culprit"] = True
-    fast = {"times": 2.711, "ranks": 2, "case": "too_fast", "measuring": False, "seconds_per_call_on_one_device": None}
-    start = {"since": time.time() - 12, "stage": "importing", "last_took": 9.4}
-    file = "an_architecture_14b_high_noise_fp8_scaled_by_someone.safetensors"
-    loading = {"model": file, "part": 0.34}
-    shown = [
-        {"state": "failed", "speed": fast, "last_error": an_error()},
-        {"state": "computing", "speed": {**fast, "case": "not_measured", "times": None}, "weights": {file: "sharded: 2 × 35 GB"}},
-        {"state": "starting", "starting": start},
-        {"state": "loading", "loading": loading},
-        {"state": "off", "ranks": [], "speed": None},
-    ]
-    for language, theme in LOOKS:
-        look(language, theme)
-        for status in shown:
-            tell(**{"ranks": ranks, **status})
-            for button in panel.get_by_role("button").all():
-                box = button.bounding_box()
-                assert box["y"] + box["height"] <= 640
-            if status["state"] == "failed":
-                assert panel.locator(".pi-stopwatch").is_visible()  # the figure asks for another measurement
-            if status["state"] == "computing":
-                open_details(panel)
-            assert panel.evaluate(TIGHT) == []
-            texts = panel.locator(WORDS)
-            assert [weak for weak in texts.evaluate_all(CONTRAST) if weak[1] < 4.5] == []
-            if language != "en":
-                texts = panel.locator(TRANSLATED).evaluate_all("elements => elements.map(element => element.innerText)")
-                assert [text for text in texts if text and not re.search("[\u3040-\u9fff]", text)] == []
-
-
-def test_an_error_that_is_dismissed(page, panel, tell):
-    """Until there is another, also after the panel was closed."""
-    error, card = an_error(), panel.locator(".cp-error")
-    tell(last_error=error)
-    text = card.locator("pre")
-    assert text.evaluate("element => element.scrollHeight > element.clientHeight")
-    card.get_by_role("button", name="Dismiss").click()
-    expect(card).to_be_hidden()
-    tell(last_error=error)
-    expect(card).to_be_hidden()
-    page.locator(".context-parallel-tab-button").click()
-    expect(panel).to_be_hidden()
-    page.locator(".context-parallel-tab-button").click()
-    expect(panel).to_be_visible()
-    expect(card).to_be_hidden()
-    tell(last_error=an_error(message="\n".join("all of this is seen" for _ in range(12))))
-    expect(card).to_be_visible()
-    assert text.evaluate("element => element.scrollHeight == element.clientHeight")
-
-
-def test_words_of_the_field_are_explained(panel, tell):
-    """Where they stand, in a tooltip."""
-    call = {**tell.status["last_call"], "degrees": {"batch": 1, "ring": 2, "ulysses": 2}}
-    tell(last_call=call)
-    open_details(panel)
-    for word in ("rank", "gloo", "mesh", "ring", "ulysses", "denoise call", "tokens"):
-        assert panel.evaluate(UNEXPLAINED, word) == [], word
-    tell(ranks=[{**rank, "device": f"cuda:{1 + rank['rank']}"} for rank in tell.status["ranks"]])
-    expect(panel.locator(".cp-ranks strong")).to_have_text(["GPU 1", "GPU 2"])
-
-
-def test_one_visible_gpu_is_said_instead_of_a_start_that_never_comes(panel, tell):
-    tell(state="off", ranks=[], alone={"case": "hidden", "variable": "CUDA_VISIBLE_DEVICES", "value": "2"})
-    activity = panel.locator(".cp-activity")
-    expect(activity).to_have_text(re.compile(r"^1 GPU visible, nothing to share\. CUDA_VISIBLE_DEVICES is 2: "))
-    tell(state="off", ranks=[], alone=None)
-    expect(activity).to_have_text(re.compile("^Workers start with the next prompt"))
-
-
-def test_a_vae_has_a_line_of_its_own(panel, tell):
-    """Its mesh, seconds and waiting are none of the sampler's."""
-    sampled = {**tell.status["last_call"], "degrees": {"batch": 1, "ring": 1, "ulysses": 2}, "waiting_share": 0.25, "at_work": 2}
-    decoded = {**sampled, "degrees": {"rows": 2, "batch": 1}, "seconds": 3.0, "waiting_share": 0.5}
-    tell(state="computing", pace=None, last_call=sampled, last_vae_call=decoded)
-    open_details(panel)
-    lines = panel.locator(".cp-fact")
-    expect(lines.filter(has_text="Mesh")).to_have_text("Meshulysses 2")
-    expect(lines.filter(has_text=re.compile("^Waiting"))).to_have_text("Waiting25 %")
-    expect(lines.filter(has_text="VAE call")).to_have_text("VAE callrows 2, 3.00 s, 50 % waiting")
-    expect(panel.locator(".cp-activity")).to_be_hidden()  # the pace of a run that is over is none of the VAE's
-    tell(state="computing", pace=0.5, last_call=None, last_vae_call=decoded)
-    expect(panel.locator(".cp-activity")).to_have_text("0.500 s per call")
-    expect(lines.filter(has_text="Mesh")).to_have_count(0)
-
-
-def test_the_clock_ticks_while_workers_start(page, panel, tell):
-    page.evaluate(CLOCKS)
-    tell(state="starting", starting={"since": time.time() - 12, "stage": "importing", "last_took": 9.4})
-    activity = panel.locator(".cp-activity")
-    first = activity.inner_text()
-    assert re.fullmatch(r"starting 2 workers, 1\d s, importing\. Last time it took 9 s\.", first, re.IGNORECASE)
-    expect(activity).not_to_have_text(first, ignore_case=True)
-    assert page.evaluate("window.cpClocks.size") == 1
-    tell(state="starting", starting={"since": time.time(), "stage": "connecting", "last_took": None})
-    expect(activity).to_have_text(re.compile(r"^starting 2 workers, [01] s, connecting$"))
-    tell()
-    assert page.evaluate("window.cpClocks.size") == 0
-
-
-def test_gpus_that_do_not_reach_each_other_are_mentioned(panel, tell):
-    why = "ranks did not connect over nccl (no answer in time)"
-    tell(backend="nccl", peer_to_peer=False, fallback=why)
-    expect(panel).to_contain_text("2 ranks, nccl, no peer-to-peer")
-    expect(panel.get_by_title(why)).to_be_attached()
-    tell(backend="nccl", peer_to_peer=True)
-    expect(panel).not_to_contain_text("peer-to-peer")
 
 
 def test_restart_asks_while_a_prompt_runs(browser_server, page, panel):

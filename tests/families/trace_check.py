@@ -48,34 +48,22 @@ def swapped_rope(plan):
 # What -> family, case, change of its table.
 MISTAKES = {
     "positions are not split": ("hydit", "hydit", module("blocks.*", inputs={"freq_cis_img": None})),
-    "positions are split along another dimension": (
-        "flux",
-        "flux",
-        module("double_blocks.*", inputs={"pe": side(("txt", "img"), dim=1, dims=6)}),
-    ),
+    "positions are split along another dimension": ("flux", "flux",
+        module("double_blocks.*", inputs={"pe": side(("txt", "img"), dim=1, dims=6)})),
     "number of dimensions": ("hydit", "hydit", module("blocks.*", inputs={"freq_cis_img": side("img", dim=0, dims=3)})),
-    "streams stand for each other": (
-        "flux",
-        "flux",
-        module("double_blocks.*", inputs={"txt": tokens("img"), "img": tokens("txt")}),
-    ),
+    "streams stand for each other": ("flux", "flux",
+        module("double_blocks.*", inputs={"txt": tokens("img"), "img": tokens("txt")})),
     "joint order": ("hidream", "hidream", swapped_rope),
     "attention_names is missing": ("hydit", "hydit", lambda plan: replace(plan, attention_names=())),
     "local is missing": ("hydit", "hydit", module("blocks.*", local=())),
     "attention is not shared": ("wan", "wan t2v", module("blocks.*", attention=())),
     "residuals are not split": ("hydit", "hydit control", lambda plan: replace(plan, control={"output": None})),
     "tokens are gathered too early": ("hydit", "hydit", lambda plan: replace(plan, outputs={"blocks.0": gathered("img")})),
-    "a mask is not split": (
-        "qwen_image",
-        "qwen text mask",
-        module("transformer_blocks.*", inputs={"encoder_hidden_states_mask": None}),
-    ),
-    "an index of tokens is not planned": (
-        "qwen_image",
-        "qwen edit timestep zero",
-        module("transformer_blocks.*", inputs={"timestep_zero_index": None}),
-    ),
-}
+    "a mask is not split": ("qwen_image", "qwen text mask",
+        module("transformer_blocks.*", inputs={"encoder_hidden_states_mask": None})),
+    "an index of tokens is not planned": ("qwen_image", "qwen edit timestep zero",
+        module("transformer_blocks.*", inputs={"timestep_zero_index": None})),
+}  # fmt: skip
 
 
 @functools.cache

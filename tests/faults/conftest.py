@@ -17,6 +17,15 @@ def faults(tmp_path_factory):
     return Faults(tmp_path_factory.mktemp("faults"))
 
 
+@pytest.fixture
+def start_faults(tmp_path, monkeypatch):
+    """Faults for the ranks of this process's own pools."""
+    faults = Faults(tmp_path)
+    for name, value in faults.pool_environment.items():
+        monkeypatch.setenv(name, value)
+    return faults
+
+
 @pytest.fixture(autouse=True)
 def no_fault_is_left(faults):
     """What a test has armed strikes in no other."""

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,6 +49,8 @@ class Owner:
     """
 
     def __init__(self, temp, env=None, wrapper=()):
+        from support import preloaded
+
         self.temp, self.marker = Path(temp), uuid.uuid4().hex
         self.log = []
         self._ids, self._answers, self._changed = itertools.count(1), {}, threading.Condition()
@@ -55,22 +58,12 @@ class Owner:
         env = {**inherited, **(env or {}), MARKER: self.marker, "TMPDIR": str(temp), "XDG_RUNTIME_DIR": str(temp)}
         (theirs, commands), (printed, output) = os.pipe(), os.pipe()
         self._commands, self._printed = os.fdopen(commands, "wb"), os.fdopen(printed, "rb")
-        self.process = self._start([str(Path(__file__).resolve())], wrapper, env, (theirs, output, output))
+        program, files = [str(Path(__file__).resolve())], (theirs, output, output)
+        self.process = preloaded.start(program, cwd=Path.cwd(), env=env, files=files, wrapper=wrapper)
         for fd in (theirs, output):
             os.close(fd)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-
-    @staticmethod
-    def _start(program, wrapper, env, files):
-        from support import preloaded
-
-        forked = None if wrapper else preloaded.fork(program, cwd=Path.cwd(), env=env, files=files)
-        if forked is not None:
-            return forked
-        stdin, stdout, stderr = files
-        command = [*wrapper, sys.executable, "-u", *program]
-        return subprocess.Popen(command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
 
     def __enter__(self):
         try:
@@ -158,6 +151,16 @@ class Owner:
                     self._changed.notify_all()
             else:
                 self.log.append(line.decode(errors="replace"))
+
+
+def namespaces(*options):
+    """A command that runs another one in namespaces of its own, or None where the kernel does not let this user make them."""
+    unshare, nothing = shutil.which("unshare"), shutil.which("true")
+    for user in ([], ["--map-root-user"]):
+        command = [unshare, *user, *options]
+        if unshare and subprocess.run([*command, nothing], capture_output=True, check=False).returncode == 0:
+            return command
+    return None
 
 
 class Commands:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from faults.prompts import assert_right
 from support.faults import Stopwatch
 from support.graphs import flux_prompt
 from support.pools import echo, make_pool, small_pool
@@ -22,7 +23,6 @@ from support.server import ComfyServer
 from cp_runtime.errors import PoolError, PoolTimeout
 from cp_runtime.pool import worker_pool
 
-TOLERANCE = 2e-4
 DEADLINE = 4.0
 
 
@@ -43,25 +43,19 @@ def expected(weeks_server):
     return weeks_server.sample(flux_prompt())
 
 
-def assert_right(server, expected, **cp):
-    out = server.sample(flux_prompt(cp={"step_timeout": DEADLINE, **cp}), timeout=120)
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-
-
 def test_a_cleaner_finds_nothing_of_the_pool(weeks_server, expected, runtime_dir):
     """Programs that tidy up temporary folders break pools of ranks that meet in a file: new groups of ranks need it."""
-    assert_right(weeks_server, expected, world_size=4, ulysses_degree=4)
-    pids = weeks_server.worker_pids()
+    cp = {"world_size": 4, "step_timeout": DEADLINE}
+    pids = assert_right(weeks_server, expected, {**cp, "ulysses_degree": 4})
     assert list(runtime_dir.rglob("context-parallel*")) == []
-    assert_right(weeks_server, expected, world_size=4, ulysses_degree=2, ring_degree=2)
-    assert weeks_server.worker_pids() == pids
+    assert assert_right(weeks_server, expected, {**cp, "ulysses_degree": 2, "ring_degree": 2}) == pids
 
 
 def test_comfyui_is_stopped_for_longer_than_a_deadline(weeks_server, expected):
     """A debugger, a frozen container: reports that lie there when it goes on count."""
-    assert_right(weeks_server, expected, world_size=2)
-    pids = weeks_server.worker_pids()
-    prompt_id = weeks_server.queue(flux_prompt(cp={"world_size": 2, "step_timeout": DEADLINE}, width=512, height=512, steps=12))
+    cp = {"world_size": 2, "step_timeout": DEADLINE}
+    pids = assert_right(weeks_server, expected, cp)
+    prompt_id = weeks_server.queue(flux_prompt(cp=cp, width=512, height=512, steps=12))
     weeks_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2, 60)
     os.kill(weeks_server.pid, signal.SIGSTOP)
     time.sleep(DEADLINE + 2)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults.prompts import assert_close
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.graphs import flux_prompt
 from support.server import CUSTOM_NODES, ComfyServer
 
-TOLERANCE = 2e-4
 CP = {"world_size": 2}
 FACTORY_PACK = Path(__file__).parents[1] / "support" / "factory_pack"
 FP8 = {"weight_dtype": "fp8_e4m3fn"}
@@ -107,8 +107,7 @@ def test_a_file_that_is_replaced_before_the_ranks_load_it(file_server, models, c
     file_server.free_first()
     new = latent(file_server, **weights)
     assert (new - old).abs().max() > 0.5 * old.std()  # or nothing would be proved
-    out = latent(file_server, cp=CP, **weights)
-    assert (out - new).abs().max() <= TOLERANCE * new.std()
+    assert_close(latent(file_server, cp=CP, **weights), new)
 
 
 def test_weights_are_compared_where_nobody_saw_the_file_being_loaded(file_server, models):
@@ -143,8 +142,7 @@ def test_a_file_that_is_cut_off_does_not_end_comfyui(file_server, models, placem
     assert "was cut off" in error(file_server)  # it is another file, and the pages are of the old one
     file_server.free_first()
     assert (latent(file_server) == stock).all()
-    out = latent(file_server, cp=cp)
-    assert (out - stock).abs().max() <= TOLERANCE * stock.std()
+    assert_close(latent(file_server, cp=cp), stock)
 
 
 def by_factory(kind: str = "plain", weight_dtype: str = "default", cp: dict | None = None) -> dict:
@@ -160,8 +158,7 @@ def by_factory(kind: str = "plain", weight_dtype: str = "default", cp: dict | No
 def test_a_loader_of_another_pack(file_server, kind, weight_dtype, weights):
     """The ranks call the pack's own function, which changes a weight, and import nothing of the pack that needs a server."""
     expected = file_server.sample(by_factory(kind, weight_dtype))
-    out = file_server.sample(by_factory(kind, weight_dtype, {**CP, "weights": weights}), timeout=120)
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert_close(file_server.sample(by_factory(kind, weight_dtype, {**CP, "weights": weights}), timeout=120), expected)
     assert (latent(file_server, weight_dtype=weight_dtype) - expected).abs().max() > 0.05 * expected.std()
 
 

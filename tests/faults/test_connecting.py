@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from support import stand_in
-from support.pools import echo
+from support.pools import echo, make_pool, small_pool
 
 from cp_runtime.errors import RankError
 from cp_runtime.pool import peers, worker_pool
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from cp_runtime.pool.worker_pool import WorkerPool
 
 DETECTION = Path(stand_in.__file__).parents[1] / "detection"
 
@@ -24,7 +22,6 @@ def machine(monkeypatch):
     """Two GPUs, whose link the test breaks."""
     for name, value in {**stand_in.environment(stand_in.Cards(count=2)), "PYTHONPATH": str(DETECTION)}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTEST_CURRENT_TEST", "a test with a pool")  # one fork server for all
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     monkeypatch.setattr(peers, "_of_machines", {})
@@ -33,13 +30,9 @@ def machine(monkeypatch):
 
 @contextmanager
 def started(**settings):
-    pool = WorkerPool(RuntimeConfig.resolve(inventory=DeviceInventory(type="cuda", count=2), **settings), WorkerSite())
-    try:
-        pool.start()
+    with small_pool(on="cuda", **settings) as pool:
         assert torch.equal(echo(pool, torch.arange(5)), torch.arange(5))
         yield pool
-    finally:
-        pool.kill()
 
 
 def test_broken_peer_to_peer_transfers_are_done_without(machine, monkeypatch, caplog):
@@ -80,7 +73,7 @@ def test_nccl_that_was_asked_for_is_not_replaced(machine, caplog):
 
 def test_a_rank_that_is_killed_while_it_connects_is_no_reason_to_communicate_otherwise(machine, caplog):
     machine("hang")
-    pool = WorkerPool(RuntimeConfig.resolve(inventory=DeviceInventory(type="cuda", count=2)), WorkerSite())
+    pool = make_pool(on="cuda")
 
     def kill() -> bool:
         if pool.stage == worker_pool.CONNECTING:

@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 import torch
+from faults.prompts import assert_right
 from support.faults import Stopwatch
 from support.graphs import flux_prompt
 from support.pools import echo, small_pool
@@ -21,23 +22,15 @@ from cp_runtime.pool.channel import Channel, Closed
 from cp_runtime.pool.frames import pack
 from cp_runtime.pool.messages import Value
 
-TOLERANCE = 2e-4
 CP = {"world_size": 3}
 # About 1,000 tokens: steps of a few tenths of a second here, so that faults hit a running call.
 LONG = {"width": 512, "height": 512, "steps": 60}
 
 
-def assert_right(server, expected):
-    """A prompt on all ranks gives the stock latent. Returns the pids by rank: they are started in that order."""
-    out = server.sample(flux_prompt(cp=CP), timeout=120)
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-    return server.worker_pids()
-
-
 @pytest.mark.parametrize("rank", range(3))
 def test_killed_while_idle(fault_server, expected, rank):
     case = f"1 SIGKILL of rank {rank} of 3 while idle"
-    pids = assert_right(fault_server, expected)
+    pids = assert_right(fault_server, expected, CP)
     killed = psutil.Process(pids[rank])  # before: it may be gone at once
     killed.kill()
     assert wait_gone([killed], 2) == []
@@ -45,13 +38,13 @@ def test_killed_while_idle(fault_server, expected, rank):
     at, message = fault_server.failed_at(fault_server.queue(flux_prompt(cp=CP)))
     watch.within(1, "the next prompt fails", at - watch.began)
     assert f"rank {rank} (pid {pids[rank]}) failed: SIGKILL" in message
-    assert not set(pids) & set(assert_right(fault_server, expected))
+    assert not set(pids) & set(assert_right(fault_server, expected, CP))
 
 
 @pytest.mark.parametrize("rank", range(3))
 def test_killed_while_the_others_are_in_a_collective(fault_server, expected, rank):
     case = f"2 SIGKILL of rank {rank} of 3 in a call"
-    pids = assert_right(fault_server, expected)
+    pids = assert_right(fault_server, expected, CP)
     siblings = [psutil.Process(pid) for pid in pids]
     prompt_id = fault_server.queue(flux_prompt(cp=CP, **LONG))
     fault_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2)
@@ -63,7 +56,7 @@ def test_killed_while_the_others_are_in_a_collective(fault_server, expected, ran
     at, message = fault_server.failed_at(prompt_id)
     watch.within(1, "the prompt fails", at - watch.began)
     assert f"rank {rank} (pid {pids[rank]}) failed: SIGKILL" in message
-    assert_right(fault_server, expected)
+    assert_right(fault_server, expected, CP)
 
 
 ENDS = {
@@ -76,7 +69,7 @@ ENDS = {
 
 @pytest.mark.parametrize("kind", ENDS)
 def test_ways_to_end_are_told_apart(fault_server, expected, faults, kind):
-    pids = assert_right(fault_server, expected)
+    pids = assert_right(fault_server, expected, CP)
     faults.arm(1, kind, module=3)
     watch = Stopwatch(f"3 a rank ends in a call: {kind}")
     at, message = fault_server.failed_at(fault_server.queue(flux_prompt(cp=CP)))
@@ -84,11 +77,11 @@ def test_ways_to_end_are_told_apart(fault_server, expected, faults, kind):
     assert f"rank 1 (pid {pids[1]}) failed: " in message
     assert ENDS[kind] in message
     assert faults.waiting == []
-    assert_right(fault_server, expected)
+    assert_right(fault_server, expected, CP)
 
 
 def test_the_traceback_of_the_rank_that_failed_is_the_cause(fault_server, expected, faults):
-    pids = assert_right(fault_server, expected)
+    pids = assert_right(fault_server, expected, CP)
     faults.arm(2, "error", module=3)
     watch = Stopwatch("4 an exception on rank 2 of 3")
     at, message = fault_server.failed_at(fault_server.queue(flux_prompt(cp=CP)))
@@ -97,12 +90,12 @@ def test_the_traceback_of_the_rank_that_failed_is_the_cause(fault_server, expect
     assert first.startswith(f"rank 2 (pid {pids[2]}) failed: RuntimeError: injected: error")
     assert "faulty_worker.py" in trace
     assert "run_sharded" in trace
-    assert_right(fault_server, expected)
+    assert_right(fault_server, expected, CP)
 
 
 def test_two_ranks_fail_at_the_same_time(fault_server, expected, faults):
     """One report, that of a rank that failed by itself, and not what its end did to others."""
-    pids = assert_right(fault_server, expected)
+    pids = assert_right(fault_server, expected, CP)
     for rank in (1, 2):
         faults.arm(rank, "error", module=1)  # before the first collective: neither waits for the other
     _, message = fault_server.failed_at(fault_server.queue(flux_prompt(cp=CP)))
@@ -111,18 +104,18 @@ def test_two_ranks_fail_at_the_same_time(fault_server, expected, faults):
         (f"rank 1 (pid {pids[1]}) failed: RuntimeError: inj", f"rank 2 (pid {pids[2]}) failed: RuntimeError: inj")
     )
     assert faults.waiting == []
-    assert_right(fault_server, expected)
+    assert_right(fault_server, expected, CP)
 
 
 def test_an_error_that_all_ranks_share_keeps_them(fault_server, expected):
     """Text of another model: a mistake of the graph, not of a rank."""
-    pids = assert_right(fault_server, expected)
+    pids = assert_right(fault_server, expected, CP)
     prompt = flux_prompt(cp=CP)
     prompt["positive"]["inputs"]["width"] += 8
     result = fault_server.run(prompt)
     assert result.status == "error"
     assert "shapes cannot be multiplied" in result.error.exception_message
-    assert assert_right(fault_server, expected) == pids
+    assert assert_right(fault_server, expected, CP) == pids
 
 
 def echo_while_rank_0_dies(value):

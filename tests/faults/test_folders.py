@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.pools import echo, hold, make_pool, small_pool
+from support.pools import echo, hold, small_pool
 
 from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool.config import WorkerSite
@@ -91,14 +91,9 @@ def test_a_pool_starts_whatever_the_folder_for_temporary_files(tmp_path, monkeyp
 def test_the_description_of_a_rank_is_not_in_its_arguments(tmp_path):
     """Every user can read those, and their length is limited."""
     folders = [str(tmp_path / f"secret-{number}-{'x' * 4000}") for number in range(100)]
-    pool = make_pool()
-    pool.site = WorkerSite(path=tuple(folders))
-    try:
-        pool.start()
+    with small_pool(site=WorkerSite(path=tuple(folders))) as pool:
         for pid in pool.pids:
             line = Path(f"/proc/{pid}/cmdline").read_bytes()
             assert b"secret" not in line
             assert len(line) < 1000
         assert torch.equal(echo(pool, torch.ones(3)), torch.ones(3))
-    finally:
-        pool.kill()

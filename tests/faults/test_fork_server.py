@@ -19,7 +19,7 @@ from support.processes import alive, wait_gone
 
 from cp_runtime.errors import PoolError, PoolTimeout, RankError
 from cp_runtime.pool import fork_server
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
+from cp_runtime.pool.config import WorkerSite
 from cp_runtime.pool.forking import FORK_SERVERS
 from cp_runtime.pool.worker_pool import CallCancelled, WorkerPool
 
@@ -38,8 +38,7 @@ def pool_with(folder: Path, **modules: str) -> WorkerPool:
     """A pool whose fork server is to import modules of this source."""
     for name, source in modules.items():
         (folder / f"{name}.py").write_text(source)
-    config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2)
-    return WorkerPool(config, WorkerSite(path=(str(folder),), preload=tuple(modules)))
+    return make_pool(site=WorkerSite(path=(str(folder),), preload=tuple(modules)))
 
 
 def test_restarted_ranks_come_from_the_same_process():

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.faults import Faults, Stopwatch
+from faults.prompts import assert_right
+from support.faults import Stopwatch
 from support.graphs import flux_prompt
 from support.pools import echo, hold, make_pool, small_pool
 
@@ -18,15 +19,8 @@ from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool.forking import process_state
 from cp_runtime.pool.stacks import collect_stacks
 
-TOLERANCE = 2e-4
 DEADLINE = 3.5  # before a stopped rank is told for being stopped
 CP = {"world_size": 2, "step_timeout": DEADLINE}
-
-
-def assert_right(server, expected):
-    out = server.sample(flux_prompt(cp=CP), timeout=120)
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-    return server.worker_pids()
 
 
 HANGS = {"sleep": "8 a rank sleeps", "stop": "9 SIGSTOP", "spin": "10 a loop in Python", "lock": "11 Python's lock held in C"}
@@ -34,11 +28,10 @@ HANGS = {"sleep": "8 a rank sleeps", "stop": "9 SIGSTOP", "spin": "10 a loop in 
 
 @pytest.mark.parametrize(("kind", "rank"), [("sleep", 0), ("sleep", 1), ("stop", 1), ("spin", 1), ("lock", 1), ("lock", 0)])
 def test_a_rank_that_hangs_is_named(fault_server, expected, faults, kind, rank):
-    pids = assert_right(fault_server, expected)
+    pids = assert_right(fault_server, expected, CP)
     faults.arm(rank, kind, module=3)
     prompt_id = fault_server.queue(flux_prompt(cp=CP))
-    while faults.waiting:
-        time.sleep(0.01)
+    faults.wait_taken()
     watch = Stopwatch(f"{HANGS[kind]} (rank {rank} of 2)")
     event = fault_server.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id, 60)
     watch.within(DEADLINE + 1, "the prompt fails", event.time - watch.began)
@@ -56,7 +49,7 @@ def test_a_rank_that_hangs_is_named(fault_server, expected, faults, kind, rank):
     assert "faulty_worker.py" not in parts[1 - rank], text
     assert "collectives.py" in parts[1 - rank], text  # it waits in a collective
     stacks.unlink()
-    assert not set(pids) & set(assert_right(fault_server, expected))
+    assert not set(pids) & set(assert_right(fault_server, expected, CP))
 
 
 def test_a_deadline_in_the_past_returns_at_once():
@@ -107,12 +100,9 @@ def test_a_stopped_rank_writes_the_stack_it_was_stopped_at(tmp_path):
             process.communicate()
 
 
-def test_a_start_that_hangs_ends_within_its_budget(tmp_path, monkeypatch):
-    faults = Faults(tmp_path)
-    for name, value in faults.pool_environment.items():
-        monkeypatch.setenv(name, value)
+def test_a_start_that_hangs_ends_within_its_budget(start_faults, monkeypatch):
     monkeypatch.setenv("CP_STARTUP_TIMEOUT", "12")
-    faults.arm(1, "sleep", at="start")
+    start_faults.arm(1, "sleep", at="start")
     pool = make_pool()
     watch = Stopwatch("13 a rank hangs at start, budget 12 s")
     with pytest.raises(
@@ -121,7 +111,7 @@ def test_a_start_that_hangs_ends_within_its_budget(tmp_path, monkeypatch):
         pool.start()
     assert watch.seconds >= 0.9 * 12
     watch.within(13, "start fails")
-    assert faults.waiting == []
+    assert start_faults.waiting == []
     assert all(process.returncode is not None for process in pool.processes)
 
 
@@ -130,6 +120,6 @@ def test_a_slow_first_step_is_not_killed(fault_server, expected, faults):
     fault_server.free_first()
     faults.arm(1, "slow", module=1, seconds=DEADLINE / 3)
     began = time.monotonic()
-    assert_right(fault_server, expected)
+    assert_right(fault_server, expected, CP)
     assert time.monotonic() - began > DEADLINE
     assert faults.waiting == []

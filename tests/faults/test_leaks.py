@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import shutil
 import signal
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
-from faults.owner import Owner, OwnerError
+from faults.owner import Owner, OwnerError, namespaces
 from support.faults import SOAK, Stopwatch, note
 from support.processes import ranks
 
@@ -207,19 +205,9 @@ def test_no_room_to_start(temp):
         assert owner.ask("echo", pool="a")["same"]
 
 
-def namespace(*options):
-    """A command that runs another one in namespaces of its own, or None where the kernel does not let this user make them."""
-    unshare = shutil.which("unshare")
-    for user in ([], ["--map-root-user"]):
-        command = [unshare, *user, *options]
-        if unshare and subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
-            return command
-    return None
-
-
 def test_a_full_dev_shm(temp):
     """Docker's is 64 MB. Nothing of a pool of CPU ranks lies there."""
-    command = namespace("--mount")
+    command = namespaces("--mount")
     if command is None:
         pytest.skip("a /dev/shm of its own needs unshare(1) and the right to make a mount namespace")
     fill = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && head -c 65536 /dev/zero > /dev/shm/full && exec "$@"'

@@ -175,18 +175,8 @@ class Executed:
     """Notes whatever Python runs, imports, opens or starts in this thread while it is on. An audit hook cannot be removed."""
 
     EVENTS = (
-        "exec",
-        "compile",
-        "import",
-        "open",
-        "os.",
-        "subprocess.",
-        "pickle.",
-        "marshal.",
-        "ctypes.",
-        "socket.connect",
-        "code.",
-    )
+        "exec", "compile", "import", "open", "os.", "subprocess.", "pickle.", "marshal.", "ctypes.", "socket.connect", "code.",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.thread, self.events = 0, []

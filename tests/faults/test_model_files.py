@@ -17,11 +17,12 @@ from support import preloaded
 from support.evil import Evil
 from support.faults import note
 from support.graphs import flux_prompt
+from support.pools import small_pool
 
 from cp_runtime.comfy.model.wire_recipe import file_digest, file_stamp
 from cp_runtime.errors import RankError
 from cp_runtime.pool.channel import SharedBlock
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
+from cp_runtime.pool.config import WorkerSite
 from cp_runtime.pool.messages import Load
 from cp_runtime.pool.protocol import TensorPacker, flatten
 from cp_runtime.pool.worker_pool import WorkerPool
@@ -43,7 +44,6 @@ def write_evil(folder: Path, marker: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def model_ranks(comfyui_path, shelf):
     """Ranks with ComfyUI, which may read models from one folder."""
-    config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2)
     site = WorkerSite(
         service="comfy.ranks.rank_service",
         arguments={"model_folders": [str(shelf / "models" / "diffusion_models")], "node_folders": [str(shelf / "packs")]},
@@ -51,10 +51,8 @@ def model_ranks(comfyui_path, shelf):
         preload=("torch", "cp_runtime.comfy.ranks.rank_preload"),
         argv=("main.py", "--cpu", "--base-directory", str(shelf)),
     )
-    pool = WorkerPool(config, site)
-    pool.start()
-    yield pool
-    pool.kill()
+    with small_pool(site=site) as pool:
+        yield pool
 
 
 def load(pool: WorkerPool, packer: TensorPacker, **fields: Any) -> None:

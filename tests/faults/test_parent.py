@@ -49,7 +49,7 @@ def start_hung(owner, faults, kind):
     """Start a pool whose rank 1 stands still before it joins the others; rank 0 waits for it."""
     faults.arm(1, kind, at="start")
     number = owner.send("start", pool="a", thread=True)
-    wait_for(lambda: not faults.waiting)
+    faults.wait_taken()
     return number
 
 
@@ -114,7 +114,7 @@ def test_sigkill_of_comfyui(killed_server, moment):
     else:
         faults.arm(0, "sleep", module=3)  # rank 1 waits for it in the attention of that block, at the latest
     server.queue(flux_prompt(cp=CP))
-    wait_for(lambda: not faults.waiting)
+    faults.wait_taken()
     if moment == "in a collective":
         seen = []
 

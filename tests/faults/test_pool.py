@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import torch
-from support.faults import Faults, Stopwatch
+from support.faults import Stopwatch
 from support.pools import echo, make_pool, small_pool
 
 from cp_runtime.errors import ContextParallelError, PoolError, PoolTimeout, RankError
@@ -69,14 +69,12 @@ STOPPED = r"stopped by a signal \(state T.*\): rank 1 \(pid \d+\)\. No report"
 NOTICED = 5  # seconds
 
 
-def test_a_rank_that_is_stopped_at_start_is_named_long_before_the_deadline(tmp_path, monkeypatch):
-    faults, watches = Faults(tmp_path), []
-    for name, value in faults.pool_environment.items():
-        monkeypatch.setenv(name, value)
-    faults.arm(1, "stop", at="start")
+def test_a_rank_that_is_stopped_at_start_is_named_long_before_the_deadline(start_faults):
+    watches = []
+    start_faults.arm(1, "stop", at="start")
 
     def measure_from_the_stop() -> bool:
-        if not watches and not faults.waiting:
+        if not watches and not start_faults.waiting:
             watches.append(Stopwatch("9 SIGSTOP, with a deadline of minutes"))
         return False
 

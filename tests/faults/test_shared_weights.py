@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-import urllib.request
 
 import pytest
+from faults.prompts import assert_right
 from support.faults import SLACK, Stopwatch
 from support.graphs import flux_prompt
 
-TOLERANCE = 2e-4
 DEADLINE = 4.0
 CP = {"world_size": 3, "weights": "sharded", "step_timeout": DEADLINE}
 LORA = {"loras": ["flux_lora"]}  # what the ranks hold does not count: every block is loaded again
@@ -20,12 +19,6 @@ LORA = {"loras": ["flux_lora"]}  # what the ranks hold does not count: every blo
 @pytest.fixture(scope="module")
 def with_lora(fault_server):
     return fault_server.sample(flux_prompt(**LORA))
-
-
-def assert_right(server, expected, **settings):
-    out = server.sample(flux_prompt(cp=CP, **settings), timeout=120)
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-    return server.worker_pids()
 
 
 def failure(server, **settings):
@@ -39,7 +32,7 @@ def failure(server, **settings):
 def test_a_rank_ends(fault_server, expected, with_lora, faults, where, kind, rank):
     """Its peers wait for its part of a block."""
     place, settings = ("module", {}) if where == "in a call" else ("weights", LORA)
-    pids = assert_right(fault_server, expected)
+    pids = assert_right(fault_server, expected, CP)
     faults.arm(rank, kind, at=place, module=3)
     watch = Stopwatch(f"46 shared weights, rank {rank} of 3 ends {where}: {kind}")
     at, message = failure(fault_server, **settings)
@@ -47,51 +40,49 @@ def test_a_rank_ends(fault_server, expected, with_lora, faults, where, kind, ran
     assert f"rank {rank} (pid {pids[rank]}) failed: " in message
     assert {"kill": "SIGKILL", "exit": "exited with code 1"}[kind] in message
     assert not faults.waiting
-    assert_right(fault_server, with_lora if settings else expected, **settings)
+    assert_right(fault_server, with_lora if settings else expected, CP, **settings)
 
 
 def test_no_memory_while_a_model_loads(fault_server, expected, with_lora, faults):
     """The other ranks have their parts already. Room is made, and the prompt goes on."""
-    assert_right(fault_server, expected)
+    assert_right(fault_server, expected, CP)
     faults.arm(1, "oom", at="weights", module=3)
-    assert_right(fault_server, with_lora, **LORA)
+    assert_right(fault_server, with_lora, CP, **LORA)
     assert not faults.waiting
     assert "rank 1 ran out of memory; making room" in fault_server.log_text()
     faults.arm(1, "oom", at="weights", module=3, times=2)
     _, message = failure(fault_server)
     assert "rank 1 (pid " in message
     assert "OutOfMemoryError" in message
-    assert_right(fault_server, expected)
+    assert_right(fault_server, expected, CP)
 
 
 def test_a_rank_hangs_in_a_call(fault_server, expected, faults):
     """The others wait in a gather: the one that they wait for is named."""
-    pids = assert_right(fault_server, expected)
+    pids = assert_right(fault_server, expected, CP)
     faults.arm(2, "sleep", module=3)
     watch = Stopwatch("46 shared weights, rank 2 of 3 hangs in a call")
     at, message = failure(fault_server)
     watch.within(DEADLINE + 2, "the prompt fails, from its start", at - watch.began)
     assert f"the one that got least far is rank 2 (pid {pids[2]})" in message
-    assert_right(fault_server, expected)
+    assert_right(fault_server, expected, CP)
 
 
 def test_killed_while_idle(fault_server, expected):
-    pids = assert_right(fault_server, expected)
+    pids = assert_right(fault_server, expected, CP)
     os.kill(pids[1], signal.SIGKILL)
     _, message = failure(fault_server)
     assert f"rank 1 (pid {pids[1]}) failed: SIGKILL" in message
-    assert_right(fault_server, expected)
+    assert_right(fault_server, expected, CP)
 
 
 def test_restart_in_a_call(fault_server, expected):
-    pids = assert_right(fault_server, expected)
+    pids = assert_right(fault_server, expected, CP)
     prompt_id = fault_server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))  # seconds per step
     deadline = time.monotonic() + 10 * SLACK
     while not fault_server.get("/context_parallel/status")["ranks"][0]["modules"]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    url = f"http://127.0.0.1:{fault_server.port}/context_parallel/restart"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    assert opener.open(urllib.request.Request(url, method="POST"), timeout=60).status == 200
+    fault_server.post("/context_parallel/restart", timeout=60)
     assert "restarted on request" in fault_server.wait(prompt_id).error.exception_message
-    assert not set(pids) & set(assert_right(fault_server, expected))
+    assert not set(pids) & set(assert_right(fault_server, expected, CP))

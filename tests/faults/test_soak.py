@@ -6,12 +6,12 @@ import random
 import time
 from functools import partial
 
+from faults.prompts import TOLERANCE
 from support.faults import SOAK, Stopwatch, note
 from support.graphs import flux_prompt, wan_prompt
 from support.processes import held
 from support.server import ComfyServer
 
-TOLERANCE = 2e-4
 DEADLINE = 4.0
 PROMPTS, EVERY = (200, 20) if SOAK else (8, 4)
 KINDS = ("oom", "error", "uncaught", "sysexit", "exit", "segv", "kill", "sleep", "spin", "stop", "lock")

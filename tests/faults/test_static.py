@@ -8,94 +8,29 @@ import pytest
 from support.faults import note
 from support.package import ROOT
 
-FORBIDDEN_MODULES = frozenset(
-    [
-        "pickle",
-        "_pickle",
-        "cPickle",
-        "cloudpickle",
-        "dill",
-        "joblib",
-        "marshal",
-        "shelve",
-        "multiprocessing",
-        "code",
-        "codeop",
-        "pty",
-        "runpy",
-        "xmlrpc",
-        "socketserver",
-        "http.server",
-        "torch.multiprocessing",
-        "torch.distributed.rpc",
-        "torch.package",
-        "torch.hub",
-        "asyncio.subprocess",
-        "commands",
-        "popen2",
-        "yaml",
-    ]
-)
-FORBIDDEN_CALLS = frozenset(
-    [
-        "eval",
-        "exec",
-        "compile",
-        "__import__",
-        "os.system",
-        "os.popen",
-        "os.fork",
-        "os.forkpty",
-        "os.posix_spawn",
-        "os.posix_spawnp",
-        "subprocess.getoutput",
-        "subprocess.getstatusoutput",
-        "torch.jit.load",
-        "torch.export.load",
-        "torch.utils.cpp_extension.load",
-        "torch.ops.load_library",
-        "torch.serialization.add_safe_globals",
-        "torch.distributed.TCPStore",
-        "torch.distributed.HashStore",
-        "socket.create_server",
-        "importlib.reload",
-        "builtins.eval",
-        "builtins.exec",
-        "builtins.compile",
-        "builtins.__import__",
-        "asyncio.create_subprocess_shell",
-        "asyncio.start_server",
-        "aiohttp.web.run_app",
-    ]
-)
+FORBIDDEN_MODULES = {
+    "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing", "code", "codeop",
+    "pty", "runpy", "xmlrpc", "socketserver", "http.server", "torch.multiprocessing", "torch.distributed.rpc", "torch.package",
+    "torch.hub", "asyncio.subprocess", "commands", "popen2", "yaml",
+}  # fmt: skip
+FORBIDDEN_CALLS = {
+    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.posix_spawnp",
+    "subprocess.getoutput", "subprocess.getstatusoutput", "torch.jit.load", "torch.export.load", "torch.utils.cpp_extension.load",
+    "torch.ops.load_library", "torch.serialization.add_safe_globals", "torch.distributed.TCPStore", "torch.distributed.HashStore",
+    "socket.create_server", "importlib.reload", "builtins.eval", "builtins.exec", "builtins.compile", "builtins.__import__",
+    "asyncio.create_subprocess_shell", "asyncio.start_server", "aiohttp.web.run_app",
+}  # fmt: skip
 FORBIDDEN_PREFIXES = ("os.exec", "os.spawn")
 # By their last name, whatever they hang on: object collectives pickle; `listen` opens a port.
-FORBIDDEN_METHODS = frozenset(
-    [
-        "broadcast_object_list",
-        "all_gather_object",
-        "gather_object",
-        "scatter_object_list",
-        "send_object_list",
-        "recv_object_list",
-        "_object_to_tensor",
-        "_tensor_to_object",
-        "rpc_sync",
-        "rpc_async",
-        "listen",
-        "send_pyobj",
-        "recv_pyobj",
-        "find_class",
-        "run_app",
-    ]
-)
+FORBIDDEN_METHODS = {
+    "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list", "recv_object_list",
+    "_object_to_tensor", "_tensor_to_object", "rpc_sync", "rpc_async", "listen", "send_pyobj", "recv_pyobj", "find_class",
+    "run_app",
+}  # fmt: skip
 # Code by name, each with its reason.
 DYNAMIC_IMPORTS = {
     ("cp_runtime/comfy/model/wire_modules.py", "find"): "callers let names in PACKAGES and MIRRORED through, and no others",
-    (
-        "cp_runtime/comfy/model/rank_factory.py",
-        "_imported",
-    ): "a file in ComfyUI's folders of node packs, by the digest of what ComfyUI has",
+    ("cp_runtime/comfy/model/rank_factory.py", "_imported"): "a file of a node pack, by the digest of what ComfyUI has",
     ("cp_runtime/engine/attention/kernels.py", "installed"): "callers pass literals, or a name of SAGE_MODES",
     ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
     ("cp_runtime/pool/fork_server.py", "import_by_name"): "a constant, or what the owner of the pool names",
@@ -165,7 +100,7 @@ class Offences(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Load) and self.forbidden(self.dotted(node)):
+        if isinstance(node.ctx, ast.Load) and (self.forbidden(self.dotted(node)) or node.id == "__debug__"):
             self.offence(node, f"uses {self.dotted(node)}")
 
     def visit_Assert(self, node: ast.Assert) -> None:
@@ -251,6 +186,7 @@ BAD_SNIPPETS = [
     "from importlib import import_module\nimport_module(name)",
     "import importlib.util\nimportlib.util.spec_from_file_location(name, path)",
     "assert x > 0, 'a check'",
+    "if __debug__:\n    check(x)",
     "import yaml",
 ]
 

@@ -1,12 +1,6 @@
 """Small random checkpoints and LoRA files that stock ComfyUI loads: the real file formats, tiny dimensions, seeded
 weights.
 
-    python checkpoints.py --out MODELS_DIR flux wan_t2v flux_lora
-    python checkpoints.py --out MODELS_DIR --hidden 1024 --double-blocks 4 --single-blocks 8 --dtype bfloat16 flux_large
-    python checkpoints.py --list
-
-`MODELS_DIR` is laid out as ComfyUI's `models` folder: checkpoints land in `diffusion_models/`
-(`checkpoints/` where their tensors have a prefix), LoRA files in `loras/`.
 Needs torch and safetensors, not ComfyUI: a family is a table of the tensors that its published checkpoints hold. The
 quantised kinds of QUANTISERS also need comfy_kitchen, with which ComfyUI brings them.
 
@@ -28,15 +22,13 @@ give the same values, whatever else the file holds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -49,8 +41,6 @@ GATE_GAIN = 0.5
 BIAS_STD = 0.1
 REPEATED = 1_000_003  # values; a prime, so that no two rows are alike
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Init:
@@ -62,20 +52,20 @@ class Init:
     mean: float = 0.0
 
 
-class Architecture(Protocol):
+class Architecture:
     """What a checkpoint file is made from."""
 
     def tensors(self) -> Iterator[Init]:
         """Every tensor of the file."""
-        ...
+        raise NotImplementedError
 
     def metadata(self) -> dict[str, str]:
         """The metadata of the safetensors file."""
-        ...
+        return {}
 
     def lora_targets(self) -> list[str]:
         """Names of the linear layers a LoRA may change, without `.weight`."""
-        ...
+        return []
 
 
 def _linear(name: str, out_dim: int, in_dim: int, *, gain: float = 1.0, bias_std: float = BIAS_STD) -> Iterator[Init]:
@@ -91,7 +81,7 @@ def _norm(name: str, dim: int, *, mean: float = 1.0, bias: bool = False) -> Iter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flux:
+class Flux(Architecture):
     """Flux.1: double-stream blocks, then single-stream blocks. Heads are always 128 wide."""
 
     hidden: int
@@ -134,9 +124,6 @@ class Flux:
         yield from _linear("final_layer.adaLN_modulation.1", 2 * hidden, hidden, gain=GATE_GAIN)
         yield from _linear("final_layer.linear", 64, hidden)
 
-    def metadata(self) -> dict[str, str]:
-        return {}
-
     def lora_targets(self) -> list[str]:
         double = ("img_attn.qkv", "img_attn.proj", "img_mlp.0", "txt_attn.qkv", "txt_mlp.2")
         single = ("linear1", "linear2")
@@ -163,7 +150,7 @@ class FluxControlNet(Flux):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wan:
+class Wan(Architecture):
     """Wan 2.1 and 2.2: self-attention over all frames, cross-attention to the text.
 
     Args:
@@ -226,7 +213,7 @@ class Wan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LTXV:
+class LTXV(Architecture):
     """LTX-Video: 128 latent channels, no patches, self-attention and masked cross-attention."""
 
     dim: int = 128
@@ -269,7 +256,7 @@ class LTXV:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SD3:
+class SD3(Architecture):
     """Stable Diffusion 3.5: joint text and image attention. Heads are 64 wide and as many as there are blocks.
 
     Args:
@@ -307,14 +294,11 @@ class SD3:
         yield from _linear("final_layer.adaLN_modulation.1", 2 * dim, dim, gain=GATE_GAIN)
         yield from _linear("final_layer.linear", 64, dim)
 
-    def metadata(self) -> dict[str, str]:
-        return {}
-
     def lora_targets(self) -> list[str]:
         return [f"joint_blocks.{i}.x_block.attn.qkv" for i in range(self.blocks)]
 
 
-class ClipL:
+class ClipL(Architecture):
     """The text encoder CLIP-L, in its full size: ComfyUI does not read that from the file."""
 
     def tensors(self) -> Iterator[Init]:
@@ -331,12 +315,6 @@ class ClipL:
             yield from _linear(f"{block}.mlp.fc2", dim, 4 * dim)
         yield from _norm("text_model.final_layer_norm.weight", dim, bias=True)
         yield Init(name="text_projection.weight", shape=(dim, dim), std=1 / math.sqrt(dim))
-
-    def metadata(self) -> dict[str, str]:
-        return {}
-
-    def lora_targets(self) -> list[str]:
-        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -538,44 +516,3 @@ def write(
 def write_all(names: Iterable[str], out: Path, *, dtype: torch.dtype = torch.float32) -> list[Path]:
     """`write` for every name."""
     return [write(name, out, dtype=dtype) for name in names]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write tiny random checkpoints for ComfyUI.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="what to write; --list shows the names")
-    parser.add_argument("--out", type=Path, help="a ComfyUI models folder")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--seed", type=int, help="seed of the weights, in place of the name's own")
-    parser.add_argument("--file-stem", help="file name without suffix; with one NAME only")
-    for field in ("hidden", "double_blocks", "single_blocks", "context_dim", "pooled_dim"):
-        parser.add_argument(f"--{field.replace('_', '-')}", type=int, help="size, for flux names only")
-    parser.add_argument("--list", action="store_true", help="show the names and stop")
-    args = parser.parse_args()
-    if args.list:
-        print("\n".join([*CHECKPOINTS, *LORAS]))
-        return
-    if args.out is None or not args.names:
-        parser.error("--out and at least one NAME are needed")
-    if args.file_stem and len(args.names) > 1:
-        parser.error("--file-stem goes with one NAME only")
-    sizes = {
-        field: value
-        for field in ("hidden", "double_blocks", "single_blocks", "context_dim", "pooled_dim")
-        if (value := getattr(args, field)) is not None
-    }
-    for name in args.names:
-        checkpoint = CHECKPOINTS.get(name)
-        if sizes:
-            if checkpoint is None or not isinstance(checkpoint.architecture, Flux):
-                parser.error(f"sizes: got them for {name!r}; allowed: with flux names only")
-            checkpoint = replace(checkpoint, architecture=replace(checkpoint.architecture, **sizes))
-        if args.seed is not None:
-            if checkpoint is None:
-                parser.error(f"--seed: got it for {name!r}; allowed: with checkpoints, not with LoRA files")
-            checkpoint = replace(checkpoint, seed=args.seed)
-        changed = checkpoint if checkpoint != CHECKPOINTS.get(name) else None
-        print(write(name, args.out, dtype=DTYPES[args.dtype], file_stem=args.file_stem, checkpoint=changed))
-
-
-if __name__ == "__main__":
-    main()

@@ -46,6 +46,13 @@ class Faults:
         """Faults that no rank has taken."""
         return sorted(path.name for path in self.folder.glob("*.json"))
 
+    def wait_taken(self, timeout: float = 60.0) -> None:
+        """Wait until ranks have taken all that was armed."""
+        deadline = time.monotonic() + timeout
+        while self.waiting:
+            assert time.monotonic() < deadline, f"no rank has taken {self.waiting}"
+            time.sleep(0.01)
+
     def clear(self) -> None:
         """Take back what is waiting."""
         for path in self.folder.glob("*.json"):

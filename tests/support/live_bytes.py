@@ -1,7 +1,8 @@
-"""How much memory a computation holds at one time, where torch keeps no account of it."""
+"""How much memory a computation or a process holds at one time, where torch keeps no account of it."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -43,3 +44,31 @@ class LiveBytes(TorchDispatchMode):
     def _remove(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
+
+
+def private_bytes() -> int:
+    """Return bytes of this process that are no pages of a file, as they were read: the kernel's own count; adding up takes long."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+class Peak:
+    """The most memory that this process had inside, over what it had at the beginning. Read all the time, in a thread."""
+
+    def __enter__(self) -> Peak:
+        self.base, self.bytes, self._over = private_bytes(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _look(self) -> None:
+        self.bytes = max(self.bytes, private_bytes() - self.base)
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.002):
+            self._look()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()

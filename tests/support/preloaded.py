@@ -2,9 +2,9 @@
 
 ComfyUI's server imports for eight seconds of a core, six of them code of other packages. `make test` starts some thirty, so it
 imports that once: `.ci/lanes.py` starts this file and leaves the path of its socket in `VARIABLE`; without it, programs start as
-any other. A program that is forked runs from the first line of its file, with its own arguments, import path, environment, folder
-and session. What stays from here is what has been imported, and what the system says about the interpreter: its command line, its
-parent, and the environment that it was started with.
+any other. `support.ranks` starts more of them, with what ranks import. A program that is forked runs from the first line of its
+file, with its own arguments, import path, environment, folder and session. What stays from here is what has been imported, and what
+the system says about the interpreter: its command line, its parent, and the environment that it was started with.
 
 The first half of this file asks for programs, the second half is the process.
 """
@@ -121,18 +121,23 @@ def fork(
     path = os.environ.get(VARIABLE)
     if path is None or any(os.environ.get(name) != env.get(name) for name in {*os.environ, *env} if name.startswith(_READ_ONCE)):
         return None
+    return Program(_ask(path, {"argv": list(argv), "cwd": str(cwd), "env": dict(env), "spare": spare}, files))
+
+
+def _ask(path: str, request: dict[str, Any], files: Sequence[int] = ()) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(path)
-    request = json.dumps({"argv": list(argv), "cwd": str(cwd), "env": dict(env), "spare": spare}).encode()
-    socket.send_fds(connection, [request], list(files))
-    return Program(connection)
+    socket.send_fds(connection, [json.dumps(request).encode()], files)
+    return connection
 
 
-def start(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int]) -> Process:
-    """Run a program, forked where that can be. Arguments as those of `fork`."""
+def start(
+    argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int], wrapper: Sequence[str] = ()
+) -> Process:
+    """Run a program, forked where that can be. Arguments as those of `fork`, and a command in front of the interpreter."""
     stdin, stdout, stderr = files
-    return fork(argv, cwd=cwd, env=env, files=files) or subprocess.Popen(
-        [sys.executable, *argv], cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+    return (None if wrapper else fork(argv, cwd=cwd, env=env, files=files)) or subprocess.Popen(
+        [*wrapper, sys.executable, "-u", *argv], cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
     )
 
 
@@ -159,6 +164,38 @@ def run(
         return subprocess.CompletedProcess(list(argv), code, out.read(), err.read())
 
 
+class Server:
+    """A process that programs are forked from. It ends with this one.
+
+    Args:
+        path: for its socket.
+        modules: what it imports.
+    """
+
+    def __init__(self, path: str, modules: Sequence[str], env: Mapping[str, str]) -> None:
+        self.path = path
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(path)
+            listener.listen(64)
+            files = (listener.fileno(), 2, 2)
+            self.process = start([str(Path(__file__).resolve()), *modules], cwd=Path.cwd(), env=env, files=files)
+
+    def fork(self, argv: Sequence[str], *, env: Mapping[str, str], files: tuple[int, int, int]) -> Program:
+        """Run a program. Arguments as those of `fork`."""
+        request = {"argv": list(argv), "cwd": str(Path.cwd()), "env": dict(env), "spare": False}
+        return Program(_ask(self.path, request, files))
+
+    def prepare(self, module: str, value: Any, timeout: float) -> bool:
+        """Call the function `prepare` of a module in the process: all programs find what it made. False where it failed."""
+        with _ask(self.path, {"module": module, "value": value}) as connection:
+            return bool(select.select([connection], [], [], timeout)[0] and connection.recv(_MESSAGE))
+
+    def end(self) -> None:
+        """End it, and all programs."""
+        self.process.kill()
+        self.process.wait()
+
+
 @contextlib.contextmanager
 def running(folder: Path, modules: Sequence[str] = MODULES) -> Iterator[dict[str, str]]:
     """The process that programs are forked from. Yields the environment variable by which `fork` finds it.
@@ -166,23 +203,12 @@ def running(folder: Path, modules: Sequence[str] = MODULES) -> Iterator[dict[str
     Args:
         folder: for its socket.
     """
-    path = folder / "preloaded"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        process = subprocess.Popen(
-            [sys.executable, "-u", str(Path(__file__).resolve()), str(listener.fileno()), *modules],
-            # As a test's server has it, of which a package asks while it is imported.
-            env={**ENVIRONMENT, **os.environ, "HF_HUB_OFFLINE": "1"},
-            stdin=subprocess.PIPE, stdout=2, pass_fds=[listener.fileno()], start_new_session=True,
-        )  # fmt: skip
+    # As a test's server has it, of which a package asks while it is imported.
+    server = Server(str(folder / "preloaded"), modules, {**ENVIRONMENT, **os.environ, "HF_HUB_OFFLINE": "1"})
     try:
-        yield {VARIABLE: str(path)}
+        yield {VARIABLE: server.path}
     finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=10)  # the end of its input
-        process.kill()
-        process.wait()
+        server.end()
 
 
 class _Preloaded:
@@ -194,18 +220,14 @@ class _Preloaded:
         self._programs: dict[int, socket.socket] = {}  # by pid, until it is reaped
 
     def run(self) -> dict[str, Any]:
-        """Serve until the input ends. Returns in a program that was just forked, with what was asked for."""
+        """Serve. Returns in a program that was just forked, with what was asked for."""
         for fd in self._wakeup:
             os.set_blocking(fd, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         while True:
             asked = {connection.fileno(): pid for pid, connection in self._programs.items()}  # -1: closed
-            ready = select.select([0, self._wakeup[0], self._listener.fileno(), *(asked.keys() - {-1})], [], [])[0]
-            if 0 in ready:
-                for pid in self._programs:
-                    os.kill(pid, signal.SIGTERM)
-                os._exit(0)
+            ready = select.select([self._wakeup[0], self._listener.fileno(), *(asked.keys() - {-1})], [], [])[0]
             if self._wakeup[0] in ready:
                 os.read(self._wakeup[0], _MESSAGE)
                 self._reap()
@@ -229,14 +251,19 @@ class _Preloaded:
         """Fork a program: what was asked for in it, None in this process."""
         connection, _ = self._listener.accept()
         data, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 3, socket.MSG_CMSG_CLOEXEC)
-        if len(fds) != 3:
-            connection.close()
+        request: dict[str, Any] = json.loads(data)
+        if "module" in request:
+            with connection:
+                sys.modules[request["module"]].prepare(request["value"])
+                gc.freeze()
+                with contextlib.suppress(OSError):  # nobody waits for it any more
+                    connection.send(b"done")
             return None
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
             self._become_child(server, connection, fds)
-            return json.loads(data)
+            return request
         self._programs[pid] = connection
         connection.send(json.dumps({"pid": pid}).encode())
         for fd in fds:
@@ -356,12 +383,14 @@ def settle_processor() -> None:
 
 def main() -> None:
     del sys.path[0]  # this file's folder
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    listener.set_inheritable(False)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    listener = socket.socket(fileno=os.dup(0))  # which no child inherits
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the caller did to them
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     gc.disable()  # a fifth of the time
-    for name in sys.argv[2:]:
+    for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.enable()

@@ -1,23 +1,24 @@
 """Runs a script as N real ranks over gloo and collects the lines that rank 0 prints.
 
 A rank script is called as `script.py <rank> <world> <rendezvous file> [arguments]`. It calls `start()` first and `finish()` last,
-and prints one JSON object per line with `report()`. Ranks are forked from a process that has imported torch, and what else a test
-names, once for all runs (`rank_server.py`).
+and prints one JSON object per line with `report()`. Importing torch and ComfyUI takes five seconds of a core, so ranks are forked
+from a process that has imported them, and what else a test names, once for all runs (`preloaded.py`, `rank_imports.py`).
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
-import select
-import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
+import uuid
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import preloaded, stand_in
@@ -26,17 +27,18 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "tests" / "ranks"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 DEVICE, BACKEND = "CP_TEST_DEVICE", "CP_TEST_BACKEND"
 COMFY = ("comfy.sd", "support.models", "family_stock")
-DIFFUSERS = ("diffusers_checks", "diffusers_stock")
+DIFFUSERS = ("diffusers_applying", "diffusers_tokens", "diffusers_checks", "diffusers_stock")
 """What scripts with ComfyUI or diffusers have imported for them."""
 
-_servers: dict[tuple[str, ...], _Server] = {}
+_servers: dict[tuple[str, ...], preloaded.Server] = {}
 
 
 def run_ranks(
-    script: Path,
+    script: str | Path,
     world: int,
     *arguments: str,
     timeout: float = 240,
@@ -48,65 +50,53 @@ def run_ranks(
     """Run `script` on `world` ranks; return the reports. Raises AssertionError with the output of all ranks on failure.
 
     Args:
+        script: its path, or that in tests/ranks.
         preload: modules that the script imports and that are worth importing once.
         prepare: given to the function `prepare` of the last of these modules before the ranks start.
         device: what `own_device` returns in every rank; "cuda" is a GPU for each.
         backend: of the group of all ranks.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / f"rank{rank}" for rank in range(world)]
-        for file in outputs:
-            file.touch()
-        request = {
-            "script": str(script),
-            "store": str(Path(folder) / "store"),
-            "arguments": arguments,
-            "prepare": prepare,
-            "environment": {**os.environ, **ENVIRONMENT, DEVICE: device, BACKEND: backend},
-            "outputs": list(map(str, outputs)),
-        }
-        codes = _ask(preload, request, timeout)
-        texts = [file.read_text(errors="replace") for file in outputs]
+    deadline, server = time.monotonic() + timeout, _server(preload)
+    if prepare is not None and not server.prepare(preload[-1], prepare, timeout):
+        server.end()
+        raise AssertionError(f"{preload[-1]}.prepare({prepare}) failed, or took longer than {timeout} s")
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "rb") as nothing, contextlib.ExitStack() as stack:
+        env = {**os.environ, **ENVIRONMENT, DEVICE: device, BACKEND: backend}
+        outputs = [stack.enter_context(open(Path(folder) / f"rank{rank}", "w+", errors="replace")) for rank in range(world)]
+        ranks = [
+            server.fork(
+                [str(SCRIPTS / script), str(rank), str(world), str(Path(folder) / "store"), *arguments],
+                env=env, files=(nothing.fileno(), output.fileno(), output.fileno()),
+            )
+            for rank, output in enumerate(outputs)
+        ]  # fmt: skip
+        try:
+            codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            codes = []
+            for rank in ranks:
+                rank.kill()
+        for output in outputs:
+            output.seek(0)
+        texts = [output.read() for output in outputs]
     assert codes == [0] * world, "\n".join(f"--- rank {rank}\n{text[-4000:]}" for rank, text in enumerate(texts))
     return [json.loads(line[1:]) for line in texts[0].splitlines() if line.startswith("@")]
 
 
-def _ask(preload: tuple[str, ...], request: dict[str, Any], timeout: float) -> list[int] | None:
-    """The exit codes of one run; None where it took too long or the server ended."""
+def run_steps(script: str | Path, world: int, *arguments: str, by: str = "step", **options: Any) -> dict[str, dict[str, Any]]:
+    """`run_ranks` of a script whose reports have names, in the field `by`: name -> the other fields."""
+    return {report.pop(by): report for report in run_ranks(script, world, *arguments, **options) if by in report}
+
+
+def _server(preload: tuple[str, ...]) -> preloaded.Server:
+    """The process that ranks with these modules are forked from."""
     server = _servers.get(preload)
     if server is None or server.process.poll() is not None:
-        server = _servers[preload] = _Server(preload)
-    with contextlib.suppress(BrokenPipeError):
-        server.requests.write(json.dumps(request) + "\n")
-        server.requests.flush()
-        if select.select([server.answers], [], [], timeout)[0] and (answer := server.answers.readline()):
-            codes: list[int] = json.loads(answer)
-            return codes
-    server.end()
-    return None
-
-
-class _Server:
-    """A process that ranks are forked from, and the pipes to it."""
-
-    def __init__(self, preload: tuple[str, ...]) -> None:
-        argv = [str(Path(__file__).with_name("rank_server.py")), *preload]
-        path = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH", ""))))
-        env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
-        (stdin, requests), (answers, stdout) = os.pipe(), os.pipe()
-        self.process: preloaded.Program | subprocess.Popen[bytes] = preloaded.fork(
-            argv, cwd=Path.cwd(), env=env, files=(stdin, stdout, 2)
-        ) or subprocess.Popen([sys.executable, *argv], stdin=stdin, stdout=stdout, env=env, start_new_session=True)
-        os.close(stdin)
-        os.close(stdout)
-        self.requests, self.answers = os.fdopen(requests, "w"), os.fdopen(answers)
-        atexit.register(self.end)
-
-    def end(self) -> None:
-        """End it and its ranks."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        env = {**os.environ, **ENVIRONMENT}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH", ""))))
+        path = f"\0context-parallel-ranks-{uuid.uuid4()}"
+        server = _servers[preload] = preloaded.Server(path, ("support.rank_imports", *preload), env)
+    return server
 
 
 def start(cards: bool = False) -> tuple[int, int, list[str]]:
@@ -140,7 +130,16 @@ def start(cards: bool = False) -> tuple[int, int, list[str]]:
         timeout=timedelta(seconds=60),
         device_id=device if backend == "nccl" else None,
     )
+    sys.excepthook = _end  # torch has set its own
     return rank, world, sys.argv[4:]
+
+
+def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an error and end. Python would wait for the threads of gloo, which wait for other ranks."""
+    traceback.print_exception(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def own_device() -> torch.device:
@@ -153,7 +152,7 @@ def own_device() -> torch.device:
 
 def use_comfyui() -> None:
     """In a rank script: make ComfyUI importable, for the CPU, before anything of it is imported."""
-    sys.path[0] = os.environ["COMFYUI_PATH"]
+    sys.path.insert(0, os.environ["COMFYUI_PATH"])
     sys.argv = ["main.py", "--cpu"]
     import comfy.cli_args
 
@@ -170,6 +169,25 @@ def finish() -> None:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
+
+
+def worst(value: float | torch.Tensor) -> float:
+    """In a rank script: the largest of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    shared = torch.tensor([float(value)], dtype=torch.float64)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return shared.item()
+
+
+def of_all(value: Any, group: Any = None) -> list[Any]:
+    """In a rank script: what every rank has, in a list."""
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value, group)
+    return found
 
 
 def report(**values: Any) -> None:

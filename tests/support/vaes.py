@@ -7,6 +7,7 @@ Needs ComfyUI.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -26,7 +27,6 @@ REFINED = {
     "block_out_channels": [32, 64, 64], "in_channels": 3, "out_channels": 3, "num_res_blocks": 1, "ffactor_spatial": 4,
     "ffactor_temporal": 2, "downsample_match_channel": True, "upsample_match_channel": True, "z_channels": 16,
 }  # fmt: skip
-HUNYUAN_IMAGE = REFINED | {"z_channels": 16}
 WAN = {
     "dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "attn_scales": [], "temperal_downsample": [True, True],
     "dropout": 0.0,
@@ -40,7 +40,7 @@ LTXV = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TinyVAE:
     """A VAE and what it is called with.
 
@@ -79,68 +79,42 @@ def build(vae: TinyVAE, seed: int = 1) -> nn.Module:
         return model
 
 
-def _legacy(**more: Any) -> nn.Module:
-    from comfy.ldm.models.autoencoder import AutoencoderKL
+def _made(path: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
+    """What makes a VAE of a class of `comfy`, which is not imported before."""
+    module, _, cls = path.rpartition(".")
+    return lambda: getattr(importlib.import_module(f"comfy.{module}"), cls)(*args, **kwargs)
 
+
+def _legacy(**more: Any) -> Callable[[], nn.Module]:
     config = IMAGE | more
-    return AutoencoderKL(ddconfig=config, embed_dim=config["z_channels"])
+    return _made("ldm.models.autoencoder.AutoencoderKL", ddconfig=config, embed_dim=config["z_channels"])
 
 
-def _engine(encoder: str, decoder: str, config: dict[str, Any], regularizer: str = "DiagonalGaussianRegularizer") -> nn.Module:
-    from comfy.ldm.models.autoencoder import AutoencodingEngine
-
-    return AutoencodingEngine(
+def _engine(module: str, config: dict[str, Any], regularizer: str = "DiagonalGaussianRegularizer") -> Callable[[], nn.Module]:
+    return _made(
+        "ldm.models.autoencoder.AutoencodingEngine",
         regularizer_config={"target": f"comfy.ldm.models.autoencoder.{regularizer}"},
-        encoder_config={"target": encoder, "params": config},
-        decoder_config={"target": decoder, "params": config},
+        encoder_config={"target": f"comfy.ldm.{module}.Encoder", "params": config},
+        decoder_config={"target": f"comfy.ldm.{module}.Decoder", "params": config},
     )
 
 
-def _plain() -> nn.Module:
-    module = "comfy.ldm.modules.diffusionmodules.model"
-    return _engine(f"{module}.Encoder", f"{module}.Decoder", IMAGE)
-
-
-def _hunyuan_image() -> nn.Module:
-    return _engine("comfy.ldm.hunyuan_video.vae.Encoder", "comfy.ldm.hunyuan_video.vae.Decoder", HUNYUAN_IMAGE)
-
-
-def _refiner(refiner: bool) -> nn.Module:
-    module = "comfy.ldm.hunyuan_video.vae_refiner"
-    regularizer = "EmptyRegularizer" if refiner else "DiagonalGaussianRegularizer"
-    return _engine(f"{module}.Encoder", f"{module}.Decoder", REFINED | {"refiner_vae": refiner}, regularizer)
-
-
-def _wan() -> nn.Module:
-    from comfy.ldm.wan.vae import WanVAE
-
-    return WanVAE(**WAN)
-
-
-def _wan22() -> nn.Module:
-    from comfy.ldm.wan.vae2_2 import WanVAE
-
-    return WanVAE(**WAN, dec_dim=8)
-
-
-def _ltxv(padding: str) -> nn.Module:
-    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
-
-    return VideoVAE(config=LTXV | {"spatial_padding_mode": padding})
+PLAIN, REFINER = "modules.diffusionmodules.model", "hunyuan_video.vae_refiner"
+WAN_VAE, VIDEO_VAE = "ldm.wan.vae.WanVAE", "ldm.lightricks.vae.causal_video_autoencoder.VideoVAE"
 
 
 TINY_VAES = {
-    "SD": TinyVAE(make=_legacy, channels=4, ratio=4),
-    "Flux": TinyVAE(make=_plain, channels=4, ratio=4),
-    "Flux 2": TinyVAE(make=lambda: _legacy(batch_norm_latent=True), channels=16, ratio=8),
-    "HunyuanImage": TinyVAE(make=_hunyuan_image, channels=16, ratio=4),
-    "HunyuanVideo": TinyVAE(make=lambda: _legacy(conv3d=True, time_compress=2), channels=4, ratio=4, frames=(1, 3), compression=2),
-    "HunyuanVideo refined": TinyVAE(make=lambda: _refiner(True), channels=16, ratio=4, frames=(1, 3), compression=2),
-    "HunyuanImage refined": TinyVAE(make=lambda: _refiner(False), channels=16, ratio=4, frames=(1,), compression=2),
-    "Wan 2.1": TinyVAE(make=_wan, channels=4, ratio=4, frames=(1, 4), compression=4),
-    "Wan 2.2": TinyVAE(make=_wan22, channels=4, ratio=8, frames=(1, 3), compression=4),
-    "LTXV": TinyVAE(make=lambda: _ltxv("zeros"), channels=128, ratio=4, frames=(1, 3), compression=2),
-    "LTXV reflecting": TinyVAE(make=lambda: _ltxv("reflect"), channels=128, ratio=4, frames=(3,), compression=2),
+    "SD": TinyVAE(_legacy(), 4, 4),
+    "Flux": TinyVAE(_engine(PLAIN, IMAGE), 4, 4),
+    "Flux 2": TinyVAE(_legacy(batch_norm_latent=True), 16, 8),
+    "HunyuanImage": TinyVAE(_engine("hunyuan_video.vae", REFINED), 16, 4),
+    "HunyuanVideo": TinyVAE(_legacy(conv3d=True, time_compress=2), 4, 4, (1, 3), 2),
+    "HunyuanVideo refined": TinyVAE(_engine(REFINER, REFINED | {"refiner_vae": True}, "EmptyRegularizer"), 16, 4, (1, 3), 2),
+    "HunyuanImage refined": TinyVAE(_engine(REFINER, REFINED | {"refiner_vae": False}), 16, 4, (1,), 2),
+    "Wan 2.1": TinyVAE(_made(WAN_VAE, **WAN), 4, 4, (1, 4), 4),
+    "Wan 2.2": TinyVAE(_made("ldm.wan.vae2_2.WanVAE", **WAN, dec_dim=8), 4, 8, (1, 3), 4),
+    "LTXV": TinyVAE(_made(VIDEO_VAE, config=LTXV | {"spatial_padding_mode": "zeros"}), 128, 4, (1, 3), 2),
+    "LTXV reflecting": TinyVAE(_made(VIDEO_VAE, config=LTXV | {"spatial_padding_mode": "reflect"}), 128, 4, (3,), 2),
 }
 
 
@@ -161,55 +135,16 @@ KL_FILE = IMAGE | {"ch_mult": [1, 2, 4, 4], "num_res_blocks": 2}
 """Of the image VAEs, only the decoder can be small: a file without an encoder."""
 
 
-def _wan_file() -> nn.Module:
-    from comfy.ldm.wan.vae import WanVAE
-
-    return WanVAE(**WAN_FILE)
-
-
-def _ltxv_file() -> nn.Module:
-    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
-
-    return VideoVAE(config=LTXV_FILE)
-
-
-def _full_flux() -> nn.Module:
-    module = "comfy.ldm.modules.diffusionmodules.model"
-    config = KL_FILE | {"ch": 128, "z_channels": 16}
-    return _engine(f"{module}.Encoder", f"{module}.Decoder", config)
-
-
-def _full_wan() -> nn.Module:
-    from comfy.ldm.wan.vae import WanVAE
-
-    return WanVAE(**WAN_FILE | {"dim": 96})
-
-
-def _tiny_image() -> nn.Module:
-    from comfy.taesd.taesd import TAESD
-
-    return TAESD(latent_channels=4)
-
-
-def _tiny_video() -> nn.Module:
-    from comfy.taesd.taehv import TAEHV
-
-    return TAEHV(latent_channels=16)
-
-
-FILES: dict[str, Callable[[], nn.Module]] = {
-    "wan": _wan_file,
-    "ltxv": _ltxv_file,
-    "kl": lambda: _legacy(**KL_FILE),
-    "taesd": _tiny_image,
-    "taehv": _tiny_video,
+FILES = {
+    "wan": _made(WAN_VAE, **WAN_FILE),
+    "ltxv": _made(VIDEO_VAE, config=LTXV_FILE),
+    "kl": _legacy(**KL_FILE),
+    "taesd": _made("taesd.taesd.TAESD", latent_channels=4),
+    "taehv": _made("taesd.taehv.TAEHV", latent_channels=16),
 }
-
-
-FULL: dict[str, Callable[[], nn.Module]] = {"full_flux": _full_flux, "full_wan": _full_wan}
+FULL = {"full_flux": _engine(PLAIN, KL_FILE | {"ch": 128, "z_channels": 16}), "full_wan": _made(WAN_VAE, **WAN_FILE | {"dim": 96})}
 """Of the width that is published, for measurements."""
-
-MORE: dict[str, Callable[[], nn.Module]] = {"sd3_kl": lambda: _legacy(**KL_FILE | {"z_channels": 16})}
+MORE = {"sd3_kl": _legacy(**KL_FILE | {"z_channels": 16})}
 """For `make play`."""
 
 

@@ -1,4 +1,4 @@
-"""Applying, removing, configurations, meshes and plans. Each check runs on every rank; what it returns is reported."""
+"""Applying, removing, configurations, meshes and plans. Each check runs on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from diffusers.models._modeling_parallel import ContextParallelInput as DiffusersInput
 from diffusers_cases import degrees, flux, padding, qwen
 from diffusers_models import build, forward, relative
-from diffusers_trials import ANYTHING, error_of, fingerprint, message_of
+from diffusers_trials import ANYTHING, close, fingerprint, refused
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -23,31 +23,31 @@ from cp_runtime import (
     remove_context_parallel,
 )
 from cp_runtime.engine.attention import kernels
+from cp_runtime.errors import ConfigError, PlanError
 
 
-def applied_removed_applied(rank: int, world: int) -> dict[str, Any]:
+def applied_removed_applied(rank: int, world: int) -> None:
     model, inputs = build("flux"), flux(batch=2)
     before, expected = fingerprint(model), forward(model, inputs)
-    differences, identical = [], []
     for config in (dict(ulysses_degree=world), dict(ring_degree=world), dict(ulysses_degree=world)):
         apply_context_parallel(model, ContextParallelConfig(**config, **ANYTHING))
-        differences.append(relative(forward(model, inputs), expected))
+        close(relative(forward(model, inputs), expected))
         remove_context_parallel(model)
-        identical.append(torch.equal(forward(model, inputs)[0], expected[0]))
-    return dict(difference=max(differences), identical=all(identical), clean=fingerprint(model) == before)
+        assert torch.equal(forward(model, inputs)[0], expected[0])
+    assert fingerprint(model) == before
 
 
-def applied_twice(rank: int, world: int) -> dict[str, Any]:
+def applied_twice(rank: int, world: int) -> None:
     """A second application over a first one would split what is split already."""
     model, inputs = build("flux"), flux()
     expected = forward(model, inputs)
     config = ContextParallelConfig(ulysses_degree=world, **ANYTHING)
     apply_context_parallel(model, config)
-    error = error_of(lambda: apply_context_parallel(model, config))
-    return dict(error=error, difference=relative(forward(model, inputs), expected))
+    refused(lambda: apply_context_parallel(model, config), kind=PlanError)
+    close(relative(forward(model, inputs), expected))
 
 
-def configs(rank: int, world: int) -> dict[str, Any]:
+def configs(rank: int, world: int) -> None:
     """Our configuration and diffusers', bare and wrapped, set up before or not, over the plan of either."""
     model, inputs = build("qwen"), qwen(text=8, encoder_hidden_states_mask=padding(5, length=8))
     expected, plan = forward(model, inputs), model._cp_plan
@@ -56,29 +56,21 @@ def configs(rank: int, world: int) -> dict[str, Any]:
     prepared.setup(rank, world, torch.device("cpu"))
     theirs = diffusers.ContextParallelConfig(ulysses_degree=world, ulysses_anything=True)
     ring = diffusers.ContextParallelConfig(ring_degree=world, ring_anything=True)
-    return {
-        f"difference of {name}": _once(model, config, plan, inputs, expected)
-        for name, config in [
-            ("ours", ours),
-            ("ours wrapped", ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=world, **ANYTHING))),
-            ("ours set up", prepared),
-            ("theirs", theirs),
-            ("theirs ring", ring),
-            ("theirs wrapped", diffusers.ParallelConfig(context_parallel_config=theirs)),
-        ]
-    }
+    wrapped = ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=world, **ANYTHING))
+    theirs_wrapped = diffusers.ParallelConfig(context_parallel_config=theirs)
+    for config in (ours, wrapped, prepared, theirs, ring, theirs_wrapped):
+        _once(model, config, plan, inputs, expected)
 
 
-def _once(model: nn.Module, config: Any, plan: Any, inputs: dict[str, Any], expected: tuple[Tensor, ...]) -> float:
+def _once(model: nn.Module, config: Any, plan: Any, inputs: dict[str, Any], expected: tuple[Tensor, ...]) -> None:
     apply_context_parallel(model, config, plan)
-    difference = relative(forward(model, inputs), expected)
+    close(relative(forward(model, inputs), expected), config)
     remove_context_parallel(model, plan)
-    return difference
 
 
-def meshes(rank: int, world: int) -> dict[str, Any]:
+def meshes(rank: int, world: int) -> None:
     """A mesh with a third axis: each of its rows has inputs of its own, as data parallelism has, and shards them alone."""
-    model, results = build("flux"), {}
+    model = build("flux")
     shapes = [(1, world, 1), (world, 1, 1), *([(1, 2, 2), (2, 1, 2)] if world == 4 else [])]
     for shape in shapes:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses", "fsdp"))
@@ -86,44 +78,40 @@ def meshes(rank: int, world: int) -> dict[str, Any]:
         for cls in (ContextParallelConfig, diffusers.ContextParallelConfig):
             anything = ANYTHING if cls is ContextParallelConfig else {f"{'ring' if shape[0] > 1 else 'ulysses'}_anything": True}
             config = cls(ring_degree=shape[0], ulysses_degree=shape[1], mesh=mesh, **anything)
-            name = f"difference on {shape} {cls.__module__.partition('.')[0]}"
-            results[name] = _once(model, config, model._cp_plan, inputs, forward(model, inputs))
+            _once(model, config, model._cp_plan, inputs, forward(model, inputs))
         alone = ContextParallelConfig(mesh=mesh, **ANYTHING)  # its degrees are the mesh's
-        results[f"difference on {shape} by mesh"] = _once(model, alone, model._cp_plan, inputs, forward(model, inputs))
-        results["clean"] = results.get("clean", True) and alone.mesh_shape == shape[:2]
-    return results
+        _once(model, alone, model._cp_plan, inputs, forward(model, inputs))
+        assert alone.mesh_shape == shape[:2]
 
 
-def degrees_that_do_not_fit(rank: int, world: int) -> dict[str, Any]:
+def degrees_that_do_not_fit(rank: int, world: int) -> None:
     model = build("flux")
     before = fingerprint(model)
-    error = error_of(lambda: apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world + 1)))
-    return dict(error=error, clean=fingerprint(model) == before)
+    refused(lambda: apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world + 1)), kind=ConfigError)
+    assert fingerprint(model) == before
 
 
-def anything_off(rank: int, world: int) -> dict[str, Any]:
+def anything_off(rank: int, world: int) -> None:
     """Without `*_anything`, what divides works and the rest is refused."""
     model = build("flux")
     even, odd = flux(height=4, width=6, text=12), flux(height=5, width=7, text=5)
-    expected, results = forward(model, even), {}
+    expected = forward(model, even)
     for name in ("ulysses", "ring"):
-        heads = name == "ring" or world != 3  # there are 4 of them
         apply_context_parallel(model, ContextParallelConfig(**{f"{name}_degree": world}))
-        results[f"{name} error"] = error_of(lambda: forward(model, odd))
-        if heads:
-            results[f"{name} difference"] = relative(forward(model, even), expected)
+        refused(lambda: forward(model, odd), kind=PlanError)
+        if name == "ring" or world != 3:  # there are 4 heads
+            close(relative(forward(model, even), expected))
         else:
-            results[f"{name} heads error"] = error_of(lambda: forward(model, even))
+            refused(lambda: forward(model, even), kind=PlanError)
         remove_context_parallel(model)
-    return results
 
 
-def wrong_plans(rank: int, world: int) -> dict[str, Any]:
+def wrong_plans(rank: int, world: int) -> None:
     """A plan that does not fit is an error before anything is computed, and never skipped."""
     model, inputs, computed = build("flux"), flux(), []
     expected = forward(model, inputs)
     model.x_embedder.register_forward_hook(lambda *_: computed.append(True))
-    before, results = fingerprint(model), {}
+    before = fingerprint(model)
     for name, path, entry in [
         ("input dims", "", {**model._cp_plan[""], "hidden_states": ContextParallelInput(split_dim=1, expected_dims=4)}),
         ("their input dims", "", {**model._cp_plan[""], "img_ids": DiffusersInput(split_dim=0, expected_dims=3)}),
@@ -142,52 +130,52 @@ def wrong_plans(rank: int, world: int) -> dict[str, Any]:
             finally:
                 remove_context_parallel(model, plan)
 
-        results[name] = [error_of(run), bool(computed), fingerprint(model) == before]
-    return dict(results=results, difference=relative(forward(model, inputs), expected))
+        refused(run, kind=PlanError)
+        assert bool(computed) == (name == "output dims")  # what a module puts out is known once it has run
+        assert fingerprint(model) == before
+    assert relative(forward(model, inputs), expected) == 0
 
 
-def gradients(rank: int, world: int) -> dict[str, Any]:
+def gradients(rank: int, world: int) -> None:
     """There is no backward: a call that would record one is refused, not answered with a wrong gradient."""
     with torch.inference_mode(False):
         model, inputs = build("flux"), flux()
         apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
         with torch.enable_grad():
-            error = error_of(lambda: forward(model, inputs))
+            refused(lambda: forward(model, inputs), kind=PlanError)
         with torch.no_grad():
             sharded = forward(model, inputs)
             remove_context_parallel(model)
-            return dict(error=error, difference=relative(sharded, forward(model, inputs)))
+            close(relative(sharded, forward(model, inputs)))
 
 
-def backends(rank: int, world: int) -> dict[str, Any]:
+def backends(rank: int, world: int) -> None:
     """The backend that was chosen computes each part of a ring, too; one that is out of reach is refused by its name."""
     model, inputs, used = build("flux"), flux(), []
     expected = forward(model, inputs)
     for kernel in kernels.KERNELS:
         run = kernel.run
         object.__setattr__(kernel, "run", lambda *args, run=run, name=kernel.name: (used.append(name), run(*args))[1])
-    results: dict[str, Any] = {}
     apply_context_parallel(model, ContextParallelConfig(**degrees("ring alltoall", world), **ANYTHING))
-    for backend in ("native", "_native_math"):
+    for backend, runs in (("native", "cpu"), ("_native_math", "math")):
         used.clear()
         for module in model.modules():
             if hasattr(module, "processor"):
                 module.processor._attention_backend = backend
-        results[f"difference {backend}"] = relative(forward(model, inputs), expected)
-        results[backend] = sorted(set(used))
+        close(relative(forward(model, inputs), expected))
+        assert set(used) == {runs}
     remove_context_parallel(model)
     for module in model.modules():
         if hasattr(module, "processor"):
             module.processor._attention_backend = "flex"
     apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
-    results["refusal"] = message_of(lambda: forward(model, inputs))
-    return results
+    refused(lambda: forward(model, inputs), "got 'flex'", "allowed: _native_cudnn", "set_attention_backend")
 
 
-def fsdp(rank: int, world: int) -> dict[str, Any]:
+def fsdp(rank: int, world: int) -> None:
     """FSDP2 on an axis of the mesh whose rows have inputs of their own; before applying and after, with weights on the host."""
     shape = (2, 1, 2) if world == 4 else (world, 1, 1)
-    mesh, results = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses", "fsdp")), {}
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses", "fsdp"))
     inputs, policy = flux(text=5 + mesh["fsdp"].get_local_rank()), CPUOffloadPolicy(pin_memory=False)
     with torch.inference_mode(False), torch.no_grad():
         for order in ("before", "after"):
@@ -200,5 +188,4 @@ def fsdp(rank: int, world: int) -> dict[str, Any]:
                 fully_shard(block, mesh=mesh["fsdp"], offload_policy=policy)
             if order == "before":
                 apply_context_parallel(model, config)
-            results[f"difference {order}"] = max(relative(forward(model, inputs), expected) for _ in range(2))
-    return results
+            close(max(relative(forward(model, inputs), expected) for _ in range(2)))

@@ -1,4 +1,4 @@
-"""Tiny models of every diffusers class that has a sharding plan, and calls of their forward that use what they can do.
+"""Calls of the tiny models of diffusers_configs.py that use what they can do, and the names of other checks.
 
 Imported by the rank scripts (which load diffusers) and by the tests (which do not): only torch here.
 """
@@ -11,99 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-FLUX = dict(
-    in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=24,
-    pooled_projection_dim=12, guidance_embeds=True, axes_dims_rope=(4, 6, 6),
-)  # fmt: skip
-FLUX_2 = dict(
-    in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=24,
-    timestep_guidance_channels=32, mlp_ratio=2.0, axes_dims_rope=(4, 4, 4, 4),
-)  # fmt: skip
-QWEN = dict(
-    in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=24,
-    axes_dims_rope=(4, 6, 6),
-)  # fmt: skip
-WAN = dict(
-    in_channels=8, out_channels=8, num_layers=2, num_attention_heads=4, attention_head_dim=12, text_dim=24, freq_dim=32,
-    ffn_dim=64, rope_max_seq_len=64,
-)  # fmt: skip
-WAN_I2V = dict(WAN, in_channels=20, image_dim=20, added_kv_proj_dim=48)
-LTX = dict(
-    in_channels=16, out_channels=16, num_layers=2, num_attention_heads=4, attention_head_dim=12, cross_attention_dim=48,
-    caption_channels=24,
-)  # fmt: skip
-LTX_2 = dict(
-    in_channels=16, out_channels=16, num_layers=2, num_attention_heads=4, attention_head_dim=12, cross_attention_dim=48,
-    audio_in_channels=12, audio_out_channels=12, audio_num_attention_heads=4, audio_attention_head_dim=8,
-    audio_cross_attention_dim=32, caption_channels=24,
-)  # fmt: skip
-HELIOS = dict(
-    in_channels=8, out_channels=8, num_layers=2, num_attention_heads=4, attention_head_dim=12, text_dim=24, freq_dim=32,
-    ffn_dim=64, rope_dim=(4, 4, 4), has_multi_term_memory_patch=True,
-)  # fmt: skip
-MINIMAX = dict(
-    num_attention_heads=4, attention_head_dim=16, hidden_size=48, num_layers=2, num_refiner_layers=1, ffn_dim=64, in_channels=4,
-    audio_in_channels=6, text_dim=24, freq_dim=32, time_embed_hidden_dim=32, time_embed_dim=24, rope_freq_dim=2,
-)  # fmt: skip
-
-HUNYUAN = dict(
-    in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=12, num_layers=2, num_single_layers=1,
-    num_refiner_layers=1, text_embed_dim=24, rope_axes_dim=(4, 4, 4),
-)  # fmt: skip
-HUNYUAN_15 = dict(
-    in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=12, num_layers=2, num_refiner_layers=1,
-    text_embed_dim=24, text_embed_2_dim=20, image_embed_dim=16, rope_axes_dim=(4, 4, 4),
-)  # fmt: skip
-SD3 = dict(
-    sample_size=16, in_channels=4, num_layers=2, attention_head_dim=12, num_attention_heads=4, joint_attention_dim=24,
-    caption_projection_dim=48, pooled_projection_dim=12, out_channels=4, pos_embed_max_size=16,
-)  # fmt: skip
-COGVIDEOX = dict(
-    num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=24, num_layers=2,
-    sample_width=10, sample_height=8, sample_frames=9, max_text_seq_length=7,
-)  # fmt: skip
-PIXART = dict(
-    num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=2, cross_attention_dim=48,
-    sample_size=16, caption_channels=24, use_additional_conditions=False,
-)  # fmt: skip
-LUMINA_2 = dict(
-    in_channels=4, hidden_size=48, num_layers=2, num_refiner_layers=1, num_attention_heads=4, num_kv_heads=2, multiple_of=8,
-    axes_dim_rope=(4, 4, 4), axes_lens=(16, 16, 16), cap_feat_dim=24,
-)  # fmt: skip
-VACE = dict(WAN, vace_in_channels=12, vace_layers=[0, 1])
-
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "flux": ("FluxTransformer2DModel", FLUX),
-    "flux 3 heads": ("FluxTransformer2DModel", dict(FLUX, num_attention_heads=3)),
-    "flux 1 head": ("FluxTransformer2DModel", dict(FLUX, num_attention_heads=1)),
-    "flux 2": ("Flux2Transformer2DModel", FLUX_2),
-    "qwen": ("QwenImageTransformer2DModel", QWEN),
-    "qwen 3 heads": ("QwenImageTransformer2DModel", dict(QWEN, num_attention_heads=3)),
-    "qwen edit": ("QwenImageTransformer2DModel", dict(QWEN, zero_cond_t=True)),
-    "wan t2v": ("WanTransformer3DModel", WAN),
-    "wan 3 heads": ("WanTransformer3DModel", dict(WAN, num_attention_heads=3)),
-    "wan i2v": ("WanTransformer3DModel", WAN_I2V),
-    "ltx": ("LTXVideoTransformer3DModel", LTX),
-    "ltx 3 heads": ("LTXVideoTransformer3DModel", dict(LTX, num_attention_heads=3, cross_attention_dim=36)),
-    "ltx 2": ("LTX2VideoTransformer3DModel", LTX_2),
-    "chronoedit": ("ChronoEditTransformer3DModel", WAN_I2V),
-    "helios": ("HeliosTransformer3DModel", HELIOS),
-    "minimax h3": ("MiniMaxH3Transformer3DModel", MINIMAX),
-    # Without a plan of diffusers: see diffusers_models.PLANS.
-    "flux ip adapter": ("FluxTransformer2DModel", FLUX),
-    "hunyuan video": ("HunyuanVideoTransformer3DModel", dict(HUNYUAN, pooled_projection_dim=12)),
-    "hunyuan image": ("HunyuanImageTransformer2DModel", dict(HUNYUAN, patch_size=(1, 1), rope_axes_dim=(6, 6))),
-    "hunyuan video 1.5": ("HunyuanVideo15Transformer3DModel", HUNYUAN_15),
-    "sd3": ("SD3Transformer2DModel", SD3),
-    "cogvideox": ("CogVideoXTransformer3DModel", COGVIDEOX),
-    "pixart": ("PixArtTransformer2DModel", PIXART),
-    "flux controlnet": ("FluxTransformer2DModel", FLUX),
-    "wan vace": ("WanVACETransformer3DModel", VACE),
-    "skyreels": ("SkyReelsV2Transformer3DModel", WAN),
-    "skyreels forcing": ("SkyReelsV2Transformer3DModel", dict(WAN, num_frame_per_block=2)),
-    "lumina 2": ("Lumina2Transformer2DModel", LUMINA_2),
-}
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -121,12 +28,11 @@ def padding(*valid: int, length: int) -> Tensor:
 
 
 def flux(batch: int = 1, height: int = 6, width: int = 5, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(
+    return dict(
         hidden_states=normal(batch, height * width, 16), encoder_hidden_states=normal(batch, text, 24),
         pooled_projections=normal(batch, 12), timestep=torch.linspace(0.3, 0.9, batch), img_ids=grid(height, width),
         txt_ids=torch.zeros(text, 3), guidance=torch.full((batch,), 3.5),
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 def flux_2(batch: int = 1, height: int = 6, width: int = 5, text: int = 7) -> dict[str, Any]:
@@ -140,21 +46,19 @@ def flux_2(batch: int = 1, height: int = 6, width: int = 5, text: int = 7) -> di
 
 
 def qwen(batch: int = 1, images: tuple[tuple[int, int], ...] = ((6, 5),), text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(
+    return dict(
         hidden_states=normal(batch, sum(h * w for h, w in images), 16), encoder_hidden_states=normal(batch, text, 24),
         timestep=torch.linspace(0.3, 0.9, batch), img_shapes=[[(1, h, w) for h, w in images]] * batch,
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 def wan(
     batch: int = 1, frames: int = 3, height: int = 8, width: int = 10, text: int = 6, channels: int = 8, **extra: Any
 ) -> dict[str, Any]:
-    call = dict(
+    return dict(
         hidden_states=normal(batch, channels, frames, height, width), timestep=torch.linspace(300.0, 900.0, batch),
         encoder_hidden_states=normal(batch, text, 24),
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 def wan_i2v(image: int = 9, **extra: Any) -> dict[str, Any]:
@@ -169,12 +73,11 @@ def token_timesteps(batch: int, tokens: int) -> Tensor:
 
 
 def ltx(batch: int = 1, frames: int = 3, height: int = 4, width: int = 5, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(
+    return dict(
         hidden_states=normal(batch, frames * height * width, 16), encoder_hidden_states=normal(batch, text, 24),
         timestep=torch.linspace(300.0, 900.0, batch), encoder_attention_mask=torch.ones(batch, text), num_frames=frames,
         height=height, width=width, rope_interpolation_scale=(1.0, 32.0, 32.0),
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 def ltx_2(batch: int = 1, audio: int = 5, **extra: Any) -> dict[str, Any]:
@@ -312,37 +215,18 @@ CASES = [
     Case("qwen", "qwen", qwen),
     Case("qwen one text token", "qwen", lambda: qwen(text=1)),
     Case("qwen mask", "qwen", lambda: qwen(text=9, encoder_hidden_states_mask=padding(4, length=9)), QWEN_MASK),
-    Case(
-        "qwen mask batch 2",
-        "qwen",
-        lambda: qwen(batch=2, images=((7, 5),), text=8, encoder_hidden_states_mask=padding(8, 3, length=8)),
-        QWEN_MASK,
-    ),
-    Case(  # padding before and between: nothing says that valid tokens come first
-        "qwen scattered mask",
-        "qwen",
-        lambda: qwen(text=6, encoder_hidden_states_mask=torch.tensor([[0, 1, 1, 0, 0, 1]])),
-        QWEN_MASK,
-    ),
-    Case(
-        "qwen mask two text tokens",
-        "qwen",
-        lambda: qwen(batch=2, text=2, encoder_hidden_states_mask=padding(1, 2, length=2)),
-        QWEN_MASK,
-    ),
-    Case(
-        "qwen 3 heads mask",
-        "qwen 3 heads",
-        lambda: qwen(text=5, images=((1, 13),), encoder_hidden_states_mask=padding(3, length=5)),
-        QWEN_MASK,
-    ),
+    Case("qwen mask batch 2", "qwen",
+        lambda: qwen(batch=2, images=((7, 5),), text=8, encoder_hidden_states_mask=padding(8, 3, length=8)), QWEN_MASK),
+    # Padding before and between: nothing says that valid tokens come first.
+    Case("qwen scattered mask", "qwen",
+        lambda: qwen(text=6, encoder_hidden_states_mask=torch.tensor([[0, 1, 1, 0, 0, 1]])), QWEN_MASK),
+    Case("qwen mask two text tokens", "qwen", lambda: qwen(batch=2, text=2, encoder_hidden_states_mask=padding(1, 2, length=2)),
+        QWEN_MASK),
+    Case("qwen 3 heads mask", "qwen 3 heads",
+        lambda: qwen(text=5, images=((1, 13),), encoder_hidden_states_mask=padding(3, length=5)), QWEN_MASK),
     Case("qwen edit", "qwen edit", lambda: qwen(images=((6, 5), (3, 4)))),
-    Case(
-        "qwen edit mask batch 2",
-        "qwen edit",
-        lambda: qwen(batch=2, images=((5, 5), (3, 4)), encoder_hidden_states_mask=padding(2, 6, length=7)),
-        QWEN_MASK,
-    ),
+    Case("qwen edit mask batch 2", "qwen edit",
+        lambda: qwen(batch=2, images=((5, 5), (3, 4)), encoder_hidden_states_mask=padding(2, 6, length=7)), QWEN_MASK),
     Case("wan t2v", "wan t2v", wan),
     Case("wan t2v batch 2 odd", "wan t2v", lambda: wan(batch=2, frames=3, height=6, width=6, text=5)),
     Case("wan one frame one text token", "wan t2v", lambda: wan(frames=1, text=1)),
@@ -359,19 +243,11 @@ CASES = [
     # Two streams that have the same share on some ranks, and on others not.
     Case("ltx one text token less than video", "ltx", lambda: ltx(text=59)),
     Case("ltx mask", "ltx", lambda: ltx(encoder_attention_mask=padding(3, length=7)), LTX_MASK),
-    Case(
-        "ltx mask batch 2 odd",
-        "ltx",
-        lambda: ltx(batch=2, height=3, width=3, text=10, encoder_attention_mask=padding(10, 4, length=10)),
-        LTX_MASK,
-    ),
+    Case("ltx mask batch 2 odd", "ltx",
+        lambda: ltx(batch=2, height=3, width=3, text=10, encoder_attention_mask=padding(10, 4, length=10)), LTX_MASK),
     Case("ltx mask two text tokens", "ltx", lambda: ltx(text=2, encoder_attention_mask=padding(1, length=2)), LTX_MASK),
-    Case(
-        "ltx mask one text token more than video",
-        "ltx",
-        lambda: ltx(batch=2, text=61, encoder_attention_mask=padding(30, 50, length=61)),
-        LTX_MASK,
-    ),
+    Case("ltx mask one text token more than video", "ltx",
+        lambda: ltx(batch=2, text=61, encoder_attention_mask=padding(30, 50, length=61)), LTX_MASK),
     Case("ltx 3 heads mask", "ltx 3 heads", lambda: ltx(encoder_attention_mask=padding(5, length=7)), LTX_MASK),
     Case("ltx 2", "ltx 2", ltx_2),
     Case("ltx 2 mask batch 2", "ltx 2", lambda: ltx_2(batch=2, encoder_attention_mask=padding(3, 6, length=7)), LTX_MASK),
@@ -413,7 +289,7 @@ CASES = [
     # The text is cut to its valid tokens, item by item, before the image stands behind it: one stream.
     Case("lumina 2", "lumina 2", lumina_2, LTX_MASK),
     Case("lumina 2 batch 2", "lumina 2", lambda: lumina_2(2, (3, 7)), LTX_MASK),
-]
+]  # fmt: skip
 
 # The ways to share a sequence, by what is exchanged; the ones that need a number of ranks with two factors come last.
 MODES = ("ulysses", "ring alltoall", "ring allgather")
@@ -431,3 +307,16 @@ def degrees(mode: str, world: int) -> dict[str, Any]:
     kind, _, rotate = mode.partition(" ")
     shape = {"ulysses": (1, world), "ring": (world, 1), "unified": (world // 2, 2)}[kind]
     return dict(ring_degree=shape[0], ulysses_degree=shape[1], **({"rotate_method": rotate} if rotate else {}))
+
+
+# Functions of diffusers_applying.py, diffusers_tokens.py and diffusers_checks.py.
+CHECKS = (
+    "applied_removed_applied", "configs", "meshes", "anything_off", "own_model", "own_model_marked_at_the_block", "out_of_reach",
+    "text_left_out", "what_is_wrong_is_seen", "what_becomes_of_tokens", "other_ways", "one_rank_alone", "other_inputs",
+    "batch_axis", "batch_axis_alone", "pipeline", "pipeline_itself", "fsdp",
+)  # fmt: skip
+# What is refused, and with which words, is the same on any number of ranks.
+ON_TWO_RANKS = (
+    "applied_twice", "degrees_that_do_not_fit", "wrong_plans", "gradients", "unknown_tokens", "not_gathered", "backends",
+    "plans_that_say_too_little",
+)  # fmt: skip

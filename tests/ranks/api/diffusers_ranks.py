@@ -1,21 +1,21 @@
 """Rank script: every case of diffusers_cases.py, sharded in every way against the stock model in one process; rank 0 reports."""
 
-import sys
-from pathlib import Path
+import traceback
 
-from support.ranks import finish, report, start
+import diffusers_applying
+import diffusers_checks
+import diffusers_tokens
+import torch
+from diffusers_cases import CASES, CHECKS, MODES, ON_TWO_RANKS, TWO_AXES, degrees, turns
+from diffusers_configs import MODELS
+from diffusers_models import forward, plan_of, relative
+from diffusers_stock import model as model_of
+from diffusers_stock import stock
+from support.ranks import finish, of_all, report, start
+
+from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 
 rank, world, _ = start()
-sys.path.append(str(Path(__file__).parent))
-
-import torch  # noqa: E402
-from diffusers_cases import CASES, MODELS, MODES, TWO_AXES, degrees, turns  # noqa: E402
-from diffusers_checks import CHECKS, ON_TWO_RANKS  # noqa: E402
-from diffusers_models import forward, plan_of, relative  # noqa: E402
-from diffusers_stock import model as model_of  # noqa: E402
-from diffusers_stock import stock  # noqa: E402
-
-from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel  # noqa: E402
 
 
 def reach(model, inputs, expected, causal):
@@ -52,7 +52,12 @@ with torch.inference_mode():
                 except Exception as error:  # noqa: BLE001  (the other cases still count)
                     report(case=case.name, mode=mode, difference=float("inf"), error=f"{type(error).__name__}: {error}")
             remove_context_parallel(model, plan_of(model))
-    for check in CHECKS:
-        if world == 2 or check not in ON_TWO_RANKS:
-            report(check=check.__name__, **check(rank, world))
+    checks = vars(diffusers_applying) | vars(diffusers_tokens) | vars(diffusers_checks)
+    for name in (*CHECKS, *(ON_TWO_RANKS if world == 2 else ())):
+        error = None
+        try:
+            checks[name](rank, world)
+        except Exception:  # noqa: BLE001  (the other checks still count)
+            error = traceback.format_exc()
+        report(check=name, error=next(filter(None, of_all(error)), None))
 finish()

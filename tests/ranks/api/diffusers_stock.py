@@ -1,6 +1,6 @@
 """What the sharded models are compared with: every model of diffusers_cases.py and what it gives in one process, made once.
 
-`prepare` runs before the ranks are forked (tests/support/rank_server.py), so all of them, in every mode, find the same.
+`prepare` runs before the ranks are forked (tests/support/preloaded.py), so all of them, in every mode, find the same.
 """
 
 import functools

@@ -1,15 +1,16 @@
-"""What becomes of tokens: what is shared, right or refused. Each check runs on every rank; what it returns is reported."""
+"""What becomes of tokens: what is shared, right or refused. Each check runs on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers_cases import MODES, degrees, flux, hunyuan, ltx_2, normal
 from diffusers_models import TOKENS, build, fill, forward, plan_of, relative
-from diffusers_trials import ANYTHING, error_of, fingerprint, message_of, refusal
+from diffusers_trials import ANYTHING, close, fingerprint, refused, sharded
 from own_modules import (
     Both,
     Computed,
@@ -34,7 +35,7 @@ from cp_runtime import (
     apply_context_parallel,
     remove_context_parallel,
 )
-from cp_runtime.errors import ContextParallelError
+from cp_runtime.errors import PlanError
 
 POSITION = ContextParallelInput(split_dim=1, expected_dims=2)
 
@@ -46,11 +47,11 @@ OWN_PLAN = {
 }
 
 
-def unknown_tokens(rank: int, world: int) -> dict[str, Any]:
+def unknown_tokens(rank: int, world: int) -> None:
     """The audio of LTX 2 is not in diffusers' plan: where that is given, nobody can tell that it is whole on every rank."""
     model = build("ltx 2")
     apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan=model._cp_plan)
-    return dict(error=error_of(lambda: forward(model, ltx_2())))
+    refused(lambda: forward(model, ltx_2()), kind=PlanError)
 
 
 def _own_model(
@@ -61,8 +62,8 @@ def _own_model(
     tokens: int,
     context: int,
     mask: str | None = None,
-) -> dict[str, float]:
-    """Differences of one model by mode. Masks are for all tokens: a plan need not split them."""
+) -> None:
+    """One model by mode. Masks are for all tokens: a plan need not split them."""
     model, plan = fill(Transformer(**arguments)), {**OWN_PLAN, **marks}
     inputs = dict(hidden_states=normal(2, tokens, 8), context=normal(2, context, 20))
     if mask == "full":
@@ -72,122 +73,122 @@ def _own_model(
         inputs["mask"] = normal(2, 1, 1, tokens)
     elif mask == "heads":
         inputs["mask"] = normal(2, arguments.get("heads", 3), tokens, tokens)
-    before, expected, results = fingerprint(model), model(**inputs), {}
+    before, expected = fingerprint(model), model(**inputs)
     for mode in modes:
         applied = apply_context_parallel(model, ContextParallelConfig(**degrees(mode, world), **ANYTHING), plan)
-        results[mode] = relative(model(**inputs), expected)
-        if applied.mesh.stats.collectives < 3:  # in two blocks and at the end
-            results[mode] = float("inf")
+        close(relative(model(**inputs), expected), (mode, arguments, tokens, context, mask))
+        assert applied.mesh.stats.collectives >= 3  # in two blocks and at the end
         remove_context_parallel(model, plan)
-    return results if fingerprint(model) == before else dict.fromkeys(modes, float("inf"))
+    assert fingerprint(model) == before
 
 
-def own_model(rank: int, world: int) -> dict[str, Any]:
+def own_model(rank: int, world: int) -> None:
     """Cross-attention to a context that every rank has is marked at its path."""
     marks, grouped = {"blocks.*.cross": ModulePlan(attention=())}, dict(heads=4, kv_heads=2)
-    runs = {
-        "": ({}, 17, 5),
-        "fewer tokens than ranks": ({}, 2, 3),
-        "context as long as a shard": ({}, 12, 12 // world),
-        "grouped": (grouped, 17, 5),
-        "causal": (dict(causal=True), 17, 5),
-        "full mask": ({}, 17, 5, "full"),
-        "key mask": ({}, 17, 5, "keys"),
-        "head mask": ({}, 17, 5, "heads"),
-        "grouped head mask": (grouped, 3, 5, "heads"),
-    }
-    return {
-        f"difference {name} {mode}": difference
-        for turn, (name, run) in enumerate(runs.items())  # by turns, as `diffusers_cases.turns`
-        for mode, difference in _own_model(world, marks, [MODES[(turn + world) % len(MODES)]], *run).items()
-    }
+    runs = [
+        ({}, 17, 5),
+        ({}, 2, 3),  # fewer tokens than ranks
+        ({}, 12, 12 // world),  # a context as long as a shard
+        (grouped, 17, 5),
+        (dict(causal=True), 17, 5),
+        ({}, 17, 5, "full"),
+        ({}, 17, 5, "keys"),
+        ({}, 17, 5, "heads"),
+        (grouped, 3, 5, "heads"),
+    ]
+    for turn, run in enumerate(runs):  # by turns, as `diffusers_cases.turns`
+        _own_model(world, marks, [MODES[(turn + world) % len(MODES)]], *run)
 
 
-def own_model_marked_at_the_block(rank: int, world: int) -> dict[str, Any]:
+def own_model_marked_at_the_block(rank: int, world: int) -> None:
     """The same, said where the block is described: the other attention of the block is shared all the same."""
-    differences = _own_model(world, {"blocks.*": ModulePlan(local=("cross",))}, MODES, {}, 17, 5)
-    return {f"difference {mode}": difference for mode, difference in differences.items()}
+    _own_model(world, {"blocks.*": ModulePlan(local=("cross",))}, MODES, {}, 17, 5)
 
 
-def out_of_reach(rank: int, world: int) -> dict[str, Any]:
+def out_of_reach(rank: int, world: int) -> None:
     """Attention that does not come by is right or refused. Over the own shard only it would be wrong without a word."""
-    results = {}
     inner = [OwnAttention(32), TorchAttention(32), nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)]
     for module in inner:
         model = fill(nn.Sequential(nn.Linear(8, 32), module, nn.Linear(32, 8)))
-        plan = {"0": {"input": TOKENS}, "2": ContextParallelOutput(gather_dim=1, expected_dims=3)}
         hidden = normal(2, 17, 8)
-        expected, found = model(hidden), []
-        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan)
-        error = error_of(lambda model=model, hidden=hidden, found=found: found.append(model(hidden)))
-        results[type(module).__name__] = error or relative(tuple(found), (expected,))
-    return results
+        expected = model(hidden)
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), BESIDE)
+        with suppress(PlanError):
+            close(relative((model(hidden),), (expected,)), type(module))
 
 
-def text_left_out(rank: int, world: int) -> dict[str, Any]:
+def text_left_out(rank: int, world: int) -> None:
     """A table that splits the image and not the text that attends with it, and one that keeps the text whole as a stream."""
     model, inputs = build("hunyuan video"), hunyuan(2, valid=(7, 2))
     rope, proj_out = plan_of(model)["rope"], ContextParallelOutput(1, 3)
-    one, results = {"rope": rope, "transformer_blocks.0": {"hidden_states": TOKENS}, "proj_out": proj_out}, {}
-    results["refusal"] = refusal(model, world, one, inputs)
+    one = {"rope": rope, "transformer_blocks.0": {"hidden_states": TOKENS}, "proj_out": proj_out}
+    words = ("hidden_states and 7 that every rank has whole", "replicated=True")
+    refused(lambda: sharded(model, world, one, inputs), *words)
     text = ContextParallelInput(1, 3, streams=("encoder_hidden_states",), replicated=True)
     both = {**one, "transformer_blocks.0": {"hidden_states": TOKENS, "encoder_hidden_states": text}}
     expected = forward(model, inputs)
     apply_context_parallel(model, ContextParallelConfig(**degrees(MODES[world % len(MODES)], world), **ANYTHING), both)
-    results["difference"] = max(relative(forward(model, inputs), expected) for _ in range(2))
-    return results
+    close(max(relative(forward(model, inputs), expected) for _ in range(2)))
 
 
-def not_gathered(rank: int, world: int) -> dict[str, Any]:
+def not_gathered(rank: int, world: int) -> None:
     model = build("flux")
     plan = {path: entry for path, entry in model._cp_plan.items() if path != "proj_out"}
-    return dict(refusal=refusal(model, world, plan, flux()))
+    words = ("tokens of hidden_states only", "ContextParallelOutput(gather_dim=1)")
+    refused(lambda: sharded(model, world, plan, flux()), *words)
 
 
-def plans_that_say_too_little(rank: int, world: int) -> dict[str, Any]:
+def plans_that_say_too_little(rank: int, world: int) -> None:
     """A whole plan that leaves an attention out, or misspells its stream, and one name for tokens of two kinds."""
-    model, results = fill(TwoWays()), dict[str, Any]()
+    model = fill(TwoWays())
     inputs = dict(hidden_states=normal(2, 6 * world, 8), context=normal(2, 6, 32), crosses=1)
-    config, expected = ContextParallelConfig(ulysses_degree=world, **ANYTHING), model(**inputs)
     modules = {"inp": ModulePlan(inputs={"input": ContextParallelInput(1, 3, streams=("image",))})}
     right = {**modules, "attention": ModulePlan(attention=()), "last": ModulePlan(attention=("image",))}
-    cases = {
-        "right": right,
-        "left out": {**right, "last": ModulePlan()},
-        "misspelt": {**right, "last": ModulePlan(attention=("img",))},
-        "one name": {**right, "attention": ModulePlan(inputs={"context": ContextParallelInput(1, 3, streams=("image",))})},
-    }
-    for name, plans in cases.items():
+    one_name = ModulePlan(inputs={"context": ContextParallelInput(1, 3, streams=("image",))})
+    cases = [
+        ("", right),
+        ("last: attention over 6 keys of split tokens, and the plan does not say what it is over", {**right, "last": ModulePlan()}),
+        (
+            "the plan names img, of which nothing was split. Streams of this call: image",
+            {**right, "last": ModulePlan(attention=("img",))},
+        ),
+        (
+            "holds none of their tokens. Other tokens under the same name need a stream of their own",
+            {**right, "attention": one_name},
+        ),
+    ]
+    for words, plans in cases:
         plan = ShardingPlan(modules=plans, outputs={"out": ContextParallelOutput(1, 3, stream="image")})
-        applied = apply_context_parallel(model, config, plan)
-        try:
-            results[name] = relative(model(**inputs), expected)
-        except ContextParallelError as error:
-            results[name] = str(error)
-        applied.remove()
-    return results
+        _right_or(words, model, world, plan, inputs)
 
 
-def what_is_wrong_is_seen(rank: int, world: int) -> dict[str, Any]:
+def _right_or(words: str, model: nn.Module, world: int, plan: Any, inputs: dict[str, Any], **more: Any) -> None:
+    """A sharded call gives what one process gives, or is refused with these words."""
+    config, expected = ContextParallelConfig(ulysses_degree=world, **ANYTHING), model(**inputs)
+    applied = apply_context_parallel(model, config, plan, **more)
+    if words:
+        refused(lambda: model(**inputs), words)
+    else:
+        close(relative(*(out if isinstance(out, tuple) else (out,) for out in (model(**inputs), expected))), type(model))
+    applied.remove()
+
+
+BESIDE = {"0": {"input": TOKENS}, "2": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+"""Of a module between two layers."""
+PRODUCTS = "a matrix product brings tokens together"
+
+
+def what_is_wrong_is_seen(rank: int, world: int) -> None:
     """In the first call: matrix products by following tokens, windows by comparison with one process."""
-    results = {}
-    for name, module, tokens, more in [
-        ("products", Both(), 6 * world, {}),
-        ("products that one rank sees", Reshaped(), 3 * world - 1, {}),
-        ("a mask where a rank has one token", OwnMask(), world + 1, {}),
-        ("windows", Windows(6), 6 * world, dict(verify="first")),
-        ("right", TorchFunction(), 6 * world, dict(verify="first")),
+    for words, module, tokens, more in [
+        (PRODUCTS, Both(), 6 * world, {}),
+        (PRODUCTS, Reshaped(), 3 * world - 1, {}),  # that one rank sees
+        ("or a rank has a single query", OwnMask(), world + 1, {}),  # a mask where a rank has one token
+        ("verify found the output off", Windows(6), 6 * world, dict(verify="first")),
+        ("", TorchFunction(), 6 * world, dict(verify="first")),
     ]:
         model = fill(nn.Sequential(nn.Linear(8, 32), module, nn.Linear(32, 8)))
-        plan = {"0": {"input": TOKENS}, "2": ContextParallelOutput(gather_dim=1, expected_dims=3)}
-        hidden = normal(2, tokens, 8)
-        expected = model(hidden)
-        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan, **more)
-        try:
-            results[name] = relative((model(hidden),), (expected,))
-        except ContextParallelError as error:
-            results[name] = str(error)
-    return results
+        _right_or(words, model, world, BESIDE, dict(input=normal(2, tokens, 8)), **more)
 
 
 def filled_through(view: Any) -> Any:
@@ -239,35 +240,27 @@ TOGETHER = {
 }  # fmt: skip
 
 
-def what_becomes_of_tokens(rank: int, world: int) -> dict[str, Any]:
+def what_becomes_of_tokens(rank: int, world: int) -> None:
     """Beside an attention that is shared, what is done to tokens is right, or refused on all ranks."""
-    results, plan = {}, {"0": {"input": TOKENS}, "3": ContextParallelOutput(gather_dim=1, expected_dims=3)}
-    hidden = normal(2, 6 * world - 1, 8)
-    modules = {name: Prepared(prepare) for name, prepare in FOLLOWED.items()}
-    modules |= {name: Computed(compute) for name, compute in TOGETHER.items()}
-    for name, module in modules.items():
+    plan = {"0": {"input": TOKENS}, "3": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+    modules = [("", Prepared(prepare)) for prepare in FOLLOWED.values()]
+    modules += [("split over the ranks", Computed(compute)) for compute in TOGETHER.values()]
+    for words, module in modules:
         model = fill(nn.Sequential(nn.Linear(8, 32), TorchFunction(), module, nn.Linear(32, 8)))
-        expected = model(hidden)
-        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan)
-        try:
-            results[name] = f"difference {relative((model(hidden),), (expected,))}"
-        except ContextParallelError as error:
-            results[name] = str(error)
-    return results
+        _right_or(words, model, world, plan, dict(input=normal(2, 6 * world - 1, 8)))
 
 
-def other_ways(rank: int, world: int) -> dict[str, Any]:
+def other_ways(rank: int, world: int) -> None:
     """Calls of the same shapes that attend to something else."""
-    model, results = fill(TwoWays()), dict[str, Any]()
+    model = fill(TwoWays())
     inputs = dict(hidden_states=normal(2, 6 * world - 1, 8), context=normal(2, 4, 32))
     expected = [model(**inputs, crosses=crosses) for crosses in (0, 1)]
     plan = {"inp": {"input": TOKENS}, "out": ContextParallelOutput(gather_dim=1, expected_dims=3)}
     apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan)
     for crosses in (1, 0, 1):
-        difference = relative(model(**inputs, crosses=crosses), expected[crosses])
-        results[f"difference by argument {crosses}"] = difference
-    for crosses in (1, 0):
-        model.crosses = crosses
-        results[f"changed {crosses}"] = message_of(lambda: model(**inputs))
-        results[f"difference changed {crosses}"] = relative(model(**inputs), expected[crosses])
-    return results
+        close(relative(model(**inputs, crosses=crosses), expected[crosses]))
+    model.crosses = 1
+    close(relative(model(**inputs), expected[1]))
+    model.crosses = 0
+    refused(lambda: model(**inputs), "where the first call of this form had")
+    close(relative(model(**inputs), expected[0]))

@@ -23,29 +23,31 @@ def fingerprint(model: nn.Module) -> list[Any]:
     return state
 
 
-def error_of(run: Any) -> str | None:
+TOLERANCE = 1e-5
+"""Largest difference, in standard deviations: docs/numerics.md."""
+
+
+def close(difference: float, what: Any = "") -> None:
+    """Assert that a difference is one of rounding, nan not."""
+    assert difference <= TOLERANCE, f"{what}: {difference}"
+
+
+def refused(run: Any, *words: str, kind: type[Exception] = ContextParallelError) -> None:
+    """Assert that a call is refused, with these words in the message."""
+    said = None
     try:
         run()
-    except ContextParallelError as error:
-        return type(error).__name__
-    return None
+    except kind as error:
+        said = str(error)
+    assert said is not None, f"not refused: {words}"
+    assert all(word in said for word in words), f"{words} not in: {said}"
 
 
-def message_of(run: Any) -> str | None:
-    try:
-        run()
-    except ContextParallelError as error:
-        return str(error)
-    return None
-
-
-def refusal(model: nn.Module, world: int, plan: Any, inputs: dict[str, Any], **more: Any) -> str:
-    """What a sharded call is refused with; the difference where it is not."""
+def sharded(model: nn.Module, world: int, plan: Any, inputs: dict[str, Any], **more: Any) -> None:
+    """A call in Ulysses mode, which must give what one process gives."""
     expected = forward(model, inputs)
     apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan, **more)
     try:
-        return f"difference {relative(forward(model, inputs), expected)}"
-    except ContextParallelError as error:
-        return str(error)
+        close(relative(forward(model, inputs), expected))
     finally:
         remove_context_parallel(model)

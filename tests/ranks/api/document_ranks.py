@@ -1,18 +1,14 @@
 """Rank script: runs every example of docs/api.md, each with a model and inputs of its own; rank 0 reports the difference."""
 
 import re
-import sys
-from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from diffusers_cases import flux
+from diffusers_models import build, forward, relative
 from support.ranks import ROOT, finish, report, start
 
 rank, world, _ = start()
-sys.path.append(str(Path(__file__).parent))
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from diffusers_cases import flux  # noqa: E402
-from diffusers_models import build, forward, relative  # noqa: E402
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

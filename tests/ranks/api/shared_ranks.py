@@ -1,20 +1,12 @@
 """Rank script: diffusers models of which every rank keeps a part, against the same models whole on every rank; rank 0 reports."""
 
-import sys
-from pathlib import Path
+import diffusers
+import torch
+from diffusers_cases import degrees, flux, normal, wan
+from diffusers_models import build, fill, forward, plan_of
+from support.ranks import finish, report, start, worst
 
-from support.ranks import finish, report, start
-
-rank, world, _ = start()
-sys.path.append(str(Path(__file__).parent))
-
-import diffusers  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from diffusers_cases import degrees, flux, normal, wan  # noqa: E402
-from diffusers_models import build, fill, forward, plan_of  # noqa: E402
-
-from cp_runtime import (  # noqa: E402
+from cp_runtime import (
     ContextParallelConfig,
     ContextParallelInput,
     ContextParallelOutput,
@@ -22,8 +14,10 @@ from cp_runtime import (  # noqa: E402
     apply_context_parallel,
     remove_context_parallel,
 )
-from cp_runtime.engine.weights.blocks import sizes_of  # noqa: E402
-from cp_runtime.engine.weights.packing import ALIGNMENT, AbsentWeight  # noqa: E402
+from cp_runtime.engine.weights.blocks import sizes_of
+from cp_runtime.engine.weights.packing import ALIGNMENT, AbsentWeight
+
+rank, world, _ = start()
 
 TOKENS = ContextParallelInput(split_dim=1, expected_dims=3)
 SD3_PLAN = {
@@ -54,9 +48,7 @@ MODELS = {"flux": lambda: of_diffusers("flux", flux(batch=2)), "wan": lambda: of
 
 
 def on_all(held):
-    worst = torch.tensor([0.0 if held else 1.0])
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.item() == 0
+    return worst(not held) == 0
 
 
 def equal(one, other):

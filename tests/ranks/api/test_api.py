@@ -1,11 +1,9 @@
 """What users do to a module that is context parallel, besides calling it."""
 
-from pathlib import Path
-
 import pytest
 from support.ranks import run_ranks
 
-SCRIPT = Path(__file__).with_name("api_ranks.py")
+SCRIPT = "api/api_ranks.py"
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -3,19 +3,16 @@
 Each test named after an error of diffusers 0.42 also holds that error to still be there: when it fails there, diffusers was fixed.
 """
 
-from pathlib import Path
-
 import pytest
-from support.ranks import DIFFUSERS, run_ranks
+from support.ranks import DIFFUSERS, run_steps
 
-HERE = Path(__file__).parent
 TOLERANCE = 1e-5
 WRONG = 1e-2  # far above what any order of summation could make of it
 
 
 @pytest.fixture(scope="module")
 def reports():
-    return {result["run"]: result for result in run_ranks(HERE / "diffusers_oracle_ranks.py", 4, preload=DIFFUSERS)}
+    return run_steps("api/diffusers_oracle_ranks.py", 4, by="run", preload=DIFFUSERS)
 
 
 @pytest.mark.parametrize("run", ["ulysses", "ring", "unified", "ulysses anything", "ring anything", "ulysses mask"])

@@ -5,23 +5,20 @@ Arguments: head dimension, 8 by default; 5 for every fifth case.
 
 import functools
 import itertools
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from attention_cases import MODES, SHARES, cases
 from support.ranks import finish, own_device, report, start
+
+from cp_runtime.engine.attention import context_parallel as attention
+from cp_runtime.engine.config import SequenceSettings
+from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.sharding import JointLayout
 
 rank, world, arguments = start()
 device = own_device()
 
-from cp_runtime.engine.attention import context_parallel as attention  # noqa: E402
-from cp_runtime.engine.config import SequenceSettings  # noqa: E402
-from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
-from cp_runtime.engine.sharding import JointLayout  # noqa: E402
-
-sys.path.append(str(Path(__file__).parent))
-from attention_cases import MODES, SHARES, cases  # noqa: E402
 
 HEAD_DIM = int(arguments[0]) if arguments else 8
 EVERY = int(arguments[1]) if len(arguments) > 1 else 1

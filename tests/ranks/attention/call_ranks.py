@@ -12,15 +12,15 @@ import torch.distributed as dist
 from support.ranks import finish, report, start
 from torch import nn
 
-rank, world, (what,) = start()
+from cp_runtime import ContextParallelInput, ContextParallelOutput, ModulePlan, ShardingPlan
+from cp_runtime.comfy.attention.rank import attention_override
+from cp_runtime.engine.config import SequenceSettings
+from cp_runtime.engine.cost import DegreePlanner, Rates
+from cp_runtime.engine.hooks import InstalledPlan
+from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.profiling import CallTraces
 
-from cp_runtime import ContextParallelInput, ContextParallelOutput, ModulePlan, ShardingPlan  # noqa: E402
-from cp_runtime.comfy.attention.rank import attention_override  # noqa: E402
-from cp_runtime.engine.config import SequenceSettings  # noqa: E402
-from cp_runtime.engine.cost import DegreePlanner, Rates  # noqa: E402
-from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
-from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
-from cp_runtime.engine.profiling import CallTraces  # noqa: E402
+rank, world, (what,) = start()
 
 RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e11, memory=1e9, overlap=0.0)
 seen: list[weakref.ref] = []

@@ -6,21 +6,20 @@ Argument: "fresh" makes new groups for every pair of steps, "once" keeps them th
 import itertools
 from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from support import operations
-from support.ranks import finish, own_device, report, start
+from support.ranks import finish, of_all, own_device, report, start
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_runtime.engine.attention.context_parallel import context_parallel_attention
+from cp_runtime.engine.config import ContextParallelConfig
+from cp_runtime.engine.mesh import BatchMesh, Groups, SequenceMesh
+from cp_runtime.engine.rows.plan import RowPlan, run_on_rows
+from cp_runtime.engine.sharding import JointLayout
+from cp_runtime.engine.weights.sharded import ShardedWeights
 
 rank, world, (mode,) = start()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-
-from cp_runtime.engine.attention.context_parallel import context_parallel_attention  # noqa: E402
-from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
-from cp_runtime.engine.mesh import BatchMesh, Groups, SequenceMesh  # noqa: E402
-from cp_runtime.engine.rows.plan import RowPlan, run_on_rows  # noqa: E402
-from cp_runtime.engine.sharding import JointLayout  # noqa: E402
-from cp_runtime.engine.weights.sharded import ShardedWeights  # noqa: E402
 
 TIMEOUT = timedelta(seconds=20)  # of every group: what waits for a rank that never comes ends the script
 device = own_device()
@@ -115,8 +114,8 @@ for walk in walks:
     wrong += [f"{step} in {walk}" for step in walk if not getattr(ranks, step)()]
     ranks.unload()
     made = sum(group is not None for group in ranks.mesh._groups._made.values())
-own_log, logs = log.copy(), [None] * world
-dist.all_gather_object(logs, own_log, dist.new_group(backend="gloo"))
+own_log = log.copy()
+logs = of_all(own_log, dist.new_group(backend="gloo"))
 pair = dist.new_group([0, 1])
 if rank < 2:  # the others do not come, and need not: a mesh of some ranks makes no group
     apart = SequenceMesh(pair)

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from support.ranks import finish, report, start, use_comfyui
+from support.ranks import finish, of_all, report, start, use_comfyui
 
 rank, world, _ = start(cards=True)
 use_comfyui()
@@ -57,7 +57,5 @@ with torch.inference_mode(), shared_scales(mesh.whole):
     forward = getattr(model, innermost_method(model))
     out, _ = run_sharded(plan, forward, arguments, mesh.sequence(), lambda shape: config, weights=weights)
     difference = distance(out, stock("flux", case.name)[0])[0]
-everybody = [None] * world
-dist.all_gather_object(everybody, asked)
-report(asked=everybody, difference=difference, kept=len(weights.blocks), tolerance=case.tolerance)
+report(asked=of_all(asked), difference=difference, kept=len(weights.blocks), tolerance=case.tolerance)
 finish()

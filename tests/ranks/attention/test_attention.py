@@ -15,7 +15,7 @@ MERGING = ("ring alltoall", "unified alltoall")
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def ranks(request):
-    return request.param, run_ranks(HERE / "attention_ranks.py", request.param)
+    return request.param, run_ranks("attention/attention_ranks.py", request.param)
 
 
 def test_every_case_ran(ranks):

@@ -2,11 +2,10 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 from support.ranks import run_ranks
 
-SCRIPT = Path(__file__).with_name("call_ranks.py")
+SCRIPT = "attention/call_ranks.py"
 
 
 def test_nothing_of_a_call_outlives_it():

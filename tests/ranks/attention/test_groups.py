@@ -1,7 +1,5 @@
 """Process groups: made by all ranks in one order, whatever ran before on some of them."""
 
-from pathlib import Path
-
 import psutil
 import pytest
 from support.operations import disagreements
@@ -12,7 +10,7 @@ from support.ranks import COMFY, run_ranks
 @pytest.mark.parametrize("mode", ["fresh", "once"])
 def test_every_order_of_calls_loads_and_decodes(mode):
     """With the right results, and the same operations on every group on all of its ranks, in one order."""
-    (report,) = run_ranks(Path(__file__).with_name("group_ranks.py"), 4, mode, timeout=60)
+    (report,) = run_ranks("attention/group_ranks.py", 4, mode, timeout=60)
     assert report["wrong"] == []
     # For weights all, for tokens {0, 1, 3}, {0, 1} as a team, a half and an axis of two by two, and {0, 2} as its other axis.
     assert report["groups"] <= 4
@@ -52,7 +50,7 @@ def test_groups_for_degrees_that_are_asked_for_are_there_when_the_ranks_are():
 
 def test_cpu_ranks_open_no_context_on_a_gpu():
     """On a computer that has some: a context takes hundreds of megabytes of the GPU that ComfyUI's own process computes on."""
-    script = Path(__file__).with_name("no_context_ranks.py")
+    script = "attention/no_context_ranks.py"
     (report,) = run_ranks(script, 4, preload=COMFY, prepare=["flux"], timeout=120)
     assert report["asked"] == [[]] * 4
     assert report["kept"] > 0

@@ -1,11 +1,9 @@
 """What crosses between the ranks: as many collectives and bytes as the formulas say, and never a size."""
 
-from pathlib import Path
-
 import pytest
 from support.ranks import run_ranks
 
-SCRIPT = Path(__file__).with_name("traffic_ranks.py")
+SCRIPT = "attention/traffic_ranks.py"
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])

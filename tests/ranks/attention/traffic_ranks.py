@@ -8,13 +8,14 @@ from support.ranks import finish, report, start
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-rank, world, _ = start()
+from cp_runtime.engine import measuring
+from cp_runtime.engine.attention import ring
+from cp_runtime.engine.attention.context_parallel import context_parallel_attention
+from cp_runtime.engine.config import ContextParallelConfig
+from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.sharding import JointLayout
 
-from cp_runtime.engine import measuring  # noqa: E402
-from cp_runtime.engine.attention.context_parallel import context_parallel_attention  # noqa: E402
-from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
-from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
-from cp_runtime.engine.sharding import JointLayout  # noqa: E402
+rank, world, _ = start()
 
 HEADS, HEAD_DIM = 8, 16
 mesh = SequenceMesh(dist.group.WORLD)
@@ -88,8 +89,6 @@ report(name="measured", same=high.item() == low.item(), ranks=len(known.each), k
 def fail(q, k, v, index):
     raise ValueError("on purpose")
 
-
-from cp_runtime.engine.attention import ring  # noqa: E402
 
 apart = SequenceMesh(dist.new_group())  # a group that is not used again
 x = torch.zeros(1, 1, 2, 4)

@@ -7,7 +7,7 @@ cases, (family, name) each.
 
 import json
 
-from support.ranks import finish, report, start, use_comfyui
+from support.ranks import finish, of_all, report, start, use_comfyui
 
 rank, world, (ring, ulysses, rotate_method, wanted) = start(cards=True)
 wanted = [tuple(case) for case in json.loads(wanted)]
@@ -38,15 +38,12 @@ def on_card(value):
 def own_waits():
     """Of all ranks: a line -> how often."""
     found = {place: count for place, count in tensors.waits.items() if ", cp_runtime/" in place}
-    everybody = [None] * world
-    dist.all_gather_object(everybody, found, hosts)
-    return {place: count for each in everybody for place, count in each.items()}
+    return {place: count for each in of_all(found, hosts) for place, count in each.items()}
 
 
 def disagreement():
     """Of the ranks, about what was launched for a case."""
-    everybody = [None] * world
-    dist.all_gather_object(everybody, messages.log, hosts)
+    everybody = of_all(messages.log, hosts)
     messages.log.clear()
     return messages.disagreement(everybody)
 

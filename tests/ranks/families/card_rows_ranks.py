@@ -1,6 +1,6 @@
 """Rank script: a VAE's layers on rows, on fake CUDA devices. Rank 0 reports what made a host wait for its device, on every rank."""
 
-from support.ranks import finish, report, start
+from support.ranks import finish, of_all, report, start
 
 rank, world, _ = start(cards=True)
 
@@ -24,8 +24,7 @@ with torch.inference_mode():
     on_card = latent.to("cuda")
     tensors.waits.clear()
     out = run_on_rows(vae, RowPlan(family="", model_class=""), vae, on_card, mesh=SequenceMesh(dist.group.WORLD))
-    waits = [None] * world
-    dist.all_gather_object(waits, [place for place in tensors.waits if ", cp_runtime/" in place], hosts)
+    waits = of_all([place for place in tensors.waits if ", cp_runtime/" in place], hosts)
     difference = (out.cpu() - expected).abs().max().item()
 report(waits=waits, difference=difference)
 finish()

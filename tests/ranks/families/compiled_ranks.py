@@ -7,23 +7,20 @@ import json
 import time
 from itertools import pairwise
 
-from support.ranks import finish, report, start, use_comfyui
+import torch
+import torch.distributed as dist
+from family_stock import distance, forward, models, stock
+from sharded_call import call, in_mode, shared_out
+from support import families
+from support.ranks import finish, report, start, worst
+
+from cp_runtime.compat import compiler_counts
+from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
+from cp_runtime.engine.hooks import InstalledPlan
+from cp_runtime.engine.mesh import BatchMesh
+from cp_runtime.families import plan_for
 
 rank, world, (ring, ulysses, rotate_method, batch_degree, backend, wanted) = start()
-use_comfyui()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from family_stock import distance, forward, models, stock  # noqa: E402
-from sharded_call import call, in_mode, shared_out  # noqa: E402
-from support import families  # noqa: E402
-
-from cp_runtime.compat import compiler_counts  # noqa: E402
-from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings  # noqa: E402
-from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
-from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
-from cp_runtime.families import plan_for  # noqa: E402
-
 mesh = BatchMesh(dist.group.WORLD)
 own, config = mesh.sequence().weights, in_mode(ring, ulysses, rotate_method)
 
@@ -31,9 +28,7 @@ own, config = mesh.sequence().weights, in_mode(ring, ulysses, rotate_method)
 def run(installed, inputs, options, expected, weights=None):
     """Largest difference of any rank from the stock forward, in standard deviations of that."""
     out, _ = call(installed, inputs, options, mesh, config, batches=batch_degree, weights=weights)
-    worst = torch.tensor([distance(out, expected)[0]])
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.item()
+    return worst(distance(out, expected)[0])
 
 
 def smaller(inputs):

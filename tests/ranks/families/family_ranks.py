@@ -6,23 +6,23 @@ models whose weights are shared out, too, (family, name) each.
 
 import json
 
-from support.ranks import finish, report, start, use_comfyui
+import torch
+import torch.distributed as dist
+from family_stock import distance, models, stock
+from sharded_call import call, in_mode, shared_out
+from support import families
+from support.ranks import finish, report, start, worst
+
+from cp_runtime.engine.hooks import InstalledPlan
+from cp_runtime.engine.mesh import BatchMesh
+from cp_runtime.families import plan_for
+from cp_runtime.nested import tensors
 
 rank, world, (ring, ulysses, rotate_method, batch_degree, given, wanted, shared) = start()
+
 wanted = {tuple(case) for case in json.loads(wanted)}
 shared = {tuple(model) for model in json.loads(shared)}
-use_comfyui()
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from family_stock import distance, models, stock  # noqa: E402
-from sharded_call import call, in_mode, shared_out  # noqa: E402
-from support import families  # noqa: E402
-
-from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
-from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
-from cp_runtime.families import plan_for  # noqa: E402
-from cp_runtime.nested import tensors  # noqa: E402
 
 mesh = BatchMesh(dist.group.WORLD, shares=tuple(json.loads(given)))
 own, config = mesh.sequence().weights, in_mode(ring, ulysses, rotate_method)
@@ -37,12 +37,10 @@ with torch.no_grad():
             mesh.stats.reset()
             out, state = call(plan, inputs, case.options, mesh, config, batches=batch_degree)
             difference, std = distance(out, expected)
-            worst = torch.tensor([difference])
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
             report(
                 family=family,
                 case=case.name,
-                difference=worst.item(),
+                difference=worst(difference),
                 std=std,
                 matters=others,
                 collectives=mesh.stats.collectives,

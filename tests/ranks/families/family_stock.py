@@ -1,6 +1,6 @@
 """What the sharded forward is compared with: every family's models and the outputs of their stock forward, made once.
 
-`prepare` runs before the ranks are forked (tests/support/rank_server.py), so all of them, in every mode, find the same.
+`prepare` runs before the ranks are forked (tests/support/preloaded.py), so all of them, in every mode, find the same.
 """
 
 import functools

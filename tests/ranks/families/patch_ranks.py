@@ -4,32 +4,29 @@ import functools
 import sys
 from types import ModuleType
 
-from support.ranks import finish, report, start, use_comfyui
+import comfy.ops
+import torch
+from comfy.ldm.modules.attention import attention_pytorch
+from comfy.model_patcher import ModelPatcher
+from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
+from comfy_extras.nodes_model_patch import QwenImageBlockWiseControlNet, UsoStyleProjectorPatch
+from support.comfy_nodes import attention as overrides
+from support.ranks import finish, report, start
+from torch import nn
+
+from cp_runtime.comfy.attention.ui import _name_of, attention_of
+from cp_runtime.comfy.attention.wire import SAGE_MODES, attention_function
+from cp_runtime.comfy.forward.rank_sharded import LocalResiduals
+from cp_runtime.comfy.model.wire_modules import decode_module, encode_module
+from cp_runtime.comfy.patches import rank_nodes as node_patches
+from cp_runtime.comfy.patches.ui_nodes import PatchSet
+from cp_runtime.comfy.patches.wire_nodes import OPTION
+from cp_runtime.engine.attention.kernels import installed
+from cp_runtime.engine.state import CallState
+from cp_runtime.errors import MirrorError, UnsupportedError
+from cp_runtime.pool.protocol import TensorPacker, flatten, read_tensor, unflatten
 
 start()
-use_comfyui()
-
-import comfy.ops  # noqa: E402
-import torch  # noqa: E402
-from comfy.ldm.modules.attention import attention_pytorch  # noqa: E402
-from comfy.model_patcher import ModelPatcher  # noqa: E402
-from comfy_extras.nodes_model_downscale import PatchModelAddDownscale  # noqa: E402
-from comfy_extras.nodes_model_patch import QwenImageBlockWiseControlNet, UsoStyleProjectorPatch  # noqa: E402
-from support.comfy_nodes import attention as overrides  # noqa: E402
-from torch import nn  # noqa: E402
-
-from cp_runtime.comfy.attention.ui import _name_of, attention_of  # noqa: E402
-from cp_runtime.comfy.attention.wire import SAGE_MODES, attention_function  # noqa: E402
-from cp_runtime.comfy.forward.rank_sharded import LocalResiduals  # noqa: E402
-from cp_runtime.comfy.model.wire_modules import decode_module, encode_module  # noqa: E402
-from cp_runtime.comfy.patches import rank_nodes as node_patches  # noqa: E402
-from cp_runtime.comfy.patches.ui_nodes import PatchSet  # noqa: E402
-from cp_runtime.comfy.patches.wire_nodes import OPTION  # noqa: E402
-from cp_runtime.engine.attention.kernels import installed  # noqa: E402
-from cp_runtime.engine.state import CallState  # noqa: E402
-from cp_runtime.errors import MirrorError, UnsupportedError  # noqa: E402
-from cp_runtime.pool.protocol import TensorPacker, flatten, read_tensor, unflatten  # noqa: E402
-
 CPU = torch.device("cpu")
 
 

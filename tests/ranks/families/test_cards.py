@@ -4,7 +4,6 @@ A card refuses operands on two devices, and what a CPU rank does in passing make
 """
 
 import json
-from pathlib import Path
 
 import pytest
 from support import families
@@ -34,7 +33,7 @@ def result(key, request):
         _runs[mode] = {}
         wanted = [item.callspec.params["key"][1:] for item in request.session.items if _is_of(item, request, mode)]
         found = run_ranks(
-            Path(__file__).with_name("card_ranks.py"), 2, *map(str, MODES[mode]), json.dumps(wanted),
+            "families/card_ranks.py", 2, *map(str, MODES[mode]), json.dumps(wanted),
             timeout=1200 if SOAK else 300, preload=COMFY, prepare=sorted({family for family, _ in wanted}),
             device="cuda", backend="nccl",
         )  # fmt: skip
@@ -55,6 +54,6 @@ def test_a_card_takes_every_step_and_no_host_waits(key, result):
 
 
 def test_no_host_waits_between_the_layers_of_a_vae_on_rows():
-    (report,) = run_ranks(Path(__file__).with_name("card_rows_ranks.py"), 3, timeout=90, device="cuda", backend="nccl")
+    (report,) = run_ranks("families/card_rows_ranks.py", 3, timeout=90, device="cuda", backend="nccl")
     assert report["difference"] <= 1e-5
     assert report["waits"] == [[]] * 3

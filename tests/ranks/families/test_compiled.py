@@ -5,7 +5,6 @@ inductor, in every mode, are `benchmarks/compiled.py --matrix`. tests/server has
 """
 
 import json
-from pathlib import Path
 
 import pytest
 from support import families
@@ -50,7 +49,7 @@ def reports_of(tmp_path_factory):
         if run not in done:
             ring, ulysses, _, batches, _ = RUNS[run]
             done[run] = run_ranks(
-                Path(__file__).with_name("compiled_ranks.py"),
+                "families/compiled_ranks.py",
                 ring * ulysses * batches,
                 *map(str, RUNS[run]),
                 json.dumps(CASES[run]),

@@ -1,16 +1,12 @@
 """What travels for patches of other nodes and for ControlNets is rebuilt as it was, and names lead nowhere else."""
 
-import os
-from pathlib import Path
-
 import pytest
-from support.ranks import COMFY, run_ranks
+from support.ranks import COMFY, run_steps
 
 
 @pytest.fixture(scope="module")
 def reports():
-    assert os.environ.get("COMFYUI_PATH"), "COMFYUI_PATH is not set"
-    return {r.pop("name"): r for r in run_ranks(Path(__file__).with_name("patch_ranks.py"), 1, preload=COMFY)}
+    return run_steps("families/patch_ranks.py", 1, by="name", preload=COMFY)
 
 
 @pytest.mark.parametrize("name", ["network", "patches", "residuals", "attention read", "attention called"])

@@ -1,7 +1,5 @@
 """VAEs on ranks that share the rows of a picture, against the stock VAEs."""
 
-from pathlib import Path
-
 import pytest
 from support.ranks import COMFY, run_ranks
 
@@ -12,7 +10,7 @@ MEMORY = {2: 0.6, 4: 0.35}
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ran(request):
-    return request.param, run_ranks(Path(__file__).with_name("vae_ranks.py"), request.param, preload=COMFY)
+    return request.param, run_ranks("vae/vae_ranks.py", request.param, preload=COMFY)
 
 
 def test_decode_and_encode_are_those_of_the_stock_vae(ran):

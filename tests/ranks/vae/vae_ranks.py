@@ -2,22 +2,19 @@
 
 from functools import partial
 
-from support.ranks import finish, report, start, use_comfyui
+import torch
+import torch.distributed as dist
+from support.live_bytes import LiveBytes
+from support.ranks import finish, report, start
+from support.vaes import TINY_VAES, build
+
+from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.rows.plan import run_on_rows
+from cp_runtime.errors import ContextParallelError
+from cp_runtime.vaes import row_plan_for
 
 rank, world, _ = start()
-use_comfyui()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from support.live_bytes import LiveBytes  # noqa: E402
-from support.vaes import TINY_VAES, build  # noqa: E402
-
-from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel  # noqa: E402
-from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
-from cp_runtime.engine.rows.plan import run_on_rows  # noqa: E402
-from cp_runtime.errors import ContextParallelError  # noqa: E402
-from cp_runtime.vaes import row_plan_for  # noqa: E402
-
 torch.set_grad_enabled(False)
 mesh = SequenceMesh(dist.group.WORLD)
 # Rows and columns of the latent: odd; fewer than ranks x halo; fewer than ranks; more columns than rows.

@@ -13,21 +13,19 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
-from support.ranks import finish, report, start, use_comfyui
+import comfy.sd
+import comfy.utils
+import torch
+from comfy import model_management as mm
+from mirrors import flux_inputs, in_file, lora_of
+from support.live_bytes import private_bytes
+from support.ranks import finish, report, start
+
+from cp_runtime.comfy.memory import ui_host_memory as host_memory
+from cp_runtime.comfy.model.ui_loaders import watch_loaders
+from cp_runtime.errors import MirrorError
 
 _, _, (checkpoint, lora) = start()
-use_comfyui()
-
-import comfy.lora  # noqa: E402
-import comfy.sd  # noqa: E402
-import comfy.utils  # noqa: E402
-import torch  # noqa: E402
-from comfy import model_management as mm  # noqa: E402
-
-from cp_runtime.comfy.memory import ui_host_memory as host_memory  # noqa: E402
-from cp_runtime.comfy.model.ui_loaders import watch_loaders  # noqa: E402
-from cp_runtime.errors import MirrorError  # noqa: E402
-
 torch.set_grad_enabled(False)
 watch_loaders()
 CPU = torch.device("cpu")
@@ -37,44 +35,34 @@ shutil.copy(checkpoint, model_file)
 whole = model_file.read_bytes()
 
 
-def private_bytes():
+def kept_bytes():
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/smaps_rollup") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous"))
+    return private_bytes()
 
 
 def load(*, fits, **options):
     host_memory.free_host_memory = lambda: 1 << 60 if fits else 0
-    before = private_bytes()
+    before = kept_bytes()
     patcher = comfy.sd.load_diffusion_model(str(model_file), options)
-    return patcher, private_bytes() - before
+    return patcher, kept_bytes() - before
 
 
-def in_file(patcher):
+def of_file(patcher):
     """Bytes of weights that are pages of the file, and of all."""
-    inode = str(os.stat(model_file).st_ino)
-    with open("/proc/self/maps") as lines:
-        spans = [line.split()[0].split("-") for line in lines if line.split()[4] == inode]
-    ranges = [(int(low, 16), int(high, 16)) for low, high in spans]
     weights = list(patcher.model.diffusion_model.parameters())
-    return sum(w.nbytes for w in weights if any(a <= w.data_ptr() < b for a, b in ranges)), sum(w.nbytes for w in weights)
+    return in_file(weights, os.stat(model_file).st_ino), sum(w.nbytes for w in weights)
 
 
 def call(patcher):
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"x": (1, 16, 6, 10), "context": (1, 11, 64), "y": (1, 64)}
-    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    arguments = {**made, "timestep": torch.tensor([0.5]), "guidance": torch.tensor([3.5])}
-    return patcher.model.diffusion_model(**arguments)
+    return patcher.model.diffusion_model(**flux_inputs())
 
 
 def life(patcher):
     """What a model gives through a LoRA in place, without it, unloaded, loaded again and saved."""
     outs = [call(patcher)]
-    keys = comfy.lora.model_lora_keys_unet(patcher.model, {})
     patched = patcher.clone()
-    patched.add_patches(comfy.lora.load_lora(comfy.utils.load_torch_file(lora), keys, log_missing=False), 1.0)
+    patched.add_patches({name: patch for name, ((_, patch, *_),) in lora_of(patcher, lora).items()}, 1.0)
     patched.weight_inplace_update = True
     mm.load_models_gpu([patched])
     outs.append(call(patched))
@@ -143,11 +131,11 @@ report(
 call(load(fits=True)[0])  # what libraries keep from their first use is no model's
 stock, copied = load(fits=True)
 mapped, kept = load(fits=False)
-report(step="loaded", copied=copied, kept=kept, stock=in_file(stock), mapped=in_file(mapped))
+report(step="loaded", copied=copied, kept=kept, stock=of_file(stock), mapped=of_file(mapped))
 report(step="life", same=same(life(stock), life(mapped)), file=model_file.read_bytes() == whole)
 report(step="cut", stock=cut(stock), mapped=cut(mapped))
 converted, _ = load(fits=False, dtype=torch.float8_e4m3fn)
-report(step="converted", mapped=in_file(converted), dtype=str(converted.model.get_dtype()))
+report(step="converted", mapped=of_file(converted), dtype=str(converted.model.get_dtype()))
 host_memory.comfy.memory_management.aimdo_enabled = True
 with host_memory.weights_in_file(str(model_file)) as ours:
     report(step="DynamicVRAM", ours=ours)

@@ -6,27 +6,26 @@ that one process has mapped, too.
 
 import gc
 import resource
-import threading
 
-from support.ranks import finish, report, start
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from support.live_bytes import Peak
+from support.ranks import finish, report, start, worst
+from torch import nn
+from torch.nn import functional as F
 
-rank, world, (file,) = start()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from cp_runtime import (  # noqa: E402
+from cp_runtime import (
     ContextParallelConfig,
     ContextParallelInput,
     ContextParallelOutput,
     apply_context_parallel,
     map_weights,
 )
-from cp_runtime.engine.weights.blocks import sizes_of  # noqa: E402
-from cp_runtime.engine.weights.packing import AbsentWeight  # noqa: E402
+from cp_runtime.engine.weights.blocks import sizes_of
+from cp_runtime.engine.weights.packing import AbsentWeight
+
+rank, world, (file,) = start()
 
 WIDTH = 1024
 
@@ -59,42 +58,10 @@ class Model(nn.Module):
 PLAN = {"blocks.0": {"x": ContextParallelInput(1, 3)}, "out": ContextParallelOutput(1, 3)}
 
 
-def private():
-    """Bytes of this process that are no pages of a file, as they were read. The kernel's own count: adding up takes long."""
-    with open("/proc/self/status") as lines:
-        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
-
-
 def address_space():
     """Bytes that this process has mapped."""
     with open("/proc/self/statm") as line:
         return resource.getpagesize() * int(line.read().split()[0])
-
-
-class Peak:
-    """The most memory that this process had inside, over what it had at the beginning. Read all the time, in a thread."""
-
-    def __enter__(self):
-        self.base, self.bytes, self._over = private(), 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self):
-        while not self._over.wait(0.002):
-            self.bytes = max(self.bytes, private() - self.base)
-
-    def __exit__(self, *_):
-        self._over.set()
-        self._thread.join()
-        self.bytes = max(self.bytes, private() - self.base)
-
-
-def largest(value):
-    """Of all ranks."""
-    shared = torch.tensor([value])
-    dist.all_reduce(shared, dist.ReduceOp.MAX)
-    return shared.item()
 
 
 def empty():
@@ -145,7 +112,7 @@ with torch.inference_mode():
     after_error = torch.equal(model(x), expected)
 report(
     error=error, lost=lost, weights=len(list(model.parameters())), after_error=after_error,
-    blocks=sizes.blocks, largest=sizes.largest, rest=sizes.rest, nothing=largest(nothing.bytes), loading=largest(loading.bytes),
-    calling=largest(calling.bytes), read=largest(read.bytes), equal=[torch.equal(each, expected) for each in out],
+    blocks=sizes.blocks, largest=sizes.largest, rest=sizes.rest, nothing=worst(nothing.bytes), loading=worst(loading.bytes),
+    calling=worst(calling.bytes), read=worst(read.bytes), equal=[torch.equal(each, expected) for each in out],
 )  # fmt: skip
 finish()

@@ -10,56 +10,38 @@ import os
 import threading
 import weakref
 
-from support.ranks import finish, report, start, use_comfyui
+import comfy.utils
+import torch
+from comfy import model_management as mm
+from comfy.weight_adapter import LoRAAdapter
+from mirrors import in_file, make_up_memory, mirrors_on
+from mirrors import load as load_file
+from support.ranks import finish, report, start
+
+from cp_runtime.comfy.forward.ui_apply import call_memory
+from cp_runtime.comfy.memory.rank_room import room
+from cp_runtime.comfy.model.wire_loading import file_backed_weights, weights_on_host
+from cp_runtime.engine.weights import pages
 
 _, _, (checkpoint,) = start()
-use_comfyui()
-
-import comfy.utils  # noqa: E402
-import torch  # noqa: E402
-from comfy import model_management as mm  # noqa: E402
-from comfy.weight_adapter import LoRAAdapter  # noqa: E402
-
-from cp_runtime.comfy.forward.ui_apply import call_memory  # noqa: E402
-from cp_runtime.comfy.memory.rank_file_weights import LoadProgress  # noqa: E402
-from cp_runtime.comfy.memory.rank_room import room  # noqa: E402
-from cp_runtime.comfy.model.rank_mirrors import Mirrors  # noqa: E402
-from cp_runtime.comfy.model.wire_loading import file_backed_weights, weights_on_host  # noqa: E402
-from cp_runtime.comfy.model.wire_recipe import Recipe, file_stamp  # noqa: E402
-from cp_runtime.comfy.patches.wire_weights import encode_weight_patches  # noqa: E402
-from cp_runtime.engine.weights import pages  # noqa: E402
-from cp_runtime.pool.messages import Load  # noqa: E402
-from cp_runtime.pool.protocol import TensorPacker, flatten  # noqa: E402
-
 torch.set_grad_enabled(False)
 META = torch.device("meta")
 KEY = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
 inode = str(os.stat(checkpoint).st_ino)
 progress = []
-mirrors = Mirrors(META, [], LoadProgress(progress.append))
+mirrors = mirrors_on(META, progress.append)
 budget = 1 << 60
-mm.EXTRA_RESERVED_VRAM = 0
-mm.minimum_inference_memory = lambda: 0
-mm.vram_state = mm.VRAMState.NORMAL_VRAM
-mm.lowvram_available, mm.MIN_WEIGHT_MEMORY_RATIO = True, 0.0  # as with a GPU of NVIDIA
 
 
-def free(device=None, torch_free_too=False):
-    used = sum(mirror.patcher.loaded_size() for mirror in mirrors.entries.values())
-    return (budget - used, 0) if torch_free_too else budget - used
+def free():
+    return budget - sum(mirror.patcher.loaded_size() for mirror in mirrors.entries.values())
 
 
-mm.get_free_memory = free
+make_up_memory(free)
 
 
 def load(uuid, patches):
-    packer = TensorPacker()
-    tree = flatten(encode_weight_patches(patches), packer.add)
-    block = torch.empty(packer.nbytes, dtype=torch.uint8)
-    packer.write(block)
-    recipe = Recipe("load_diffusion_model", checkpoint, {}, file_stamp(checkpoint)).as_json()
-    mirrors.load(Load(key="k", recipe=recipe, patches=tree, patches_uuid=uuid), block)
-    patcher = mirrors.entries["k"].patcher
+    patcher = load_file(mirrors, checkpoint, patches=patches, uuid=uuid)
     patcher.load_device = META
     for module in patcher.model.modules():  # small, and not in the file: they stay
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -70,14 +52,9 @@ def load(uuid, patches):
 
 def where(patcher):
     """Bytes of the transformer's weights by place: on the device, in the file's pages, in memory of this process."""
-    with open("/proc/self/maps") as lines:
-        spans = [line.split()[0].split("-") for line in lines if line.split()[4] == inode]
-    ranges = [(int(a, 16), int(b, 16)) for a, b in spans]
-    places = {"device": 0, "file": 0, "private": 0}
-    for weight in patcher.model.diffusion_model.parameters():
-        in_file = weight.device.type == "cpu" and any(a <= weight.data_ptr() < b for a, b in ranges)
-        places["device" if weight.device == META else "file" if in_file else "private"] += weight.nbytes
-    return places
+    weights = list(patcher.model.diffusion_model.parameters())
+    device, file = sum(weight.nbytes for weight in weights if weight.device == META), in_file(weights, inode)
+    return {"device": device, "file": file, "private": sum(weight.nbytes for weight in weights) - device - file}
 
 
 def shown():

@@ -8,38 +8,35 @@ two methods. Model, patchers and memory manager are ComfyUI's.
 import uuid
 from types import SimpleNamespace
 
-from support.ranks import finish, report, start, use_comfyui
+import comfy.samplers
+import comfy.sd
+import torch
+from comfy import model_management as mm
+from comfy.patcher_extension import CallbacksMP
+from support import families
+from support.models import build
+from support.ranks import finish, report, start
+from support.reports import call_report
 
-_, _, (checkpoint,) = start()
-use_comfyui()
-
-import comfy.samplers  # noqa: E402
-import comfy.sd  # noqa: E402
-import torch  # noqa: E402
-from comfy import model_management as mm  # noqa: E402
-from comfy.patcher_extension import CallbacksMP  # noqa: E402
-from support import families  # noqa: E402
-from support.models import build  # noqa: E402
-from support.reports import call_report  # noqa: E402
-
-from cp_runtime.comfy.forward.ui_apply import apply_to_model, without_context_parallel  # noqa: E402
-from cp_runtime.comfy.forward.ui_interception import innermost_method, intercept, release  # noqa: E402
-from cp_runtime.comfy.memory import ui_file_pages as file_pages  # noqa: E402
-from cp_runtime.comfy.memory.rank_room import available  # noqa: E402
-from cp_runtime.comfy.memory.ui_residency import free_for_ranks  # noqa: E402
-from cp_runtime.comfy.memory.ui_stock_loads import _drop_from_ranks, watch_stock_loads  # noqa: E402
-from cp_runtime.comfy.model.ui_recipes import recipe_key  # noqa: E402
-from cp_runtime.comfy.ranks import ui as devices  # noqa: E402
-from cp_runtime.comfy.ranks.ui import CONTROLLER  # noqa: E402
-from cp_runtime.controller.placement import Shortages  # noqa: E402
-from cp_runtime.controller.run_stats import CallRecord  # noqa: E402
-from cp_runtime.controller.workers import Workers  # noqa: E402
-from cp_runtime.pool.config import (  # noqa: E402
+from cp_runtime.comfy.forward.ui_apply import apply_to_model, without_context_parallel
+from cp_runtime.comfy.forward.ui_interception import innermost_method, intercept, release
+from cp_runtime.comfy.memory import ui_file_pages as file_pages
+from cp_runtime.comfy.memory.rank_room import available
+from cp_runtime.comfy.memory.ui_residency import free_for_ranks
+from cp_runtime.comfy.memory.ui_stock_loads import _drop_from_ranks, watch_stock_loads
+from cp_runtime.comfy.model.ui_recipes import recipe_key
+from cp_runtime.comfy.ranks import ui as devices
+from cp_runtime.comfy.ranks.ui import CONTROLLER
+from cp_runtime.controller.placement import Shortages
+from cp_runtime.controller.run_stats import CallRecord
+from cp_runtime.controller.workers import Workers
+from cp_runtime.pool.config import (
     DeviceInventory,
     RuntimeConfig,
     WorkerSite,
 )
 
+_, _, (checkpoint,) = start()
 torch.set_grad_enabled(False)
 META = torch.device("meta")
 CUDA = DeviceInventory(type="cuda", count=4)

@@ -1,21 +1,19 @@
 """Rank script: tokens of one input, quantised on several ranks, against the same rows of the whole input quantised at once."""
 
-from support.ranks import finish, report, start, use_comfyui
+import torch
+import torch.distributed as dist
+from comfy.ldm.hidream.model import MOEFeedForwardSwiGLU
+from comfy.ldm.hunyuan3dv2_1.hunyuandit import MoEBlock
+from comfy.quant_ops import QuantizedTensor
+from support.ranks import finish, report, start, worst
+from torch import nn
+
+from cp_runtime.comfy.memory.rank_quantised import Experts, shared_scales
+from cp_runtime.engine.collectives import RankGroup
+from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
+from cp_runtime.engine.plan import ShardingPlan
 
 rank, world, _ = start()
-use_comfyui()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from comfy.ldm.hidream.model import MOEFeedForwardSwiGLU  # noqa: E402
-from comfy.ldm.hunyuan3dv2_1.hunyuandit import MoEBlock  # noqa: E402
-from comfy.quant_ops import QuantizedTensor  # noqa: E402
-from torch import nn  # noqa: E402
-
-from cp_runtime.comfy.memory.rank_quantised import Experts, shared_scales  # noqa: E402
-from cp_runtime.engine.collectives import RankGroup  # noqa: E402
-from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings  # noqa: E402
-from cp_runtime.engine.plan import ShardingPlan  # noqa: E402
 
 tokens = torch.randn(24, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.01, 30.0, 24)[:, None]
 own = slice(rank * 8, rank * 8 + 8)
@@ -26,9 +24,7 @@ def quantised(values, scale=None):
 
 
 def difference(out, expected):
-    worst = (out - expected).abs().max().reshape(1)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.item()
+    return worst((out - expected).abs().max())
 
 
 whole = quantised(tokens)

@@ -1,25 +1,17 @@
 """Weights that the loader converts stay in the pages of the file, and are bit by bit what ComfyUI computes with."""
 
 import json
-from pathlib import Path
 
 import pytest
-from support.ranks import COMFY, run_ranks
+from support.ranks import COMFY, run_steps
 
 STEPS = 8
 
 
 @pytest.fixture(scope="module", params=["float16", "float8_e4m3fn"])
-def steps(request, checkpoints_dir):
-    files = [
-        str(checkpoints_dir / folder / f"{name}.safetensors")
-        for folder, name in (("diffusion_models", "flux"), ("loras", "flux_lora"))
-    ]
-    reports = run_ranks(
-        Path(__file__).with_name("converted_ranks.py"), 1, *files, json.dumps({"dtype": request.param}),
-        preload=COMFY, device="cuda", backend="nccl",
-    )  # fmt: skip
-    return {report.pop("step"): report for report in map(dict, reports)}
+def steps(request, flux):
+    options = json.dumps({"dtype": request.param})
+    return run_steps("weights/converted_ranks.py", 1, *flux, options, preload=COMFY, device="cuda", backend="nccl")
 
 
 def test_bits_are_those_of_comfyui(steps):

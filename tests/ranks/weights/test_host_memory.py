@@ -1,16 +1,12 @@
 """A model file that does not fit into memory is loaded by ComfyUI's own loader without being copied, and serves as any other."""
 
-from pathlib import Path
-
 import pytest
-from support.ranks import COMFY, run_ranks
+from support.ranks import COMFY, run_steps
 
 
 @pytest.fixture(scope="module")
-def steps(checkpoints_dir):
-    files = [checkpoints_dir / "diffusion_models" / "flux.safetensors", checkpoints_dir / "loras" / "flux_lora.safetensors"]
-    reports = run_ranks(Path(__file__).with_name("host_memory_ranks.py"), 1, *map(str, files), preload=COMFY)
-    return {report.pop("step"): report for report in map(dict, reports)}
+def steps(flux):
+    return run_steps("weights/host_memory_ranks.py", 1, *flux, preload=COMFY)
 
 
 def test_a_file_that_fits_is_copied_and_one_that_does_not_is_mapped(steps):

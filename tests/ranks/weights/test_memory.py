@@ -1,24 +1,17 @@
 """What a rank's models take of its memory."""
 
-from pathlib import Path
-
 import pytest
-from support.ranks import COMFY, run_ranks
+from support.ranks import COMFY, run_steps
 
 
 @pytest.fixture(scope="module")
-def reports(checkpoints_dir):
-    checkpoint = checkpoints_dir / "diffusion_models" / "flux.safetensors"
-    return run_ranks(Path(__file__).with_name("memory_ranks.py"), 1, str(checkpoint), preload=COMFY)
+def at(flux):
+    """Reports by step."""
+    return run_steps("weights/memory_ranks.py", 1, flux[0], preload=COMFY)
 
 
-def steps(reports):
-    return {report.pop("step"): report for report in map(dict, reports) if "step" in report}
-
-
-def test_weights_leave_the_device_for_the_pages_of_the_file(reports):
+def test_weights_leave_the_device_for_the_pages_of_the_file(at):
     """N ranks with a copy each would take N times the model's size of the computer's memory."""
-    at = steps(reports)
     total = at["read"]["file"]
     assert total > 1e6
     whole = {"device": total, "file": 0, "private": 0}
@@ -29,28 +22,27 @@ def test_weights_leave_the_device_for_the_pages_of_the_file(reports):
     assert at["all of it makes room"] == {"device": 0, "file": total, "private": 0, "listed": 0}
 
 
-def test_two_threads_that_load_at_once_leave_all_as_it_was(reports):
-    assert steps(reports)["two threads"]["restored"]
+def test_two_threads_that_load_at_once_leave_all_as_it_was(at):
+    assert at["two threads"]["restored"]
 
 
-def test_a_file_of_another_device_with_the_same_inode_is_another_file(reports):
+def test_a_file_of_another_device_with_the_same_inode_is_another_file(at):
     """What is taken for the file's pages may be taken off this process's memory."""
-    assert steps(reports)["two file systems"]["ours"] > 0
-    assert not steps(reports)["two file systems"]["theirs"]
+    assert at["two file systems"]["ours"] > 0
+    assert not at["two file systems"]["theirs"]
 
 
 @pytest.mark.parametrize("step", ["progress", "progress with a LoRA"])
-def test_progress_rises_from_nothing_to_all_of_the_model(reports, step):
-    assert steps(reports)[step] == {"first": 0, "last": 1000, "steps": True, "rises": True, "end": None}
+def test_progress_rises_from_nothing_to_all_of_the_model(at, step):
+    assert at[step] == {"first": 0, "last": 1000, "steps": True, "rises": True, "end": None}
 
 
-def test_a_dropped_model_is_gone(reports):
-    assert steps(reports)["dropped"] == {"alive": False, "listed": 0}
+def test_a_dropped_model_is_gone(at):
+    assert at["dropped"] == {"alive": False, "listed": 0}
 
 
-def test_a_larger_call_gets_its_room(reports):
+def test_a_larger_call_gets_its_room(at):
     """What was planned for a smaller call is not enough; what a larger one needed is not kept from the weights for good."""
-    at = steps(reports)
     assert at["small"]["device"] == at["read"]["file"]
     assert at["large"]["free"] >= 1.6
     assert at["large"]["device"] > 0
@@ -59,12 +51,11 @@ def test_a_larger_call_gets_its_room(reports):
     assert at["small again"] == at["small"]
 
 
-def test_weights_that_can_give_way_are_room_for_a_call(reports):
+def test_weights_that_can_give_way_are_room_for_a_call(at):
     """Else a sampler would compute CFG halves one after the other as soon as the first call has brought the weights."""
-    at = steps(reports)
     assert {at[call]["room"] for call in ("small", "large", "small again")} == {2.0}
 
 
-def test_conditions_count(reports):
+def test_conditions_count(at):
     """A reference of three times the latent's size makes a call need four times the memory."""
-    assert steps(reports)["conditions"]["scales"] == pytest.approx([1.0, 4.0])
+    assert at["conditions"]["scales"] == pytest.approx([1.0, 4.0])

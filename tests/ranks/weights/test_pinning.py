@@ -1,18 +1,14 @@
 """Host memory of ranks whose devices have no room for the whole model."""
 
-from pathlib import Path
-
 import pytest
-from support.ranks import COMFY, run_ranks
+from support.ranks import COMFY, run_steps
 
 RANKS = 3
 
 
 @pytest.fixture(scope="module")
-def steps(checkpoints_dir):
-    checkpoint = checkpoints_dir / "diffusion_models" / "flux.safetensors"
-    reports = run_ranks(Path(__file__).with_name("pinning_ranks.py"), RANKS, str(checkpoint), preload=COMFY)
-    return {report.pop("step"): report for report in map(dict, reports)}
+def steps(flux):
+    return run_steps("weights/pinning_ranks.py", RANKS, flux[0], preload=COMFY)
 
 
 def test_ranks_that_offload_share_one_copy(steps):

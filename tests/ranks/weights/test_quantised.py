@@ -1,12 +1,10 @@
 """Inputs of quantised layers are rounded as in one process."""
 
-from pathlib import Path
-
 from support.ranks import COMFY, run_ranks
 
 
 def test_a_scale_of_the_whole_input_is_shared():
-    result, compiled = run_ranks(Path(__file__).with_name("scale_ranks.py"), 3, preload=COMFY)
+    result, compiled = run_ranks("weights/scale_ranks.py", 3, preload=COMFY)
     assert result["alone"] > 1e-3  # each rank by itself would round otherwise
     assert result["counts"] == {"all_reduce": 1}  # of one number, and none where the file has the scale
     assert result["together"] == result["from_file"] == result["after"] == 0

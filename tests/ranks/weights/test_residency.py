@@ -1,19 +1,15 @@
 """Who holds memory of a device that ranks share with ComfyUI's process, a test per row of the table in `comfy/memory/ui_residency`;
 and what a sampler takes for free memory."""
 
-from pathlib import Path
-
 import pytest
-from support.ranks import COMFY, run_ranks
+from support.ranks import COMFY, run_steps
 
 RANKS, STOCK = "ContextParallelPatcher", "ModelPatcher"
 
 
 @pytest.fixture(scope="module")
-def steps(checkpoints_dir):
-    checkpoint = checkpoints_dir / "diffusion_models" / "flux.safetensors"
-    reports = run_ranks(Path(__file__).with_name("residency_ranks.py"), 1, str(checkpoint), preload=COMFY)
-    return {report.pop("step"): report for report in map(dict, reports)}
+def steps(flux):
+    return run_steps("weights/residency_ranks.py", 1, flux[0], preload=COMFY)
 
 
 def test_what_torch_keeps_is_given_back_before_ranks_load(steps):

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support import checkpoints, families
@@ -35,7 +34,7 @@ def all_reports(request, checkpoints_dir):
     both = ["sharded", "offloaded"]  # the same code, on a CPU
     wanted = [(str(folder / f"{name}.safetensors"), lora, {}, both if name == "flux" else both[:1]) for name in names]
     wanted.append((str(folder / "flux.safetensors"), lora, CAST, both[:1]))
-    return run_ranks(Path(__file__).with_name("shared_weights_ranks.py"), request.param, json.dumps(wanted), preload=COMFY)
+    return run_ranks("weights/shared_weights_ranks.py", request.param, json.dumps(wanted), preload=COMFY)
 
 
 @pytest.fixture
@@ -94,7 +93,7 @@ def test_a_rank_never_holds_more_than_its_part_and_two_blocks(tmp_path, monkeypa
     monkeypatch.setitem(checkpoints.CHECKPOINTS, "flux_many", many)
     monkeypatch.setitem(checkpoints.LORAS, "flux_many_lora", replace(checkpoints.LORAS["flux_lora"], base="flux_many"))
     checkpoints.write_all(["flux_many", "flux_many_lora"], tmp_path)
-    (report,) = run_ranks(Path(__file__).with_name("load_peak_ranks.py"), 2, str(tmp_path), preload=COMFY)
+    (report,) = run_ranks("weights/load_peak_ranks.py", 2, str(tmp_path), preload=COMFY)
     assert report["patched"] > 60
     assert report["whole"] > 1.5 * report["bound"]
     assert report["peak"] <= 1.1 * report["bound"] + ALLOWANCE, report
@@ -103,7 +102,7 @@ def test_a_rank_never_holds_more_than_its_part_and_two_blocks(tmp_path, monkeypa
 @pytest.mark.parametrize(("mode", "beside"), [("asks", []), ("overlaps", ["batch"])])
 def test_weights_and_tokens_are_never_under_way_together_where_nccl_keeps_no_order(mode, beside):
     """Two devices might launch them in different orders, and wait for each other. The log of launches sees where they would be."""
-    script = Path(__file__).with_name("launch_ranks.py")
+    script = "weights/launch_ranks.py"
     (report,) = run_ranks(script, 2, mode, timeout=60, device="cuda", backend="nccl")
     assert report["equal"]
     assert len(report["groups"]) == 2

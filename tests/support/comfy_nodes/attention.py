@@ -9,6 +9,8 @@ import torch
 from comfy.ldm.modules import attention
 from comfy.model_patcher import ModelPatcher
 
+from .node import node
+
 OPTIMIZED = "optimized_attention_override"
 PACKS = "/somewhere/custom_nodes/"
 
@@ -163,29 +165,14 @@ def registered(name: str) -> Callable[..., Any]:
 
 
 KINDS: dict[str, Callable[[str], Callable[..., Any]]] = {
-    "backend": backend,
-    "selector": selector,
-    "per model": per_model,
-    "sage": sage,
-    "flash": flash,
-    "with a condition": with_a_condition,
-    "sparse": sparse,
-    "registered": registered,
+    kind.__name__.replace("_", " "): kind
+    for kind in (backend, selector, per_model, sage, flash, with_a_condition, sparse, registered)
 }
 
 
-class TestAttention:
+@node("MODEL", model="MODEL", kind=list(KINDS))
+def TestAttention(model: ModelPatcher, kind: str, name: str = "pytorch") -> ModelPatcher:
     """Choose the attention function of a model as a pack of a `kind` does. `name`: of ComfyUI's function, or a mode of `sage`."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"model": ("MODEL",), "kind": (list(KINDS),), "name": ("STRING", {"default": "pytorch"})}}
-
-    RETURN_TYPES = ("MODEL",)
-    FUNCTION = "patch"
-    CATEGORY = "test"
-
-    def patch(self, model: ModelPatcher, kind: str, name: str) -> tuple[Any, ...]:
-        patched = model.clone()
-        patched.model_options["transformer_options"][OPTIMIZED] = KINDS[kind](name)
-        return (patched,)
+    patched = model.clone()
+    patched.model_options["transformer_options"][OPTIMIZED] = KINDS[kind](name)
+    return patched

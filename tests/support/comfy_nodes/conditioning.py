@@ -10,16 +10,24 @@ import comfy.controlnet
 import torch
 from torch import Tensor
 
+from .node import node
+
 PATCH = 2
 """Side of an image patch of Flux, in latent pixels. The attention mask counts in patches."""
 
 CLIP_VISION_TOKENS, CLIP_VISION_WIDTH = 257, 1280
 
 
-class TestConditioning:
+@node("CONDITIONING", attention_mask=["none", "key", "key_bool", "bias", "block", "text"], latent="LATENT")
+def TestConditioning(
+    seed: int = 0, tokens: int = 12, width: int = 64, pooled_width: int = 0, guidance: float = -1.0, attention_mask: str = "none",
+    reference_seed: int = 0, reference_height: int = 0, reference_width: int = 0, reference_channels: int = 16,
+    reference_frames: int = 0, reference_count: int = 1, reference_method: str = "", clip_vision: bool = False,
+    concat_latent: bool = False, frame_rate: float = -1.0, extra: str = "{}", nonce: int = 0, latent: Any = None,
+) -> list[Any]:  # fmt: skip
     """Random conditioning of a chosen shape.
 
-    Inputs with a default may be left out of a prompt. `nonce` changes nothing but ComfyUI's cache key: a prompt with a
+    `nonce` changes nothing but ComfyUI's cache key: a prompt with a
     new nonce samples again, while its loader and model nodes stay cached.
 
     `attention_mask` (Flux; needs `latent`), over text, image and reference tokens in that order:
@@ -31,125 +39,52 @@ class TestConditioning:
     `extra` holds more entries as JSON, in which `{"shape": […]}` stands for a tensor at random, `{"tensor": […], "dtype": "int64"}`
     for one as it is, `{"dict": {…}}` for a dict.
     """
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {
-            "required": {
-                "seed": ("INT", {"default": 0, "min": 0, "max": 2**63}),
-                "tokens": ("INT", {"default": 12, "min": 1, "max": 8192}),
-                "width": ("INT", {"default": 64, "min": 1, "max": 16384}),
-            },
-            "optional": {
-                "pooled_width": ("INT", {"default": 0, "min": 0, "max": 16384}),
-                "guidance": ("FLOAT", {"default": -1.0, "min": -1.0, "max": 100.0}),
-                "attention_mask": (["none", "key", "key_bool", "bias", "block", "text"],),
-                "reference_seed": ("INT", {"default": 0}),
-                "reference_height": ("INT", {"default": 0, "min": 0, "max": 4096}),
-                "reference_width": ("INT", {"default": 0, "min": 0, "max": 4096}),
-                "reference_channels": ("INT", {"default": 16, "min": 1, "max": 1024}),
-                "reference_frames": ("INT", {"default": 0, "min": 0, "max": 1024}),
-                "reference_count": ("INT", {"default": 1, "min": 1, "max": 8}),
-                "reference_method": ("STRING", {"default": ""}),
-                "clip_vision": ("BOOLEAN", {"default": False}),
-                "concat_latent": ("BOOLEAN", {"default": False}),
-                "frame_rate": ("FLOAT", {"default": -1.0}),
-                "extra": ("STRING", {"default": "{}"}),
-                "nonce": ("INT", {"default": 0, "min": 0, "max": 2**63}),
-                "latent": ("LATENT",),
-            },
-        }
-
-    RETURN_TYPES = ("CONDITIONING",)
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    def make(
-        self,
-        seed: int,
-        tokens: int,
-        width: int,
-        pooled_width: int = 0,
-        guidance: float = -1.0,
-        attention_mask: Any = "none",
-        reference_seed: int = 0,
-        reference_height: int = 0,
-        reference_width: int = 0,
-        reference_channels: int = 16,
-        reference_frames: int = 0,
-        reference_count: int = 1,
-        reference_method: str = "",
-        clip_vision: bool = False,
-        concat_latent: bool = False,
-        frame_rate: float = -1.0,
-        extra: str = "{}",
-        nonce: int = 0,
-        latent: Any = None,
-    ) -> tuple[Any, ...]:
-        random = Random(seed)
-        text = random(1, tokens, width)
-        entries: dict[str, Any] = {name: _entry(value, random) for name, value in json.loads(extra).items()}
-        if "clip_vision_output" in entries:
-            entries["clip_vision_output"] = _vision(entries["clip_vision_output"])
-        if pooled_width:
-            entries["pooled_output"] = random(1, pooled_width)
-        if guidance >= 0:
-            entries["guidance"] = guidance
-        if frame_rate >= 0:
-            entries["frame_rate"] = frame_rate
-        if clip_vision:
-            entries["clip_vision_output"] = _vision(random(1, CLIP_VISION_TOKENS, CLIP_VISION_WIDTH))
-        if concat_latent:
-            size = _samples(latent, "concat_latent").shape[1:]
-            entries["concat_latent_image"] = random(1, *size)
-            # As the image-to-video nodes do it: 0 where the first frame is given, 1 where there is nothing yet.
-            mask = torch.ones(1, 1, *size[1:])
-            mask[:, :, :1] = 0.0
-            entries["concat_mask"] = mask
-        references = 0
-        if reference_height and reference_width:
-            draw = Random(reference_seed)
-            frames = (reference_frames,) if reference_frames else ()
-            shape = (1, reference_channels, *frames, reference_height, reference_width)
-            entries["reference_latents"] = [draw(*shape) for _ in range(reference_count)]
-            references = reference_count * _patches(reference_height) * _patches(reference_width)
-            if reference_method:
-                entries["reference_latents_method"] = reference_method
-        if attention_mask == "text":
-            entries["attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
-        elif attention_mask != "none":
-            height, width_px = _samples(latent, "attention_mask").shape[-2:]
-            grid = (_patches(height), _patches(width_px))
-            entries["attention_mask"] = _mask(attention_mask, tokens, grid[0] * grid[1] + references, random)
-            entries["attention_mask_img_shape"] = grid
-        return ([[text, entries]],)
+    random = Random(seed)
+    text = random(1, tokens, width)
+    entries: dict[str, Any] = {name: _entry(value, random) for name, value in json.loads(extra).items()}
+    if "clip_vision_output" in entries:
+        entries["clip_vision_output"] = _vision(entries["clip_vision_output"])
+    if pooled_width:
+        entries["pooled_output"] = random(1, pooled_width)
+    if guidance >= 0:
+        entries["guidance"] = guidance
+    if frame_rate >= 0:
+        entries["frame_rate"] = frame_rate
+    if clip_vision:
+        entries["clip_vision_output"] = _vision(random(1, CLIP_VISION_TOKENS, CLIP_VISION_WIDTH))
+    if concat_latent:
+        size = _samples(latent, "concat_latent").shape[1:]
+        entries["concat_latent_image"] = random(1, *size)
+        # As the image-to-video nodes do it: 0 where the first frame is given, 1 where there is nothing yet.
+        mask = torch.ones(1, 1, *size[1:])
+        mask[:, :, :1] = 0.0
+        entries["concat_mask"] = mask
+    references = 0
+    if reference_height and reference_width:
+        draw = Random(reference_seed)
+        frames = (reference_frames,) if reference_frames else ()
+        shape = (1, reference_channels, *frames, reference_height, reference_width)
+        entries["reference_latents"] = [draw(*shape) for _ in range(reference_count)]
+        references = reference_count * _patches(reference_height) * _patches(reference_width)
+        if reference_method:
+            entries["reference_latents_method"] = reference_method
+    if attention_mask == "text":
+        entries["attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
+    elif attention_mask != "none":
+        height, width_px = _samples(latent, "attention_mask").shape[-2:]
+        grid = (_patches(height), _patches(width_px))
+        entries["attention_mask"] = _mask(attention_mask, tokens, grid[0] * grid[1] + references, random)
+        entries["attention_mask_img_shape"] = grid
+    return [[text, entries]]
 
 
-class TestControl:
+@node("CONDITIONING", conditioning="CONDITIONING")
+def TestControl(
+    conditioning: Any, seed: int = 0, hidden: int = 256, blocks: int = 2, strength: float = 0.5, reads_weights: bool = False
+) -> list[Any]:
     """Attach a made-up ControlNet for Flux, with one residual for each of the first `blocks` blocks of either kind."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {
-            "required": {
-                "conditioning": ("CONDITIONING",),
-                "seed": ("INT", {"default": 0}),
-                "hidden": ("INT", {"default": 256, "min": 1, "max": 16384}),
-                "blocks": ("INT", {"default": 2, "min": 1, "max": 64}),
-                "strength": ("FLOAT", {"default": 0.5, "min": 0.0, "max": 10.0}),
-            },
-            "optional": {"reads_weights": ("BOOLEAN", {"default": False})},
-        }
-
-    RETURN_TYPES = ("CONDITIONING",)
-    FUNCTION = "attach"
-    CATEGORY = "test"
-
-    def attach(
-        self, conditioning: Any, seed: int, hidden: int, blocks: int, strength: float, reads_weights: bool = False
-    ) -> tuple[Any, ...]:
-        control = (_ReadingControl if reads_weights else _RandomControl)(seed, hidden, blocks, strength)
-        return ([[text, {**extra, "control": control, "control_apply_to_uncond": False}] for text, extra in conditioning],)
+    control = (_ReadingControl if reads_weights else _RandomControl)(seed, hidden, blocks, strength)
+    return [[text, {**extra, "control": control, "control_apply_to_uncond": False}] for text, extra in conditioning]
 
 
 class _RandomControl(comfy.controlnet.ControlBase):

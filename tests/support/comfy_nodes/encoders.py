@@ -13,6 +13,7 @@ from comfy.clip_vision import Output
 from comfy.supported_models_base import ClipTarget
 
 from .conditioning import CLIP_VISION_TOKENS, CLIP_VISION_WIDTH, Random
+from .node import node
 
 TEXT_CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2, "projection_dim": 64}
 """64 wide, as the tiny checkpoints have their text."""
@@ -20,93 +21,42 @@ PIXELS = 8
 """Width and height that become one item of the latent."""
 
 
-class TestClip:
+@node("CLIP")
+def TestClip(seed: int = 0) -> Any:
     """A CLIP with the tokenizer of Stable Diffusion and two random layers: 77 tokens, 64 wide."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"seed": ("INT", {"default": 0})}}
-
-    RETURN_TYPES = ("CLIP",)
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    def make(self, seed: int) -> tuple[Any, ...]:
-        target = ClipTarget(comfy.sd1_clip.SD1Tokenizer, comfy.sd1_clip.SD1ClipModel)
-        clip = comfy.sd.CLIP(target, model_options={"clip_l_model_config": TEXT_CONFIG})
-        return (randomised(clip, clip.cond_stage_model, seed),)
+    target = ClipTarget(comfy.sd1_clip.SD1Tokenizer, comfy.sd1_clip.SD1ClipModel)
+    clip = comfy.sd.CLIP(target, model_options={"clip_l_model_config": TEXT_CONFIG})
+    return randomised(clip, clip.cond_stage_model, seed)
 
 
-class TestVae:
+@node("VAE")
+def TestVae(seed: int = 0, channels: int = 16, video: bool = False, own_tiles: bool = False) -> Any:
     """A tiny autoencoder: of images with `video` off, else of videos, as Wan 2.1 (16 channels) and 2.2 (48) have them.
 
     That of images encodes by one convolution: some nodes want a megapixel of whatever they get. With `own_tiles` it says that it
     cuts tiles by itself, as those of MiniMax-H3 and SeedVR2 do, which have billions of weights.
     """
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {
-            "required": {
-                "seed": ("INT", {"default": 0}),
-                "channels": ("INT", {"default": 16, "min": 1, "max": 128}),
-                "video": ("BOOLEAN", {"default": False}),
-            },
-            "optional": {"own_tiles": ("BOOLEAN", {"default": False})},
-        }
-
-    RETURN_TYPES = ("VAE",)
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    def make(self, seed: int, channels: int, video: bool, own_tiles: bool = False) -> tuple[Any, ...]:
-        kind = comfy.taesd.taehv.TAEHV if video else comfy.taesd.taesd.TAESD
-        vae = comfy.sd.VAE(sd=kind(latent_channels=channels).state_dict())
-        if not video:
-            vae.first_stage_model.taesd_encoder = comfy.ops.disable_weight_init.Conv2d(3, channels, PIXELS, stride=PIXELS)
-        vae.handles_tiling = own_tiles
-        return (randomised(vae, vae.first_stage_model, seed),)
+    kind = comfy.taesd.taehv.TAEHV if video else comfy.taesd.taesd.TAESD
+    vae = comfy.sd.VAE(sd=kind(latent_channels=channels).state_dict())
+    if not video:
+        vae.first_stage_model.taesd_encoder = comfy.ops.disable_weight_init.Conv2d(3, channels, PIXELS, stride=PIXELS)
+    vae.handles_tiling = own_tiles
+    return randomised(vae, vae.first_stage_model, seed)
 
 
-class TestClipVision:
+@node("CLIP_VISION_OUTPUT")
+def TestClipVision(seed: int = 0) -> Output:
     """What a CLIP vision model would have given for an image, at random."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"seed": ("INT", {"default": 0})}}
-
-    RETURN_TYPES = ("CLIP_VISION_OUTPUT",)
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    def make(self, seed: int) -> tuple[Any, ...]:
-        output = Output()
-        output.penultimate_hidden_states = Random(seed)(1, CLIP_VISION_TOKENS, CLIP_VISION_WIDTH)
-        return (output,)
+    output = Output()
+    output.penultimate_hidden_states = Random(seed)(1, CLIP_VISION_TOKENS, CLIP_VISION_WIDTH)
+    return output
 
 
-class TestImage:
+@node("IMAGE", "MASK")
+def TestImage(seed: int = 0, width: int = 64, height: int = 64, frames: int = 1) -> tuple[Any, ...]:
     """Random images, one or the frames of a video."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        size = {"default": 64, "min": 8, "max": 4096}
-        return {
-            "required": {
-                "seed": ("INT", {"default": 0}),
-                "width": ("INT", size),
-                "height": ("INT", size),
-                "frames": ("INT", {"default": 1, "min": 1, "max": 1024}),
-            }
-        }
-
-    RETURN_TYPES = ("IMAGE", "MASK")
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    def make(self, seed: int, width: int, height: int, frames: int) -> tuple[Any, ...]:
-        random = Random(seed)
-        return random(frames, height, width, 3).sigmoid(), (random(frames, height, width) > 0).float()
+    random = Random(seed)
+    return random(frames, height, width, 3).sigmoid(), (random(frames, height, width) > 0).float()
 
 
 def randomised(wrapper: Any, model: Any, seed: Any) -> Any:

@@ -18,6 +18,7 @@ from comfy_extras import nodes_model_patch
 
 from .conditioning import Random
 from .encoders import randomised
+from .node import node
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "operations": comfy.ops.manual_cast}
 VISION = (9, 32)  # tokens and width of the image encoder of USO
@@ -55,51 +56,26 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-class TestModelPatch:
+@node("MODEL_PATCH", "CLIP_VISION_OUTPUT", kind=list(KINDS))
+def TestModelPatch(kind: str, seed: int = 0) -> tuple[Any, ...]:
     """A model patch of a kind, and what an image encoder would have given for it."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"kind": (list(KINDS),), "seed": ("INT", {"default": 0})}}
-
-    RETURN_TYPES = ("MODEL_PATCH", "CLIP_VISION_OUTPUT")
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    def make(self, kind: Any, seed: int) -> tuple[Any, ...]:
-        network = KINDS[kind]()
-        randomised(network, network, seed)
-        vision = Output()
-        vision.all_hidden_states = Random(seed)(1, 24, *VISION)
-        vision.penultimate_hidden_states = Random(seed + 1)(1, *VISION)
-        device = comfy.model_management.get_torch_device()
-        return comfy.model_patcher.ModelPatcher(network, load_device=device, offload_device=torch.device("cpu")), vision
+    network = KINDS[kind]()
+    randomised(network, network, seed)
+    vision = Output()
+    vision.all_hidden_states = Random(seed)(1, 24, *VISION)
+    vision.penultimate_hidden_states = Random(seed + 1)(1, *VISION)
+    device = comfy.model_management.get_torch_device()
+    return comfy.model_patcher.ModelPatcher(network, load_device=device, offload_device=torch.device("cpu")), vision
 
 
-class TestMultiTalk:
+@node("MODEL", model="MODEL", model_patch="MODEL_PATCH", latent="LATENT")
+def TestMultiTalk(model: Any, model_patch: Any, latent: Any, speakers: int = 1) -> Any:
     """What Wan InfiniteTalk to Video puts into the model, with made-up audio for one speaker or two."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {
-            "required": {
-                "model": ("MODEL",),
-                "model_patch": ("MODEL_PATCH",),
-                "latent": ("LATENT",),
-                "speakers": ("INT", {"default": 1, "min": 1, "max": 2}),
-            }
-        }
-
-    RETURN_TYPES = ("MODEL",)
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    def make(self, model: Any, model_patch: Any, latent: Any, speakers: int) -> tuple[Any, ...]:
-        frames, height, width = latent["samples"].shape[2:]
-        patched, random = model.clone(), Random(3)
-        patched.model_options["transformer_options"]["audio_embeds"] = random(1, frames, 4 * speakers, 24)
-        patched.set_model_patch(MultiTalkCrossAttnPatch(model_patch, 1.5), "attn2_patch")
-        if speakers > 1:
-            masks = (random(2, -(-height // 2) * -(-width // 2)) > 0).float()
-            patched.set_model_patch(MultiTalkGetAttnMapPatch(masks), "attn1_patch")
-        return (patched,)
+    frames, height, width = latent["samples"].shape[2:]
+    patched, random = model.clone(), Random(3)
+    patched.model_options["transformer_options"]["audio_embeds"] = random(1, frames, 4 * speakers, 24)
+    patched.set_model_patch(MultiTalkCrossAttnPatch(model_patch, 1.5), "attn2_patch")
+    if speakers > 1:
+        masks = (random(2, -(-height // 2) * -(-width // 2)) > 0).float()
+        patched.set_model_patch(MultiTalkGetAttnMapPatch(masks), "attn1_patch")
+    return patched

@@ -12,6 +12,7 @@ from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 
 from .attention import sparse_block
+from .node import node
 
 FACTOR = 0.9
 """Every patch scales something by this factor, so that one that is silently skipped shows in the output."""
@@ -25,22 +26,6 @@ def _attn1_patch(model: ModelPatcher) -> None:
         return first["x"] * FACTOR if isinstance(first, dict) else {"q": first * FACTOR}
 
     model.set_model_attn1_patch(patch)
-
-
-def _attn1_output_patch(model: ModelPatcher) -> None:
-    model.set_model_attn1_output_patch(lambda attn, extra_options: attn * FACTOR)
-
-
-def _attn2_patch(model: ModelPatcher) -> None:
-    model.set_model_attn2_patch(lambda args: args["x"] * FACTOR)
-
-
-def _post_input(model: ModelPatcher) -> None:
-    model.set_model_post_input_patch(lambda args: {**args, "img": args["img"] * FACTOR})
-
-
-def _double_block(model: ModelPatcher) -> None:
-    model.set_model_double_block_patch(lambda args: {**args, "img": args["img"] * FACTOR})
 
 
 def _patches_replace(model: ModelPatcher) -> None:
@@ -65,20 +50,16 @@ def _model_function_wrapper(model: ModelPatcher) -> None:
     model.set_model_unet_function_wrapper(wrapper)
 
 
-def _diffusion_model_wrapper(model: ModelPatcher) -> None:
-    model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _scaled)
-
-
-def _apply_model_wrapper(model: ModelPatcher) -> None:
-    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _scaled)
-
-
 def _scaled(executor: Any, *args: Any, **kwargs: Any) -> Any:
     return executor(*args, **kwargs) * FACTOR
 
 
-def _post_cfg(model: ModelPatcher) -> None:
-    model.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * FACTOR)
+def _unchanged(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    return executor(*args, **kwargs)
+
+
+def _scaled_image(args: Any) -> Any:
+    return {**args, "img": args["img"] * FACTOR}
 
 
 def _object_patch(model: ModelPatcher) -> None:
@@ -141,16 +122,8 @@ def _for_a_call(model: ModelPatcher) -> None:
     model.set_model_unet_function_wrapper(wrapper)
 
 
-def _subclass(model: ModelPatcher) -> None:
-    model.__class__ = OtherPatcher
-
-
 def _no_recipe(model: ModelPatcher) -> None:
     model.cached_patcher_init = None
-
-
-def _foreign_recipe(model: ModelPatcher) -> None:
-    model.cached_patcher_init = (_no_recipe, (model,))
 
 
 def _other_class(model: ModelPatcher) -> None:
@@ -160,36 +133,12 @@ def _other_class(model: ModelPatcher) -> None:
         transformer.__class__ = type("OtherTransformer", (type(transformer),), {})
 
 
-def _unstamped(model: ModelPatcher) -> None:
-    vars(model.model).pop("context_parallel_notes", None)
-
-
-def _multigpu(model: ModelPatcher) -> None:
-    model.set_additional_models("multigpu", [model.clone()])
-
-
-def _unknown_option(model: ModelPatcher) -> None:
-    model.model_options["transformer_options"]["test_option"] = object()
-
-
 def _compile_eager(model: ModelPatcher) -> None:
     # As packs do whose nodes have more inputs than ComfyUI's own: blocks where they know their name, else the whole model.
     transformer = model.model.diffusion_model
     named = [name for name in ("blocks", "double_blocks") if hasattr(transformer, name)]
     keys = [f"diffusion_model.{named[0]}.{number}" for number in range(2)] if named else ["diffusion_model"]
     set_torch_compile_wrapper(model=model, backend="eager", dynamic=True, keys=keys)
-
-
-def _compile_option(model: ModelPatcher) -> None:
-    set_torch_compile_wrapper(model=model, backend="inductor", options={"cpp.cxx": "/tmp/evil"})
-
-
-def _compile_alone(model: ModelPatcher) -> None:
-    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "torch.compile", lambda executor, *args, **kwargs: executor(*args, **kwargs))
-
-
-def _sparse_block(model: ModelPatcher) -> None:
-    model.set_model_patch_replace(sparse_block(), "dit", "double_block", 0)
 
 
 def _recorded(model: ModelPatcher) -> None:
@@ -204,40 +153,41 @@ def _recorded(model: ModelPatcher) -> None:
     model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, wrapper)
 
 
-KINDS: dict[str, Callable[[ModelPatcher], None]] = {
+KINDS: dict[str, Callable[[ModelPatcher], Any]] = {
     "attn1_patch": _attn1_patch,
-    "attn1_output_patch": _attn1_output_patch,
-    "attn2_patch": _attn2_patch,
-    "post_input": _post_input,
-    "double_block": _double_block,
+    "attn1_output_patch": lambda model: model.set_model_attn1_output_patch(lambda attn, extra_options: attn * FACTOR),
+    "attn2_patch": lambda model: model.set_model_attn2_patch(lambda args: args["x"] * FACTOR),
+    "post_input": lambda model: model.set_model_post_input_patch(_scaled_image),
+    "double_block": lambda model: model.set_model_double_block_patch(_scaled_image),
     "patches_replace": _patches_replace,
     "attention_override": _attention_override,
     "model_function_wrapper": _model_function_wrapper,
-    "diffusion_model_wrapper": _diffusion_model_wrapper,
-    "apply_model_wrapper": _apply_model_wrapper,
-    "post_cfg": _post_cfg,
+    "diffusion_model_wrapper": lambda model: model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _scaled),
+    "apply_model_wrapper": lambda model: model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _scaled),
+    "post_cfg": lambda model: model.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * FACTOR),
     "object_patch": _object_patch,
     "injection": _injection,
     "weight_function": _weight_function,
     "on_load": _on_load,
     "changed_weight": _changed_weight,
     "for_a_call": _for_a_call,
-    "subclass": _subclass,
+    "subclass": lambda model: setattr(model, "__class__", OtherPatcher),
     "no_recipe": _no_recipe,
-    "foreign_recipe": _foreign_recipe,
-    "unstamped": _unstamped,
-    "multigpu": _multigpu,
+    "foreign_recipe": lambda model: setattr(model, "cached_patcher_init", (_no_recipe, (model,))),
+    "unstamped": lambda model: vars(model.model).pop("context_parallel_notes", None),
+    "multigpu": lambda model: model.set_additional_models("multigpu", [model.clone()]),
     "other_class": _other_class,
-    "unknown_option": _unknown_option,
+    "unknown_option": lambda model: model.model_options["transformer_options"].update(test_option=object()),
     "compile_eager": _compile_eager,
-    "compile_option": _compile_option,
-    "compile_alone": _compile_alone,
+    "compile_option": lambda model: set_torch_compile_wrapper(model=model, backend="inductor", options={"cpp.cxx": "/tmp/evil"}),
+    "compile_alone": lambda model: model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "torch.compile", _unchanged),
     "recorded": _recorded,
-    "sparse_block": _sparse_block,
+    "sparse_block": lambda model: model.set_model_patch_replace(sparse_block(), "dit", "double_block", 0),
 }
 
 
-class TestPatch:
+@node("MODEL", model="MODEL", kind=list(KINDS))
+def TestPatch(model: Any, kind: str) -> Any:
     """Patch a clone of the model, in the way `kind` names.
 
     Above the denoise call: `model_function_wrapper`, `apply_model_wrapper`, `post_cfg`. Around it:
@@ -249,16 +199,6 @@ class TestPatch:
     `recorded` fails where ComfyUI records what is allocated. `unknown_option` adds an object to the transformer options that no
     model reads, so the output does not change.
     """
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"model": ("MODEL",), "kind": (list(KINDS),)}}
-
-    RETURN_TYPES = ("MODEL",)
-    FUNCTION = "patch"
-    CATEGORY = "test"
-
-    def patch(self, model: Any, kind: Any) -> tuple[Any, ...]:
-        patched = model.clone()
-        KINDS[kind](patched)
-        return (patched,)
+    patched = model.clone()
+    KINDS[kind](patched)
+    return patched

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .conditioning import Random, TestConditioning
+from .node import node
 
 
 class Codec:
@@ -49,26 +50,10 @@ class Codec:
         return torch.stack([group.mean(0) for group in groups if len(group)], 1)[None]
 
 
-class TestCodec:
+@node("VAE")
+def TestCodec(seed: int = 0, channels: int = 16, space: int = 8, time: int = 4) -> Codec:
     """A VAE of pixels, of any compression and number of channels."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {
-            "required": {
-                "seed": ("INT", {"default": 0}),
-                "channels": ("INT", {"default": 16, "min": 1, "max": 1024}),
-                "space": ("INT", {"default": 8, "min": 1, "max": 64}),
-                "time": ("INT", {"default": 4, "min": 0, "max": 16}),
-            }
-        }
-
-    RETURN_TYPES = ("VAE",)
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    def make(self, seed: int, channels: int, space: int, time: int) -> tuple[Any, ...]:
-        return (Codec(seed, channels, space, time),)
+    return Codec(seed, channels, space, time)
 
 
 class Fixed:
@@ -83,50 +68,28 @@ class Fixed:
         return self.latent.clone()
 
 
-class TestSound:
+@node("AUDIO", "VAE", "AUDIO_ENCODER_OUTPUT")
+def TestSound(
+    seed: int = 0, latent: str = "[1, 8, 4, 16]", features: str = "[2, 50, 32]", feature: str = "[1, 8, 35]", fps: float = 30.0
+) -> tuple[Any, ...]:
     """A sound, a VAE for it, and what an encoder of sounds would have given.
 
     `latent` is the shape of the VAE's latent, `features` those of the encoder's layers: layers, steps, width. `feature` and
     `fps` make the output that WanDancer's encoder gives.
     """
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {
-            "required": {"seed": ("INT", {"default": 0})},
-            "optional": {
-                "latent": ("STRING", {"default": "[1, 8, 4, 16]"}),
-                "features": ("STRING", {"default": "[2, 50, 32]"}),
-                "feature": ("STRING", {"default": "[1, 8, 35]"}),
-                "fps": ("FLOAT", {"default": 30.0}),
-            },
-        }
-
-    RETURN_TYPES = ("AUDIO", "VAE", "AUDIO_ENCODER_OUTPUT")
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    def make(
-        self,
-        seed: int,
-        latent: str = "[1, 8, 4, 16]",
-        features: str = "[2, 50, 32]",
-        feature: str = "[1, 8, 35]",
-        fps: float = 30.0,
-    ) -> tuple[Any, ...]:
-        random = Random(seed)
-        sound = {"waveform": random(1, 2, 1600), "sample_rate": Fixed.audio_sample_rate}
-        vae = Fixed(random(*json.loads(latent)))
-        layers, steps, width = json.loads(features)
-        encoded = [random(1, steps, width) for _ in range(layers)]
-        output = {
-            "encoded_audio_all_layers": encoded,
-            "encoded_audio": encoded[-1],
-            "audio_samples": steps * 320,
-            "audio_feature": random(*json.loads(feature)),
-            "fps": fps,
-        }
-        return sound, vae, output
+    random = Random(seed)
+    sound = {"waveform": random(1, 2, 1600), "sample_rate": Fixed.audio_sample_rate}
+    vae = Fixed(random(*json.loads(latent)))
+    layers, steps, width = json.loads(features)
+    encoded = [random(1, steps, width) for _ in range(layers)]
+    output = {
+        "encoded_audio_all_layers": encoded,
+        "encoded_audio": encoded[-1],
+        "audio_samples": steps * 320,
+        "audio_feature": random(*json.loads(feature)),
+        "fps": fps,
+    }
+    return sound, vae, output
 
 
 class Encoder:
@@ -140,23 +103,13 @@ class Encoder:
 
     def encode_from_tokens_scheduled(self, tokens: dict[str, Any]) -> list[Any]:
         seed = int.from_bytes(tokens["text"].encode(), "little") % 1000003
-        return TestConditioning().make(seed=seed, **self.settings)[0]
+        return TestConditioning.function(seed=seed, **self.settings)
 
 
-class TestEncoder:
+@node("CLIP")
+def TestEncoder(tokens: int = 12, width: int = 64, extra: str = "{}") -> Encoder:
     """A text encoder that gives what TestConditioning gives."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        inputs = TestConditioning.INPUT_TYPES()
-        return {"required": {name: inputs["required"][name] for name in ("tokens", "width")}, "optional": inputs["optional"]}
-
-    RETURN_TYPES = ("CLIP",)
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    def make(self, nonce: Any = 0, **settings: Any) -> tuple[Any, ...]:
-        return (Encoder(**settings),)
+    return Encoder(tokens=tokens, width=width, extra=extra)
 
 
 class Vision:
@@ -181,60 +134,26 @@ class _Constant(torch.nn.Module):
         return (self.hidden_states,)
 
 
-class TestVision:
+@node("CLIP_VISION_OUTPUT", "CLIP_VISION")
+def TestVision(seed: int = 0, tokens: int = 257, width: int = 1280) -> tuple[Any, ...]:
     """An image encoder, and what it gives for every image: `tokens` of a `width`, and one embedding of that width."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {
-            "required": {
-                "seed": ("INT", {"default": 0}),
-                "tokens": ("INT", {"default": 257, "min": 1, "max": 8192}),
-                "width": ("INT", {"default": 1280, "min": 1, "max": 16384}),
-            }
-        }
-
-    RETURN_TYPES = ("CLIP_VISION_OUTPUT", "CLIP_VISION")
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    def make(self, seed: int, tokens: int, width: int) -> tuple[Any, ...]:
-        random, output = Random(seed), comfy.clip_vision.Output()
-        output.last_hidden_state = output.penultimate_hidden_states = random(1, tokens, width)
-        output.image_embeds = random(1, width)
-        return output, Vision(output)
+    random, output = Random(seed), comfy.clip_vision.Output()
+    output.last_hidden_state = output.penultimate_hidden_states = random(1, tokens, width)
+    output.image_embeds = random(1, width)
+    return output, Vision(output)
 
 
-class TestSplats:
+@node("VAE")
+def TestSplats() -> Any:
     """A decoder of splats that knows its sizes and decodes nothing."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {}}
-
-    RETURN_TYPES = ("VAE",)
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    def make(self) -> tuple[Any, ...]:
-        sizes = SimpleNamespace(gaussians_per_point=32, gs=SimpleNamespace(model_channels=64))
-        return (SimpleNamespace(first_stage_model=sizes, vae_dtype=torch.float32),)
+    sizes = SimpleNamespace(gaussians_per_point=32, gs=SimpleNamespace(model_channels=64))
+    return SimpleNamespace(first_stage_model=sizes, vae_dtype=torch.float32)
 
 
-class TestSaveModelPatch:
+@node(model_patch="MODEL_PATCH")
+def TestSaveModelPatch(model_patch: Any, name: str = "patch.safetensors") -> dict[str, Any]:
     """Write a model patch into a file of the folder `model_patches`, for Load Model Patch."""
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"model_patch": ("MODEL_PATCH",), "name": ("STRING", {"default": "patch.safetensors"})}}
-
-    RETURN_TYPES = ()
-    OUTPUT_NODE = True
-    FUNCTION = "save"
-    CATEGORY = "test"
-
-    def save(self, model_patch: Any, name: str) -> dict[str, Any]:
-        folder = Path(folder_paths.get_folder_paths("model_patches")[0])
-        folder.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file({k: v.contiguous() for k, v in model_patch.model.state_dict().items()}, folder / name)
-        return {"ui": {}}
+    folder = Path(folder_paths.get_folder_paths("model_patches")[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file({k: v.contiguous() for k, v in model_patch.model.state_dict().items()}, folder / name)
+    return {"ui": {}}

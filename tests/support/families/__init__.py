@@ -104,6 +104,32 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
+def denoise(
+    batch: int, latent: tuple[int, ...], text: int, width: int = 48, time: str = "timestep", most: float = 0.9, **more: Any
+) -> dict[str, Any]:
+    """What nearly every forward takes: a latent, one timestep per item of the batch, and the text.
+
+    Args:
+        latent: shape of `x` without the batch.
+        text, width: tokens of `context`, and their channels.
+        time, most: name of the timesteps, and the largest; the smallest is a third of it.
+        more: other arguments.
+    """
+    timesteps = torch.linspace(most / 3, most, batch)
+    return {"x": normal(batch, *latent), time: timesteps, "context": normal(batch, text, width), **more}
+
+
+def fan_in(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
+    """Values for `Model.init`: convolutions have kernels, which the default scale forgets."""
+    return values / parameter[0].numel() ** 0.5 if parameter.ndim > 2 else None
+
+
+def residuals(batch: int = 1, tokens: int = 36, outputs: int = 2) -> dict[str, list[Tensor | None]]:
+    """What ComfyUI makes of a ControlNet: some blocks get nothing, some share what they get, the list may be too long."""
+    shared = normal(batch, tokens, 128, seed=8)
+    return {"input": [None, normal(batch, tokens, 128, seed=7)], "middle": [], "output": [shared] * outputs}
+
+
 def text_mask(batch: int, text: int, seed: int = 3) -> Tensor:
     """A key mask `[B, text]`, 0 and 1, that leaves out some tokens, never the first."""
     mask = (torch.rand(batch, text, generator=torch.Generator().manual_seed(seed)) > 0.4).long()

@@ -1,13 +1,10 @@
 """ACE-Step 1. Its encoder of lyrics has one size only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, fan_in, normal
 
 CLASS = "comfy.ldm.ace.model.ACEStepTransformer2DModel"
 ACE = dict(
@@ -16,20 +13,14 @@ ACE = dict(
 )  # fmt: skip
 
 
-def init(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
-    """Convolutions have kernels, which the default scale forgets."""
-    return values / parameter[0].numel() ** 0.5 if parameter.ndim > 2 else None
-
-
-MODELS = {"ace": Model(CLASS, ACE, "ACEStep", {"audio_model": "ace"}, init)}
+MODELS = {"ace": Model(CLASS, ACE, "ACEStep", {"audio_model": "ace"}, fan_in)}
 
 
 def ace(batch: int = 1, length: int = 24, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(
+    return dict(
         x=normal(batch, 8, 16, length), timestep=torch.linspace(100.0, 900.0, batch), context=normal(batch, text, 48),
         speaker_embeds=normal(batch, 512), lyric_token_idx=torch.arange(batch * 9).view(batch, 9) % 40, lyrics_strength=0.9,
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 CASES = [

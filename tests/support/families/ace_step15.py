@@ -1,13 +1,11 @@
 """ACE-Step 1.5: text to music, covers, null embeddings. More tokens than the window of every other layer reaches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise, normal
 
 CLASS = "comfy.ldm.ace.ace_step15.AceStepConditionGenerationModel"
 ACE = dict(
@@ -25,22 +23,15 @@ def init(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
 UNET = {"audio_model": "ace1.5"}
 MODELS = {
     "ace 1.5": Model(CLASS, ACE, "ACEStep15", UNET, init),
-    "ace 1.5 3 heads": Model(
-        CLASS,
-        dict(ACE, num_heads=3, num_kv_heads=3, encoder_num_heads=3, hidden_size=48, sliding_window=5),
-        "ACEStep15",
-        UNET,
-        init,
-    ),
-}
+    "ace 1.5 3 heads": Model(CLASS, dict(ACE, num_heads=3, num_kv_heads=3, encoder_num_heads=3, hidden_size=48, sliding_window=5),
+        "ACEStep15", UNET, init),
+}  # fmt: skip
 
 
 def ace(batch: int = 1, length: int = 64, text: int = 7, lyrics: int = 9, **extra: Any) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, 64, length), timestep=torch.linspace(0.3, 0.9, batch), context=normal(batch, text, 48),
-        lyric_embed=normal(batch, lyrics, 48), refer_audio=normal(batch, 64, length), is_covers=False,
-    )  # fmt: skip
-    return {**call, **extra}
+    return denoise(
+        batch, (64, length), text, lyric_embed=normal(batch, lyrics, 48), refer_audio=normal(batch, 64, length), is_covers=False,
+    ) | extra  # fmt: skip
 
 
 CODES = torch.tensor([[5, 63999, 1234, 20000]])
@@ -57,8 +48,6 @@ CASES = [
 ]
 SERVED = [
     Served("ace_step_15", "ace 1.5", (64, 600), 7, 48, {"conditioning_lyrics": (1, 9, 48)}),
-    Served(
-        "ace_step_15_cover", "ace 1.5", (64, 63), 7, 48,
-        {"conditioning_lyrics": (1, 9, 48), "reference_audio_timbre_latents": [(1, 64, 63)]},
-    ),
+    Served("ace_step_15_cover", "ace 1.5", (64, 63), 7, 48,
+        {"conditioning_lyrics": (1, 9, 48), "reference_audio_timbre_latents": [(1, 64, 63)]}),
 ]  # fmt: skip

@@ -1,7 +1,5 @@
 """Anima. Its text adapter, which runs before the sharded forward, has no sizes to choose: half a gigabyte."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

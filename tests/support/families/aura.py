@@ -1,12 +1,8 @@
 """AuraFlow."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import torch
-
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise, normal
 
 AURA = dict(cond_seq_dim=48, max_seq=16 * 16, n_double_layers=2, n_layers=4, dim=128, n_heads=2, global_conddim=128)
 MODELS = {
@@ -16,8 +12,7 @@ MODELS = {
 
 
 def aura(batch: int = 1, height: int = 12, width: int = 12, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(x=normal(batch, 4, height, width), timestep=torch.linspace(0.3, 0.9, batch), context=normal(batch, text, 48))
-    return {**call, **extra}
+    return denoise(batch, (4, height, width), text) | extra
 
 
 CASES = [

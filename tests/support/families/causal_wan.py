@@ -1,7 +1,5 @@
 """Wan for autoregressive sampling, under any other sampler."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from . import Case, Served

@@ -1,12 +1,10 @@
 """Chroma and Chroma Radiance."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from . import Case, Model, Served, joint_mask, normal
+from . import Case, Model, Served, denoise, joint_mask, residuals
 
 CHROMA = dict(
     in_channels=64, out_channels=64, context_in_dim=48, hidden_size=128, mlp_ratio=2.0, num_heads=2, depth=2, depth_single_blocks=2,
@@ -32,21 +30,11 @@ MODELS = {
 
 
 def chroma(batch: int = 1, height: int = 12, width: int = 12, text: int = 7, channels: int = 16, **extra: Any) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, channels, height, width), timestep=torch.linspace(0.3, 0.9, batch), context=normal(batch, text, 48),
-        guidance=torch.zeros(batch),
-    )  # fmt: skip
-    return {**call, **extra}
+    return denoise(batch, (channels, height, width), text, guidance=torch.zeros(batch)) | extra
 
 
 def pixels(batch: int = 1, height: int = 24, width: int = 20, **extra: Any) -> dict[str, Any]:
     return chroma(batch, height, width, channels=3, **extra)
-
-
-def control(batch: int, tokens: int) -> dict[str, Any]:
-    """The last block of either kind gets one too, and shares it with the block before."""
-    shared = normal(batch, tokens, 128, seed=8)
-    return {"input": [None, normal(batch, tokens, 128, seed=7)], "middle": [], "output": [shared, shared]}
 
 
 # Every weight of the last layers is a function of a token: six factors multiply, and each has the rounding of a whole transformer.
@@ -57,14 +45,14 @@ CASES = [
     Case("chroma batch 2 odd size", "chroma", lambda: chroma(batch=2, height=13, width=9, text=5)),
     Case("chroma one text token", "chroma", lambda: chroma(text=1)),
     Case("chroma mask", "chroma", lambda: chroma(attention_mask=joint_mask(1, 7, 36)), ("attention_mask",)),
-    Case("chroma control", "chroma", lambda: chroma(control=control(1, 36)), ("control",)),
-    Case("chroma control batch 2", "chroma", lambda: chroma(2, 13, 9, control=control(2, 35)), ("control",)),
+    Case("chroma control", "chroma", lambda: chroma(control=residuals(1, 36)), ("control",)),
+    Case("chroma control batch 2", "chroma", lambda: chroma(2, 13, 9, control=residuals(2, 35)), ("control",)),
     Case("radiance", "radiance", pixels, tolerance=HEAD),
     Case("radiance batch 2 odd size", "radiance", lambda: pixels(batch=2, height=17, width=19, text=5), tolerance=HEAD),
     Case("radiance x0", "radiance x0", lambda: pixels(text=8), tolerance=HEAD),
     Case("radiance x0 batch 2", "radiance x0", lambda: pixels(batch=2), tolerance=HEAD),
     Case("radiance mask", "radiance", lambda: pixels(attention_mask=joint_mask(1, 7, 30)), ("attention_mask",), tolerance=HEAD),
-    Case("radiance control", "radiance", lambda: pixels(control=control(1, 30)), ("control",), tolerance=HEAD),
+    Case("radiance control", "radiance", lambda: pixels(control=residuals(1, 30)), ("control",), tolerance=HEAD),
     Case("radiance options", "radiance", pixels, options={"chroma_radiance_options": {"nerf_tile_size": 0}}, tolerance=HEAD),
 ]
 SERVED = [

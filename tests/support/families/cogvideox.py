@@ -1,12 +1,10 @@
 """CogVideoX 1.0 and 1.5: text to video, image to video, inpainting."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise
 
 CLASS = "comfy.ldm.cogvideo.model.CogVideoXTransformer3DModel"
 COG = dict(
@@ -28,11 +26,7 @@ MODELS = {
 def cogvideox(
     batch: int = 1, frames: int = 3, height: int = 8, width: int = 10, text: int = 7, channels: int = 16, **extra: Any
 ) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, channels, frames, height, width), timestep=torch.linspace(300.0, 900.0, batch),
-        context=normal(batch, text, 48),
-    )  # fmt: skip
-    return {**call, **extra}
+    return denoise(batch, (channels, frames, height, width), text, most=900.0) | extra
 
 
 CASES = [
@@ -41,14 +35,10 @@ CASES = [
     Case("cogvideox one frame, one text token", "cogvideox", lambda: cogvideox(frames=1, text=1)),
     Case("cogvideox without rotation", "cogvideox 2b", lambda: cogvideox(height=7)),
     Case("cogvideox learned positions", "cogvideox i2v", lambda: cogvideox(channels=32)),
-    Case(
-        "cogvideox 1.5 image to video",
-        "cogvideox 1.5 i2v",
-        lambda: cogvideox(channels=32, frames=5, width=9, ofs=torch.tensor([2.0])),
-        ("ofs",),
-    ),
+    Case("cogvideox 1.5 image to video", "cogvideox 1.5 i2v",
+        lambda: cogvideox(channels=32, frames=5, width=9, ofs=torch.tensor([2.0])), ("ofs",)),
     Case("cogvideox inpaint batch 2", "cogvideox inpaint", lambda: cogvideox(batch=2, channels=48, frames=5, height=9)),
-]
+]  # fmt: skip
 SERVED = [
     Served("cogvideox", "cogvideox", (16, 3, 8, 10), 7, 48, cfg=2.0),
     Served("cogvideox-i2v", "cogvideox 1.5 i2v", (16, 4, 8, 10), 7, 48, {"concat_latent_image": (1, 16, 1, 8, 10)}),

@@ -1,13 +1,11 @@
 """Cosmos 1: text and image to video."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise, normal
 
 COSMOS = dict(
     max_img_h=240, max_img_w=240, max_frames=128, in_channels=16, out_channels=16, patch_spatial=2, patch_temporal=1,
@@ -34,10 +32,7 @@ MODELS = {
 def cosmos(
     batch: int = 1, frames: int = 3, height: int = 8, width: int = 10, text: int = 6, channels: int = 16, **extra: Any
 ) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, channels, frames, height, width), timesteps=torch.linspace(0.3, 0.9, batch), context=normal(batch, text, 48)
-    )
-    return {**call, **extra}
+    return denoise(batch, (channels, frames, height, width), text, time="timesteps") | extra
 
 
 CASES = [

@@ -1,12 +1,10 @@
 """Cosmos Predict2: text to image, image to video."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise, normal
 
 PREDICT2 = dict(
     max_img_h=240, max_img_w=240, max_frames=128, in_channels=16, out_channels=16, patch_spatial=2, patch_temporal=1,
@@ -21,19 +19,15 @@ CLS = "comfy.ldm.cosmos.predict2.MiniTrainDIT"
 MODELS = {
     "cosmos predict2": Model(CLS, PREDICT2, "CosmosT2IPredict2", {"image_model": "cosmos_predict2"}),
     "cosmos predict2 video": Model(CLS, VIDEO, "CosmosI2VPredict2", {"image_model": "cosmos_predict2"}),
-    "cosmos predict2 plain": Model(
-        CLS, dict(PREDICT2, use_adaln_lora=False, patch_temporal=2), "CosmosT2IPredict2", {"image_model": "cosmos_predict2"}
-    ),
-}
+    "cosmos predict2 plain": Model(CLS, dict(PREDICT2, use_adaln_lora=False, patch_temporal=2), "CosmosT2IPredict2",
+        {"image_model": "cosmos_predict2"}),
+}  # fmt: skip
 
 
 def predict2(
     batch: int = 1, frames: int = 1, height: int = 8, width: int = 10, text: int = 6, channels: int = 16, **extra: Any
 ) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, channels, frames, height, width), timesteps=torch.linspace(0.3, 0.9, batch), context=normal(batch, text, 48)
-    )
-    return {**call, **extra}
+    return denoise(batch, (channels, frames, height, width), text, time="timesteps") | extra
 
 
 def video(frames: int = 3, **extra: Any) -> dict[str, Any]:
@@ -51,12 +45,9 @@ CASES = [
     Case("predict2 video batch 2 odd", "cosmos predict2 video", lambda: video(batch=2, frames=2, height=7, width=9)),
     Case("predict2 video fps", "cosmos predict2 video", lambda: video(fps=torch.tensor([12.0])), ("fps",)),
     Case("predict2 video per-frame timesteps", "cosmos predict2 video", lambda: video(timesteps=torch.tensor([[0.0, 0.4, 0.9]]))),
-    Case(
-        "predict2 video per-frame timesteps batch 2",
-        "cosmos predict2 video",
-        lambda: video(batch=2, height=7, width=9, timesteps=torch.tensor([[0.0, 0.4, 0.9], [0.1, 0.2, 0.3]])),
-    ),
-]
+    Case("predict2 video per-frame timesteps batch 2", "cosmos predict2 video",
+        lambda: video(batch=2, height=7, width=9, timesteps=torch.tensor([[0.0, 0.4, 0.9], [0.1, 0.2, 0.3]]))),
+]  # fmt: skip
 SERVED = [
     Served("cosmos predict2", "cosmos predict2", (16, 1, 16, 16), 12, 48),
     Served("cosmos predict2 video", "cosmos predict2 video", (16, 3, 8, 8), 12, 48, {"frame_rate": 12}),

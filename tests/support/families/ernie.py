@@ -1,13 +1,10 @@
 """ERNIE-Image."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise
 
 ERNIE = dict(
     hidden_size=128, num_attention_heads=2, num_layers=2, ffn_hidden_size=192, in_channels=128, out_channels=128, patch_size=1,
@@ -29,11 +26,7 @@ MODELS = {
 
 
 def ernie(batch: int = 1, height: int = 6, width: int = 6, text: int = 7, width_of_text: int = 48, **extra: Any) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, 128, height, width), timesteps=torch.linspace(300.0, 900.0, batch),
-        context=normal(batch, text, width_of_text),
-    )  # fmt: skip
-    return {**call, **extra}
+    return denoise(batch, (128, height, width), text, width_of_text, time="timesteps", most=900.0) | extra
 
 
 CASES = [

@@ -1,12 +1,10 @@
 """Flux 1, Kontext, Fill, Flux 2 and Klein."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from . import Case, Model, Served, joint_mask, normal
+from . import Case, Model, Served, denoise, joint_mask, normal, residuals
 
 FLUX = dict(
     in_channels=16, out_channels=16, vec_in_dim=32, context_in_dim=48, hidden_size=128, mlp_ratio=2.0, num_heads=2, depth=2,
@@ -33,21 +31,11 @@ MODELS = {
 
 
 def flux(batch: int = 1, height: int = 12, width: int = 12, text: int = 7, channels: int = 16, **extra: Any) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, channels, height, width), timestep=torch.linspace(0.3, 0.9, batch), context=normal(batch, text, 48),
-        y=normal(batch, 32), guidance=torch.full((batch,), 3.5),
-    )  # fmt: skip
-    return {**call, **extra}
+    return denoise(batch, (channels, height, width), text, y=normal(batch, 32), guidance=torch.full((batch,), 3.5)) | extra
 
 
 def flux_2(batch: int = 1, **extra: Any) -> dict[str, Any]:
     return {**flux(batch, channels=128, height=6, width=6), "y": None, **extra}
-
-
-def control(batch: int = 1, tokens: int = 36) -> dict[str, Any]:
-    """Residuals as ComfyUI merges them: some blocks get none, some share one, the list may end early or be too long."""
-    shared = normal(batch, tokens, 128, seed=8)
-    return {"input": [None, normal(batch, tokens, 128, seed=7)], "middle": [], "output": [shared, shared, shared]}
 
 
 REFS = [normal(1, 16, 8, 6, seed=5), normal(1, 16, 5, 7, seed=6)]
@@ -65,52 +53,38 @@ CASES = [
     Case("flux mask batch 2", "flux", lambda: flux(batch=2, attention_mask=joint_mask(2, 7, 36)), ("attention_mask",)),
     Case("flux additive mask", "flux", lambda: flux(attention_mask=normal(1, 43, 43)), ("attention_mask",)),
     Case("flux scaled positions", "flux", flux, options={"rope_options": {"scale_x": 0.7, "scale_y": 1.3, "shift_t": 1.0}}),
-    Case("flux control", "flux", lambda: flux(control=control()), ("control",)),
-    Case("flux control batch 2 odd size", "flux", lambda: flux(2, 13, 9, control=control(2, 35)), ("control",)),
-    Case("flux control of one for a batch", "flux", lambda: flux(batch=3, control=control(1)), ("control",)),
-    Case("kontext control", "flux", lambda: flux(ref_latents=REFS, control=control()), ("control", "ref_latents")),
-    Case("kontext control of part", "flux", lambda: flux(ref_latents=REFS, control=control(tokens=5)), ("control",)),
+    Case("flux control", "flux", lambda: flux(control=residuals(outputs=3)), ("control",)),
+    Case("flux control batch 2 odd size", "flux", lambda: flux(2, 13, 9, control=residuals(2, 35, outputs=3)), ("control",)),
+    Case("flux control of one for a batch", "flux", lambda: flux(batch=3, control=residuals(1, outputs=3)), ("control",)),
+    Case("kontext control", "flux", lambda: flux(ref_latents=REFS, control=residuals(outputs=3)), ("control", "ref_latents")),
+    Case("kontext control of part", "flux", lambda: flux(ref_latents=REFS, control=residuals(tokens=5, outputs=3)), ("control",)),
     Case("kontext offset", "flux", lambda: flux(ref_latents=REFS), ("ref_latents",)),
     Case("kontext index", "flux", lambda: flux(ref_latents=REFS, ref_latents_method="index"), ("ref_latents_method",)),
     Case("kontext uxo", "flux", lambda: flux(ref_latents=REFS, ref_latents_method="uxo"), ("ref_latents_method",)),
-    Case(
-        "kontext batch 2", "flux", lambda: flux(batch=2, ref_latents=[normal(2, 16, 8, 6), normal(2, 16, 5, 7)]), ("ref_latents",)
-    ),
-    Case(
-        "kontext timestep zero",
-        "flux 2",
-        lambda: flux_2(ref_latents=REFS_2[:1], ref_latents_method="index_timestep_zero"),
-        ("ref_latents_method",),
-    ),
-    Case(
-        "kontext timestep zero batch 2",
-        "klein",
+    Case("kontext batch 2", "flux", lambda: flux(batch=2, ref_latents=[normal(2, 16, 8, 6), normal(2, 16, 5, 7)]),
+        ("ref_latents",)),
+    Case("kontext timestep zero", "flux 2", lambda: flux_2(ref_latents=REFS_2[:1], ref_latents_method="index_timestep_zero"),
+        ("ref_latents_method",)),
+    Case("kontext timestep zero batch 2", "klein",
         lambda: flux_2(2, ref_latents=[r.repeat(2, 1, 1, 1) for r in REFS_2], ref_latents_method="index_timestep_zero"),
-        ("ref_latents_method",),
-    ),
+        ("ref_latents_method",)),
     Case("flux 2", "flux 2", flux_2),
     Case("flux 2 batch 2", "flux 2", lambda: flux_2(2)),
     Case("flux 2 reference", "flux 2", lambda: flux_2(ref_latents=REFS_2), ("ref_latents",)),
-    Case("flux 2 control", "flux 2", lambda: flux_2(ref_latents=REFS_2, control=control()), ("control",)),
+    Case("flux 2 control", "flux 2", lambda: flux_2(ref_latents=REFS_2, control=residuals(outputs=3)), ("control",)),
     Case("longcat", "longcat", lambda: flux(y=None, guidance=None), options={"rope_options": {"shift_t": 1.0, "shift_y": 7.0}}),
     Case("ovis batch 2", "ovis", lambda: flux(batch=2, y=None, guidance=None)),
-]
+]  # fmt: skip
 POOLED = {"pooled_output": (1, 32)}
 SERVED = [
     Served("flux", "flux", (16, 12, 10), 7, 48, {**POOLED, "guidance": 3.0}),
     Served("flux_kontext", "flux", (16, 9, 10), 7, 48, {**POOLED, "reference_latents": [(1, 16, 8, 6), (1, 16, 5, 7)]}),
     Served("flux_fill", "flux fill", (16, 12, 10), 7, 48, {**POOLED, "concat_latent_image": (1, 16, 12, 10)}),
     Served("flux_2", "flux 2", (128, 6, 5), 7, 48),
-    Served(
-        "klein_timestep_zero",
-        "klein",
-        (128, 6, 5),
-        7,
-        48,
-        {"reference_latents": [(1, 128, 4, 5)], "reference_latents_method": "index_timestep_zero"},
-    ),
+    Served("klein_timestep_zero", "klein", (128, 6, 5), 7, 48,
+        {"reference_latents": [(1, 128, 4, 5)], "reference_latents_method": "index_timestep_zero"}),
     Served("flux_redux", "flux redux", (16, 12, 10), 7, 4096, POOLED),  # as wide as the tokens of its style model
     Served("ovis", "ovis", (16, 12, 10), 7, 48),
     Served("longcat", "longcat", (16, 12, 10), 7, 48),
     Served("longcat_edit", "longcat", (16, 9, 10), 7, 48, {"reference_latents": [(1, 16, 8, 6)]}),
-]
+]  # fmt: skip

@@ -1,12 +1,8 @@
 """HiDream-I1 and E1."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import torch
-
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise, normal
 
 HIDREAM = dict(
     attention_head_dim=32, axes_dims_rope=[16, 8, 8], caption_channels=[48, 40], max_resolution=[128, 128], in_channels=16,
@@ -22,11 +18,10 @@ MODELS = {
 
 
 def hidream(batch: int = 1, height: int = 12, width: int = 12, t5: int = 5, llama: int = 6, **extra: Any) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, 16, height, width), t=torch.linspace(300.0, 900.0, batch), y=normal(batch, 24),
-        context=normal(batch, t5, 48), encoder_hidden_states_llama3=normal(batch, 3, llama, 40),
-    )  # fmt: skip
-    return {**call, **extra}
+    return denoise(
+        batch, (16, height, width), t5, time="t", most=900.0, y=normal(batch, 24),
+        encoder_hidden_states_llama3=normal(batch, 3, llama, 40),
+    ) | extra  # fmt: skip
 
 
 CASES = [

@@ -1,7 +1,5 @@
 """HiDream-O1."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -60,12 +58,6 @@ CASES = [
 ]
 SERVED = [
     Served("hidream o1", "hidream o1", (3, 64, 64), 4, 96, {"text_input_ids": torch.tensor([IDS])}),
-    Served(
-        "hidream o1 references",
-        "hidream o1",
-        (3, 64, 64),
-        4,
-        96,
-        {"text_input_ids": torch.tensor([IDS]), "reference_latents": [(1, 64, 64, 3)]},
-    ),
-]
+    Served("hidream o1 references", "hidream o1", (3, 64, 64), 4, 96,
+        {"text_input_ids": torch.tensor([IDS]), "reference_latents": [(1, 64, 64, 3)]}),
+]  # fmt: skip

@@ -1,12 +1,10 @@
 """Hunyuan3D 2 and 2.1."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise, normal
 
 HUNYUAN_3D_2 = dict(
     in_channels=64, context_in_dim=48, hidden_size=128, mlp_ratio=2.0, num_heads=2, depth=2, depth_single_blocks=2, qkv_bias=True,
@@ -28,8 +26,7 @@ MODELS = {
 
 
 def shape(batch: int = 1, tokens: int = 40, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(x=normal(batch, 64, tokens), timestep=torch.linspace(0.3, 0.9, batch), context=normal(batch, text, 48))
-    return {**call, **extra}
+    return denoise(batch, (64, tokens), text) | extra
 
 
 def shape_21(batch: int = 1, tokens: int = 40, **extra: Any) -> dict[str, Any]:

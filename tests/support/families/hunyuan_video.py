@@ -1,12 +1,10 @@
 """HunyuanVideo, HunyuanVideo 1.5 and HunyuanImage 2.1."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from . import Case, Model, Served, normal, text_mask
+from . import Case, Model, Served, denoise, normal, residuals, text_mask
 
 VIDEO = dict(
     in_channels=16, out_channels=16, patch_size=[1, 2, 2], vec_in_dim=32, context_in_dim=48, hidden_size=128, mlp_ratio=2.0,
@@ -42,11 +40,9 @@ MODELS = {
 def video(
     batch: int = 1, frames: int = 3, height: int = 8, width: int = 10, text: int = 7, channels: int = 16, **extra: Any
 ) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, channels, frames, height, width), timestep=torch.linspace(300.0, 900.0, batch),
-        context=normal(batch, text, 48), y=normal(batch, 32), guidance=torch.full((batch,), 6.0),
-    )  # fmt: skip
-    return {**call, **extra}
+    return denoise(
+        batch, (channels, frames, height, width), text, most=900.0, y=normal(batch, 32), guidance=torch.full((batch,), 6.0),
+    ) | extra  # fmt: skip
 
 
 def video_15(batch: int = 1, frames: int = 3, height: int = 4, width: int = 5, channels: int = 65, **extra: Any) -> dict[str, Any]:
@@ -63,11 +59,6 @@ def reference(batch: int = 1, height: int = 8, width: int = 10) -> dict[str, Any
 
 def guide(batch: int = 1) -> dict[str, Any]:
     return {"guiding_frame_index": torch.zeros(batch)}
-
-
-def control(batch: int, tokens: int) -> dict[str, Any]:
-    shared = normal(batch, tokens, 128, seed=8)
-    return {"input": [None, normal(batch, tokens, 128, seed=7)], "middle": [], "output": [shared, shared]}
 
 
 BYT5: dict[str, Any] = {"txt_byt5": normal(1, 5, 1472)}
@@ -88,46 +79,31 @@ CASES = [
     Case("video reference", "video", lambda: video(**reference()), ("ref_latent",)),
     Case("video reference of one token", "video", lambda: video(**reference(1, 2, 2)), ("ref_latent",)),
     # ComfyUI takes a reference, or a text mask, for one video at a time only; a guiding frame beside guidance, for one or two.
-    Case(
-        "video reference mask guiding frame",
-        "video",
-        lambda: video(attention_mask=text_mask(1, 7), **reference(), **guide()),
-        ("ref_latent", "guiding_frame_index", "attention_mask"),
-    ),
-    Case("video control", "video", lambda: video(control=control(1, 60)), ("control",)),
-    Case("video control reference", "video", lambda: video(control=control(1, 80), **reference()), ("control",)),
+    Case("video reference mask guiding frame", "video", lambda: video(attention_mask=text_mask(1, 7), **reference(), **guide()),
+        ("ref_latent", "guiding_frame_index", "attention_mask")),
+    Case("video control", "video", lambda: video(control=residuals(1, 60)), ("control",)),
+    Case("video control reference", "video", lambda: video(control=residuals(1, 80), **reference()), ("control",)),
     Case("video 1.5", "video 1.5", video_15),
     Case("video 1.5 batch 2", "video 1.5", lambda: video_15(batch=2, frames=1)),
     Case("video 1.5 mask", "video 1.5", lambda: video_15(attention_mask=text_mask(1, 7)), ("attention_mask",)),
     Case("video 1.5 byt5 vision", "video 1.5", lambda: video_15(**BYT5, **VISION), ("txt_byt5", "clip_fea")),
     Case("video 1.5 guiding frame", "video 1.5", lambda: video_15(**guide(), **VISION), ("guiding_frame_index",)),
     Case("video 1.5 sr", "video 1.5 sr", lambda: video_15(channels=98, **VISION), options=STEPS),
-    Case(
-        "video 1.5 sr batch 2",
-        "video 1.5 sr",
-        lambda: video_15(2, channels=98, disable_time_r=True),
-        ("disable_time_r",),
-        options=STEPS,
-    ),
+    Case("video 1.5 sr batch 2", "video 1.5 sr", lambda: video_15(2, channels=98, disable_time_r=True), ("disable_time_r",),
+        options=STEPS),
     Case("image", "image", image, options=STEPS),
     Case("image odd size", "image", lambda: image(height=5, width=7), options=STEPS),
     Case("image byt5", "image", lambda: image(**BYT5), ("txt_byt5",), options=STEPS),
     Case("image batch 2", "image", lambda: image(batch=2, txt_byt5=normal(2, 5, 1472)), ("txt_byt5",), options=STEPS),
     Case("image mask", "image", lambda: image(attention_mask=text_mask(1, 7)), ("attention_mask",), options=STEPS),
     Case("image refiner", "image refiner", lambda: video_15(channels=128, disable_time_r=True)),
-]
+]  # fmt: skip
 POOLED = {"pooled_output": (1, 32)}
 SERVED = [
     Served("hunyuan_video", "video", (16, 3, 8, 10), 7, 48, {**POOLED, "guidance": 6.0}),
     Served("hunyuan_video_i2v", "video i2v", (16, 3, 8, 10), 7, 48, {**POOLED, "guiding_frame_index": 0, "guidance": None}),
-    Served(
-        "hunyuan_video_15",
-        "video 1.5",
-        (32, 3, 4, 5),
-        7,
-        48,
-        {**POOLED, "conditioning_byt5small": (1, 5, 1472), "clip_vision_output": (1, 4, 40)},
-    ),
+    Served("hunyuan_video_15", "video 1.5", (32, 3, 4, 5), 7, 48,
+        {**POOLED, "conditioning_byt5small": (1, 5, 1472), "clip_vision_output": (1, 4, 40)}),
     Served("hunyuan_video_15_sr", "video 1.5 sr", (32, 3, 4, 5), 7, 48, POOLED),
     Served("hunyuan_image_21", "image", (64, 6, 5), 7, 48, {"conditioning_byt5small": (1, 5, 1472)}),
-]
+]  # fmt: skip

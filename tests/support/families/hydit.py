@@ -1,12 +1,10 @@
 """HunyuanDiT."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from . import Case, Model, Served, normal, text_mask
+from . import Case, Model, Served, denoise, normal, text_mask
 
 # Layers above the middle one take what an earlier layer left.
 HYDIT = dict(
@@ -20,12 +18,11 @@ MODELS = {
 
 
 def hydit(batch: int = 1, height: int = 12, width: int = 12, **extra: Any) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, 4, height, width), t=torch.linspace(300.0, 900.0, batch), context=normal(batch, 9, 48),
-        text_embedding_mask=text_mask(batch, 9), encoder_hidden_states_t5=normal(batch, 8, 64),
-        text_embedding_mask_t5=text_mask(batch, 8), image_meta_size=torch.tensor([[768.0, 768.0, 700.0, 500.0, 0.0, 0.0]] * batch),
-    )  # fmt: skip
-    return {**call, **extra}
+    return denoise(
+        batch, (4, height, width), 9, time="t", most=900.0, text_embedding_mask=text_mask(batch, 9),
+        encoder_hidden_states_t5=normal(batch, 8, 64), text_embedding_mask_t5=text_mask(batch, 8),
+        image_meta_size=torch.tensor([[768.0, 768.0, 700.0, 500.0, 0.0, 0.0]] * batch),
+    ) | extra  # fmt: skip
 
 
 def control(batch: int, tokens: int, layers: int) -> dict[str, Any]:

@@ -1,12 +1,8 @@
 """Ideogram 4."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import torch
-
-from . import Case, Model, Served, normal, text_mask
+from . import Case, Model, Served, denoise, text_mask
 
 IDEOGRAM = dict(
     in_channels=128, num_layers=2, num_attention_heads=3, attention_head_dim=32, intermediate_size=128, adaln_dim=64,
@@ -18,8 +14,7 @@ MODELS = {
 
 
 def ideogram4(batch: int = 1, height: int = 6, width: int = 5, text: int = 8, **extra: Any) -> dict[str, Any]:
-    call = dict(x=normal(batch, 128, height, width), timesteps=torch.linspace(0.3, 0.9, batch), context=normal(batch, text, 48))
-    return {**call, **extra}
+    return denoise(batch, (128, height, width), text, time="timesteps") | extra
 
 
 CASES = [
@@ -27,13 +22,9 @@ CASES = [
     Case("ideogram4 odd size batch 2", "ideogram4", lambda: ideogram4(batch=2, height=7, width=5, text=3)),
     Case("ideogram4 image only", "ideogram4", lambda: ideogram4(context=None)),
     Case("ideogram4 mask", "ideogram4", lambda: ideogram4(attention_mask=text_mask(1, 8)), ("attention_mask",)),
-    Case(
-        "ideogram4 mask batch 2",
-        "ideogram4",
-        lambda: ideogram4(batch=2, height=7, attention_mask=text_mask(2, 8)),
-        ("attention_mask",),
-    ),
-]
+    Case("ideogram4 mask batch 2", "ideogram4", lambda: ideogram4(batch=2, height=7, attention_mask=text_mask(2, 8)),
+        ("attention_mask",)),
+]  # fmt: skip
 SERVED = [
     Served("ideogram4", "ideogram4", (128, 6, 5), 8, 48, cfg=2.0),
     Served("ideogram4-mask", "ideogram4", (128, 6, 5), 8, 48, {"attention_mask": text_mask(1, 8)}),

@@ -1,7 +1,5 @@
 """JoyImage, also with reference images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -17,11 +15,10 @@ MODELS = {"joyimage": Model("comfy.ldm.joyimage.model.JoyImageTransformer3DModel
 
 
 def joyimage(batch: int = 1, frames: int = 1, height: int = 12, width: int = 10, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(
+    return dict(
         hidden_states=normal(batch, 16, frames, height, width), timestep=torch.linspace(300.0, 900.0, batch),
         context=normal(batch, text, 48),
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 def references(batch: int = 1) -> list[Tensor]:

@@ -1,12 +1,8 @@
 """Lens."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import torch
-
-from . import Case, Model, Served, normal, text_mask
+from . import Case, Model, Served, denoise, normal, text_mask
 
 LENS = dict(
     in_channels=128, out_channels=32, num_layers=2, num_attention_heads=3, attention_head_dim=32, axes_dims_rope=(8, 12, 12),
@@ -15,15 +11,13 @@ LENS = dict(
 CLASS = "comfy.ldm.lens.model.LensTransformer2DModel"
 MODELS = {
     "lens": Model(CLASS, LENS, "Lens", {"image_model": "lens"}),
-    "lens one encoder layer": Model(
-        CLASS, dict(LENS, multi_layer_encoder_feature=False, enc_hidden_dim=48), "Lens", {"image_model": "lens"}
-    ),
-}
+    "lens one encoder layer": Model(CLASS, dict(LENS, multi_layer_encoder_feature=False, enc_hidden_dim=48), "Lens",
+        {"image_model": "lens"}),
+}  # fmt: skip
 
 
 def lens(batch: int = 1, height: int = 6, width: int = 5, text: int = 8, **extra: Any) -> dict[str, Any]:
-    call = dict(x=normal(batch, 128, height, width), timestep=torch.linspace(0.3, 0.9, batch), context=normal(batch, text, 48))
-    return {**call, **extra}
+    return denoise(batch, (128, height, width), text) | extra
 
 
 def residuals(batch: int = 1) -> dict[str, list[Any]]:

@@ -1,7 +1,5 @@
 """LTX-2: video with sound."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -43,15 +41,10 @@ def ltx2(
     batch: int = 1, frames: int = 3, height: int = 4, width: int = 5, sound: int = 7, text: int = 6, **extra: Any
 ) -> dict[str, Any]:
     timestep = torch.full((batch,), 0.6)
-    call = dict(
-        x=[normal(batch, 16, frames, height, width), normal(batch, 8, sound, 16)],
-        timestep=timestep,
-        a_timestep=timestep,
-        context=normal(batch, text, 96),
-        attention_mask=None,
-        frame_rate=25,
-    )
-    return {**call, **extra}
+    return dict(
+        x=[normal(batch, 16, frames, height, width), normal(batch, 8, sound, 16)], timestep=timestep, a_timestep=timestep,
+        context=normal(batch, text, 96), attention_mask=None, frame_rate=25,
+    ) | extra  # fmt: skip
 
 
 def per_token(batch: int = 1, tokens: int = 60) -> torch.Tensor:
@@ -119,12 +112,8 @@ CASES = [
     Case("ltx2 image to video batch 2", "ltx2 full", lambda: image_to_video(batch=2)),
     Case("ltx2 inpaint", "ltx2 full", inpaint, ("denoise_mask",)),
     Case("ltx2 reference audio", "ltx2 full", lambda: ltx2(ref_audio=REFERENCE), ("ref_audio",)),
-    Case(
-        "ltx2 reference audio timesteps",
-        "ltx2",
-        lambda: ltx2(batch=2, ref_audio=REFERENCE, a_timestep=per_token(2, 7)),
-        ("ref_audio",),
-    ),
+    Case("ltx2 reference audio timesteps", "ltx2", lambda: ltx2(batch=2, ref_audio=REFERENCE, a_timestep=per_token(2, 7)),
+        ("ref_audio",)),
     Case("ltx2 full", "ltx2 full", ltx2),
     Case("ltx2 connector", "ltx2 connector", lambda: ltx2(context=normal(1, 6, 144))),
     Case("ltx2 no cross attention", "ltx2", ltx2, options=APART),
@@ -139,27 +128,18 @@ CASES = [
     Case("ltx2.5", "ltx2.5", ltx25),
     Case("ltx2.5 plain batch 2", "ltx2.5 plain", lambda: ltx2(batch=2, context=normal(2, 6, 144))),
     Case("ltx2.5 generated", "ltx2.5", lambda: ltx25(generated_keyframes=generated(1, 2)), GENERATED),
-    Case(
-        "ltx2.5 generated and guides",
-        "ltx2.5",
+    Case("ltx2.5 generated and guides", "ltx2.5",
         lambda: guided25(dropped=20, entries=(WEAK, MASKED), generated_keyframes=generated(2, 1)),
-        (*GUIDES, *GENERATED, "keyframe_idxs"),
-    ),
+        (*GUIDES, *GENERATED, "keyframe_idxs")),
     # Self-attention that returns its values, in one block and in all of them: nothing is shared there.
     Case("ltx2.5 a block without self-attention", "ltx2.5", ltx25, options=STG),
     Case("ltx2.5 no self-attention, guides", "ltx2.5 plain", lambda: guided25(entries=(WEAK, MASKED)), options=ALL_STG),
     Case("ltx2.5 a block without self-attention, alone", "ltx2.5 plain", ltx25, options={**STG, **APART}),
-]
+]  # fmt: skip
 TEXT = {"frame_rate": 25, "unprocessed_ltxav_embeds": True}
 SERVED = [
     Served("ltx2", "ltx2 served", [(128, 3, 4, 4), (8, 10, 16)], 12, 96, {"frame_rate": 25}),
     Served("ltx2.5", "ltx2.5 served", [(128, 3, 4, 4), (8, 10, 16)], 12, 48, TEXT),
-    Served(
-        "ltx2.5 keyframes",
-        "ltx2.5 served",
-        [(128, 3, 4, 5), (8, 10, 16)],
-        12,
-        48,
-        {**TEXT, "generated_keyframes": generated(1, 2)},
-    ),
-]
+    Served("ltx2.5 keyframes", "ltx2.5 served", [(128, 3, 4, 5), (8, 10, 16)], 12, 48,
+        {**TEXT, "generated_keyframes": generated(1, 2)}),
+]  # fmt: skip

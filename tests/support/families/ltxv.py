@@ -1,13 +1,11 @@
 """LTX-Video: text and image to video, keyframes, attenuated guides."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import Case, Model, Served, normal, text_mask
+from . import Case, Model, Served, denoise, text_mask
 
 LTXV = dict(
     num_layers=2, attention_head_dim=32, num_attention_heads=4, cross_attention_dim=128, caption_channels=48, in_channels=16,
@@ -35,14 +33,7 @@ MODELS = {
 def ltxv(
     batch: int = 1, frames: int = 3, height: int = 4, width: int = 5, text: int = 6, channels: int = 16, **extra: Any
 ) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, channels, frames, height, width),
-        timestep=torch.linspace(0.3, 0.9, batch),
-        context=normal(batch, text, 48),
-        attention_mask=None,
-        frame_rate=25,
-    )
-    return {**call, **extra}
+    return denoise(batch, (channels, frames, height, width), text, attention_mask=None, frame_rate=25) | extra
 
 
 def per_token(batch: int = 1, tokens: int = 60) -> torch.Tensor:
@@ -96,13 +87,10 @@ CASES = [
     Case("ltxv one guide token", "ltxv 3 heads", lambda: keyframes(dropped=39, entries=(WEAK, WEAK)), GUIDES),
     Case("ltxv marked", "ltxv marked", ltxv),
     Case("ltxv marked, generated", "ltxv marked", lambda: ltxv(batch=2, generated_keyframes=generated(1, 2)), GENERATED),
-    Case(
-        "ltxv marked, generated and guides",
-        "ltxv marked",
+    Case("ltxv marked, generated and guides", "ltxv marked",
         lambda: keyframes(dropped=20, entries=(WEAK, MASKED), generated_keyframes=generated(2, 1)),
-        (*GUIDES, *GENERATED, "keyframe_idxs"),
-    ),
-]
+        (*GUIDES, *GENERATED, "keyframe_idxs")),
+]  # fmt: skip
 
 
 TEXT = {"frame_rate": 25, "attention_mask": torch.ones(1, 12, dtype=torch.long)}

@@ -1,13 +1,10 @@
 """Lumina 2, NewBie, Z-Image with omni references, and the pixel-space Z-Image."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise, normal
 
 CLASS = "comfy.ldm.lumina.model.NextDiT"
 LUMINA = dict(
@@ -42,11 +39,7 @@ MODELS = {
 
 
 def lumina(batch: int = 1, height: int = 12, width: int = 10, text: int = 7, channels: int = 16, **extra: Any) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, channels, height, width), timesteps=torch.linspace(0.3, 0.9, batch), context=normal(batch, text, 48),
-        num_tokens=text,
-    )  # fmt: skip
-    return {**call, **extra}
+    return denoise(batch, (channels, height, width), text, time="timesteps", num_tokens=text) | extra
 
 
 def mirror(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -67,42 +60,24 @@ CASES = [
     Case("z-image odd size batch 2", "z-image", lambda: lumina(batch=2, height=11, width=13, text=33)),
     Case("z-image omni", "z-image omni", lambda: lumina(**OMNI), ("ref_latents", "ref_contexts")),
     Case("z-image omni text behind", "z-image omni", lambda: lumina(**OMNI_BEHIND), ("ref_latents", "ref_contexts")),
-    Case(
-        "z-image omni batch 2",
-        "z-image omni",
-        lambda: lumina(batch=2, height=13, ref_latents=[normal(2, 16, 8, 6)], ref_contexts=[normal(2, 5, 48)]),
-        ("ref_latents",),
-    ),
-    Case(
-        "z-image omni features",
-        "z-image omni",
-        lambda: lumina(**OMNI, siglip_feats=[normal(1, 3, 5, 24)]),
-        ("ref_latents", "siglip_feats"),
-    ),
+    Case("z-image omni batch 2", "z-image omni",
+        lambda: lumina(batch=2, height=13, ref_latents=[normal(2, 16, 8, 6)], ref_contexts=[normal(2, 5, 48)]), ("ref_latents",)),
+    Case("z-image omni features", "z-image omni", lambda: lumina(**OMNI, siglip_feats=[normal(1, 3, 5, 24)]),
+        ("ref_latents", "siglip_feats")),
     Case("z-image reference without features", "z-image", lambda: lumina(**OMNI), ("ref_latents",)),
-    Case(
-        "z-image shifted positions",
-        "z-image",
-        lumina,
-        options={"rope_options": {"scale_y": 0.5, "scale_x": 2.0, "shift_y": 3.0, "shift_x": 1.0}},
-    ),
+    Case("z-image shifted positions", "z-image", lumina,
+        options={"rope_options": {"scale_y": 0.5, "scale_x": 2.0, "shift_y": 3.0, "shift_x": 1.0}}),
     Case("z-image pixel", "z-image pixel", lambda: lumina(channels=3, height=24, width=22)),
     Case("z-image patched", "z-image", lambda: lumina(batch=2, height=11), options=PATCHES),
     Case("z-image omni patched", "z-image omni", lambda: lumina(**OMNI), options=PATCHES),
     Case("z-image pixel patched", "z-image pixel", lambda: lumina(channels=3, height=24, width=22), options=PATCHES),
     Case("z-image pixel batch 2", "z-image pixel", lambda: lumina(batch=2, channels=3, height=29, width=21)),
-]
+]  # fmt: skip
 SERVED = [
     Served("lumina2", "lumina2", (16, 12, 10), 7, 48, cfg=2.0),
     Served("newbie", "newbie", (16, 12, 10), 7, 48, {"pooled_output": (1, 40)}),
     Served("z-image", "z-image", (16, 12, 10), 7, 48, batch=2),
-    Served(
-        "z-image-omni",
-        "z-image omni",
-        (16, 12, 10),
-        7,
-        48,
-        {"reference_latents": [(1, 16, 8, 6)], "reference_latents_text_embeds": [(1, 5, 48)]},
-    ),
+    Served("z-image-omni", "z-image omni", (16, 12, 10), 7, 48,
+        {"reference_latents": [(1, 16, 8, 6)], "reference_latents_text_embeds": [(1, 5, 48)]}),
     Served("z-image-pixel", "z-image pixel", (3, 24, 20), 7, 48),
-]
+]  # fmt: skip

@@ -1,7 +1,5 @@
 """MiniMax H3: video with sound."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -81,15 +79,11 @@ CASES = [
     Case("minimax text tags", "minimax", lambda: minimax(text_token_tags=TAGS), PAYLOAD),
     Case("minimax key frames", "minimax", anchored, PAYLOAD),
     Case("minimax references", "minimax", referenced, PAYLOAD),
-    Case(
-        "minimax references noise",
-        "minimax",
-        lambda: referenced(visual_cond_noise_aug=0.7, audio_cond_noise_aug=0.6, text_token_tags=TAGS),
-        PAYLOAD,
-    ),
+    Case("minimax references noise", "minimax",
+        lambda: referenced(visual_cond_noise_aug=0.7, audio_cond_noise_aug=0.6, text_token_tags=TAGS), PAYLOAD),
     Case("minimax curve", "minimax curve", minimax),
     Case("minimax guides", "minimax", guided, PAYLOAD, since="0.33.0"),
     Case("minimax masks", "minimax", masked, ("denoise_mask", "audio_denoise_mask"), since="0.33.0"),
     Case("minimax masks odd", "minimax", lambda: masked(2, 7, 9, 3), ("denoise_mask",), since="0.33.0"),
-]
+]  # fmt: skip
 SERVED = [Served("minimax", "minimax", [(24, 3, 8, 8), (32, 2, 10)], 12, 48, single=True)]

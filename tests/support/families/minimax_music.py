@@ -1,13 +1,11 @@
 """MiniMax Music 3: songs of one window, and of several."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise
 
 LAYERS, HIDDEN = 8, 32  # of the language model that gives the conditioning
 # Width, width with latents and the known, inner width, hidden width, layers. Three heads.
@@ -22,27 +20,14 @@ def init(name: str, tensor: Tensor, values: Tensor) -> Tensor | None:
 
 
 MODELS = {
-    "minimax music": Model(
-        "comfy.ldm.minimax_music.dit.MiniMaxMusic3DiT",
-        {},
-        "MiniMaxMusic3",
-        {"audio_model": "minimax_music3"},
-        init,
-        sizes=SIZES,
-        since="0.33.0",
-    )
-}
+    "minimax music": Model("comfy.ldm.minimax_music.dit.MiniMaxMusic3DiT", {}, "MiniMaxMusic3", {"audio_model": "minimax_music3"},
+        init, sizes=SIZES, since="0.33.0"),
+}  # fmt: skip
 
 
 def music(batch: int = 1, length: int = 40, frames: int = 12, scale: float = 1.0, **extra: Any) -> dict[str, Any]:
     """A window has up to 689 frames of the latent; 12 frames of the conditioning are 41 of them."""
-    call = dict(
-        x=normal(batch, 128, length),
-        timestep=torch.linspace(0.3, 0.9, batch),
-        context=normal(batch, frames, LAYERS * HIDDEN),
-        conditioning_scale=torch.full((batch, 1, 1), scale),
-    )
-    return {**call, **extra}
+    return denoise(batch, (128, length), frames, LAYERS * HIDDEN, conditioning_scale=torch.full((batch, 1, 1), scale)) | extra
 
 
 CASES = [

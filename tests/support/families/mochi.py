@@ -1,12 +1,10 @@
 """Mochi 1."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from . import Case, Model, Served, normal, text_mask
+from . import Case, Model, Served, denoise, text_mask
 
 # Its blocks insist on a width of the MLP: 12288.
 MOCHI = dict(
@@ -16,22 +14,14 @@ MOCHI = dict(
     rope_theta=10000.0,
 )  # fmt: skip
 MODELS = {
-    "mochi": Model(
-        "comfy.ldm.genmo.joint_model.asymm_models_joint.AsymmDiTJoint", MOCHI, "GenmoMochi", {"image_model": "mochi_preview"}
-    )
-}
+    "mochi": Model("comfy.ldm.genmo.joint_model.asymm_models_joint.AsymmDiTJoint", MOCHI, "GenmoMochi",
+        {"image_model": "mochi_preview"}),
+}  # fmt: skip
 
 
 def mochi(batch: int = 1, frames: int = 3, height: int = 8, width: int = 10, text: int = 9, **extra: Any) -> dict[str, Any]:
     mask = text_mask(batch, text)
-    call = dict(
-        x=normal(batch, 12, frames, height, width),
-        timestep=torch.linspace(0.3, 0.9, batch),
-        context=normal(batch, text, 48),
-        attention_mask=mask,
-        num_tokens=max(1, int(mask.sum())),
-    )
-    return {**call, **extra}
+    return denoise(batch, (12, frames, height, width), text, attention_mask=mask, num_tokens=max(1, int(mask.sum()))) | extra
 
 
 CASES = [

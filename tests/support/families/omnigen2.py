@@ -1,13 +1,11 @@
 """OmniGen2 and Boogu, with reference images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise, normal
 
 OMNIGEN = dict(
     axes_dim_rope=[8, 12, 12], axes_lens=[1024, 1664, 1664], hidden_size=96, in_channels=16, multiple_of=32, num_attention_heads=3,
@@ -26,19 +24,14 @@ def init(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
 
 
 MODELS = {
-    "omnigen2": Model(
-        "comfy.ldm.omnigen.omnigen2.OmniGen2Transformer2DModel", OMNIGEN, "Omnigen2", {"image_model": "omnigen2"}, init
-    ),
+    "omnigen2": Model("comfy.ldm.omnigen.omnigen2.OmniGen2Transformer2DModel", OMNIGEN, "Omnigen2", {"image_model": "omnigen2"},
+        init),
     "boogu": Model("comfy.ldm.boogu.model.BooguTransformer2DModel", BOOGU, "Boogu", {"image_model": "boogu"}, init),
-}
+}  # fmt: skip
 
 
 def omnigen2(batch: int = 1, height: int = 12, width: int = 10, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, 16, height, width), timesteps=torch.linspace(0.3, 0.9, batch), context=normal(batch, text, 48),
-        num_tokens=text,
-    )  # fmt: skip
-    return {**call, **extra}
+    return denoise(batch, (16, height, width), text, time="timesteps", num_tokens=text) | extra
 
 
 def references(batch: int = 1) -> list[Tensor]:
@@ -52,13 +45,8 @@ CASES = [
         Case(model, model, omnigen2),
         Case(f"{model} odd size batch 2", model, lambda: omnigen2(batch=2, height=11, width=9, text=5)),
         Case(f"{model} one text token", model, lambda: omnigen2(text=1)),
-        Case(
-            # Only the text refiner, which every rank runs in full, reads it: a mask of the scores, [batch, rows, keys].
-            f"{model} text mask",
-            model,
-            lambda: omnigen2(attention_mask=normal(1, 7, 7)),
-            ("attention_mask",),
-        ),
+        # Only the text refiner, which every rank runs in full, reads it: a mask of the scores, [batch, rows, keys].
+        Case(f"{model} text mask", model, lambda: omnigen2(attention_mask=normal(1, 7, 7)), ("attention_mask",)),
         Case(f"{model} references", model, lambda: omnigen2(ref_latents=references()), ("ref_latents",)),
         Case(f"{model} references batch 2", model, lambda: omnigen2(batch=2, ref_latents=references(2)), ("ref_latents",)),
     )

@@ -1,12 +1,10 @@
 """PixArt alpha and sigma."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise
 
 PIXART = dict(
     num_heads=2, patch_size=2, hidden_size=96, in_channels=4, depth=2, caption_channels=48, model_max_length=9,
@@ -21,8 +19,7 @@ MODELS = {
 
 def pixart(batch: int = 1, height: int = 64, width: int = 10, text: int = 9, **extra: Any) -> dict[str, Any]:
     """ComfyUI's positions need sides that add up to more than one patch of 64."""
-    call = dict(x=normal(batch, 4, height, width), timesteps=torch.linspace(300.0, 900.0, batch), context=normal(batch, text, 48))
-    return {**call, **extra}
+    return denoise(batch, (4, height, width), text, time="timesteps", most=900.0) | extra
 
 
 SIZE: dict[str, Any] = {"c_size": torch.tensor([[512.0, 300.0]]), "c_ar": torch.tensor([[1.7]])}

@@ -1,13 +1,11 @@
 """PixelDiT and PiD."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise, normal
 
 PIXELDIT = dict(
     in_channels=3, num_groups=3, hidden_size=96, pixel_hidden_size=16, pixel_attn_hidden_size=96, pixel_num_groups=3, patch_depth=2,
@@ -44,8 +42,7 @@ MODELS = {
 
 
 def pixeldit(batch: int = 1, height: int = 20, width: int = 24, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(x=normal(batch, 3, height, width), timesteps=torch.linspace(300.0, 900.0, batch), context=normal(batch, text, 48))
-    return {**call, **extra}
+    return denoise(batch, (3, height, width), text, time="timesteps", most=900.0) | extra
 
 
 def pid(batch: int = 1, height: int = 20, width: int = 24, channels: int = 4, scale: int = 4, **extra: Any) -> dict[str, Any]:

@@ -1,12 +1,8 @@
 """Stable Diffusion 3 and 3.5."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import torch
-
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise, normal
 
 SD3 = dict(
     in_channels=16, patch_size=2, out_channels=16, depth=2, input_size=None, adm_in_channels=32, pos_embed_scaling_factor=None,
@@ -21,18 +17,13 @@ MODELS = {
     "sd3": Model(CLASS, SD3, "SD3"),
     "sd3 registers": Model(CLASS, dict(SD3, register_length=3), "SD3"),
     "sd3.5 medium": Model(CLASS, SD35, "SD3"),
-    "sd3 context processor": Model(
-        CLASS, dict(SD35, x_block_self_attn_layers=[], context_processor_layers=1, context_size=64), "SD3"
-    ),
-}
+    "sd3 context processor": Model(CLASS, dict(SD35, x_block_self_attn_layers=[], context_processor_layers=1, context_size=64),
+        "SD3"),
+}  # fmt: skip
 
 
 def sd3(batch: int = 1, height: int = 12, width: int = 12, text: int = 7, channels: int = 48, **extra: Any) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, 16, height, width), timesteps=torch.linspace(300.0, 900.0, batch), context=normal(batch, text, channels),
-        y=normal(batch, 32),
-    )  # fmt: skip
-    return {**call, **extra}
+    return denoise(batch, (16, height, width), text, channels, time="timesteps", most=900.0, y=normal(batch, 32)) | extra
 
 
 def sd35(batch: int = 1, **extra: Any) -> dict[str, Any]:

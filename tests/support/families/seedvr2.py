@@ -1,13 +1,11 @@
 """SeedVR2, whose forward exchanges the halves of CFG."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, denoise, normal
 
 CLASS = "comfy.ldm.seedvr.model.NaDiT"
 SEEDVR2 = dict(
@@ -36,11 +34,9 @@ ONE, BOTH = {"cond_or_uncond": [0]}, {"cond_or_uncond": [1, 0]}
 
 
 def seedvr2(batch: int = 1, frames: int = 5, height: int = 8, width: int = 10, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(
-        x=normal(batch, 16, frames, height, width), timestep=torch.linspace(300.0, 900.0, batch), context=normal(batch, text, 48),
-        condition=normal(batch, 17, frames, height, width, seed=1),
-    )  # fmt: skip
-    return {**call, **extra}
+    return denoise(
+        batch, (16, frames, height, width), text, most=900.0, condition=normal(batch, 17, frames, height, width, seed=1),
+    ) | extra  # fmt: skip
 
 
 CASES = [

@@ -1,13 +1,11 @@
 """Stable Audio Open 1.0, Open Small (with statistics over tokens) and 3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, fan_in, normal
 
 CLASS = "comfy.ldm.audio.dit.AudioDiffusionTransformer"
 OPEN = dict(
@@ -26,7 +24,7 @@ def init(name: str, tensor: Tensor, values: Tensor) -> Tensor | None:
     """Rotary frequencies are part of a checkpoint."""
     if name.endswith("inv_freq"):
         return 10000.0 ** -(torch.arange(len(tensor)) / len(tensor))
-    return values / tensor[0].numel() ** 0.5 if tensor.ndim > 2 else None
+    return fan_in(name, tensor, values)
 
 
 def embedder(name: str, width: int) -> dict[str, tuple[int, ...]]:
@@ -46,11 +44,10 @@ MODELS = {
 
 
 def open_1(batch: int = 1, length: int = 24, text: int = 7, **extra: Any) -> dict[str, Any]:
-    call = dict(
+    return dict(
         x=normal(batch, 8, length), t=torch.linspace(0.3, 0.9, batch), cross_attn_cond=normal(batch, text, 768),
         global_embed=normal(batch, 1536),
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 def version_3(batch: int = 1, length: int = 24, text: int = 7, known: int | None = None, **extra: Any) -> dict[str, Any]:
@@ -66,18 +63,15 @@ CASES = [
     Case("stable audio open without text", "open", lambda: open_1(cross_attn_cond=None, global_embed=None)),
     Case("stable audio small", "small", open_1),
     Case("stable audio small batch 2 odd length", "small", lambda: open_1(2, 29, 5)),
-    Case(
-        "stable audio concat, prepended, patches of 2",
-        "concat",
+    Case("stable audio concat, prepended, patches of 2", "concat",
         lambda: open_1(length=26, cross_attn_cond=normal(1, 7, 64), input_concat_cond=normal(1, 2, 13), **PREPENDED),
-        ("prepend_cond",),
-    ),
+        ("prepend_cond",)),
     Case("stable audio 3", "stable audio 3", version_3, ("local_add_cond",)),
     Case("stable audio 3 batch 2 odd length", "stable audio 3", lambda: version_3(2, 29, 5), ("local_add_cond",)),
     Case("stable audio 3 known end", "stable audio 3", lambda: version_3(known=5), ("local_add_cond",)),
     Case("stable audio 3 known longer", "stable audio 3", lambda: version_3(known=40), ("local_add_cond",)),
     Case("stable audio 3 one frame", "stable audio 3", lambda: version_3(length=1)),
-]
+]  # fmt: skip
 SERVED = [
     Served("stable_audio_open", "open", (8, 24), 7, 768),
     Served("stable_audio_small", "small", (8, 29), 7, 768, {"seconds_start": 0, "seconds_total": 11}),

@@ -1,14 +1,10 @@
 """Stable Cascade: stage C, with its ControlNet, and stage B. Only the batch is shared."""
 
-from __future__ import annotations
-
-import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, fan_in, normal
 
 STAGE_C = dict(
     c_cond=64, c_hidden=[64, 64], nhead=[2, 4], blocks=[[1, 2], [2, 1]], c_clip_text=48, c_clip_text_pooled=32,
@@ -19,11 +15,6 @@ STAGE_B = dict(
 )  # fmt: skip
 
 
-def fan_in(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
-    """Convolutions have kernels, which the default scale forgets."""
-    return values / math.prod(parameter.shape[1:]) ** 0.5 if parameter.ndim > 2 else None
-
-
 MODELS = {
     "stage c": Model("comfy.ldm.cascade.stage_c.StageC", STAGE_C, "Stable_Cascade_C", {"stable_cascade_stage": "c"}, fan_in),
     "stage b": Model("comfy.ldm.cascade.stage_b.StageB", STAGE_B, "Stable_Cascade_B", {"stable_cascade_stage": "b"}, fan_in),
@@ -31,19 +22,17 @@ MODELS = {
 
 
 def stage_c(batch: int = 2, **extra: Any) -> dict[str, Any]:
-    call = dict(
+    return dict(
         x=normal(batch, 16, 6, 7), r=torch.linspace(0.2, 0.9, batch), clip_text=normal(batch, 7, 48),
         clip_text_pooled=normal(batch, 1, 32), clip_img=normal(batch, 1, 768), sca=torch.zeros(batch), crp=torch.zeros(batch),
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 def stage_b(batch: int = 2, **extra: Any) -> dict[str, Any]:
-    call = dict(
+    return dict(
         x=normal(batch, 4, 12, 14), r=torch.linspace(0.2, 0.9, batch), effnet=normal(batch, 16, 5, 6), clip=normal(batch, 1, 32),
         sca=torch.zeros(batch),
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 def residuals(batch: int) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """TRELLIS 2 and Pixal3D: the dense grid of the structure, then voxels for the shape and its texture."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

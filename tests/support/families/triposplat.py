@@ -1,7 +1,5 @@
 """TripoSplat: a latent of fixed length and a camera."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -32,11 +30,10 @@ MODELS = {
 
 
 def triposplat(batch: int = 1, latent: int = 29, image: int = 13, **extra: Any) -> dict[str, Any]:
-    call = dict(
+    return dict(
         x=[normal(batch, latent, 16), normal(batch, 1, 5)], t=torch.linspace(0.3, 0.9, batch), context=normal(batch, image, 48),
         ref_latents=[normal(batch, 12, 3, 4)],
-    )  # fmt: skip
-    return {**call, **extra}
+    ) | extra  # fmt: skip
 
 
 CASES = [

@@ -1,14 +1,10 @@
 """UNets: Stable Diffusion 1.5, XL and its refiner, 2 (as Lotus has it), Stable Video Diffusion. Only the batch is shared."""
 
-from __future__ import annotations
-
-import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from . import Case, Model, Served, normal
+from . import Case, Model, Served, fan_in, normal
 
 UNET = dict(
     image_size=32, in_channels=4, out_channels=4, model_channels=32, num_res_blocks=[1, 1], channel_mult=[1, 2],
@@ -16,6 +12,9 @@ UNET = dict(
     legacy=False, context_dim=32, num_heads=4, use_checkpoint=False,
 )  # fmt: skip
 SD15 = dict(UNET, use_linear_in_transformer=False, adm_in_channels=None)
+BENCH = dict(
+    SD15, model_channels=64, num_res_blocks=[2, 2], transformer_depth=[1] * 4, transformer_depth_output=[1] * 6, context_dim=64,
+)  # fmt: skip
 SD2 = dict(SD15, use_linear_in_transformer=True, num_heads=-1, num_head_channels=16)
 LOTUS = dict(SD2, context_dim=1024)  # as wide as the text that its conditioning node holds
 SDXL = dict(
@@ -29,11 +28,6 @@ SVD = dict(
 )  # fmt: skip
 
 
-def fan_in(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
-    """Convolutions have kernels, which the default scale forgets."""
-    return values / math.prod(parameter.shape[1:]) ** 0.5 if parameter.ndim > 2 else None
-
-
 CLASS = "comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel"
 MODELS = {
     "sd15": Model(CLASS, SD15, "SD15", init=fan_in),
@@ -42,26 +36,13 @@ MODELS = {
     "sdxl": Model(CLASS, SDXL, "SDXL", init=fan_in),
     "sdxl unclip": Model(CLASS, dict(SDXL, adm_in_channels=1536 + 1280), "SDXL", init=fan_in),
     "sdxl refiner": Model(CLASS, dict(SDXL, adm_in_channels=1280 + 16), "SDXLRefiner", init=fan_in),
-    "bench": Model(
-        CLASS,
-        dict(
-            SD15,
-            model_channels=64,
-            num_res_blocks=[2, 2],
-            transformer_depth=[1] * 4,
-            transformer_depth_output=[1] * 6,
-            context_dim=64,
-        ),
-        "SD15",
-        init=fan_in,
-    ),
+    "bench": Model(CLASS, BENCH, "SD15", init=fan_in),
     "svd": Model(CLASS, SVD, "SVD_img2vid", init=fan_in),
-}
+}  # fmt: skip
 
 
 def sd15(batch: int = 2, **extra: Any) -> dict[str, Any]:
-    call = dict(x=normal(batch, 4, 8, 12), timesteps=torch.linspace(100.0, 900.0, batch), context=normal(batch, 7, 32))
-    return {**call, **extra}
+    return dict(x=normal(batch, 4, 8, 12), timesteps=torch.linspace(100.0, 900.0, batch), context=normal(batch, 7, 32)) | extra
 
 
 def sdxl(batch: int = 2, **extra: Any) -> dict[str, Any]:

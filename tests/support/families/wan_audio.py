@@ -1,7 +1,5 @@
 """Wan models with sound, faces or music frame by frame: S2V, HuMo, Animate, WanDancer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -20,30 +18,15 @@ def init(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
 
 
 MODELS = {
-    "wan s2v": Model(
-        CLASS + "WanModel_S2V",
-        dict(WAN, model_type="s2v", audio_dim=32, audio_inject_layers=[0, 1]),
-        "WAN22_S2V",
-        IMAGE_MODEL,
-        init,
-    ),
+    "wan s2v": Model(CLASS + "WanModel_S2V", dict(WAN, model_type="s2v", audio_dim=32, audio_inject_layers=[0, 1]), "WAN22_S2V",
+        IMAGE_MODEL, init),
     "humo": Model(CLASS + "HumoWanModel", dict(WAN, model_type="humo"), "WAN21_HuMo", IMAGE_MODEL, init),
     # One face block for five blocks.
-    "wan animate": Model(
-        "comfy.ldm.wan.model_animate.AnimateWanModel",
-        dict(WAN, model_type="animate", in_dim=36, num_layers=5),
-        "WAN22_Animate",
-        IMAGE_MODEL,
-        init,
-    ),
-    "wan dancer": Model(
-        "comfy.ldm.wan.model_wandancer.WanDancerModel",
-        dict(WAN, model_type="wandancer", in_dim=36, audio_inject_layers=[0, 1]),
-        "WAN22_WanDancer",
-        IMAGE_MODEL,
-        init,
-    ),
-}
+    "wan animate": Model("comfy.ldm.wan.model_animate.AnimateWanModel", dict(WAN, model_type="animate", in_dim=36, num_layers=5),
+        "WAN22_Animate", IMAGE_MODEL, init),
+    "wan dancer": Model("comfy.ldm.wan.model_wandancer.WanDancerModel",
+        dict(WAN, model_type="wandancer", in_dim=36, audio_inject_layers=[0, 1]), "WAN22_WanDancer", IMAGE_MODEL, init),
+}  # fmt: skip
 
 
 def s2v(batch: int = 1, frames: int = 3, height: int = 8, width: int = 10, sound: int = 0, **extra: Any) -> dict[str, Any]:
@@ -85,12 +68,8 @@ CASES = [
     Case("s2v reference", "wan s2v", lambda: s2v(**REFERENCE), ("audio_embed", "reference_latent")),
     Case("s2v smaller reference", "wan s2v", lambda: s2v(reference_latent=normal(1, 16, 2, 6, 6)), ("reference_latent",)),
     Case("s2v everything", "wan s2v", lambda: s2v(**EVERYTHING), tuple(EVERYTHING)),
-    Case(
-        "s2v motion of whole runs",
-        "wan s2v",
-        lambda: s2v(height=16, width=16, reference_motion=normal(1, 16, 19, 16, 16)),
-        ("audio_embed", "reference_motion"),
-    ),
+    Case("s2v motion of whole runs", "wan s2v", lambda: s2v(height=16, width=16, reference_motion=normal(1, 16, 19, 16, 16)),
+        ("audio_embed", "reference_motion")),
     Case("s2v short motion", "wan s2v", lambda: s2v(reference_motion=normal(1, 16, 5, 8, 10)), ("reference_motion",)),
     Case("s2v short sound", "wan s2v", lambda: s2v(frames=4, sound=8), ("audio_embed",)),
     Case("s2v more frames", "wan s2v", lambda: s2v(sound=20, time_dim_concat=normal(1, 16, 2, 8, 10)), ("time_dim_concat",)),
@@ -101,55 +80,27 @@ CASES = [
     Case("humo reference batch 2", "humo", lambda: humo(references=1, batch=2), ("reference_latent",)),
     Case("animate", "wan animate", animate, ("pose_latents",)),
     Case("animate odd batch 2", "wan animate", lambda: wan(batch=2, frames=2, height=7, width=9, channels=36)),
-    Case(
-        "animate face",
-        "wan animate",
+    Case("animate face", "wan animate",
         lambda: wan(channels=36, frames=2, clip_fea=normal(1, 257, 1280), face_pixel_values=normal(1, 3, 1, 512, 512)),
-        ("face_pixel_values",),
-    ),
+        ("face_pixel_values",)),
     Case("dancer", "wan dancer", dancer, ("audio_embed", "clip_fea_ref", "clip_fea")),
     Case("dancer batch 2", "wan dancer", lambda: dancer(batch=2, width=16, audio_inject_scale=0.5), ("audio_inject_scale",)),
     Case("dancer fps", "wan dancer", lambda: dancer(fps=24.0), ("fps", "audio_embed")),
     Case("dancer silent, odd", "wan dancer", lambda: dancer(audio_embed=None, height=7, width=9)),
-]
+]  # fmt: skip
 
 LATENT = (16, 3, 8, 10)
 SERVED = [
-    Served(
-        "wan_s2v",
-        "wan s2v",
-        LATENT,
-        6,
-        48,
-        {
-            "audio_embed": (1, 25, 32, 12),
-            "reference_latents": [(1, 16, 1, 8, 10)],
-            "reference_motion": (1, 16, 19, 8, 10),
-            "control_video": (1, 16, 3, 8, 10),
-        },
-    ),
+    Served("wan_s2v", "wan s2v", LATENT, 6, 48, {
+        "audio_embed": (1, 25, 32, 12), "reference_latents": [(1, 16, 1, 8, 10)], "reference_motion": (1, 16, 19, 8, 10),
+        "control_video": (1, 16, 3, 8, 10),
+    }),
     Served("humo", "humo", LATENT, 6, 48, {"audio_embed": (1, 3, 8, 5, 1280), "reference_latents": [(1, 16, 1, 8, 10)]}),
-    Served(
-        "wan_animate",
-        "wan animate",
-        LATENT,
-        6,
-        48,
-        # Without a face, whose encoder of 512 x 512 pixels would take longer than all other families together.
-        {"pose_video_latent": (1, 16, 2, 8, 10), "concat_latent_image": (1, *LATENT), "clip_vision_output": (1, 257, 1280)},
-    ),
-    Served(
-        "wan_dancer",
-        "wan dancer",
-        (16, 3, 8, 8),
-        6,
-        48,
-        {
-            "audio_embed": (1, 40, 35),
-            "fps": 30.0,
-            "audio_inject_scale": 1.0,
-            "concat_latent_image": (1, 16, 3, 8, 8),
-            "clip_vision_output": (1, 5, 1280),
-        },
-    ),
-]
+    # Without a face, whose encoder of 512 x 512 pixels would take longer than all other families together.
+    Served("wan_animate", "wan animate", LATENT, 6, 48,
+        {"pose_video_latent": (1, 16, 2, 8, 10), "concat_latent_image": (1, *LATENT), "clip_vision_output": (1, 257, 1280)}),
+    Served("wan_dancer", "wan dancer", (16, 3, 8, 8), 6, 48, {
+        "audio_embed": (1, 40, 35), "fps": 30.0, "audio_inject_scale": 1.0, "concat_latent_image": (1, 16, 3, 8, 8),
+        "clip_vision_output": (1, 5, 1280),
+    }),
+]  # fmt: skip

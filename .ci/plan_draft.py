@@ -1,4 +1,4 @@
-"""Drafts the table of a model family from recordings of its forward, for `make plan`. Imports ComfyUI.
+"""Drafts the table of a model family from recordings of its forward, for `make plan`.
 
 What lengths and values show goes into the table: block lists, streams and their joint order, what else is as long as they are,
 which attention is over them, where the tokens are seen last. What they do not show becomes a TODO.
@@ -14,6 +14,7 @@ from itertools import permutations
 from typing import Any
 
 import torch
+from support.recording import AttentionCall, ModuleCall, Recording, copied, numbers, record
 from torch import Tensor, nn
 
 from cp_runtime.comfy.forward.ui_interception import innermost_method
@@ -21,8 +22,6 @@ from cp_runtime.engine.plan import ModulePlan
 from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput
 from cp_runtime.families.family import FamilyPlan, gathered, side, tokens
 from cp_runtime.nested import map_tensors, tensors
-
-from .recording import AttentionCall, ModuleCall, Recording, copied, numbers, record
 
 NAMES = {5: "video", 4: "img", 3: "audio"}
 """Name of the stream that is denoised, by the dimensions of the model's input."""
@@ -174,7 +173,8 @@ class _Drafting:
         )
         if value.shape != other.shape:  # the model keeps something from call to call
             return torch.ones(value.shape[1], dtype=torch.bool)
-        return (other != value).any(-1).any(0)
+        changed: Tensor = (other != value).any(-1).any(0)
+        return changed
 
     def _order(self, name: str, streams: tuple[str, ...]) -> tuple[str, ...]:
         """Joint order of the streams: that of the queries that depend on the latent and those that do not."""

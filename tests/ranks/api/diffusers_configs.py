@@ -1,0 +1,98 @@
+"""Constructor arguments of tiny models of every diffusers class that has a sharding plan. Imports nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FLUX = dict(
+    in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=24,
+    pooled_projection_dim=12, guidance_embeds=True, axes_dims_rope=(4, 6, 6),
+)  # fmt: skip
+FLUX_2 = dict(
+    in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=24,
+    timestep_guidance_channels=32, mlp_ratio=2.0, axes_dims_rope=(4, 4, 4, 4),
+)  # fmt: skip
+QWEN = dict(
+    in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=24,
+    axes_dims_rope=(4, 6, 6),
+)  # fmt: skip
+WAN = dict(
+    in_channels=8, out_channels=8, num_layers=2, num_attention_heads=4, attention_head_dim=12, text_dim=24, freq_dim=32,
+    ffn_dim=64, rope_max_seq_len=64,
+)  # fmt: skip
+WAN_I2V = dict(WAN, in_channels=20, image_dim=20, added_kv_proj_dim=48)
+LTX = dict(
+    in_channels=16, out_channels=16, num_layers=2, num_attention_heads=4, attention_head_dim=12, cross_attention_dim=48,
+    caption_channels=24,
+)  # fmt: skip
+LTX_2 = dict(
+    in_channels=16, out_channels=16, num_layers=2, num_attention_heads=4, attention_head_dim=12, cross_attention_dim=48,
+    audio_in_channels=12, audio_out_channels=12, audio_num_attention_heads=4, audio_attention_head_dim=8,
+    audio_cross_attention_dim=32, caption_channels=24,
+)  # fmt: skip
+HELIOS = dict(
+    in_channels=8, out_channels=8, num_layers=2, num_attention_heads=4, attention_head_dim=12, text_dim=24, freq_dim=32,
+    ffn_dim=64, rope_dim=(4, 4, 4), has_multi_term_memory_patch=True,
+)  # fmt: skip
+MINIMAX = dict(
+    num_attention_heads=4, attention_head_dim=16, hidden_size=48, num_layers=2, num_refiner_layers=1, ffn_dim=64, in_channels=4,
+    audio_in_channels=6, text_dim=24, freq_dim=32, time_embed_hidden_dim=32, time_embed_dim=24, rope_freq_dim=2,
+)  # fmt: skip
+
+HUNYUAN = dict(
+    in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=12, num_layers=2, num_single_layers=1,
+    num_refiner_layers=1, text_embed_dim=24, rope_axes_dim=(4, 4, 4),
+)  # fmt: skip
+HUNYUAN_15 = dict(
+    in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=12, num_layers=2, num_refiner_layers=1,
+    text_embed_dim=24, text_embed_2_dim=20, image_embed_dim=16, rope_axes_dim=(4, 4, 4),
+)  # fmt: skip
+SD3 = dict(
+    sample_size=16, in_channels=4, num_layers=2, attention_head_dim=12, num_attention_heads=4, joint_attention_dim=24,
+    caption_projection_dim=48, pooled_projection_dim=12, out_channels=4, pos_embed_max_size=16,
+)  # fmt: skip
+COGVIDEOX = dict(
+    num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=24, num_layers=2,
+    sample_width=10, sample_height=8, sample_frames=9, max_text_seq_length=7,
+)  # fmt: skip
+PIXART = dict(
+    num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=2, cross_attention_dim=48,
+    sample_size=16, caption_channels=24, use_additional_conditions=False,
+)  # fmt: skip
+LUMINA_2 = dict(
+    in_channels=4, hidden_size=48, num_layers=2, num_refiner_layers=1, num_attention_heads=4, num_kv_heads=2, multiple_of=8,
+    axes_dim_rope=(4, 4, 4), axes_lens=(16, 16, 16), cap_feat_dim=24,
+)  # fmt: skip
+VACE = dict(WAN, vace_in_channels=12, vace_layers=[0, 1])
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "flux": ("FluxTransformer2DModel", FLUX),
+    "flux 3 heads": ("FluxTransformer2DModel", dict(FLUX, num_attention_heads=3)),
+    "flux 1 head": ("FluxTransformer2DModel", dict(FLUX, num_attention_heads=1)),
+    "flux 2": ("Flux2Transformer2DModel", FLUX_2),
+    "qwen": ("QwenImageTransformer2DModel", QWEN),
+    "qwen 3 heads": ("QwenImageTransformer2DModel", dict(QWEN, num_attention_heads=3)),
+    "qwen edit": ("QwenImageTransformer2DModel", dict(QWEN, zero_cond_t=True)),
+    "wan t2v": ("WanTransformer3DModel", WAN),
+    "wan 3 heads": ("WanTransformer3DModel", dict(WAN, num_attention_heads=3)),
+    "wan i2v": ("WanTransformer3DModel", WAN_I2V),
+    "ltx": ("LTXVideoTransformer3DModel", LTX),
+    "ltx 3 heads": ("LTXVideoTransformer3DModel", dict(LTX, num_attention_heads=3, cross_attention_dim=36)),
+    "ltx 2": ("LTX2VideoTransformer3DModel", LTX_2),
+    "chronoedit": ("ChronoEditTransformer3DModel", WAN_I2V),
+    "helios": ("HeliosTransformer3DModel", HELIOS),
+    "minimax h3": ("MiniMaxH3Transformer3DModel", MINIMAX),
+    # Without a plan of diffusers: see diffusers_models.PLANS.
+    "flux ip adapter": ("FluxTransformer2DModel", FLUX),
+    "hunyuan video": ("HunyuanVideoTransformer3DModel", dict(HUNYUAN, pooled_projection_dim=12)),
+    "hunyuan image": ("HunyuanImageTransformer2DModel", dict(HUNYUAN, patch_size=(1, 1), rope_axes_dim=(6, 6))),
+    "hunyuan video 1.5": ("HunyuanVideo15Transformer3DModel", HUNYUAN_15),
+    "sd3": ("SD3Transformer2DModel", SD3),
+    "cogvideox": ("CogVideoXTransformer3DModel", COGVIDEOX),
+    "pixart": ("PixArtTransformer2DModel", PIXART),
+    "flux controlnet": ("FluxTransformer2DModel", FLUX),
+    "wan vace": ("WanVACETransformer3DModel", VACE),
+    "skyreels": ("SkyReelsV2Transformer3DModel", WAN),
+    "skyreels forcing": ("SkyReelsV2Transformer3DModel", dict(WAN, num_frame_per_block=2)),
+    "lumina 2": ("Lumina2Transformer2DModel", LUMINA_2),
+}

@@ -1,0 +1,39 @@
+"""Nodes that show what a server and its workers did, take their memory, and leave a process behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import comfy.model_management as mm
+
+from .node import node
+
+CONTROLLER = "cp_runtime.comfy.ranks.ui"
+
+
+@node(latent="LATENT")
+def TestWorkerCalls(latent: Any) -> dict[str, Any]:
+    """Show how many denoise calls the workers had in the sampling run of `latent`."""
+    (module,) = (module for name, module in sys.modules.items() if name.endswith(CONTROLLER))
+    sums = module.CONTROLLER.journal.run  # which leaves the first call out, if there were more
+    return {"ui": {"text": [str(sums.count + 1)]}}
+
+
+@node()
+def TestChild(marker: str = "test_child") -> dict[str, Any]:
+    """Start a process in a session of its own that sleeps for ten minutes, with `marker` on its command line."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", marker], start_new_session=True)
+    return {"ui": {}}
+
+
+@node(again=True)
+def TestRoom(more: float = 0.0) -> dict[str, Any]:
+    """Have ComfyUI free its device, as it does before it loads something: `more` megabytes beside those that are free now.
+
+    Shows, in megabytes, what is free then.
+    """
+    device = mm.get_torch_device()
+    mm.free_memory(mm.get_free_memory(device) + more * 1e6, device)
+    return {"ui": {"text": [str(mm.get_free_memory(device) / 1e6)]}}
