@@ -73,7 +73,9 @@ JOBS = (
     Job(
         name="graphs",
         paths=files(
-            "server", "nodes", "conditioning_nodes", "template_nodes", "template_files", "families", "workflows", "blueprint"
+            "server",
+            *("nodes", "conditioning_nodes", "template_nodes", "template_videos", "template_files"),
+            *("families", "workflows", "blueprint"),
         ),
     ),
     Job(name="tables", paths=("tests/families", "tests/gpu")),

@@ -30,7 +30,7 @@ def test_two_devices_are_as_one(kind, backend, comfyui_path, checkpoints_dir, tm
 
         def right(expected, **settings):
             assert_same(server.sample(flux_prompt(cp=settings)), expected)
-            return server.get("/context_parallel/status")
+            return server.status()
 
         stock = server.sample(flux_prompt())
         status = right(stock, ring_degree=2, ulysses_degree=1)

@@ -18,7 +18,7 @@ def test_one_visible_device_is_said_where_the_user_looks(comfyui_path, checkpoin
         server.run(prompt).check()
         words = "1 GPU visible, nothing to share. CUDA_VISIBLE_DEVICES is 0: "
         server.wait_event(lambda e: e.type == "text" and e.data[0] == node and e.data[1].startswith(words), since=since)
-        status = server.get("/context_parallel/status")
+        status = server.status()
         assert (status["state"], status["ranks"], status["alone"]["case"]) == ("off", [], "hidden")
         assert status["activity"].startswith(words)
         assert f"the model passes through: {words}" in server.log_text()

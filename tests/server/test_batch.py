@@ -5,15 +5,13 @@ Tolerance: 2e-4 of the standard deviation of the stock latent, float32 (docs/num
 
 from __future__ import annotations
 
-import json
+from functools import partial
 
 import pytest
-from support import families
 from support.graphs import family_prompt
+from support.node_graphs import POSITIVE, SERVED, GraphCase, assert_stock, node
 from support.worlds import on_ranks
 
-TOLERANCE = 2e-4
-SERVED = families.served()
 UNETS = ("sd15", "sdxl")
 TRANSFORMERS = ("flux", "wan_t2v", "qwen", "z-image", "sd3", "hunyuan_video")
 
@@ -35,13 +33,7 @@ GRAPHS = {
 
 def run(served, graph, cp, server):
     """Sample with and without; compare; return the report."""
-    expected = server.sample_once(family_prompt(SERVED[served][1], **GRAPHS[graph]))
-    result = server.run(family_prompt(SERVED[served][1], node="CPSampler", cp=cp, **GRAPHS[graph]), timeout=120).check()
-    out = server.latent(result)
-    assert expected.std() > 1e-2
-    assert out.shape == expected.shape
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-    return json.loads(result.outputs["report"]["text"][0])
+    return assert_stock(server, GraphCase(served, settings={"steps": 2, **GRAPHS[graph]}, matters=False), cp).report
 
 
 # UNets in every setting, which has a degree of its own for them; a transformer in two of the five.
@@ -79,22 +71,15 @@ def test_what_does_not_divide(served, graph, cp, batch, world, server, family_ch
     assert run(served, graph, cp, server)["degrees"]["batch"] == batch
 
 
+AREAS = {
+    "left": node("ConditioningSetAreaPercentage", conditioning=POSITIVE, width=0.5),
+    "right": node("ConditioningSetAreaPercentage", conditioning=POSITIVE, width=0.5, x=0.5),
+    "both": node("ConditioningCombine", conditioning_1=["left", 0], conditioning_2=["right", 0]),
+}
+
+
 @pytest.mark.parametrize(("served", "world"), [on_ranks(world, name) for world in (2, 3) for name in ("sdxl", "flux")])
 def test_areas_share_the_batch(served, world, server, family_checkpoints):
     """Two areas of the same size in one call, the negative condition of the whole picture in another."""
-
-    def prompt(**common):
-        made = family_prompt(SERVED[served][1], cfg=7.0, **common)
-        whole = made["sampler"]["inputs"]["positive"]
-        for name, x in (("left", 0.0), ("right", 0.5)):
-            inputs = {"conditioning": whole, "width": 0.5, "height": 1.0, "x": x, "y": 0.0, "strength": 1.0}
-            made[name] = {"class_type": "ConditioningSetAreaPercentage", "inputs": inputs}
-        both = {"conditioning_1": ["left", 0], "conditioning_2": ["right", 0]}
-        made["both"] = {"class_type": "ConditioningCombine", "inputs": both}
-        made["sampler"]["inputs"]["positive"] = ["both", 0]
-        return made
-
-    expected = server.sample(prompt(), timeout=120)
-    out = server.sample(prompt(cp={"world_size": world}), timeout=120)
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-    assert (expected - server.sample_once(family_prompt(SERVED[served][1], **GRAPHS["cfg 7"]))).abs().max() > 1e-2 * expected.std()
+    graph = partial(family_prompt, SERVED[served][1], cfg=7.0)
+    assert_stock(server, GraphCase(graph, AREAS, {"positive": ["both", 0]}), {"world_size": world})

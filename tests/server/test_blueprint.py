@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 from support.graphs import Link, Prompt, flux_prompt
+from support.latents import assert_close
 from support.server import CHECKOUT, PACK
+from support.workflows import Json, node_inputs, outputs_of, slots_of
 
-TOLERANCE = 2e-4
 FOLDER = CHECKOUT / "subgraphs"
 NAME = "Context Parallel"
 
 INSIDE, OUTSIDE = -10, -20
 """Nodes that stand, inside a subgraph, for its inputs and for its outputs."""
 
-WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 PROMOTED = ["world_size", "devices"]
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-
-Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +37,6 @@ def definition(blueprint) -> Json:
 @pytest.fixture(scope="module")
 def info(server):
     return server.object_info()
-
-
-def inputs_of(spec: Json) -> list[tuple[str, str, Json]]:
-    """Name, type and settings of a node's inputs."""
-    found = []
-    for group in ("required", "optional"):
-        for name in spec["input_order"].get(group, []):
-            kind, settings = (*spec["input"][group][name], {})[:2]
-            found.append((name, "COMBO" if isinstance(kind, list) else kind, settings))
-    return found
 
 
 def test_server_offers_it(server, blueprint):
@@ -73,10 +61,9 @@ def test_node_around_it(blueprint, definition):
     assert UUID.fullmatch(definition["id"])
     assert definition["name"] == node["title"] == NAME
     for side in ("inputs", "outputs"):
-        slots = [(slot["name"], slot["type"]) for slot in node[side]]
-        assert slots == [(slot["name"], slot["type"]) for slot in definition[side]]
+        assert slots_of(node[side]) == slots_of(definition[side])
         assert all(UUID.fullmatch(slot["id"]) for slot in definition[side])
-    assert [(slot["name"], slot["type"]) for slot in node["outputs"]] == [("MODEL", "MODEL")]
+    assert slots_of(node["outputs"]) == [("MODEL", "MODEL")]
     assert [slot["name"] for slot in node["inputs"] if "widget" not in slot] == ["model"]
     assert [slot["widget"]["name"] for slot in node["inputs"] if "widget" in slot] == PROMOTED
 
@@ -105,12 +92,11 @@ def test_inner_nodes(definition, info):
         spec = info[node["type"]]
         assert node["mode"] == 0
         assert node["properties"] == {"cnr_id": PACK, "Node name for S&R": node["type"]}
-        inputs = inputs_of(spec)
+        inputs = node_inputs(spec)
         slots = [(slot["name"], slot["type"], "widget" in slot) for slot in node["inputs"]]
-        assert slots == [(name, kind, kind in WIDGET_TYPES) for name, kind, _ in inputs]
-        outputs = [(slot["name"], slot["type"]) for slot in node["outputs"]]
-        assert outputs == list(zip(spec["output_name"], spec["output"], strict=True))
-        assert node["widgets_values"] == [settings["default"] for _, kind, settings in inputs if kind in WIDGET_TYPES]
+        assert slots == [(item.name, item.type, item.is_widget) for item in inputs]
+        assert slots_of(node["outputs"]) == outputs_of(spec)
+        assert node["widgets_values"] == [item.settings["default"] for item in inputs if item.is_widget]
 
 
 def test_inner_links(definition):
@@ -150,7 +136,7 @@ def expand(definition: Json, values: Mapping[str, Any], info: Json, node_id: int
 
     prompt = {}
     for node in definition["nodes"]:
-        widgets = [name for name, kind, _ in inputs_of(info[node["type"]]) if kind in WIDGET_TYPES]
+        widgets = [item.name for item in node_inputs(info[node["type"]]) if item.is_widget]
         inputs = dict(zip(widgets, node["widgets_values"], strict=True))
         inputs |= {slot["name"]: origin(links[slot["link"]]) for slot in node["inputs"] if slot["link"] is not None}
         prompt[f"{node_id}:{node['id']}"] = {"class_type": node["type"], "inputs": inputs}
@@ -168,5 +154,4 @@ def test_it_runs(devices, definition, info, server):
     prompt["sampler"]["inputs"]["model"] = model
     out = server.sample(prompt, timeout=120)
     assert len(server.worker_pids()) == 2
-    assert expected.std() > 1e-2
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert_close(out, expected)

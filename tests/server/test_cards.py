@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from support import families, stand_in
 from support.card_cases import VAES, cases
 from support.graphs import family_prompt, flux_prompt
+from support.latents import assert_close, differ
 from support.server import ComfyServer
 from support.stand_in import messages
 from support.stand_in.memory import Ledger
@@ -57,9 +58,8 @@ def latent(server, prompt, **options):
 def test_two_cards_are_as_one(card_server, case):
     graph, cp = CASES[case]
     stock, ours = latent(card_server, graph()), latent(card_server, graph(cp=cp))
-    assert ours.shape == stock.shape
-    assert ((ours - stock).abs().max() / stock.std()).item() <= BOUND
-    status = card_server.get("/context_parallel/status")
+    assert_close(ours, stock, BOUND)
+    status = card_server.status()
     assert (status["backend"], [rank["device"] for rank in status["ranks"]]) == ("nccl", ["cuda:0", "cuda:1"])
 
 
@@ -103,12 +103,11 @@ def test_texts_are_prepared_with_patched_weights_on_the_card(served, card_server
     lora = write_lora(checkpoints_dir, served, part)
 
     def first(**settings):
-        result = card_server.run(family_prompt(entry, **settings)).check()
-        return card_server.latent(result, next(node for node, output in result.outputs.items() if "latents" in output))
+        return next(iter(card_server.latents(card_server.run(family_prompt(entry, **settings))).values()))
 
     plain, stock, ours = first(), first(loras=[lora]), first(loras=[lora], cp={})
-    assert (plain - stock).abs().max() > 1e-2 * stock.std()
-    assert ((ours - stock).abs().max() / stock.std()).item() <= BOUND
+    assert differ(stock, plain)
+    assert_close(ours, stock, BOUND)
 
 
 def test_two_cards_in_half_precision_are_as_one(comfyui_path, checkpoints_dir, cards, tmp_path):
@@ -117,8 +116,8 @@ def test_two_cards_in_half_precision_are_as_one(comfyui_path, checkpoints_dir, c
     with ComfyServer(comfyui_path, models=checkpoints_dir, cpu=False, env=stand_in.environment(machine)) as server:
         stock, ours = latent(server, flux_prompt()), latent(server, flux_prompt(cp={}), timeout=180)
         assert stock.isfinite().all()
-        assert ((ours - stock).abs().max() / stock.std()).item() <= HALF_BOUND
-        status = server.get("/context_parallel/status")
+        assert_close(ours, stock, HALF_BOUND)
+        status = server.status()
         touched = Ledger(machine).contexts()
         assert [touched[rank["pid"]] for rank in status["ranks"]] == [[0], [1]]  # none has a context on another's card
 
@@ -127,7 +126,7 @@ def test_every_card_holds_the_model_once_and_gives_it_back(card_server, cards):
     """ComfyUI's own copy leaves the card that rank 0 shares with it. Ranks have launched the same messages in one order."""
     latent(card_server, flux_prompt(seed=2))
     latent(card_server, flux_prompt(seed=2, cp={}))
-    logs = [messages.logged(cards.ledger, rank["pid"]) for rank in card_server.get("/context_parallel/status")["ranks"]]
+    logs = [messages.logged(cards.ledger, rank["pid"]) for rank in card_server.status()["ranks"]]
     assert logs[0]
     assert not messages.disagreement(logs)
     assert all(0.9 < taken / FLUX_BYTES < 1.5 for taken in held(cards)), held(cards)
@@ -144,8 +143,8 @@ def test_what_ran_out_of_memory_is_remembered_beyond_the_pool_that_it_ended(card
 
     def placement():
         ours = latent(card_server, flux_prompt(seed=3, cp={}))
-        assert ((ours - stock).abs().max() / stock.std()).item() <= BOUND
-        return card_server.get("/context_parallel/status")["weights"]["flux.safetensors"].partition(":")[0]
+        assert_close(ours, stock, BOUND)
+        return card_server.status()["weights"]["flux.safetensors"].partition(":")[0]
 
     assert placement() == "whole"
     before = card_server.worker_pids()
@@ -191,5 +190,5 @@ def test_a_text_encoder_takes_what_it_needs_of_the_first_card_and_the_ranks_keep
     again = latent(card_server, flux_prompt(seed=4, width=256, height=256, cp={"weights": weights}))
     assert not torch.equal(again, expected)
     assert all(taken > 0.9 * size for taken in held(cards)), held(cards)
-    assert ((latent(card_server, graph) - expected).abs().max() / expected.std()).item() <= BOUND
+    assert_close(latent(card_server, graph), expected, BOUND)
     assert loads(card_server) == loaded

@@ -11,11 +11,10 @@ import json
 
 import pytest
 from support.graphs import flux_prompt
+from support.latents import assert_close
 from support.worlds import on_ranks
 
 from cp_runtime.pool.kept import VERSION
-
-BOUND = 2e-4  # of the standard deviation: docs/numerics.md
 
 
 def times_file(server):
@@ -26,7 +25,7 @@ def run(server, world, steps=3, **changes):
     """(report of a CP Sampler, latent)."""
     cp = {"world_size": world, "ranks_per_call": "auto", **changes.pop("cp", {})}
     result = server.run(flux_prompt(node="CPSampler", width=128, height=128, steps=steps, cp=cp, **changes)).check()
-    return json.loads(result.outputs["report"]["text"][0]), server.latent(result)
+    return result.report, server.latent(result)
 
 
 def believe(server, split):
@@ -67,8 +66,8 @@ def test_what_was_fastest_runs_and_the_result_is_the_same(split, changes, world,
     assert (choice["ranks"], choice["of"]) == (batch * ring * ulysses, world)
     assert [bool(rank["tokens"]) for rank in report["ranks"]] == [rank in ranks for rank in range(world)]
     assert report["shares"] == [int(share) for share in changes.get("cp", {}).get("shares", "").split(",") if share]
-    assert (latent - stock).abs().max() <= BOUND * stock.std()
-    status = server.get("/context_parallel/status")
+    assert_close(latent, stock)
+    status = server.status()
     assert [rank["idle"] for rank in status["ranks"]] == [rank not in ranks for rank in range(world)]
     assert status["last_call"]["choice"] == choice["words"]
     if batch * ring * ulysses < world:
@@ -114,5 +113,5 @@ def test_a_call_that_is_repeated_on_one_device_changes_no_bit(changes, server):
     assert report["degrees"] == before["degrees"]
     assert report["seconds_per_call_on_one_device"] > 0
     assert " one device" in report["speed"]
-    assert not server.get("/context_parallel/status")["speed"]["measuring"]
+    assert not server.status()["speed"]["measuring"]
     assert run(server, 2, **changes)[0]["seconds_per_call_on_one_device"] == report["seconds_per_call_on_one_device"]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from functools import partial
 
 import pytest
 from support import families
 from support.graphs import family_prompt, wan_prompt
+from support.latents import assert_close
 
 CP = {"world_size": 2, "ulysses_degree": 2}
 TOLERANCE = 1e-4  # of three steps, each of which adds to what comes before
 
 
 def same(out, expected):
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert_close(out, expected, TOLERANCE)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def stock(pool_server):
 def run(pool_server, **settings):
     """The latent, and what the report says about compiled blocks."""
     result = pool_server.run(wan_prompt(node="CPSampler", **settings), timeout=300).check()
-    return pool_server.latent(result), json.loads(result.outputs["report"]["text"][0])["compiled"]
+    return pool_server.latent(result), result.report["compiled"]
 
 
 INDUCTOR = {"after_apply": [("TorchCompileModel", {"backend": "inductor"})]}
@@ -36,7 +36,7 @@ def test_cancel_while_the_ranks_compile(pool_server):
     """The status says that they compile. They do not leave it, and others start with the next prompt."""
     prompt_id = pool_server.queue(wan_prompt(cp=CP, **INDUCTOR))
     deadline = time.monotonic() + 120
-    while "compiling blocks on" not in pool_server.get("/context_parallel/status")["activity"]:
+    while "compiling blocks on" not in pool_server.status()["activity"]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     began = time.monotonic()
@@ -90,7 +90,7 @@ def test_a_unet(served, pool_server, family_checkpoints):
     prompt = graph(node="CPSampler", cp={"world_size": 2}, after_apply=[("TestPatch", {"kind": "compile_eager"})])
     result = pool_server.run(prompt, timeout=120).check()
     same(pool_server.latent(result), expected)
-    report = json.loads(result.outputs["report"]["text"][0])
+    report = result.report
     assert report["degrees"]["batch"] == 2
     assert set(report["compiled"]["kinds"]) == {"ResBlock", "SpatialTransformer", "Downsample", "Upsample"}
     assert report["compiled"]["left"] == {}

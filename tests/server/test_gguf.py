@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from support.faults import Faults
 from support.gguf_files import write
-from support.graphs import flux_prompt, wan_prompt
+from support.graphs import flux_prompt, renamed, wan_prompt
+from support.latents import assert_close
 from support.server import CUSTOM_NODES, GGUF_NODES, ComfyServer
 from support.worlds import on_ranks
 
 ((PACK, SOURCE),) = GGUF_NODES.items()
 
-TOLERANCE = 1e-5
+assert_equal = partial(assert_close, bound=1e-5)
 FILES = {"flux": "flux", "wan": "wan_t2v", "wan_low": "wan_t2v_low", "other": "flux_schnell"}
 FILE_INPUTS = {"LoaderGGUF": "gguf_name"}
 BUILDS = {"flux": flux_prompt, "wan": wan_prompt}
@@ -63,26 +64,9 @@ def graph(family, file=None, by="UnetLoaderGGUF", loader=None, **settings):
     return prompt
 
 
-def side_by_side(prompts):
-    """One prompt of several, whose nodes get the name of theirs before their own."""
-    merged = {}
-    for name, prompt in prompts.items():
-        for node_id, node in prompt.items():
-            inputs = {
-                key: [f"{name} {value[0]}", value[1]] if isinstance(value, list) else value for key, value in node["inputs"].items()
-            }
-            merged[f"{name} {node_id}"] = {**node, "inputs": inputs}
-    return merged
-
-
 def stock(server, *args, **settings):
     """The latent of the graph without context parallelism."""
-    return server.sample_once(graph(*args, nonce=0, **settings))
-
-
-def assert_equal(out, expected):
-    assert expected.std() > 1e-2
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    return server.sample_once(graph(*args, **settings))
 
 
 RUNS = [
@@ -125,7 +109,7 @@ def test_two_files_that_take_turns(gguf_server):
     settings = {"node": "KSamplerAdvanced", "low_ckpt": "wan_low", "steps": 4, "cfg": 4.0, "loras": LORAS["wan"]}
     expected = stock(gguf_server, "wan", **settings)
     assert_equal(gguf_server.sample(graph("wan", cp={"world_size": 2}, **settings), timeout=120), expected)
-    assert {"wan.gguf", "wan_low.gguf"} <= set(gguf_server.get("/context_parallel/status")["models"])
+    assert {"wan.gguf", "wan_low.gguf"} <= set(gguf_server.status()["models"])
     loads = gguf_server.log_text().count("[rank 1] loading")
     assert_equal(gguf_server.sample(graph("wan", cp={"world_size": 2}, **settings), timeout=120), expected)
     assert gguf_server.log_text().count("[rank 1] loading") == loads
@@ -138,10 +122,12 @@ def test_models_side_by_side(gguf_server):
         "other": {"file": "other.gguf", "guidance": -1},
         "whole": {"loras": ["flux_lora"]},
     }
-    prompt = side_by_side({name: graph("flux", cp={"world_size": 2}, **part) for name, part in parts.items()})
-    result = gguf_server.run(prompt, timeout=120)
+    prompt = {}
     for name, part in parts.items():
-        assert_equal(gguf_server.latent(result, f"{name} save"), stock(gguf_server, "flux", **part))
+        prompt |= renamed(graph("flux", cp={"world_size": 2}, **part), f"{name} ")
+    latents = gguf_server.latents(gguf_server.run(prompt, timeout=120))
+    for name, part in parts.items():
+        assert_equal(latents[f"{name} save"], stock(gguf_server, "flux", **part))
 
 
 def loading(server, faults, seconds):
@@ -177,7 +163,7 @@ def test_cancel_while_it_computes(gguf_server):
     pids, loads = gguf_server.worker_pids(), gguf_server.log_text().count("[rank 0] loading")
     long = graph("flux", loras=["flux_lora"], cp={"world_size": 2}, width=256, height=256, steps=60)
     prompt_id = gguf_server.queue(long)
-    gguf_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2)
+    gguf_server.wait_for_step(prompt_id)
     gguf_server.interrupt()
     assert gguf_server.wait(prompt_id, 30).status == "interrupted"
     expected = stock(gguf_server, "flux")

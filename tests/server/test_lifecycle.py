@@ -12,11 +12,11 @@ import psutil
 import pytest
 from support import families
 from support.faults import SLACK, Stopwatch
-from support.graphs import family_prompt, flux_prompt, wan_prompt
+from support.graphs import family_prompt, flux_prompt, renamed, wan_prompt
+from support.latents import assert_close
 from support.processes import fd_count, held, thread_count, wait_gone
 from support.server import ComfyServer
 
-TOLERANCE = 2e-4
 CP = {"world_size": 2}
 # About 1,000 tokens: steps of a few tenths of a second here, so that faults hit a running call.
 LONG = {"width": 512, "height": 512, "steps": 60}
@@ -27,19 +27,14 @@ def expected(pool_server):
     return pool_server.sample(flux_prompt())
 
 
-def assert_right(server, expected, **settings):
-    out = server.sample(flux_prompt(cp=CP, **settings))
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-
-
-def wait_for_step(server, prompt_id, timeout=60.0):
-    """Wait until a few steps of a prompt are done."""
-    server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2, timeout)
+def assert_right(server, expected):
+    """Check what two ranks sample; returns their process ids."""
+    assert_close(server.sample(flux_prompt(cp=CP)), expected)
+    return server.worker_pids()
 
 
 def test_twenty_prompts_use_the_same_workers_and_grow_nothing(pool_server, expected):
-    assert_right(pool_server, expected)
-    pids = pool_server.worker_pids()
+    pids = assert_right(pool_server, expected)
     assert len(pids) == 2
     everyone = [pool_server.pid, *pids]
 
@@ -61,8 +56,7 @@ def test_twenty_prompts_use_the_same_workers_and_grow_nothing(pool_server, expec
 
 def test_idle_workers_do_not_spin(pool_server, expected):
     """A rank that polls uses a whole core. gloo's own threads wake up now and then: a percent or two of one."""
-    assert_right(pool_server, expected)
-    workers = [psutil.Process(pid) for pid in pool_server.worker_pids()]
+    workers = [psutil.Process(pid) for pid in assert_right(pool_server, expected)]
     seconds, shares = 2.0, []
     for _ in range(3):
         before = [sum(w.cpu_times()[:2]) for w in workers]
@@ -83,13 +77,11 @@ def test_changes_between_prompts_give_right_results(pool_server, expected):
         ({"loras": [("flux_lora", 0.5)]}, half, flux_prompt),
         ({"loras": ["flux_lora"]}, lora, flux_prompt),
     ]:
-        out = pool_server.sample(build(cp=CP, **settings))
-        assert (out - reference).abs().max() <= TOLERANCE * reference.std()
+        assert_close(pool_server.sample(build(cp=CP, **settings)), reference)
     three = pool_server.sample(flux_prompt(cp={"world_size": 3}))
     assert len(pool_server.worker_pids()) == 3
-    assert (three - expected).abs().max() <= TOLERANCE * expected.std()
-    assert_right(pool_server, expected)
-    assert len(pool_server.worker_pids()) == 2
+    assert_close(three, expected)
+    assert len(assert_right(pool_server, expected)) == 2
 
 
 def test_lora_before_and_after_apply_is_the_same(pool_server):
@@ -99,61 +91,43 @@ def test_lora_before_and_after_apply_is_the_same(pool_server):
 
 def test_two_models_stay_mirrored(pool_server):
     settings = {"node": "KSamplerAdvanced", "low_ckpt": "wan_t2v_low", "steps": 4, "cfg": 4.0}
-    reference = pool_server.sample(wan_prompt(**settings))
-    outs, loads = [], []
+    reference, loads = pool_server.sample(wan_prompt(**settings)), []
     for _ in range(2):
-        outs.append(pool_server.sample(wan_prompt(cp=CP, **settings)))
+        assert_close(pool_server.sample(wan_prompt(cp=CP, **settings)), reference)
         loads.append(pool_server.log_text().count("[rank 1] loading"))
     assert loads[0] == loads[1]
-    for out in outs:
-        assert (out - reference).abs().max() <= TOLERANCE * reference.std()
 
 
 def test_two_strengths_in_one_graph(pool_server):
     """Two branches share the file but not the weights: the workers must not mix them up."""
     first, second = flux_prompt(cp=CP, loras=[("flux_lora", 0.5)]), flux_prompt(cp=CP, loras=["flux_lora"])
-    merged = {f"a_{k}": v for k, v in first.items()} | {f"b_{k}": v for k, v in second.items()}
-    for prefix in ("a_", "b_"):
-        for name, node in merged.items():
-            if name.startswith(prefix):
-                node["inputs"] = {k: [prefix + v[0], v[1]] if isinstance(v, list) else v for k, v in node["inputs"].items()}
-    result = pool_server.run(merged).check()
+    result = pool_server.run(renamed(first, "a_") | renamed(second, "b_")).check()
     for prefix, strength in (("a_", 0.5), ("b_", 1.0)):
         reference = pool_server.sample(flux_prompt(loras=[("flux_lora", strength)]))
-        out = pool_server.latent(result, f"{prefix}save")
-        assert (out - reference).abs().max() <= TOLERANCE * reference.std()
+        assert_close(pool_server.latent(result, f"{prefix}save"), reference)
 
 
 def test_the_same_model_with_and_without_context_parallelism_in_one_graph(pool_server, expected):
-    prompt = flux_prompt(cp=CP)
-    plain = {k: {**v, "inputs": dict(v["inputs"])} for k, v in prompt.items() if k in ("sampler", "save")}
-    plain["sampler"]["inputs"]["model"] = ["loader", 0]
-    plain["save"]["inputs"]["samples"] = ["plain_sampler", 0]
-    prompt |= {f"plain_{k}": v for k, v in plain.items()}
-    result = pool_server.run(prompt).check()
-    out = pool_server.latent(result, "plain_save")  # its weights are the mapped file by now: aligned differently
-    assert (out - expected).abs().max() <= 1e-5 * expected.std()
-    assert (pool_server.latent(result, "save") - expected).abs().max() <= TOLERANCE * expected.std()
+    prompt, plain = flux_prompt(cp=CP, nonce=0), renamed(flux_prompt(nonce=0), "plain_")
+    plain["plain_sampler"]["inputs"]["model"] = ["loader", 0]
+    result = pool_server.run(prompt | plain).check()
+    assert_close(pool_server.latent(result, "plain_save"), expected, 1e-5)  # weights of the mapped file are aligned differently
+    assert_close(pool_server.latent(result, "save"), expected)
 
 
 def test_the_workers_drop_a_model_that_is_loaded_without_them(pool_server, expected):
     """They share devices with ComfyUI's process, which would not get that memory back."""
-    assert_right(pool_server, expected)
-    pids = pool_server.worker_pids()
-    assert "flux.safetensors" in pool_server.get("/context_parallel/status")["models"]
+    pids = assert_right(pool_server, expected)
+    assert "flux.safetensors" in pool_server.status()["models"]
     pool_server.run(flux_prompt(seed=77)).check()
-    assert "flux.safetensors" not in pool_server.get("/context_parallel/status")["models"]
-    assert_right(pool_server, expected)
-    assert pool_server.worker_pids() == pids
+    assert "flux.safetensors" not in pool_server.status()["models"]
+    assert assert_right(pool_server, expected) == pids
 
 
 def test_free_unloads_the_workers_and_the_next_prompt_reloads(pool_server, expected):
-    assert_right(pool_server, expected)
-    loads = pool_server.log_text().count("[rank 0] loading")
-    pids = pool_server.worker_pids()
+    pids, loads = assert_right(pool_server, expected), pool_server.log_text().count("[rank 0] loading")
     pool_server.free_workers()
-    assert_right(pool_server, expected)
-    assert pool_server.worker_pids() == pids
+    assert assert_right(pool_server, expected) == pids
     assert pool_server.log_text().count("[rank 0] loading") == loads + 1
 
 
@@ -169,68 +143,52 @@ def test_progress_and_previews_arrive_while_workers_compute(pool_server):
     assert result.status == "success"
 
 
-def cancel(server, prompt_id, when, seconds=2):
-    """Cancel a running prompt, which must end as interrupted in time."""
-    watch = Stopwatch(f"28 Cancel {when}")
-    server.interrupt()
-    result = server.wait(prompt_id, 30)
-    watch.within(seconds, "the prompt ends")
-    assert result.status == "interrupted"
-
-
 def wait_for_sampler(server, prompt_id, seconds):
     """Wait until the sampler of a prompt has worked for some seconds."""
     server.wait_event(lambda e: e.type == "executing" and e.data.get("node") == "sampler" and e.data["prompt_id"] == prompt_id)
     time.sleep(seconds)
 
 
-def test_cancel_ends_the_prompt_and_keeps_the_workers(pool_server, expected):
-    assert_right(pool_server, expected)
-    pids = pool_server.worker_pids()
-    prompt_id = pool_server.queue(flux_prompt(cp=CP, **LONG))
-    wait_for_step(pool_server, prompt_id)
-    cancel(pool_server, prompt_id, "between steps")
-    assert_right(pool_server, expected)
-    assert pool_server.worker_pids() == pids
-
-
-SLOW = {  # seconds of every block, of the sampler before Cancel, and until the prompt has ended
-    "inside a slow step": (0.3, 0.6, 2),  # five planned modules: the first step takes 1.5 s
-    "inside blocks of a second": (0.9, 1.3, 3),  # ranks leave at the second block that they enter: they get the time of three
+# Settings of the graph; from which module on, and how many seconds, rank 1 is slow in every block; seconds of the sampler before
+# Cancel, and until the prompt has ended; whether the workers stay.
+CANCELS = {
+    "between steps": (LONG, None, None, 2, True),
+    # Five planned modules: the first step takes 1.5 s.
+    "inside a slow step": ({"width": 80}, (1, 0.3), 0.6, 2, True),
+    # Ranks leave at the second block that they enter: they get the time of three.
+    "inside blocks of a second": ({"width": 80}, (1, 0.9), 1.3, 3, True),
+    # Where one block takes far longer than those before it, the workers are restarted: the prompt ends in time all the same.
+    "inside a step of many seconds": ({"width": 88}, (3, 8), 1, 2, False),
 }
 
 
-@pytest.mark.parametrize("when", SLOW)
-def test_cancel_inside_a_slow_step_keeps_the_workers(pool_server, expected, faults, when):
+@pytest.mark.parametrize("when", CANCELS)
+def test_cancel(pool_server, expected, faults, when):
     """All ranks leave the call at the same block, although one of them is late."""
-    block, before, bound = SLOW[when]
-    assert_right(pool_server, expected)
-    pids = pool_server.worker_pids()
-    faults.arm(1, "slow", module=1, seconds=block)
-    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=80))
-    wait_for_sampler(pool_server, prompt_id, before)
-    cancel(pool_server, prompt_id, when, seconds=bound)
-    assert_right(pool_server, expected)
-    assert pool_server.worker_pids() == pids
-
-
-def test_cancel_inside_a_step_of_many_seconds(pool_server, expected, faults):
-    """Where one block takes far longer than those before it, the workers are restarted: the prompt ends in time all the same."""
-    assert_right(pool_server, expected)
-    faults.arm(1, "slow", module=3, seconds=8)
-    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=88))
-    wait_for_sampler(pool_server, prompt_id, 1)
-    cancel(pool_server, prompt_id, "inside a step of many seconds")
-    assert_right(pool_server, expected)
-    assert len(pool_server.worker_pids()) == 2
+    settings, slow, before, bound, stay = CANCELS[when]
+    pids = assert_right(pool_server, expected)
+    if slow:
+        faults.arm(1, "slow", module=slow[0], seconds=slow[1])
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, **settings))
+    if slow:
+        wait_for_sampler(pool_server, prompt_id, before)
+    else:
+        pool_server.wait_for_step(prompt_id)
+    watch = Stopwatch(f"28 Cancel {when}")
+    pool_server.interrupt()
+    result = pool_server.wait(prompt_id, 30)
+    watch.within(bound, "the prompt ends")
+    assert result.status == "interrupted"
+    after = assert_right(pool_server, expected)
+    assert len(after) == 2
+    assert after == pids or not stay
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_killed_worker_fails_the_prompt_and_the_next_one_is_right(pool_server, expected, rank):
-    assert_right(pool_server, expected)
-    pids = pool_server.worker_pids()
+    pids = assert_right(pool_server, expected)
     prompt_id = pool_server.queue(flux_prompt(cp=CP, **LONG))
-    wait_for_step(pool_server, prompt_id)
+    pool_server.wait_for_step(prompt_id)
     watch = Stopwatch(f"2 SIGKILL of rank {rank} of 2 in a call")
     os.kill(pids[rank], signal.SIGKILL)
     result = pool_server.wait(prompt_id, 30)
@@ -238,8 +196,7 @@ def test_killed_worker_fails_the_prompt_and_the_next_one_is_right(pool_server, e
     assert result.status == "error"
     assert f"rank {rank} (pid {pids[rank]}) failed: SIGKILL" in result.error.exception_message
     assert wait_gone([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 2) == []
-    assert_right(pool_server, expected)
-    assert not set(pids) & set(pool_server.worker_pids())
+    assert not set(pids) & set(assert_right(pool_server, expected))
 
 
 @pytest.mark.parametrize(("rank", "module"), [(1, 1), (1, 3), (0, 4)])
@@ -284,8 +241,7 @@ def test_out_of_memory_in_one_batch_group(served, world, pool_server, faults, fa
     assert result.status == "error"
     assert "OutOfMemoryError: injected" in result.error.exception_message
     assert not faults.waiting
-    out = pool_server.sample(prompt(), timeout=60)
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert_close(pool_server.sample(prompt(), timeout=60), expected)
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +277,7 @@ def test_a_file_that_changes_after_loading(own_models_server, own_models):
     assert any("flux.safetensors changed on disk" in error.exception_message for error in errors if error)
     server.free_first()
     last = server.sample(flux_prompt(cp=CP), timeout=60)
-    assert (last - first).abs().max() <= TOLERANCE * first.std()
+    assert_close(last, first)
     # A weight that a node changes in place is not in the file: refused, and the stock graph keeps the change.
     server.free_first()
     changed = {"model_nodes": [("TestPatch", {"kind": "changed_weight"})]}
@@ -337,8 +293,7 @@ def test_linked_model_files_and_folders(own_models_server, ckpt):
     """Models that lie on another disk, behind a link, are inside ComfyUI's model folders."""
     server = own_models_server
     reference = server.sample(flux_prompt(ckpt=ckpt))
-    out = server.sample(flux_prompt(ckpt=ckpt, cp=CP), timeout=120)
-    assert (out - reference).abs().max() <= TOLERANCE * reference.std()
+    assert_close(server.sample(flux_prompt(ckpt=ckpt, cp=CP), timeout=120), reference)
 
 
 def test_free_with_a_stopped_worker_does_not_end_the_queue(pool_server, expected):

@@ -5,14 +5,16 @@ They stay in ComfyUI's process, so nothing of them is known here but their names
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import partial
 from typing import Any
 
 import pytest
-from support.graphs import GUIDED_FLUX, MODEL, Link, NodeCase, NodeSpec, Prompt, flux_prompt, wan_prompt
+from support.graphs import GUIDED_FLUX, MODEL, NodeSpec, Prompt, flux_prompt, wan_prompt
+from support.latents import assert_close, differ
+from support.node_graphs import LATENT, NEGATIVE, POSITIVE, GraphCase, NodeCase, assert_stock, completed, node
 
-TOLERANCE = 2e-4
 CP = {"world_size": 2}
 
 WAN = partial(wan_prompt, steps=3, cfg=4.0)
@@ -26,10 +28,7 @@ CACHE = {"reuse_threshold": 2.0, "start_percent": 0.1, "end_percent": 0.9, "verb
 ROPE = {"scale_x": 1.5, "shift_x": 1.0, "scale_y": 0.7, "shift_y": 2.0, "scale_t": 1.5, "shift_t": 1.0}
 
 # Windows of three latent frames, two of them shared.
-WINDOWS = {
-    "context_length": 9, "context_overlap": 5, "context_schedule": "standard_static", "context_stride": 1, "closed_loop": False,
-    "fuse_method": "pyramid", "freenoise": False, "retain_first_frame": False, "split_conds_to_windows": False,
-}  # fmt: skip
+WINDOWS = {"context_length": 9, "context_overlap": 5, "context_schedule": "standard_static", "freenoise": False}
 CASES = {
     # model sampling
     "ModelSamplingAuraFlow": NodeCase("ModelSamplingAuraFlow", {"shift": 1.73}, WAN),
@@ -76,27 +75,17 @@ CASES = {
 }  # fmt: skip
 
 
-def assert_same(out, expected) -> None:
-    assert expected.std() > 1e-2
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-
-
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
 @pytest.mark.parametrize("name", CASES)
 def test_node_between_loader_and_sampler(name, place, server):
-    case = CASES[name]
-    expected = server.sample_once(case.build())
-    assert_same(server.sample(case.build(cp=CP, place=place), timeout=120), expected)
-    if case.matters:
-        plain = server.sample_once(case.graph())
-        assert (plain - expected).abs().max() > 1e-2 * plain.std()
+    assert_stock(server, CASES[name].at(place), CP)
 
 
 def test_apply_alone_takes_every_device(server):
     """Without a CP Config."""
     prompt = flux_prompt(cp={})
     del prompt["cp_config"], prompt["cp_apply"]["inputs"]["cp_config"]
-    assert_same(server.sample(prompt), server.sample_once(flux_prompt()))
+    assert_close(server.sample(prompt), server.sample_once(flux_prompt()))
     assert len(server.worker_pids()) == 2
 
 
@@ -108,7 +97,7 @@ def test_several_nodes_in_a_row(server):
         model_nodes=[("ModelSamplingSD3", {"shift": 8.0}), ("CFGZeroStar", {})],
         after_apply=[("CFGNorm", {"strength": 0.9}), ("ScaleROPE", ROPE)],
     )
-    assert_same(server.sample(build(cp=CP)), server.sample_once(build()))
+    assert_close(server.sample(build(cp=CP)), server.sample_once(build()))
 
 
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
@@ -126,89 +115,68 @@ def test_steps_that_a_cache_skips_make_no_call(cache, place, server):
 
 # --- guiders and sampler nodes ---------------------------------------------------------------------------------------
 
-
-def custom(cp=None, sampler: NodeSpec | None = None, others: dict[str, NodeSpec] | None = None, **options) -> Prompt:
-    """A graph with SamplerCustomAdvanced, and with another SAMPLER node where one is given."""
-    prompt = GUIDED_FLUX(node="SamplerCustomAdvanced", cp=cp, others=others, **options)
-    if sampler is not None:
-        prompt["sampler_select"] = {"class_type": sampler[0], "inputs": sampler[1]}
-    return prompt
+CUSTOM = partial(GUIDED_FLUX, node="SamplerCustomAdvanced")
+SECOND = {"second": node("TestConditioning", seed=7, tokens=9, width=64, pooled_width=64)}
+OTHER = {"other": node("UNETLoader", unet_name="flux_h3.safetensors")}
 
 
-def with_guider(prompt: Prompt, class_type: str, **inputs: Any) -> Prompt:
-    prompt["guider"] = {"class_type": class_type, "inputs": inputs}
-    return prompt
+def guided(class_type: str, nodes: dict[str, NodeSpec], **inputs: Any) -> GraphCase:
+    """Another guider of the same model."""
+
+    def change(prompt: Prompt) -> None:
+        model = prompt["guider"]["inputs"]["model"]
+        prompt["guider"] = {"class_type": class_type, "inputs": {"model": model, **inputs}}
+
+    return GraphCase(CUSTOM, nodes, change=change)
 
 
-def model_of(prompt: Prompt) -> Link:
-    return prompt["guider"]["inputs"]["model"]
+def sampled(class_type: str, **inputs: Any) -> GraphCase:
+    """Another sampler."""
+    return GraphCase(CUSTOM, change=lambda prompt: prompt.update(sampler_select={"class_type": class_type, "inputs": inputs}))
 
 
-def basic_guider(cp=None) -> Prompt:
-    return custom(cp, cfg=1.0)
+def dual_cfg(style: str) -> GraphCase:
+    conds = {"cond1": POSITIVE, "cond2": ["second", 0], "cfg_conds": 3.0, "cfg_cond2_negative": 2.0}
+    return guided("DualCFGGuider", SECOND, style=style, **conds)
 
 
-def dual_cfg(style: str, cp=None) -> Prompt:
-    prompt = custom(cp, others={"second": ("TestConditioning", {"seed": 7, "tokens": 9, "width": 64, "pooled_width": 64})})
-    conds = {"cond1": ["positive", 0], "cond2": ["second", 0], "negative": ["negative", 0]}
-    scales = {"cfg_conds": 3.0, "cfg_cond2_negative": 2.0, "style": style}
-    return with_guider(prompt, "DualCFGGuider", model=model_of(prompt), **conds, **scales)
+def with_apply(prompt: Prompt) -> None:
+    """Both models of the guider are on the same ranks."""
+    inputs = prompt["guider"]["inputs"]
+    prompt["guider"] = {"class_type": "DualModelGuider", "inputs": {**inputs, "model_negative": ["other", 0]}}
+    if "cp_config" in prompt:
+        apply = {"model": ["other", 0], "cp_config": ["cp_config", 0]}
+        prompt["other_apply"] = {"class_type": "ApplyContextParallel", "inputs": apply}
+        prompt["guider"]["inputs"]["model_negative"] = ["other_apply", 0]
 
 
-def dual_model(cp=None, *, negative: bool = True) -> Prompt:
-    """Two models in one guider, both on the same ranks."""
-    loader = ("UNETLoader", {"unet_name": "flux_h3.safetensors", "weight_dtype": "default"})
-    others: dict[str, NodeSpec] = {"other": loader}
-    other = ["other", 0]
-    if cp is not None:
-        others["other_apply"] = ("ApplyContextParallel", {"model": other, "cp_config": ["cp_config", 0]})
-        other = ["other_apply", 0]
-    prompt = custom(cp, others=others)
-    conds: dict[str, Any] = {"positive": ["positive", 0]}
-    if negative:
-        conds["negative"] = ["negative", 0]
-    return with_guider(prompt, "DualModelGuider", model=model_of(prompt), model_negative=other, cfg=4.0, **conds)
+def sampler_custom(prompt: Prompt) -> None:
+    inputs = {"model": prompt.pop("guider")["inputs"]["model"], "latent_image": LATENT, "cfg": 4.0, "noise_seed": 1}
+    prompt["sampler"] = {"class_type": "SamplerCustom", "inputs": {**inputs, "sampler": ["sampler_select", 0]}}
+    del prompt["noise"]
 
 
-def sampler_custom(cp=None) -> Prompt:
-    prompt = custom(cp)
-    model = model_of(prompt)
-    del prompt["guider"], prompt["noise"]
-    conds = {"positive": ["positive", 0], "negative": ["negative", 0], "cfg": 4.0}
-    settings = {"add_noise": True, "noise_seed": 1, "sampler": ["sampler_select", 0], "sigmas": ["sigmas", 0]}
-    inputs = {"model": model, "latent_image": ["latent", 0], **conds, **settings}
-    prompt["sampler"] = {"class_type": "SamplerCustom", "inputs": inputs}
-    return prompt
-
-
-def switched_conditioning(cp=None) -> Prompt:
-    switch = {"switch": False, "on_true": ["negative", 0], "on_false": ["positive", 0]}
-    prompt = GUIDED_FLUX(cp=cp, others={"switch": ("ComfySwitchNode", switch)})
-    prompt["sampler"]["inputs"]["positive"] = ["switch", 0]
-    return prompt
-
-
+SWITCH = {"switch": node("ComfySwitchNode", switch=False, on_true=NEGATIVE, on_false=POSITIVE)}
 GUIDED = {
-    "BasicGuider": basic_guider,
-    "CFGGuider": custom,
-    "DualCFGGuider": partial(dual_cfg, "regular"),
-    "DualCFGGuider nested": partial(dual_cfg, "nested"),
-    "DualModelGuider": dual_model,
-    "SamplerCustom": sampler_custom,
-    "SamplerEulerAncestral": partial(custom, sampler=("SamplerEulerAncestral", {"eta": 0.8, "s_noise": 1.0})),
-    "SamplerLCM": partial(custom, sampler=("SamplerLCM", {"s_noise": 0.9, "s_noise_end": 0.7, "noise_clip_std": 2.0})),
-    "ComfySwitchNode": switched_conditioning,
+    "BasicGuider": GraphCase(partial(CUSTOM, cfg=1.0), matters=False),
+    "CFGGuider": GraphCase(CUSTOM, matters=False),
+    "DualCFGGuider": dual_cfg("regular"),
+    "DualCFGGuider nested": dual_cfg("nested"),
+    "DualModelGuider": GraphCase(CUSTOM, OTHER, change=with_apply),
+    "SamplerCustom": GraphCase(CUSTOM, change=sampler_custom, matters=False),
+    "SamplerEulerAncestral": sampled("SamplerEulerAncestral", eta=0.8),
+    "SamplerLCM": sampled("SamplerLCM", s_noise=0.9, s_noise_end=0.7, noise_clip_std=2.0),
+    "ComfySwitchNode": GraphCase(GUIDED_FLUX, SWITCH, {"positive": ["switch", 0]}, matters=False),
 }
 
 
 @pytest.mark.parametrize("name", GUIDED)
 def test_guider_or_sampler(name, server):
-    build = GUIDED[name]
-    expected = server.sample_once(build())
-    assert_same(server.sample(build(cp=CP), timeout=120), expected)
+    assert_stock(server, GUIDED[name], cp=CP)
 
 
 def test_guiders_differ(server):
-    latents = [server.sample_once(GUIDED[name]()) for name in GUIDED if "Switch" not in name and "Custom" not in name]
-    for i, one in enumerate(latents):
-        assert all((one - other).abs().max() > 1e-2 * one.std() for other in latents[:i])
+    cases = [case for name, case in GUIDED.items() if "Switch" not in name and "Custom" not in name]
+    latents = [server.sample_once(completed(case.build(), server)) for case in cases]
+    for one, other in itertools.combinations(latents, 2):
+        assert differ(one, other)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support import families
-from support.graphs import GUIDED_FLUX, NodeCase, NodeSpec, Prompt, family_prompt, flux_prompt, wan_prompt
+from support.graphs import GUIDED_FLUX, NodeSpec, Prompt, family_prompt, flux_prompt, wan_prompt
+from support.latents import assert_close, differ
+from support.node_graphs import IMAGE, NodeCase, assert_stock, completed, node, picture
 from support.worlds import on_ranks
-
-TOLERANCE = 2e-4
-VAE = ("TestVae", {"seed": 2, "channels": 16, "video": False})
 
 
 def family(name: str, **settings: Any) -> partial[Prompt]:
@@ -22,48 +20,38 @@ def family(name: str, **settings: Any) -> partial[Prompt]:
 
 
 def network(kind: str, **others: NodeSpec) -> dict[str, NodeSpec]:
-    """Nodes that a model patch node takes something from."""
-    image = ("TestImage", {"seed": 4, "width": 80, "height": 72, "frames": 1})
-    return {"network": ("TestModelPatch", {"kind": kind, "seed": 3}), "image": image, "vae": VAE, **others}
+    """Nodes that a model patch node takes something from, by the names of its inputs."""
+    return {"model_patch": node("TestModelPatch", kind=kind, seed=3), "image": picture(80, 72), "vae": VAE, **others}
 
 
-VIDEO_VAE = ("TestVae", {"seed": 2, "channels": 16, "video": True})
+VAE, VIDEO_VAE = (node("TestVae", seed=2, video=video) for video in (False, True))
 QWEN_NET = network("qwen", vae=VIDEO_VAE)
-LINKS = {"model_patch": ["network", 0], "vae": ["vae", 0], "image": ["image", 0]}
-SPAN = {"start_percent": 0.0, "end_percent": 1.0}
+MULTI_TALK = network("multitalk")
 LAYERS = {"double_layers": "1", "single_layers": "0, 1", "start_percent": 0.0, "end_percent": 1.0}
+SKIPPED = {**LAYERS, "scale": 3.0}
 FREE_U = {"b1": 1.3, "b2": 1.4, "s1": 0.5, "s2": 0.2}
-SHRINK = {
-    "block_number": 1, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 1.0, "downscale_after_skip": True,
-    "downscale_method": "bicubic", "upscale_method": "bilinear",
-}  # fmt: skip
+SHRINK = {"block_number": 1, "end_percent": 1.0, "upscale_method": "bilinear"}
+RADIANCE = {"start_sigma": 1.0, "nerf_tile_size": 0, "force_sequential_txt_ids": True}
+ODD_FLUX = {"width": 72, "height": 104, "tokens": 13}
 WAN_160 = partial(wan_prompt, ckpt="wan_160", width=72, height=56)
 UNET = family("sd15", cfg=4.0, batch=2)
 
 MIRRORED = {
-    "SkipLayerGuidanceDiT": NodeCase("SkipLayerGuidanceDiT", {**LAYERS, "scale": 3.0, "rescaling_scale": 0.5}),
-    "SkipLayerGuidanceDiT odd size batch 2": NodeCase(
-        "SkipLayerGuidanceDiT",
-        {**LAYERS, "scale": 3.0, "rescaling_scale": 0.0},
-        partial(GUIDED_FLUX, width=72, height=104, tokens=13, batch=2),
-    ),
+    "SkipLayerGuidanceDiT": NodeCase("SkipLayerGuidanceDiT", {**SKIPPED, "rescaling_scale": 0.5}),
+    "SkipLayerGuidanceDiT odd size batch 2": NodeCase("SkipLayerGuidanceDiT", SKIPPED, partial(GUIDED_FLUX, batch=2, **ODD_FLUX)),
     "SkipLayerGuidanceDiTSimple": NodeCase("SkipLayerGuidanceDiTSimple", LAYERS),
     "SkipLayerGuidanceDiT without a block that splits": NodeCase(
-        "SkipLayerGuidanceDiT", {**LAYERS, "double_layers": "0, 1", "single_layers": "", "scale": 3.0, "rescaling_scale": 0.0}
+        "SkipLayerGuidanceDiT", {**SKIPPED, "double_layers": "0, 1", "single_layers": ""}
     ),
-    "SkipLayerGuidanceDiT without any block": NodeCase(
-        "SkipLayerGuidanceDiT", {**LAYERS, "double_layers": "0, 1", "scale": 3.0, "rescaling_scale": 0.0}
-    ),
+    "SkipLayerGuidanceDiT without any block": NodeCase("SkipLayerGuidanceDiT", {**SKIPPED, "double_layers": "0, 1"}),
     "SkipLayerGuidanceSD3": NodeCase(
-        "SkipLayerGuidanceSD3", {"layers": "0", "scale": 3.0, **SPAN}, family("sd3", cfg=4.0), served="sd3"
+        "SkipLayerGuidanceSD3",
+        {"layers": "0", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0},
+        family("sd3", cfg=4.0),
+        served="sd3",
     ),
     "NAGuidance": NodeCase("NAGuidance", {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}, partial(GUIDED_FLUX, batch=2)),
-    "ChromaRadianceOptions": NodeCase(
-        "ChromaRadianceOptions",
-        {"preserve_wrapper": True, "start_sigma": 1.0, "end_sigma": 0.0, "nerf_tile_size": 0, "force_sequential_txt_ids": True},
-        family("chroma_radiance"),
-        served="chroma_radiance",
-    ),
+    "ChromaRadianceOptions": NodeCase("ChromaRadianceOptions", RADIANCE, family("chroma_radiance"), served="chroma_radiance"),
     "UNetSelfAttentionMultiply": NodeCase("UNetSelfAttentionMultiply", {"q": 1.3, "k": 0.7, "v": 1.2, "out": 0.8}, UNET),
     "PerturbedAttentionGuidance": NodeCase("PerturbedAttentionGuidance", {"scale": 3.0}, UNET),
     "FreeU": NodeCase("FreeU", FREE_U, UNET),
@@ -71,57 +59,42 @@ MIRRORED = {
     "PatchModelAddDownscale": NodeCase("PatchModelAddDownscale", SHRINK, UNET),
     "PatchModelAddDownscale before the skip": NodeCase("PatchModelAddDownscale", {**SHRINK, "downscale_after_skip": False}, UNET),
     "USOStyleReference": NodeCase(
-        "USOStyleReference",
-        {"model_patch": ["network", 0], "clip_vision_output": ["network", 1]},
-        partial(flux_prompt, width=72, height=104, tokens=13),
-        network("uso"),
+        "USOStyleReference", {"clip_vision_output": ["model_patch", 1]}, partial(flux_prompt, **ODD_FLUX), network("uso")
     ),
     "QwenImageDiffsynthControlnet": NodeCase(
-        "QwenImageDiffsynthControlnet", {**LINKS, "strength": 3.0}, family("qwen", cfg=4.0), QWEN_NET, served="qwen"
+        "QwenImageDiffsynthControlnet", {"strength": 3.0}, family("qwen", cfg=4.0), QWEN_NET, served="qwen"
     ),
     "QwenImageDiffsynthControlnet with references": NodeCase(
-        "QwenImageDiffsynthControlnet", {**LINKS, "strength": 3.0}, family("qwen edit"), QWEN_NET, served="qwen edit"
+        "QwenImageDiffsynthControlnet", {"strength": 3.0}, family("qwen edit"), QWEN_NET, served="qwen edit"
     ),
     "ZImageFunControlnet": NodeCase(
-        "ZImageFunControlnet", {**LINKS, "strength": 3.0}, family("z-image", cfg=4.0), network("z-image"), served="z-image"
+        "ZImageFunControlnet", {"strength": 3.0, "image": IMAGE}, family("z-image", cfg=4.0), network("z-image"), served="z-image"
     ),
     "ZImageFunControlnet, first version": NodeCase(
         "ZImageFunControlnet",
-        {**LINKS, "strength": 3.0},
+        {"strength": 3.0, "image": IMAGE},
         family("z-image", batch=1),
         network("z-image first version"),
         served="z-image",
     ),
     "WanUni3CControlnetApply": NodeCase(
         "WanUni3CControlnetApply",
-        {"model_patch": ["network", 0], "vae": ["vae", 0], "render_video": ["image", 0], "strength": 3.0, **SPAN},
+        {"render_video": IMAGE, "strength": 3.0},
         partial(wan_prompt, cfg=4.0, width=72, height=56),
         network("uni3c", vae=VIDEO_VAE),
     ),
     "AnimaLLLiteApply": NodeCase(
-        "AnimaLLLiteApply",
-        {"model_patch": ["network", 0], "image": ["image", 0], "strength": 3.0, **SPAN},
-        family("cosmos predict2", cfg=4.0),
-        network("lllite"),
-        served="cosmos predict2",
+        "AnimaLLLiteApply", {"strength": 3.0}, family("cosmos predict2", cfg=4.0), network("lllite"), served="cosmos predict2"
     ),
-    "InfiniteTalk": NodeCase(
-        "TestMultiTalk", {"model_patch": ["network", 0], "latent": ["latent", 0], "speakers": 1}, WAN_160, network("multitalk")
-    ),
-    "InfiniteTalk, two speakers": NodeCase(
-        "TestMultiTalk", {"model_patch": ["network", 0], "latent": ["latent", 0], "speakers": 2}, WAN_160, network("multitalk")
-    ),
-}  # fmt: skip
+    "InfiniteTalk": NodeCase("TestMultiTalk", {"speakers": 1}, WAN_160, MULTI_TALK),
+    "InfiniteTalk, two speakers": NodeCase("TestMultiTalk", {"speakers": 2}, WAN_160, MULTI_TALK),
+}
 
 AGAIN = ("ApplyContextParallel", {"cp_config": ["cp_config", 0]})
 
 
 def latent(server, prompt):
-    return server.sample(prompt, timeout=120, node_id="save")
-
-
-def stock(server, prompt):
-    return server.sample_once(prompt, node_id="save")
+    return server.sample(completed(prompt, server), timeout=120, node_id="save")
 
 
 @pytest.mark.parametrize(
@@ -130,16 +103,8 @@ def stock(server, prompt):
 )
 def test_mirrored_patch(name, served, world, server, family_checkpoints):
     """Before Apply Context Parallel and behind it, with a batch axis and without one."""
-    case = MIRRORED[name]
-    expected = stock(server, case.build())
     for place, batch_degree in (("model_nodes", 0), ("after_apply", 1)):
-        out = latent(server, case.build(cp={"world_size": world, "batch_degree": batch_degree}, place=place))
-        assert expected.std() > 1e-2
-        assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-    if case.matters:
-        plain = stock(server, case.graph())
-        assert plain.shape == expected.shape
-        assert (plain - expected).abs().max() > 1e-2 * plain.std()
+        assert_stock(server, MIRRORED[name].at(place), {"world_size": world, "batch_degree": batch_degree})
 
 
 ATTENTION = {  # other functions than the one that ComfyUI takes on a CPU
@@ -161,7 +126,7 @@ def test_attention_that_a_node_chose(name, served, world, server, family_checkpo
         expected = latent(server, graph(model_nodes=[node]))
         cp = {"world_size": world, "ulysses_degree": world}
         default, out = (latent(server, graph(cp=cp, after_apply=[*chosen, *nodes])) for chosen in ([], [node]))
-        assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+        assert_close(out, expected)
         assert not torch.equal(out, default)
 
 
@@ -169,34 +134,32 @@ def test_attention_that_a_node_chose(name, served, world, server, family_checkpo
 def test_a_forward_for_the_time_of_a_call_runs_on_one_device_when_asked(graph, server):
     nodes = {"after_apply": [("TestPatch", {"kind": "for_a_call"})]}
     expected = latent(server, graph(**nodes))
-    out = latent(server, graph(cp={"world_size": 2, "on_unsupported": "single device"}, **nodes))
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-    assert (latent(server, graph()) - expected).abs().max() > 1e-2 * expected.std()
+    assert_close(latent(server, graph(cp={"world_size": 2, "on_unsupported": "single device"}, **nodes)), expected)
+    assert differ(expected, latent(server, graph()))
 
 
 def test_comfyui_s_compiler_records_no_call_of_the_workers(server):
     nodes = {"model_nodes": [("TestPatch", {"kind": "recorded"})]}
     expected, out = (latent(server, flux_prompt(**graph)) for graph in ({}, {"cp": {"world_size": 2}, **nodes}))
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert_close(out, expected)
     assert "aimdo memory compile error" in server.run(flux_prompt(**nodes), timeout=60).error.exception_message
 
 
 def test_blocks_that_the_compiler_cannot_take(server, family_checkpoints):
     """Because of what a patch does inside of them. The prompt ends, or they run as they are on all ranks; nothing runs twice."""
     case = MIRRORED["InfiniteTalk, two speakers"]
-    expected, before = stock(server, case.build()), len(server.log_text())
+    expected, before = latent(server, case.at("after_apply").build()), len(server.log_text())
     nodes = {"after_apply": [(case.node, case.inputs), ("TestPatch", {"kind": "compile_eager"})], "others": case.others}
     for _ in range(2):
-        error = server.run(case.graph(cp={"world_size": 2}, **nodes), timeout=120).error.exception_message
+        error = server.run(completed(case.graph(cp={"world_size": 2}, **nodes), server), timeout=120).error.exception_message
         assert "torch.compile (backend eager) cannot compile WanAttentionBlock: " in error
         assert "set on_unsupported of CP Config to 'single device': such blocks then run as they are" in error
     pids = server.worker_pids()
     for _ in range(2):
         prompt = case.graph(cp={"world_size": 2, "on_unsupported": "single device"}, node="CPSampler", **nodes)
-        result = server.run(prompt, timeout=120).check()
-        out = server.latent(result, "save")
-        assert (out - expected).abs().max() <= TOLERANCE * expected.std()
-        assert list(json.loads(result.outputs["report"]["text"][0])["compiled"]["left"]) == ["WanAttentionBlock"]
+        result = server.run(completed(prompt, server), timeout=120).check()
+        assert_close(server.latent(result, "save"), expected)
+        assert list(result.report["compiled"]["left"]) == ["WanAttentionBlock"]
     assert server.worker_pids() == pids
     assert server.log_text()[before:].count("blocks of kind WanAttentionBlock run as they are") == 1
 
@@ -241,7 +204,7 @@ REFUSED = {
 @pytest.mark.parametrize(("name", "served"), [(name, "sd15") for name in REFUSED], ids=REFUSED)
 def test_refused_by_name(name, served, place, server, family_checkpoints):
     case, words = REFUSED[name]
-    result = server.run(case.build(cp={"world_size": 2}, place=place), timeout=60)
+    result = server.run(completed(case.at(place).build(cp={"world_size": 2}), server), timeout=60)
     assert result.status == "error", result
     for word in [*words, "Remove that node", "on_unsupported"]:
         assert word in result.error.exception_message
@@ -249,5 +212,5 @@ def test_refused_by_name(name, served, place, server, family_checkpoints):
 
 def test_a_second_apply_context_parallel_changes_nothing(server):
     expected, out = (latent(server, flux_prompt(**graph)) for graph in ({}, {"cp": {"world_size": 2}, "after_apply": [AGAIN]}))
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert_close(out, expected)
     assert len(server.worker_pids()) == 2

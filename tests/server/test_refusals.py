@@ -5,8 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from support.graphs import flux_prompt, wan_prompt
+from support.graphs import MODEL, flux_prompt, wan_prompt
+from support.latents import assert_close
+from support.node_graphs import POSITIVE, GraphCase, completed, node
 from support.server import PromptRejected
+
+SINGLE = {"world_size": 2, "on_unsupported": "single device"}
 
 
 def refused(server, prompt):
@@ -91,8 +95,8 @@ def test_patches_inside_the_transformer_are_refused(kind, place, off_server):
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
 def test_patches_inside_run_on_a_single_device_when_asked(kind, place, off_server):
     nodes = {place: [("TestPatch", {"kind": kind})]}
-    expected = off_server.sample(flux_prompt(**nodes))
-    out = off_server.sample(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}, **nodes))
+    expected = off_server.sample_once(flux_prompt(**nodes))
+    out = off_server.sample(flux_prompt(cp=SINGLE, **nodes))
     assert (out == expected).all()
     assert "single device" in off_server.log_text()
 
@@ -128,56 +132,45 @@ def test_torch_compile_that_the_ranks_cannot_repeat(place, case, off_server):
     assert "on_unsupported" in error.exception_message
 
 
-def merged(prompt):
-    """Merge the model with another checkpoint, with the stock node, behind Apply Context Parallel where it is there."""
-    prompt["other"] = {"class_type": "UNETLoader", "inputs": {"unet_name": "flux.safetensors", "weight_dtype": "fp8_e4m3fn"}}
-    model = ["cp_apply", 0] if "cp_apply" in prompt else ["loader", 0]
-    prompt["merge"] = {"class_type": "ModelMergeSimple", "inputs": {"model1": model, "model2": ["other", 0], "ratio": 0.5}}
-    prompt["sampler"]["inputs"]["model"] = ["merge", 0]
-    return prompt
+HOOKS = {
+    "hook": node("CreateHookLoraModelOnly", lora_name="flux_lora.safetensors", strength_model=1.0),
+    "hooked": node("ConditioningSetProperties", cond_NEW=POSITIVE, hooks=["hook", 0]),
+}
+MERGE = node("ModelMergeSimple", model1=MODEL, model2=["other", 0], ratio=0.5)
+WHOLE_MODELS = {
+    "weight hooks": (GraphCase(flux_prompt, HOOKS, {"positive": ["hooked", 0]}), ["weight hooks"]),
+    "merging with another checkpoint": (
+        GraphCase(
+            flux_prompt,
+            {"other": node("UNETLoader", unet_name="flux.safetensors", weight_dtype="fp8_e4m3fn")},
+            settings={"after_apply": [MERGE]},
+        ),
+        ["model merging", "Save the merged model"],
+    ),
+    "another family": (
+        GraphCase(
+            partial(flux_prompt, ckpt="flux_schnell", guidance=-1),
+            settings={"model_nodes": [node("TestPatch", kind="other_class")]},
+            matters=False,
+        ),
+        ["OtherTransformer has no context parallel plan", "docs/generated/families.md"],
+    ),
+}
 
 
-def test_merged_models(off_server):
-    error = refused(off_server, merged(flux_prompt(cp={"world_size": 2})))
-    assert "model merging" in error.exception_message
-    assert "Save the merged model" in error.exception_message
-    expected = off_server.sample(merged(flux_prompt()))
-    out = off_server.sample(merged(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"})))
-    assert (out == expected).all()
+@pytest.mark.parametrize("name", WHOLE_MODELS)
+def test_what_is_refused_runs_on_a_single_device_when_asked(name, off_server):
+    case, words = WHOLE_MODELS[name]
 
+    def prompt(case=case, **settings):
+        return completed(case.build(**settings), off_server)
 
-def test_unsupported_family(off_server):
-    other = partial(flux_prompt, ckpt="flux_schnell", guidance=-1, model_nodes=[("TestPatch", {"kind": "other_class"})])
-    error = refused(off_server, other(cp={"world_size": 2}))
-    assert "OtherTransformer has no context parallel plan" in error.exception_message
-    assert "docs/generated/families.md" in error.exception_message
-    expected = off_server.sample(other())
-    out = off_server.sample(other(cp={"world_size": 2, "on_unsupported": "single device"}))
-    assert (out == expected).all()
-
-
-def with_hooks(prompt):
-    """Schedule a LoRA by weight hooks on the positive conditioning, with stock nodes."""
-    prompt["hook"] = {
-        "class_type": "CreateHookLoraModelOnly",
-        "inputs": {"lora_name": "flux_lora.safetensors", "strength_model": 1.0},
-    }
-    prompt["hooked"] = {
-        "class_type": "ConditioningSetProperties",
-        "inputs": {"cond_NEW": ["positive", 0], "strength": 1.0, "set_cond_area": "default", "hooks": ["hook", 0]},
-    }
-    prompt["sampler"]["inputs"]["positive"] = ["hooked", 0]
-    return prompt
-
-
-def test_weight_hooks(off_server):
-    error = refused(off_server, with_hooks(flux_prompt(cp={"world_size": 2})))
-    assert "weight hooks" in error.exception_message
-    expected = off_server.sample(with_hooks(flux_prompt()))
-    plain = off_server.sample(flux_prompt())
-    out = off_server.sample(with_hooks(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"})))
-    assert (out == expected).all()
-    assert (plain - expected).abs().max() > 1e-3
+    error = refused(off_server, prompt(cp={"world_size": 2}))
+    for word in words:
+        assert word in error.exception_message
+    expected = off_server.sample(prompt())
+    assert (off_server.sample(prompt(cp=SINGLE)) == expected).all()
+    assert not case.matters or (off_server.sample_once(prompt(case.without())) - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -186,9 +179,8 @@ def test_weight_hooks(off_server):
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
 def test_what_acts_above_the_denoise_call_works(kind, place, server):
     nodes = {place: [("TestPatch", {"kind": kind})]}
-    expected = server.sample(flux_prompt(**nodes))
-    out = server.sample(flux_prompt(cp={"world_size": 2}, **nodes))
-    assert (out - expected).abs().max() <= 2e-4 * expected.std()
+    expected = server.sample_once(flux_prompt(**nodes))
+    assert_close(server.sample(flux_prompt(cp={"world_size": 2}, **nodes)), expected)
 
 
 def test_controlnet_for_a_family_without_residuals(server):
@@ -196,12 +188,11 @@ def test_controlnet_for_a_family_without_residuals(server):
     assert "a ControlNet gave residuals of kind input and output, and Wan takes none" in error.exception_message
     assert "Remove the ControlNet" in error.exception_message
     expected = server.sample(wan_prompt(control={}))
-    out = server.sample(wan_prompt(control={}, cp={"world_size": 2, "on_unsupported": "single device"}))
+    out = server.sample(wan_prompt(control={}, cp=SINGLE))
     assert (out == expected).all()
     # and back: the fallback of one prompt does not stick to the next one
     expected = server.sample(flux_prompt())
-    out = server.sample(flux_prompt(cp={"world_size": 2, "on_unsupported": "single device"}))
-    assert (out - expected).abs().max() <= 2e-4 * expected.std()
+    assert_close(server.sample(flux_prompt(cp=SINGLE)), expected)
 
 
 def test_uneven_shapes_are_refused_when_ulysses_anything_is_off(server):

@@ -68,7 +68,7 @@ def test_speedup_is_known_for_families_without_a_wrapper_of_the_transformer(serv
 
     def report(world_size, **changes):
         prompt = family_prompt(entry, node="CPSampler", steps=3, cp={"world_size": world_size}, **changes)
-        return json.loads(server.run(prompt).check().outputs["report"]["text"][0])
+        return server.run(prompt).check().report
 
     assert report(1)["calls"] == 3
     assert report(2)["speedup"] > 0
@@ -77,10 +77,10 @@ def test_speedup_is_known_for_families_without_a_wrapper_of_the_transformer(serv
 
 def test_a_run_that_is_measured_on_one_device_has_it_for_itself(server):
     sampled(server, **CP)
-    assert server.get("/context_parallel/status")["models"] == ["flux.safetensors"]
-    assert server.get("/context_parallel/status")["speed"]["seconds_per_call"] > 0
+    assert server.status()["models"] == ["flux.safetensors"]
+    assert server.status()["speed"]["seconds_per_call"] > 0
     _, report = sampled(server, world_size=1)
-    status = server.get("/context_parallel/status")
+    status = server.status()
     assert status["models"] == []
     assert status["last_call"] is None  # what the ranks did before is no news of a run on one device
     assert [rank["tokens"] for rank in status["ranks"]] == [{}, {}]
@@ -92,7 +92,7 @@ def test_single_device_runs_are_measured(server):
     """The model goes through Apply, and something in the graph keeps it from the workers."""
     cp = {"world_size": 2, "on_unsupported": "single device"}
     prompt = flux_prompt(node="CPSampler", steps=3, after_apply=[("TestPatch", {"kind": "post_input"})], cp=cp)
-    report = json.loads(server.run(prompt).check().outputs["report"]["text"][0])
+    report = server.run(prompt).check().report
     assert (report["world_size"], report["calls"]) == (1, 3)
     assert report["seconds_per_call"] > 0
 
@@ -171,7 +171,7 @@ def test_a_run_without_a_step(server):
     sampled(server, **CP)
     prompt = flux_prompt(node="CPSampler", steps=4, cp=CP)
     prompt["sampler"]["inputs"]["denoise"] = 0.0
-    report = json.loads(server.run(prompt).check().outputs["report"]["text"][0])
+    report = server.run(prompt).check().report
     assert (report["calls"], report["seconds_per_call"]) == (0, None)
     picture(server, json.dumps(report))
 
@@ -279,7 +279,7 @@ def test_events_follow_the_workers(fresh_server):
     prompt["save"]["inputs"]["samples"] = ["other", 0]
     server.run(prompt, timeout=120).check()
     server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "idle", 10 * SLACK, since=since)
-    seconds = server.get("/context_parallel/status")["last_call"]["seconds"]
+    seconds = server.status()["last_call"]["seconds"]
     shown = {event.data[1] for event in server.events if event.type == "text" and event.time >= since and event.data[0] == "other"}
     assert shown == {f"not measured yet · {seconds:.3g} s per call · 2 ranks (ulysses 2)"}
 
@@ -302,7 +302,7 @@ def test_speedup_is_known_after_a_run_on_one_device(fresh_server):
     # One figure everywhere.
     summary, _, _ = picture(server, text)
     assert summary.splitlines()[0] == report["speed"]
-    status = server.get("/context_parallel/status")
+    status = server.status()
     speed, call = status["speed"], status["last_call"]
     assert speed["words"] == report["speed"]
     assert speed["words"].startswith(f"{report['speedup']:.2f} × ")

@@ -12,10 +12,10 @@ import urllib.request
 import pytest
 from support.faults import SLACK, Stopwatch
 from support.graphs import flux_prompt
+from support.latents import assert_close
 
 from cp_runtime.version import VERSION
 
-TOLERANCE = 2e-4
 CP = {"world_size": 2}
 STATUS, RESTART, MEASURE = (f"/context_parallel/{name}" for name in ("status", "restart", "measure"))
 BYPASSED = "without Context Parallel in this run"
@@ -41,8 +41,7 @@ def call(server, path, method, **headers):
 
 
 def assert_right(server, expected):
-    out = server.sample(flux_prompt(cp=CP), timeout=120)
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert_close(server.sample(flux_prompt(cp=CP), timeout=120), expected)
     return server.worker_pids()
 
 
@@ -51,7 +50,7 @@ def test_a_machine_without_accelerators_has_no_devices_to_choose(off_server):
 
 
 def test_no_worker_yet(off_server):
-    off = off_server.get(STATUS)
+    off = off_server.status()
     nothing = {"activity": "", "fallback": "", "world_size": 0, "models": [], "weights": {}, "ranks": [], "compiling": False}
     nothing |= dict.fromkeys(("alone", "backend", "peer_to_peer", "pace", "last_call", "last_vae_call", "starting", "loading"))
     others = {name: off[name] for name in ("last_error", "speed")}  # whatever ran here on one device
@@ -62,7 +61,7 @@ def test_no_worker_yet(off_server):
 def test_a_run_that_is_refused_is_an_error_of_the_node_that_refuses(off_server):
     for place, node in (("model_nodes", ("cp_apply", "ApplyContextParallel")), ("after_apply", ("sampler", "KSampler"))):
         error = off_server.run(flux_prompt(cp=CP, **{place: [("TestPatch", {"kind": "post_input"})]})).error
-        shown = off_server.get(STATUS)["last_error"]
+        shown = off_server.status()["last_error"]
         assert shown["message"] == error.exception_message.strip()
         assert shown["message"].startswith("Apply Context Parallel: ")
         assert (shown["rank"], shown["device"], shown["node"]) == (None, None, dict(zip(("id", "type"), node, strict=True)))
@@ -79,7 +78,7 @@ def test_a_run_on_one_device_needs_no_workers_and_is_told(off_server):
 
     status = off_server.wait_event(ended, since=since).data
     assert (status["state"], status["last_call"], status["speed"]["words"]) == ("off", None, "one device")
-    assert off_server.get(STATUS)["last_error"] is None  # that of a run before
+    assert off_server.status()["last_error"] is None  # that of a run before
 
 
 def test_a_run_without_the_pack_clears_what_the_one_before_came_to(pool_server, expected):
@@ -92,7 +91,7 @@ def test_a_run_without_the_pack_clears_what_the_one_before_came_to(pool_server, 
     pool_server.run(flux_prompt(steps=4)).check()
     pool_server.wait_event(lambda event: event.type == "text" and event.data == ("sampler", BYPASSED), since=since)
     pool_server.wait_event(lambda event: event.type == "context_parallel.status" and event.data["speed"] is None, since=since)
-    status = pool_server.get(STATUS)
+    status = pool_server.status()
     assert (status["speed"], status["last_call"]) == (None, None)
 
 
@@ -142,10 +141,10 @@ def test_ranks_and_state_agree(pool_server, expected):
     assert_right(pool_server, expected)
     prompt_id = pool_server.queue(flux_prompt(cp=CP, **{**LONG, "steps": 20}))
     while prompt_id not in (history := pool_server.get(f"/history/{prompt_id}")):
-        status = pool_server.get(STATUS)
+        status = pool_server.status()
         assert status["state"] in {rank["state"] for rank in status["ranks"]}, status
     assert history[prompt_id]["status"]["status_str"] == "success"
-    status = pool_server.get(STATUS)
+    status = pool_server.status()
     assert {status["state"], *(rank["state"] for rank in status["ranks"])} == {"idle"}
 
 
@@ -186,7 +185,7 @@ def test_a_stopped_rank_is_silent_and_a_dead_one_gone(pool_server, expected):
     assert status["state"] == "failed"
     error = pool_server.run(flux_prompt(cp=CP)).error
     assert f"rank 1 (pid {pids[1]}) failed: SIGKILL" in error.exception_message
-    status = pool_server.get(STATUS)
+    status = pool_server.status()
     assert status["state"] == "failed"
     failure = status["last_error"]
     assert (failure["rank"], failure["device"], failure["node"]) == (1, "cpu", {"id": "sampler", "type": "KSampler"})
@@ -241,7 +240,7 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
         pool_server.wait_status(lambda status: status["activity"] == "measuring a call on one device…")
         pool_server.interrupt()
         assert pool_server.wait(prompt_id).status == "interrupted"
-        assert pool_server.get(STATUS)["speed"]["measuring"]
+        assert pool_server.status()["speed"]["measuring"]
     else:
         pool_server.wait_status(
             lambda now: now["last_call"] not in (None, before) and 0 < now["ranks"][0]["modules"] < 3
@@ -249,7 +248,7 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
         faults.arm(0, "oom", module=4)
         pool_server.wait(prompt_id).check()
         assert faults.waiting == []
-        status = pool_server.get(STATUS)
+        status = pool_server.status()
         assert status["speed"]["words"].startswith(speed)
         assert (status["speed"]["measuring"], status["last_error"]) == (False, None)
     assert assert_right(pool_server, expected) == pids

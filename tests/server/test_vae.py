@@ -43,7 +43,7 @@ class TestVAE:
     def test_a_batch_is_shared_out(self, server, world):
         stock = run(server, "kl", "decode", batch=2)
         assert difference(run(server, "kl", "decode", "exact", world=world, batch=2), stock) <= BOUND
-        degrees = server.get("/context_parallel/status")["last_vae_call"]["degrees"]
+        degrees = server.status()["last_vae_call"]["degrees"]
         assert degrees == {"rows": world // 2, "batch": 2}
 
     @pytest.mark.parametrize("world", [on_ranks(2)])
@@ -66,7 +66,7 @@ class TestVAE:
         result = server.run(ranked).check()
         assert difference(server.latent(result, "kept"), stock) <= 1e-4  # the latent was sampled on ranks as well
         assert len(result.outputs["image"]["images"]) == 9
-        status = server.get("/context_parallel/status")
+        status = server.status()
         assert {"wan_vae.safetensors", "wan_t2v.safetensors"} <= set(status["models"])
         assert status["last_vae_call"]["degrees"] == {"rows": 2, "batch": 1}
         assert status["last_call"]["degrees"].keys() == {"batch", "ring", "ulysses"}

@@ -27,26 +27,24 @@ def decode(mode, **size):
 def assert_right(server, expected, mode):
     out = server.sample(decode(mode))
     assert (out - expected[mode]).abs().max() <= BOUND * expected[mode].abs().max()
+    return server.worker_pids()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_killed_rank(pool_server, expected, faults, mode):
-    assert_right(pool_server, expected, mode)
-    pids = pool_server.worker_pids()
+    pids = assert_right(pool_server, expected, mode)
     faults.arm(1, "kill", module=2)
     watch = Stopwatch(f"2 SIGKILL of rank 1 of 2 in a VAE, {mode}")
     result = pool_server.run(decode(mode))
     watch.within(2, "the prompt has ended, from its start")
     assert result.status == "error"
     assert f"rank 1 (pid {pids[1]}) failed: SIGKILL" in result.error.exception_message
-    assert_right(pool_server, expected, mode)
-    assert not set(pids) & set(pool_server.worker_pids())
+    assert not set(pids) & set(assert_right(pool_server, expected, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_cancel(pool_server, expected, faults, mode):
-    assert_right(pool_server, expected, mode)
-    pids = pool_server.worker_pids()
+    pids = assert_right(pool_server, expected, mode)
     faults.arm(1, "slow", module=1, seconds=0.4)
     prompt_id = pool_server.queue(decode(mode, rows=12))  # of a size that is new: how long it takes is not known
     pool_server.wait_event(lambda e: e.type == "executing" and e.data.get("node") == "run" and e.data["prompt_id"] == prompt_id)
@@ -56,8 +54,7 @@ def test_cancel(pool_server, expected, faults, mode):
     result = pool_server.wait(prompt_id, 30)
     watch.within(2, "the prompt ends")
     assert result.status == "interrupted"
-    assert_right(pool_server, expected, mode)
-    assert pool_server.worker_pids() == pids
+    assert assert_right(pool_server, expected, mode) == pids
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -77,12 +74,10 @@ def test_out_of_memory(pool_server, expected, faults, mode):
 
 
 def test_free(pool_server, expected):
-    assert_right(pool_server, expected, "exact")
-    pids = pool_server.worker_pids()
-    assert "kl_vae.safetensors" in pool_server.get("/context_parallel/status")["models"]
+    pids = assert_right(pool_server, expected, "exact")
+    assert "kl_vae.safetensors" in pool_server.status()["models"]
     pool_server.free_workers()
-    assert_right(pool_server, expected, "exact")
-    assert pool_server.worker_pids() == pids
+    assert assert_right(pool_server, expected, "exact") == pids
 
 
 def test_progress_counts_tiles_and_convolutions(pool_server, expected, faults):

@@ -6,7 +6,6 @@ tests/ranks/weights/test_shared_weights.py compares bits.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,8 @@ import time
 
 import pytest
 from support.faults import SLACK
-from support.graphs import flux_prompt, wan_prompt
+from support.graphs import flux_prompt, renamed, wan_prompt
+from support.latents import assert_close
 from support.processes import wait_gone
 
 CP = {"world_size": 2, "ulysses_degree": 2, "ring_degree": 1, "batch_degree": 1}
@@ -24,31 +24,30 @@ LORA = {"loras": ["flux_lora"]}
 DEEP, SHARED_FITS, NEITHER_FITS = {"ckpt": "flux_deep"}, 0.036, 0.024  # GB, with 16 MB for a call
 
 
-TOLERANCE = 1e-5
+@pytest.fixture(scope="module")
+def whole(pool_server):
+    graphs = {"plain": {}, "deep": DEEP, "lora": LORA}
+    return {name: pool_server.sample(flux_prompt(cp={**CP, "weights": "whole"}, **graph)) for name, graph in graphs.items()}
 
 
 def same(out, expected):
-    assert (out - expected).abs().max() <= TOLERANCE * expected.std()
+    assert_close(out, expected, 1e-5)
 
 
-@pytest.fixture(scope="module")
-def whole(pool_server):
-    return {
-        "plain": pool_server.sample(flux_prompt(cp={**CP, "weights": "whole"})),
-        "deep": pool_server.sample(flux_prompt(cp={**CP, "weights": "whole"}, **DEEP)),
-        "lora": pool_server.sample(flux_prompt(cp={**CP, "weights": "whole"}, **LORA)),
-    }
+def assert_right(server, whole, weights="sharded", model="plain", **settings):
+    out, _ = run(server, weights, **settings)
+    same(out, whole[model])
 
 
 def run(server, weights, *, memory=0.0, **settings):
     """The latent, and what the report says about weights."""
     cp = {**CP, "weights": weights, "memory_per_rank": memory}
     result = server.run(flux_prompt(cp=cp, node="CPSampler", **settings)).check()
-    return server.latent(result), json.loads(result.outputs["report"]["text"][0])["weights"]
+    return server.latent(result), result.report["weights"]
 
 
 def placement(server, ckpt="flux"):
-    return server.get("/context_parallel/status")["weights"][f"{ckpt}.safetensors"]
+    return server.status()["weights"][f"{ckpt}.safetensors"]
 
 
 @pytest.mark.parametrize("weights", ["sharded", "offloaded"])
@@ -56,8 +55,7 @@ def test_latents_are_the_same(pool_server, whole, weights):
     """Bit by bit; with a LoRA, and without it again. Workers stay the same processes."""
     before = pool_server.worker_pids()
     for expected, settings in (("plain", {}), ("lora", LORA), ("plain", {})):
-        out, _ = run(pool_server, weights, **settings)
-        same(out, whole[expected])
+        assert_right(pool_server, whole, weights, expected, **settings)
     assert placement(pool_server).startswith(f"{weights}, as set")
     assert pool_server.worker_pids() == before
 
@@ -69,7 +67,7 @@ def test_files_of_one_name_in_different_folders(pool_server, checkpoints_dir):
     shutil.copy(folder.parent / "flux.safetensors", folder / "flux.safetensors")
     cp = {**CP, "weights": "sharded"}
     pool_server.run(flux_prompt(cp=cp, low_ckpt="other/flux", node="KSamplerAdvanced", steps=4)).check()
-    status = pool_server.get("/context_parallel/status")
+    status = pool_server.status()
     assert status["models"] == sorted(status["weights"]) == ["flux.safetensors", "other/flux.safetensors"]
 
 
@@ -125,14 +123,9 @@ def test_what_does_not_fit_is_refused_by_name(pool_server):
 
 
 def test_without_a_limit_cpu_ranks_keep_it_whole(pool_server, whole):
-    out, _ = run(pool_server, "auto")
-    same(out, whole["plain"])
+    assert_right(pool_server, whole, "auto")
     assert placement(pool_server).startswith("whole: ")
     assert "share through the file" in placement(pool_server)
-
-
-def activity(server):
-    return server.get("/context_parallel/status")["activity"]
 
 
 @pytest.mark.parametrize("weights", ["whole", "sharded"])
@@ -144,7 +137,7 @@ def test_loading_says_how_far_it_is(pool_server, whole, faults, weights):
     prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": weights}, **DEEP))
     said, states = [], set()
     while prompt not in pool_server.get(f"/history/{prompt}"):
-        status = pool_server.get("/context_parallel/status")
+        status = pool_server.status()
         if status["activity"].endswith(" %"):
             said.append(status["activity"])
             assert status["loading"]["model"] == "flux_deep.safetensors"
@@ -173,27 +166,32 @@ def test_cancel_while_a_model_loads(pool_server, whole, faults):
     faults.arm(1, "slow", at="weights", seconds=0.5)
     prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": "sharded"}, **DEEP))
     deadline = time.monotonic() + 60
-    while not activity(pool_server).endswith(" %"):
+    while not pool_server.status()["activity"].endswith(" %"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     began = time.monotonic()
     pool_server.interrupt(prompt)
     assert pool_server.wait(prompt).status == "interrupted"
     assert time.monotonic() - began <= 3 * SLACK
-    out, _ = run(pool_server, "sharded", **DEEP)
-    same(out, whole["deep"])
+    assert_right(pool_server, whole, model="deep", **DEEP)
 
 
-def test_a_killed_rank(pool_server, whole):
+@pytest.mark.parametrize("way", ["SIGKILL of a rank", "Cancel"])
+def test_the_end_of_a_prompt_in_the_middle(pool_server, whole, way):
+    """Pieces of blocks are on their way when the ranks leave the call."""
     run(pool_server, "sharded")
-    prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": "sharded"}, width=512, height=512, steps=60))
-    pool_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt and e.data["value"] >= 2, 60)
-    dead = pool_server.workers()
-    os.kill(dead[1].pid, signal.SIGKILL)
-    assert pool_server.wait(prompt).status == "error"
-    wait_gone(dead, 10)
-    out, _ = run(pool_server, "sharded")
-    same(out, whole["plain"])
+    workers, pids = pool_server.workers(), pool_server.worker_pids()
+    prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": "sharded"}, width=768, height=768, steps=60))
+    pool_server.wait_for_step(prompt)
+    if way == "Cancel":
+        pool_server.interrupt(prompt)
+        assert pool_server.wait(prompt).status == "interrupted"
+    else:
+        os.kill(workers[1].pid, signal.SIGKILL)
+        assert pool_server.wait(prompt).status == "error"
+        wait_gone(workers, 10)
+    assert_right(pool_server, whole)
+    assert (pool_server.worker_pids() == pids) == (way == "Cancel")
 
 
 @pytest.mark.parametrize(("rank", "module"), [(1, 1), (0, 4)])
@@ -201,8 +199,7 @@ def test_out_of_memory_on_one_rank(pool_server, whole, faults, rank, module):
     """Pieces of the next block are on their way. Room is made, and the call is tried again."""
     run(pool_server, "sharded")
     faults.arm(rank, "oom", module=module)
-    out, _ = run(pool_server, "sharded")
-    same(out, whole["plain"])
+    assert_right(pool_server, whole)
     assert not faults.waiting
     assert f"rank {rank} ran out of memory; making room" in pool_server.log_text()
 
@@ -215,41 +212,18 @@ def test_a_rank_that_fails(pool_server, whole, faults, kind):
     assert result.status == "error"
     assert "rank 1 (pid " in result.error.exception_message
     assert not faults.waiting
-    out, _ = run(pool_server, "sharded")
-    same(out, whole["plain"])
-
-
-def test_cancel_in_the_middle(pool_server, whole):
-    """Pieces of blocks are on their way when the ranks leave the call."""
-    run(pool_server, "sharded")
-    pids = pool_server.worker_pids()
-    prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": "sharded"}, width=768, height=768, steps=60))
-    pool_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt and e.data["value"] >= 2, 60)
-    pool_server.interrupt(prompt)
-    assert pool_server.wait(prompt).status == "interrupted"
-    out, _ = run(pool_server, "sharded")
-    same(out, whole["plain"])
-    assert pool_server.worker_pids() == pids
+    assert_right(pool_server, whole)
 
 
 def test_free_lets_go_of_everything(pool_server, whole):
     run(pool_server, "sharded")
     pool_server.free_workers()
-    out, _ = run(pool_server, "sharded")
-    same(out, whole["plain"])
+    assert_right(pool_server, whole)
 
 
 def test_ranks_drop_a_model_that_comfyui_has_dropped(pool_server):
     """Also where no other one is loaded: the prompts that follow find theirs on the ranks, one of them for a larger call."""
-
-    def models():
-        return pool_server.get("/context_parallel/status")["models"]
-
-    one, other = (flux_prompt(cp=CP, **settings) for settings in ({}, DEEP))
-    for node in other.values():
-        inputs = node["inputs"]
-        inputs.update({name: [f"other {link[0]}", link[1]] for name, link in inputs.items() if isinstance(link, list)})
-    pool_server.run(one | {f"other {name}": node for name, node in other.items()}).check()
-    assert models() == ["flux.safetensors", "flux_deep.safetensors"]
+    pool_server.run(flux_prompt(cp=CP) | renamed(flux_prompt(cp=CP, **DEEP), "other_")).check()
+    assert pool_server.status()["models"] == ["flux.safetensors", "flux_deep.safetensors"]
     pool_server.run(flux_prompt(cp=CP, width=128)).check()
-    assert models() == ["flux.safetensors"]
+    assert pool_server.status()["models"] == ["flux.safetensors"]

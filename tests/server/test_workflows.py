@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
 from PIL import Image, ImageChops, ImageStat
 from support import checkpoints, families, gguf_files
 from support.graphs import cp_config
+from support.latents import assert_close
 from support.server import CHECKOUT, PACK, ComfyServer, PromptRejected
-from torch import Tensor
+from support.workflows import NOTES, UPLOAD, Json, node_inputs, outputs_of, real_nodes, slots_of, to_prompt, widget_values
 
-TOLERANCE = 2e-4
 FOLDER = CHECKOUT / "workflows"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
 OWN_NODES = {"CPConfig", "ApplyContextParallel", "CPSampler", "CPVAEDecode"}
 PACKS = dict.fromkeys(OWN_NODES, PACK) | {"UnetLoaderGGUF": "comfyui-gguf"}
 """Nodes that are not ComfyUI's, and the pack of each in ComfyUI's registry, where the Manager looks for what is missing."""
-NOTES = {"Note", "MarkdownNote"}
-"""Nodes that exist in the browser only and are in no prompt."""
 
 TITLE_HEIGHT = 30
 """A node's `pos` is the corner below its title bar, in pixels."""
@@ -39,88 +35,10 @@ DIFFERENT = 20
 """Mean difference of two pictures' values, of 255."""
 
 FILE_INPUTS = {"ckpt_name", "unet_name", "clip_name", "clip_name1", "clip_name2", "vae_name"}
-UPLOAD = "IMAGEUPLOAD"
-"""The button of Load Image: a widget that the browser adds, saves, and leaves out of what it queues."""
-
 MOVED = {"SaveVideo": "0.31.0"}
 """Nodes with other inputs from that version of ComfyUI on, which takes the old ones as well: tests/browser opens them."""
 
-WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3", UPLOAD}
 CONTROL_AFTER_GENERATE = {"fixed", "increment", "decrement", "randomize"}
-
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Input:
-    """One input of a node, as /object_info describes it."""
-
-    name: str
-    type: str
-    optional: bool
-    settings: Mapping[str, Any]
-    options: list[Any]
-
-    @property
-    def is_widget(self) -> bool:
-        return self.type in WIDGET_TYPES and not self.settings.get("forceInput")
-
-    @property
-    def has_control(self) -> bool:
-        """Whether the browser adds a widget that says what becomes of the value after each run."""
-        return bool(self.settings.get("control_after_generate"))
-
-    @property
-    def is_upload(self) -> bool:
-        """Whether the value names a picture in ComfyUI's folder `input`."""
-        return bool(self.settings.get("image_upload"))
-
-
-def node_inputs(spec: Json) -> list[Input]:
-    """Inputs of a node in the browser's order: first the sockets, then the widgets."""
-    found = []
-    for group in ("required", "optional"):
-        for name in spec["input_order"].get(group, []):
-            kind, settings = (*spec["input"][group][name], {})[:2]
-            options = kind if isinstance(kind, list) else settings.get("options", [])
-            found.append(
-                Input(
-                    name=name,
-                    type="COMBO" if isinstance(kind, list) else kind,
-                    optional=group == "optional",
-                    settings=settings,
-                    options=options,
-                )
-            )
-            if found[-1].is_upload:
-                found.append(Input(name="upload", type=UPLOAD, optional=False, settings={}, options=[]))
-    return sorted(found, key=lambda item: item.is_widget)
-
-
-def widget_values(node: Json, spec: Json) -> Iterator[tuple[Input | None, Any]]:
-    """Widgets of a node with their saved values. None stands for a control-after-generate widget."""
-    widgets: list[Input | None] = []
-    for item in node_inputs(spec):
-        if item.is_widget:
-            widgets += [item, None] if item.has_control else [item]
-    assert len(node["widgets_values"]) == len(widgets), node["type"]
-    return zip(widgets, node["widgets_values"], strict=True)
-
-
-def to_prompt(workflow: Json, info: Json) -> dict[str, Json]:
-    """A workflow in API format, as the browser sends it. Knows neither subgraphs nor muted and bypassed nodes."""
-    origins = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
-    prompt = {}
-    for node in real_nodes(workflow):
-        spec = info[node["type"]]
-        inputs = {item.name: value for item, value in widget_values(node, spec) if item is not None and item.type != UPLOAD}
-        inputs |= {slot["name"]: origins[slot["link"]] for slot in node["inputs"] if slot["link"] is not None}
-        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
-    return prompt
-
-
-def real_nodes(workflow: Json) -> list[Json]:
-    return [node for node in workflow["nodes"] if node["type"] not in NOTES]
 
 
 def nodes_as_saved(workflow: Json) -> list[Json]:
@@ -197,8 +115,7 @@ def test_nodes(workflow, info):
         ]
         slots = [(slot["name"], slot["type"], "widget" in slot, slot.get("shape")) for slot in node["inputs"]]
         assert slots == expected, node["type"]
-        outputs = [(slot["name"], slot["type"]) for slot in node["outputs"]]
-        assert outputs == list(zip(spec["output_name"], spec["output"], strict=True)), node["type"]
+        assert slots_of(node["outputs"]) == outputs_of(spec), node["type"]
 
 
 def test_links(workflow, info):
@@ -455,23 +372,15 @@ def test_unet_shares_the_batch(served, server, family_checkpoints, as_checkpoint
     (sampler,) = [node_id for node_id, node in prompt.items() if node["class_type"] == "KSampler"]
     prompt[sampler]["class_type"] = "CPSampler"
     prompt["report"] = {"class_type": "PreviewAny", "inputs": {"source": [sampler, 1]}}
-    report = json.loads(server.run(prompt, timeout=120).check().outputs["report"]["text"][0])
+    report = server.run(prompt, timeout=120).check().report
     assert (report["world_size"], report["degrees"]["batch"]) == (2, 2)
 
 
 def compare(name: str, server: ComfyServer) -> None:
-    expected = latents(server, tiny(name, world_size=None))
-    found = latents(server, tiny(name, world_size=2))
+    expected = server.latents(server.run(tiny(name, world_size=None), timeout=120))
+    found = server.latents(server.run(tiny(name, world_size=2), timeout=120))
     assert len(server.worker_pids()) == 2
     assert found.keys() == expected.keys()
     assert len(found) == (2 if name in WITH_SOUND else 1)
     for node_id, stock in expected.items():
-        assert found[node_id].shape == stock.shape
-        assert stock.std() > 1e-2
-        assert (found[node_id] - stock).abs().max() <= TOLERANCE * stock.std()
-
-
-def latents(server: ComfyServer, prompt: dict[str, Json]) -> dict[str, Tensor]:
-    """By the id of the node that saved it."""
-    result = server.run(prompt, timeout=120).check()
-    return {node_id: server.latent(result, node_id) for node_id, output in result.outputs.items() if "latents" in output}
+        assert_close(found[node_id], stock)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -198,104 +197,110 @@ def sampling_prompt(
         node = "KSampler"
     graph = Graph()
     config = None if cp is None else graph.add("cp_config", "CPConfig", **cp_config(**cp))
-    applied = None if sampler_has_config else config
+    lora_nodes = _lora_nodes(loras)
+    before = [*(lora_nodes if apply_after_lora else []), *model_nodes]
+    after = [*([] if apply_after_lora else lora_nodes), *after_apply]
 
-    def model_chain(file: str, suffix: str = "") -> Link:
-        model = graph.add(f"loader{suffix}", "UNETLoader", unet_name=_file(file), weight_dtype=weight_dtype)
-        lora_nodes = _lora_nodes(loras)
-        before = [*(lora_nodes if apply_after_lora else []), *model_nodes]
-        after = [*([] if apply_after_lora else lora_nodes), *after_apply]
-        names = itertools.count()
-        for class_type, inputs in before:
-            model = graph.add(f"model_{next(names)}{suffix}", class_type, **_with_model(inputs, model))
-        if applied is not None:
-            model = graph.add(f"cp_apply{suffix}", "ApplyContextParallel", model=model, cp_config=applied)
-        for class_type, inputs in after:
-            model = graph.add(f"model_{next(names)}{suffix}", class_type, **_with_model(inputs, model))
-        return model
+    def load(file: str, suffix: str = "") -> Link:
+        loader = graph.add(f"loader{suffix}", "UNETLoader", unet_name=_file(file), weight_dtype=weight_dtype)
+        return _model_chain(graph, loader, suffix, before, None if sampler_has_config else config, after)
 
-    model = model_chain(ckpt)
+    stages = {"sampler": load(ckpt), **({} if low_ckpt is None else {"sampler_low": load(low_ckpt, "_low")})}
     empty = graph.add("latent", "TestLatent", **latent)
     inputs = {**conditioning, "nonce": next(_nonces) if nonce is None else nonce, "latent": empty}
     positive = graph.add("positive", "TestConditioning", **{"seed": 100, **inputs})
     if control is not None:
         positive = graph.add("control", "TestControl", **_CONTROL_DEFAULTS | dict(control), conditioning=positive)
     opposite = graph.add("negative", "TestConditioning", **{**inputs, "seed": 200, **(negative or {})})
-
     guided = {"cfg": cfg, "positive": positive, "negative": opposite}
-    settings = {"sampler_name": sampler, "scheduler": scheduler, "steps": steps}
-    match node:
-        case "KSampler" | "CPSampler":
-            extra = {"cp_config": config} if sampler_has_config else {}
-            common = {"model": model, "seed": seed, "latent_image": empty, "denoise": denoise}
-            out = graph.add("sampler", node, **common, **guided, **settings, **extra)
-            if node == "CPSampler":
-                graph.add("report", "PreviewAny", source=["sampler", 1])
-        case "KSamplerAdvanced":
-            stages = [("sampler", model)]
-            if low_ckpt is not None:
-                stages.append(("sampler_low", model_chain(low_ckpt, "_low")))
-            out = empty
-            for i, (name, stage_model) in enumerate(stages):
-                first, last = i == 0, i == len(stages) - 1
-                out = graph.add(
-                    name,
-                    "KSamplerAdvanced",
-                    model=stage_model,
-                    noise_seed=seed,
-                    latent_image=out,
-                    add_noise="enable" if first else "disable",
-                    start_at_step=0 if first else steps // 2,
-                    end_at_step=10000 if last else steps // 2,
-                    return_with_leftover_noise="disable" if last else "enable",
-                    **guided,
-                    **settings,
-                )
-        case "SamplerCustomAdvanced":
-            if cfg == 1.0:
-                guider = graph.add("guider", "BasicGuider", model=model, conditioning=positive)
-            else:
-                guider = graph.add("guider", "CFGGuider", model=model, **guided)
-            out = graph.add(
-                "sampler",
-                "SamplerCustomAdvanced",
-                noise=graph.add("noise", "RandomNoise", noise_seed=seed),
-                guider=guider,
-                sampler=graph.add("sampler_select", "KSamplerSelect", sampler_name=sampler),
-                sigmas=graph.add("sigmas", "BasicScheduler", model=model, scheduler=scheduler, steps=steps, denoise=denoise),
-                latent_image=empty,
-            )
+    settings = {"seed": seed, "latent_image": empty, "sampler_name": sampler, "scheduler": scheduler, "steps": steps}
+    out = _sampler(graph, node, stages, guided, denoise, settings, config if sampler_has_config else None)
     graph.add("save", "SaveLatent", samples=out, filename_prefix="test")
     for node_id, (class_type, node_inputs) in (others or {}).items():
         graph.add(node_id, class_type, **node_inputs)
     return graph.prompt
 
 
+def _model_chain(
+    graph: Graph, model: Link, suffix: str, before: Sequence[NodeSpec], config: Link | None, after: Sequence[NodeSpec]
+) -> Link:
+    """What a sampler gets: the model behind nodes, Apply Context Parallel where there is a configuration for it, and more nodes."""
+    names = itertools.count()
+    for class_type, inputs in before:
+        model = graph.add(f"model_{next(names)}{suffix}", class_type, **_with_model(inputs, model))
+    if config is not None:
+        model = graph.add(f"cp_apply{suffix}", "ApplyContextParallel", model=model, cp_config=config)
+    for class_type, inputs in after:
+        model = graph.add(f"model_{next(names)}{suffix}", class_type, **_with_model(inputs, model))
+    return model
+
+
+def _sampler(
+    graph: Graph,
+    node: SamplerNode,
+    stages: Mapping[str, Link],
+    guided: Mapping[str, Any],
+    denoise: float,
+    settings: Mapping[str, Any],
+    config: Link | None,
+) -> Link:
+    """The sampler node, with what it needs of others; a KSamplerAdvanced for each of the models, by id."""
+    if node == "KSamplerAdvanced":
+        return _advanced(graph, stages, **guided, **settings)
+    (model,) = stages.values()
+    if node == "SamplerCustomAdvanced":
+        return _custom(graph, model, guided, denoise, **settings)
+    own = {} if config is None else {"cp_config": config}
+    out = graph.add("sampler", node, model=model, denoise=denoise, **guided, **settings, **own)
+    if node == "CPSampler":
+        graph.add("report", "PreviewAny", source=["sampler", 1])
+    return out
+
+
+def _advanced(graph: Graph, stages: Mapping[str, Link], latent_image: Link, seed: int, steps: int, **common: Any) -> Link:
+    """KSamplerAdvanced with one model for all steps, or another one from half of them on."""
+    names = list(stages)
+    for name, model in stages.items():
+        first, last = name == names[0], name == names[-1]
+        latent_image = graph.add(
+            name,
+            "KSamplerAdvanced",
+            model=model,
+            latent_image=latent_image,
+            add_noise="enable" if first else "disable",
+            noise_seed=seed,
+            steps=steps,
+            start_at_step=0 if first else steps // 2,
+            end_at_step=10000 if last else steps // 2,
+            return_with_leftover_noise="disable" if last else "enable",
+            **common,
+        )
+    return latent_image
+
+
+def _custom(
+    graph: Graph,
+    model: Link,
+    guided: Mapping[str, Any],
+    denoise: float,
+    latent_image: Link,
+    seed: int,
+    sampler_name: str,
+    **schedule: Any,
+) -> Link:
+    """SamplerCustomAdvanced with the guider that the CFG scale needs."""
+    if guided["cfg"] == 1.0:
+        guider = graph.add("guider", "BasicGuider", model=model, conditioning=guided["positive"])
+    else:
+        guider = graph.add("guider", "CFGGuider", model=model, **guided)
+    noise = graph.add("noise", "RandomNoise", noise_seed=seed)
+    select = graph.add("sampler_select", "KSamplerSelect", sampler_name=sampler_name)
+    sigmas = graph.add("sigmas", "BasicScheduler", model=model, denoise=denoise, **schedule)
+    inputs = {"noise": noise, "guider": guider, "sampler": select, "sigmas": sigmas, "latent_image": latent_image}
+    return graph.add("sampler", "SamplerCustomAdvanced", **inputs)
+
+
 GUIDED_FLUX = partial(flux_prompt, steps=3, cfg=4.0)
-
-
-@dataclass(frozen=True)
-class NodeCase:
-    """A node between loader and sampler.
-
-    Args:
-        node, inputs: of that node, besides its model.
-        graph: builder of the graph around it.
-        others: nodes that it takes something from.
-        matters: whether the latent must be another one without the node.
-        served: whose checkpoint the graph needs.
-    """
-
-    node: str
-    inputs: dict[str, Any] = field(default_factory=dict)
-    graph: partial[Prompt] = GUIDED_FLUX
-    others: dict[str, NodeSpec] = field(default_factory=dict)
-    matters: bool = True
-    served: str = "sd15"
-
-    def build(self, cp: dict[str, Any] | None = None, place: str = "model_nodes") -> Prompt:
-        """The graph with the node before Apply Context Parallel (`model_nodes`), or behind it (`after_apply`)."""
-        return self.graph(cp=cp, others=self.others, **{place: [(self.node, self.inputs)]})
 
 
 def family_prompt(served: Served, **common: Any) -> Prompt:
@@ -318,6 +323,16 @@ def family_prompt(served: Served, **common: Any) -> Prompt:
             save = {"class_type": "SaveLatent", "inputs": {"samples": [f"part_{index}", 0], "filename_prefix": "test"}}
             prompt |= {f"part_{index}": part, f"save_{index}": save}
     return prompt
+
+
+def renamed(prompt: Prompt, prefix: str) -> Prompt:
+    """The same graph with other ids, to be queued together with another one."""
+
+    def input_of(value: Any) -> Any:
+        return [prefix + value[0], value[1]] if isinstance(value, list) else value
+
+    inputs = {id: {name: input_of(value) for name, value in node["inputs"].items()} for id, node in prompt.items()}
+    return {f"{prefix}{id}": {**node, "inputs": inputs[id]} for id, node in prompt.items()}
 
 
 def _extra(value: Any) -> Any:

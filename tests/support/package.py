@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -13,10 +14,20 @@ def load_package() -> None:
     """Load the package the way worker ranks do."""
     if "cp_runtime" in sys.modules:
         return
-    path = ROOT / "cp_runtime" / "pool" / "fork_server.py"
-    spec = importlib.util.spec_from_file_location("cp_fork_server", path)
+    load_script(ROOT / "cp_runtime" / "pool" / "fork_server.py").load_package(str(ROOT / "cp_runtime"))
+
+
+def load_script(file: Path) -> ModuleType:
+    """Import a file that is in no package, with its folder on the path meanwhile."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
-    fork_server = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fork_server)
-    fork_server.load_package(str(ROOT / "cp_runtime"))
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    before = list(sys.path)
+    try:
+        sys.path.append(str(file.parent))
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[file.stem]
+        sys.path[:] = before
+    return module

@@ -123,6 +123,11 @@ class Result:
     seconds: float
     cached: list[str]
 
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the CP Sampler of a prompt of `graphs` reports."""
+        return json.loads(self.outputs["report"]["text"][0])
+
     def check(self) -> Result:
         """This result, or ServerError with the traceback of the node when the prompt did not succeed."""
         if self.status != "success":
@@ -356,7 +361,7 @@ class ComfyServer:
 
     def sample_once(self, prompt: Mapping[str, Any], timeout: float = 120.0, node_id: str | None = None) -> Tensor:
         """The same, sampled for the first who asks for a prompt: what several tests compare with."""
-        key = json.dumps([prompt, node_id], sort_keys=True)
+        key = json.dumps([_without_nonce(prompt), node_id], sort_keys=True)
         if key not in self._sampled:
             self._sampled[key] = self.sample(prompt, timeout, node_id)
         return self._sampled[key]
@@ -387,7 +392,7 @@ class ComfyServer:
         """
         self.free()
         began = told = time.monotonic()
-        while models := self.get("/context_parallel/status")["models"]:
+        while models := self.status()["models"]:
             now = time.monotonic()
             if now > began + timeout:
                 raise ServerError(f"the workers hold {models} {timeout} s after they were to drop them")
@@ -400,6 +405,14 @@ class ComfyServer:
         """What the server says about all its nodes, or about one."""
         return self._call(f"/object_info/{node}" if node else "/object_info")
 
+    def status(self) -> dict[str, Any]:
+        """What the pack says about its workers."""
+        return self.get("/context_parallel/status")
+
+    def wait_for_step(self, prompt_id: str, timeout: float = 60.0) -> None:
+        """Wait until a few steps of a prompt are done."""
+        self.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2, timeout)
+
     def get(self, path: str, timeout: float = 30.0) -> Any:
         """Any other JSON answer of the server."""
         return self._call(path, timeout=timeout)
@@ -411,7 +424,7 @@ class ComfyServer:
     def wait_status(self, condition: Callable[[dict[str, Any]], bool], timeout: float = 10.0 * SLACK) -> dict[str, Any]:
         """The first status of the workers that meets `condition`."""
         deadline = time.monotonic() + timeout
-        while not condition(status := self.get("/context_parallel/status")):
+        while not condition(status := self.status()):
             assert time.monotonic() < deadline, status
             time.sleep(0.05)
         return status
@@ -440,14 +453,18 @@ class ComfyServer:
 
     def latent(self, result: Result, node_id: str | None = None) -> Tensor:
         """The latent that the stock SaveLatent node `node_id` saved; by default that of the only such node."""
-        result.check()
-        saved = {node: output["latents"][0] for node, output in result.outputs.items() if "latents" in output}
+        saved = self.latents(result)
         if node_id is None:
             if len(saved) != 1:
                 raise ServerError(f"node_id: got None; allowed: one of {sorted(saved)}, because there is not exactly one")
             (node_id,) = saved
-        file = self.base / "output" / saved[node_id]["subfolder"] / saved[node_id]["filename"]
-        return safetensors.torch.load_file(file)["latent_tensor"]
+        return saved[node_id]
+
+    def latents(self, result: Result) -> dict[str, Tensor]:
+        """Every latent of a prompt that stock SaveLatent nodes saved, by their ids."""
+        saved = {node: output["latents"][0] for node, output in result.check().outputs.items() if "latents" in output}
+        files = {node: self.base / "output" / entry["subfolder"] / entry["filename"] for node, entry in saved.items()}
+        return {node: safetensors.torch.load_file(file)["latent_tensor"] for node, file in files.items()}
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -545,6 +562,12 @@ class _Listener:
                     if event.type in _ENDS:
                         self._ended.add(event.data["prompt_id"])
                     self._changed.notify_all()
+
+
+def _without_nonce(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """What a prompt samples: a nonce only keeps ComfyUI from taking a result out of its cache."""
+    kept = {id: {name: value for name, value in node["inputs"].items() if name != "nonce"} for id, node in prompt.items()}
+    return {id: [node["class_type"], kept[id]] for id, node in prompt.items()}
 
 
 def _event(kind: int, frame: bytes) -> Event | None:

@@ -1,4 +1,5 @@
-"""Ranks, here threads, leave a call at the same place whatever their speed, and never wait for one that has left."""
+"""How often ranks look for Cancel. Here threads, they leave a call at the same place whatever their speed, and never wait for one
+that has left."""
 
 import random
 import time
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from cp_runtime.controller.calls import KINDS, Pace
 from cp_runtime.pool.board import CancelPoints
 
 RANKS, PLACES = 3, 12
@@ -72,3 +74,28 @@ def test_a_rank_may_be_one_interval_ahead_of_rank_0(word):
     assert not first.leave(lambda: True)
     assert second.leave(bool)
     assert first.leave(bool)
+
+
+def test_kinds_of_calls_that_alternate_keep_their_pace():
+    """CFG halves of two lengths of text, and decodes in between."""
+    pace = Pace()
+    assert pace.modules_per_check("positive", 2) == 1  # nobody knows how long it takes
+    for _ in range(3):
+        pace.note("positive", 2, 2.0, 40)
+        pace.note("negative", 2, 0.4, 40)
+        pace.note("decode", 2, 5.0, 20)
+    assert [pace.modules_per_check(kind, 2) for kind in ("positive", "negative", "decode")] == [2, 0, 1]
+
+
+def test_fewer_ranks_take_longer():
+    pace = Pace()
+    pace.note("call", 4, 0.4, 40)
+    assert (pace.modules_per_check("call", 4), pace.modules_per_check("call", 1)) == (0, 3)
+
+
+def test_the_oldest_kind_is_forgotten():
+    pace = Pace()
+    for kind in range(KINDS + 1):
+        pace.note(kind, 2, 0.1, 40)
+        pace.note(0, 2, 0.1, 40)
+    assert [pace.modules_per_check(kind, 2) for kind in (0, 1, 2, KINDS)] == [0, 1, 0, 0]

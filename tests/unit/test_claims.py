@@ -12,6 +12,7 @@ from support.package import ROOT
 from cp_runtime.comfyui import TESTED
 from cp_runtime.families import PLANS
 from cp_runtime.pool.config import SETTINGS
+from cp_runtime.version import VERSION
 
 
 def read(document: str) -> str:
@@ -138,3 +139,7 @@ def test_durations_of_the_readme_are_those_that_were_measured():
     ):
         minutes, seconds = re.search(measured, page).groups()
         assert claimed("README.md", rf"make {command} +# (\d+) minutes") == (str(round(int(minutes) + int(seconds) / 60)),)
+
+
+def test_the_version_is_that_of_the_project_file():
+    assert re.search(r'^version = "(.+)"$', read("pyproject.toml"), re.MULTILINE)[1] == VERSION

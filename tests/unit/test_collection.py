@@ -1,5 +1,6 @@
 """Every way in which a command can end, without a process: `Collection` is fed with what a pool would notice."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from cp_runtime.pool.collection import (
     STOPPED_GRACE,
     SUSPENDED,
     Collection,
+    ModuleTimes,
     Outcome,
     SendCancel,
     Wait,
@@ -51,7 +53,7 @@ def play():
     return Play()
 
 
-# --- reports ----------------------------------------------------------------------------------------------------------
+# --- reports and deaths -----------------------------------------------------------------------------------------------
 
 
 def test_all_report_well(play):
@@ -66,22 +68,47 @@ def test_all_report_well(play):
     assert not outcome.kill
 
 
-def test_one_fails_and_the_others_report(play):
-    play.collection.reported(1, bad(at=play.now, collectives=4))
-    assert play.tick() == Wait(until=play.now + REPORT_GRACE)
-    play.collection.reported(0, good())
-    play.collection.reported(2, good())
-    outcome = play.tick()
-    assert (outcome.cause, outcome.kill, outcome.late) == (1, False, ())
+DIES = object()
+OK = good()
+# What ranks report, or that they die, and how much later than the beginning; then the rank that is the cause, those that are late,
+# and whether the pool is killed.
+ENDS = {
+    "one fails and the others report": ([(1, bad(collectives=4)), (0, OK), (2, OK)], 1, (), False),
+    "one fails and another hangs": ([(1, bad()), (0, OK)], 1, (2,), True),
+    "the earliest failure is the cause": ([(2, bad(), 0.2), (0, bad(), 0.1), (1, bad(), 0.3)], 0, (), False),
+    "all fail in step": ([(rank, bad(collectives=7)) for rank in range(3)], 0, (), False),
+    "all fail apart": ([(rank, bad(collectives=7 + rank // 2)) for rank in range(3)], 0, (), True),
+    "one left a collective under way": ([(rank, bad(collectives=7, pending=rank % 2)) for rank in range(3)], 0, (), True),
+    "one has no device any more": ([(rank, bad(collectives=7, device_lost=rank == 1)) for rank in range(3)], 0, (), True),
+    "one that works dies": ([(1, DIES), (0, OK), (2, OK)], 1, (1,), True),
+    "one dies after a good report, which is no help, and another hangs": ([(0, OK), (0, DIES), (1, OK)], 0, (2,), True),
+    "one dies after a good report, and the others work": ([(0, OK), (0, DIES), (1, OK), (2, OK)], 0, (), True),
+    # The pool is killed, so its memory with the result is gone: that is no success.
+    "one dies with the last report": ([(0, OK), (1, OK), (2, OK), (2, DIES)], 2, (), True),
+    "all die": ([(rank, DIES, rank) for rank in range(3)], 0, (0, 1, 2), True),
+    # As every rank does that cannot start.
+    "one reports an error and ends": ([(1, bad()), (1, DIES), (0, OK), (2, OK)], 1, (), True),
+    "a death causes errors that are noticed before it": ([(0, bad()), (1, DIES, 0.1), (2, bad(), 0.05)], 1, (1,), True),
+}
 
 
-def test_one_fails_and_the_others_hang(play):
-    play.collection.reported(1, bad(at=play.now))
-    play.collection.reported(0, good())
-    failed_at = play.now
+@pytest.mark.parametrize("case", ENDS)
+def test_what_ends_a_command(play, case):
+    events, cause, late, kill = ENDS[case]
+    failed, silent = False, {0, 1, 2}
+    for rank, what, *after in events:
+        at = BEGAN + sum(after)
+        if what is DIES:
+            play.collection.died(rank, at)
+        else:
+            play.collection.reported(rank, replace(what, at=at) if isinstance(what, Failure) else what)
+        failed, silent = failed or what is not OK, silent - {rank}
+        if silent:
+            assert play.tick() == Wait(until=BEGAN + (REPORT_GRACE if failed else TIMEOUT))
     outcome = play.pass_time(TIMEOUT)
-    assert play.now == failed_at + REPORT_GRACE + STEP  # the first tick at which the failure was seen came a step later
-    assert (outcome.cause, outcome.late, outcome.kill) == (1, (2,), True)
+    assert play.now <= BEGAN + REPORT_GRACE
+    assert (outcome.cause, outcome.late, outcome.kill) == (cause, late, kill)
+    assert outcome.replies.keys() == {rank for rank, what, *_ in events if what is not DIES}
 
 
 def test_a_second_failure_gives_no_more_time(play):
@@ -90,97 +117,6 @@ def test_a_second_failure_gives_no_more_time(play):
     play.pass_time(STEP)
     play.collection.reported(0, bad(at=play.now))
     assert play.tick().until == until
-
-
-def test_the_earliest_failure_is_the_cause(play):
-    play.collection.reported(2, bad(at=play.now + 0.2))
-    play.collection.reported(0, bad(at=play.now + 0.1))
-    play.collection.reported(1, bad(at=play.now + 0.3))
-    assert play.tick().cause == 0
-
-
-@pytest.mark.parametrize(
-    ("positions", "kill"),
-    [
-        ([{"collectives": 7}] * 3, False),
-        ([{"collectives": 7}, {"collectives": 7}, {"collectives": 8}], True),
-        ([{"collectives": 7, "pending": 0}, {"collectives": 7, "pending": 1}, {"collectives": 7, "pending": 0}], True),
-        ([{"collectives": 7}, {"collectives": 7, "device_lost": True}, {"collectives": 7}], True),
-    ],
-    ids=["in step", "apart", "one left a collective under way", "one has no device any more"],
-)
-def test_ranks_that_all_failed_live_on_in_step_only(play, positions, kill):
-    for rank, position in enumerate(positions):
-        play.collection.reported(rank, bad(at=play.now, **position))
-    outcome = play.tick()
-    assert (outcome.cause, outcome.kill) == (0, kill)
-
-
-# --- deaths -----------------------------------------------------------------------------------------------------------
-
-
-def test_death_of_a_rank_that_works(play):
-    play.collection.died(1, play.now)
-    assert play.tick() == Wait(until=play.now + REPORT_GRACE)
-    for rank in (0, 2):
-        play.collection.reported(rank, good())
-    outcome = play.tick()
-    assert (outcome.cause, outcome.late, outcome.kill) == (1, (1,), True)
-
-
-def test_death_after_a_good_report_while_another_hangs():
-    """Rank 1 hangs. What rank 0 reported is no help."""
-    play = Play(world_size=2)
-    play.collection.reported(0, good())
-    play.pass_time(1)
-    play.collection.died(0, play.now)
-    assert play.tick() == Wait(until=play.now + REPORT_GRACE)
-    outcome = play.pass_time(TIMEOUT)
-    assert (outcome.cause, outcome.late, outcome.kill) == (0, (1,), True)
-
-
-def test_death_after_a_good_report_while_others_work(play):
-    play.collection.reported(0, good())
-    play.collection.died(0, play.now)
-    assert isinstance(play.tick(), Wait)
-    play.collection.reported(1, good())
-    assert isinstance(play.tick(), Wait)
-    play.collection.reported(2, good())
-    outcome = play.tick()
-    assert (outcome.cause, outcome.late, outcome.kill) == (0, (), True)
-
-
-def test_death_that_is_noticed_with_the_last_report(play):
-    """The pool is killed, so its memory with the result is gone: that is no success."""
-    for rank in range(3):
-        play.collection.reported(rank, good())
-    play.collection.died(2, play.now)
-    outcome = play.tick(quiet=False)
-    assert (outcome.cause, outcome.late, outcome.kill) == (2, (), True)
-
-
-def test_death_of_all(play):
-    for rank in range(3):
-        play.collection.died(rank, play.now + rank)
-    outcome = play.tick()
-    assert (outcome.cause, outcome.late, outcome.kill) == (0, (0, 1, 2), True)
-
-
-def test_a_rank_that_reports_an_error_and_ends_has_failed_by_the_error():
-    """As every rank does that cannot start."""
-    play = Play(world_size=2)
-    play.collection.reported(1, bad(at=play.now))
-    play.collection.died(1, play.now)
-    play.collection.reported(0, good())
-    outcome = play.tick()
-    assert (outcome.cause, isinstance(outcome.replies[1], Failure), outcome.kill) == (1, True, True)
-
-
-def test_death_causes_errors_that_are_noticed_before_it(play):
-    play.collection.reported(0, bad(at=play.now))
-    play.collection.died(1, play.now + 0.1)
-    play.collection.reported(2, bad(at=play.now + 0.05))
-    assert play.tick().cause == 1
 
 
 # --- the deadline -----------------------------------------------------------------------------------------------------
@@ -346,3 +282,23 @@ def test_a_rank_that_compiles_gets_no_longer_to_leave():
     assert isinstance(steps[1], Outcome)
     assert steps[1].cancelled
     assert steps[1].kill
+
+
+# --- how long modules take --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("looks", "longest"),
+    [
+        ([(0, [0, 0]), (0.5, [1, 1]), (1, [1, 2]), (1.5, [2, 2]), (2, [3, 3])], 1.0),
+        ([*((t, [0]) for t in range(60)), (60, [5])], 0),
+        ([(0, [1]), (0.5, [2]), *((t, [2]) for t in range(1, 60))], 0.5),
+        ([(0, [1]), (SUSPENDED + 1, [2]), (SUSPENDED + 1.5, [3])], 0.5),
+    ],
+    ids=["between two", "not before the first, as of weights that move", "not where it does not end", "not while suspended"],
+)
+def test_the_longest_time_of_a_module_counts(looks, longest):
+    times = ModuleTimes()
+    for now, counts in looks:
+        times.note(dict(enumerate(counts)), 100 + now)
+    assert times.longest == longest

@@ -1,9 +1,5 @@
-import os
-from pathlib import Path
-
 import pytest
 import torch
-from support import preloaded
 
 from cp_runtime.pool import tensor_cache
 from cp_runtime.pool.tensor_cache import CallEncoder, same_bits
@@ -86,12 +82,7 @@ def test_nan_equals_nan_and_strides_do_not_matter():
     assert same_bits(tensor, tensor.T.contiguous().T)
 
 
-ON_CARDS = """
-import torch
-from support import stand_in
-from support.package import load_package
-stand_in.use(stand_in.Cards(count=2, gigabytes=1))
-load_package()
+PROGRAM = """
 from cp_runtime.engine.batch import BatchShares
 from cp_runtime.pool.messages import Echo
 from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache, owned
@@ -118,10 +109,6 @@ assert torch.equal(value["context"].cpu(), context.cpu())
 """
 
 
-def test_a_card_holds_no_conditioning_of_the_encoder_and_only_its_own_items(tmp_path):
+def test_a_card_holds_no_conditioning_of_the_encoder_and_only_its_own_items(run_on_cards):
     """Beside what every rank keeps whole for the calls to come."""
-    program = tmp_path / "program.py"
-    program.write_text(ON_CARDS)
-    path = str(Path(__file__).resolve().parents[1])
-    done = preloaded.run([str(program)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
-    assert done.returncode == 0, done.stderr
+    run_on_cards(PROGRAM, cards="count=2, gigabytes=1")

@@ -63,22 +63,6 @@ def test_equal_inputs_give_equal_configs():
 
 
 @pytest.mark.parametrize(
-    ("inputs", "degrees"),
-    [
-        ({}, (0, 0)),
-        ({"ulysses_degree": 4}, (1, 4)),
-        ({"ulysses_degree": 2}, (2, 2)),
-        ({"ring_degree": 4}, (4, 1)),
-        ({"ring_degree": 2}, (2, 2)),
-        ({"ring_degree": 1, "batch_degree": 1}, (1, 4)),
-    ],
-)
-def test_a_degree_that_is_left_open_takes_the_rest(inputs, degrees):
-    settings = resolve(**inputs).sequence
-    assert (settings.ring_degree, settings.ulysses_degree) == degrees
-
-
-@pytest.mark.parametrize(
     ("inputs", "words"),
     [
         ({"world_size": -1}, ["world_size", "-1", "0 (choose) to 4"]),
@@ -129,7 +113,11 @@ def test_refusals_name_field_value_and_remedy(inputs, words):
         ({}, (0, 0, 0)),
         ({"batch_degree": 2}, (0, 0, 2)),
         ({"batch_degree": 1}, (0, 0, 1)),
+        ({"ulysses_degree": 4}, (1, 4, 1)),
         ({"ulysses_degree": 2}, (2, 2, 1)),
+        ({"ring_degree": 4}, (4, 1, 1)),
+        ({"ring_degree": 2}, (2, 2, 1)),
+        ({"ring_degree": 1, "batch_degree": 1}, (1, 4, 1)),
         ({"ulysses_degree": 2, "batch_degree": 2}, (1, 2, 2)),
         ({"ring_degree": 2, "batch_degree": 2}, (2, 1, 2)),
         ({"ulysses_degree": 1, "ring_degree": 2}, (2, 1, 2)),

@@ -46,29 +46,25 @@ def test_factors():
     assert list(factors(1)) == [(1, 1)]
 
 
-def test_a_fast_link_and_heads_that_divide_choose_ulysses():
-    assert choose(replace(SHAPE, queries=4096, keys=4096), 8, SETTINGS, FAST) == (1, 8)
+EXACT_HEADS, EXACT_LENGTHS = replace(SETTINGS, ulysses_anything=False), replace(SETTINGS, ring_anything=False)
+ODD = {"queries": 4097, "keys": 4097, "heads": 2, "kv_heads": 2}
 
 
-def test_heads_that_run_out_choose_a_ring():
-    assert choose(replace(SHAPE, heads=2, kv_heads=2), 4, SETTINGS, FAST) in [(2, 2), (4, 1)]
-    assert choose(replace(SHAPE, heads=1, kv_heads=1), 4, SETTINGS, FAST) == (4, 1)
-
-
-def test_a_slow_link_hides_behind_long_attention():
-    assert choose(SHAPE, 2, SETTINGS, SLOW) == (2, 1)
-    assert choose(SHAPE, 2, SETTINGS, replace(SLOW, overlap=0.0)) == (1, 2)
-
-
-def test_what_must_divide_is_kept_to():
-    settings = replace(SETTINGS, ulysses_anything=False)
-    assert choose(replace(SHAPE, heads=6, kv_heads=6), 4, settings, FAST)[1] in (1, 2)
-
-
-def test_lengths_that_must_divide_are_kept_to():
-    odd = replace(SHAPE, queries=4097, keys=4097, heads=2, kv_heads=2)
-    assert choose(odd, 4, replace(SETTINGS, ring_anything=False), FAST) == (1, 4)
-    assert choose(odd, 4, replace(SETTINGS, ulysses_anything=False), FAST) == (4, 1)
+@pytest.mark.parametrize(
+    ("shape", "ranks", "settings", "rates", "degrees"),
+    [
+        ({"queries": 4096, "keys": 4096}, 8, SETTINGS, FAST, [(1, 8)]),  # a fast link, and heads that divide
+        ({"heads": 2, "kv_heads": 2}, 4, SETTINGS, FAST, [(2, 2), (4, 1)]),  # heads run out
+        ({"heads": 1, "kv_heads": 1}, 4, SETTINGS, FAST, [(4, 1)]),
+        ({}, 2, SETTINGS, SLOW, [(2, 1)]),  # a slow link hides behind long attention
+        ({}, 2, SETTINGS, replace(SLOW, overlap=0.0), [(1, 2)]),
+        ({"heads": 6, "kv_heads": 6}, 4, EXACT_HEADS, FAST, [(4, 1), (2, 2)]),  # what must divide is kept to
+        (ODD, 4, EXACT_LENGTHS, FAST, [(1, 4)]),
+        (ODD, 4, EXACT_HEADS, FAST, [(4, 1)]),
+    ],
+)
+def test_degrees_are_chosen(shape, ranks, settings, rates, degrees):
+    assert choose(replace(SHAPE, **shape), ranks, settings, rates) in degrees
 
 
 def test_repeated_heads_are_counted():

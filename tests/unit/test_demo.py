@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import time
 
-import pytest
-from support.package import ROOT
+from support.package import ROOT, load_script
 from support.processes import OtherPrograms
 
 SPIN = "import time\nwhile time.process_time() < 0.5: pass\n"  # seconds of a core, however busy the others are
-
-
-@pytest.fixture(scope="module")
-def demo():
-    spec = importlib.util.spec_from_file_location("demo", ROOT / "benchmarks" / "demo.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
-    before = list(sys.path)
-    sys.path.append(str(ROOT / "benchmarks"))
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-    sys.path[:] = before
 
 
 def test_what_a_process_and_its_descendants_use_is_not_that_of_others():
@@ -46,7 +32,8 @@ def test_what_a_process_and_its_descendants_use_is_not_that_of_others():
     assert (for_idle - for_busy) * seconds > 0.9
 
 
-def test_the_demo_says_where_others_used_the_cores(demo):
+def test_the_demo_says_where_others_used_the_cores():
+    demo = load_script(ROOT / "benchmarks" / "demo.py")
     assert demo.disturbance({1: 0.9, 2: 0.05}, 2) == demo.disturbance({1: 0.0, 4: 0.05}, 2) == ""
     said = demo.disturbance({1: 0.9, 2: 0.8}, 2)
     assert said.startswith(

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
-from support import preloaded
+from support.package import ROOT
 
 import cp_runtime
 
-TESTS = Path(__file__).resolve().parents[1]
 MISSING = {
     "os": ("memfd_create", "MFD_CLOEXEC", "posix_fallocate", "getuid", "sysconf", "fork", "kill"),
     "signal": ("SIGUSR1", "SIGKILL", "SIGCONT", "SIGSTOP", "SIGHUP"),
@@ -42,20 +39,14 @@ import cp_runtime.comfy.memory.ui_stock_loads
 """
 
 
-def test_import_without_what_only_linux_has(tmp_path):
-    comfyui = os.environ.get("COMFYUI_PATH")
-    if not comfyui:
-        pytest.fail("COMFYUI_PATH is not set; `make test` sets it")
-    program = tmp_path / "elsewhere.py"
-    program.write_text(CODE.format(missing=MISSING, modules=MODULES))
-    done = preloaded.run([str(program), comfyui], env={**os.environ, "PYTHONPATH": str(TESTS)})
-    assert done.returncode == 0, done.stderr
+def test_import_without_what_only_linux_has(run_program, comfyui_path):
+    run_program(CODE.format(missing=MISSING, modules=MODULES), str(comfyui_path))
 
 
 def test_the_worker_does_not_import_the_compiler():
     """It takes a second, in every process that forks ranks."""
     code = "import sys, cp_runtime.pool.worker; assert not {'torch._dynamo', 'cp_runtime.diffusers.api'} & {*sys.modules}"
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

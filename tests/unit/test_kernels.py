@@ -1,14 +1,11 @@
 """Kernels that return (out, lse): all that run here agree with the formula, and with each other about empty rows."""
 
-import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from support import preloaded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cp_runtime.engine.attention import kernels
@@ -16,7 +13,6 @@ from cp_runtime.engine.attention.kernels import KERNELS, attend_with_lse, select
 from cp_runtime.engine.attention.ring import PartialAttention
 from cp_runtime.errors import ConfigError
 
-TESTS = Path(__file__).resolve().parents[1]
 HERE = [
     kernel.name
     for kernel in KERNELS
@@ -215,13 +211,7 @@ import logging
 import sys
 from types import ModuleType
 
-import torch
 import torch.distributed as dist
-from support import stand_in
-from support.package import load_package
-
-load_package()
-stand_in.use(stand_in.Cards(count=2, gigabytes=2))
 from cp_runtime.engine.attention.kernels import attend_with_lse, select
 from cp_runtime.engine.measuring import measure
 from cp_runtime.engine.mesh import SequenceMesh
@@ -274,11 +264,8 @@ assert [select(second, second, None, kernel).name for kernel in (None, "sage")] 
 """
 
 
-def test_a_package_that_fails_on_a_device_is_tried_once_and_left(tmp_path):
+def test_a_package_that_fails_on_a_device_is_tried_once_and_left(run_on_cards):
     """Through the measurement of a rank and through attention, on fake CUDA devices of which the first takes no package."""
-    file = tmp_path / "program.py"
-    file.write_text(PROGRAM)
-    done = preloaded.run([str(file)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(TESTS)})
-    assert done.returncode == 0, done.stderr
+    done = run_on_cards(PROGRAM, cards="count=2, gigabytes=2")
     said = [line for line in done.stderr.splitlines() if "cuda:0" in line and "only Ampere GPUs or newer" in line]
     assert [line.split()[0] for line in said] == ["flash_attn", "sageattention"]

@@ -1,26 +1,16 @@
 """`make test` runs every test once: each file of tests is in exactly one of the jobs of `.ci/lanes.py`."""
 
-import importlib.util
 import json
 import sys
 
 import pytest
 from support import durations, shared_models
-from support.package import ROOT
+from support.package import ROOT, load_script
 
 
 @pytest.fixture(scope="module")
 def lanes():
-    spec = importlib.util.spec_from_file_location("lanes", ROOT / ".ci" / "lanes.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["lanes"] = module  # dataclasses look there
-    before = list(sys.path)
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        del sys.modules["lanes"]
-        sys.path[:] = before
+    return load_script(ROOT / ".ci" / "lanes.py")
 
 
 def files_of(job, jobs):

@@ -15,65 +15,42 @@ from cp_runtime.engine.cost import AttentionShape, Rates
 from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.policy import CallSplit, CallWork
 from cp_runtime.errors import ProtocolError
+from cp_runtime.pool import messages
 from cp_runtime.pool.frames import MAX_HEADER, name_of, pack, unpack
-from cp_runtime.pool.messages import (
-    KINDS,
-    AttachNetwork,
-    Available,
-    Call,
-    Cancel,
-    Cancelled,
-    Compiled,
-    Connect,
-    Done,
-    Drop,
-    Echo,
-    Import,
-    Load,
-    Loaded,
-    MakeRoom,
-    Measure,
-    Memory,
-    Ready,
-    Room,
-    Shutdown,
-    Unload,
-    Value,
-)  # fmt: skip
 
 RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e12, memory=1e10, overlap=0.5, linear=1e12, launch=1e-6)
 SHAPE = AttentionShape(batch=1, queries=64, keys=80, heads=4, kv_heads=4, head_dim=16, itemsize=2)
 TREE = {"$dict": [["x", {"$tensor": ["float32", [2], 0]}], ["n", 1.5]]}
 MESSAGES = [
-    Shutdown(),
-    Import(),
-    Connect(),
-    Measure(),
-    Cancel(),
-    Available(),
-    Echo(value=TREE, drop=("c1",)),
-    Echo(value=None, drop=None),
-    Load(key="k", recipe={"loader": "x", "stamp": [1, -2]}, patches=[], patches_uuid="u", placement="sharded", device_bytes=7,
-         memory=(1, 3)),
-    Call(
+    messages.Shutdown(),
+    messages.Import(),
+    messages.Connect(),
+    messages.Measure(),
+    messages.Cancel(),
+    messages.Available(),
+    messages.Echo(value=TREE, drop=("c1",)),
+    messages.Echo(value=None, drop=None),
+    messages.Load(key="k", recipe={"loader": "x", "stamp": [1, -2]}, patches=[], patches_uuid="u", placement="sharded",
+                  device_bytes=7, memory=(1, 3)),
+    messages.Call(
         key="k", method="forward", sequence=SequenceSettings(ring_degree=2), split=CallSplit((0, 2), 1, 2, 1), batch_degree=0,
         leading=("x", "timestep"), memory_scale=1.5, compile={"backend": "inductor"}, compile_or_raise=True, cancel_every=3,
         value=TREE, drop=(),
     ),
-    AttachNetwork(key="k", network=TREE),
-    Drop(keys=("a", "b")),
-    Unload(key="k"),
-    MakeRoom(key=None, ranks=(0, 1)),
-    Done(),
-    Cancelled(),
-    failure(at=12.5, collectives=3, pending=1, memory=Memory(host=1, device=2, free=3), device_lost=True),
-    Ready(name="x", measured=Measured((RATES, RATES), (((0, 1), (1e-5, 1e9)),), (0, 0))),
-    Value(value=TREE, nbytes=64),
-    Loaded(digest="d", patches_uuid="u", dtype="a", cast_dtype="b", formats=("c",), samples={"w": "x y"}, layers="l", bytes=1,
-           seconds=0.5),
-    Room(available=None),
-    Room(available=1 << 40),
-    call_report(tokens={"img": 5}, compiled=Compiled(kinds={"Block": 2}, left={"Other": "why"}, counts={"breaks": 0}),
+    messages.AttachNetwork(key="k", network=TREE),
+    messages.Drop(keys=("a", "b")),
+    messages.Unload(key="k"),
+    messages.MakeRoom(key=None, ranks=(0, 1)),
+    messages.Done(),
+    messages.Cancelled(),
+    failure(at=12.5, collectives=3, pending=1, memory=messages.Memory(host=1, device=2, free=3), device_lost=True),
+    messages.Ready(name="x", measured=Measured((RATES, RATES), (((0, 1), (1e-5, 1e9)),), (0, 0))),
+    messages.Value(value=TREE, nbytes=64),
+    messages.Loaded(digest="d", patches_uuid="u", dtype="a", cast_dtype="b", formats=("c",), samples={"w": "x y"}, layers="l",
+                    bytes=1, seconds=0.5),
+    messages.Room(available=None),
+    messages.Room(available=1 << 40),
+    call_report(tokens={"img": 5}, compiled=messages.Compiled(kinds={"Block": 2}, left={"Other": "why"}, counts={"breaks": 0}),
                 work=CallWork(items=2, sequence=True, attentions=((SHAPE, 57),), operations=1e14)),
 ]  # fmt: skip
 
@@ -86,7 +63,7 @@ def test_a_message_arrives_as_it_was_sent(message):
 
 
 def test_every_kind_is_tried():
-    assert {type(message).__name__ for message in MESSAGES} == set(KINDS)
+    assert {type(message).__name__ for message in MESSAGES} == set(messages.KINDS)
 
 
 WRONG = [None, True, -1, 1.5, 2**70, "x", [], [1], {}, {"a": 1}]
@@ -143,20 +120,19 @@ def test_random_bytes_give_typed_errors():
 
 def test_what_is_too_long_or_no_number_is_not_sent():
     with pytest.raises(ProtocolError, match="above the limit"):
-        pack(Drop(keys=("x" * MAX_HEADER,)))
+        pack(messages.Drop(keys=("x" * MAX_HEADER,)))
     with pytest.raises(ValueError, match="JSON compliant"):
         pack(replace(failure(), at=float("nan")))
 
 
 def test_commands_have_the_names_that_users_see():
-    assert [name_of(each) for each in (Available(), MakeRoom(key=None, ranks=()), Echo(value=1, drop=()))] == [
-        "available", "make_room", "echo"
-    ]  # fmt: skip
+    commands = messages.Available(), messages.MakeRoom(key=None, ranks=()), messages.Echo(value=1, drop=())
+    assert [name_of(each) for each in commands] == ["available", "make_room", "echo"]
 
 
 def test_no_other_module_writes_a_key_of_a_message():
     """What crosses is a dataclass: nobody takes a header or a report apart by its keys, and one module makes the bytes."""
-    messages = {"header", "headers", "reply", "replies", "report", "reports", "hello", "hellos", "frame", "request", "message"}
+    taken = {"header", "headers", "reply", "replies", "report", "reports", "hello", "hellos", "frame", "request", "message"}
     found = []
     for path in sorted((ROOT / "cp_runtime").rglob("*.py")):
         # A fork server has the standard library only; the report of CP Sampler, and the chart of it, are of users.
@@ -164,12 +140,12 @@ def test_no_other_module_writes_a_key_of_a_message():
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             key = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
-            if key and isinstance(node.value, ast.Name) and node.value.id in messages:
+            if key and isinstance(node.value, ast.Name) and node.value.id in taken:
                 found.append(f"{path.name}:{node.lineno}")
     assert found == []
 
 
 def test_a_message_cannot_be_changed():
-    for kind in KINDS.values():
+    for kind in messages.KINDS.values():
         assert kind.__dataclass_params__.frozen
         assert all(field.name != "kind" or kind.__name__ == "Failure" for field in fields(kind))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 
-from support.package import ROOT
+from support.package import ROOT, load_script
 
-spec = importlib.util.spec_from_file_location("soak", ROOT / ".ci" / "soak.py")
-soak = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(soak)
+soak = load_script(ROOT / ".ci" / "soak.py")
 
 
 def measured(case: str, *seconds: float, what: str = "the prompt fails", bound: float = 1.0) -> list[str]:

@@ -1,19 +1,6 @@
 """Parts of weights that are kept in the host's memory for a device, in a process with a fake CUDA device: torch stays changed."""
 
-import os
-import textwrap
-from pathlib import Path
-
-from support import preloaded
-
-TESTS = Path(__file__).resolve().parents[1]
-SCRIPT = """
-import torch
-from support import stand_in
-from support.package import load_package
-
-load_package()
-stand_in.use(stand_in.Cards())
+PROGRAM = """
 from cp_runtime.engine.collectives import RankGroup
 from cp_runtime.engine.weights import pinned
 from cp_runtime.engine.weights.sharded import ShardedWeights
@@ -45,8 +32,5 @@ else:
 """
 
 
-def test_exactly_what_a_rank_keeps_is_pinned_and_all_of_it_given_back(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(SCRIPT))
-    done = preloaded.run([str(program)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(TESTS)})
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_exactly_what_a_rank_keeps_is_pinned_and_all_of_it_given_back(run_on_cards):
+    run_on_cards(PROGRAM)

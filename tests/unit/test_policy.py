@@ -1,68 +1,21 @@
-"""How many ranks a call deserves: the prediction against made-up machines, and what is kept of what calls took."""
+"""How many ranks a call deserves: the prediction against made-up machines."""
 
-import fcntl
-import json
-import multiprocessing
-import os
 import random
-import threading
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.machines import ALONE, FAST, GPU, SLOW, SLOW_LINK, all_ranks, everywhere, pool, took, work
 from support.reports import call_report
 
 from cp_runtime.controller.calls import CallKind
-from cp_runtime.controller.choosing import CallTimes, Chooser, in_words
+from cp_runtime.controller.choosing import Chooser, in_words
 from cp_runtime.controller.placement import LIMIT, Shortages
-from cp_runtime.engine.config import SequenceSettings
-from cp_runtime.engine.cost import AttentionShape, Rates, cost
-from cp_runtime.engine.measuring import Measured
-from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Pool, Run, candidates, largest_part, link_of, predict
+from cp_runtime.engine.cost import Rates
+from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Run, candidates, largest_part, link_of, predict
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.kept import MAX_BYTES, MAX_ENTRIES, KeptFile, KeptSeconds
-
-GPU = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0, linear=4e14, launch=5e-6)
-SLOW_LINK = {"bandwidth": 5e8, "latency": 2e-4, "overlap": 0.0}
-
-
-def pool(ranks=4, speeds=None, shares=(), shared=False, rates=GPU, pairs=(), **settings):
-    speeds = speeds or [1.0] * ranks
-    each = tuple(replace(rates, flops=rates.flops * speed, linear=rates.linear * speed) for speed in speeds)
-    return Pool(Measured(each, pairs, tuple(range(len(speeds)))), shares, SequenceSettings(**settings), shared)
-
-
-def work(tokens=4608, items=1, heads=24, layers=57, parameters=12e9, sequence=True):
-    shape = AttentionShape(1, tokens, tokens, heads, heads, 128, 2)
-    attentions = ((shape, layers),) if sequence else ()
-    return CallWork(items, sequence, attentions, 2 * parameters * tokens, layers, 1 << 20)
-
-
-def took(call, ranks, split, noise=lambda: 1.0, link=1.0):
-    """What a call takes on a split, by the machine of `ranks`: what runs in place of a GPU."""
-    one = CallSplit((0,), 1, 1, 1)
-    alone = Run(1.0, call.items * (call.operations / ranks.measured.each[0].linear
-                + sum(n * cost(s, 1, 1, "alltoall", ranks.measured.each[0]).compute for s, n in call.attentions)), 0.0)  # fmt: skip
-    total = predict(call, ranks, split, one, alone) * noise()
-    communication = 0.0 if split.at_work == 1 else total - predict(call, endless(ranks), split, one, alone)
-    return Run(total + (link - 1) * communication, total - communication, link * communication)
-
-
-def endless(ranks):
-    """The same without a link to speak of."""
-    each = tuple(replace(rates, latency=0.0, bandwidth=float("inf")) for rates in ranks.measured.each)
-    return replace(ranks, measured=replace(ranks.measured, each=each, pairs=()))
-
-
-def everywhere(_):
-    return True
-
-
-def all_ranks(ranks):
-    return CallSplit(tuple(range(ranks.size)), 1, 1, ranks.size)
 
 
 def settled(call, ranks, calls=12, default=None, **machine):
@@ -78,13 +31,9 @@ def settled(call, ranks, calls=12, default=None, **machine):
     return known.choose(ranks, everywhere), seconds, known
 
 
-FAST = pool()
-SLOW = pool(rates=replace(GPU, **SLOW_LINK))
-
-
 def test_a_fast_link_uses_all_ranks_and_a_slow_one_none():
     assert settled(work(75600), FAST)[0].at_work == 4
-    assert settled(work(1024), SLOW)[0] == CallSplit((0,), 1, 1, 1)
+    assert settled(work(1024), SLOW)[0] == ALONE
 
 
 @pytest.mark.parametrize("items", [1, 2, 3])
@@ -101,7 +50,7 @@ def test_the_choice_is_nearly_the_best_of_all_candidates(items, tokens, link, sp
     ranks, call, dice = pool(speeds=speeds, shares=shares, rates=replace(GPU, **link)), work(tokens, items), random.Random(1)
     split, _, _ = settled(call, ranks, noise=lambda: dice.uniform(1, 1.02), link=1.5)
     seconds = {each: took(call, ranks, each, link=1.5).seconds for each in candidates(call, ranks)}
-    best, alone = min(seconds.values()), seconds[CallSplit((0,), 1, 1, 1)]
+    best, alone = min(seconds.values()), seconds[ALONE]
     assert seconds[split] <= 1.10 * best
     assert seconds[split] <= 1.05 * alone
 
@@ -147,7 +96,7 @@ def test_a_model_that_all_ranks_hold_keeps_all_of_them_busy():
 
 def test_a_unet_shares_its_items_only():
     splits = list(candidates(work(items=2, sequence=False), FAST))
-    assert splits == [CallSplit((0,), 1, 1, 1), CallSplit((0, 1), 2, 1, 1)]
+    assert splits == [ALONE, CallSplit((0, 1), 2, 1, 1)]
 
 
 def test_the_first_run_of_a_split_warms_up():
@@ -228,14 +177,13 @@ CPU = replace(GPU, flops=2e11, linear=2e11, **LOOPBACK)
 def test_after_a_call_far_slower_than_one_device_should_take_the_next_runs_there(size):
     """A link that is two hundred times slower than it measured; also where two of four ranks should do better than one."""
     ranks, call = pool(size, rates=CPU), work(4352, parameters=3e8)
-    alone = CallSplit((0,), 1, 1, 1)
-    expected, known = took(call, ranks, alone), Known(call, all_ranks(ranks))
+    expected, known = took(call, ranks, ALONE), Known(call, all_ranks(ranks))
     known.note(all_ranks(ranks), took(call, ranks, all_ranks(ranks), link=200.0))
     assert known.runs[all_ranks(ranks)].seconds > 3 * expected.seconds > 6
-    assert known.choose(ranks, lambda part: part < 1) != alone  # for which there is no memory
+    assert known.choose(ranks, lambda part: part < 1) != ALONE  # for which there is no memory
     for _ in range(8):
-        assert known.choose(ranks, everywhere) == alone
-        known.note(alone, expected)
+        assert known.choose(ranks, everywhere) == ALONE
+        known.note(ALONE, expected)
 
 
 def test_a_first_run_that_makes_connections_is_not_held_against_its_split():
@@ -248,7 +196,7 @@ def test_a_first_run_that_makes_connections_is_not_held_against_its_split():
 
 def test_what_calls_show_about_the_link_goes_into_every_prediction():
     slow, call = replace(SLOW, link=10.0), work(16384)
-    one, two = CallSplit((0,), 1, 1, 1), CallSplit((0, 1), 1, 1, 2)
+    one, two = ALONE, CallSplit((0, 1), 1, 1, 2)
     alone = took(call, SLOW, one)
     told, untold = (predict(call, ranks, two, one, alone) for ranks in (slow, SLOW))
     communication = took(call, SLOW, two).communication
@@ -309,255 +257,3 @@ def test_what_is_said_about_a_choice_does_not_speak_against_it(tmp_path, monkeyp
             assert ("the next call takes" in words) == (other["times"] < 1 and following == other["ranks"])
         assert "would take 0." not in words
     assert said[0][2].startswith("2 of 2 devices; the next call takes 1 where memory allows: 0.")
-
-
-# --- what is kept ----------------------------------------------------------------------------------------------------------
-
-
-def some(seconds=1.0):
-    known = Known(work(items=2), all_ranks(FAST))
-    known.runs = {all_ranks(FAST): Run(seconds, 0.5, 0.25, 3), CallSplit((0, 2), 2, 1, 1): Run(2.0, 1.0, 0.5, 1)}
-    return known
-
-
-def test_times_are_kept_by_machine(tmp_path):
-    file = tmp_path / "new" / "calls.json"
-    times = CallTimes("two 4090", 4, file)
-    times["flux"] = some()
-    times.save("flux")
-    assert CallTimes("two 4090", 4, file).get("flux") == some()
-    assert CallTimes("two 3090", 4, file).get("flux") is None
-    assert CallTimes("two 4090", 4, file).get("wan") is None
-    assert [path.name for path in file.parent.iterdir() if path.suffix not in (".json", ".lock")] == []
-
-
-def test_a_first_run_on_all_ranks_is_not_held_against_them_in_another_session(tmp_path):
-    """It was far slower than one device, once."""
-    file, known, alone = tmp_path / "calls.json", Known(work(16384), all_ranks(FAST)), CallSplit((0,), 1, 1, 1)
-    run = took(known.work, FAST, all_ranks(FAST))
-    known.note(all_ranks(FAST), replace(run, seconds=run.seconds + 60, communication=run.communication + 60))
-    assert known.choose(FAST, everywhere) == alone
-    for _ in range(2):
-        known.note(alone, took(known.work, FAST, alone))
-    times = CallTimes("m", 4, file)
-    times["flux"] = known
-    times.save("flux")
-    again = CallTimes("m", 4, file).get("flux")
-    assert list(again.runs) == [alone]
-    assert all_ranks(FAST) in [split for _, split in again.predictions(FAST)[:3]]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda entry: entry["runs"][0][0].update(ranks=[1, 0]),
-        lambda entry: entry["runs"][0][0].update(ranks=[]),
-        lambda entry: entry["runs"][0][0].update(batch=0),
-        lambda entry: entry["runs"][0][0].update(ring="2"),
-        lambda entry: entry["runs"][0][1].update(seconds=-1),
-        lambda entry: entry["runs"][0][1].update(more=1),
-        lambda entry: entry["work"].pop("items"),
-        lambda entry: entry["work"].update(attentions=[[1, 2]]),
-        lambda entry: entry["work"].update(operations=float("inf")),
-        lambda entry: entry["work"].update(operations="1"),
-        lambda entry: entry["work"].update(items=10**400),
-        lambda entry: entry["work"].update(sequence=1),
-        lambda entry: entry["work"]["attentions"][0][0].update(heads=0),
-        lambda entry: entry["work"]["attentions"][0][0].update(heads=12),  # fewer than of keys
-        lambda entry: entry["work"]["attentions"][0][0].update(heads=2**31 - 1, kv_heads=1),  # a prime: minutes of trying
-        lambda entry: entry["work"].update(attentions=entry["work"]["attentions"] * 1000),
-        lambda entry: entry["runs"][0][1].update(seconds=0),
-        lambda entry: entry["runs"][0][1].update(seconds=1e-320),  # JSON has no number for how many times as long others take
-        lambda entry: entry["runs"][0][0].update(ranks=[0, 1, 2, 3, 4]),
-        lambda entry: entry["default"].update(ranks=[0, 1]),
-        lambda entry: entry["runs"][0][1].update(compute=float("nan")),
-        lambda entry: entry.update(runs=3),
-        lambda entry: entry.pop("default"),
-    ],
-)
-def test_an_entry_that_is_none_is_not_there(tmp_path, change):
-    file = tmp_path / "calls.json"
-    times = CallTimes("m", 4, file)
-    for kind in ("bad", "good"):
-        times[kind] = some()
-        times.save(kind)
-    content = json.loads(file.read_text())
-    change(content["machines"]["m"]["bad"])
-    file.write_text(json.dumps(content))
-    again = CallTimes("m", 4, file)
-    assert (again.get("bad"), again.get("good")) == (None, some())
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[1]", '{"version": 0, "machines": {"m": {}}}', '{"version": 2}', '{"version": 2, "machines": 3}']
-)
-def test_a_file_that_is_none_is_replaced(tmp_path, text):
-    file = tmp_path / "calls.json"
-    file.write_text(text)
-    times = CallTimes("m", 4, file)
-    assert times.get("flux") is None
-    times["flux"] = some()
-    times.save("flux")
-    assert CallTimes("m", 4, file).get("flux") == some()
-
-
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
-    (tmp_path / "file").touch()
-    times = CallTimes("m", 4, tmp_path / "file" / "calls.json")
-    times["flux"] = some()
-    times.save("flux")
-    assert times.get("flux") == some()
-
-
-def _write(file, name):
-    times = CallTimes("m", 4, file)
-    for number in range(1, 11):
-        times[f"{name} {number}"] = some(number)
-        times.save(f"{name} {number}")
-
-
-def test_several_processes_lose_nothing(tmp_path):
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=_write, args=(tmp_path / "calls.json", name)) for name in "abc"]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    kept = CallTimes("m", 4, tmp_path / "calls.json")
-    numbers = range(1, 11)
-    assert [kept.get(f"{name} {number}") for name in "abc" for number in numbers] == [some(n) for _ in "abc" for n in numbers]
-
-
-def test_a_lock_that_is_held_delays_nobody(tmp_path):
-    """By a ComfyUI that was stopped, say. The figure is dropped, and the next one is written."""
-    file = tmp_path / "calls.json"
-    times = CallTimes("m", 4, file)
-    times["flux"] = some()
-    with open(tmp_path / "calls.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        done = threading.Thread(target=times.save, args=["flux"], daemon=True)
-        done.start()
-        done.join(10)  # 0.2 s, and what a busy machine adds
-        assert not done.is_alive()
-        assert CallTimes("m", 4, file).get("flux") is None
-    times.save("flux")
-    assert CallTimes("m", 4, file).get("flux") == some()
-
-
-def test_a_file_system_that_hangs_delays_nobody(tmp_path, monkeypatch):
-    """A read that never returns is waited for once; afterwards nothing is known, and nothing is asked."""
-    asked, answer = [], threading.Event()
-    monkeypatch.setattr("cp_runtime.pool.kept._hung", None)
-    monkeypatch.setattr("cp_runtime.pool.kept.KeptFile._read", lambda self: asked.append(1) or (answer.wait(30) and {}))
-    times = [CallTimes("m", 4, tmp_path / "calls.json") for _ in range(3)]
-    times[0]["flux"] = some()
-    times[0].save("flux")
-    answer.set()
-    assert len(asked) == 1
-
-
-def _fifo(file):
-    os.mkfifo(file)
-
-
-def _loop(file):
-    file.symlink_to(file)
-
-
-def _large(file):
-    with open(file, "wb") as sparse:
-        sparse.truncate(1 << 40)
-
-
-@pytest.mark.parametrize("make", [Path.mkdir, _fifo, _loop, _large])
-def test_what_is_no_file_counts_as_absent_and_nothing_is_left(tmp_path, make):
-    file = tmp_path / "calls.json"
-    make(file)
-    times = CallTimes("m", 4, file)
-    times["flux"] = some()
-    times.save("flux")
-    assert CallTimes("m", 4, file).get("flux") == (None if make is Path.mkdir else some())
-    assert {path.name for path in tmp_path.iterdir()} <= {"calls.json", "calls.lock"}
-
-
-@pytest.mark.parametrize("make", [_fifo, _loop, lambda file: file.symlink_to(file.with_name("elsewhere"))])
-def test_what_is_in_the_way_of_the_new_file_goes(tmp_path, monkeypatch, make):
-    """Nobody waits for a reader of a pipe, and nothing is written where a link leads."""
-    monkeypatch.setattr("cp_runtime.pool.kept._hung", None)
-    make(tmp_path / "calls.new")
-    times = CallTimes("m", 4, tmp_path / "calls.json")
-    times["flux"] = some()
-    times.save("flux")
-    times.save("flux")
-    assert CallTimes("m", 4, tmp_path / "calls.json").get("flux") == some()
-    assert {path.name for path in tmp_path.iterdir()} == {"calls.json", "calls.lock"}
-
-
-def test_a_file_is_read_that_is_as_large_as_it_gets_and_none_much_larger(tmp_path):
-    """While JSON is read, nothing else runs in ComfyUI's process: 16 MB take seconds."""
-    file = tmp_path / "calls.json"
-    known = Known(replace(work(4608), attentions=work(4608).attentions * 5), all_ranks(FAST))
-    known.runs = {CallSplit((0, 1, 2, 3), 1, 1, number): Run(1 / 3, 1 / 3, 1 / 3, 1000) for number in range(TRIES)}
-    times = CallTimes("m", 4, file)
-    times["0" * 16] = known
-    times.save("0" * 16)
-    assert file.stat().st_size * MAX_ENTRIES < MAX_BYTES
-    content = json.loads(file.read_text())
-    content["machines"] |= {"m": {"more": {"time": 1, "seconds": 1, "more": [[]] * 600_000}}, "empty": {}}
-    file.write_text(json.dumps(content))
-    assert KeptFile(file).read("m") == {}
-    times.save("0" * 16)
-    assert file.stat().st_size < 10_000
-
-
-ODD = [None, True, -1, 0, 3, 1.5, 1e400, float("nan"), 10**30, "1", "", [], {}, [0, 1, 2, 3], {"ranks": [0]}]
-
-
-def _places(value):
-    """Every (container, key) in nested lists and dicts."""
-    for key in list(value) if isinstance(value, dict) else range(len(value)):
-        yield value, key
-        if isinstance(value[key], (dict, list)):
-            yield from _places(value[key])
-
-
-def test_no_file_breaks_a_prompt(tmp_path):
-    """A thousand files in which fields have another value, are gone, or the text is cut off or changed."""
-    file, draw = tmp_path / "kept.json", random.Random(0)
-    times = CallTimes("m", 4, file)
-    times["flux"] = some()
-    times.save("flux")
-    KeptFile(file).put("m", "seconds", {"seconds": 1.5})
-    text, read = file.read_text(), 0
-    for _ in range(1000):
-        content = json.loads(text)
-        for _ in range(draw.randint(1, 2)):
-            where, key = draw.choice(list(_places(content)))
-            if draw.random() < 0.2:
-                del where[key]
-            else:
-                where[key] = draw.choice(ODD)
-        changed = json.dumps(content)
-        if draw.random() < 0.1:
-            at = draw.randrange(len(changed))
-            changed = changed[:at] + draw.choice(["", "\x00", "9" * 5000, "[" * 100_000]) + changed[at + draw.randint(0, 1) :]
-        file.write_text(changed)
-        seconds = KeptSeconds(KeptFile(file), "m").get("seconds")
-        assert seconds is None or 0 < seconds < 1e9
-        known = CallTimes("m", 4, file).get("flux")
-        if known is not None and known.runs:
-            read += 1
-            assert max(known.choose(FAST, everywhere).ranks) < 4
-            known.note(all_ranks(FAST), Run(1.0, 0.5, 0.25))
-            assert known.alternative(FAST, 1)[0] > 0
-    assert 10 < read < 990
-
-
-def test_the_oldest_go(tmp_path, monkeypatch):
-    monkeypatch.setattr("cp_runtime.pool.kept.MAX_ENTRIES", 3)
-    times = CallTimes("m", 4, tmp_path / "calls.json")
-    for kind in "abcde":
-        times[kind] = some()
-        times.save(kind)
-    assert [kind for kind in "abcde" if CallTimes("m", 4, tmp_path / "calls.json").get(kind)] == ["c", "d", "e"]
-    assert MAX_ENTRIES >= 100

@@ -1,10 +1,6 @@
 """Environment variables of the pool: a bad one is named where a pool is to be started, and stops no import."""
 
-import os
-
 import pytest
-from support import preloaded
-from support.package import ROOT
 from support.pools import make_pool
 
 from cp_runtime.errors import ConfigError
@@ -12,8 +8,6 @@ from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, timeout_of
 
 SETTINGS = {"CP_STARTUP_TIMEOUT": 300.0, "CP_LOAD_TIMEOUT": 1800.0, "CP_CONNECT_TIMEOUT": 20.0}
 IMPORT = """
-import sys
-sys.path.insert(0, sys.argv[1])
 from support.package import load_package
 load_package()
 import cp_runtime.pool.worker_pool
@@ -40,12 +34,8 @@ def test_what_is_no_number_of_seconds_is_refused_by_name(monkeypatch, name, text
     assert len(str(caught.value)) < 500
 
 
-def test_a_bad_setting_stops_no_import(tmp_path):
-    program = tmp_path / "import.py"
-    program.write_text(IMPORT)
-    env = {**os.environ, "CP_STARTUP_TIMEOUT": "5m", "CP_LOAD_TIMEOUT": "-1"}
-    done = preloaded.run([str(program), str(ROOT / "tests")], env=env)
-    assert done.returncode == 0, done.stderr
+def test_a_bad_setting_stops_no_import(run_program):
+    run_program(IMPORT, CP_STARTUP_TIMEOUT="5m", CP_LOAD_TIMEOUT="-1")
 
 
 @pytest.mark.parametrize("value", ["x" * 10_000, "cpu," * 5_000 + "x" * 5_000])

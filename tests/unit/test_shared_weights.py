@@ -2,14 +2,11 @@
 
 import copy
 import io
-import os
 import pickle
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from support import preloaded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -19,7 +16,6 @@ from cp_runtime.engine.weights.packing import Packing
 from cp_runtime.engine.weights.sharded import ShardedWeights
 from cp_runtime.errors import PlanError
 
-TESTS = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 
 
@@ -355,12 +351,6 @@ def test_weights_travel_alone_where_nccl_keeps_no_order(monkeypatch, order, vers
 
 
 STREAMS = """
-import torch
-from support import stand_in
-from support.package import load_package
-
-load_package()
-stand_in.use(stand_in.Cards())  # which report races between streams
 from cp_runtime.engine.collectives import RankGroup
 from cp_runtime.engine.weights.sharded import ShardedWeights
 
@@ -376,9 +366,6 @@ for _ in range(2):  # the second call fetches ahead
 """
 
 
-def test_blocks_of_one_rank_wait_for_what_another_stream_copies(tmp_path):
-    """Kept on the host: no collective puts the streams in order."""
-    program = tmp_path / "program.py"
-    program.write_text(STREAMS)
-    done = preloaded.run([str(program)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(TESTS)})
-    assert done.returncode == 0, done.stderr
+def test_blocks_of_one_rank_wait_for_what_another_stream_copies(run_on_cards):
+    """Kept on the host: no collective puts the streams in order. Fake devices report races between them."""
+    run_on_cards(STREAMS)

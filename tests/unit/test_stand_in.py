@@ -1,13 +1,9 @@
 """Fake CUDA devices (`support/stand_in`) refuse and note what cards do. Each in a process, because torch stays changed."""
 
-import os
 import textwrap
-from pathlib import Path
 
 import pytest
-from support import preloaded
 
-TESTS = Path(__file__).resolve().parents[1]
 START = """
 import sys
 import torch
@@ -386,8 +382,5 @@ UNOPENED = {"memory of other processes", "a fork of a process that has a device 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_fake_device(case, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(START + ("" if case in UNOPENED else CARD) + textwrap.dedent(CASES[case]))
-    done = preloaded.run([str(program), str(tmp_path / "ledger")], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(TESTS)})
-    assert done.returncode == 0, done.stderr
+def test_a_fake_device(case, run_program, tmp_path):
+    run_program(START + ("" if case in UNOPENED else CARD) + textwrap.dedent(CASES[case]), str(tmp_path / "ledger"))

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -41,55 +42,39 @@ def replies(**second):
     return [good, replace(good, **second)]
 
 
-def verify(target, replies):
-    target.verify(REQUEST, PAYLOAD, replies, [10, 11])
+LOADER = Factory("/packs/p/loaders.py", "load_it", [], None, (), ())
+OTHER_WEIGHTS = {"samples": sample_weights(transformer(1))}
+# The model in the UI process, what rank 1 has other than rank 0, and what is said about it.
+CASES = {
+    "equal mirrors": ({}, {}, None),
+    "digest": ({}, {"digest": "e"}, r"rank 1 \(pid 11\) has digest e for flux.safetensors"),
+    "patches": ({}, {"patches_uuid": "u0"}, r"rank 1 \(pid 11\) has patches_uuid u0 for flux.safetensors"),
+    "dtype": ({}, {"dtype": "torch.float16"}, r"rank 1 \(pid 11\) has dtype torch.float16 for flux.safetensors"),
+    "cast dtype": ({}, {"cast_dtype": "torch.float32"}, r"rank 1 \(pid 11\) has cast_dtype torch.float32 for flux.safetensors"),
+    # One would compute its tokens in fp8, the other in half precision.
+    "devices": ({}, {"formats": ()}, r"flux.safetensors .* rank 0 in fp8; rank 1 in none\..*devices of CP Config"),
+    "other weights": ({}, OTHER_WEIGHTS, r"rank 1 \(pid 11\) read another weight 0.weight from flux.safetensors"),
+    # A loader of a pack may follow a setting of ComfyUI's process. ComfyUI's own may take other layers for another device.
+    "equal layers of a pack's loader": ({"factory": LOADER}, {}, None),
+    "other layers": ({}, {"layers": "others"}, None),
+    "other layers of a pack's loader": (
+        {"factory": LOADER},
+        {"layers": "others"},
+        r"load_it made other layers of flux.safetensors on rank 1 \(pid 11\)",
+    ),
+    # Weights that are not as they were loaded are not compared.
+    "patched": ({"seed": 1, "patches_in": "u0"}, {}, None),
+    "backed up": ({"seed": 1, "backup": ["diffusion_model.0.weight", "diffusion_model.0.bias"]}, {}, None),
+    # Nor are those that a rank's device holds in another format. That all compute in the same dtype is checked beside it.
+    "another format": ({}, {"samples": sample_weights(transformer(1).to(torch.bfloat16))}, None),
+}
 
 
-def test_equal_mirrors_pass():
-    verify(target(), replies())
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("digest", "e"), ("patches_uuid", "u0"), ("dtype", "torch.float16"), ("cast_dtype", "torch.float32")]
-)
-def test_a_rank_that_differs_is_named(field, value):
-    with pytest.raises(MirrorError, match=rf"rank 1 \(pid 11\) has {field} {value} for flux.safetensors"):
-        verify(target(), replies(**{field: value}))
-
-
-def test_devices_of_different_ability_are_named():
-    """One would compute its tokens in fp8, the other in half precision."""
-    with pytest.raises(MirrorError, match=r"flux.safetensors .* rank 0 in fp8; rank 1 in none\..*devices of CP Config"):
-        verify(target(), replies(formats=()))
-
-
-def test_a_rank_with_other_weights_is_named():
-    with pytest.raises(MirrorError, match=r"rank 1 \(pid 11\) read another weight 0.weight from flux.safetensors"):
-        verify(target(), replies(samples=sample_weights(transformer(1))))
-
-
-def test_a_loader_of_a_node_pack_must_make_the_same_layers():
-    """It may follow a setting of ComfyUI's process. ComfyUI's own loaders may take other layers for another device."""
-    others = replies(layers="others")
-    loader = Factory("/packs/p/loaders.py", "load_it", [], None, (), ())
-    verify(target(factory=loader), replies())
-    verify(target(), others)
-    with pytest.raises(MirrorError, match=r"load_it made other layers of flux.safetensors on rank 1 \(pid 11\)"):
-        verify(target(factory=loader), others)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [{"patches_in": "u0"}, {"backup": ["diffusion_model.0.weight", "diffusion_model.0.bias"]}],
-    ids=["patched", "backed up"],
-)
-def test_weights_that_are_not_as_loaded_are_not_compared(state):
-    verify(target(seed=1, **state), replies())
-
-
-def test_weights_in_another_format_are_not_compared():
-    """A rank's device may hold them otherwise. That all compute in the same dtype is checked beside it."""
-    verify(target(), replies(samples=sample_weights(transformer(1).to(torch.bfloat16))))
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_that_differs_is_named(case):
+    ours, second, words = CASES[case]
+    with pytest.raises(MirrorError, match=words) if words else nullcontext():
+        target(**ours).verify(REQUEST, PAYLOAD, replies(**second), [10, 11])
 
 
 def test_the_key_depends_on_everything_that_changes_the_weights():

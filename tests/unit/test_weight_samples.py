@@ -1,10 +1,10 @@
-"""Samples of weights: what they find, what they leave alone, and how long they take."""
+"""Weights of two processes, compared as a whole or by samples: what is found, and what is left alone."""
 
 import pytest
 import torch
 from torch import nn
 
-from cp_runtime.comfy.model.wire_samples import differing_weight, sample_weights
+from cp_runtime.comfy.model.wire_samples import differing_weight, same_weight, sample_weights
 
 QuantizedTensor = pytest.importorskip("comfy_kitchen.tensor").QuantizedTensor
 
@@ -61,3 +61,37 @@ def test_what_cannot_be_compared_is_left_out():
 def test_a_view_into_a_file_is_sampled_at_its_own_place():
     file = weight(10_000)
     assert samples(file[100:9_000]) == samples(file[100:9_000].clone()) != samples(file[101:9_001])
+
+
+# --- whole weights ----------------------------------------------------------------------------------------------------
+
+
+def test_plain_weights_are_compared_bit_by_bit():
+    changed = weight(64, 64)
+    changed[0, 0] = torch.nan
+    assert same_weight(weight(64, 64), weight(64, 64))
+    assert not same_weight(weight(64, 64), changed)
+    assert same_weight(changed, changed.clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (3,), (4, 4)])
+def test_weights_of_every_dtype_and_shape(dtype, shape):
+    assert same_weight(torch.ones(shape).to(dtype), torch.ones(shape).to(dtype))
+    assert not same_weight(torch.ones(shape).to(dtype), torch.zeros(shape).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "layout", ["TensorCoreFP8Layout", "TensorCoreMXFP8Layout", "TensorCoreNVFP4Layout", "TensorWiseINT8Layout"]
+)
+def test_quantised_weights_are_compared_by_data_and_scales(layout):
+    def quantised():
+        return QuantizedTensor.from_float(weight(64, 64), layout)
+
+    changed_data, changed_scale = quantised(), quantised()
+    changed_data._qdata.view(torch.uint8)[5, 5] ^= 1
+    changed_scale._params.scale.view(-1).view(torch.uint8)[0] ^= 1
+    assert same_weight(quantised(), torch.nn.Parameter(quantised(), requires_grad=False))
+    assert not same_weight(quantised(), changed_data)
+    assert not same_weight(quantised(), changed_scale)
+    assert not same_weight(quantised(), quantised().dequantize())
