@@ -71,18 +71,21 @@ class FileWeightsPatcher(ModelPatcher):
 
     Attributes:
         cp_recipe: by which the model was loaded.
+        cp_plain: class of the patcher that its loader made.
         cp_file_weights: those weights whose memory is the file, by name.
         cp_progress: told what is on the device.
     """
 
     cp_recipe: Recipe
+    cp_plain: type[ModelPatcher]
     cp_file_weights: dict[str, Tensor]
     cp_progress: LoadProgress
 
     @classmethod
     def adopt(cls, patcher: Any, recipe: Recipe, progress: LoadProgress) -> None:
         """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these."""
-        patcher.__class__, patcher.cp_recipe, patcher.cp_progress = cls, recipe, progress
+        patcher.cp_plain, patcher.__class__ = type(patcher), cls
+        patcher.cp_recipe, patcher.cp_progress = recipe, progress
         ranges = mapped(recipe.path)
         patcher.cp_file_weights = {
             # Not the parameter itself: a module that moves to a device puts another tensor into it.
@@ -102,8 +105,9 @@ class FileWeightsPatcher(ModelPatcher):
     def patch_weight_to_device(self, key: str, device_to: Any = None, *args: Any, **kwargs: Any) -> Any:
         weight = None
         if key in self.patches:
-            weight = with_patches(self, key, device_to)
-            if weight is None and self.cp_recipe.dynamic:
+            if patches_itself(get_attr(self.model, key)):
+                weight = self._as_its_loader(key, device_to)
+            elif self.cp_recipe.dynamic:
                 weight = _as_dynamic(self, key, device_to)
         if weight is None:
             weight = super().patch_weight_to_device(key, device_to, *args, **kwargs)
@@ -113,6 +117,19 @@ class FileWeightsPatcher(ModelPatcher):
         if key in self.patches and not kwargs.get("return_weight"):
             self.cp_progress.add([get_attr(self.model, key)])
         return weight
+
+    def _as_its_loader(self, key: str, device: Any) -> Tensor:
+        """Return a weight with its patches in the form that its layers expect, which the patcher of its loader knows."""
+        weight, own = get_attr(self.model, key), self.__class__
+        set_attr_param(self.model, key, alias(weight))  # the weight itself gets no patches
+        self.__class__ = self.cp_plain  # type: ignore[assignment]
+        try:
+            self.patch_weight_to_device(key, device)
+            made: Tensor = get_attr(self.model, key)
+            return made
+        finally:
+            self.__class__ = own
+            set_attr_param(self.model, key, weight)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -139,16 +156,6 @@ class FileWeightsPatcher(ModelPatcher):
 def patches_itself(weight: Tensor) -> bool:
     """Return whether a weight takes patches as an attribute, and its layer applies them whenever it makes numbers of its bytes."""
     return is_dressed(weight) and hasattr(weight, "patches") and not stored(weight)[0].is_floating_point()
-
-
-def with_patches(patcher: ModelPatcher, key: str, device: Any) -> Tensor | None:
-    """Return such a weight with the patches of a model; None for one of another kind."""
-    weight: Any = get_attr(patcher.model, key)
-    if not patches_itself(weight):
-        return None
-    made: Any = alias(weight).to(device)
-    made.patches = [(patcher.patches[key], key)]
-    return made
 
 
 def _as_dynamic(patcher: Any, key: str, device: torch.device | None) -> Tensor | None:

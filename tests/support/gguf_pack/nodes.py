@@ -13,7 +13,7 @@ import nodes  # noqa: F401  (as the packs do, which look up ComfyUI's own loader
 import torch
 
 from .blocks import read
-from .ops import FLOAT, PACKED, BlockTensor, Ops, is_packed
+from .ops import FLOAT, PACKED, BlockTensor, Entry, Ops, OtherEntry, OtherOps, is_packed
 
 # The names of files with this ending, in the folders of other models.
 folder_paths.folder_names_and_paths["unet_gguf"] = (folder_paths.get_folder_paths("diffusion_models"), {".gguf"})
@@ -22,12 +22,13 @@ DTYPES = ("default", "target", "float32", "float16", "bfloat16")
 
 class GGUFModelPatcher(comfy.model_patcher.ModelPatcher):
     patch_on_device = False
+    entry: Any = Entry
 
     def patch_weight_to_device(self, key: str, device_to: Any = None, inplace_update: bool = False) -> Any:
         weight = comfy.utils.get_attr(self.model, key)
         if key in self.patches and is_packed(weight):
             weight = weight.to(device_to)
-            weight.patches = [(self.patches[key], key)]
+            weight.patches = [self.entry(self.patches[key], key)]
             comfy.utils.set_attr_param(self.model, key, weight)
         else:
             super().patch_weight_to_device(key, device_to, inplace_update)
@@ -45,18 +46,31 @@ class GGUFModelPatcher(comfy.model_patcher.ModelPatcher):
         own = self.__class__
         self.__class__ = GGUFModelPatcher
         made = super().clone(*args, **kwargs)
-        made.__class__ = GGUFModelPatcher
+        made.__class__ = own if issubclass(own, GGUFModelPatcher) else GGUFModelPatcher
         self.__class__ = own
         made.patch_on_device = getattr(self, "patch_on_device", False)
         return made
+
+
+class OtherPatcher(GGUFModelPatcher):
+    @staticmethod
+    def entry(patches: Any, key: str) -> OtherEntry:
+        return OtherEntry(comfy.lora.calculate_weight, patches, key)
 
 
 def asked(name: str | None) -> Any:
     return None if name in ("default", None) else name if name == "target" else getattr(torch, name)
 
 
-def load(path: str, dequant_dtype: str | None = None, patch_dtype: str | None = None, on_device: bool | None = None) -> Any:
-    ops = Ops()
+def load(
+    path: str,
+    dequant_dtype: str | None = None,
+    patch_dtype: str | None = None,
+    on_device: bool | None = None,
+    ops: Ops | None = None,
+    patcher: type[GGUFModelPatcher] = GGUFModelPatcher,
+) -> Any:
+    ops = ops or Ops()
     ops.Linear.dequant_dtype, ops.Linear.patch_dtype = asked(dequant_dtype), asked(patch_dtype)  # on the class: for all models
     weights = {
         name: BlockTensor(data, tensor_type=PACKED if packed else FLOAT, tensor_shape=torch.Size(shape))
@@ -64,6 +78,7 @@ def load(path: str, dequant_dtype: str | None = None, patch_dtype: str | None = 
     }
     model = comfy.sd.load_diffusion_model_state_dict(weights, model_options={"custom_operations": ops})
     model = GGUFModelPatcher.clone(model)
+    model.__class__ = patcher
     model.patch_on_device = on_device
     return model
 
@@ -95,7 +110,7 @@ class UnetLoaderGGUFAdvanced(UnetLoaderGGUF):
 
 
 class LoaderGGUF(UnetLoaderGGUF):
-    """The same under the names of another pack."""
+    """The same under the names of another pack, which notes patches in another form."""
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -110,7 +125,8 @@ class LoaderGGUF(UnetLoaderGGUF):
         patch_dtype: str | None = None,
         patch_on_device: bool | None = None,
     ) -> tuple[Any, ...]:
-        return self.load_unet(gguf_name, dequant_dtype, patch_dtype, patch_on_device)
+        path = folder_paths.get_full_path("unet", gguf_name)
+        return (load(path, dequant_dtype, patch_dtype, patch_on_device, OtherOps(), OtherPatcher),)
 
 
 class OtherLoaderGGUF(UnetLoaderGGUF):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.lora
 import comfy.model_management
@@ -42,6 +42,21 @@ class BlockTensor(Tensor):
         return getattr(self, "tensor_shape", None) or self.size()
 
 
+class Entry(NamedTuple):
+    """An entry of `BlockTensor.patches`."""
+
+    patches: list[Any]
+    key: str
+
+
+class OtherEntry(NamedTuple):
+    """The same in another pack."""
+
+    function: Any
+    patches: list[Any]
+    key: str
+
+
 def is_packed(weight: Any) -> bool:
     return getattr(weight, "tensor_type", FLOAT) == PACKED
 
@@ -51,6 +66,7 @@ class Ops(comfy.ops.manual_cast):
         comfy_cast_weights = True
         dequant_dtype: Any = None
         patch_dtype: Any = None
+        entry: type[Entry | OtherEntry] = Entry
 
         def __init__(self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None) -> None:
             torch.nn.Module.__init__(self)
@@ -70,7 +86,8 @@ class Ops(comfy.ops.manual_cast):
                     destination[prefix + name] = torch.zeros(1, device="meta")
 
         def numbers(self, weight: Any, dtype: torch.dtype) -> Tensor:
-            patches = [patch for entries, key in weight.patches for patch in entries]
+            entries = [self.entry(*entry) for entry in weight.patches]
+            patches = [patch for entry in entries for patch in entry.patches]
             if is_packed(weight):
                 asked = dtype if self.dequant_dtype == "target" else self.dequant_dtype
                 made = unpack(weight.as_subclass(Tensor), weight.tensor_shape, asked).to(dtype)
@@ -78,7 +95,7 @@ class Ops(comfy.ops.manual_cast):
                 made = weight.as_subclass(Tensor).to(dtype)
             if not patches:
                 return made
-            key = weight.patches[0][1]
+            key = entries[0].key
             asked = dtype if self.patch_dtype == "target" else self.patch_dtype
             return comfy.lora.calculate_weight(patches, made, key, *([asked] if asked is not None else []))
 
@@ -87,3 +104,8 @@ class Ops(comfy.ops.manual_cast):
                 return super().forward_comfy_cast_weights(x)
             bias = None if self.bias is None else self.bias.as_subclass(Tensor).to(x.device, x.dtype)
             return torch.nn.functional.linear(x, self.numbers(self.weight.to(x.device), x.dtype), bias)
+
+
+class OtherOps(Ops):
+    class Linear(Ops.Linear):
+        entry = OtherEntry
