@@ -122,7 +122,7 @@ class FileWeightsPatcher(ModelPatcher):
         """Return a weight with its patches in the form that its layers expect, which the patcher of its loader knows."""
         weight, own = get_attr(self.model, key), self.__class__
         set_attr_param(self.model, key, alias(weight))  # the weight itself gets no patches
-        self.__class__ = self.cp_plain  # type: ignore[assignment]
+        self.__class__ = self.cp_plain
         try:
             self.patch_weight_to_device(key, device)
             made: Tensor = get_attr(self.model, key)
