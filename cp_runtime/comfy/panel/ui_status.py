@@ -36,18 +36,19 @@ def status(server: Any) -> dict[str, Any]:
     peak of the last call. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
     """
     workers, journal, alone = CONTROLLER.workers, CONTROLLER.journal, nothing_to_share()
+    speed = _speed(journal)  # read once: no two figures of a status are of different moments
     found: dict[str, Any] = {
         "state": "off", "activity": "" if alone is None else alone.words, "starting": None, "loading": None, "compiling": False,
         "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {}, "pace": None,
-        "last_call": None, "last_vae_call": None, "ranks": [], "version": VERSION, "speed": _speed(journal),
+        "last_call": None, "last_vae_call": None, "ranks": [], "version": VERSION, "speed": speed,
         "last_error": _failure(journal.last_error), "alone": alone and {**asdict(alone), "words": alone.words},
     }  # fmt: skip
     if workers is None:
         return found
-    pool, run = workers.pool, journal.run
+    pool, last = workers.pool, journal.run.last
     loading, waiting = workers.loading, pool.waiting_for  # read once: state and words are to agree
     # Of the last sampling run, if these ranks computed it.
-    record = run.last if run.last is not None and run.last.pids == pool.pids else None
+    record = last if last is not None and last.pids == pool.pids else None
     vae = workers.last_vae_call
     work = _work(server, pool) if loading is None else "loading"
     # One that has reported is done, while others are not; at the start it waits for them.
@@ -67,7 +68,7 @@ def status(server: Any) -> dict[str, Any]:
         "fallback": pool.ways.fallback,
         "models": workers.models,
         "weights": workers.placements,
-        "pace": run.per_call or run.last.seconds if sampling and run.last else None,
+        "pace": (speed and speed["seconds_per_call"]) or last.seconds if sampling and last else None,
         "last_call": None if record is None else _described(record),
         "last_vae_call": None if vae is None else _described(vae),
         "ranks": ranks,
