@@ -15,6 +15,8 @@ ALIASES = ["context parallel", "cp", "ulysses", "ring attention", "usp", "xdit",
 WANTED = [
     "faster", "speed up", "slow", "gpu speed", "split", "2 gpu", "two gpus", "dual gpu", "second gpu", "multi gpu", "multiple gpu",
     "several gpus", "all gpus", "nvlink", "distributed", "parallel", "sequence parallel",
+    "vram", "out of memory", "oom", "low vram", "large model", "bigger model", "model too big", "cuda", "slow sampling",
+    "显存", "爆显存", "显存不足", "メモリ不足", "遅い", "速い",
     "加速", "多显卡", "多卡", "双卡", "多GPU", "并行", "高速化", "複数GPU", "並列",
 ]  # fmt: skip
 """What people type who know nothing of context parallelism: it leads to the one node that they need, and to no other."""

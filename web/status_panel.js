@@ -73,6 +73,7 @@ async function ask() {
 
 app.registerExtension({
   name: "context_parallel.status_panel",
+  afterConfigureGraph: show,
   async setup() {
     const style = make("link");
     style.rel = "stylesheet";
@@ -84,6 +85,7 @@ app.registerExtension({
       show();
     });
     api.addEventListener("reconnected", ask);
+    api.addEventListener("graphChanged", show); // its button says what it would do with the graph that is open
     onLanguage(() => panel?.isConnected && open(panel.parentElement));
     await ask();
     app.extensionManager.registerSidebarTab({

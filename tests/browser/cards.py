@@ -97,7 +97,7 @@ CARDS = {
     "Flux on all GPUs": ("Flux", "text to image", "#6d28d9", "#1e1b4b", picture),
     "Flux with EasyCache on all GPUs": ("EasyCache", "Flux, without needless steps", "#334155", "#020617", steps),
     "MiniMax-H3 image to video on all GPUs": ("MiniMax-H3", "image to video with sound", "#65a30d", "#1a2e05", video_with_sound),
-    "GGUF on all GPUs": ("GGUF", "Flux, quantised", "#65a30d", "#1a2e05", blocks),
+    "GGUF on all GPUs": ("GGUF", "Flux, quantised", "#475569", "#0f172a", blocks),
     "Qwen-Image on all GPUs": ("Qwen-Image", "text to image", "#0f766e", "#022c22", wide),
     "SDXL with CFG on all GPUs": ("SDXL", "CFG: a half each", "#b91c1c", "#450a0a", halves),
     "Wan 2.2 image to video on all GPUs": ("Wan 2.2", "image to video", "#c2410c", "#431407", animated_picture),

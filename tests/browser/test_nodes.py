@@ -49,11 +49,14 @@ def test_a_wrong_setting_is_named_where_a_person_looks(browser_server, page):
 
 WORDS = (
     "faster", "speed up", "two gpus", "2 gpu", "dual gpu", "second gpu", "multiple gpu", "nvlink", "distributed", "sequence",
-    "多显卡", "多卡", "双卡", "并行", "加速", "複数GPU", "並列", "高速化",
+    "多显卡", "多卡", "双卡", "并行", "加速", "複数GPU", "並列", "高速化", "显存", "爆显存", "メモリ不足", "遅い", "速い",
 )  # fmt: skip
 """Enter takes what stands first, and CP Config alone does nothing."""
-TERMS = ("multi gpu", "cp", "context parallel")
-"""Which other nodes have in their names."""
+TERMS = (
+    "multi gpu", "cp", "context parallel", "vram", "out of memory", "oom", "low vram", "large model", "bigger model",
+    "model too big", "cuda",
+)  # fmt: skip
+"""Which other nodes have in their names, or nearly so."""
 FIRST = 3  # what the search shows without scrolling or reading on
 
 

@@ -61,9 +61,9 @@ def test_quiet_without_workers(browser_server, panel):
     if browser_server.worker_pids():
         pytest.skip("runs first, on a server that has started no workers")
     headline(panel, "no workers")
-    expect(panel).to_contain_text("Workers start with the next prompt")
+    expect(panel).to_contain_text("All GPUs compute each picture or video together.")
     expect(panel.locator(".cp-speed")).to_have_text("not measured yet")
-    expect(panel.get_by_role("button")).to_have_text(["Measure"])
+    expect(panel.get_by_role("button")).to_have_text(["Measure", "Use all GPUs in this workflow"])
 
 
 def test_a_run(browser_server, page, panel, picture, theme):

@@ -194,11 +194,14 @@ def test_words_of_the_field_are_explained(panel, tell):
     expect(panel.locator(".cp-ranks strong")).to_have_text(["GPU 1", "GPU 2"])
 
 
-def test_one_visible_gpu_is_said_instead_of_a_start_that_never_comes(panel, tell):
+def test_one_visible_gpu_is_said_instead_of_a_start_that_never_comes(page, panel, tell):
     tell(state="off", ranks=[], alone={"case": "hidden", "variable": "CUDA_VISIBLE_DEVICES", "value": "2"})
     activity = panel.locator(".cp-activity")
     expect(activity).to_have_text(re.compile(r"^1 GPU visible, nothing to share\. CUDA_VISIBLE_DEVICES is 2: "))
     tell(state="off", ranks=[], alone=None)
+    expect(activity).to_have_text("All GPUs compute each picture or video together.")
+    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt(cp={}))
+    page.evaluate("() => app.loadGraphData(app.graph.serialize())")
     expect(activity).to_have_text(re.compile("^Workers start with the next prompt"))
 
 

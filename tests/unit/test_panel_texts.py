@@ -48,6 +48,13 @@ def test_every_language_says_the_same(language):
     assert [key for key, text in texts.items() if text == english[key]] == ["fact.mesh"]
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_commands_have_labels(language):
+    labels = json.loads((CHECKOUT / "locales" / language / "commands.json").read_text())
+    ids = re.findall(r'const COMMAND = "(\S+)"', "\n".join(path.read_text() for path in (CHECKOUT / "web").rglob("*.js")))
+    assert list(labels) == [name.replace(".", "_") for name in ids]
+
+
 def test_what_is_asked_for_is_there_and_nothing_else():
     keys = asked()
     assert len(keys) > 40

@@ -5,6 +5,7 @@ import { button, make, seconds } from "./elements.js";
 import { errorCard } from "./error_card.js";
 import { rankList } from "./ranks.js";
 import { find, t } from "./texts.js";
+import { label, toggle, usesAll } from "../use_all_gpus.js";
 
 const MEASURABLE = ["not_measured", "obstacle", "too_fast"]; // cases of a speed
 const BUSY = ["starting", "loading", "computing"];
@@ -22,11 +23,12 @@ export function makePanel({ restart, measure }) {
   again.title = t("hint.restart");
   const head = make("div", "cp-head", null, headline, again); // above what may be long
   const activity = make("p", "cp-activity");
+  const use = button("pi-bolt", toggle);
   const error = errorCard();
   const body = make("div", "cp-body");
   const list = make("div", "cp-lists");
   const more = make("details", "cp-details", null, make("summary", "", t("details")), list);
-  const element = make("div", "cp-panel", null, first, head, activity, error, body, more);
+  const element = make("div", "cp-panel", null, first, head, activity, use, error, body, more);
   element.dataset.testid = "context-parallel-panel";
 
   let tick = null; // while workers start, for the seconds that they have taken
@@ -49,6 +51,8 @@ export function makePanel({ restart, measure }) {
       activity.hidden = !activity.textContent;
     };
     say();
+    use.hidden = !now || Boolean(now.alone) || BUSY.includes(state);
+    use.say(label());
     clearInterval(tick);
     if (now?.starting) tick = setInterval(() => (element.isConnected ? say() : clearInterval(tick)), 1000);
     error.update(now?.last_error);
@@ -68,6 +72,7 @@ function speedOf(speed) {
 function activityOf(now, state, skew) {
   if (now?.starting) return startOf(now, skew);
   if (state === "off" && now.alone) return t(`alone.${now.alone.case}`, now.alone);
+  if (state === "off" && !usesAll()) return t("use_all.first");
   if (state === "off" || state === "failed") return t(`next.${state}`);
   if (now?.loading) return loadingOf(now.loading);
   if (now?.compiling) return t("compiling");

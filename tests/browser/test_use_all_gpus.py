@@ -1,0 +1,181 @@
+"""The command that puts Apply Context Parallel in front of every sampler of the open graph, and takes it out again."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from importlib import resources
+
+import pytest
+from playwright.sync_api import expect
+from support.graphs import flux_prompt
+
+COMMAND = "ContextParallel.UseAllGPUs"
+APPLY = "ApplyContextParallel"
+SAMPLERS = {"KSampler", "KSamplerAdvanced", "SamplerCustom", "BasicGuider", "CFGGuider", "DualCFGGuider", "DualModelGuider"}
+# Templates of ComfyUI -> samplers and guiders, and nodes that are put in: one per model that they are given.
+TEMPLATES = {
+    "default": (1, 1),
+    "sdxl_simple_example": (2, 2),
+    "hidream_e1_full": (1, 1),
+    "image_ideogram4_t2i": (1, 2),  # a guider with two models
+    "video_wan2_2_14B_flf2v": (2, 2),  # two more are bypassed
+    "03_video_wan2_2_14B_i2v_subgraphed": (2, 2),
+    "basic_switch_node": (1, 1),  # the model comes from outside of the subgraph
+    "video_ltx2_i2v": (2, 2),
+    "video_wan_dancer": (2, 2),
+    "templates-6-key-frames": (10, 10),
+}
+
+
+def template(name):
+    folder = resources.files("comfyui_workflow_templates_json") / "templates"
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def opened(page, graph):
+    page.evaluate("graph => app.loadGraphData(graph)", graph)
+    page.wait_for_timeout(300)
+    return saved(page)
+
+
+def saved(page):
+    return page.evaluate("() => JSON.parse(JSON.stringify(app.rootGraph.serialize()))")
+
+
+def run(page):
+    page.evaluate("command => app.extensionManager.command.execute(command)", COMMAND)
+    toast = page.locator(".p-toast-message")
+    toast.wait_for()
+    page.evaluate("() => app.extensionManager.toast.removeAll()")
+    toast.wait_for(state="detached")
+    return saved(page)
+
+
+def graphs(graph):
+    return [graph, *graph.get("definitions", {}).get("subgraphs", [])]
+
+
+def links(graph):
+    """What is connected with what; each link is a list in the graph itself, an object in a subgraph."""
+    found = Counter()
+    for each in graphs(graph):
+        for link in each["links"]:
+            ends = (
+                link[1:5]
+                if isinstance(link, list)
+                else [link[key] for key in ("origin_id", "origin_slot", "target_id", "target_slot")]
+            )
+            found[(each["id"], *ends)] += 1
+    return found
+
+
+def places(graph):
+    return {(each["id"], node["id"]): (node["type"], list(node["pos"])) for each in graphs(graph) for node in each["nodes"]}
+
+
+def added(graph):
+    return [(each["id"], node["id"]) for each in graphs(graph) for node in each["nodes"] if node["type"] == APPLY]
+
+
+def origins(graph):
+    """Types of the nodes that samplers and guiders get their models from, by sampler."""
+    found = {}
+    for each in graphs(graph):
+        types = {node["id"]: node["type"] for node in each["nodes"]}
+        for node in each["nodes"]:
+            given = {output["type"] for output in node.get("outputs") or []}
+            if node["mode"] or "MODEL" in given or not given & {"LATENT", "GUIDER"} or node["type"] not in SAMPLERS:
+                continue
+            for slot, into in enumerate(node["inputs"]):
+                if into["type"] == "MODEL" and into.get("link") is not None:
+                    (origin,) = (key[1] for key in links(graph) if key[0] == each["id"] and key[3:] == (node["id"], slot))
+                    found.setdefault((each["id"], node["id"]), []).append(types.get(origin, "outside"))
+    return found
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_gets_it_and_gives_it_back(page, name):
+    """Every model that reaches a sampler comes through the node; nothing else is connected otherwise, or moves; one undo."""
+    samplers, nodes = TEMPLATES[name]
+    before = opened(page, template(name))
+    assert not added(before)
+    assert len(origins(before)) == samplers
+    during = run(page)
+    assert all(kinds == [APPLY] * len(kinds) for kinds in origins(during).values())
+    assert len(added(during)) == nodes
+    assert links(during).total() == links(before).total() + nodes
+    assert {key: place for key, place in places(during).items() if key not in added(during)} == places(before)
+    after = run(page)
+    assert (links(after), places(after)) == (links(before), places(before))
+    assert run(page) != after
+    page.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.undo()")
+    page.wait_for_timeout(300)
+    assert (links(saved(page)), places(saved(page))) == (links(before), places(before))
+
+
+def test_a_new_node_covers_no_other(page):
+    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt())
+    page.wait_for_timeout(300)
+    run(page)
+    assert page.evaluate(
+        """kind => {
+            const box = node => [node.pos[0], node.pos[1] - 30, node.pos[0] + node.size[0], node.pos[1] + node.size[1]];
+            const [node] = app.graph.nodes.filter(each => each.type === kind);
+            const [left, top, right, bottom] = box(node);
+            return app.graph.nodes.filter(each => each !== node).some(each => {
+                const [l, t, r, b] = box(each);
+                return l < right && left < r && t < bottom && top < b;
+            });
+        }""",
+        APPLY,
+    ) is False  # fmt: skip
+
+
+def test_one_that_is_there_stays_with_its_settings(page):
+    """A sampler that has the node gets no second one; a new one gets the one CP Config that there is."""
+    prompt = flux_prompt(cp={"devices": ""})
+    prompt["other"] = {
+        **prompt["sampler"],
+        "inputs": {**prompt["sampler"]["inputs"], "model": prompt["cp_apply"]["inputs"]["model"]},
+    }
+    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", prompt)
+    page.wait_for_timeout(300)
+    before = saved(page)
+    during = run(page)
+    assert len(added(before)) == 1
+    assert len(added(during)) == 2
+    new = next(node for node in during["nodes"] if (during["id"], node["id"]) in set(added(during)) - set(added(before)))
+    assert all(each["link"] is not None for each in new["inputs"])
+    assert not added(run(page))
+
+
+def test_a_bypassed_one_is_used_again(page):
+    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt(cp={}))
+    page.wait_for_timeout(300)
+    page.evaluate("kind => { app.graph.nodes.find(node => node.type === kind).mode = 4; }", APPLY)
+    during = run(page)
+    assert [node["mode"] for node in during["nodes"] if node["type"] == APPLY] == [0]
+
+
+def test_a_workflow_without_a_sampler_says_so(page):
+    page.evaluate("app.graph.clear()")
+    page.evaluate("command => app.extensionManager.command.execute(command)", COMMAND)
+    expect(page.locator(".p-toast-message")).to_contain_text("No sampler in this workflow is given a model.")
+    page.evaluate("() => app.extensionManager.toast.removeAll()")
+
+
+def test_button_menu_and_key(page):
+    """The panel's first state is a sentence and the button; it says what it would do."""
+    opened(page, template("default"))
+    page.locator(".context-parallel-tab-button").click()
+    use = page.get_by_role("button", name="Use all GPUs in this workflow")
+    use.click()
+    expect(page.get_by_role("button", name="Use one GPU again")).to_be_visible()
+    assert added(saved(page))
+    page.locator("canvas").first.focus()
+    page.keyboard.press("Alt+Shift+G")
+    expect(use).to_be_visible()
+    assert not added(saved(page))
+    entries = page.evaluate("() => app.collectCanvasMenuItems(app.canvas).filter(Boolean).map(entry => entry.content)")
+    assert "Use all GPUs in this workflow" in entries
