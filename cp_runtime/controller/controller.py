@@ -117,7 +117,7 @@ class Controller:
         if workers is None or str(device) not in workers.pool.config.devices or not (key is None or self.on_device(key)):
             return  # do not wait for the lock with nothing to do
         with self._lock:
-            if workers is self.workers and workers.pool.alive:
+            if workers is self.workers and workers.pool.alive and (key is None or self.on_device(key)):
                 self._free(workers, partial(workers.make_room, str(device), key))
 
     def restart(self) -> Future[bool]:

@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
 
 def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: str = WHOLE) -> Choice:
-    """Choose for a model that is about to go to the ranks.
+    """Choose where the ranks keep the weights of a model that is about to go to them.
 
     Args:
         room: bytes of its device that a rank may use; None where that says nothing, as on a CPU: there ranks share the pages of the

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..engine.policy import CallSplit
-from ..errors import RankOutOfMemory
+from ..errors import ContextParallelError, RankOutOfMemory
 from ..pool.channel import SharedBlock
 from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, WorkerSite
 from ..pool.kept import KeptFile, KeptSeconds
@@ -58,7 +58,7 @@ class Workers:
 
     Attributes:
         last_call, last_vae_call: of whatever model, and of a VAE; None before the first one.
-        sampling: the call that runs, or ran last, belongs to a sampling run.
+        sampling: whether the current call, or the last one, belongs to a sampling run.
         failure: with which the ranks were used last; None = they did well.
         comparing: a call runs once more, on one device.
         pace: of the calls.
@@ -94,13 +94,13 @@ class Workers:
 
     @property
     def loading(self) -> tuple[str, float | None] | None:
-        """Name of the model that goes to the ranks, or from the host to their devices, now, and `loaded`; None = none does."""
+        """The model that is being loaded: its name, and `loaded`. None while nothing is loaded."""
         loaded = self.loaded
         return (self._model, loaded) if self.pool.doing == "load" or loaded is not None else None
 
     @property
     def loaded(self) -> float | None:
-        """Part of a model's weights that the ranks have brought to their devices, by the slowest; None = they do no such thing."""
+        """Part of a model's weights that the ranks have brought to their devices, by the slowest; None while nothing is loaded."""
         if self.pool.doing != "call":
             return None
         progress = [self.pool.progress(rank).loaded for rank in range(len(self.pool.processes))]
@@ -201,7 +201,7 @@ class Workers:
         """
         resident = self.held.get(target.key)
         if resident is not None and (resident.patches_uuid, resident.choice.placement) == (target.patches_uuid, choice.placement):
-            # Good for a larger call, too.
+            # The same weights in the same place: only what they were chosen for is new.
             resident.choice, resident.asked, resident.call = choice, _asked(config), target.demand.call
             return
         held = target.demand.on_device(choice.placement, self.pool.world_size)
@@ -209,18 +209,28 @@ class Workers:
         self._resident.pop(target.key, None)
         name = self._model = name_of(target.path, self.pool.site.arguments["model_folders"])
         self._on_change()
-        with contextlib.closing(SharedBlock()) as memory:  # not that of messages: the ranks keep it
-            with self.pool.killed_by_errors("load"):
-                packer.write(memory.view(packer.nbytes))
-            request = replace(request, memory=(os.getpid(), memory.fd))
-            replies = self.pool.request(request, cancelled=cancelled)
-            target.verify(request, memory.view(memory.size), replies, self.pool.pids)  # all of it, as ranks see it
+        try:
+            with contextlib.closing(SharedBlock()) as memory:  # not that of messages: the ranks keep it
+                with self.pool.killed_by_errors("load"):
+                    packer.write(memory.view(packer.nbytes))
+                request = replace(request, memory=(os.getpid(), memory.fd))
+                replies = self.pool.request(request, cancelled=cancelled)
+                target.verify(request, memory.view(memory.size), replies, self.pool.pids)  # all of it, as ranks see it
+        except BaseException:
+            self._forget(target.key)
+            raise
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
             name, replies[0].bytes / 1e6, len(request.patches), self.pool.world_size,
             max(reply.seconds for reply in replies), choice.reason,
         )  # fmt: skip
+
+    def _forget(self, key: str) -> None:
+        """Have ranks that are still well drop what they have of a model whose load has failed: nothing else would ever free it."""
+        with contextlib.suppress(ContextParallelError):  # one that fails ends the pool, and the load's error says why
+            if self.pool.alive:
+                self.pool.request(Drop(keys=(key,)), timeout=UNLOAD_TIMEOUT)
 
     def attach_networks(self, call: ModelCall, cancelled: Callable[[], bool]) -> None:
         """Send the networks that patches of a call refer to, each once."""

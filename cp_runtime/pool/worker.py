@@ -194,7 +194,7 @@ class Worker:
     def report(self, result: Value, outcome: CallOutcome, began: float) -> CallReport:
         """Return what a call did and took on this rank since `begin_figures`. `began`: when the call began, on the clock of
         `time.perf_counter`."""
-        # Communication is timed by the device. A clock read before the device is done would give the call less time than that.
+        # Communication is timed on the device: read earlier, this clock would give the call less time than its communication.
         wait_for(self.device)
         seconds, stats = time.perf_counter() - began, self.stats
         return CallReport(
@@ -221,8 +221,8 @@ class Worker:
         return on_module
 
     def compiling(self, part: int) -> None:
-        """Note that a part of a model is compiled from now on. `part`: counts from 1; 0 = no more. The time does not count as the
-        command's."""
+        """Note that a part of a model is compiled from now on. `part`: counts from 1; 0 = no more. That time does not count towards
+        the deadline."""
         self.board.compiling(self.rank, part)
 
     def loading_hook(self) -> Callable[[int | None], None]:

@@ -58,7 +58,7 @@ class WorkerPool:
         stage: of the start: "starting processes", "importing" what they need where no process has yet, "connecting" them.
         since: when the start began, in seconds since the epoch.
         imports: whether what ranks need had to be imported for this start, which takes most of its time.
-        did, did_until: the command before that was not brief, and when it ended, on the clock of `time.monotonic`.
+        did, did_until: the last command that was not brief, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
         measured, shares, device_names: of the ranks; none until they are ready.
         load_timeout: seconds that ranks may take to load a model, and for its first call.
@@ -212,7 +212,9 @@ class WorkerPool:
         try:
             yield
         finally:
-            self.did, self.did_until, self.doing = self.did if brief else what, time.monotonic(), ""
+            if not brief:
+                self.did, self.did_until = what, time.monotonic()
+            self.doing = ""
 
     @contextlib.contextmanager
     def killed_by_errors(self, command: str) -> Iterator[None]:
@@ -304,7 +306,7 @@ class WorkerPool:
             "service": self.site.service,
             "arguments": self.site.arguments,
             "argv": self.site.argv,
-            # Longer than any step: the controller acts first, which can name the late rank.
+            # Longer than any step, so that the controller, which can name the late rank, times out first.
             "collective_timeout": max(self.config.step_timeout, self.load_timeout) + 60,
             "log_level": logging.getLevelName(log.getEffectiveLevel()),
         }
@@ -339,7 +341,7 @@ class WorkerPool:
             # A rank that compiles does not leave when told to, and modules that take long now do not the next time.
             times = ModuleTimes() if compiling else times
             times.note({rank: progress.modules for rank, progress in at.items()}, now)
-            # In a debugger's hands ("tracing stop") is not stopped.
+            # A process that a debugger holds ("tracing stop") does not count as stopped.
             late = [rank for rank, progress in at.items() if now - progress.beat > MISSED]
             stopped = {rank for rank in late if process_state(self.pids[rank]) == "stopped"}
             if self._aborted:

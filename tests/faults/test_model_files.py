@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ from support.graphs import flux_prompt
 from support.pools import small_pool
 
 from cp_runtime.comfy.model.wire_recipe import file_digest, file_stamp
-from cp_runtime.errors import RankError
+from cp_runtime.controller.placement import Choice, Demand, Shortages
+from cp_runtime.controller.workers import Workers
+from cp_runtime.engine.weights.blocks import Sizes
+from cp_runtime.errors import MirrorError, RankError
 from cp_runtime.pool.channel import SharedBlock
 from cp_runtime.pool.config import WorkerSite
-from cp_runtime.pool.messages import Load
+from cp_runtime.pool.messages import Load, Loaded
 from cp_runtime.pool.protocol import TensorPacker, flatten
 from cp_runtime.pool.worker_pool import WorkerPool
 
@@ -109,6 +114,45 @@ def test_tensors_of_a_lora_are_there_once_for_all_ranks(model_ranks, shelf):
     assert after - before < 0.3 * PATCH_BYTES
     assert with_lora == blocks + 1
     assert load_patched(0.0)[1] == blocks
+
+
+NO_DEMAND = Demand(Sizes(0, 0, 0), 0.0)
+
+
+@dataclass(frozen=True)
+class Differing:
+    """A model as its owner has it, which is another one than the ranks load."""
+
+    path: str
+    key: str = "differing"
+    patches_uuid: str = "u"
+    demand: Demand = NO_DEMAND
+
+    def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
+        recipe = {**RECIPE, "path": self.path, "stamp": list(file_stamp(self.path))}
+        return Load(key=self.key, recipe=recipe, patches=[], patches_uuid=self.patches_uuid), TensorPacker()
+
+    def verify(self, request: Load, payload: torch.Tensor, loaded: Sequence[Loaded], pids: Sequence[int]) -> None:
+        assert all(maps(pid, self.path) for pid in pids)
+        raise MirrorError("another weight")
+
+
+def maps(pid: int, path: str) -> bool:
+    return path in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_ranks_drop_a_model_that_failed_to_load(model_ranks, shelf):
+    """Nothing else would ever free it: the controller has no record of it."""
+    folder = shelf / "models" / "diffusion_models"
+    path = str(shutil.copy(folder / "flux.safetensors", folder / "differing.safetensors"))
+    workers = Workers(model_ranks.config, model_ranks.site, lambda: None, Shortages())
+    workers.pool = model_ranks
+    pids = list(model_ranks.pids)
+    with pytest.raises(MirrorError):
+        workers.load(model_ranks.config, Differing(path), Choice("whole", ""), lambda: False)
+    assert model_ranks.pids == pids
+    assert not any(maps(pid, path) for pid in pids)
+    os.unlink(path)
 
 
 OUTSIDE = {

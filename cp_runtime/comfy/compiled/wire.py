@@ -59,7 +59,7 @@ def encode_compile(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_compile(sent: Mapping[str, Any]) -> CompileSettings:
-    """Decode them on a rank. Raises MirrorError for anything that `encode_compile` does not make."""
+    """Decode settings of Torch Compile on a rank. Raises MirrorError for anything that `encode_compile` does not make."""
     try:
         plain = encode_compile(sent)
     except UnsupportedError as error:

@@ -66,7 +66,7 @@ class Mirror:
     Args:
         samples: of its weights as they were loaded, without patches.
         names: of all its weights.
-        placement: of its weights, one of `wire.placement.PLACEMENTS`.
+        placement: of its weights, one of `pool.config.PLACEMENTS`.
         nbytes: of its weights.
         reserved: bytes of device memory that were left free for calls when its weights were last put there.
         compiled: its blocks, where calls ask for that.

@@ -13,7 +13,7 @@ One path for all modes. With Ulysses degree U and ring degree R, U * R = ranks:
 | ring allgather | 1 | 2 (R - 1) / R |
 | unified | the sum of both | (4 (U - 1) / U + 2 (R - 1)) / (U R) |
 
-A mask that covers this rank's keys only costs one more, small, collective. No collective carries a size.
+A mask over only this rank's keys costs one more, small collective. No collective carries a size.
 
 Shape suffixes: B batch, L tokens of this rank, H query heads, K key/value heads, S all tokens, D head dimension.
 """
@@ -97,6 +97,8 @@ def context_parallel_attention(
         PlanError: shapes do not fit the layouts, or do not divide although the config says they must.
     """
     k_layout = k_layout or q_layout
+    if causal and (mask is not None or attend is not None):
+        raise PlanError("causal attention takes neither a mask nor another function than torch's: neither would be applied to it")
     _check(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
     axes, rank, device = mesh.axes(*config.mesh_shape), mesh.rank, q_BLHD.device
     U, H = axes.ulysses.size, q_BLHD.shape[2]

@@ -1,10 +1,10 @@
-"""Blocks of a model that every rank keeps 1/N of. They are put together while they run.
+"""Blocks whose weights are split over the ranks, and put together while they run.
 
 The bytes of a block's weights are one run (`packing`), cut into pieces, and each piece into as many parts as there are ranks. An
 all-gather puts a piece together in a *room*; the block's parameters are views of that. There are two rooms: while one block runs,
-the next one is fetched, in the order of the last call, and in as many portions as the block has attentions and one more, because
-its exchanges use the same link: a portion starts behind an attention, and runs beside what comes after, where ranks may send two
-things at a time (`RankGroup.may_overlap`).
+the next one is fetched, in the order of the last call, and in as many portions as the block has attentions and one more, so that
+fetching and the attention's own exchanges do not compete for the link: a portion starts behind an attention, and runs beside what
+comes after, where ranks may send two things at a time (`RankGroup.may_overlap`).
 
 Every rank enters the same blocks in the same order, so that all of them send the same pieces.
 """
@@ -256,7 +256,8 @@ class ShardedWeights:
         self._ask(expected, -(-left // max(1, attentions + 1 - self._attentions)))
 
     def _start(self, shared: SharedBlock) -> bool:
-        """Give room to a block, rather that of another one than of the expected one; False where those that have it run."""
+        """Give room to a block, from an idle one if there is none, preferably not from the one expected next. False where all rooms
+        are those of blocks that run."""
         if not self._rooms:
             idle = [held for held in self._held if not held.running]
             if not idle:
@@ -268,12 +269,12 @@ class ShardedWeights:
 
     def _let_go(self, shared: SharedBlock) -> None:
         """Take a block's room, once all that is on its way has arrived."""
+        _wait(shared)
+        shared.fill(None)
         self._held.remove(shared)
         if shared.room is not None:
             self._rooms.append(shared.room)
         shared.room, shared.fetched = None, 0
-        shared.fill(None)
-        _wait(shared)
 
     def _ask(self, shared: SharedBlock, pieces: int) -> None:
         """Ask for the next pieces of a block that has room, after all that the device has been given so far."""
@@ -290,7 +291,7 @@ class ShardedWeights:
             _wait(shared)
 
     def _settle(self) -> None:
-        """End the call: nothing is on its way, no block runs, and none has weights that somebody could change.
+        """End the call: nothing is on its way, no block runs, and no block has its weights.
 
         Those that have arrived stay in their rooms.
         """
@@ -318,6 +319,12 @@ class ShardedWeights:
 
 
 def _wait(shared: SharedBlock) -> None:
-    pending, shared.pending = shared.pending, []
-    for each in pending:
-        each.wait()
+    """Wait for all that is on its way to a block's room, also where a part of it fails. Raises the first error."""
+    error = None
+    while shared.pending:
+        try:
+            shared.pending.pop(0).wait()
+        except RuntimeError as failed:
+            error = error or failed
+    if error is not None:
+        raise error
