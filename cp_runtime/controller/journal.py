@@ -86,9 +86,11 @@ class Journal:
         self.node = node
         self.changed.set()
 
-    def bypassed(self) -> None:
-        """Note that a prompt has begun that samples without this pack: the figures of the run before it no longer apply."""
-        self.node, self.run = None, RunStats(None)
+    def bypassed(self, before: RunStats) -> None:
+        """Note that a prompt has begun that samples without this pack: the figures of the run before it no longer apply. One that
+        has begun since keeps its own. `before`: the run as it was before anybody looked at the prompt."""
+        if self.run is before:
+            self.node, self.run = None, RunStats(None)
 
     def measure(self) -> None:
         """Have the next run measure a call on one device."""
@@ -131,6 +133,6 @@ class Journal:
     def _times(self) -> KeptSeconds:
         """Times on a device like that of the run."""
         machine = f"{self.run.device}, {device_driver()}"
-        if machine not in self._one_device:
-            self._one_device[machine] = KeptSeconds(self._file, machine)
-        return self._one_device[machine]
+        kept = self._one_device.get(machine)
+        # Two threads may come here first: what one of them records must not be lost with a second object.
+        return self._one_device.setdefault(machine, KeptSeconds(self._file, machine)) if kept is None else kept

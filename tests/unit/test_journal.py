@@ -75,6 +75,31 @@ def test_times_on_one_device_are_kept_by_kind_and_device_for_another_process(tmp
         assert again.on_one_device is None
 
 
+def test_two_threads_that_ask_first_share_one_record(tmp_path, monkeypatch):
+    """The one that ends a run, and the one that sends the status."""
+    journal, other = Journal(tmp_path / "one_device.json"), []
+
+    class Interrupted(KeptSeconds):
+        def __init__(self, *args):
+            super().__init__(*args)
+            if not other:
+                other.append(None)
+                other[0] = journal._times
+
+    monkeypatch.setattr("cp_runtime.controller.journal.KeptSeconds", Interrupted)
+    assert journal._times is other[0]
+
+
+def test_a_prompt_without_the_pack_clears_the_run_before_it_alone():
+    journal = Journal()
+    before = journal.run = RunStats("k")
+    journal.bypassed(before)
+    assert journal.run is not before
+    later = journal.run = RunStats("k")
+    journal.bypassed(before)
+    assert journal.run is later
+
+
 def test_a_run_of_the_ranks_is_no_run_on_one_device(tmp_path):
     journal = Journal(tmp_path / "one_device.json")
     journal.run = a_run()

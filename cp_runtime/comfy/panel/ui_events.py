@@ -71,7 +71,7 @@ class Events:
 
     def _look_at_the_prompt(self) -> None:
         """Clear the status of the last run, once a prompt has begun that samples without this pack."""
-        newest = newest_prompt(self._server)
+        run, newest = CONTROLLER.journal.run, newest_prompt(self._server)
         if newest is None or newest[0] == self._prompt:
             return
         self._prompt, graph = newest
@@ -79,7 +79,7 @@ class Events:
         samples = any(isinstance(each["inputs"].get("model"), list) for each in graph.values())
         if not samples or any(each["class_type"] in SAMPLING for each in graph.values()):
             return
-        CONTROLLER.journal.bypassed()
+        CONTROLLER.journal.bypassed(run)
         (node, client), self._user = self._user, (None, None)
         if node is not None and graph.get(node.node_id, {}).get("class_type") == node.kind:
             self._say(BYPASSED, node, client)
