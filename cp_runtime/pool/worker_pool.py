@@ -198,13 +198,14 @@ class WorkerPool:
         if not self.alive:
             raise PoolError("the worker pool is not running")
         packer, command = packer or TensorPacker(), name_of(request)
-        began, timeout = time.monotonic(), self.load_timeout if timeout is None else timeout
+        timeout = self.load_timeout if timeout is None else timeout
         with self._doing(command, request.brief), self.killed_by_errors(command):
             if packer.nbytes <= KEEP_BYTES:  # else a large one comes with every call, as residuals of a ControlNet do
                 self.inherited.request.trim(KEEP_BYTES)
             packer.write(self.inherited.request.view(packer.nbytes))
             self._send(request, packer.nbytes)
-            return all_of(request.report, self._collect(command, began, timeout, cancelled))
+            # From here on: this process may have been stopped after the first rank was told and before the last.
+            return all_of(request.report, self._collect(command, time.monotonic(), timeout, cancelled))
 
     @contextlib.contextmanager
     def _doing(self, what: str, brief: bool = False) -> Iterator[None]:

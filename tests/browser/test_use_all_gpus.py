@@ -158,6 +158,16 @@ def test_a_bypassed_one_is_used_again(page):
     assert [node["mode"] for node in during["nodes"] if node["type"] == APPLY] == [0]
 
 
+def test_a_pinned_sampler_stays_where_it_is(page):
+    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt())
+    page.evaluate("() => app.graph.nodes.forEach(node => node.pin(true))")
+    page.wait_for_timeout(300)
+    before = saved(page)
+    during = run(page)
+    assert set(map(tuple, origins(during).values())) == {(APPLY,)}
+    assert places(before).items() <= places(during).items()
+
+
 def test_a_workflow_without_a_sampler_says_so(page):
     page.evaluate("app.graph.clear()")
     page.evaluate("command => app.extensionManager.command.execute(command)", COMMAND)

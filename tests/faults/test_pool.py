@@ -154,3 +154,17 @@ def test_a_brief_command_leaves_what_the_ranks_did(monkeypatch):
             assert pool.did == "start"
         echo(pool, torch.ones(1))
         assert pool.did == "echo"
+
+
+def test_time_in_which_ranks_are_not_told_yet_is_none_of_theirs(monkeypatch):
+    """This process may be stopped after it has told the first rank of a command and before it tells the last one."""
+    with small_pool() as pool:
+        echo(pool, torch.ones(1))
+        send = pool.channels[1].send
+
+        def late(frame: bytes) -> None:
+            time.sleep(1.5)
+            send(frame)
+
+        monkeypatch.setattr(pool.channels[1], "send", late)
+        assert echo(pool, torch.ones(1), timeout=1.0) == 1
