@@ -228,7 +228,7 @@ class Workers:
 
     def _forget(self, key: str) -> None:
         """Have ranks that are still well drop what they have of a model whose load has failed: nothing else would ever free it."""
-        with contextlib.suppress(ContextParallelError):  # one that fails ends the pool, and the load's error says why
+        with contextlib.suppress(ContextParallelError):  # the load's own error is the one to show
             if self.pool.alive:
                 self.pool.request(Drop(keys=(key,)), timeout=UNLOAD_TIMEOUT)
 

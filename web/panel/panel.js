@@ -52,7 +52,7 @@ export function makePanel({ restart, measure }) {
     };
     say();
     use.hidden = !now || Boolean(now.alone) || BUSY.includes(state);
-    use.say(label());
+    if (!use.hidden) use.say(label()); // it looks at the whole graph, and events come several times a second
     clearInterval(tick);
     if (now?.starting) tick = setInterval(() => (element.isConnected ? say() : clearInterval(tick)), 1000);
     error.update(now?.last_error);
