@@ -15,9 +15,20 @@ from support.machines import ALONE, FAST, all_ranks, everywhere, took, work
 
 from cp_runtime.controller.choosing import CallTimes
 from cp_runtime.engine.policy import TRIES, CallSplit, Known, Run
-from cp_runtime.pool.kept import MAX_BYTES, MAX_ENTRIES, KeptFile, KeptSeconds
+from cp_runtime.pool.kept import MAX_BYTES, MAX_ENTRIES, PATIENCE, KeptFile, KeptSeconds
 
 ALL = all_ranks(FAST)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """On a machine that is busy, a write may be given up. Only the tests of that have the patience that a prompt has."""
+    monkeypatch.setattr("cp_runtime.pool.kept.PATIENCE", 60.0)
+
+
+@pytest.fixture
+def patience_of_a_prompt(patience, monkeypatch):
+    monkeypatch.setattr("cp_runtime.pool.kept.PATIENCE", PATIENCE)
 
 
 @pytest.fixture
@@ -128,7 +139,8 @@ def test_several_processes_lose_nothing(file):
     assert [kept(file, f"{name} {number}") for name in "abc" for number in numbers] == [some(n) for _ in "abc" for n in numbers]
 
 
-def test_a_lock_that_is_held_delays_nobody(file):
+@pytest.mark.usefixtures("patience_of_a_prompt")
+def test_a_lock_that_is_held_delays_nobody(file, monkeypatch):
     """By a ComfyUI that was stopped, say. The figure is dropped, and the next one is written."""
     with open(file.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -137,10 +149,12 @@ def test_a_lock_that_is_held_delays_nobody(file):
         done.join(10)  # 0.2 s, and what a busy machine adds
         assert not done.is_alive()
         assert kept(file) is None
+    monkeypatch.setattr("cp_runtime.pool.kept.PATIENCE", 60.0)
     keep(file)
     assert kept(file) == some()
 
 
+@pytest.mark.usefixtures("patience_of_a_prompt")
 def test_a_file_system_that_hangs_delays_nobody(file, monkeypatch):
     """A read that never returns is waited for once; afterwards nothing is known, and nothing is asked."""
     asked, answer = [], threading.Event()
