@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support import checkpoints, preloaded
-from support.checkpoints import SD3, Checkpoint, ClipL
+from support.architectures import SD3, ClipL
+from support.checkpoints import Checkpoint
 from support.server import PACK, ComfyServer
 
 NAME = "tiny-model"

@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 from alternating import alternate, check, keep_freed_memory
 from support import checkpoints
-from support.checkpoints import Checkpoint, Flux
+from support.architectures import Flux
+from support.checkpoints import Checkpoint
 from support.graphs import flux_prompt
 from support.processes import pss
 from support.ranks import report

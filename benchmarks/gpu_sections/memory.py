@@ -19,7 +19,8 @@ from support import checkpoints
 from support.graphs import flux_prompt
 from support.package import load_package
 from support.processes import pss, rss
-from support.server import ComfyServer, Result
+from support.server import ComfyServer
+from support.server_events import Result
 from torch import nn
 
 from .section import Section

@@ -11,7 +11,8 @@ import torch
 from support import preloaded, stand_in
 from support.graphs import Prompt
 from support.package import ROOT
-from support.server import DETECTION, ComfyServer, Result
+from support.server import DETECTION, ComfyServer
+from support.server_events import Result
 from torch import Tensor
 
 from .section import Section

@@ -11,7 +11,8 @@ from faults.prompts import assert_right
 from support.faults import Stopwatch, note
 from support.graphs import flux_prompt
 from support.processes import descendants
-from support.server import ComfyServer, PromptRejected
+from support.server import ComfyServer
+from support.server_events import PromptRejected
 
 CP = {"world_size": 2}
 

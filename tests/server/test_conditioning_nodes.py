@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from support import checkpoints
-from support.checkpoints import Checkpoint, Flux, Init, Wan
+from support.architectures import Flux, Init, Wan
+from support.checkpoints import Checkpoint
 from support.graphs import NodeSpec, Prompt, flux_prompt, wan_prompt
 from support.node_graphs import ALL, IMAGE, MASK, POSITIVE, VIDEO, GraphCase, assert_stock, codec, node, picture
 

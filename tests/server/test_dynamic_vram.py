@@ -17,7 +17,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import checkpoints, families, preloaded, stand_in
-from support.checkpoints import SD3, Checkpoint, ClipL
+from support.architectures import SD3, ClipL
+from support.checkpoints import Checkpoint
 from support.graphs import Graph, cp_config, family_prompt, flux_prompt
 from support.server import ComfyServer
 from support.stand_in.memory import Ledger

@@ -13,7 +13,8 @@ import torch
 from support import processes
 from support.checkpoints import CHECKPOINTS, state_dict
 from support.graphs import Prompt, flux_prompt, wan_prompt
-from support.server import ComfyServer, PromptRejected
+from support.server import ComfyServer
+from support.server_events import PromptRejected
 from torch import Tensor
 
 JPEG = b"\xff\xd8"

@@ -8,7 +8,7 @@ import pytest
 from support.graphs import MODEL, flux_prompt, wan_prompt
 from support.latents import assert_close
 from support.node_graphs import POSITIVE, GraphCase, completed, node
-from support.server import PromptRejected
+from support.server_events import PromptRejected
 
 SINGLE = {"world_size": 2, "on_unsupported": "single device"}
 

@@ -17,7 +17,8 @@ from PIL import Image, ImageChops, ImageStat
 from support import checkpoints, families, gguf_files
 from support.graphs import cp_config
 from support.latents import assert_close
-from support.server import CHECKOUT, PACK, ComfyServer, PromptRejected
+from support.server import CHECKOUT, PACK, ComfyServer
+from support.server_events import PromptRejected
 from support.workflows import NOTES, UPLOAD, Json, node_inputs, outputs_of, real_nodes, slots_of, to_prompt, widget_values
 
 FOLDER = CHECKOUT / "workflows"

@@ -18,7 +18,8 @@ from cp_runtime.families import PLANS
 from . import families
 from .graphs import GUIDED_FLUX, Link, NodeSpec, Prompt, family_prompt
 from .latents import assert_close, differ
-from .server import ComfyServer, Result
+from .server import ComfyServer
+from .server_events import Result
 
 SERVED = families.served()
 

@@ -19,28 +19,25 @@ import random
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import safetensors.torch
-import websocket
 from torch import Tensor
 
 from . import exercised, preloaded, processes
 from .faults import SLACK
+from .server_events import Event, Listener, PromptRejected, Result, ServerError, result_of
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACK = "comfyui-context-parallel"
@@ -68,87 +65,10 @@ if sys.platform == "linux":
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
-_PREVIEW_EVENTS = {1: 8, 4: None}
-"""Binary events that hold an image, and where the image starts. None: after a JSON text whose length comes first."""
-_TEXT_EVENT = 3
-"""Binary event with the id of a node and a text to show in it."""
-_ENDS = ("execution_success", "execution_error", "execution_interrupted")
-"""Events with which a prompt ends."""
 _TELL_AGAIN = 1.0
 """Seconds after which the server is told again to free what it has."""
 _LOOK_AGAIN = 0.25
 """Seconds after which the history is asked for a prompt whose end was not heard of, as of one from before a restart."""
-
-
-class ServerError(RuntimeError):
-    """The server did not start, ended, or answered with an error."""
-
-
-class PromptRejected(ServerError):
-    """The server found the prompt invalid. `node_errors` says why, by node id."""
-
-    def __init__(self, answer: dict[str, Any]) -> None:
-        self.error: dict[str, Any] = answer.get("error", {})
-        self.node_errors: dict[str, Any] = answer.get("node_errors", {})
-        super().__init__(json.dumps(answer, indent=1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeError:
-    """The exception that ended a prompt."""
-
-    node_id: str
-    node_type: str
-    exception_type: str
-    exception_message: str
-    traceback: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """How a prompt ended.
-
-    Args:
-        messages: `(event, data)` of the execution, in order.
-        outputs: what the output nodes showed, by node id.
-        seconds: from the start to the end of the execution, by the server's clock.
-        cached: nodes that were not executed, because nothing they depend on had changed.
-    """
-
-    prompt_id: str
-    status: Literal["success", "error", "interrupted"]
-    messages: list[tuple[str, dict[str, Any]]] = field(repr=False)
-    outputs: dict[str, dict[str, Any]]
-    error: NodeError | None
-    seconds: float
-    cached: list[str]
-
-    @property
-    def report(self) -> dict[str, Any]:
-        """What the CP Sampler of a prompt of `graphs` reports."""
-        return json.loads(self.outputs["report"]["text"][0])
-
-    def check(self) -> Result:
-        """This result, or ServerError with the traceback of the node when the prompt did not succeed."""
-        if self.status != "success":
-            detail = f"{self.error.exception_message}\n{self.error.traceback}" if self.error else ""
-            raise ServerError(f"prompt {self.status}: {detail}")
-        return self
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """One message on the websocket.
-
-    Args:
-        time: when it came in, on the clock of time.monotonic().
-        type: the event's name, `preview` for a preview image, `text` for a text shown in a node.
-        data: the JSON data; for a preview the bytes of the image, for a text (id of the node, text).
-    """
-
-    time: float
-    type: str
-    data: Any
 
 
 class ComfyServer:
@@ -191,7 +111,7 @@ class ComfyServer:
         self._prompts: dict[str, Mapping[str, Any]] = {}
         self._sampled: dict[str, Tensor] = {}
         self._process: preloaded.Process | None = None
-        self._listener: _Listener | None = None
+        self._listener: Listener | None = None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self.base = Path(tempfile.mkdtemp(prefix="comfy-server-"))
         self.log_file = self.base / "server.log"
@@ -269,7 +189,7 @@ class ComfyServer:
                 if time.monotonic() > deadline:
                     raise ServerError(self._with_log(f"the server did not answer within {self.startup_timeout} s")) from None
                 time.sleep(0.1)
-        self._listener = _Listener(self.port)
+        self._listener = Listener(self.port)
 
     def exit_code(self, timeout: float) -> int:
         """Wait for the server's own end, however it comes; negative for a signal."""
@@ -341,7 +261,7 @@ class ComfyServer:
                 self._check_running(f"while prompt {prompt_id} ran")
                 raise
             if prompt_id in history:
-                result = _result(prompt_id, history[prompt_id])
+                result = result_of(prompt_id, history[prompt_id])
                 self._note(result)
                 return result
             self._check_running(f"while prompt {prompt_id} ran")
@@ -492,7 +412,7 @@ class ComfyServer:
         if result.status == "success" or refused:
             exercised.note(self._prompts[result.prompt_id], "refused" if refused else "ran", self.base / "models")
 
-    def _require_listener(self) -> _Listener:
+    def _require_listener(self) -> Listener:
         if self._listener is None:
             raise ServerError("the server is not running: call start(), or use it in a with statement")
         return self._listener
@@ -507,111 +427,10 @@ class ComfyServer:
         return f"{message}. The end of its log:\n{tail}"
 
 
-class _Listener:
-    """A thread that collects the events of one websocket connection."""
-
-    def __init__(self, port: int) -> None:
-        self.client_id = uuid.uuid4().hex
-        url = f"ws://127.0.0.1:{port}/ws?clientId={self.client_id}"
-        self._socket = websocket.create_connection(url, timeout=10.0, http_no_proxy=["127.0.0.1"], skip_utf8_validation=True)
-        self._socket.settimeout(None)
-        self._events: list[Event] = []
-        self._ended: set[str] = set()  # ids of prompts
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._listen, name="comfy-events", daemon=True)
-        self._thread.start()
-
-    def snapshot(self) -> list[Event]:
-        with self._changed:
-            return list(self._events)
-
-    def wait(self, condition: Callable[[Event], bool], timeout: float, since: float) -> Event:
-        deadline = time.monotonic() + timeout
-        seen = 0
-        with self._changed:
-            while True:
-                for event in self._events[seen:]:
-                    if event.time >= since and condition(event):
-                        return event
-                seen = len(self._events)
-                if not self._changed.wait(deadline - time.monotonic()):
-                    recent = [event.type for event in self._events[-20:]]
-                    raise TimeoutError(f"no such event within {timeout} s; the last ones were {recent}")
-
-    def wait_end(self, prompt_id: str, timeout: float) -> bool:
-        """Wait for the event with which a prompt ends; False if there was none."""
-        with self._changed:
-            return self._changed.wait_for(lambda: prompt_id in self._ended, timeout)
-
-    def close(self) -> None:
-        self._socket.shutdown()
-        self._thread.join(5.0)
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                kind, frame = self._socket.recv_data()
-            except (OSError, websocket.WebSocketException):
-                return
-            if kind == websocket.ABNF.OPCODE_CLOSE:
-                return
-            event = _event(kind, frame)
-            if event is not None:
-                with self._changed:
-                    self._events.append(event)
-                    if event.type in _ENDS:
-                        self._ended.add(event.data["prompt_id"])
-                    self._changed.notify_all()
-
-
 def _without_nonce(prompt: Mapping[str, Any]) -> dict[str, Any]:
     """What a prompt samples: a nonce only keeps ComfyUI from taking a result out of its cache."""
     kept = {id: {name: value for name, value in node["inputs"].items() if name != "nonce"} for id, node in prompt.items()}
     return {id: [node["class_type"], kept[id]] for id, node in prompt.items()}
-
-
-def _event(kind: int, frame: bytes) -> Event | None:
-    now = time.monotonic()
-    if kind == websocket.ABNF.OPCODE_TEXT:
-        message = json.loads(frame)
-        return Event(time=now, type=message["type"], data=message.get("data"))
-    if kind != websocket.ABNF.OPCODE_BINARY or len(frame) < 8:
-        return None
-    number, length = struct.unpack(">II", frame[:8])
-    if number == _TEXT_EVENT:
-        return Event(time=now, type="text", data=(frame[8 : 8 + length].decode(), frame[8 + length :].decode()))
-    if number not in _PREVIEW_EVENTS:
-        return Event(time=now, type=f"binary_{number}", data=frame[4:])
-    start = _PREVIEW_EVENTS[number]
-    return Event(time=now, type="preview", data=frame[8 + length if start is None else start :])
-
-
-def _result(prompt_id: str, entry: dict[str, Any]) -> Result:
-    messages = [(name, data) for name, data in entry["status"]["messages"]]
-    by_name = dict(messages)
-    error = None
-    status: Literal["success", "error", "interrupted"] = "success" if entry["status"]["completed"] else "error"
-    if "execution_interrupted" in by_name:
-        status = "interrupted"
-    elif "execution_error" in by_name:
-        data = by_name["execution_error"]
-        error = NodeError(
-            node_id=str(data["node_id"]),
-            node_type=data["node_type"],
-            exception_type=data["exception_type"],
-            exception_message=data["exception_message"],
-            traceback="".join(data["traceback"]),
-        )
-    stamps = [data["timestamp"] for _, data in messages if "timestamp" in data]
-    return Result(
-        prompt_id=prompt_id,
-        status=status,
-        messages=messages,
-        outputs=entry["outputs"],
-        error=error,
-        seconds=(stamps[-1] - stamps[0]) / 1000 if stamps else 0.0,
-        cached=list(by_name.get("execution_cached", {}).get("nodes", [])),
-    )
 
 
 def free_port() -> int:
