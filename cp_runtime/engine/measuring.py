@@ -25,6 +25,7 @@ SAME_SPEED = 0.1  # devices of different names that differ by less than this cou
 SLOWER = 2.0  # times as long: a link has become slower, and no rank was merely late
 ENOUGH, LONG = 0.02, 1.0  # seconds to measure a link, and at most where it becomes slower
 RISING = 0.3  # seconds of work that bring the clocks of an idle accelerator up
+SIZES = {"cpu": (256, 1 << 18, 256), "accelerator": (4096, 1 << 22, 4096)}  # what is measured: tokens, elements sent, side of a matrix
 STEPS = 4  # shares are multiples of this part of the slowest rank's
 
 
@@ -90,10 +91,9 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
     """Measure this rank and its links; all ranks do it together, in a fraction of a second. `name`: of the kind of device."""
     whole, ranks = mesh.whole, mesh.size
     cpu, place = device.type == "cpu", torch.device("cpu") if whole.via_host else device
-    tokens, elements = (256, 1 << 18) if cpu else (4096, 1 << 22)
+    tokens, elements, side = SIZES["cpu" if cpu else "accelerator"]
     dtype = torch.float32 if cpu else torch.bfloat16
     qkv = torch.randn(3, 1, 4, tokens, 64, device=device).to(dtype)
-    side = 256 if cpu else 4096
     matrix = torch.randn(side, side, device=device).to(dtype)
     block = torch.zeros(elements * 4, dtype=dtype, device=device)
 
