@@ -66,7 +66,7 @@ def is_dressed(tensor: Tensor) -> bool:
 
 
 def dressed_as(tensor: Tensor, model: Tensor) -> Tensor:
-    """Return plain memory under the class of a dressed tensor, with its attributes."""
+    """Return plain memory under the class of a dressed tensor, with those attributes of it that the memory does not have itself."""
     made = tensor.as_subclass(type(model))
     vars(made).update(vars(model) | vars(made))
     return made
