@@ -51,7 +51,7 @@ def stored(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that make up a tensor: itself, or a quantised weight's data and scales."""
     flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's protocol for tensors that wrap others
     if flatten is None:
-        return [tensor.as_subclass(Tensor) if is_dressed(tensor) else tensor.detach()]
+        return [(tensor.as_subclass(Tensor) if is_dressed(tensor) else tensor).detach()]
     return [part for name in flatten()[0] for part in stored(getattr(tensor, name))]
 
 
@@ -66,9 +66,9 @@ def is_dressed(tensor: Tensor) -> bool:
 
 
 def dressed_as(tensor: Tensor, model: Tensor) -> Tensor:
-    """Return plain memory under the class of a dressed tensor, with its attributes."""
+    """Return plain memory under the class of a dressed tensor, with those attributes of it that the memory does not have itself."""
     made = tensor.as_subclass(type(model))
-    vars(made).update(vars(model))
+    vars(made).update(vars(model) | vars(made))
     return made
 
 

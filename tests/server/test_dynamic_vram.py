@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from support import checkpoints, families, preloaded, stand_in
 from support.architectures import SD3, ClipL
 from support.checkpoints import Checkpoint
+from support.gguf_files import write
 from support.graphs import Graph, cp_config, family_prompt, flux_prompt
-from support.server import ComfyServer
+from support.server import CUSTOM_NODES, GGUF_NODES, ComfyServer
 from support.stand_in.memory import Ledger
 from support.vae_graphs import vae_prompt
 
@@ -43,6 +44,7 @@ def models(comfyui_path, tmp_path_factory):
         checkpoints.write("lora", folder)
     checkpoints.write("flux", folder, dtype=torch.bfloat16)
     checkpoints.write("flux_lora", folder)
+    write(folder / "diffusion_models" / "flux-bfloat16.safetensors", folder / "diffusion_models" / "flux.gguf")
     checkpoints.write("model", folder, dtype=torch.bfloat16, file_stem="model", checkpoint=MODEL)
     encoder = Checkpoint(architecture=ClipL(), folder="text_encoders")
     checkpoints.write("encoder", folder, dtype=torch.float16, file_stem="encoder", checkpoint=encoder)
@@ -76,7 +78,7 @@ def ledger(cards):
 @pytest.fixture(scope="module")
 def server(comfyui_path, models, cards):
     options = {"args": ["--fp32-unet", "--fp32-vae", "--fp32-text-enc"], "env": stand_in.environment(cards)}
-    with ComfyServer(comfyui_path, models=models, cpu=False, **options) as running:
+    with ComfyServer(comfyui_path, models=models, cpu=False, custom_nodes=CUSTOM_NODES | GGUF_NODES, **options) as running:
         yield running
 
 
@@ -155,6 +157,18 @@ def test_weights_that_are_rounded_to_8_bits(server, weight_dtype, strength):
     latent(1)
     stock = latent(2)
     assert difference(latent(2, cp={}), stock) <= HALF_BOUND
+
+
+def test_a_model_whose_loader_does_without_dynamic_vram(server):
+    """ComfyUI makes a dynamic model, of which the loader of a GGUF file makes one that is not."""
+
+    def latent(lora, **cp):
+        prompt = flux_prompt(loras=[("flux_lora", lora)] if lora else [], steps=1, cp=cp or None)
+        prompt["loader"] = {"class_type": "UnetLoaderGGUF", "inputs": {"unet_name": "flux.gguf"}}
+        return [server.sample(prompt, timeout=120).float()]
+
+    for lora, weights in ((0.0, "whole"), (1.0, "sharded")):
+        assert difference(latent(lora, weights=weights), latent(lora)) <= BOUND
 
 
 def test_a_vae_whose_file_has_another_dtype_is_decoded_on_both_cards(server):

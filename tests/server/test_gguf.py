@@ -21,7 +21,7 @@ from support.worlds import on_ranks
 
 assert_equal = partial(assert_close, bound=1e-5)
 FILES = {"flux": "flux", "wan": "wan_t2v", "wan_low": "wan_t2v_low", "other": "flux_schnell"}
-FILE_INPUTS = {"LoaderGGUF": "gguf_name"}
+FILE_INPUTS = {"LoaderGGUF": "gguf_name", "LoaderGGUFAdvanced": "gguf_name"}
 BUILDS = {"flux": flux_prompt, "wan": wan_prompt}
 LORAS = {"flux": [("flux_lora", 0.7), ("flux_lora_kohya", -0.4)], "wan": [("wan_t2v_lora", 0.5)]}
 
@@ -206,6 +206,22 @@ def test_a_copy_of_the_loader_that_nobody_knows_is_refused(gguf_server):
     result = gguf_server.run(graph("flux", by="OtherLoaderGGUF", cp={"world_size": 2}), timeout=60)
     for words in ("left no recipe", "Unet Loader (GGUF)", "Load Diffusion Model"):
         assert words in result.error.exception_message
+
+
+@pytest.mark.parametrize(
+    ("by", "inputs", "words"),
+    [
+        ("LoaderGGUF", {"model_name": "flux.gguf"}, "its input gguf_name names no file of unet. Update ComfyUI's"),
+        ("LoaderGGUF", {"gguf_name": "flux.gguf", "plain_layers": True}, "its layers have no dequant_dtype. Update ComfyUI's"),
+        ("LoaderGGUFAdvanced", {"gguf_name": "flux.gguf"}, "left no recipe"),
+    ],
+)
+def test_another_version_of_a_loader_is_refused_and_runs_on_one_device(by, inputs, words, gguf_server):
+    prompts = {name: graph("flux", cp=cp) for name, cp in (("ranks", {"world_size": 2}), ("stock", None))}
+    for prompt in prompts.values():
+        prompt["loader"] = {"class_type": by, "inputs": inputs}
+    assert words in gguf_server.run(prompts["ranks"], timeout=60).error.exception_message
+    assert_equal(gguf_server.sample(prompts["stock"]), stock(gguf_server, "flux"))
 
 
 def test_a_file_that_was_replaced_is_loaded_again(gguf_server, models):

@@ -57,6 +57,34 @@ CASES = {
         weight = module.weight
         module.to("cuda")
         assert module.weight is weight and weight.is_cuda and module(card).shape == (2, 2)
+
+        class Blocks(torch.Tensor):  # with attributes and no operators, as loaders of GGUF files have one
+            def __new__(cls, data, kind):
+                return torch.Tensor._make_subclass(cls, data)
+
+            def __init__(self, data, kind):
+                self.kind = kind
+
+            def to(self, *args):
+                new = super().to(*args)
+                new.kind = self.kind
+                return new
+
+            def detach(self):
+                return self
+
+        host = Blocks(torch.arange(6.0), "Q8")
+        module.weight = weight = torch.nn.Parameter(host, requires_grad=False)
+        held, copy = memory.LEDGER.tensors(0), weight.to("cuda")
+        assert memory.LEDGER.tensors(0) > held and str(copy.device) == "cuda:0" and copy.kind == "Q8"
+        bare = copy.as_subclass(torch.Tensor)
+        assert type(copy) == Blocks != type(bare) == torch.Tensor and isinstance(copy, Blocks) and not isinstance(bare, Blocks)
+        assert type(copy)(bare, "Q4").is_cuda and type(copy * 2) == Blocks and type(copy.cpu()) is Blocks
+        refused(RuntimeError, "cpu, cuda:0", lambda: copy + host)
+        copy.data.add_(1)
+        assert copy.tolist() == bare.tolist() == [1, 2, 3, 4, 5, 6] and host.tolist() == [0, 1, 2, 3, 4, 5]
+        module.to("cuda")
+        assert module.weight is weight and weight.is_cuda and weight.kind == "Q8"
     """,
     "DynamicVRAM": """
         import os, tempfile

@@ -38,7 +38,7 @@ def call_factory(factory: Factory, node_folders: Sequence[str], model_folders: S
     _check(factory, node_folders, model_folders)
     name, _, method = factory.function.partition(".")
     function = vars(_imported(factory.file, node_folders)).get(name)
-    if name in NODE_LOADERS and isinstance(function, type) and method == getattr(function, "FUNCTION", None):
+    if factory.node in NODE_LOADERS and isinstance(function, type) and method == getattr(function, "FUNCTION", None):
         return _call_node(function, method, factory)
     if not isinstance(function, FunctionType):
         raise MirrorError(f"{factory.file} has no function {factory.function!r}")
@@ -53,7 +53,7 @@ def call_factory(factory: Factory, node_folders: Sequence[str], model_folders: S
 
 def _call_node(cls: type, method: str, factory: Factory) -> Any:
     """Return the ModelPatcher that a node makes. It finds the model file where ComfyUI's process has found it."""
-    loader, (path, _) = NODE_LOADERS[cls.__name__], factory.models[0]
+    loader, (path, _) = NODE_LOADERS[factory.node], factory.models[0]
     stock = folder_paths.get_full_path
 
     def full_path(folder: str, filename: str) -> str | None:

@@ -52,10 +52,11 @@ def node_recipe(call: NodeCall, stamp: FileStamp) -> Recipe:
         MirrorError: as for `factory_recipe`.
     """
     name = f"{call.cls.__qualname__}.{call.method}"
-    named = f"the workers cannot repeat the node {call.cls.__module__}.{name}"
+    named = f"the workers cannot repeat the node {call.node}, which is {call.cls.__module__}.{name}"
     if getattr(sys.modules.get(call.cls.__module__), call.cls.__qualname__, None) is not call.cls:
         raise MirrorError(f"{named}: it does not stand at the top of a module. {REMEDY}")
-    return _recipe(named, call.cls.__module__, name, _plain(named, call.arguments), 0, [(os.path.abspath(call.path), stamp)])
+    models = [(os.path.abspath(call.path), stamp)]
+    return _recipe(named, call.cls.__module__, name, _plain(named, call.arguments), 0, models, call.node)
 
 
 def _plain(named: str, given: Sequence[Any]) -> Any:
@@ -67,7 +68,13 @@ def _plain(named: str, given: Sequence[Any]) -> Any:
 
 
 def _recipe(
-    named: str, module: str, function: str, arguments: Any, place: int | None, models: Sequence[tuple[str, FileStamp]]
+    named: str,
+    module: str,
+    function: str,
+    arguments: Any,
+    place: int | None,
+    models: Sequence[tuple[str, FileStamp]],
+    node: str = "",
 ) -> Recipe:
     file = os.path.abspath(getattr(sys.modules.get(module), "__file__", None) or "")
     folders = [folder for folder in node_folders() if file.startswith(os.path.join(folder, ""))]
@@ -76,12 +83,9 @@ def _recipe(
     if os.path.basename(file) == "__init__.py":
         raise MirrorError(f"{named}: it stands in the __init__.py of its pack, which needs ComfyUI's server. {REMEDY}")
     sources = _sources_of(os.path.join(folders[0], os.path.relpath(file, folders[0]).split(os.sep)[0]))
-    return Recipe(
-        FACTORY,
-        models[0][0],
-        stamp=models[0][1],
-        factory=Factory(file, function, arguments, place, tuple((path, file_digest(path)) for path in sources), tuple(models)),
-    )
+    digests = tuple((path, file_digest(path)) for path in sources)
+    factory = Factory(file, function, arguments, place, digests, tuple(models), node)
+    return Recipe(FACTORY, models[0][0], stamp=models[0][1], factory=factory)
 
 
 def _no_tensor(_: Tensor, path: str) -> Any:

@@ -48,6 +48,7 @@ def recipe_key(patcher: Any) -> str | None:
 
 def _of_model(model: Any, init: Any, notes: ModelNotes) -> Recipe:
     if init is None and notes.call is not None:
+        notes.call.check(model)
         return node_recipe(notes.call, _stamp_of(notes.call.path, notes))
     if init is None:
         raise MirrorError(

@@ -51,7 +51,7 @@ NODE_LOADERS: Mapping[str, NodeLoader] = {
     "LoaderGGUF": NodeLoader("gguf_name", "unet", _SETTINGS),
     "LoaderGGUFAdvanced": NodeLoader("gguf_name", "unet", _SETTINGS),
 }
-"""By the id of the node, which is the name of its class as well; its constructor takes nothing."""
+"""By the id of the node, whose constructor takes nothing."""
 
 FileStamp = tuple[int, ...]
 """State of a file: bytes, time of change of its content and of its inode in nanoseconds, number of the inode. Two of the same
@@ -64,11 +64,12 @@ class Factory:
 
     Args:
         file: in which it stands at the top level.
-        function: its name there; `Class.method` of a node in NODE_LOADERS.
+        function: its name there; `Class.method` of a node.
         arguments: plain values, as `pool.protocol.flatten` writes them.
         place: of the model among the things that it returns; None = it returns the model alone.
         sources: files of the pack that ComfyUI's process has imported, each with its SHA-256.
         models: model files that the arguments name, each with its state.
+        node: its id in NODE_LOADERS, where it is a node's.
     """
 
     file: str
@@ -77,6 +78,7 @@ class Factory:
     place: int | None
     sources: tuple[tuple[str, str], ...]
     models: tuple[tuple[str, FileStamp], ...]
+    node: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import folder_paths
 import nodes  # noqa: F401  (as the packs do, which look up ComfyUI's own loaders)
 import torch
 
-from .blocks import read
+from .blocks import read, unpack
 from .ops import FLOAT, PACKED, BlockTensor, Entry, Ops, OtherEntry, OtherOps, is_packed
 
 # The names of files with this ending, in the folders of other models.
@@ -62,6 +62,13 @@ def asked(name: str | None) -> Any:
     return None if name in ("default", None) else name if name == "target" else getattr(torch, name)
 
 
+def load_plain(path: str) -> Any:
+    weights = {
+        name: unpack(data, torch.Size(shape), None) if packed else data for name, (data, shape, packed) in read(path)[0].items()
+    }
+    return comfy.sd.load_diffusion_model_state_dict(weights)
+
+
 def load(
     path: str,
     dequant_dtype: str | None = None,
@@ -109,24 +116,29 @@ class UnetLoaderGGUFAdvanced(UnetLoaderGGUF):
         return {"required": super().INPUT_TYPES()["required"] | more}
 
 
-class LoaderGGUF(UnetLoaderGGUF):
-    """The same under the names of another pack, which notes patches in another form."""
+class OtherPacksLoader(UnetLoaderGGUF):
+    """The same under the names of another pack, which notes patches in another form; with what a later version may do otherwise."""
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"gguf_name": super().INPUT_TYPES()["required"]["unet_name"]}}
+        names = super().INPUT_TYPES()["required"]["unet_name"]
+        return {"required": {}, "optional": {"gguf_name": names, "model_name": names, "plain_layers": ("BOOLEAN", {})}}
 
     FUNCTION = "load_model"
 
-    def load_model(
-        self,
-        gguf_name: str,
-        dequant_dtype: str | None = None,
-        patch_dtype: str | None = None,
-        patch_on_device: bool | None = None,
-    ) -> tuple[Any, ...]:
-        path = folder_paths.get_full_path("unet", gguf_name)
-        return (load(path, dequant_dtype, patch_dtype, patch_on_device, OtherOps(), OtherPatcher),)
+    def load_model(self, gguf_name: str = "", model_name: str = "", plain_layers: bool = False) -> tuple[Any, ...]:
+        path = folder_paths.get_full_path("unet", gguf_name or model_name)
+        return (load_plain(path) if plain_layers else load(path, ops=OtherOps(), patcher=OtherPatcher),)
+
+
+class LoaderOfClassMethods(OtherPacksLoader):
+    """As ComfyUI's newer kind of node."""
+
+    FUNCTION = "execute"
+
+    @classmethod
+    def execute(cls, gguf_name: str) -> tuple[Any, ...]:
+        return (load(folder_paths.get_full_path("unet", gguf_name), ops=OtherOps(), patcher=OtherPatcher),)
 
 
 class OtherLoaderGGUF(UnetLoaderGGUF):
@@ -138,5 +150,6 @@ class OtherLoaderGGUF(UnetLoaderGGUF):
         return (load(folder_paths.get_full_path("unet", unet_name)),)
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (UnetLoaderGGUF, UnetLoaderGGUFAdvanced, LoaderGGUF, OtherLoaderGGUF)}
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (UnetLoaderGGUF, UnetLoaderGGUFAdvanced, OtherLoaderGGUF)}
+NODE_CLASS_MAPPINGS |= {"LoaderGGUF": OtherPacksLoader, "LoaderGGUFAdvanced": LoaderOfClassMethods}
 NODE_DISPLAY_NAME_MAPPINGS = {"UnetLoaderGGUF": "Unet Loader (GGUF)", "UnetLoaderGGUFAdvanced": "Unet Loader (GGUF/Advanced)"}

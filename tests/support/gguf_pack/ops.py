@@ -19,7 +19,7 @@ class BlockTensor(Tensor):
     """A weight as it is in the file: `shape` is that of its numbers, and nothing copies or detaches it."""
 
     def __new__(cls, data: Tensor, **_: Any) -> BlockTensor:
-        return super().__new__(cls, data)
+        return Tensor._make_subclass(cls, data)
 
     def __init__(self, _: Tensor, *, tensor_type: str, tensor_shape: torch.Size) -> None:
         super().__init__()
@@ -28,7 +28,8 @@ class BlockTensor(Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         new: Any = super().to(*args, **kwargs)
-        new.tensor_type, new.tensor_shape, new.patches = self.tensor_type, self.tensor_shape, list(self.patches)
+        new.tensor_type = getattr(self, "tensor_type", FLOAT)  # results of operations have no attributes
+        new.tensor_shape, new.patches = getattr(self, "tensor_shape", new.size()), list(getattr(self, "patches", []))
         return new
 
     def clone(self, *_: Any, **__: Any) -> Any:

@@ -6,6 +6,8 @@ Every operation of torch comes by here: its operands' numbers go through the CPU
 from __future__ import annotations
 
 import ctypes
+import functools
+import inspect
 import linecache
 import math
 import os
@@ -54,13 +56,13 @@ def set_sync_debug_mode(mode: str | int) -> None:
 
 
 class _Kind(type(Tensor)):  # type: ignore[misc]
-    """Is `torch.Tensor` to who compares types."""
+    """Is the class of the same tensor on the CPU to who compares types."""
 
     def __eq__(cls, other: object) -> bool:
-        return other is cls or other is Tensor
+        return other is cls or other is cls.on_cpu
 
     def __hash__(cls) -> int:
-        return hash(Tensor)
+        return hash(cls.on_cpu)
 
 
 class OnCard(Tensor, metaclass=_Kind):
@@ -69,10 +71,12 @@ class OnCard(Tensor, metaclass=_Kind):
     Attributes:
         numbers: of it, on the CPU.
         taken: bytes of their memory.
+        on_cpu: class of the same tensor there.
     """
 
     numbers: Tensor
     taken: int
+    on_cpu: type[Tensor] = Tensor
     _hold: memory.Hold
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -116,6 +120,31 @@ class OnCard(Tensor, metaclass=_Kind):
             self._hold.held.recorded.add(stream.cuda_stream)
 
 
+@functools.cache
+def _class_on_card(cls: type[Tensor]) -> type[OnCard]:
+    """The class of tensors on a card that wear `cls`, one without operators of its own. Their operations come by `Everywhere`."""
+    names = {"on_cpu": cls, "__torch_dispatch__": Tensor.__torch_dispatch__}
+    names["__torch_function__"] = inspect.getattr_static(cls, "__torch_function__")
+    made: type[OnCard] = _Kind(cls.__name__, (cls, OnCard), names)
+    return made
+
+
+def _worn(tensor: Tensor, cls: type[Tensor], stock: Callable[..., Tensor]) -> Tensor:
+    """A tensor under another class, by torch's function for it."""
+    cls = cls.on_cpu if issubclass(cls, OnCard) else cls
+    if not isinstance(tensor, OnCard) or not (cls is Tensor or _is_dressed(cls)):
+        return stock(tensor, cls)
+    made = OnCard(tensor.numbers, tensor.device.index)
+    if cls is not Tensor:
+        made.__class__ = _class_on_card(cls)
+    return made
+
+
+def _is_dressed(cls: type[Tensor]) -> bool:
+    """Whether it is one of tensors with attributes of their own, and no operators."""
+    return not _foreign([cls]) and getattr(cls, "on_cpu", cls) not in (Tensor, torch.nn.Parameter)
+
+
 class Everywhere(TorchDispatchMode):
     """Brings operations here that make a tensor on a card from nothing or from the CPU."""
 
@@ -140,7 +169,11 @@ def install() -> None:
 
     def put_data(self: Tensor, value: Tensor) -> None:
         if isinstance(self, OnCard) or isinstance(value, OnCard):
-            new = torch.nn.Parameter(value, self.requires_grad) if isinstance(self, torch.nn.Parameter) else value.detach()
+            if _is_dressed(type(self)):
+                new = value.as_subclass(type(self))
+                vars(new).update({name: of for name, of in vars(self).items() if name not in ("numbers", "taken", "_hold")})
+            else:
+                new = torch.nn.Parameter(value, self.requires_grad) if isinstance(self, torch.nn.Parameter) else value.detach()
             torch.utils.swap_tensors(self, new)
         else:
             data.__set__(self, value)
@@ -150,7 +183,15 @@ def install() -> None:
     def with_number(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return to(self, *map(_numbered, args), **{name: _numbered(value) for name, value in kwargs.items()})
 
+    as_subclass: Any = Tensor.as_subclass
+    make_subclass: Any = Tensor._make_subclass
+
+    def make(cls: type[Tensor], data: Tensor, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+        return _worn(data, cls, lambda data, cls: make_subclass(cls, data, requires_grad, **kwargs))
+
     changed: Any = Tensor
+    changed.as_subclass = lambda self, cls: _worn(self, cls, as_subclass)
+    changed._make_subclass = staticmethod(make)
     changed.to = with_number
     changed.pin_memory = pin_memory
     changed.is_pinned = lambda self, *_: _is_pinned(self)
@@ -240,6 +281,8 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
         if isinstance(value, OnCard):
             owners.append((value.numbers, value))
             return value.numbers
+        if isinstance(value, Tensor) and type(value) is not Tensor:
+            return value.as_subclass(Tensor)
         return CPU if isinstance(value, torch.device) and value.type == kind else value
 
     cpu_args, cpu_kwargs = _mapped(args, on_host), _mapped(kwargs, on_host)
@@ -257,7 +300,7 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
         raise
 
     for inner, owner in owners:
-        if (inner.shape, inner.stride(), inner.untyped_storage().nbytes()) != (owner.shape, owner.stride(), owner.taken):
+        if (inner.size(), inner.stride(), inner.untyped_storage().nbytes()) != (owner.size(), owner.stride(), owner.taken):
             raise NotImplementedError(f"{func} changes the form of a tensor in place")
 
     def result(value: Any) -> Any:
@@ -339,7 +382,7 @@ def _check_devices(func: Any, args: Any, leaves: list[Tensor], theirs: list[OnCa
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     inner = b.numbers if isinstance(b, OnCard) else b
-    return type(a) is type(inner) is Tensor and a.untyped_storage()._cdata == inner.untyped_storage()._cdata
+    return type(a) is Tensor and a.untyped_storage()._cdata == inner.untyped_storage()._cdata
 
 
 def _wait(what: str) -> None:
