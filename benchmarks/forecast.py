@@ -21,6 +21,7 @@ from cp_runtime.engine.cost import AttentionShape, Rates
 from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.policy import CallSplit, CallWork, Pool, Run, candidates, predict
 
+UNITS = 128  # multiprocessors of a device: from 82 (3090) to 170 (5090)
 PER_MACHINE = 8  # devices in one machine, where there are several
 
 
@@ -112,15 +113,18 @@ def work_of(model: Model, tokens: int | None = None) -> CallWork:
     return CallWork(model.items, True, ((shape, model.layers),), 2 * model.parameters * count, model.layers, 0)
 
 
-def pool_of(devices: int, link: Link, flops: float, rotate_method: str = "alltoall", apart: bool = False) -> Pool:
+def pool_of(devices: int, link: Link, flops: float, rotate_method: str = "alltoall", apart: bool = False, rounds: int = 0) -> Pool:
     """Equal devices on a link.
 
     Args:
+        rounds: of Ulysses; 0 = as many as are best.
         apart: those that share a sequence are in several machines. Then all that they send counts as sent between machines.
     """
     bandwidth = link.between if apart and link.between is not None else link.bandwidth
-    rates = Rates(latency=link.latency, bandwidth=bandwidth, flops=flops, memory=flops / 100, overlap=1.0, linear=flops)
-    settings = SequenceSettings(rotate_method=rotate_method)  # type: ignore[arg-type]
+    rates = Rates(
+        latency=link.latency, bandwidth=bandwidth, flops=flops, memory=flops / 100, overlap=1.0, linear=flops, units=UNITS
+    )
+    settings = SequenceSettings(rotate_method=rotate_method, ulysses_rounds=rounds)  # type: ignore[arg-type]
     return Pool(Measured((rates,) * devices, (), (0,) * devices), (), settings)
 
 

@@ -132,7 +132,7 @@ def replay(table: Table) -> list[Replay]:
 def seconds(table: Table, row: Row, flops: float) -> float:
     """Of a call on a split, for devices of that speed."""
     work = work_of(table.model)
-    pool, one = pool_of(row.split.at_work, table.link, flops, table.rotate_method), CallSplit((0,), 1, 1, 1)
+    pool, one = pool_of(row.split.at_work, table.link, flops, table.rotate_method, rounds=1), CallSplit((0,), 1, 1, 1)
     alone = operations(work) / flops
     return predict(work, pool, row.split, one, Run(alone, alone, 0.0))
 

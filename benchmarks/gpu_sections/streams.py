@@ -32,12 +32,13 @@ from cp_runtime.engine.sharding import JointLayout
 from cp_runtime.engine.weights import sharded
 
 MODES = {
-    "Ulysses": (1, 0, "allgather"),
-    "ring alltoall": (0, 1, "alltoall"),
-    "ring allgather": (0, 1, "allgather"),
-    "unified alltoall": (2, 2, "alltoall"),
+    "Ulysses": (1, 0, "allgather", 1),
+    "Ulysses in rounds": (1, 0, "allgather", 3),
+    "ring alltoall": (0, 1, "alltoall", 1),
+    "ring allgather": (0, 1, "allgather", 1),
+    "unified alltoall": (2, 2, "alltoall", 1),
 }
-"""Ring and Ulysses degree, 0 being the number of ranks."""
+"""Ring and Ulysses degree, 0 being the number of ranks; method, and rounds of Ulysses."""
 HEADS, HEAD_DIM, BLOCKS = 6, 128, 4
 BOUND = 2e-5  # of attention
 BLOCKS_BOUND = 1e-4  # of all blocks: their matrix products are of other lengths
@@ -54,11 +55,11 @@ def run(section: Section) -> None:
     lengths = (5, 96) if section.rehearse else (77, 1024)
     rounds = 2 if section.rehearse or section.few else 10
     for world in WORLDS[:1] if section.few else WORLDS:
-        for mode, (ring, ulysses, method) in MODES.items():
+        for mode, (ring, ulysses, method, parts) in MODES.items():
             if (ring or world) * (ulysses or world) != world:
                 continue
             name = f"{world} threads, {mode}"
-            config = SequenceSettings(rotate_method=method).with_degrees(ring or world, ulysses or world)
+            config = SequenceSettings(rotate_method=method).with_degrees(ring or world, ulysses or world, parts)
             with section.part(name), Ranks(world, lengths, config, section.device) as ranks:
                 largest = max(ranks.attend() for _ in range(rounds))
                 section.check(name, largest <= BOUND, rounds=rounds, largest=largest)

@@ -19,6 +19,7 @@ from .sharding import Shares
 
 ROTATE_METHODS = ("alltoall", "allgather")
 MAX_SHARE = 100  # of a rank; finer ones are no more right
+NOT_OF_DIFFUSERS = ("batch_degree", "shares", "ulysses_rounds")
 DEGREES = {"ring_degree": "ranks on that axis", "ulysses_degree": "ranks on that axis", "batch_degree": "groups of ranks"}
 
 
@@ -52,6 +53,9 @@ class ContextParallelConfig(_NotOfDiffusers):
             fewer items is shared by all ranks: the degree of the batch is then one of ulysses. Not in diffusers.
         shares: how much of the tokens, heads and items each rank takes, by rank: (2, 1) where rank 0 is twice as fast as rank 1.
             Exact whatever they are, and the same on every rank. None = all take as much. Not in diffusers.
+        ulysses_rounds: parts of its heads that a rank exchanges one after the other, so that one travels while another attends: 2
+            to 4 where the exchange takes a good part of the time of attention; beside a ring always 1. The result is the same, bit
+            for bit. Not in diffusers.
 
     Raises:
         ConfigError: naming field, value, what is allowed and what to do.
@@ -66,6 +70,7 @@ class ContextParallelConfig(_NotOfDiffusers):
     ring_anything: bool = False
     batch_degree: int = 1
     shares: tuple[int, ...] | None = None
+    ulysses_rounds: int = 1
 
     def __post_init__(self) -> None:
         sizes = (1, 1) if self.mesh is None else axis_sizes(self.mesh)
@@ -82,6 +87,8 @@ class ContextParallelConfig(_NotOfDiffusers):
         check_choice("rotate_method", self.rotate_method, ROTATE_METHODS)
         for name in ("convert_to_fp32", "ulysses_anything", "ring_anything"):
             check_switch(name, getattr(self, name))
+        if not is_int(self.ulysses_rounds) or self.ulysses_rounds < 1:
+            raise bad_value("ulysses_rounds", self.ulysses_rounds, "a whole number from 1", "Leave it at 1, or try 2.")
         if self.shares is not None:
             object.__setattr__(self, "shares", self._checked_shares(self.shares))
 
@@ -190,7 +197,7 @@ class ContextParallelConfig(_NotOfDiffusers):
             raise bad_value("tensor_parallel_config", "a TensorParallelConfig", "None", "Apply one kind of parallelism here.")
         config = getattr(config, "context_parallel_config", config)
         try:
-            theirs = [f.name for f in dataclasses.fields(cls) if f.name not in ("batch_degree", "shares")]
+            theirs = [f.name for f in dataclasses.fields(cls) if f.name not in NOT_OF_DIFFUSERS]
             return cls(**{name: getattr(config, name) for name in theirs})
         except AttributeError as error:
             raise bad_value(
@@ -212,7 +219,7 @@ class ParallelConfig(_NotOfDiffusers):
 @dataclass(frozen=True, kw_only=True)
 class SequenceSettings:
     """A user's settings for the sequence axes: as in `ContextParallelConfig`, but degrees are both 0 where they are chosen for
-    every attention (`cost`)."""
+    every attention (`cost`), and so are rounds."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -220,10 +227,12 @@ class SequenceSettings:
     rotate_method: Literal["alltoall", "allgather"] = "alltoall"
     ulysses_anything: bool = True
     ring_anything: bool = True
+    ulysses_rounds: int = 0
 
-    def with_degrees(self, ring: int, ulysses: int) -> ContextParallelConfig:
-        """Return the same settings with these degrees."""
-        return ContextParallelConfig(**{**dataclasses.asdict(self), "ring_degree": ring, "ulysses_degree": ulysses})
+    def with_degrees(self, ring: int, ulysses: int, rounds: int = 1) -> ContextParallelConfig:
+        """Return the same settings with these degrees, and rounds if none are set."""
+        chosen = {"ring_degree": ring, "ulysses_degree": ulysses, "ulysses_rounds": self.ulysses_rounds or rounds}
+        return ContextParallelConfig(**{**dataclasses.asdict(self), **chosen})
 
 
 def axis_sizes(mesh: Any) -> tuple[int, int]:

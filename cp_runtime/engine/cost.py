@@ -10,15 +10,17 @@ shares); with equal shares and heads that divide, l = 1 / P, c = 1 / R, h = 1 / 
 | bytes sent by Ulysses | `B D b (l (1 - h) (S H + 2 S_k K) + (c - l) h S H)` (q, k, v, then the output) |
 | bytes sent by the ring | `(1 - c) * 2 S_k B D b K h`, c of the smallest chunk |
 | attention of one rank | `t = 4 B S S_k D H h c / f` |
-| Ulysses | `2 a + bytes / w` |
+| Ulysses in C rounds | `s + (C - 1) * max(0, s - overlap * t / C)`, s = `2 a + bytes / (C w)`: what attention does not hide |
+| more rounds | `(C - 1) * launch * ROUND_LAUNCHES`, and t in waves of `units` tiles, of which a round's last may be partly empty |
 | ring alltoall | `(R - 1) * max(0, a + bytes of the largest chunk / w - overlap * t / R)`: what is not hidden behind a step |
 | ring allgather | `a + bytes / w` |
 | merging | `(R - 1) * 4 * B S D H h c * 4 / m`: the output is read and written in float32 for every further chunk |
 
 Shares are taken for the speeds of ranks: f and m of a rank are those of the mean rank times its share over the mean share. The
-choice has the least sum of attention, communication and merging; where two are equal, the higher Ulysses degree. `a`, `w`, `f`
-and `m` are measured on the ranks when they start (`measure`) and shared, so that every rank chooses alike. `policy`
-says what a whole call costs.
+choice has the least sum of attention, communication and merging; where two are equal, the higher Ulysses degree. Of the rounds in
+`ROUNDS`, the fewest are taken with which an attention takes at most `NEARLY` times the least; beside a ring, one. `a`, `w`, `f` and
+`m` are measured on the ranks when they start (`measure`) and shared, so that every rank chooses alike. `policy` says what a whole
+call costs.
 """
 
 from __future__ import annotations
@@ -32,6 +34,11 @@ from .config import ContextParallelConfig, SequenceSettings
 from .mesh import factors
 from .sharding import Shares, split_sizes
 
+ROUNDS = (1, 2, 4, 8)
+ROUND_LAUNCHES = 12  # operations per round: packing, two collectives, attention, unpacking
+NEARLY = 1.03  # times as long as the best
+TILE = 128  # queries of one head
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -41,11 +48,12 @@ class Rates:
     bandwidth: float  # bytes per second that one rank sends while all do
     flops: float  # operations per second of attention
     memory: float  # bytes per second of reading and writing
-    # Share of a computation that communication can hide behind: 0 where ranks compute on the cores that also copy, or data goes
-    # through host memory
+    # Part of a computation beside which data travels: 0 where data goes through host memory, measured on CPU ranks, whose cores
+    # may be those that copy
     overlap: float
     linear: float = math.inf  # operations per second of a matrix product
     launch: float = 0.0  # seconds that the host takes to launch one operation
+    units: float = 1  # parts of the device that compute a tile of an attention each, side by side; 1 = it is not divided
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class Cost:
     bytes_sent: float  # to other ranks
     communication: float  # seconds spent waiting for them
     compute: float  # seconds of attention and merging
+    rounds: int = 1  # of Ulysses
 
     @property
     def total(self) -> float:
@@ -75,8 +84,8 @@ class Cost:
         return self.communication + self.compute
 
 
-def cost(shape: AttentionShape, ring: int, ulysses: int, rotate_method: str, rates: Rates, shares: Shares = ()) -> Cost:
-    """Evaluate the model."""
+def cost(shape: AttentionShape, ring: int, ulysses: int, settings: SequenceSettings, rates: Rates, shares: Shares = ()) -> Cost:
+    """Evaluate the model, with the settings' method and rounds."""
     ranks = ring * ulysses
     element = shape.batch * shape.head_dim * shape.itemsize
     kv_heads = shape.kv_heads * (repeats(shape.heads, shape.kv_heads, ulysses) if ulysses > 1 else 1)
@@ -95,21 +104,39 @@ def cost(shape: AttentionShape, ring: int, ulysses: int, rotate_method: str, rat
     heads_sent, keys_sent = element * heads_sent, element * keys_sent
     merging = 4 * 4 * shape.batch * shape.head_dim * queries * attention / rates.memory
     attention *= 4 * shape.batch * queries * shape.keys * shape.head_dim / rates.flops
-    waiting = 2 * rates.latency + heads_sent / rates.bandwidth if ulysses > 1 else 0.0
-    if ring > 1 and rotate_method == "allgather":
+    waiting, rounds = 0.0, 1
+    if ulysses > 1:
+        most = max(split_sizes(kv_heads, ulysses, columns))
+        tiles = shape.batch * shape.heads / kv_heads * math.ceil(shape.queries / ring / TILE)
+
+        def waits(rounds: int) -> float:
+            """Return the seconds beyond those of attention in one round."""
+            waves, in_one = (
+                sum(math.ceil(heads * tiles / rates.units) for heads in split_sizes(most, parts)) for parts in (rounds, 1)
+            )
+            busy = attention * waves / in_one if in_one else 0.0
+            apart = 2 * rates.latency + heads_sent / rounds / rates.bandwidth
+            more = max(0.0, apart - rates.overlap * busy / rounds) + ROUND_LAUNCHES * rates.launch
+            return apart + (rounds - 1) * more + busy - attention
+
+        given = ROUNDS[:1] if ring > 1 else (settings.ulysses_rounds,) if settings.ulysses_rounds else ROUNDS
+        waiting_in = {each: waits(each) for each in given if each <= most} or {1: waits(1)}
+        limit = NEARLY * (attention + min(waiting_in.values()))
+        rounds, waiting = next(found for found in waiting_in.items() if attention + found[1] <= limit)
+    if ring > 1 and settings.rotate_method == "allgather":
         waiting += rates.latency + keys_sent / rates.bandwidth
     elif ring > 1:
         step = rates.latency + keys_sent / (1 - min(chunks)) * max(chunks) / rates.bandwidth
         waiting += (ring - 1) * max(0.0, step - rates.overlap * attention / ring)
         attention += (ring - 1) * merging
-    return Cost(heads_sent + keys_sent, waiting, attention)
+    return Cost(heads_sent + keys_sent, waiting, attention, rounds)
 
 
 def choose(shape: AttentionShape, ranks: int, settings: SequenceSettings, rates: Rates, shares: Shares = ()) -> tuple[int, int]:
     """Return (ring, ulysses) of least cost, among those that the settings allow if there are any."""
     return min(
         allowed(shape, ranks, settings, shares) or factors(ranks),
-        key=lambda pair: (cost(shape, pair[0], pair[1], settings.rotate_method, rates, shares).total, pair[0]),
+        key=lambda pair: (cost(shape, pair[0], pair[1], settings, rates, shares).total, pair[0]),
     )
 
 
@@ -134,7 +161,8 @@ def decide(
     given = settings.ring_degree, settings.ulysses_degree
     # Given degrees are for the ranks that a full batch axis leaves. With fewer groups the rest of it is folded in.
     chosen = given if math.prod(given) == ranks else choose(shape, ranks, settings, rates, shares)
-    return settings.with_degrees(*chosen), cost(shape, *chosen, settings.rotate_method, rates, shares)
+    predicted = cost(shape, chosen[0], chosen[1], settings, rates, shares)
+    return settings.with_degrees(*chosen, predicted.rounds), predicted
 
 
 class DegreePlanner:

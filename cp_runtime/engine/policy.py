@@ -263,7 +263,7 @@ def _parts(work: CallWork, pool: Pool, split: CallSplit) -> tuple[float, float, 
     for ranks, items in _groups(work, pool, split):
         rates = replace(pool.measured.of(ranks), latency=link.latency, bandwidth=link.bandwidth)
         costs = [
-            (count, cost(replace(shape, batch=shape.batch * items), split.ring, split.ulysses, pool.settings.rotate_method, rates,
+            (count, cost(replace(shape, batch=shape.batch * items), split.ring, split.ulysses, pool.settings, rates,
                          pool.shares_of(ranks)))
             for shape, count in work.attentions
         ]  # fmt: skip

@@ -253,7 +253,8 @@ class RuntimeConfig:
         for name in ("step_timeout", "memory_per_rank"):
             values[name] = float(values[name])
         values["shares"] = _resolve_shares(values["shares"], len(devices))
-        return cls(sequence=SequenceSettings(**{each.name: values.pop(each.name) for each in fields(SequenceSettings)}), **values)
+        names = [each.name for each in fields(SequenceSettings) if each.name in values]
+        return cls(sequence=SequenceSettings(**{name: values.pop(name) for name in names}), **values)
 
 
 def _resolve_shares(shares: str, ranks: int) -> Shares:

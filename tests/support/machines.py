@@ -12,7 +12,7 @@ from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.policy import CallSplit, CallWork, Pool, Run, predict
 
 GPU = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0, linear=4e14, launch=5e-6)
-SLOW_LINK = {"bandwidth": 5e8, "latency": 2e-4, "overlap": 0.0}
+SLOW_LINK: Any = {"bandwidth": 5e8, "latency": 2e-4, "overlap": 0.0}
 ALONE = CallSplit((0,), 1, 1, 1)
 
 
@@ -42,7 +42,7 @@ def work(
 def took(call: CallWork, ranks: Pool, split: CallSplit, noise: Callable[[], float] = lambda: 1.0, link: float = 1.0) -> Run:
     """What a call takes on a split, by the machine of `ranks`: what runs in place of a GPU."""
     rates = ranks.measured.each[0]
-    attention = sum(count * cost(shape, 1, 1, "alltoall", rates).compute for shape, count in call.attentions)
+    attention = sum(count * cost(shape, 1, 1, ranks.settings, rates).compute for shape, count in call.attentions)
     alone = Run(1.0, call.items * (call.operations / rates.linear + attention), 0.0)
     total = predict(call, ranks, split, ALONE, alone) * noise()
     communication = 0.0 if split.at_work == 1 else total - predict(call, _endless(ranks), split, ALONE, alone)

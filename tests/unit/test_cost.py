@@ -16,6 +16,7 @@ FAST = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0)
 SLOW = replace(FAST, bandwidth=1e10)  # PCIe
 SHAPE = AttentionShape(batch=1, queries=16384, keys=16384, heads=24, kv_heads=24, head_dim=128, itemsize=2)
 SETTINGS = SequenceSettings()
+GATHER, IN_ONE = SequenceSettings(rotate_method="allgather"), SequenceSettings(ulysses_rounds=1)
 
 
 def whole(shape):
@@ -25,20 +26,22 @@ def whole(shape):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bytes_are_those_of_the_formulas(ranks):
-    assert cost(SHAPE, 1, ranks, "alltoall", FAST).bytes_sent == pytest.approx(4 * (ranks - 1) / ranks**2 * whole(SHAPE))
+    assert cost(SHAPE, 1, ranks, SETTINGS, FAST).bytes_sent == pytest.approx(4 * (ranks - 1) / ranks**2 * whole(SHAPE))
     for method in ("alltoall", "allgather"):
-        assert cost(SHAPE, ranks, 1, method, FAST).bytes_sent == pytest.approx(2 * (ranks - 1) / ranks * whole(SHAPE))
+        assert cost(SHAPE, ranks, 1, replace(SETTINGS, rotate_method=method), FAST).bytes_sent == pytest.approx(
+            2 * (ranks - 1) / ranks * whole(SHAPE)
+        )
 
 
 @pytest.mark.parametrize(("ring", "ulysses", "expected"), [(2, 2, 1.0), (2, 4, 0.625)])
 def test_bytes_of_unified(ring, ulysses, expected):
-    assert cost(SHAPE, ring, ulysses, "alltoall", FAST).bytes_sent == pytest.approx(expected * whole(SHAPE))
+    assert cost(SHAPE, ring, ulysses, SETTINGS, FAST).bytes_sent == pytest.approx(expected * whole(SHAPE))
 
 
 def test_grouped_heads_send_less():
     grouped = replace(SHAPE, kv_heads=6)
-    assert cost(grouped, 4, 1, "alltoall", FAST).bytes_sent == cost(SHAPE, 4, 1, "alltoall", FAST).bytes_sent / 4
-    assert cost(grouped, 1, 2, "alltoall", FAST).bytes_sent == pytest.approx((2 + 2 / 4) / 4 * whole(SHAPE))
+    assert cost(grouped, 4, 1, SETTINGS, FAST).bytes_sent == cost(SHAPE, 4, 1, SETTINGS, FAST).bytes_sent / 4
+    assert cost(grouped, 1, 2, SETTINGS, FAST).bytes_sent == pytest.approx((2 + 2 / 4) / 4 * whole(SHAPE))
 
 
 def test_factors():
@@ -56,7 +59,8 @@ ODD = {"queries": 4097, "keys": 4097, "heads": 2, "kv_heads": 2}
         ({"queries": 4096, "keys": 4096}, 8, SETTINGS, FAST, [(1, 8)]),  # a fast link, and heads that divide
         ({"heads": 2, "kv_heads": 2}, 4, SETTINGS, FAST, [(2, 2), (4, 1)]),  # heads run out
         ({"heads": 1, "kv_heads": 1}, 4, SETTINGS, FAST, [(4, 1)]),
-        ({}, 2, SETTINGS, SLOW, [(2, 1)]),  # a slow link hides behind long attention
+        ({}, 2, IN_ONE, SLOW, [(2, 1)]),  # a slow link hides behind long attention
+        ({}, 2, SETTINGS, SLOW, [(1, 2)]),  # more of it in rounds: there all heads but the first travel beside it
         ({}, 2, SETTINGS, replace(SLOW, overlap=0.0), [(1, 2)]),
         ({"heads": 6, "kv_heads": 6}, 4, EXACT_HEADS, FAST, [(4, 1), (2, 2)]),  # what must divide is kept to
         (ODD, 4, EXACT_LENGTHS, FAST, [(1, 4)]),
@@ -67,8 +71,30 @@ def test_degrees_are_chosen(shape, ranks, settings, rates, degrees):
     assert choose(replace(SHAPE, **shape), ranks, settings, rates) in degrees
 
 
+@pytest.mark.parametrize(
+    ("shape", "rates", "rounds"),
+    [
+        ({}, SLOW, 8),  # the exchange takes twice as long as attention
+        ({}, replace(FAST, bandwidth=1e11), 4),
+        ({}, replace(FAST, bandwidth=8e11), 1),  # a few hundredths of it
+        ({"queries": 4096, "keys": 4096}, replace(FAST, launch=5e-6), 1),
+        ({}, replace(SLOW, overlap=0.0), 1),  # what does not hide only adds latency
+        ({"queries": 1024, "keys": 1024}, replace(SLOW, latency=1e-3), 1),
+        ({"queries": 4608, "keys": 4608}, replace(SLOW, launch=5e-6), 2),  # a round is as long as the launches of one
+        ({"heads": 4, "kv_heads": 4}, SLOW, 2),  # each rank has two
+        ({"queries": 2048, "keys": 2048, "heads": 16, "kv_heads": 16}, replace(SLOW, bandwidth=4e10, units=128), 1),  # one wave
+    ],
+)
+def test_rounds_are_chosen(shape, rates, rounds):
+    """And by all ranks alike; the config obeys what is set."""
+    planner = DegreePlanner(replace(SETTINGS, ring_degree=1, ulysses_degree=2), 2, rates)
+    assert planner(replace(SHAPE, **shape)).ulysses_rounds == rounds
+    set_ = DegreePlanner(replace(SETTINGS, ring_degree=1, ulysses_degree=2, ulysses_rounds=3), 2, rates)
+    assert set_(replace(SHAPE, **shape)).ulysses_rounds == 3
+
+
 def test_repeated_heads_are_counted():
-    one, all_of_them = (cost(replace(SHAPE, heads=8, kv_heads=n), 1, 4, "alltoall", FAST) for n in (1, 8))
+    one, all_of_them = (cost(replace(SHAPE, heads=8, kv_heads=n), 1, 4, SETTINGS, FAST) for n in (1, 8))
     assert one.compute == all_of_them.compute
 
 
@@ -78,7 +104,7 @@ def test_the_planner_adds_up_and_obeys():
     assert config.mesh_shape == planner.chosen == (2, 2)
     assert (config.rotate_method, config.ulysses_anything) == ("alltoall", True)
     planner(SHAPE)
-    expected = cost(SHAPE, 2, 2, "alltoall", FAST)
+    expected = cost(SHAPE, 2, 2, SETTINGS, FAST)
     assert (planner.bytes_sent, planner.seconds) == (2 * expected.bytes_sent, 2 * expected.communication)
     free = DegreePlanner(SETTINGS, 4, FAST)
     assert free(SHAPE).mesh_shape == choose(SHAPE, 4, SETTINGS, FAST)
@@ -152,12 +178,12 @@ def test_a_link_between_some_ranks_lies_between_that_of_a_pair_and_that_of_all()
 
 
 def test_uneven_shares_cost_what_the_slowest_rank_takes():
-    even, uneven = (cost(SHAPE, 2, 1, "allgather", FAST, shares) for shares in ((), (2, 1)))
+    even, uneven = (cost(SHAPE, 2, 1, GATHER, FAST, shares) for shares in ((), (2, 1)))
     # Each has tokens in proportion to its speed: as long as two ranks of the mean speed.
     assert uneven.compute == pytest.approx(even.compute)
     assert uneven.bytes_sent == pytest.approx(4 / 3 * even.bytes_sent)
     # Heads are whole: both for the rank that is three times as fast.
     two = replace(SHAPE, heads=2, kv_heads=2)
-    assert cost(two, 1, 2, "allgather", FAST, (3, 1)).compute == pytest.approx(4 / 3 * cost(two, 1, 2, "allgather", FAST).compute)
+    assert cost(two, 1, 2, GATHER, FAST, (3, 1)).compute == pytest.approx(4 / 3 * cost(two, 1, 2, GATHER, FAST).compute)
     assert choose(two, 2, SETTINGS, FAST, (3, 1)) == (2, 1)
-    assert cost(SHAPE, 1, 2, "allgather", FAST, (2, 1)).compute == pytest.approx(cost(SHAPE, 1, 2, "allgather", FAST).compute)
+    assert cost(SHAPE, 1, 2, GATHER, FAST, (2, 1)).compute == pytest.approx(cost(SHAPE, 1, 2, GATHER, FAST).compute)

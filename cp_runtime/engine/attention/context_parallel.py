@@ -6,9 +6,12 @@ One path for all modes. With Ulysses degree U and ring degree R, U * R = ranks:
 2. Attention over the chunks of the ring (R > 1), or over the one chunk there is (R = 1).
 3. Ulysses back.
 
+Without a ring, the heads may go in several *rounds*: those of one attend while those of the next arrive, and while the results of
+the one before leave. The result is the same, bit for bit.
+
 | mode | collectives per attention | bytes sent per rank, in units of S * H * D * element size |
 |---|---|---|
-| Ulysses | 2 (one more where queries and keys are different tokens; 4 above `PACKED_LIMIT`) | 4 (U - 1) / U^2 |
+| Ulysses | 2 a round (one more where queries and keys are different tokens; 4 above `PACKED_LIMIT`) | 4 (U - 1) / U^2 |
 | ring alltoall | R - 1 exchanges | 2 (R - 1) / R |
 | ring allgather | 1 | 2 (R - 1) / R |
 | unified | the sum of both | (4 (U - 1) / U + 2 (R - 1)) / (U R) |
@@ -31,7 +34,7 @@ from ...errors import PlanError
 from ..collectives import RankGroup
 from ..config import ContextParallelConfig
 from ..mesh import SequenceMesh
-from ..sharding import JointLayout, chunk_spans
+from ..sharding import JointLayout, chunk_spans, split_sizes
 from .kernels import additive, attend_with_lse
 from .ring import rotate
 from .ulysses import HeadExchange, repeats
@@ -118,18 +121,25 @@ def context_parallel_attention(
         k_BLKD, v_BLKD = (t.index_select(1, k_owned) for t in (k_BLKD, v_BLKD))
     if (times := repeats(H, k_BLKD.shape[2], U)) > 1:
         k_BLKD, v_BLKD = (t.repeat_interleave(times, 2) for t in (k_BLKD, v_BLKD))
-    K, lengths = k_BLKD.shape[2], q_layout.owned_lengths[members]
-    exchange = HeadExchange(axes.ulysses, K, mesh.head_shares(U))
-    if U > 1:
-        qkv = _to_heads(exchange, q_BLHD, k_BLKD, v_BLKD, lengths, k_layout.owned_lengths[members])
-    else:
-        qkv = [t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)]
-    if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
-        first, last = exchange.own_range
-        mask = mask[..., first * (H // K) : last * (H // K), :, :]
+    K, spans = k_BLKD.shape[2], chunk_spans(k_layout, U)
     kernels = attend or sdpa(scale, by_kernel), partial(attend_with_lse, scale=scale, kernel=kernel) if merging else None
-    out_BHCD = _over_chunks(axes.ring, qkv, mask, chunk_spans(k_layout, U), *kernels, config.convert_to_fp32)
-    out_BLHD = exchange.to_tokens(out_BHCD, lengths, H // K) if U > 1 else out_BHCD.transpose(1, 2)
+
+    def over_chunks(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
+        """Attend with the heads of some units."""
+        own = mask
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
+            own = mask[..., units[0] * (H // K) : units[1] * (H // K), :, :]
+        return _over_chunks(axes.ring, qkv, own, spans, *kernels, config.convert_to_fp32)
+
+    if U == 1:
+        out_BLHD = over_chunks([t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)], (0, K)).transpose(1, 2)
+    else:
+        shares = mesh.head_shares(U)
+        # Beside a ring one: two groups of ranks might wait for each other (`RankGroup.may_overlap`), and the ring overlaps anyway.
+        rounds = min(config.ulysses_rounds, max(split_sizes(K, U, shares))) if axes.ring.size == 1 else 1
+        exchanges = [HeadExchange(axes.ulysses, K, shares, index, rounds) for index in range(rounds)]
+        lengths = q_layout.owned_lengths[members], k_layout.owned_lengths[members]
+        out_BLHD = _in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks)
     return _held(out_BLHD, mesh, q_layout, q_owned)
 
 
@@ -210,21 +220,61 @@ def _check(
         )
 
 
+def _in_rounds(
+    exchanges: Sequence[HeadExchange],
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    lengths: tuple[tuple[int, ...], tuple[int, ...]],
+    heads_per_unit: int,
+    attend: Callable[[list[Tensor], tuple[int, int]], Tensor],
+) -> Tensor:
+    """Exchange, attend and send back, one round of heads after the other, and the messages of a round beside the next attention.
+
+    All ranks start messages in one order: a round's heads, then the results of the round before.
+    """
+    rounds, (B, L, H, D) = len(exchanges), q_BLHD.shape
+    coming = [_to_heads(exchanges[0], q_BLHD, k_BLKD, v_BLKD, *lengths, rounds)]
+    leaving: list[Callable[[Tensor], None]] = []
+    for index, exchange in enumerate(exchanges):
+        qkv = coming.pop()()
+        if index + 1 < rounds:
+            coming.append(_to_heads(exchanges[index + 1], q_BLHD, k_BLKD, v_BLKD, *lengths, rounds))
+        out_BHCD = attend(qkv, exchange.own_range)
+        leaving.append(exchange.to_tokens(out_BHCD, lengths[0], heads_per_unit))
+    out_BLHD = out_BHCD.new_empty((L, B, H, D)).transpose(0, 1)
+    for put in leaving:
+        put(out_BLHD)
+    return out_BLHD
+
+
 def _to_heads(
-    exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]
-) -> list[Tensor]:
-    """Send q, k and v, in one collective if they hold the same tokens and the buffer is affordable."""
+    exchange: HeadExchange,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_lengths: tuple[int, ...],
+    k_lengths: tuple[int, ...],
+    rounds: int,
+) -> Callable[[], list[Tensor]]:
+    """Start sending q, k and v, in one collective if they hold the same tokens and the buffer is affordable."""
     B, _, H, D = q.shape
     # The size on the rank with the most tokens, so that all ranks decide alike.
-    size = B * D * (H * max(q_lengths) + 2 * k.shape[2] * max(k_lengths)) * q.element_size()
+    size = B * D * (H * max(q_lengths) + 2 * k.shape[2] * max(k_lengths)) * q.element_size() / rounds
     if size > PACKED_LIMIT or not q.dtype == k.dtype == v.dtype:
-        pending = [exchange.to_heads([t], n) for t, n in ((v, k_lengths), (q, q_lengths), (k, k_lengths))]
-        (v,), (q,), (k,) = (wait() for wait in pending)
-        return [q, k, v]
-    if q_lengths == k_lengths:
-        return exchange.to_heads([q, k, v], q_lengths)()
-    queries, keys = exchange.to_heads([q], q_lengths), exchange.to_heads([k, v], k_lengths)
-    return [*queries(), *keys()]
+        parts = [([v], k_lengths), ([q], q_lengths), ([k], k_lengths)]
+        order = (1, 2, 0)
+    elif q_lengths == k_lengths:
+        return exchange.to_heads([q, k, v], q_lengths)
+    else:
+        parts, order = [([q], q_lengths), ([k, v], k_lengths)], (0, 1, 2)
+    pending = [exchange.to_heads(tensors, lengths) for tensors, lengths in parts]
+
+    def wait() -> list[Tensor]:
+        arrived = [tensor for wait in pending for tensor in wait()]
+        return [arrived[place] for place in order]
+
+    return wait
 
 
 def _place(

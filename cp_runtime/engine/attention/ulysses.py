@@ -16,12 +16,17 @@ some ranks get none: they take part in the collectives and skip the attention.
 
 For any number of ranks the host launches one collective and one copy per tensor, or two where ranks get different numbers of units:
 a denoise step on a fast GPU is so short that the time of each launch would show.
+
+On slow links the heads go in several *rounds*: a part of every rank's units at a time, so that one round travels while the one
+before attends. The same numbers are computed, whatever the number of rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,21 +40,40 @@ def repeats(heads: int, kv_heads: int, ranks: int) -> int:
     return next((n for n in range(1, per_key + 1) if per_key % n == 0 and kv_heads * n >= ranks), per_key)
 
 
-class HeadExchange:
-    """The exchange for one attention: `units` head units, dealt out to the ranks of one chunk by their shares."""
+class Run(NamedTuple):
+    """Neighbouring ranks with equally many units, of which a round has equally many from each."""
 
-    def __init__(self, group: RankGroup, units: int, shares: Shares = ()) -> None:
+    first: int  # unit of the first of them
+    ranks: int
+    each: int  # units that one of them has in all rounds
+    span: slice  # of these, the ones in this round
+
+
+class HeadExchange:
+    """The exchange for one round of an attention: a part of `units` head units, dealt out to the ranks of a chunk by their shares.
+
+    Args:
+        group: the ranks of the chunk.
+        units: of all rounds.
+        shares: see `split_sizes`.
+        index, rounds: which one this is, and how many there are.
+
+    Attributes:
+        own_range: (start, stop) of the units that this rank attends with.
+    """
+
+    def __init__(self, group: RankGroup, units: int, shares: Shares = (), index: int = 0, rounds: int = 1) -> None:
         self._group, self._units = group, units
-        self.own_range = split_ranges(units, group.size, shares)[group.rank]  # (start, stop) that this rank attends with
-        self._sizes = split_sizes(units, group.size, shares)
-        # (first unit, number of ranks, units of each) for runs of neighbouring ranks with equally many units, at least one
-        self._runs: list[tuple[int, int, int]] = []
-        first = 0
-        for each, same in groupby(self._sizes):
-            ranks = len(list(same))
-            self._runs += [(first, ranks, each)] if each else []
-            first += ranks * each
-        self._own = self._sizes[group.rank]
+        sizes = split_sizes(units, group.size, shares)
+        spans = [split_ranges(size, rounds)[index] for size in sizes]
+        self._sizes = [stop - start for start, stop in spans]
+        self._own, first = self._sizes[group.rank], sum(sizes[: group.rank])
+        self.own_range = first + spans[group.rank][0], first + spans[group.rank][1]
+        self._runs, first = list[Run](), 0
+        for each, same in groupby(sizes):
+            run = Run(first, len(list(same)), each, slice(*split_ranges(each, rounds)[index]))
+            self._runs += [run] if run.span.stop > run.span.start else []
+            first += run.ranks * each
 
     def to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
         """Start exchanging this rank's tokens with all heads for the chunk's tokens with this rank's heads. One collective.
@@ -64,11 +88,11 @@ class HeadExchange:
         B, L, _, D = tensors[0].shape
         widths = [tensor.shape[2] // self._units for tensor in tensors]
         unit = B * D * sum(widths)  # elements per token and unit
-        send = tensors[0].new_empty(L * unit * self._units)
-        for first, ranks, units in self._runs:
-            block = send[L * unit * first : L * unit * (first + ranks * units)].view(ranks, L, B, units * sum(widths), D)
+        send = tensors[0].new_empty(L * unit * sum(self._sizes))
+        for run, block in self._blocks(send, L, B, sum(widths), D):
+            units = block.shape[3] // sum(widths)
             for part, tensor, width in zip(block.split([units * w for w in widths], 3), tensors, widths, strict=True):
-                part.copy_(_by_rank(tensor, first, ranks, units, width).permute(2, 1, 0, 3, 4))
+                part.copy_(_by_rank(tensor, run, width))
         heads = [self._own * width for width in widths]
         whole = send.new_empty((sum(lengths), B, sum(heads), D))
         sent, arriving = [L * unit * n for n in self._sizes], [length * unit * self._own for length in lengths]
@@ -80,22 +104,38 @@ class HeadExchange:
 
         return wait
 
-    def to_tokens(self, out_BHCD: Tensor, lengths: Sequence[int], heads_per_unit: int) -> Tensor:
-        """Send attention outputs back: `[B, own heads, C, D]` -> `[B, L, all heads, D]`. One collective."""
+    def to_tokens(self, out_BHCD: Tensor, lengths: Sequence[int], heads_per_unit: int) -> Callable[[Tensor], None]:
+        """Start sending attention outputs, `[B, own heads, C, D]`, back to the ranks that have the tokens. One collective.
+
+        Returns:
+            A function that waits, and puts the heads of this round into their places of a tensor `[B, L, all heads, D]`.
+        """
         B, _, _, D = out_BHCD.shape
         L, unit = lengths[self._group.rank], B * D * heads_per_unit
         send = out_BHCD.permute(2, 0, 1, 3).contiguous()
-        received = send.new_empty(L * unit * self._units)
+        received = send.new_empty(L * unit * sum(self._sizes))
         sent, arriving = [length * unit * self._own for length in lengths], [L * unit * n for n in self._sizes]
-        self._group.all_to_all(send, sent, received, arriving).wait()
-        out_BLHD = send.new_empty((L, B, self._units * heads_per_unit, D)).transpose(0, 1)
-        for first, ranks, units in self._runs:
-            block = received[L * unit * first : L * unit * (first + ranks * units)].view(ranks, L, B, units * heads_per_unit, D)
-            _by_rank(out_BLHD, first, ranks, units, heads_per_unit).copy_(block.permute(2, 1, 0, 3, 4))
-        return out_BLHD
+        pending = self._group.all_to_all(send, sent, received, arriving)
+
+        def put(out_BLHD: Tensor) -> None:
+            pending.wait()
+            for run, block in self._blocks(received, L, B, heads_per_unit, D):
+                _by_rank(out_BLHD, run, heads_per_unit).copy_(block)
+
+        return put
+
+    def _blocks(self, buffer: Tensor, L: int, B: int, width: int, D: int) -> Iterator[tuple[Run, Tensor]]:
+        """Yield what a flat buffer holds for or from every run of ranks, `[ranks, L, B, width of its units in this round, D]`."""
+        start = 0
+        for run in self._runs:
+            shape = run.ranks, L, B, (run.span.stop - run.span.start) * width, D
+            stop = start + math.prod(shape)
+            yield run, buffer[start:stop].view(shape)
+            start = stop
 
 
-def _by_rank(tensor: Tensor, first: int, ranks: int, units: int, width: int) -> Tensor:
-    """Return a view `[B, L, ranks, heads of each, D]` of `[B, L, N, D]`, beginning at head unit `first`."""
+def _by_rank(tensor: Tensor, run: Run, width: int) -> Tensor:
+    """Return a view `[ranks, L, B, heads of each in this round, D]` of `[B, L, N, D]`."""
     B, L, _, D = tensor.shape
-    return tensor[:, :, first * width : (first + ranks * units) * width].view(B, L, ranks, units * width, D)
+    heads = tensor[:, :, run.first * width : (run.first + run.ranks * run.each) * width].view(B, L, run.ranks, run.each * width, D)
+    return heads[:, :, :, run.span.start * width : run.span.stop * width].permute(2, 1, 0, 3, 4)

@@ -29,7 +29,8 @@ def reach(model, inputs, expected, causal):
 
 modes = (*MODES, *(TWO_AXES if world == 4 else ()))
 # One configuration for all models, as for a pipeline with two transformers.
-configs = {mode: ContextParallelConfig(**degrees(mode, world), ulysses_anything=True, ring_anything=True) for mode in modes}
+anything = {"ulysses_anything": True, "ring_anything": True, "ulysses_rounds": 2}
+configs = {mode: ContextParallelConfig(**degrees(mode, world), **anything) for mode in modes}
 with torch.inference_mode():
     for name in MODELS:
         model, cases = model_of(name), [case for case in CASES if case.model == name]

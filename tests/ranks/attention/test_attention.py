@@ -30,6 +30,10 @@ def test_float32_is_exact(ranks):
     assert wrong == []
 
 
+def test_rounds_change_no_bit(ranks):
+    assert [r["case"] for r in ranks[1] if r["rounds_differ"]] == []
+
+
 def test_masks_matter(ranks):
     """A mask that is dropped or misplaced is seen: leaving it out changes the result by much more than the tolerance."""
     changed = [r["mask_matters"] > 1e-2 for r in ranks[1] if r["mask"] not in (None, "ones") and r["dtype"] == "float32"]

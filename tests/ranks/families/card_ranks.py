@@ -6,6 +6,7 @@ cases, (family, name) each.
 """
 
 import json
+from functools import partial
 
 from support.ranks import finish, of_all, report, start, use_comfyui
 
@@ -28,7 +29,7 @@ from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.nested import map_tensors  # noqa: E402
 
 mesh, hosts = BatchMesh(dist.group.WORLD), dist.new_group(backend="gloo")
-config = in_mode(ring, ulysses, rotate_method)
+configs = [in_mode(ring, ulysses, rotate_method, rounds) for rounds in (1, 2)]
 
 
 def on_card(value):
@@ -49,7 +50,8 @@ def disagreement():
 
 
 with torch.no_grad():
-    for family, name in wanted:
+    for index, (family, name) in enumerate(wanted):
+        planner = partial(lambda config, shape: config, configs[index % 2])
         case = families.case(family, name)
         expected, _ = stock(family, name)
         model, inputs = models(family)[case.model].to("cuda"), clone(case.make())
@@ -59,7 +61,7 @@ with torch.no_grad():
             arguments["control"] = control
         plan = InstalledPlan(model, plan_for(model))
         tensors.waits.clear()
-        out, _ = run_sharded(plan, getattr(model, innermost_method(model)), arguments, mesh.sequence(), lambda shape: config)
+        out, _ = run_sharded(plan, getattr(model, innermost_method(model)), arguments, mesh.sequence(), planner)
         waits = own_waits()
         plan.remove()
         on_host = map_tensors(out, torch.Tensor.cpu)

@@ -25,7 +25,7 @@ shared = {tuple(model) for model in json.loads(shared)}
 
 
 mesh = BatchMesh(dist.group.WORLD, shares=tuple(json.loads(given)))
-own, config = mesh.sequence().weights, in_mode(ring, ulysses, rotate_method)
+own, config, in_rounds = mesh.sequence().weights, *(in_mode(ring, ulysses, rotate_method, rounds) for rounds in (1, 2))
 with torch.no_grad():
     for family in sorted({family for family, _ in wanted}):
         installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models(family).items()}
@@ -52,9 +52,9 @@ with torch.no_grad():
             shared.remove((family, case.model))
             differing = []
             with shared_out(model, own) as weights:
-                for _ in range(2):  # without knowing the order of blocks, and ahead of them
+                for same in (config, in_rounds):  # without knowing the order of blocks, and ahead of them
                     mesh.stats.reset()
-                    again, _ = call(plan, inputs, case.options, mesh, config, batches=batch_degree, weights=weights)
+                    again, _ = call(plan, inputs, case.options, mesh, same, batches=batch_degree, weights=weights)
                     differing += [distance(a, b)[0] for a, b in zip(tensors(again), tensors(out), strict=True)]
                 report(
                     family=family,
