@@ -41,7 +41,7 @@ class Resident:
     patches_uuid: str
     choice: Choice
     asked: tuple[str, float]  # settings at the time of the choice: weights, and memory per rank
-    call: float  # bytes that a call was expected to take then
+    call_bytes: float  # that a call was expected to take then
     device_bytes: int  # of weights, on the device of one rank
     warm: set[int] = field(default_factory=set)  # ranks whose devices hold its weights
     aside: bool = False  # it has left the device of this process until its next call
@@ -149,7 +149,7 @@ class Workers:
         resident = self.held.get(target.key)
         if resident is None or (resident.patches_uuid, resident.asked) != (target.patches_uuid, _asked(config)):
             return False
-        return config.weights != "auto" or target.demand.call <= resident.call or resident.choice.placement == OFFLOADED
+        return config.weights != "auto" or target.demand.call <= resident.call_bytes or resident.choice.placement == OFFLOADED
 
     def place(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
         """Choose where the ranks keep a model. Models that they hold already can make way, and count as free memory."""
@@ -202,7 +202,7 @@ class Workers:
         resident = self.held.get(target.key)
         if resident is not None and (resident.patches_uuid, resident.choice.placement) == (target.patches_uuid, choice.placement):
             # The same weights in the same place: only what they were chosen for is new.
-            resident.choice, resident.asked, resident.call = choice, _asked(config), target.demand.call
+            resident.choice, resident.asked, resident.call_bytes = choice, _asked(config), target.demand.call
             return
         held = target.demand.on_device(choice.placement, self.pool.world_size)
         request, packer = target.request(choice.placement, held)

@@ -4,12 +4,10 @@ leave a call together, and the descriptors that they inherit."""
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -85,14 +83,6 @@ class Board:
         """Return the latest notes of the rank."""
         modules, collectives, loaded, beat, compiling = self._words[WORDS * rank : WORDS * (rank + 1)]
         return Progress(modules, collectives, loaded - 1 if loaded else None, beat / 1e9, compiling)
-
-
-def resident_bytes(pid: int) -> int:
-    """Return the host memory of a process, in bytes; 0 when it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def start_heartbeat(board: Board, rank: int, collectives: Callable[[], int]) -> None:

@@ -30,8 +30,9 @@ from ..engine.collectives import CommStats, wait_for
 from ..engine.measuring import device_name, measure
 from ..engine.mesh import BatchMesh
 from ..errors import ProtocolError
-from .board import Board, CancelPoints, resident_bytes, start_heartbeat
+from .board import Board, CancelPoints, start_heartbeat
 from .channel import Channel, Closed, SharedBlock
+from .forking import host_bytes
 from .frames import Frame, pack
 from .limits import name_limit
 from .messages import (
@@ -251,7 +252,7 @@ def failure(error: Exception, stats: CommStats, device: torch.device) -> Failure
 
 def memory_of(device: torch.device, details: bool = False) -> Memory:
     """Return the memory that this process takes, in bytes. `details`: with what is in use, reserved and free on the device."""
-    host = resident_bytes(os.getpid())
+    host = host_bytes(os.getpid())
     if device.type == "cpu":
         return Memory(host=host, device=0)
     module = torch.get_device_module(device)

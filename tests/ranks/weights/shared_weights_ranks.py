@@ -94,7 +94,7 @@ def outputs(path, lora, options, placement):
     mirror = mirrors.entries[KEY]
     patcher, weights, sizes = mirror.patcher, mirror.weights, sizes_of(mirror.model)
     seen["kinds"] = sorted({type(weight).__name__ for block in weights.blocks.values() for weight in block.weights})
-    kept = sum(shared.shard.nbytes for shared in weights._shared.values())
+    kept = sum(sharded.shard.nbytes for sharded in weights._sharded.values())
     seen["kept"], seen["part"] = kept, -(-sizes.blocks // world)
     seen["told"] = (patcher.model_size(), patcher.loaded_size())
     patcher.detach()  # as ComfyUI's memory manager does to make room
