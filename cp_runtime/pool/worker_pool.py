@@ -81,7 +81,7 @@ class WorkerPool:
         self.stage, self.since, self.imports = "starting processes", time.time(), True
         self.seconds: dict[str, float] = {}
         self._startup_timeout, self._connect_timeout, self.load_timeout = map(timeout_of, TIMEOUTS)
-        self._seq = 0
+        self._seq = self._sent = 0
         self._aborted = ""
         self.ways = ways_of(config)
         self.processes: list[RankProcess] = []
@@ -200,8 +200,7 @@ class WorkerPool:
         packer, command = packer or TensorPacker(), name_of(request)
         timeout = self.load_timeout if timeout is None else timeout
         with self._doing(command, request.brief), self.killed_by_errors(command):
-            if packer.nbytes <= KEEP_BYTES:  # else a large one comes with every call, as residuals of a ControlNet do
-                self.inherited.request.trim(KEEP_BYTES)
+            self._sent = packer.nbytes
             packer.write(self.inherited.request.view(packer.nbytes))
             self._send(request, packer.nbytes)
             # From here on: this process may have been stopped after the first rank was told and before the last.
@@ -231,16 +230,18 @@ class WorkerPool:
             # For example a device that fails while tensors are copied. Callers know one kind of error.
             raise PoolError(f"{command} failed outside of the workers: {type(error).__name__}: {error}") from error
 
-    def trim(self) -> None:
-        """Give the memory of a large message back."""
-        for block in (self.inherited.request, self.inherited.response):
-            block.trim(KEEP_BYTES)
+    def trim(self, sent: int = 0) -> None:
+        """Give the memory of large messages back. `sent`: bytes of the last request; that of requests stays after a large one, as
+        another may come with every call, such as residuals of a ControlNet."""
+        self.inherited.response.trim(KEEP_BYTES)
+        if sent <= KEEP_BYTES:
+            self.inherited.request.trim(KEEP_BYTES)
 
     def result(self, replies: Sequence[Value], device: torch.device) -> Any:
         """Return the value that rank 0 left in shared memory, copied to `device`."""
         block = self.inherited.response.view(replies[0].nbytes)
         value = unflatten(replies[0].value, lambda leaf: read_tensor(block, leaf).to(device, copy=True))
-        self.inherited.response.trim(KEEP_BYTES)
+        self.trim(self._sent)
         return value
 
     def close(self) -> None:
