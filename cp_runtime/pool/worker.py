@@ -237,7 +237,7 @@ class Worker:
 
 def failure(error: Exception, stats: CommStats, device: torch.device) -> Failure:
     """Return the report on an error that has just been raised. `stats`: what the rank has sent."""
-    memory, lost = left_memory(device)
+    memory = left_memory(device)
     return Failure(
         at=time.monotonic(),
         kind=type(error).__name__,
@@ -246,7 +246,7 @@ def failure(error: Exception, stats: CommStats, device: torch.device) -> Failure
         collectives=stats.collectives,
         pending=stats.pending,
         memory=memory,
-        device_lost=lost,
+        device_lost=memory is None,
     )
 
 
@@ -263,17 +263,17 @@ def memory_of(device: torch.device, details: bool = False) -> Memory:
     return replace(used, allocated=allocated, reserved=reserved, free=int(module.mem_get_info(device)[0]))
 
 
-def left_memory(device: torch.device) -> tuple[Memory | None, bool]:
-    """Return the memory for a report on a failure (None = the device is lost), and whether the device is lost.
+def left_memory(device: torch.device) -> Memory | None:
+    """Return the memory for a report on a failure; None = the device is lost.
 
     A device fails at every later call, too, once a kernel has failed: the report must go out all the same, and says that this
     process is of no more use.
     """
     try:
-        return memory_of(device, details=True), False
+        return memory_of(device, details=True)
     except Exception as error:  # noqa: BLE001  (torch has several kinds of it)
         log.warning("%s does not answer any more: %s", device, error)
-        return None, True
+        return None
 
 
 def run(spec: dict[str, Any]) -> None:

@@ -226,7 +226,7 @@ class Mirrors:
         planner = planner_for(sequence, members)
         latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
         needed = mirror.patcher.memory_required(list(latent)) * request.memory_scale * sequence.part
-        self.free_buffers(mirror)
+        self.free_buffers(keep=mirror)
         self.to_device(mirror, needed)
         mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
         prelude = time.perf_counter() - began
@@ -246,11 +246,11 @@ class Mirrors:
                 prelude=prelude,
             )
 
-    def free_buffers(self, mirror: Mirror) -> None:
-        """Have all models but one give back the memory for blocks that they fetch ahead."""
-        for other in self.entries.values():
-            if other is not mirror and other.weights is not None:
-                other.weights.free_buffers()
+    def free_buffers(self, keep: Mirror | None = None) -> None:
+        """Have all models give back the memory for blocks that they fetch ahead, except one where `keep` names it."""
+        for mirror in self.entries.values():
+            if mirror is not keep and mirror.weights is not None:
+                mirror.weights.free_buffers()
 
     def _work(self, mirror: Mirror, shares: BatchShares, items: int, planner: DegreePlanner, state: CallState) -> CallWork:
         """Return the work of a call, independent of who computes it."""
@@ -309,9 +309,7 @@ class Mirrors:
         Args:
             key: of a model that leaves the device until its next call, and all networks of patches with it; None = of none.
         """
-        for mirror in self.entries.values():
-            if mirror.weights is not None:
-                mirror.weights.free_buffers()
+        self.free_buffers()
         leaving = [] if key is None else [self.mirror_of(key).patcher, *ATTACHED.values()]
         for loaded in list(model_management.current_loaded_models):
             if any(loaded.model is patcher for patcher in leaving):
