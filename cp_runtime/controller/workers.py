@@ -18,7 +18,7 @@ from ..errors import ContextParallelError, RankOutOfMemory
 from ..pool.channel import SharedBlock
 from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, WorkerSite
 from ..pool.kept import KeptFile, KeptSeconds
-from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom, Unload
+from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom
 from ..pool.protocol import TensorPacker, flatten
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
@@ -182,12 +182,8 @@ class Workers:
     def drop(self, forgotten: Collection[str], cancelled: Callable[[], bool]) -> None:
         """Have the ranks drop models that this process no longer has, by their keys, and networks of patches that are gone."""
         gone = [key for key, network in self._networks.items() if network() is None]
-        for key in gone:
-            del self._networks[key]
-        for key in forgotten:
-            del self._resident[key]
         if gone or forgotten:
-            self.pool.request(Drop(keys=(*gone, *forgotten)), cancelled=cancelled)
+            self._drop((*gone, *forgotten), cancelled=cancelled)
 
     def load(self, config: RuntimeConfig, target: ModelState, choice: Choice, cancelled: Callable[[], bool]) -> None:
         """Make the ranks' model equal to `target`.
@@ -227,17 +223,30 @@ class Workers:
         )  # fmt: skip
 
     def _forget(self, key: str) -> None:
-        """Have ranks that are still well drop what they have of a model whose load has failed: nothing else would ever free it."""
-        with contextlib.suppress(ContextParallelError):  # the load's own error is the one to show
+        """Have ranks that are still well drop what they have of something that some of them failed to take: nothing else would ever
+        free it."""
+        with contextlib.suppress(ContextParallelError):  # what they failed with is the error to show
             if self.pool.alive:
-                self.pool.request(Drop(keys=(key,)), timeout=UNLOAD_TIMEOUT)
+                self._drop((key,), timeout=UNLOAD_TIMEOUT)
+
+    def _drop(self, keys: Sequence[str], **waiting: Any) -> None:
+        """Have the ranks drop models and networks, and the conditioning that they keep. For `waiting` see `WorkerPool.request`."""
+        for key in keys:
+            self._resident.pop(key, None)
+            self._networks.pop(key, None)
+        self._encoder.reset()
+        self.pool.request(Drop(keys=tuple(keys)), **waiting)
 
     def attach_networks(self, call: ModelCall, cancelled: Callable[[], bool]) -> None:
         """Send the networks that patches of a call refer to, each once."""
         for key in call.networks.keys() - self._networks.keys():
             packer = TensorPacker()
             request = AttachNetwork(key=key, network=flatten(call.encode_network(call.networks[key]), packer.add))
-            self.pool.request(request, packer, cancelled=cancelled)
+            try:
+                self.pool.request(request, packer, cancelled=cancelled)
+            except BaseException:
+                self._forget(key)
+                raise
             self.pool.trim()
             self._networks[key] = weakref.ref(call.networks[key])
 
@@ -294,7 +303,7 @@ class Workers:
     ) -> tuple[Any, CallRecord]:
         """Run a call on the ranks of a split, None = on all. Returns its output and its record."""
         began, key = time.monotonic(), target.key
-        value, drop, packer = self._encoder.encode(call.arguments, set(call.leading), call.in_place)
+        value, drop, packer = self._encoder.encode(call.arguments, {*call.leading, *call.in_place})
         kind, sequence, ranks = call.kind(key), config.sequence, set(range(self.pool.world_size))
         at_work = len(ranks)
         if split is not None:
@@ -307,6 +316,7 @@ class Workers:
             split=split,
             batch_degree=1 if call.mixes_batch else config.batch_degree,
             leading=call.leading,
+            in_place=call.in_place,
             memory_scale=call.memory_scale,
             compile=call.compile,
             compile_or_raise=config.on_unsupported == "error",
@@ -337,10 +347,7 @@ class Workers:
 
     def unload(self, key: str) -> None:
         """Make the ranks drop a model, all networks, and the conditioning that they keep."""
-        del self._resident[key]
-        self._encoder.reset()
-        self._networks.clear()
-        self.pool.request(Unload(key=key), timeout=UNLOAD_TIMEOUT)
+        self._drop((key, *self._networks), timeout=UNLOAD_TIMEOUT)
         self.pool.trim()
 
     def make_room(self, device: str, key: str | None) -> None:

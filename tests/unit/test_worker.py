@@ -43,7 +43,7 @@ def rank_with(block, *messages, nbytes=0):
 def test_residuals_are_neither_sent_nor_copied(block):
     residual = torch.randn(2, 1000, 64)
     arguments = {"x": torch.randn(1, 4), "control": {"input": [residual, residual, None], "output": [residual + 1]}}
-    tree, drop, packer = CallEncoder().encode(arguments, {"x"}, {"control"})
+    tree, drop, packer = CallEncoder().encode(arguments, {"x", "control"})
     assert packer.nbytes < 2.1 * residual.nbytes  # each once
     packer.write(block.view(packer.nbytes))
 

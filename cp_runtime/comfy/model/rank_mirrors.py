@@ -221,7 +221,7 @@ class Mirrors:
             shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
         sequence = mesh.sequence(shares.taking_part)
         part = take_items(shares, arguments, mesh.index(shares.taking_part))
-        in_place = {"control": part.pop("control")} if "control" in part else {}  # `LocalResiduals` copies even less of it
+        in_place = {name: part.pop(name) for name in request.in_place if name in part}  # `LocalResiduals` copies even less
         part = {**owned(part, self.device), **in_place}
         planner = planner_for(sequence, members)
         latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
@@ -298,10 +298,6 @@ class Mirrors:
         gc.collect()  # modules and hooks refer to each other
         model_management.soft_empty_cache()
         trim_heap()
-
-    def unload(self, key: str) -> None:
-        """Drop a model and all networks of patches."""
-        self.drop([key, *ATTACHED])
 
     def make_room(self, key: str | None) -> None:
         """Give back what is kept of freed memory of the device.

@@ -212,7 +212,7 @@ class RankedVAE:
             },
             leading=(INPUT,),
             device=vae.output_device,
-            in_place=frozenset({INPUT}),
+            in_place=(INPUT,),
             encode_network=encode_module,
             sampling=False,
         )
