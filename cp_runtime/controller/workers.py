@@ -207,7 +207,7 @@ class Workers:
         self._on_change()
         try:
             with contextlib.closing(SharedBlock()) as memory:  # not that of messages: the ranks keep it
-                with self.pool.killed_by_errors("load"):
+                with self.pool.named_errors("load"):
                     packer.write(memory.view(packer.nbytes))
                 request = replace(request, memory=(os.getpid(), memory.fd))
                 replies = self.pool.request(request, cancelled=cancelled)

@@ -136,15 +136,19 @@ class Worker:
         return Ready(name=name, measured=self.measured)
 
     def serve(self) -> None:
-        """Run commands until told to stop."""
+        """Run commands until told to stop.
+
+        Raises:
+            ProtocolError: what came is no frame, so nobody knows where the next one begins, or which command to report on. Anything
+                else that is wrong with a command is reported.
+        """
         while (frame := self.channel.receive()).kind != Shutdown.__name__:
             if frame.kind == Cancel.__name__:  # came after its call had ended
                 continue
-            block = self._block(frame)
             self.cancel_points.restart()
             self.board.begin(self.rank)
             try:
-                request = frame.message
+                block, request = self._block(frame), frame.message
                 report = self._handlers[type(request)](request, block) or Done()  # type: ignore[index]  # `_block` has looked
             except Left:
                 report = Cancelled()

@@ -34,7 +34,8 @@ MESSAGES = [
                   device_bytes=7, memory=(1, 3)),
     messages.Call(
         key="k", method="forward", sequence=SequenceSettings(ring_degree=2), split=CallSplit((0, 2), 1, 2, 1), batch_degree=0,
-        leading=("x", "timestep"), in_place=("control",), memory_scale=1.5, compile={"backend": "inductor"}, compile_or_raise=True, cancel_every=3,
+        leading=("x", "timestep"), in_place=("control",),
+        memory_scale=1.5, compile={"backend": "inductor"}, compile_or_raise=True, cancel_every=3,
         value=TREE, drop=(),
     ),
     messages.AttachNetwork(key="k", network=TREE),

@@ -53,7 +53,8 @@ def call(mirrors):
     mesh.stats.reset()
     settings = SequenceSettings(ulysses_degree=world, ring_degree=1)
     request = Call(
-        key=KEY, method="_forward", sequence=settings, split=None, batch_degree=1, leading=("x", "timestep"), in_place=("control",), memory_scale=1.0,
+        key=KEY, method="_forward", sequence=settings, split=None, batch_degree=1, leading=("x", "timestep"), in_place=("control",),
+        memory_scale=1.0,
         compile=None, compile_or_raise=True, cancel_every=0, value=None, drop=(),
     )  # fmt: skip
     arguments = flux_inputs(dtype, batch=2)
