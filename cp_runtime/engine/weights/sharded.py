@@ -117,6 +117,7 @@ class ShardedWeights:
         self._entered: list[ShardedBlock] = []  # in this one
         self._place = 0  # in the order
         self._attentions = 0  # since a block was entered
+        self._in_call = False
         self._beside_others = ranks.may_overlap
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
         self._hooks = []
@@ -156,7 +157,7 @@ class ShardedWeights:
         if [buffer.nbytes for buffer in self._all_buffers] != [largest] * 2:
             self.free_buffers()
             self._buffers = [self._new_buffer(largest) for _ in range(2)]
-        self._entered, self._place = [], 0
+        self._entered, self._place, self._in_call = [], 0, True
         if not self._alike():
             self._order = []
             while self._held:
@@ -170,6 +171,8 @@ class ShardedWeights:
             with contextlib.suppress(RuntimeError):  # a peer is gone; the first failure is the error
                 self._settle()
             raise
+        finally:
+            self._in_call = False
 
     def after_attention(self) -> None:
         """Note that an attention, with its exchanges, has been given to the device."""
@@ -216,6 +219,10 @@ class ShardedWeights:
         sharded = self._sharded.get(name)
         if sharded is None:
             return
+        if not self._in_call:
+            raise PlanError(
+                f"{name} runs outside of a call of the model, but its weights are put together in one only. {self._remedy}"
+            )
         if sharded.buffer is None and not self._start(sharded):
             raise PlanError(f"{name} runs inside of two other blocks, and two are there at a time. {self._remedy}")
         sharded.running += 1
