@@ -138,7 +138,7 @@ class Mirrors:
         self.folders, self.node_folders = folders, node_folders
         self.entries: dict[str, Mirror] = {}
 
-    def load(self, request: Load, block: Tensor, mesh: BatchMesh | None = None) -> Loaded:
+    def load(self, request: Load, block: Tensor, mesh: BatchMesh) -> Loaded:
         """Load the model of a request if it is new, and take its weight patches. The next call moves both to the device.
 
         Args:
@@ -152,7 +152,7 @@ class Mirrors:
         mirror = self.entries.get(key)
         if mirror is None:
             recipe = Recipe.from_json(request.recipe)
-            ranks = None if placement == WHOLE or mesh is None else mesh.sequence().weights
+            ranks = None if placement == WHOLE else mesh.sequence().weights
             # Where calls compute on the host they would convert again and again.
             patcher, missing = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
             if ranks is None:
