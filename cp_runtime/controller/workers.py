@@ -212,7 +212,9 @@ class Workers:
                 request = replace(request, memory=(os.getpid(), memory.fd))
                 replies = self.pool.request(request, cancelled=cancelled)
                 target.verify(request, memory.view(memory.size), replies, self.pool.pids)  # all of it, as ranks see it
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, RankOutOfMemory):
+                self._shortages.note(self.pool.config.devices, target.key, choice.placement)
             self._forget(target.key)
             raise
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
