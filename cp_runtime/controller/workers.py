@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -43,7 +43,6 @@ class Resident:
     asked: tuple[str, float]  # settings at the time of the choice: weights, and memory per rank
     call_bytes: float  # that a call was expected to take then
     device_bytes: int  # of weights, on the device of one rank
-    warm: set[int] = field(default_factory=set)  # ranks whose devices hold its weights
     aside: bool = False  # it has left the device of this process until its next call
 
 
@@ -306,11 +305,10 @@ class Workers:
         """Run a call on the ranks of a split, None = on all. Returns its output and its record."""
         began, key = time.monotonic(), target.key
         value, drop, packer = self._encoder.encode(call.arguments, {*call.leading, *call.in_place})
-        kind, sequence, ranks = call.kind(key), config.sequence, set(range(self.pool.world_size))
-        at_work = len(ranks)
+        kind, sequence, at_work = call.kind(key), config.sequence, self.pool.world_size
         if split is not None:
             sequence = replace(sequence, ring_degree=split.ring, ulysses_degree=split.ulysses)
-            ranks, at_work = set(split.ranks), split.at_work
+            at_work = split.at_work
         request = Call(
             key=key,
             method=call.method,
@@ -326,13 +324,10 @@ class Workers:
             value=value,
             drop=drop,
         )
-        resident = self._resident[key]
-        self._model = resident.name
+        self._model = self._resident[key].name
         self._on_change()
-        timeout = config.step_timeout if ranks <= resident.warm else max(config.step_timeout, self.pool.load_timeout)
-        replies = self.pool.request(request, packer, timeout=timeout, cancelled=cancelled)
+        replies = self.pool.request(request, packer, timeout=config.step_timeout, cancelled=cancelled)
         self._encoder.delivered()
-        resident.warm |= ranks
         self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
         seconds = time.monotonic() - began
@@ -363,7 +358,6 @@ class Workers:
         if key is not None:
             ranks = set(range(self.pool.world_size)) if self._sharded(key) else ranks
             self._resident[key].aside = True
-            self._resident[key].warm -= ranks
             self._encoder.reset()
         self.pool.request(MakeRoom(key=key, ranks=tuple(sorted(ranks))), timeout=UNLOAD_TIMEOUT)
 

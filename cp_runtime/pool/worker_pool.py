@@ -61,7 +61,7 @@ class WorkerPool:
         did, did_until: the last command that was not brief, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
         measured, shares, device_names: of the ranks; none until they are ready.
-        load_timeout: seconds that ranks may take to load a model, and for its first call.
+        load_timeout: seconds that ranks may take to load a model, and for a call in which they bring it to their devices.
         ways: how they may connect; its `fallback` says why they do not as they would by default.
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
     """
@@ -347,6 +347,9 @@ class WorkerPool:
             self.waiting_for = collection.missing
             at = {rank: self.progress(rank) for rank in self.waiting_for}
             compiling = any(progress.compiling for progress in at.values())
+            if any(progress.has_loaded for progress in at.values()):
+                timeout = max(timeout, self.load_timeout)
+                collection.allow(timeout)
             # A rank that compiles does not leave when told to, and modules that take long now do not the next time.
             times = ModuleTimes() if compiling else times
             times.note({rank: progress.modules for rank, progress in at.items()}, now)
