@@ -93,7 +93,7 @@ class ModelCall:
     arguments: dict[str, Any]  # by name; plain data and tensors
     leading: tuple[str, ...]  # names of the first arguments, the latent and the timestep, which change with every call
     device: torch.device  # where the result goes
-    in_place: frozenset[str]  # names of arguments where each rank copies only its part
+    in_place: tuple[str, ...]  # names of arguments that ranks leave in the memory of the message: each copies only its part
     encode_network: Callable[[nn.Module], Any]  # makes plain data and tensors of one of the networks
     mixes_batch: bool = False  # a patch of another node needs all items of the batch
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # that patches in the arguments refer to, by key

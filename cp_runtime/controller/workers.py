@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from ..errors import ContextParallelError, RankOutOfMemory
 from ..pool.channel import SharedBlock
 from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, WorkerSite
 from ..pool.kept import KeptFile, KeptSeconds
-from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom, Unload
+from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom
 from ..pool.protocol import TensorPacker, flatten
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
@@ -41,9 +41,8 @@ class Resident:
     patches_uuid: str
     choice: Choice
     asked: tuple[str, float]  # settings at the time of the choice: weights, and memory per rank
-    call: float  # bytes that a call was expected to take then
+    call_bytes: float  # that a call was expected to take then
     device_bytes: int  # of weights, on the device of one rank
-    warm: set[int] = field(default_factory=set)  # ranks whose devices hold its weights
     aside: bool = False  # it has left the device of this process until its next call
 
 
@@ -149,7 +148,7 @@ class Workers:
         resident = self.held.get(target.key)
         if resident is None or (resident.patches_uuid, resident.asked) != (target.patches_uuid, _asked(config)):
             return False
-        return config.weights != "auto" or target.demand.call <= resident.call or resident.choice.placement == OFFLOADED
+        return config.weights != "auto" or target.demand.call <= resident.call_bytes or resident.choice.placement == OFFLOADED
 
     def place(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
         """Choose where the ranks keep a model. Models that they hold already can make way, and count as free memory."""
@@ -182,12 +181,8 @@ class Workers:
     def drop(self, forgotten: Collection[str], cancelled: Callable[[], bool]) -> None:
         """Have the ranks drop models that this process no longer has, by their keys, and networks of patches that are gone."""
         gone = [key for key, network in self._networks.items() if network() is None]
-        for key in gone:
-            del self._networks[key]
-        for key in forgotten:
-            del self._resident[key]
         if gone or forgotten:
-            self.pool.request(Drop(keys=(*gone, *forgotten)), cancelled=cancelled)
+            self._drop((*gone, *forgotten), cancelled=cancelled)
 
     def load(self, config: RuntimeConfig, target: ModelState, choice: Choice, cancelled: Callable[[], bool]) -> None:
         """Make the ranks' model equal to `target`.
@@ -202,7 +197,7 @@ class Workers:
         resident = self.held.get(target.key)
         if resident is not None and (resident.patches_uuid, resident.choice.placement) == (target.patches_uuid, choice.placement):
             # The same weights in the same place: only what they were chosen for is new.
-            resident.choice, resident.asked, resident.call = choice, _asked(config), target.demand.call
+            resident.choice, resident.asked, resident.call_bytes = choice, _asked(config), target.demand.call
             return
         held = target.demand.on_device(choice.placement, self.pool.world_size)
         request, packer = target.request(choice.placement, held)
@@ -211,12 +206,14 @@ class Workers:
         self._on_change()
         try:
             with contextlib.closing(SharedBlock()) as memory:  # not that of messages: the ranks keep it
-                with self.pool.killed_by_errors("load"):
+                with self.pool.named_errors("load"):
                     packer.write(memory.view(packer.nbytes))
                 request = replace(request, memory=(os.getpid(), memory.fd))
                 replies = self.pool.request(request, cancelled=cancelled)
                 target.verify(request, memory.view(memory.size), replies, self.pool.pids)  # all of it, as ranks see it
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, RankOutOfMemory):
+                self._shortages.note(self.pool.config.devices, target.key, choice.placement)
             self._forget(target.key)
             raise
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
@@ -227,17 +224,30 @@ class Workers:
         )  # fmt: skip
 
     def _forget(self, key: str) -> None:
-        """Have ranks that are still well drop what they have of a model whose load has failed: nothing else would ever free it."""
-        with contextlib.suppress(ContextParallelError):  # the load's own error is the one to show
+        """Have ranks that are still well drop what they have of something that some of them failed to take: nothing else would ever
+        free it."""
+        with contextlib.suppress(ContextParallelError):  # what they failed with is the error to show
             if self.pool.alive:
-                self.pool.request(Drop(keys=(key,)), timeout=UNLOAD_TIMEOUT)
+                self._drop((key,), timeout=UNLOAD_TIMEOUT)
+
+    def _drop(self, keys: Sequence[str], **waiting: Any) -> None:
+        """Have the ranks drop models and networks, and the conditioning that they keep. For `waiting` see `WorkerPool.request`."""
+        for key in keys:
+            self._resident.pop(key, None)
+            self._networks.pop(key, None)
+        self._encoder.reset()
+        self.pool.request(Drop(keys=tuple(keys)), **waiting)
 
     def attach_networks(self, call: ModelCall, cancelled: Callable[[], bool]) -> None:
         """Send the networks that patches of a call refer to, each once."""
         for key in call.networks.keys() - self._networks.keys():
             packer = TensorPacker()
             request = AttachNetwork(key=key, network=flatten(call.encode_network(call.networks[key]), packer.add))
-            self.pool.request(request, packer, cancelled=cancelled)
+            try:
+                self.pool.request(request, packer, cancelled=cancelled)
+            except BaseException:
+                self._forget(key)
+                raise
             self.pool.trim()
             self._networks[key] = weakref.ref(call.networks[key])
 
@@ -294,12 +304,11 @@ class Workers:
     ) -> tuple[Any, CallRecord]:
         """Run a call on the ranks of a split, None = on all. Returns its output and its record."""
         began, key = time.monotonic(), target.key
-        value, drop, packer = self._encoder.encode(call.arguments, set(call.leading), call.in_place)
-        kind, sequence, ranks = call.kind(key), config.sequence, set(range(self.pool.world_size))
-        at_work = len(ranks)
+        value, drop, packer = self._encoder.encode(call.arguments, {*call.leading, *call.in_place})
+        kind, sequence, at_work = call.kind(key), config.sequence, self.pool.world_size
         if split is not None:
             sequence = replace(sequence, ring_degree=split.ring, ulysses_degree=split.ulysses)
-            ranks, at_work = set(split.ranks), split.at_work
+            at_work = split.at_work
         request = Call(
             key=key,
             method=call.method,
@@ -307,6 +316,7 @@ class Workers:
             split=split,
             batch_degree=1 if call.mixes_batch else config.batch_degree,
             leading=call.leading,
+            in_place=call.in_place,
             memory_scale=call.memory_scale,
             compile=call.compile,
             compile_or_raise=config.on_unsupported == "error",
@@ -314,13 +324,10 @@ class Workers:
             value=value,
             drop=drop,
         )
-        resident = self._resident[key]
-        self._model = resident.name
+        self._model = self._resident[key].name
         self._on_change()
-        timeout = config.step_timeout if ranks <= resident.warm else max(config.step_timeout, self.pool.load_timeout)
-        replies = self.pool.request(request, packer, timeout=timeout, cancelled=cancelled)
+        replies = self.pool.request(request, packer, timeout=config.step_timeout, cancelled=cancelled)
         self._encoder.delivered()
-        resident.warm |= ranks
         self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
         seconds = time.monotonic() - began
@@ -337,10 +344,7 @@ class Workers:
 
     def unload(self, key: str) -> None:
         """Make the ranks drop a model, all networks, and the conditioning that they keep."""
-        del self._resident[key]
-        self._encoder.reset()
-        self._networks.clear()
-        self.pool.request(Unload(key=key), timeout=UNLOAD_TIMEOUT)
+        self._drop((key, *self._networks), timeout=UNLOAD_TIMEOUT)
         self.pool.trim()
 
     def make_room(self, device: str, key: str | None) -> None:
@@ -354,7 +358,6 @@ class Workers:
         if key is not None:
             ranks = set(range(self.pool.world_size)) if self._sharded(key) else ranks
             self._resident[key].aside = True
-            self._resident[key].warm -= ranks
             self._encoder.reset()
         self.pool.request(MakeRoom(key=key, ranks=tuple(sorted(ranks))), timeout=UNLOAD_TIMEOUT)
 

@@ -4,12 +4,10 @@ leave a call together, and the descriptors that they inherit."""
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,12 +28,14 @@ class Progress:
     modules: int = 0  # planned ones that it has entered
     collectives: int = 0  # that it has begun, as of the last heartbeat
     loaded: int | None = None  # thousandths of a model; None = it loads none
+    has_loaded: bool = False  # it has begun to bring a model to its device in this command
     beat: float = 0.0  # time of the last heartbeat, on the clock of `time.monotonic`; 0 = none yet
     compiling: int = 0  # the part of a model that it compiles, counted from 1 since its process started; 0 = none
 
 
-# Words of a rank. Thousandths of a load are kept plus one, and a heartbeat in nanoseconds.
+# Words of a rank. Thousandths of a load are kept plus one, or _LOADED after it; a heartbeat in nanoseconds.
 MODULES, COLLECTIVES, LOADED, BEAT_AT, COMPILING = range(WORDS := 5)
+_LOADED = 1002
 
 
 class Board:
@@ -61,7 +61,7 @@ class Board:
 
     def load(self, rank: int, loaded: int | None) -> None:
         """Note that the rank has loaded this many thousandths of a model; None = it is done."""
-        self._words[WORDS * rank + LOADED] = 0 if loaded is None else loaded + 1
+        self._words[WORDS * rank + LOADED] = _LOADED if loaded is None else loaded + 1
 
     def beat(self, rank: int, collectives: int) -> None:
         """Note that the rank is alive, and how many collectives it has begun."""
@@ -84,15 +84,14 @@ class Board:
     def read(self, rank: int) -> Progress:
         """Return the latest notes of the rank."""
         modules, collectives, loaded, beat, compiling = self._words[WORDS * rank : WORDS * (rank + 1)]
-        return Progress(modules, collectives, loaded - 1 if loaded else None, beat / 1e9, compiling)
-
-
-def resident_bytes(pid: int) -> int:
-    """Return the host memory of a process, in bytes; 0 when it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+        return Progress(
+            modules=modules,
+            collectives=collectives,
+            loaded=loaded - 1 if 0 < loaded < _LOADED else None,
+            has_loaded=loaded > 0,
+            beat=beat / 1e9,
+            compiling=compiling,
+        )
 
 
 def start_heartbeat(board: Board, rank: int, collectives: Callable[[], int]) -> None:

@@ -76,6 +76,13 @@ class Collection:
         """Note that a rank's channel is closed. The pool is incomplete then, whatever the rank has reported: that is a failure."""
         self._died[rank] = now
 
+    def allow(self, seconds: float) -> None:
+        """Note that the command may take this long from its beginning, if that is longer: ranks load a model for it, and run it for
+        the first time since. Not once it fails or is cancelled."""
+        if not (self._cancelled or self._failing):
+            self._deadline += max(0.0, seconds - self.timeout)
+            self.timeout = max(self.timeout, seconds)
+
     def abort(self) -> None:
         """Note that another thread wants the command to end."""
         self._aborted = True

@@ -350,7 +350,7 @@ def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tu
 
 TIMEOUTS = {"CP_STARTUP_TIMEOUT": 300.0, "CP_CONNECT_TIMEOUT": 20.0, "CP_LOAD_TIMEOUT": 1800.0}
 """Seconds that ranks may take, by environment variable: to start; to connect over their devices' library and exchange something,
-before they try another; to load a model, and for its first call."""
+before they try another; to load a model, and for a call in which they bring it to their devices."""
 
 
 def timeout_of(name: str) -> float:

@@ -4,7 +4,7 @@ A value with tensors in it is a `Tree` (see `protocol`).
 
 | Sent by | Messages |
 |---|---|
-| the controller, to every rank | `Request`: `Import`, `Connect`, `Measure`; `Echo`, `Load`, `Call`, `AttachNetwork`, `Drop`, `Unload`, `MakeRoom`, `Available`; `Shutdown` |
+| the controller, to every rank | `Request`: `Import`, `Connect`, `Measure`; `Echo`, `Load`, `Call`, `AttachNetwork`, `Drop`, `MakeRoom`, `Available`; `Shutdown` |
 | the controller, out of turn, to rank 0 | `Cancel` |
 | every rank, once per command | `Report`: what its request names, or `Cancelled`, or `Failure` |
 """  # noqa: E501  (a table)
@@ -233,6 +233,7 @@ class Call(Packed[CallReport]):
     split: CallSplit | None  # None = all ranks, and the degrees of `sequence` and `batch_degree`
     batch_degree: int
     leading: tuple[str, ...]  # names of the arguments that change with every call
+    in_place: tuple[str, ...]  # names of those that ranks leave in the memory of the message
     memory_scale: float  # times the memory that ComfyUI expects, which the call may need
     compile: dict[str, Any] | None  # what `torch.compile` is told, see `comfy.compiled.wire`; None = nothing is compiled
     compile_or_raise: bool  # a block that cannot be compiled is an error
@@ -249,17 +250,10 @@ class AttachNetwork(Request[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class Drop(Request[Done]):
-    """Forget models and networks."""
+    """Forget models and networks, and all tensors of calls."""
 
     brief: ClassVar[bool] = True
     keys: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unload(Request[Done]):
-    """Forget a model, all networks and all tensors of calls."""
-
-    key: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +275,7 @@ class Available(Request[Room]):
 KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
-        Import, Connect, Measure, Shutdown, Cancel, Echo, Load, Call, AttachNetwork, Drop, Unload, MakeRoom, Available,
+        Import, Connect, Measure, Shutdown, Cancel, Echo, Load, Call, AttachNetwork, Drop, MakeRoom, Available,
         Done, Cancelled, Failure, Ready, Value, Loaded, Room, CallReport,
     )
 }  # fmt: skip

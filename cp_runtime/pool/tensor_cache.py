@@ -34,27 +34,19 @@ class CallEncoder:
         self._numbers = itertools.count()
         self._in_step = True  # whether the ranks keep what `_kept` says
 
-    def encode(
-        self, arguments: dict[str, Any], changing: Set[str], in_place: Set[str] = frozenset()
-    ) -> tuple[Tree, tuple[str, ...] | None, TensorPacker]:
+    def encode(self, arguments: dict[str, Any], changing: Set[str]) -> tuple[Tree, tuple[str, ...] | None, TensorPacker]:
         """Return the arguments as a tree, keys that ranks are to forget (None: all), and the tensors to send.
 
         Args:
-            changing: names of arguments that change with every call.
-            in_place: names of arguments whose tensors ranks leave in the memory of the message.
+            changing: names of arguments that change with every call: ranks do not keep their tensors.
         """
         start_over, self._in_step = not self._in_step, False
         if start_over:
             self._kept.clear()
         packer, used, on_host = TensorPacker(), set[str](), dict[int, Tensor]()
 
-        def belongs(path: str, names: Set[str]) -> bool:
-            return any(path.startswith(f"[{name!r}]") for name in names)
-
         def store(tensor: Tensor, path: str) -> Tree:
-            if belongs(path, in_place):
-                return {"$shared": packer.add(tensor, path)}
-            if tensor.nbytes <= SMALL or belongs(path, changing):
+            if tensor.nbytes <= SMALL or any(path.startswith(f"[{name!r}]") for name in changing):
                 return packer.add(tensor, path)
             tensor = on_host.setdefault(id(tensor), tensor.to("cpu"))  # by object: the packer lays each out once
             key = self._find(path, tensor)
@@ -134,7 +126,7 @@ class TensorCache:
                 return self._kept[key]
             if "$cached" in leaf:
                 return self._kept[leaf["$cached"]]
-            return views.setdefault(str(leaf), read_tensor(block, leaf.get("$shared", leaf)))
+            return views.setdefault(str(leaf), read_tensor(block, leaf))
 
         return unflatten(message.value, load)
 

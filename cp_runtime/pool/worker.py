@@ -30,8 +30,9 @@ from ..engine.collectives import CommStats, wait_for
 from ..engine.measuring import device_name, measure
 from ..engine.mesh import BatchMesh
 from ..errors import ProtocolError
-from .board import Board, CancelPoints, resident_bytes, start_heartbeat
+from .board import Board, CancelPoints, start_heartbeat
 from .channel import Channel, Closed, SharedBlock
+from .forking import host_bytes
 from .frames import Frame, pack
 from .limits import name_limit
 from .messages import (
@@ -135,15 +136,19 @@ class Worker:
         return Ready(name=name, measured=self.measured)
 
     def serve(self) -> None:
-        """Run commands until told to stop."""
+        """Run commands until told to stop.
+
+        Raises:
+            ProtocolError: what came is no frame, so nobody knows where the next one begins, or which command to report on. Anything
+                else that is wrong with a command is reported.
+        """
         while (frame := self.channel.receive()).kind != Shutdown.__name__:
             if frame.kind == Cancel.__name__:  # came after its call had ended
                 continue
-            block = self._block(frame)
             self.cancel_points.restart()
             self.board.begin(self.rank)
             try:
-                request = frame.message
+                block, request = self._block(frame), frame.message
                 report = self._handlers[type(request)](request, block) or Done()  # type: ignore[index]  # `_block` has looked
             except Left:
                 report = Cancelled()
@@ -236,7 +241,7 @@ class Worker:
 
 def failure(error: Exception, stats: CommStats, device: torch.device) -> Failure:
     """Return the report on an error that has just been raised. `stats`: what the rank has sent."""
-    memory, lost = left_memory(device)
+    memory = left_memory(device)
     return Failure(
         at=time.monotonic(),
         kind=type(error).__name__,
@@ -245,13 +250,13 @@ def failure(error: Exception, stats: CommStats, device: torch.device) -> Failure
         collectives=stats.collectives,
         pending=stats.pending,
         memory=memory,
-        device_lost=lost,
+        device_lost=memory is None,
     )
 
 
 def memory_of(device: torch.device, details: bool = False) -> Memory:
     """Return the memory that this process takes, in bytes. `details`: with what is in use, reserved and free on the device."""
-    host = resident_bytes(os.getpid())
+    host = host_bytes(os.getpid())
     if device.type == "cpu":
         return Memory(host=host, device=0)
     module = torch.get_device_module(device)
@@ -262,17 +267,17 @@ def memory_of(device: torch.device, details: bool = False) -> Memory:
     return replace(used, allocated=allocated, reserved=reserved, free=int(module.mem_get_info(device)[0]))
 
 
-def left_memory(device: torch.device) -> tuple[Memory | None, bool]:
-    """Return the memory for a report on a failure (None = the device is lost), and whether the device is lost.
+def left_memory(device: torch.device) -> Memory | None:
+    """Return the memory for a report on a failure; None = the device is lost.
 
     A device fails at every later call, too, once a kernel has failed: the report must go out all the same, and says that this
     process is of no more use.
     """
     try:
-        return memory_of(device, details=True), False
+        return memory_of(device, details=True)
     except Exception as error:  # noqa: BLE001  (torch has several kinds of it)
         log.warning("%s does not answer any more: %s", device, error)
-        return None, True
+        return None
 
 
 def run(spec: dict[str, Any]) -> None:

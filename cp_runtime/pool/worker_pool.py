@@ -61,7 +61,7 @@ class WorkerPool:
         did, did_until: the last command that was not brief, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
         measured, shares, device_names: of the ranks; none until they are ready.
-        load_timeout: seconds that ranks may take to load a model, and for its first call.
+        load_timeout: seconds that ranks may take to load a model, and for a call in which they bring it to their devices.
         ways: how they may connect; its `fallback` says why they do not as they would by default.
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
     """
@@ -81,7 +81,7 @@ class WorkerPool:
         self.stage, self.since, self.imports = "starting processes", time.time(), True
         self.seconds: dict[str, float] = {}
         self._startup_timeout, self._connect_timeout, self.load_timeout = map(timeout_of, TIMEOUTS)
-        self._seq = 0
+        self._seq = self._sent = 0
         self._aborted = ""
         self.ways = ways_of(config)
         self.processes: list[RankProcess] = []
@@ -152,10 +152,10 @@ class WorkerPool:
 
     def _send(self, request: Request[Any], nbytes: int = 0) -> None:
         """Send a command to all ranks. `nbytes`: of its tensors, which lie in shared memory."""
+        frame = pack(request, self._seq + 1, nbytes)
         self._seq += 1
         self.waiting_for = list(range(self.world_size))
         self.inherited.board.undecided()
-        frame = pack(request, self._seq, nbytes)
         for channel in self.channels:
             with contextlib.suppress(Closed):  # _collect says how its rank died
                 channel.send(frame)
@@ -193,19 +193,27 @@ class WorkerPool:
             RankError: a rank failed. The pool lives on if every rank reported, and is killed otherwise.
             PoolTimeout: a rank did not report in time. The pool is killed.
             CallCancelled: `cancelled` returned True. The pool lives on if the ranks left the call in time.
-            ContextParallelError: anything else. The pool is killed.
+            ContextParallelError: anything else. The pool lives on if nothing had been sent, and is killed otherwise.
+            torch.OutOfMemoryError: of a device of this process, before anything was sent.
         """
         if not self.alive:
             raise PoolError("the worker pool is not running")
         packer, command = packer or TensorPacker(), name_of(request)
         timeout = self.load_timeout if timeout is None else timeout
-        with self._doing(command, request.brief), self.killed_by_errors(command):
-            if packer.nbytes <= KEEP_BYTES:  # else a large one comes with every call, as residuals of a ControlNet do
-                self.inherited.request.trim(KEEP_BYTES)
+        before = self._seq
+        with self._doing(command, request.brief), self.named_errors(command):
+            self._sent = packer.nbytes
             packer.write(self.inherited.request.view(packer.nbytes))
-            self._send(request, packer.nbytes)
-            # From here on: this process may have been stopped after the first rank was told and before the last.
-            return all_of(request.report, self._collect(command, time.monotonic(), timeout, cancelled))
+            try:
+                self._send(request, packer.nbytes)
+                # From here on: this process may have been stopped after the first rank was told and before the last.
+                return all_of(request.report, self._collect(command, time.monotonic(), timeout, cancelled))
+            except (RankError, CallCancelled):  # `_conclude` has killed the pool where necessary
+                raise
+            except BaseException:
+                if self._seq > before:
+                    self.kill()
+                raise
 
     @contextlib.contextmanager
     def _doing(self, what: str, brief: bool = False) -> Iterator[None]:
@@ -218,29 +226,29 @@ class WorkerPool:
             self.doing = ""
 
     @contextlib.contextmanager
-    def killed_by_errors(self, command: str) -> Iterator[None]:
-        """Kill the pool where a command fails, unless its ranks are still in step with each other."""
+    def named_errors(self, command: str) -> Iterator[None]:
+        """Raise PoolError for whatever fails in this process, such as a device while tensors are copied: callers know one kind of
+        error. ComfyUI knows torch.OutOfMemoryError, which stays as it is."""
         try:
             yield
-        except (RankError, CallCancelled):  # `_conclude` has killed it where necessary
+        except (ContextParallelError, CallCancelled, torch.OutOfMemoryError):
             raise
-        except BaseException as error:
-            self.kill()
-            if isinstance(error, ContextParallelError) or not isinstance(error, Exception):
-                raise
-            # For example a device that fails while tensors are copied. Callers know one kind of error.
+        except Exception as error:
             raise PoolError(f"{command} failed outside of the workers: {type(error).__name__}: {error}") from error
 
-    def trim(self) -> None:
-        """Give the memory of a large message back."""
-        for block in (self.inherited.request, self.inherited.response):
-            block.trim(KEEP_BYTES)
+    def trim(self, sent: int = 0) -> None:
+        """Give the memory of large messages back. `sent`: bytes of the last request; that of requests stays after a large one, as
+        another may come with every call, such as residuals of a ControlNet."""
+        self.inherited.response.trim(KEEP_BYTES)
+        if sent <= KEEP_BYTES:
+            self.inherited.request.trim(KEEP_BYTES)
 
     def result(self, replies: Sequence[Value], device: torch.device) -> Any:
-        """Return the value that rank 0 left in shared memory, copied to `device`."""
+        """Return the value that rank 0 left in shared memory, copied to `device`. Raises PoolError or torch.OutOfMemoryError."""
         block = self.inherited.response.view(replies[0].nbytes)
-        value = unflatten(replies[0].value, lambda leaf: read_tensor(block, leaf).to(device, copy=True))
-        self.inherited.response.trim(KEEP_BYTES)
+        with self.named_errors("copying the result"):
+            value = unflatten(replies[0].value, lambda leaf: read_tensor(block, leaf).to(device, copy=True))
+        self.trim(self._sent)
         return value
 
     def close(self) -> None:
@@ -339,6 +347,9 @@ class WorkerPool:
             self.waiting_for = collection.missing
             at = {rank: self.progress(rank) for rank in self.waiting_for}
             compiling = any(progress.compiling for progress in at.values())
+            if any(progress.has_loaded for progress in at.values()):
+                timeout = max(timeout, self.load_timeout)
+                collection.allow(timeout)
             # A rank that compiles does not leave when told to, and modules that take long now do not the next time.
             times = ModuleTimes() if compiling else times
             times.note({rank: progress.modules for rank, progress in at.items()}, now)

@@ -118,8 +118,19 @@ def test_a_start_that_hangs_ends_within_its_budget(start_faults, monkeypatch):
 def test_a_slow_first_step_is_not_killed(fault_server, expected, faults):
     """Compilation and the move to the device may take longer than a step is allowed to."""
     fault_server.free_first()
-    faults.arm(1, "slow", module=1, seconds=DEADLINE / 3)
+    faults.arm(1, "slow", module=1, seconds=DEADLINE / 4)
     began = time.monotonic()
     assert_right(fault_server, expected, CP)
+    assert time.monotonic() - began > DEADLINE
+    assert faults.waiting == []
+
+
+def test_a_model_that_a_rank_has_to_load_again_is_not_killed(fault_server, expected, faults):
+    """A rank's own ComfyUI may take the model from its device, which nobody else is told of."""
+    pids = assert_right(fault_server, expected, CP)
+    pieces = {"kind": "slow", "at": "weights", "seconds": DEADLINE / 75}  # about a hundred of them
+    faults.arm(1, "evict", at="call", then=pieces)
+    began = time.monotonic()
+    assert assert_right(fault_server, expected, CP) == pids
     assert time.monotonic() - began > DEADLINE
     assert faults.waiting == []

@@ -26,7 +26,7 @@ from cp_runtime.errors import PoolError, PoolTimeout, ProtocolError, RankError
 from cp_runtime.nested import tensors
 from cp_runtime.pool.channel import Channel, Closed
 from cp_runtime.pool.frames import MAX_HEADER, unpack
-from cp_runtime.pool.messages import Echo
+from cp_runtime.pool.messages import Done, Echo
 from cp_runtime.pool.protocol import TensorPacker, flatten, read_tensor, unflatten
 from cp_runtime.pool.worker_pool import WorkerPool
 
@@ -329,10 +329,23 @@ def test_a_message_cannot_make_ranks_allocate():
         block = os.dup(pool.inherited.request.fd)
         before = os.fstat(block).st_size
         pool._send(Echo(value=1, drop=()), 64 << 20)
-        assert all(process.wait(10) for process in pool.processes)
+        with pytest.raises(RankError, match=r"ProtocolError: a message of 67108864 bytes in \d+ bytes of shared memory"):
+            pool._collect("echo", time.monotonic(), 10, None)
         after = os.fstat(block).st_size
         os.close(block)
         assert after == before
+        assert torch.equal(echo(pool, torch.ones(3)), torch.ones(3))  # the header was read whole: the ranks are in step
+
+
+def test_a_message_that_is_no_command_is_reported():
+    """It was read whole, so that the ranks are in step and serve the next command."""
+    with small_pool() as pool:
+        pids = list(pool.pids)
+        pool._send(Done())  # type: ignore[arg-type]  # a report
+        with pytest.raises(RankError, match="ProtocolError: unknown command 'Done'"):
+            pool._collect("echo", time.monotonic(), 10, None)
+        assert torch.equal(echo(pool, torch.ones(3)), torch.ones(3))
+        assert pool.pids == pids
 
 
 def evil_frame(marker: Path) -> bytes:
@@ -344,7 +357,6 @@ RAW = {
     "random bytes": lambda _: random.Random(5).randbytes(4096),
     "a pickle": evil_frame,
     "an unknown command": lambda marker: frame(header(f"__import__('os').system('touch {marker}')")),
-    "a report, which is no command": lambda _: frame(header("Done")),
     "a header of other types": lambda _: frame(header("Echo", {"a": [1]}, "all", drop=1, value=1)),
     "a frame that is cut off": lambda _: frame(header("Echo"))[:-3],
     "a frame above the limit": lambda _: struct.pack("<Q", MAX_HEADER + 1) + b"x" * 1000,

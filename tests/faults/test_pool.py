@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -12,13 +13,18 @@ import psutil
 import pytest
 import torch
 from support.faults import Stopwatch
-from support.pools import echo, make_pool, small_pool
+from support.pools import echo, make_pool, request_echo, small_pool
 
-from cp_runtime.errors import ContextParallelError, PoolError, PoolTimeout, RankError
+from cp_runtime.errors import ContextParallelError, PoolError, PoolTimeout, ProtocolError, RankError
+from cp_runtime.pool.frames import MAX_HEADER
 from cp_runtime.pool.messages import Echo, Value
 from cp_runtime.pool.worker_pool import KEEP_BYTES
 
 USUAL_LIMIT = 1024  # of open files
+
+
+def no_room(*_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_rank_dies_after_its_report_while_another_hangs():
@@ -95,12 +101,23 @@ def test_a_rank_that_is_stopped_in_a_command_is_named_long_before_the_deadline()
         assert not pool.alive
 
 
-def test_a_value_that_cannot_be_sent_is_an_error_of_this_package():
-    """Callers, ComfyUI's memory manager among them, know one kind of error. The pool is gone, since nobody knows what was sent."""
+def test_what_fails_before_anything_is_sent_is_an_error_of_this_package_and_ends_no_rank(monkeypatch):
+    """Callers, ComfyUI's memory manager among them, know one kind of error."""
     with small_pool() as pool:
+        pids = list(pool.pids)
         with pytest.raises(ContextParallelError, match=r"echo failed .*TypeError"):
             pool.request(Echo(value=object(), drop=()), timeout=30)
-        assert not pool.alive
+        with pytest.raises(ProtocolError, match="above the limit"):
+            pool.request(Echo(value="x" * (MAX_HEADER + 1), drop=()), timeout=30)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", no_room)
+            with pytest.raises(PoolError, match="no room for 256"):
+                echo(pool, torch.empty(256 << 20, dtype=torch.uint8))
+        with pytest.raises(PoolError, match="copying the result failed"):
+            pool.result(request_echo(pool, torch.ones(3)), torch.device("hpu"))
+        assert torch.equal(echo(pool, torch.ones(3)), torch.ones(3))
+        assert (pool.alive, pool.pids) == (True, pids)
+        pool.kill()
         with pytest.raises(PoolError, match="closed"):
             pool.trim()
         with pytest.raises(PoolError, match="closed"):

@@ -57,6 +57,17 @@ def test_no_memory_while_a_model_loads(fault_server, expected, with_lora, faults
     assert_right(fault_server, expected, CP)
 
 
+def test_a_model_whose_load_ran_out_of_memory_takes_less_of_it(fault_server, expected, faults):
+    """Not only one whose call did."""
+    cp = {**CP, "weights": "auto", "memory_per_rank": 8.0}
+    faults.arm(1, "oom", at="load")
+    assert "OutOfMemoryError" in fault_server.failed_at(fault_server.queue(flux_prompt(cp=cp)))[1]
+    assert_right(fault_server, expected, cp)
+    assert fault_server.status()["weights"]["flux.safetensors"].startswith(
+        "offloaded: "
+    )  # of so small a model a part and two blocks are no less
+
+
 def test_a_rank_hangs_in_a_call(fault_server, expected, faults):
     """The others wait in a gather: the one that they wait for is named."""
     pids = assert_right(fault_server, expected, CP)

@@ -2,8 +2,9 @@
 
 Inert unless CP_TEST_FAULTS names a folder (docs/testing.md). A file `<rank>.json` there, `{"kind": "oom", "at": "module", "module":
 3}`, is removed by that rank and takes effect at that place: `start`, before it joins the others; `load`, before it loads a model;
-`weights`, when it has brought that many pieces of a model to its device (`module` counts them); `module`, when it enters that
-planned module of a call; `compile`, when it begins to compile. With `"times": 2` it stays for a second time.
+`call`, before a call; `weights`, when it has brought that many pieces of a model to its device (`module` counts them); `module`,
+when it enters that planned module of a call; `compile`, when it begins to compile. With `"times": 2` it stays for a second time;
+with `"then"` another fault follows it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ FOLDER = "CP_TEST_FAULTS"  # environment variable
 
 def _raise(error: BaseException) -> NoReturn:
     raise error
+
+
+def _evict() -> None:
+    """Have this rank's ComfyUI take all models from its device, as it does when another process needs the memory."""
+    from comfy import model_management
+
+    model_management.unload_all_models()
 
 
 def _spin() -> NoReturn:
@@ -61,6 +69,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     # caught, and reported by the rank
     "oom": lambda: _raise(torch.OutOfMemoryError("injected: CUDA out of memory. Tried to allocate 20.00 GiB.")),
     "error": lambda: _raise(RuntimeError("injected: error")),
+    "evict": _evict,
     # ends the process
     "uncaught": lambda: _raise(BaseException("injected: uncaught")),
     "sysexit": lambda: sys.exit(0),
@@ -94,8 +103,9 @@ def armed_fault(rank: int, place: str) -> Callable[[int], None] | None:
     if fault.get("at", "module") != place:
         return None
     left = fault.get("times", 1) - 1
-    if left > 0:
-        path.write_text(json.dumps({**fault, "times": left}))
+    following = {**fault, "times": left} if left > 0 else fault.get("then")
+    if following:
+        path.write_text(json.dumps(following))
     else:
         path.unlink()
 
@@ -131,6 +141,7 @@ def make_faulty(module: Any) -> None:
             return kept
 
         def module_hook(self, cancel_every: int) -> Callable[[], None]:
+            inject(self.rank, "call")
             enter, fault = super().module_hook(cancel_every), armed_fault(self.rank, "module")
             entered = itertools.count(1)
 

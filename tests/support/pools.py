@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from cp_runtime.pool.messages import Echo
+from cp_runtime.pool.messages import Echo, Value
 from cp_runtime.pool.protocol import TensorPacker, flatten
 from cp_runtime.pool.worker_pool import WorkerPool
 
@@ -41,11 +41,17 @@ def make_pool(ranks: int = 2, site: WorkerSite | None = None, on: str = "cpu", *
 
 def echo(pool: WorkerPool, value: Tensor, timeout: float = 30.0, cancelled: Callable[[], bool] | None = None) -> Tensor:
     """Send a tensor through rank 0 and back."""
+    out: Tensor = pool.result(request_echo(pool, value, timeout, cancelled), torch.device("cpu"))
+    return out
+
+
+def request_echo(
+    pool: WorkerPool, value: Tensor, timeout: float = 30.0, cancelled: Callable[[], bool] | None = None
+) -> list[Value]:
+    """Send a tensor to all ranks. Returns their replies."""
     packer = TensorPacker()
     request = Echo(value=flatten({"x": value}, packer.add), drop=())
-    replies = pool.request(request, packer, timeout=timeout, cancelled=cancelled)
-    out: Tensor = pool.result(replies, torch.device("cpu"))
-    return out
+    return pool.request(request, packer, timeout=timeout, cancelled=cancelled)
 
 
 def hold(pool: WorkerPool, rank: int) -> None:

@@ -268,6 +268,18 @@ def test_the_time_in_which_a_rank_compiles_does_not_count():
     assert step.late == (0,)
 
 
+def test_a_call_for_which_ranks_load_may_take_longer(play):
+    """As long as it is allowed from its beginning, and not once more whenever that is said."""
+    for _ in range(3):
+        play.collection.allow(TIMEOUT + 100)
+        assert play.tick() == Wait(until=BEGAN + TIMEOUT + 100)
+    play.collection.allow(1.0)
+    assert play.tick() == Wait(until=BEGAN + TIMEOUT + 100)
+    until = play.collection.cancel(play.now).until
+    play.collection.allow(TIMEOUT + 200)
+    assert play.tick() == Wait(until=until)
+
+
 def test_compiling_for_ever_does_count():
     collection = Collection(world_size=1, began=BEGAN, timeout=2.0, compile_timeout=5.0)
     steps = [collection.tick(BEGAN + second, compiling=True) for second in range(1, 8)]

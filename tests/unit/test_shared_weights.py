@@ -215,6 +215,18 @@ def test_a_block_inside_of_another_one():
 
 
 @torch.no_grad()
+def test_a_block_that_runs_outside_of_a_call_is_refused_by_name():
+    """Also after a call, when its weights may still be in a buffer: other ranks would not join."""
+    model = Model().eval()
+    weights, x = sharded(model), torch.randn(2, 96)
+    for _ in range(2):
+        with pytest.raises(PlanError, match=r"blocks\.1 runs outside of a call of the model.*Do this\."):
+            model.blocks[1](x)
+        with weights.call():
+            model(x)
+
+
+@torch.no_grad()
 def test_a_weight_that_is_read_outside_of_its_block_is_refused_by_name():
     model = Model().eval()
     model.blocks[1].lin.weight = nn.Parameter(TwoTensors(torch.ones(96, 96, dtype=torch.int8), torch.tensor(0.5)), False)

@@ -29,7 +29,7 @@ from .wire_options import SENDABLE, plain_options
 if TYPE_CHECKING:
     from .ui_patcher import ContextParallelPatcher
 
-IN_PLACE = frozenset({"control"})  # residuals: each rank copies only its part
+IN_PLACE = ("control",)  # residuals: each rank copies only its part
 TEXTS = "preprocess_text_embeds"
 
 

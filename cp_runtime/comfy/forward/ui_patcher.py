@@ -147,7 +147,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def load_on_ranks(self) -> int:
         """Load the model onto the ranks, to which this process's devices make way. Returns the bytes that it newly takes on its own
         device. Raises UnsupportedError where no placement fits."""
-        before, target = self.loaded_size(), self.target()
+        before, target = self.loaded_size(), self.claim_target()
         make_way(self.model)
         with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
         return self.loaded_size() - before
@@ -197,7 +197,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         """Run a call of the transformer on all ranks."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         call = replace(call, memory_scale=self.cp_memory_scale, compile=compile_of(self))
-        return with_cancel(lambda cancelled: CONTROLLER.call(self.cp_config, self.target(), call, executing_node(), cancelled))
+        return with_cancel(
+            lambda cancelled: CONTROLLER.call(self.cp_config, self.claim_target(), call, executing_node(), cancelled)
+        )
 
     def _load_here(self, device: torch.device, extra_memory: float, force_patch_weights: bool = False) -> int:
         """Load the model onto a device of this process, as ComfyUI's ModelPatcher does."""
@@ -207,8 +209,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             convert(self.model)
         return super().partially_load(device, extra_memory, force_patch_weights)
 
-    def target(self) -> Target:
-        """Return what the ranks' copy must equal. They keep it for as long as the model of this process is there."""
+    def claim_target(self) -> Target:
+        """Return what the ranks' copy must equal. From now on they keep it for as long as the model of this process is there."""
         target = Target(self, recipe_of(self), self.cp_call_memory, encode_weight_patches)
         notes_of(self.model).key = target.key
         CONTROLLER.own(target.key, self.model)

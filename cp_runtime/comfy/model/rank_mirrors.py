@@ -138,7 +138,7 @@ class Mirrors:
         self.folders, self.node_folders = folders, node_folders
         self.entries: dict[str, Mirror] = {}
 
-    def load(self, request: Load, block: Tensor, mesh: BatchMesh | None = None) -> Loaded:
+    def load(self, request: Load, block: Tensor, mesh: BatchMesh) -> Loaded:
         """Load the model of a request if it is new, and take its weight patches. The next call moves both to the device.
 
         Args:
@@ -152,7 +152,7 @@ class Mirrors:
         mirror = self.entries.get(key)
         if mirror is None:
             recipe = Recipe.from_json(request.recipe)
-            ranks = None if placement == WHOLE or mesh is None else mesh.sequence().weights
+            ranks = None if placement == WHOLE else mesh.sequence().weights
             # Where calls compute on the host they would convert again and again.
             patcher, missing = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
             if ranks is None:
@@ -221,12 +221,12 @@ class Mirrors:
             shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
         sequence = mesh.sequence(shares.taking_part)
         part = take_items(shares, arguments, mesh.index(shares.taking_part))
-        in_place = {"control": part.pop("control")} if "control" in part else {}  # `LocalResiduals` copies even less of it
+        in_place = {name: part.pop(name) for name in request.in_place if name in part}  # `LocalResiduals` copies even less
         part = {**owned(part, self.device), **in_place}
         planner = planner_for(sequence, members)
         latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
         needed = mirror.patcher.memory_required(list(latent)) * request.memory_scale * sequence.part
-        self.free_buffers(mirror)
+        self.free_buffers(keep=mirror)
         self.to_device(mirror, needed)
         mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
         prelude = time.perf_counter() - began
@@ -246,11 +246,11 @@ class Mirrors:
                 prelude=prelude,
             )
 
-    def free_buffers(self, mirror: Mirror) -> None:
-        """Have all models but one give back the memory for blocks that they fetch ahead."""
-        for other in self.entries.values():
-            if other is not mirror and other.weights is not None:
-                other.weights.free_buffers()
+    def free_buffers(self, keep: Mirror | None = None) -> None:
+        """Have all models give back the memory for blocks that they fetch ahead, except one where `keep` names it."""
+        for mirror in self.entries.values():
+            if mirror is not keep and mirror.weights is not None:
+                mirror.weights.free_buffers()
 
     def _work(self, mirror: Mirror, shares: BatchShares, items: int, planner: DegreePlanner, state: CallState) -> CallWork:
         """Return the work of a call, independent of who computes it."""
@@ -299,19 +299,13 @@ class Mirrors:
         model_management.soft_empty_cache()
         trim_heap()
 
-    def unload(self, key: str) -> None:
-        """Drop a model and all networks of patches."""
-        self.drop([key, *ATTACHED])
-
     def make_room(self, key: str | None) -> None:
         """Give back what is kept of freed memory of the device.
 
         Args:
             key: of a model that leaves the device until its next call, and all networks of patches with it; None = of none.
         """
-        for mirror in self.entries.values():
-            if mirror.weights is not None:
-                mirror.weights.free_buffers()
+        self.free_buffers()
         leaving = [] if key is None else [self.mirror_of(key).patcher, *ATTACHED.values()]
         for loaded in list(model_management.current_loaded_models):
             if any(loaded.model is patcher for patcher in leaving):

@@ -10,8 +10,8 @@ from ...controller.choosing import in_words
 from ...controller.journal import Failure, Journal
 from ...controller.run_stats import NOT_MEASURED, CallRecord, Node
 from ...controller.workers import Workers
-from ...pool.board import SILENT, resident_bytes
-from ...pool.forking import process_state
+from ...pool.board import SILENT
+from ...pool.forking import host_bytes, process_state
 from ...pool.worker_pool import WorkerPool
 from ...version import VERSION
 from ..ranks.ui import CONTROLLER, nothing_to_share
@@ -202,7 +202,7 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
         "process": kernel,
         "modules": at.modules,
         "seconds_since_heartbeat": since,
-        "memory": {"host": resident_bytes(pid), "device": last.reports[rank].memory.device if last else 0},
+        "memory": {"host": host_bytes(pid), "device": last.reports[rank].memory.device if last else 0},
         "tokens": record.reports[rank].outcome.tokens if record else {},
         "models": workers.models if state in ("idle", "computing") else [],
         "last_error": failure.message if failure is not None and culprit else None,

@@ -13,7 +13,7 @@ from ...comfyui import forbid_recording
 from ...compat import on_compilation
 from ...engine.cost import DegreePlanner
 from ...engine.profiling import CallTraces
-from ...pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Request, Room, Unload
+from ...pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Request, Room
 from ...pool.worker import Handler, Worker
 from ..vae.wire import VAE_METHODS
 
@@ -55,16 +55,15 @@ class ModelService:
         return {
             Load: lambda request, _: mirrors.load(request, worker.keep(request.memory), worker.mesh),
             AttachNetwork: mirrors.attach_network,
-            Drop: lambda request, _: mirrors.drop(request.keys),
+            Drop: self._drop,
             Call: self._call,
-            Unload: self._unload,
             MakeRoom: self._make_room,
             Available: lambda *_: Room(available=mirrors.available()),
         }
 
-    def _unload(self, request: Unload, _: Tensor) -> None:
+    def _drop(self, request: Drop, _: Tensor) -> None:
         self._worker.cache.clear()
-        self._mirrors.unload(request.key)
+        self._mirrors.drop(request.keys)
 
     def _make_room(self, request: MakeRoom, _: Tensor) -> None:
         if request.key is not None:

@@ -36,7 +36,7 @@ def call_vae(
         on_step: called at every convolution, or before every tile, equally often on all ranks.
     """
     mirror = mirrors.mirror_of(request.key)
-    mirrors.free_buffers(mirror)
+    mirrors.free_buffers(keep=mirror)
     mirrors.to_device(mirror, arguments["memory"] * request.memory_scale, networks=False)
     run = partial(_run, mirror, request.method, mirrors.device, arguments["dtype"], arguments["out_dtype"])
     order = arguments["order"]

@@ -136,7 +136,7 @@ class RankedVAE:
         self.patcher: VAEPatcher = kept
         self.patcher.cp_config = self._config = config
         try:
-            self._target = self.patcher.target()
+            self._target = self.patcher.claim_target()
         except MirrorError as error:
             raise UnsupportedError(f"{error} {_REMEDY}") from error
 
@@ -212,7 +212,7 @@ class RankedVAE:
             },
             leading=(INPUT,),
             device=vae.output_device,
-            in_place=frozenset({INPUT}),
+            in_place=(INPUT,),
             encode_network=encode_module,
             sampling=False,
         )
@@ -243,9 +243,9 @@ class VAEPatcher(ContextParallelPatcher):
             CONTROLLER.make_room(self.load_device, notes_of(self.model).key)
         return self.model
 
-    def target(self) -> Target:
-        """Return what the ranks' copy must equal. Raises MirrorError if its file was truncated."""
-        target, notes = super().target(), notes_of(self.model)
+    def claim_target(self) -> Target:
+        """Return what the ranks' copy must equal, as for other models. Raises MirrorError if its file was truncated."""
+        target, notes = super().claim_target(), notes_of(self.model)
         if notes.check_file is None:
             notes.check_file = size_check(self.model, target.path, target.recipe.stamp[0])
         notes.check_file()

@@ -108,11 +108,11 @@ def context_parallel_attention(
     chunk, members = rank // U, slice(rank // U * U, (rank // U + 1) * U)
     merging = axes.ring.size > 1 and config.rotate_method == "alltoall"
     by_kernel = causal and axes.ring.size == 1 and k_layout is q_layout and q_layout.in_order
-    place = chunk_spans(q_layout, U)[chunk], q_layout, k_layout, q_BLHD.dtype if merging else None
+    rows, layouts, merged_as = chunk_spans(q_layout, U)[chunk], (q_layout, k_layout), q_BLHD.dtype if merging else None
     if mask is not None:
-        mask = once(("mask", U, *place[1:]), mask, partial(_place, mask, mesh, *place))
+        mask = once(("mask", U, *layouts, merged_as), mask, partial(_place, mask, mesh, rows, *layouts, merged_as))
     elif causal and not by_kernel:
-        mask = once(("causal", U, *place[1:]), q_layout, partial(_causal, device, *place))
+        mask = once(("causal", U, *layouts, merged_as), q_layout, partial(_causal, device, rows, *layouts, merged_as))
 
     q_owned, k_owned = (layout.owned_positions(rank, device) for layout in (q_layout, k_layout))
     if q_owned is not None:

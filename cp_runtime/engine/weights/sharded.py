@@ -1,10 +1,10 @@
 """Blocks whose weights are split over the ranks, and put together while they run.
 
 The bytes of a block's weights are one run (`packing`), cut into pieces, and each piece into as many parts as there are ranks. An
-all-gather puts a piece together in a *room*; the block's parameters are views of that. There are two rooms: while one block runs,
-the next one is fetched, in the order of the last call, and in as many portions as the block has attentions and one more, so that
-fetching and the attention's own exchanges do not compete for the link: a portion starts behind an attention, and runs beside what
-comes after, where ranks may send two things at a time (`RankGroup.may_overlap`).
+all-gather puts a piece together in a *buffer*; the block's parameters are views of that. There are two buffers: while one block
+runs, the next one is fetched, in the order of the last call, and in as many portions as the block has attentions and one more, so
+that fetching and the attention's own exchanges do not compete for the link: a portion starts behind an attention, and runs beside
+what comes after, where ranks may send two things at a time (`RankGroup.may_overlap`).
 
 Every rank enters the same blocks in the same order, so that all of them send the same pieces.
 """
@@ -29,7 +29,7 @@ PIECES = 8  # of a block
 SMALLEST_PIECE = 4 << 20  # bytes
 
 
-class SharedBlock:
+class ShardedBlock:
     """A block that this rank keeps its part of.
 
     Args:
@@ -38,7 +38,7 @@ class SharedBlock:
         on_host: keep the part in the host's memory.
 
     Attributes:
-        room: where it is put together, while it has a place for that.
+        buffer: where it is put together; None while it has none.
         fetched: number of its pieces that have been asked for.
         pending: those that are on their way.
     """
@@ -57,7 +57,7 @@ class SharedBlock:
         self.shard = run.view(pieces, self.part)
         for number, own in enumerate(self.shard):
             self.packing.copy_range(weights, number * self.piece + ranks.rank * self.part, own)
-        self.room: Tensor | None = None
+        self.buffer: Tensor | None = None
         self.fetched = 0
         self.pending: list[Pending] = []
         self.attentions = 0  # that its last run had
@@ -93,9 +93,9 @@ def _plain() -> Iterator[None]:
 
 
 class ShardedWeights:
-    """The weights of a model's blocks, shared out over ranks.
+    """The weights of a model's blocks, sharded over ranks.
 
-    Nothing is shared out until `keep` says so. From then on every rank must run the model alike.
+    Nothing is sharded until `keep` says so. From then on every rank must run the model alike.
 
     Args:
         model: any module, in eval mode.
@@ -110,13 +110,14 @@ class ShardedWeights:
     ) -> None:
         self.blocks = {block.name: block for block in blocks_of(model)}
         self._ranks, self._device, self._on_host, self._remedy = ranks, device, on_host, remedy
-        self._shared: dict[str, SharedBlock] = {}
-        self._rooms: list[Tensor] = []  # that no block has
-        self._held: list[SharedBlock] = []  # that have one
-        self._order: list[SharedBlock] = []  # of the last call
-        self._entered: list[SharedBlock] = []  # in this one
+        self._sharded: dict[str, ShardedBlock] = {}
+        self._buffers: list[Tensor] = []  # that no block has
+        self._held: list[ShardedBlock] = []  # that have one
+        self._order: list[ShardedBlock] = []  # of the last call
+        self._entered: list[ShardedBlock] = []  # in this one
         self._place = 0  # in the order
         self._attentions = 0  # since a block was entered
+        self._in_call = False
         self._beside_others = ranks.may_overlap
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
         self._hooks = []
@@ -129,12 +130,12 @@ class ShardedWeights:
     @property
     def nbytes(self) -> int:
         """Bytes that are kept on the device."""
-        shards = 0 if self._on_host else sum(shared.shard.nbytes for shared in self._shared.values())
-        return shards + sum(room.nbytes for room in self._all_rooms)
+        shards = 0 if self._on_host else sum(sharded.shard.nbytes for sharded in self._sharded.values())
+        return shards + sum(buffer.nbytes for buffer in self._all_buffers)
 
     @property
-    def _all_rooms(self) -> list[Tensor]:
-        return [*self._rooms, *(shared.room for shared in self._held if shared.room is not None)]
+    def _all_buffers(self) -> list[Tensor]:
+        return [*self._buffers, *(sharded.buffer for sharded in self._held if sharded.buffer is not None)]
 
     def keep(self, name: str, weights: Mapping[str, Tensor] | None = None) -> None:
         """Keep this rank's part of a block, and let go of its weights.
@@ -143,8 +144,8 @@ class ShardedWeights:
         """
         block, others = self.blocks[name], weights or {}
         taken = [others.get(path, own) for path, own in zip(block.slots, block.weights, strict=True)]
-        old = self._shared.get(name)
-        new = self._shared[name] = SharedBlock(block, taken, self._ranks, self._device, self._on_host, self._remedy)
+        old = self._sharded.get(name)
+        new = self._sharded[name] = ShardedBlock(block, taken, self._ranks, self._device, self._on_host, self._remedy)
         self._order = [new if each is old else each for each in self._order]
         if old in self._held:
             self._let_go(old)
@@ -152,11 +153,11 @@ class ShardedWeights:
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Fetch blocks ahead inside the context. All ranks enter it alike."""
-        largest = max((shared.nbytes for shared in self._shared.values()), default=0)
-        if [room.nbytes for room in self._all_rooms] != [largest] * 2:
+        largest = max((sharded.nbytes for sharded in self._sharded.values()), default=0)
+        if [buffer.nbytes for buffer in self._all_buffers] != [largest] * 2:
             self.free_buffers()
-            self._rooms = [self._new_room(largest) for _ in range(2)]
-        self._entered, self._place = [], 0
+            self._buffers = [self._new_buffer(largest) for _ in range(2)]
+        self._entered, self._place, self._in_call = [], 0, True
         if not self._alike():
             self._order = []
             while self._held:
@@ -170,6 +171,8 @@ class ShardedWeights:
             with contextlib.suppress(RuntimeError):  # a peer is gone; the first failure is the error
                 self._settle()
             raise
+        finally:
+            self._in_call = False
 
     def after_attention(self) -> None:
         """Note that an attention, with its exchanges, has been given to the device."""
@@ -177,29 +180,29 @@ class ShardedWeights:
         self._portion()
 
     def free_buffers(self) -> None:
-        """Let go of the room for blocks until the next call."""
+        """Let go of the buffers until the next call."""
         while self._held:
             self._let_go(self._held[0])
-        self._rooms = []
+        self._buffers = []
 
     def restore(self, device: torch.device | None = None) -> None:
         """Give the model its weights back, put together, on a device or where it computes. All ranks do it."""
         self.free_buffers()
         with _plain():
-            for shared in self._shared.values():
-                shared.room = room = self._new_room(shared.nbytes)
-                self._ask(shared, len(shared.shard))
-                _wait(shared)
-                shared.fill(room.to(device or self._device))
-                shared.room = None
+            for sharded in self._sharded.values():
+                sharded.buffer = buffer = self._new_buffer(sharded.nbytes)
+                self._ask(sharded, len(sharded.shard))
+                _wait(sharded)
+                sharded.fill(buffer.to(device or self._device))
+                sharded.buffer = None
         self.remove()
 
     def remove(self) -> None:
         """Let go of everything. The model has no weights for its blocks, until somebody fills the slots."""
         for hook in self._hooks:
             hook.remove()
-        self._shared.clear()
-        self._order, self._entered, self._rooms, self._held = [], [], [], []
+        self._sharded.clear()
+        self._order, self._entered, self._buffers, self._held = [], [], [], []
 
     def _alike(self) -> bool:
         """Return whether all ranks expect the same blocks and hold the same ones.
@@ -207,103 +210,107 @@ class ShardedWeights:
         One that has loaded its model again since the last call, or left that one by an error, knows nothing of it, and would send
         other pieces than its peers.
         """
-        names = [*(shared.block.name for shared in self._order), "", *(shared.block.name for shared in self._held)]
+        names = [*(sharded.block.name for sharded in self._order), "", *(sharded.block.name for sharded in self._held)]
         known = zlib.crc32("\n".join(names).encode())
         high, low = self._ranks.largest(torch.tensor([known, -known], device=self._device)).tolist()
         return bool(high == -low)
 
     def _enter(self, name: str, *_: object) -> None:
-        shared = self._shared.get(name)
-        if shared is None:
+        sharded = self._sharded.get(name)
+        if sharded is None:
             return
-        if shared.room is None and not self._start(shared):
+        if not self._in_call:
+            raise PlanError(
+                f"{name} runs outside of a call of the model, but its weights are put together in one only. {self._remedy}"
+            )
+        if sharded.buffer is None and not self._start(sharded):
             raise PlanError(f"{name} runs inside of two other blocks, and two are there at a time. {self._remedy}")
-        shared.running += 1
-        self._ask(shared, len(shared.shard))
-        _wait(shared)
-        if not shared.is_whole:
-            shared.check()
-            shared.fill(shared.room)
-        if not self._entered or self._entered[-1] is not shared:
-            self._entered.append(shared)
+        sharded.running += 1
+        self._ask(sharded, len(sharded.shard))
+        _wait(sharded)
+        if not sharded.is_whole:
+            sharded.check()
+            sharded.fill(sharded.buffer)
+        if not self._entered or self._entered[-1] is not sharded:
+            self._entered.append(sharded)
             with contextlib.suppress(ValueError):  # not in the order: it may come back to it
-                self._place = self._order.index(shared, self._place) + 1
+                self._place = self._order.index(sharded, self._place) + 1
         self._attentions = 0
         self._fetch_next()
         self._portion()
 
     def _leave(self, name: str, *_: object) -> None:
-        if (shared := self._shared.get(name)) is not None:
-            shared.running -= 1
-            shared.attentions = self._attentions
+        if (sharded := self._sharded.get(name)) is not None:
+            sharded.running -= 1
+            sharded.attentions = self._attentions
 
     @property
-    def _expected(self) -> SharedBlock | None:
+    def _expected(self) -> ShardedBlock | None:
         """The block that is expected next."""
         return self._order[self._place] if self._place < len(self._order) else None
 
     def _fetch_next(self) -> None:
-        """Give room to the block that is expected next, if there is some."""
-        if (expected := self._expected) is not None and expected.room is None:
+        """Give a buffer to the block that is expected next, if there is one."""
+        if (expected := self._expected) is not None and expected.buffer is None:
             self._start(expected)
 
     def _portion(self) -> None:
         """Ask for a part of the next block, so that all of it is asked for when the attentions of this one are over."""
-        if (expected := self._expected) is None or expected.room is None:
+        if (expected := self._expected) is None or expected.buffer is None:
             return
         attentions = self._entered[-1].attentions if self._entered else 0
         left = len(expected.shard) - expected.fetched
         self._ask(expected, -(-left // max(1, attentions + 1 - self._attentions)))
 
-    def _start(self, shared: SharedBlock) -> bool:
-        """Give room to a block, from an idle one if there is none, preferably not from the one expected next. False where all rooms
-        are those of blocks that run."""
-        if not self._rooms:
+    def _start(self, sharded: ShardedBlock) -> bool:
+        """Give a buffer to a block: a free one, or that of an idle block, preferably not of the one expected next. False where all
+        buffers are those of blocks that run."""
+        if not self._buffers:
             idle = [held for held in self._held if not held.running]
             if not idle:
                 return False
             self._let_go(min(idle, key=lambda held: held is self._expected))
-        shared.room = self._rooms.pop()
-        self._held.append(shared)
+        sharded.buffer = self._buffers.pop()
+        self._held.append(sharded)
         return True
 
-    def _let_go(self, shared: SharedBlock) -> None:
-        """Take a block's room, once all that is on its way has arrived."""
-        _wait(shared)
-        shared.fill(None)
-        self._held.remove(shared)
-        if shared.room is not None:
-            self._rooms.append(shared.room)
-        shared.room, shared.fetched = None, 0
+    def _let_go(self, sharded: ShardedBlock) -> None:
+        """Take a block's buffer, once all that is on its way has arrived."""
+        _wait(sharded)
+        sharded.fill(None)
+        self._held.remove(sharded)
+        if sharded.buffer is not None:
+            self._buffers.append(sharded.buffer)
+        sharded.buffer, sharded.fetched = None, 0
 
-    def _ask(self, shared: SharedBlock, pieces: int) -> None:
-        """Ask for the next pieces of a block that has room, after all that the device has been given so far."""
-        numbers = range(len(shared.shard))[shared.fetched : shared.fetched + pieces]
-        if not numbers or shared.room is None:
+    def _ask(self, sharded: ShardedBlock, pieces: int) -> None:
+        """Ask for the next pieces of a block that has a buffer, after all that the device has been given so far."""
+        numbers = range(len(sharded.shard))[sharded.fetched : sharded.fetched + pieces]
+        if not numbers or sharded.buffer is None:
             return
         with self._beside():
             for number in numbers:
-                whole = shared.room[number * shared.piece : (number + 1) * shared.piece]
-                own = shared.shard[number].to(self._device, non_blocking=True)
-                shared.pending.append(self._ranks.gather_parts(own, whole))
-        shared.fetched = numbers.stop
+                whole = sharded.buffer[number * sharded.piece : (number + 1) * sharded.piece]
+                own = sharded.shard[number].to(self._device, non_blocking=True)
+                sharded.pending.append(self._ranks.gather_parts(own, whole))
+        sharded.fetched = numbers.stop
         if not self._beside_others:
-            _wait(shared)
+            _wait(sharded)
 
     def _settle(self) -> None:
         """End the call: nothing is on its way, no block runs, and no block has its weights.
 
-        Those that have arrived stay in their rooms.
+        Those that have arrived stay in their buffers.
         """
-        for shared in self._shared.values():
-            shared.running = 0
-        for shared in list(self._held):
-            if shared.fetched < len(shared.shard) or shared.pending:
-                self._let_go(shared)
+        for sharded in self._sharded.values():
+            sharded.running = 0
+        for sharded in list(self._held):
+            if sharded.fetched < len(sharded.shard) or sharded.pending:
+                self._let_go(sharded)
             else:
-                shared.fill(None)
+                sharded.fill(None)
 
-    def _new_room(self, nbytes: int) -> Tensor:
+    def _new_buffer(self, nbytes: int) -> Tensor:
         """Allocate memory for a block."""
         with _plain():
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -318,12 +325,12 @@ class ShardedWeights:
         return stream
 
 
-def _wait(shared: SharedBlock) -> None:
-    """Wait for all that is on its way to a block's room, also where a part of it fails. Raises the first error."""
+def _wait(sharded: ShardedBlock) -> None:
+    """Wait for all that is on its way to a block's buffer, also where a part of it fails. Raises the first error."""
     error = None
-    while shared.pending:
+    while sharded.pending:
         try:
-            shared.pending.pop(0).wait()
+            sharded.pending.pop(0).wait()
         except RuntimeError as failed:
             error = error or failed
     if error is not None:

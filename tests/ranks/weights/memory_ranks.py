@@ -142,6 +142,6 @@ scales = [call_memory(patcher, (1, 16, 8, 8), conds)[1] for conds in ({"positive
 report(step="conditions", scales=scales)
 del patcher
 gc.disable()
-mirrors.unload("k")
+mirrors.drop(["k"])
 report(step="dropped", alive=model() is not None, listed=len(mm.current_loaded_models))
 finish()

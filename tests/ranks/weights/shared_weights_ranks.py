@@ -53,7 +53,8 @@ def call(mirrors):
     mesh.stats.reset()
     settings = SequenceSettings(ulysses_degree=world, ring_degree=1)
     request = Call(
-        key=KEY, method="_forward", sequence=settings, split=None, batch_degree=1, leading=("x", "timestep"), memory_scale=1.0,
+        key=KEY, method="_forward", sequence=settings, split=None, batch_degree=1, leading=("x", "timestep"), in_place=("control",),
+        memory_scale=1.0,
         compile=None, compile_or_raise=True, cancel_every=0, value=None, drop=(),
     )  # fmt: skip
     arguments = flux_inputs(dtype, batch=2)
@@ -86,7 +87,7 @@ def outputs(path, lora, options, placement):
     with_lora("with a LoRA", 1.0)
     with_lora("with another one", 0.25)
     if placement == "whole":
-        mirrors.unload(KEY)
+        mirrors.drop([KEY])
         return outs, seen
     load()
     outs["without it"] = call(mirrors)
@@ -94,14 +95,14 @@ def outputs(path, lora, options, placement):
     mirror = mirrors.entries[KEY]
     patcher, weights, sizes = mirror.patcher, mirror.weights, sizes_of(mirror.model)
     seen["kinds"] = sorted({type(weight).__name__ for block in weights.blocks.values() for weight in block.weights})
-    kept = sum(shared.shard.nbytes for shared in weights._shared.values())
+    kept = sum(sharded.shard.nbytes for sharded in weights._sharded.values())
     seen["kept"], seen["part"] = kept, -(-sizes.blocks // world)
     seen["told"] = (patcher.model_size(), patcher.loaded_size())
     patcher.detach()  # as ComfyUI's memory manager does to make room
     mm.current_loaded_models.clear()
     seen["unloaded"] = mirror.weights is None and patcher.loaded_size() == 0
     outs["loaded again"] = call(mirrors)
-    mirrors.unload(KEY)
+    mirrors.drop([KEY])
     return outs, seen
 
 
