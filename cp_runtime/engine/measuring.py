@@ -25,7 +25,8 @@ SAME_SPEED = 0.1  # devices of different names that differ by less than this cou
 SLOWER = 2.0  # times as long: a link has become slower, and no rank was merely late
 ENOUGH, LONG = 0.02, 1.0  # seconds to measure a link, and at most where it becomes slower
 RISING = 0.3  # seconds of work that bring the clocks of an idle accelerator up
-SIZES = {"cpu": (256, 1 << 18, 256), "accelerator": (4096, 1 << 22, 4096)}  # what is measured: tokens, elements sent, side of a matrix
+SIZES = {"cpu": (256, 1 << 18, 256), "accelerator": (4096, 1 << 22, 4096)}
+"""What is measured: tokens of an attention, elements that are sent, side of a matrix."""
 STEPS = 4  # shares are multiples of this part of the slowest rank's
 
 

@@ -246,7 +246,7 @@ def pack(shelf, tmp_path):
     model = str(shelf / "models" / "diffusion_models" / "flux.safetensors")
     stamp = list(file_stamp(model))
     factory = {
-        "file": str(file), "function": "load", "arguments": [model], "place": None,
+        "file": str(file), "function": "load", "arguments": [model], "place": None, "node": "",
         "sources": [[str(file), file_digest(str(file))]], "models": [[model, stamp]],
     }  # fmt: skip
     return factory, marker, model

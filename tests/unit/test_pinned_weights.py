@@ -12,7 +12,7 @@ expected, nbytes = model(x).cpu(), sum(weight.nbytes for weight in model.paramet
 weights = ShardedWeights(model, RankGroup(None), CARD, on_host=True)
 for name in weights.blocks:
     weights.keep(name)
-kept = [shared.shard for shared in weights._shared.values()]
+kept = [shared.shard for shared in weights._sharded.values()]
 assert all(shard.is_pinned() for shard in kept)
 assert nbytes <= stats()["registered_bytes"] == sum(shard.nbytes for shard in kept) < 1.01 * nbytes, stats()
 assert not stats()["allocated_bytes.current"]  # what torch would keep
