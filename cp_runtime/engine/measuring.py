@@ -140,7 +140,7 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
         def send() -> Pending:
             return whole.all_to_all(block, counts, received, counts)
 
-        alone, attention = best(lambda: send().wait()), best(lambda: scaled_dot_product_attention(*qkv))
+        alone = best(lambda: send().wait())
         times = math.ceil(alone / attention)
 
         def both() -> None:
@@ -154,10 +154,11 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
     latency, bandwidth = link(range(ranks), lasting)
     pairs = [*combinations(range(ranks), 2)] if 2 < ranks <= PAIRED else []
     links = [link(pair, best) for pair in pairs]
+    attention = best(lambda: scaled_dot_product_attention(*qkv))
     rates = (
         latency,
         bandwidth,
-        4 * 4 * tokens**2 * 64 / best(lambda: scaled_dot_product_attention(*qkv)),
+        4 * 4 * tokens**2 * 64 / attention,
         2 * block.nbytes / best(block.clone),
         hidden() if cpu else 0.0 if whole.via_host else 1.0,  # staging waits for the device
         2 * side**3 / best(lambda: matrix @ matrix),
