@@ -22,7 +22,7 @@ from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Ma
 from ..pool.protocol import TensorPacker, flatten
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
-from .calls import ModelCall, ModelState, Pace
+from .calls import CallKind, ModelCall, ModelState, Pace
 from .choosing import Chooser
 from .journal import Failure
 from .placement import GB, Choice, Shortages, choose, next_smaller
@@ -256,13 +256,11 @@ class Workers:
     ) -> tuple[Any, CallRecord]:
         """Run a call of the model `target`, which must be loaded. Returns its output and its record."""
         sharded = self._sharded(target.key)
-        chosen, self.sampling = None, call.sampling
+        chosen, kind, self.sampling = None, call.kind(target.key), call.sampling
         if call.sampling:
-            chosen = self._chooser.choose(
-                config, call.kind(target.key), sharded, lambda part: self._fits(part * target.demand.call)
-            )
+            chosen = self._chooser.choose(config, kind, sharded, lambda part: self._fits(part * target.demand.call))
         try:
-            out, record = self._run(config, target, call, None if chosen is None else chosen.split, cancelled)
+            out, record = self._run(config, target.key, call, kind, None if chosen is None else chosen.split, cancelled)
         except RankOutOfMemory:
             if chosen is not None:
                 self._chooser.failed(chosen)
@@ -283,7 +281,7 @@ class Workers:
         alone = CallSplit(tuple(range(self.pool.world_size)) if self._sharded(target.key) else (0,), 1, 1, 1)
         self.comparing = True
         try:
-            return self._run(config, target, call, alone, cancelled)[1].seconds
+            return self._run(config, target.key, call, call.kind(target.key), alone, cancelled)[1].seconds
         except RankOutOfMemory as error:
             if not self.pool.alive:
                 raise
@@ -300,12 +298,18 @@ class Workers:
         return self._resident[key].choice.placement != WHOLE
 
     def _run(
-        self, config: RuntimeConfig, target: ModelState, call: ModelCall, split: CallSplit | None, cancelled: Callable[[], bool]
+        self,
+        config: RuntimeConfig,
+        key: str,
+        call: ModelCall,
+        kind: CallKind,
+        split: CallSplit | None,
+        cancelled: Callable[[], bool],
     ) -> tuple[Any, CallRecord]:
-        """Run a call on the ranks of a split, None = on all. Returns its output and its record."""
-        began, key = time.monotonic(), target.key
+        """Run a call of the model `key` on the ranks of a split, None = on all. Returns its output and its record."""
+        began = time.monotonic()
         value, drop, packer = self._encoder.encode(call.arguments, {*call.leading, *call.in_place})
-        kind, sequence, at_work = call.kind(key), config.sequence, self.pool.world_size
+        sequence, at_work = config.sequence, self.pool.world_size
         if split is not None:
             sequence = replace(sequence, ring_degree=split.ring, ulysses_degree=split.ulysses)
             at_work = split.at_work
