@@ -20,7 +20,7 @@ from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from ..memory.ui_residency import patcher_over
 from ..model.ui_recipes import recipe_key
-from ..panel.ui_progress import executing_node, noted
+from ..panel.ui_progress import executing_node, raise_or_warn
 from ..ranks.ui import CONTROLLER, default_config, nothing_to_share
 from .ui_interception import check_forward
 from .ui_obstacles import check_model, conditions_obstacle
@@ -60,9 +60,7 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     try:
         check_model(model, config.device_type)
     except UnsupportedError as error:
-        if config.on_unsupported == "error":
-            raise noted(UnsupportedError(f"Apply Context Parallel: {error}")) from None
-        log.warning("the model passes through on a single device: %s", error)
+        raise_or_warn(error, config, "the model passes through on a single device", raised_by="Apply Context Parallel")
         return timed(without_context_parallel(model).clone())
     patcher = ContextParallelPatcher.over(model, config)
     for wrapper in patcher.wrappers.get(WrappersMP.APPLY_MODEL, {}).pop(COMPILE_KEY, []):

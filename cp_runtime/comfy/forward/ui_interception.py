@@ -22,7 +22,7 @@ from ...families import PLANS, class_name
 from ...nested import tensors
 from ..attention.wire import OPTION as ATTENTION
 from ..model.wire_modules import encode_module
-from .ui_obstacles import check_call, check_own_forward, options_for_ranks
+from .ui_obstacles import check_call, check_own_forward, compile_of, options_for_ranks
 from .ui_texts import weights_at
 from .wire_options import SENDABLE, plain_options
 
@@ -73,6 +73,7 @@ class WorkerForward(Replacement):
         latent = next(tensors(arguments[self.leading[0]]))  # nested: video, audio
         try:
             check_call(owner, arguments.get("control"))
+            compiled = compile_of(owner)
             patches, attention = options_for_ranks(options, self.model, owner.cp_config.device_type, latent)
         except UnsupportedError as error:
             owner.refuse_call(error)
@@ -87,6 +88,8 @@ class WorkerForward(Replacement):
                 device=latent.device,
                 in_place=IN_PLACE,
                 mixes_batch=patches.mixes_batch,
+                memory_scale=owner.cp_memory_scale,
+                compile=compiled,
                 networks=patches.networks,
                 encode_network=encode_module,
             )

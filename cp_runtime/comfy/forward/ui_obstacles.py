@@ -44,6 +44,7 @@ def check_model(patcher: Any, device_type: str) -> None:
         raise UnsupportedError(str(error)) from error
     options_for_ranks(patcher.model_options.get("transformer_options", {}), model, device_type)
     _check_attached(patcher)
+    compile_of(patcher)
     check_code(model)
 
 
@@ -69,7 +70,10 @@ def options_for_ranks(
 def compile_of(patcher: Any) -> dict[str, Any] | None:
     """Return what the ranks shall pass to `torch.compile`, in wire form; None if no node asks for it. Refuse what they cannot."""
     asked = patcher.model_options.get(TORCH_COMPILE_KWARGS)
-    return None if asked is None else encode_compile(asked)
+    try:
+        return None if asked is None else encode_compile(asked)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error} {_REMEDY}") from error
 
 
 def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:
@@ -145,7 +149,3 @@ def _attached(patcher: Any) -> Iterator[str]:
         known = {COMPILE_KEY} if kind == WrappersMP.APPLY_MODEL and TORCH_COMPILE_KWARGS in patcher.model_options else set()
         if {key for key, functions in wrappers.items() if functions and str(key).startswith("torch.compile")} - known:
             yield "a node compiles the model in a way of its own, which the workers do not repeat."
-    try:
-        compile_of(patcher)
-    except UnsupportedError as error:
-        yield str(error)

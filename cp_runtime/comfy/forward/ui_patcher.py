@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,11 +30,11 @@ from ..model.ui_notes import notes_of
 from ..model.ui_recipes import recipe_of
 from ..model.ui_target import Target
 from ..model.wire_dtypes import is_dynamic
-from ..panel.ui_progress import executing_node, noted, with_cancel
+from ..panel.ui_progress import executing_node, raise_or_warn, with_cancel
 from ..patches.wire_weights import encode_weight_patches
 from ..ranks.ui import CONTROLLER
 from .ui_interception import OnOneDevice, intercept, release
-from .ui_obstacles import check_model, compile_of
+from .ui_obstacles import check_model
 
 log = logging.getLogger("context_parallel")
 
@@ -180,9 +179,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def refuse(self, error: UnsupportedError) -> None:
         """Raise, or switch to ComfyUI's own path on one device with a warning, as on_unsupported says."""
-        if self.cp_config.on_unsupported == "error":
-            raise noted(UnsupportedError(f"Apply Context Parallel: {error}")) from None
-        log.warning("running on a single device: %s", error)
+        raise_or_warn(error, self.cp_config, "running on a single device", raised_by="Apply Context Parallel")
         self.cp_local = True
         CONTROLLER.unload(notes_of(self.model).key)
         settle(self.model)
@@ -196,7 +193,6 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def call_workers(self, call: ModelCall) -> Any:
         """Run a call of the transformer on all ranks."""
         comfy.model_management.throw_exception_if_processing_interrupted()
-        call = replace(call, memory_scale=self.cp_memory_scale, compile=compile_of(self))
         return with_cancel(
             lambda cancelled: CONTROLLER.call(self.cp_config, self.claim_target(), call, executing_node(), cancelled)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,11 @@ from comfy_execution.utils import get_executing_context
 
 from ...controller.run_stats import Node
 from ...errors import UnsupportedError
+from ...pool.config import RuntimeConfig
 from ...pool.worker_pool import CallCancelled
 from ..ranks.ui import CONTROLLER
+
+log = logging.getLogger("context_parallel")
 
 QUIET = 1.0  # seconds that loading takes before it is worth a bar; samplers count their steps with the same one
 FULL = 100
@@ -30,10 +34,18 @@ def executing_node() -> Node | None:
     return Node(context.prompt_id, context.node_id, kind)
 
 
-def noted(error: UnsupportedError) -> UnsupportedError:
-    """Record the error with which a run is refused in the status, and return it."""
-    CONTROLLER.journal.fail(error, executing_node())
-    return error
+def raise_or_warn(error: UnsupportedError, config: RuntimeConfig, instead: str, raised_by: str = "") -> None:
+    """Raise an error with which a run is refused, and record it in the status; or log a warning, as on_unsupported says.
+
+    Args:
+        instead: what happens where nothing is raised, for the log.
+        raised_by: the node that raises, in front of the error's text.
+    """
+    if config.on_unsupported == "error":
+        error = UnsupportedError(f"{raised_by}: {error}") if raised_by else error
+        CONTROLLER.journal.fail(error, executing_node())
+        raise error from None
+    log.warning("%s: %s", instead, error)
 
 
 def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any:

@@ -35,7 +35,7 @@ from ..model.ui_notes import notes_of
 from ..model.ui_target import Target
 from ..model.wire_loading import replaced
 from ..model.wire_modules import encode_module
-from ..panel.ui_progress import executing_node, noted, with_cancel
+from ..panel.ui_progress import executing_node, raise_or_warn, with_cancel
 from ..ranks.ui import CONTROLLER, default_config
 from .wire import EXACT, INPUT, TILES
 
@@ -82,9 +82,7 @@ def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[
         CONTROLLER.journal.did_well()
         return out
     except UnsupportedError as error:
-        if config.on_unsupported == "error":
-            raise noted(error) from None
-        log.warning("the VAE runs on a single device: %s", error)
+        raise_or_warn(error, config, "the VAE runs on a single device")
         return on_one_device(vae)
 
 
