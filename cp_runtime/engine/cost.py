@@ -48,8 +48,7 @@ class Rates:
     bandwidth: float  # bytes per second that one rank sends while all do
     flops: float  # operations per second of attention
     memory: float  # bytes per second of reading and writing
-    # Part of a computation beside which data travels: 0 where data goes through host memory, measured on CPU ranks, whose cores
-    # may be those that copy
+    # Part of a computation beside which data travels: 0 where data goes through host memory, and what a CPU rank's core has left
     overlap: float
     linear: float = math.inf  # operations per second of a matrix product
     launch: float = 0.0  # seconds that the host takes to launch one operation

@@ -1,0 +1,255 @@
+"""Attention and a step of Flux over links from free to hopeless: rounds of Ulysses, rings, the planner's choice, and diffusers.
+
+    make bench, or python benchmarks/links.py [--quick] [--ranks 2 3] [--repetitions 3]    # as root, on Linux
+
+Every rank is in a network namespace of its own, and `tc` limits what it sends: while messages travel, the cores are free, as on
+devices beside a network. Links are given by how long the exchange of Ulysses in one round takes, in times of its attention. All
+variants run in the same processes, one thread each, in alternation; results are checked against one process first. A step has one
+double and two single blocks of diffusers' FluxTransformer2DModel. Where there are fewer cores than ranks, ranks also wait for
+cores.
+
+s: seconds, median; a repetition is as long as its slowest rank takes.
+one round / these: of those seconds; above 1 if these are faster.
+best / chosen: of all numbers of rounds, and those that the planner takes from what it measured on that link.
+diffusers / best: its Ulysses against the best of ours, its ring against the best of our rings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+from support.ranks import report
+from torch import Tensor
+
+from cp_runtime import ContextParallelConfig, apply_context_parallel
+from cp_runtime.engine.attention.context_parallel import context_parallel_attention
+from cp_runtime.engine.config import SequenceSettings
+from cp_runtime.engine.cost import ROUNDS, AttentionShape, DegreePlanner
+from cp_runtime.engine.measuring import measure
+from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.sharding import JointLayout
+
+NAMESPACE, BRIDGE, INTERFACE = "cp-links-{}", "cp-links", "eth0"
+CLONE_NEWNET = 0x40000000  # of the kernel's sched.h
+LINKS = {"free": 0.0, "quarter": 0.25, "half": 0.5, "equal": 1.0, "double": 2.0, "hopeless": 6.0}
+"""Seconds of the exchange over those of attention."""
+BOTH_WAYS = 2.0  # TCP gets half of a limit that it fills both ways
+BURST = 64 << 10  # bytes that pass at once
+QUEUE = 64 << 20  # bytes that wait; what is dropped would be sent again
+HEADS, HEAD_DIM, TOKENS, TEXT_TOKENS = 8, 64, 4096, 256
+TOLERANCE = 1e-4
+MODEL = dict(
+    in_channels=16,
+    num_layers=1,
+    num_single_layers=2,
+    attention_head_dim=HEAD_DIM,
+    num_attention_heads=HEADS,
+    joint_attention_dim=64,
+    pooled_projection_dim=64,
+    axes_dims_rope=(16, 24, 24),
+)
+RINGS = {"ring": {"rotate_method": "alltoall"}, "ring allgather": {"rotate_method": "allgather"}}
+Variants = dict[str, Callable[[], Tensor]]
+
+
+def command(*words: object) -> None:
+    subprocess.run([*map(str, words)], check=True)
+
+
+@contextmanager
+def namespaces(ranks: int) -> Iterator[None]:
+    """Network namespaces, one per rank, on one bridge."""
+    names = [NAMESPACE.format(rank) for rank in range(ranks)]
+    try:
+        command("ip", "link", "add", BRIDGE, "type", "bridge")
+        command("ip", "link", "set", BRIDGE, "up")
+        for rank, name in enumerate(names):
+            outside = f"cp-links{rank}"
+            command("ip", "netns", "add", name)
+            command("ip", "link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", name)
+            command("ip", "link", "set", outside, "master", BRIDGE, "up")
+            command("ip", "-n", name, "address", "add", f"10.77.0.{rank + 1}/24", "dev", INTERFACE)
+            command("ip", "-n", name, "link", "set", INTERFACE, "up")
+            command("ip", "-n", name, "link", "set", "lo", "up")
+        yield
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, stderr=subprocess.DEVNULL)
+        subprocess.run(["ip", "link", "delete", BRIDGE], check=False, stderr=subprocess.DEVNULL)
+
+
+def enter_namespace() -> None:
+    """Move a rank into its own. What it starts from here on, gloo's threads included, is there as well."""
+    with open(f"/run/netns/{NAMESPACE.format(sys.argv[1])}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+
+def limit(bandwidth: float) -> None:
+    """Let this rank send so many bytes per second; infinity is no limit."""
+    subprocess.run(["tc", "qdisc", "delete", "dev", INTERFACE, "root"], check=False, stderr=subprocess.DEVNULL)
+    if math.isfinite(bandwidth):
+        rate = f"{round(8 * bandwidth)}bit"
+        command("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", BURST, "limit", QUEUE)
+    dist.barrier()
+
+
+def attention_variants(mesh: SequenceMesh, world: int) -> tuple[Variants, Tensor, int]:
+    """Calls of every mode on this rank's tokens, what they return, and how many tokens there are."""
+    import diffusers_cp
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    tokens = TOKENS // world * world
+    torch.manual_seed(tokens)
+    whole = [torch.randn(1, tokens, HEADS, HEAD_DIM) for _ in range(3)]
+    layout = JointLayout((tokens,), world)
+    local = [layout.take_local(tensor, dist.get_rank(), 1) for tensor in whole]
+
+    def ours(**settings: Any) -> Tensor:
+        degrees = settings.pop("degrees", (1, world))
+        config = SequenceSettings(**settings).with_degrees(*degrees)
+        return context_parallel_attention(*local, q_layout=layout, mesh=mesh, config=config)
+
+    variants: Variants = {f"{rounds} rounds": partial(ours, ulysses_rounds=rounds) for rounds in ROUNDS if HEADS // world >= rounds}
+    variants |= {name: partial(ours, degrees=(world, 1), **settings) for name, settings in RINGS.items()}
+    for mode, degrees in (("ulysses", (1, world)), ("ring", (world, 1))):
+        if mode == "ring" or HEADS % world == 0:
+            theirs = diffusers_cp.parallel_config(*degrees)
+            variants[f"diffusers {mode}"] = partial(
+                dispatch_attention_fn, *local, backend=diffusers_cp.BACKEND, parallel_config=theirs
+            )
+    q, k, v = (tensor.transpose(1, 2) for tensor in (local[0], *whole[1:]))
+    return variants, torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2), tokens
+
+
+def step_variants(world: int) -> tuple[Variants, Tensor, int]:
+    """The same of a step."""
+    import diffusers_cp
+    import flux_step
+
+    flux_step.MODEL = MODEL
+    model, inputs = flux_step.build_model(), flux_step.make_inputs(TOKENS)
+    expected = model(**inputs)[0]
+
+    def step(parallel: torch.nn.Module) -> Tensor:
+        out: Tensor = parallel(**inputs)[0]
+        return out
+
+    configs: dict[str, Any] = {
+        f"{rounds} rounds": {"ulysses_degree": world, "ulysses_rounds": rounds} for rounds in ROUNDS if HEADS // world >= rounds
+    }
+    configs |= {name: {"ring_degree": world, **settings} for name, settings in RINGS.items()}
+    variants: Variants = {}
+    for name, settings in configs.items():
+        parallel = flux_step.with_same_parameters(model)
+        apply_context_parallel(parallel, ContextParallelConfig(**settings), model._cp_plan)
+        variants[name] = partial(step, parallel)
+    for mode, degrees in (("ulysses", (1, world)), ("ring", (world, 1))):
+        parallel = flux_step.with_same_parameters(model)
+        parallel.enable_parallelism(config=diffusers_cp.context_parallel_config(*degrees))
+        variants[f"diffusers {mode}"] = partial(step, parallel)
+    return variants, expected, TOKENS + TEXT_TOKENS
+
+
+def attention_seconds(tokens: int, world: int) -> float:
+    """Of this rank's heads and all tokens, while all ranks compute; the slowest rank's."""
+    qkv = torch.randn(3, 1, HEADS // world, tokens, HEAD_DIM)
+    found = []
+    for _ in range(4):
+        dist.barrier()
+        began = time.perf_counter()
+        torch.nn.functional.scaled_dot_product_attention(*qkv)
+        found.append(time.perf_counter() - began)
+    slowest = torch.tensor(min(found[1:]))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+@torch.inference_mode()
+def rank_main(what: str, repetitions: int, links: list[str]) -> None:
+    import diffusers_cp
+    from alternating import alternate, check, keep_freed_memory
+
+    diffusers_cp.patch()
+    keep_freed_memory()
+    world, mesh = dist.get_world_size(), SequenceMesh(dist.group.WORLD)
+    variants, expected, tokens = attention_variants(mesh, world) if what == "attention" else step_variants(world)
+    for name, call in variants.items():
+        check(name, call(), expected, TOLERANCE, expected.std())
+    alone = attention_seconds(tokens, world)
+    sent = 4 * (world - 1) / world**2 * tokens * HEADS * HEAD_DIM * 4
+    shape = AttentionShape(1, tokens, tokens, HEADS, HEADS, HEAD_DIM, 4)
+    for name in links:
+        limit(BOTH_WAYS * sent / alone / LINKS[name] if LINKS[name] else math.inf)
+        rates = measure(mesh, torch.device("cpu")).of(tuple(range(world)))
+        settings = SequenceSettings(ring_degree=1, ulysses_degree=world)
+        chosen = f"{DegreePlanner(settings, world, rates)(shape).ulysses_rounds} rounds"
+        free = DegreePlanner(replace(settings, ring_degree=0, ulysses_degree=0), world, rates)(shape)
+        times = alternate(variants, repetitions)
+        median = {each: times[each].median for each in times}
+        report(
+            name=f"{what}, {world} ranks, {name}",
+            ratios=ratios(median, chosen),
+            chosen=chosen,
+            of_all_modes=f"ring {free.ring_degree} x ulysses {free.ulysses_degree}",
+            overlap=rates.overlap,
+            MB_per_s=rates.bandwidth / 1e6,
+            s_attention=alone,
+            s_exchange=sent / rates.bandwidth,
+            **{f"s {each}": seconds for each, seconds in median.items()},
+            others=times[chosen].others,
+        )
+
+
+def ratios(seconds: Mapping[str, float], chosen: str) -> dict[str, float]:
+    """What is wanted of them, from the median of every variant."""
+    rounds = {name: each for name, each in seconds.items() if name.endswith(" rounds")}
+    rings = [each for name, each in seconds.items() if name.startswith("ring")]
+    found = {f"one round / {name}": rounds["1 rounds"] / each for name, each in rounds.items() if name != "1 rounds"}
+    found["best / chosen"] = min(rounds.values()) / rounds[chosen]
+    found["diffusers ring / best ring"] = seconds["diffusers ring"] / min(rings)
+    if "diffusers ulysses" in seconds:
+        found["diffusers ulysses / chosen"] = seconds["diffusers ulysses"] / rounds[chosen]
+    return found
+
+
+def main() -> None:
+    options = common.options(
+        __doc__,
+        "three links and two repetitions: three minutes",
+        ranks={"type": int, "nargs": "+", "default": [2, 3], "help": "of attention; a step has two"},
+        only={"nargs": "+", "choices": ("attention", "step"), "default": ["attention", "step"]},
+        links={"nargs": "+", "choices": LINKS, "default": list(LINKS)},
+        repetitions=5,
+    )
+    if os.geteuid() != 0 or sys.platform != "linux":
+        common.show("links", not_run="network namespaces need Linux and root")
+        return
+    common.show("links", **common.machine(), heads=HEADS, head_dim=HEAD_DIM, dtype="float32", threads_per_rank=1)
+    links = ["free", "equal", "hopeless"] if options.quick else options.links
+    repetitions = 2 if options.quick else options.repetitions
+    for what in options.only:
+        for world in options.ranks if what == "attention" else [2]:
+            with namespaces(world):
+                common.show_ranks(Path(__file__).as_posix(), world, what=what, repetitions=repetitions, links=links)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1].isdigit():
+        enter_namespace()
+    common.run(main, rank_main)
