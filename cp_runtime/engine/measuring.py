@@ -24,7 +24,6 @@ PAIRED = 16  # most ranks for which every pair is measured; more would take too 
 SAME_SPEED = 0.1  # devices of different names that differ by less than this count as equal
 SLOWER = 2.0  # times as long: a link has become slower, and no rank was merely late
 ENOUGH, LONG = 0.02, 1.0  # seconds to measure a link, and at most where it becomes slower
-KERNEL = 2.0  # times what is on a CPU rank's account while it sends
 RISING = 0.3  # seconds of work that bring the clocks of an idle accelerator up
 SIZES = {"cpu": (256, 1 << 18, 256), "accelerator": (4096, 1 << 22, 4096)}
 """What is measured: tokens of an attention, elements that are sent, side of a matrix."""
@@ -135,8 +134,8 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
 
     began, worked = time.perf_counter(), time.process_time()
     latency, bandwidth = link(range(ranks), lasting)
-    # While a slow network sends, the core of a CPU rank is free. The kernel copies about as long again, on nobody's account.
-    work = KERNEL * (time.process_time() - worked) / (time.perf_counter() - began)
+    # While a slow network sends, the core of a CPU rank is free.
+    work = (time.process_time() - worked) / (time.perf_counter() - began)
     overlap = max(0.0, 1 - work) if cpu else 0.0 if whole.via_host else 1.0  # staging waits for the device
     pairs = [*combinations(range(ranks), 2)] if 2 < ranks <= PAIRED else []
     links = [link(pair, best) for pair in pairs]
