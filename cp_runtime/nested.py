@@ -31,6 +31,13 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def difference(value: Any, expected: Any) -> float:
+    """Return by how much results differ, root mean square, in standard deviations of the expected one; of several tensors the
+    largest."""
+    pairs = zip(tensors(value), tensors(expected), strict=True)
+    return max(((a - b).double().square().mean().sqrt() / b.double().std()).item() for a, b in pairs)
+
+
 def form_of(value: Any) -> object:
     """Return a key for what decides a forward's path: shapes, dtypes and which values there are, but not their numbers."""
     if isinstance(value, Tensor):

@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 
 from ..errors import MirrorError, PoolError, ProtocolError, RankOutOfMemory
+from ..nested import difference
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.worker_pool import CallCancelled
 from .calls import ModelCall, ModelState
@@ -97,7 +98,7 @@ class Controller:
                 out, record = run(replace(call, memory_scale=call.memory_scale * MORE_ROOM))
             if call.sampling:
                 self.journal.run.add(record)
-                extra = self._compare(config, target, call, record, cancelled)
+                extra = self._compare(config, target, call, out, record, cancelled)
                 self.journal.run.inside(time.monotonic() - began, extra)
             return out
 
@@ -154,9 +155,16 @@ class Controller:
             self._lock.release()
 
     def _compare(
-        self, config: RuntimeConfig, target: ModelState, call: ModelCall, record: CallRecord, cancelled: Callable[[], bool]
+        self,
+        config: RuntimeConfig,
+        target: ModelState,
+        call: ModelCall,
+        out: Any,
+        record: CallRecord,
+        cancelled: Callable[[], bool],
     ) -> float:
-        """Note how long a call takes on one device: this one, if it ran there, or a repetition of it if the user asked for one.
+        """Note how long a call takes on one device: this one, if it ran there, or a repetition of it if the user asked for one; and
+        by how much `out` differs from what it gives there.
 
         Returns the seconds that belong to no call of the run.
         """
@@ -174,11 +182,14 @@ class Controller:
         log.info("running this call once more, on one device, to compare with")
         began = time.monotonic()
         try:
-            seconds = workers.seconds_alone(config, target, call, cancelled)
+            alone = workers.run_alone(config, target, call, cancelled)
         except PoolError:  # the next run need not fail as well
             journal.measured(None, "the call failed there")
             raise
-        journal.measured(seconds, "" if seconds is not None else "one device has too little memory for it")
+        if alone is None:
+            journal.measured(None, "one device has too little memory for it")
+        else:
+            journal.measured(alone[1], difference=difference(out, alone[0]))
         return time.monotonic() - began
 
     def _make_room(self, config: RuntimeConfig, target: ModelState) -> None:

@@ -97,7 +97,7 @@ class Journal:
         self.measuring, self._obstacle = True, (None, "")
         self.changed.set()
 
-    def measured(self, seconds: float | None, obstacle: str = "") -> None:
+    def measured(self, seconds: float | None, obstacle: str = "", difference: float | None = None) -> None:
         """Note that a call ran on one device, by choice, or was repeated there.
 
         The time is kept on disk when the run ends: all its calls may be such.
@@ -105,7 +105,9 @@ class Journal:
         Args:
             seconds: that it took there; None = it could not be done.
             obstacle: why not.
+            difference: of the result from that on the ranks.
         """
+        self.run.difference = difference
         self.measuring, self._obstacle = False, (self.run.kind, obstacle)
         if self.run.kind is not None and seconds is not None:
             self._times.know(self.run.kind, seconds + self.run.between)

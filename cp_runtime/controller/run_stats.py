@@ -68,6 +68,7 @@ class RunStats:
         kind: name of the kind of all its calls; None where they differ, or without a key. Runs of one kind take the same time.
         calls, done: that have begun, and that have returned.
         last: the last call on the ranks; None on one device.
+        difference: of a call's result from that on one device (`nested.difference`); None where nobody measured it.
         count, rank_0, times: calls on the ranks, and sums of what rank 0 reported and of `time_by_rank`. The first call, which may
             load or warm something up, is in them only while it is alone.
     """
@@ -76,6 +77,7 @@ class RunStats:
         self.calls = self.done = self.count = 0
         self.kind: str | None = None
         self.device = device
+        self.difference: float | None = None
         self.last: CallRecord | None = None
         self.rank_0: dict[str, float] = {}
         self.times: list[dict[str, float]] = []

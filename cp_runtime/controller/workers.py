@@ -271,17 +271,18 @@ class Workers:
             self.last_vae_call = record
         return out, record
 
-    def seconds_alone(
+    def run_alone(
         self, config: RuntimeConfig, target: ModelState, call: ModelCall, cancelled: Callable[[], bool]
-    ) -> float | None:
-        """Return the seconds that a call takes on one rank: run it once more, and drop the result. None where one rank does not
-        have the memory. Where every rank keeps a part of the weights, all compute the same, since they put blocks together."""
+    ) -> tuple[Any, float] | None:
+        """Run a call once more, on one rank; return its output and the seconds. None where one rank does not have the
+        memory. Where every rank keeps a part of the weights, all compute the same, since they put blocks together."""
         if not self._fits(target.demand.call):
             return None
         alone = CallSplit(tuple(range(self.pool.world_size)) if self._sharded(target.key) else (0,), 1, 1, 1)
         self.comparing = True
         try:
-            return self._run(config, target.key, call, call.kind(target.key), alone, cancelled)[1].seconds
+            out, record = self._run(config, target.key, call, call.kind(target.key), alone, cancelled)
+            return out, record.seconds
         except RankOutOfMemory as error:
             if not self.pool.alive:
                 raise

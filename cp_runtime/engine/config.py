@@ -17,9 +17,10 @@ from ..errors import ConfigError, bad_value
 from .mesh import AXES, MAKE_MESH, BatchMesh, SequenceMesh
 from .sharding import Shares
 
+EXACT, EIGHT_BIT = EXCHANGES = ("exact", "8 bit")
 ROTATE_METHODS = ("alltoall", "allgather")
 MAX_SHARE = 100  # of a rank; finer ones are no more right
-NOT_OF_DIFFUSERS = ("batch_degree", "shares", "ulysses_rounds")
+NOT_OF_DIFFUSERS = ("batch_degree", "shares", "ulysses_rounds", "exchange")
 DEGREES = {"ring_degree": "ranks on that axis", "ulysses_degree": "ranks on that axis", "batch_degree": "groups of ranks"}
 
 
@@ -56,6 +57,8 @@ class ContextParallelConfig(_NotOfDiffusers):
         ulysses_rounds: parts of its heads that a rank exchanges one after the other, so that one travels while another attends: 2
             to 4 where the exchange takes a good part of the time of attention; beside a ring always 1. The result is the same, bit
             for bit. Not in diffusers.
+        exchange: "8 bit" sends half of the bytes of half precision, with an error of about half a per cent (docs/numerics.md): for
+            slow links. "exact" sends what is there. Not in diffusers.
 
     Raises:
         ConfigError: naming field, value, what is allowed and what to do.
@@ -71,6 +74,7 @@ class ContextParallelConfig(_NotOfDiffusers):
     batch_degree: int = 1
     shares: tuple[int, ...] | None = None
     ulysses_rounds: int = 1
+    exchange: Literal["exact", "8 bit"] = "exact"
 
     def __post_init__(self) -> None:
         sizes = (1, 1) if self.mesh is None else axis_sizes(self.mesh)
@@ -85,6 +89,7 @@ class ContextParallelConfig(_NotOfDiffusers):
             if self.batch_degree > 1:
                 raise bad_value("batch_degree", self.batch_degree, "1 with a mesh", "Leave the mesh out: all ranks are used then.")
         check_choice("rotate_method", self.rotate_method, ROTATE_METHODS)
+        check_choice("exchange", self.exchange, EXCHANGES)
         for name in ("convert_to_fp32", "ulysses_anything", "ring_anything"):
             check_switch(name, getattr(self, name))
         if not is_int(self.ulysses_rounds) or self.ulysses_rounds < 1:
@@ -228,6 +233,7 @@ class SequenceSettings:
     ulysses_anything: bool = True
     ring_anything: bool = True
     ulysses_rounds: int = 0
+    exchange: Literal["exact", "8 bit"] = "exact"
 
     def with_degrees(self, ring: int, ulysses: int, rounds: int = 1) -> ContextParallelConfig:
         """Return the same settings with these degrees, and rounds if none are set."""

@@ -29,8 +29,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .attention.eight_bits import SCALE
 from .attention.ulysses import repeats
-from .config import ContextParallelConfig, SequenceSettings
+from .config import EXACT, ContextParallelConfig, SequenceSettings
 from .mesh import factors
 from .sharding import Shares, split_sizes
 
@@ -86,7 +87,7 @@ class Cost:
 def cost(shape: AttentionShape, ring: int, ulysses: int, settings: SequenceSettings, rates: Rates, shares: Shares = ()) -> Cost:
     """Evaluate the model, with the settings' method and rounds."""
     ranks = ring * ulysses
-    element = shape.batch * shape.head_dim * shape.itemsize
+    element = shape.batch * (shape.head_dim * shape.itemsize if settings.exchange == EXACT else shape.head_dim + SCALE)
     kv_heads = shape.kv_heads * (repeats(shape.heads, shape.kv_heads, ulysses) if ulysses > 1 else 1)
     queries, keys = shape.queries * shape.heads, 2 * shape.keys * kv_heads  # elements of D
     weights = shares or (1,) * ranks

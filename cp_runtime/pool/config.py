@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..engine.collectives import native_backend
-from ..engine.config import MAX_SHARE, ROTATE_METHODS, SequenceSettings, check_choice, check_switch, is_int
+from ..engine.config import EXCHANGES, MAX_SHARE, ROTATE_METHODS, SequenceSettings, check_choice, check_switch, is_int
 from ..engine.sharding import Shares
 from ..errors import bad_value, shown
 
@@ -170,6 +170,12 @@ SETTINGS = {
         "fastest on one. all = every rank takes part in every call. Degrees that you set are obeyed. Panel and report show the "
         "choice.",
         options=("auto", "all"), advanced=True, optional=True,
+    ),
+    "exchange": Setting(
+        "exact",
+        "How ranks send tokens to each other for attention. exact = as they are. 8 bit = half of the bytes, for slow links between "
+        "GPUs: the picture changes a little, about as with an int8 model. Measure in the panel tells by how much.",
+        options=EXCHANGES, advanced=True, optional=True,
     ),
 }  # fmt: skip
 

@@ -29,11 +29,14 @@ function ofSampler(now, call) {
   const mesh = [t("hint.mesh")];
   if (call.choice) mesh.push(call.choice);
   const [together, alone] = [now.speed?.seconds_per_call, now.speed?.seconds_per_call_on_one_device];
+  const apart = now.speed?.difference_from_one_device;
+  const ofAlone = [t("hint.alone")];
+  if (apart != null) ofAlone.push(t("hint.differs", { percent: (apart * 100).toPrecision(2) }));
   const between = together ? t("hint.call_between") : t("hint.call_last");
   return [
     fact(t("fact.mesh"), meshOf(now, call), mesh.join("\n")),
     fact(t("fact.call"), seconds(together ?? call.seconds), between),
-    fact(t("fact.alone"), alone ? seconds(alone) : t("not_measured"), t("hint.alone")),
+    fact(t("fact.alone"), alone ? seconds(alone) : t("not_measured"), ofAlone.join("\n")),
     fact(t("fact.waiting"), percent(call.waiting_share), t("hint.waiting")),
   ];
 }

@@ -72,6 +72,8 @@ def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) ->
         # Of the last call: ranks at work, and what the other number of ranks would take. None where all had to take part.
         "choice": None if last.choice is None else {**last.choice, "words": in_words(last.choice)},
         "shares": list(CONTROLLER.workers.pool.shares) if CONTROLLER.workers is not None else [],
+        # Of a result from that on one device, in standard deviations, root mean square; None where it was not measured.
+        "exchange": {"mode": config.sequence.exchange, "difference_from_one_device": run.difference},
         "rotate_method": config.sequence.rotate_method if degrees["ring"] > 1 else None,
         "family": plan_for(model.model.diffusion_model).family,
         "weights": _weights(model, last),

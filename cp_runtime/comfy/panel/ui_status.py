@@ -126,6 +126,7 @@ def _speed(journal: Journal) -> dict[str, Any] | None:
         # Alike for both, so that they can be compared: with what the sampler does between two calls.
         "seconds_per_call": speed and speed.per_call,
         "seconds_per_call_on_one_device": speed and speed.on_one_device,
+        "difference_from_one_device": journal.run.difference,
         "measuring": journal.measuring,
         "words": speed.words if speed else NOT_MEASURED,
         # For texts in other languages.

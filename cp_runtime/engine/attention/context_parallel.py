@@ -16,6 +16,8 @@ the one before leave. The result is the same, bit for bit.
 | ring allgather | 1 | 2 (R - 1) / R |
 | unified | the sum of both | (4 (U - 1) / U + 2 (R - 1)) / (U R) |
 
+In 8 bits (`eight_bits`) an element has one byte, and a head of a token four more.
+
 A mask over only this rank's keys costs one more, small collective. No collective carries a size.
 
 Shape suffixes: B batch, L tokens of this rank, H query heads, K key/value heads, S all tokens, D head dimension.
@@ -32,9 +34,10 @@ from torch import Tensor
 
 from ...errors import PlanError
 from ..collectives import RankGroup
-from ..config import ContextParallelConfig
+from ..config import EIGHT_BIT, ContextParallelConfig
 from ..mesh import SequenceMesh
 from ..sharding import JointLayout, chunk_spans, split_sizes
+from . import eight_bits
 from .kernels import additive, attend_with_lse
 from .ring import rotate
 from .ulysses import HeadExchange, repeats
@@ -129,7 +132,7 @@ def context_parallel_attention(
         own = mask
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
             own = mask[..., units[0] * (H // K) : units[1] * (H // K), :, :]
-        return _over_chunks(axes.ring, qkv, own, spans, *kernels, config.convert_to_fp32)
+        return _over_chunks(axes.ring, qkv, own, spans, *kernels, config)
 
     if U == 1:
         out_BLHD = over_chunks([t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)], (0, K)).transpose(1, 2)
@@ -139,7 +142,7 @@ def context_parallel_attention(
         rounds = min(config.ulysses_rounds, max(split_sizes(K, U, shares))) if axes.ring.size == 1 else 1
         exchanges = [HeadExchange(axes.ulysses, K, shares, index, rounds) for index in range(rounds)]
         lengths = q_layout.owned_lengths[members], k_layout.owned_lengths[members]
-        out_BLHD = _in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks)
+        out_BLHD = _in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks, config.exchange == EIGHT_BIT)
     return _held(out_BLHD, mesh, q_layout, q_owned)
 
 
@@ -150,7 +153,7 @@ def _over_chunks(
     spans: Sequence[slice],
     plain: Attend,
     with_lse: Callable[..., tuple[Tensor, Tensor]] | None,
-    convert_to_fp32: bool,
+    config: ContextParallelConfig,
 ) -> Tensor:
     """Attend from this rank's chunk to all chunks of the ring: to each in turn if `with_lse` is given, else to all at once.
 
@@ -161,14 +164,18 @@ def _over_chunks(
     if not q_BHCD.shape[0] or not q_BHCD.shape[1]:  # no batch; no heads left for this rank
         return q_BHCD
     lengths = [span.stop - span.start for span in spans]
+    coded = ring.size > 1 and config.exchange == EIGHT_BIT
     if with_lse is None:
-        k_BKCD, v_BKCD = ring.all_gather([k_BKCD, v_BKCD], lengths, 2)
+        keys = [eight_bits.encode(t) if coded else t for t in (k_BKCD, v_BKCD)]
+        k_BKCD, v_BKCD = (eight_bits.decode(t, q_BHCD.dtype) if coded else t for t in ring.all_gather(keys, lengths, 2))
         return plain(q_BHCD, k_BKCD, v_BKCD, mask) if q_BHCD.shape[2] else q_BHCD
 
     def attend(q: Tensor, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
         return with_lse(q, k, v, None if mask is None else mask[..., spans[index]])
 
-    return rotate(q_BHCD, k_BKCD, v_BKCD, group=ring, lengths=lengths, attend=attend, convert_to_fp32=convert_to_fp32)
+    return rotate(
+        q_BHCD, k_BKCD, v_BKCD, group=ring, lengths=lengths, attend=attend, convert_to_fp32=config.convert_to_fp32, coded=coded
+    )
 
 
 def _held(out_BLHD: Tensor, mesh: SequenceMesh, layout: JointLayout, owned: Tensor | None) -> Tensor:
@@ -228,24 +235,32 @@ def _in_rounds(
     lengths: tuple[tuple[int, ...], tuple[int, ...]],
     heads_per_unit: int,
     attend: Callable[[list[Tensor], tuple[int, int]], Tensor],
+    coded: bool,
 ) -> Tensor:
     """Exchange, attend and send back, one round of heads after the other, and the messages of a round beside the next attention.
 
-    All ranks start messages in one order: a round's heads, then the results of the round before.
+    All ranks start messages in one order: a round's heads, then the results of the round before. `coded`: they travel in 8 bits.
     """
-    rounds, (B, L, H, D) = len(exchanges), q_BLHD.shape
+    rounds, dtype = len(exchanges), q_BLHD.dtype
+    if coded:
+        q_BLHD, k_BLKD, v_BLKD = map(eight_bits.encode, (q_BLHD, k_BLKD, v_BLKD))
+    B, L, H, D = q_BLHD.shape
     coming = [_to_heads(exchanges[0], q_BLHD, k_BLKD, v_BLKD, *lengths, rounds)]
     leaving: list[Callable[[Tensor], None]] = []
     for index, exchange in enumerate(exchanges):
         qkv = coming.pop()()
         if index + 1 < rounds:
             coming.append(_to_heads(exchanges[index + 1], q_BLHD, k_BLKD, v_BLKD, *lengths, rounds))
+        if coded:
+            qkv = [eight_bits.decode(tensor, dtype) for tensor in qkv]
         out_BHCD = attend(qkv, exchange.own_range)
+        if coded:
+            out_dtype, out_BHCD = out_BHCD.dtype, eight_bits.encode(out_BHCD)
         leaving.append(exchange.to_tokens(out_BHCD, lengths[0], heads_per_unit))
     out_BLHD = out_BHCD.new_empty((L, B, H, D)).transpose(0, 1)
     for put in leaving:
         put(out_BLHD)
-    return out_BLHD
+    return eight_bits.decode(out_BLHD, out_dtype) if coded else out_BLHD
 
 
 def _to_heads(

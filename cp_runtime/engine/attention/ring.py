@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import RankGroup
+from .eight_bits import decode, encode
 
 ChunkAttention = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
@@ -55,6 +56,7 @@ def rotate(
     lengths: Sequence[int],
     attend: ChunkAttention,
     convert_to_fp32: bool,
+    coded: bool = False,
 ) -> Tensor:
     """Attend to every chunk in turn while the next one arrives.
 
@@ -64,24 +66,27 @@ def rotate(
         lengths: keys of every chunk.
         attend: `(q, k, v, chunk index) -> (out_BHLD, lse_BHL)`.
         convert_to_fp32: merge in float32.
+        coded: keys and values travel in 8 bits; this rank's own are exact.
 
     Returns:
         `[B, H, L, D]` in q's dtype.
     """
-    B, K, _, D = k_BKCD.shape
+    own = [encode(tensor) if coded else tensor for tensor in (k_BKCD, v_BKCD)]
+    B, K, _, D = own[0].shape
     R, rank = group.size, group.rank
     merged = PartialAttention(convert_to_fp32)
-    buffers = [k_BKCD.new_empty(2 * B * K * D * max(lengths)) for _ in range(2)]
+    buffers = [own[0].new_empty(2 * B * K * D * max(lengths)) for _ in range(2)]
 
     def packed(step: int) -> Tensor:
         return buffers[step % 2][: 2 * B * K * D * lengths[(rank - step) % R]]
 
-    torch.stack([k_BKCD, v_BKCD], out=packed(0).view(2, *k_BKCD.shape))
+    torch.stack(own, out=packed(0).view(2, *own[0].shape))
     for step in range(R):
         coming = group.exchange(packed(step), packed(step + 1)) if step + 1 < R else None
         chunk = (rank - step) % R
         if step:
-            k_BKCD, v_BKCD = packed(step).view(2, B, K, lengths[chunk], D)
+            arrived = packed(step).view(2, B, K, lengths[chunk], D)
+            k_BKCD, v_BKCD = decode(arrived, q_BHLD.dtype) if coded else arrived
         if q_BHLD.shape[2] and lengths[chunk]:
             merged.add(*attend(q_BHLD, k_BKCD, v_BKCD, chunk))
         if coming is not None:

@@ -116,13 +116,18 @@ for number, case in enumerate(itertools.islice(cases(world), None, None, EVERY))
         more = dataclasses.replace(config, ulysses_rounds=2 + number % 2)
         again = attention.context_parallel_attention(*local, mesh=mesh, config=more, q_layout=layout, mask=own_mask)
         differs = float(not torch.equal(out, again))
+    coded = 0.0
+    if dtype == torch.float32 and number % SELDOM == 1:
+        eight = dataclasses.replace(config, exchange="8 bit")
+        rounded = attention.context_parallel_attention(*local, mesh=mesh, config=eight, q_layout=layout, mask=own_mask)
+        coded = (rounded - out).square().sum().item() / exact.square().sum().item()
     owned = layout.owned_positions(rank, device)
     mine = out if owned is None else out[:, owned]
     expected = layout.take_local(exact, rank, 1)
     expected = expected if owned is None else expected[:, owned]
     error = mine.float() - expected
     worst.append([error.abs().max().item() if mine.numel() else 0.0, float(not out.isfinite().all()), differs])
-    squares.append((error.double() ** 2).sum().item() / exact.numel())
+    squares.append([(error.double() ** 2).sum().item() / exact.numel(), coded])
     if rank == 0:
         names = {"case": case.name, "mode": case.mode, "mask": case.mask, "dtype": case.dtype}
         found.append({**names, "one_process_rms": rounding(*key, dtype), "mask_matters": matters, "counts": counts})
@@ -136,6 +141,7 @@ for i, values in enumerate(found):
         difference=worst[i, 0].item(),
         finite=worst[i, 1].item() == 0,
         rounds_differ=worst[i, 2].item() > 0,
-        rms=squares[i].sqrt().item(),
+        rms=squares[i, 0].sqrt().item(),
+        coded=squares[i, 1].sqrt().item(),
     )
 finish()

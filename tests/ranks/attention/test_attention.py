@@ -34,6 +34,14 @@ def test_rounds_change_no_bit(ranks):
     assert [r["case"] for r in ranks[1] if r["rounds_differ"]] == []
 
 
+def test_eight_bits_are_near(ranks):
+    """Root mean square of the result. In ring and unified the own keys are exact."""
+    coded = {mode: [r["coded"] for r in ranks[1] if r["mode"] == mode and r["coded"]] for mode in modes(ranks[0])}
+    assert all(coded.values())
+    assert max(map(max, coded.values())) <= 0.03, coded
+    assert min(map(max, coded.values())) >= 1e-3, coded
+
+
 def test_masks_matter(ranks):
     """A mask that is dropped or misplaced is seen: leaving it out changes the result by much more than the tolerance."""
     changed = [r["mask_matters"] > 1e-2 for r in ranks[1] if r["mask"] not in (None, "ones") and r["dtype"] == "float32"]

@@ -16,6 +16,7 @@ from support.ranks import finish, report, start, worst
 from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.mesh import BatchMesh
 from cp_runtime.families import plan_for
+from cp_runtime.nested import difference as apart
 from cp_runtime.nested import tensors
 
 rank, world, (ring, ulysses, rotate_method, batch_degree, given, wanted, shared) = start()
@@ -26,6 +27,7 @@ shared = {tuple(model) for model in json.loads(shared)}
 
 mesh = BatchMesh(dist.group.WORLD, shares=tuple(json.loads(given)))
 own, config, in_rounds = mesh.sequence().weights, *(in_mode(ring, ulysses, rotate_method, rounds) for rounds in (1, 2))
+eight_bits = in_mode(ring, ulysses, rotate_method, exchange="8 bit")
 with torch.no_grad():
     for family in sorted({family for family, _ in wanted}):
         installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models(family).items()}
@@ -51,6 +53,7 @@ with torch.no_grad():
                 continue
             shared.remove((family, case.model))
             differing = []
+            coded, _ = call(plan, inputs, case.options, mesh, eight_bits, batches=batch_degree)
             with shared_out(model, own) as weights:
                 for same in (config, in_rounds):  # without knowing the order of blocks, and ahead of them
                     mesh.stats.reset()
@@ -61,6 +64,7 @@ with torch.no_grad():
                     case=f"weights of {case.model}",
                     blocks=len(weights.blocks),
                     differing=max(differing),
+                    eight_bits=worst(apart(coded, out)),
                     pending=mesh.stats.pending,
                 )
 

@@ -16,11 +16,11 @@ from cp_runtime.engine.config import ContextParallelConfig
 from cp_runtime.engine.weights.sharded import ShardedWeights
 
 
-def in_mode(ring, ulysses, rotate_method="allgather", rounds=1):
+def in_mode(ring, ulysses, rotate_method="allgather", rounds=1, exchange="exact"):
     """The degrees of all calls, for tokens and heads of any number."""
     return ContextParallelConfig(
         ring_degree=int(ring), ulysses_degree=int(ulysses), rotate_method=rotate_method, ulysses_anything=True, ring_anything=True,
-        ulysses_rounds=rounds,
+        ulysses_rounds=rounds, exchange=exchange,
     )  # fmt: skip
 
 

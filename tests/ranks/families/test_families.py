@@ -93,6 +93,12 @@ def test_weights_of_which_every_rank_keeps_a_part(family, model, request):
     assert (result["differing"], result["pending"]) == (0, 0)
 
 
+@pytest.mark.parametrize(("family", "model"), SHARED)
+def test_eight_bits_are_near(family, model, request):
+    result = reports_of(SHARED[family, model], request)[family, f"weights of {model}"]
+    assert result["eight_bits"] <= 0.05
+
+
 @pytest.mark.parametrize("mode", [mode for mode in MODES if MODES[mode][3] == 1])
 def test_cross_attention_to_replicated_text_costs_nothing(mode, request):
     """Two blocks with self- and cross-attention: two shared attentions, and the output is gathered."""

@@ -1,0 +1,29 @@
+"""Vectors as 8-bit integers, each with a scale of its own, for exchanges over slow links.
+
+A head of a token, `[D]`, travels as D integers of its largest magnitude / 127 and that scale in float32: D + 4 bytes. The error of
+an element is at most half a scale. On normally distributed numbers that is 0.6 % of their standard deviation, root mean square;
+float8 (e4m3) has four times as much.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCALE = 4  # bytes
+LARGEST = 127
+
+
+def encode(tensor: Tensor) -> Tensor:
+    """Return `[..., D + SCALE]` bytes for `[..., D]`. What is not finite makes a whole vector not a number."""
+    scale = torch.linalg.vector_norm(tensor, torch.inf, -1, keepdim=True, dtype=torch.float32) / LARGEST
+    coded = torch.empty((*tensor.shape[:-1], tensor.shape[-1] + SCALE), dtype=torch.uint8, device=tensor.device)
+    coded[..., :-SCALE].view(torch.int8).copy_((tensor / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_())
+    coded[..., -SCALE:].copy_(scale.view(torch.uint8))
+    return coded
+
+
+def decode(coded: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the vectors `[..., D]` of `encode`."""
+    scale = coded[..., -SCALE:].contiguous().view(torch.float32)
+    return (coded[..., :-SCALE].view(torch.int8) * scale).to(dtype)
