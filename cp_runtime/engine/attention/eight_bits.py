@@ -19,11 +19,11 @@ def encode(tensor: Tensor) -> Tensor:
     scale = torch.linalg.vector_norm(tensor, torch.inf, -1, keepdim=True, dtype=torch.float32) / LARGEST
     coded = torch.empty((*tensor.shape[:-1], tensor.shape[-1] + SCALE), dtype=torch.uint8, device=tensor.device)
     coded[..., :-SCALE].view(torch.int8).copy_((tensor / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_())
-    coded[..., -SCALE:].copy_(scale.view(torch.uint8))
+    coded[..., -SCALE:].copy_(scale.reshape(-1).view(torch.uint8).view(*scale.shape[:-1], SCALE))
     return coded
 
 
 def decode(coded: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the vectors `[..., D]` of `encode`."""
-    scale = coded[..., -SCALE:].contiguous().view(torch.float32)
+    scale = coded[..., -SCALE:].reshape(-1).view(torch.float32).view(*coded.shape[:-1], 1)
     return (coded[..., :-SCALE].view(torch.int8) * scale).to(dtype)
