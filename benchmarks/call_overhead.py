@@ -142,7 +142,7 @@ def forwards(device: torch.device) -> Iterator[dict[str, Callable[[], Tensor]]]:
             return out
 
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # as ranks do
             yield {
                 STOCK: lambda: model.forward(**arguments, transformer_options={}),
                 "one rank, attention local": lambda: sharded(SequenceMesh(None)),

@@ -38,8 +38,12 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def versions(values: Iterable[Tensor]) -> tuple[int, ...] | None:
     """Return how often each tensor was modified in place; None if one was made in inference mode, where torch does not count."""
-    given = list(values)
-    return None if any(value.is_inference() for value in given) else tuple(value._version for value in given)
+    counts = []
+    for value in values:
+        if value.is_inference():
+            return None
+        counts.append(value._version)
+    return tuple(counts)
 
 
 def fused_attention_functions() -> frozenset[Callable[..., Any]]:

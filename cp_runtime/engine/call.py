@@ -97,10 +97,11 @@ class RunningCall:
             self._on_module()
         if plan.separate:
             self.state.begin()
-        around = self.scope
+        (streams, derived, _, said, *_), entered = self.scope, trace_range("cp.block", name or self._model_name)
         if plan.attention is not None:
-            around = Scope([(plan.attention, plan.keys or plan.attention)] if plan.attention else ())
-        self._enter(around._replace(name=name, range=trace_range("cp.block", name or self._model_name)))
+            streams, derived, said = [(plan.attention, plan.keys or plan.attention)] if plan.attention else (), False, True
+        entered.__enter__()
+        self._scopes.append(Scope(streams, derived, name, said, self._shared, entered))
 
     def leave_module(self, plan: ModulePlan) -> None:
         """Leave a planned module."""
@@ -110,11 +111,7 @@ class RunningCall:
 
     def enter_scope(self, streams: Sequence[AttentionStreams], derived: bool = False, name: str = "") -> None:
         """Set what attention may be over from here on; no streams = it needs no communication. See `Scope`."""
-        self._enter(Scope(streams, derived, name))
-
-    def _enter(self, scope: Scope) -> None:
-        scope.range.__enter__()
-        self._scopes.append(scope._replace(shared_before=self._shared))
+        self._scopes.append(Scope(streams, derived, name, shared_before=self._shared))
 
     def leave_scope(self) -> None:
         """Return to the scope around the current one."""

@@ -189,6 +189,8 @@ def _enter_module(
 
 def _leave_module(name: str, plan: ModulePlan, call: RunningCall, _: nn.Module, __: Any, value: Any) -> Any:
     call.leave_module(plan)
+    if not plan.outputs:
+        return None
     changes = {i: partial(call.local, split, where=f"{name} output {i}") for i, split in plan.outputs.items()}
     # Other transforms may know other things that hold tokens.
     of_tensors = any(isinstance(split, ContextParallelInput) for split in plan.outputs.values())

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -46,7 +47,30 @@ class Run(NamedTuple):
     first: int  # unit of the first of them
     ranks: int
     each: int  # units that one of them has in all rounds
-    span: slice  # of these, the ones in this round
+    start: int  # of these, the first in this round
+    units: int  # and how many
+
+
+class Deal(NamedTuple):
+    """What every rank gets of the head units of a round."""
+
+    runs: tuple[Run, ...]
+    sizes: tuple[int, ...]  # units of every rank
+    ranges: tuple[tuple[int, int], ...]  # (start, stop) of them
+
+
+@lru_cache(maxsize=256)  # all blocks of a model deal alike, and the host's time shows on a fast device
+def deal(units: int, ranks: int, shares: Shares, index: int, rounds: int) -> Deal:
+    """Deal out head units to ranks, and return those of one round."""
+    runs, ranges, first = list[Run](), list[tuple[int, int]](), 0
+    for each, same in groupby(split_sizes(units, ranks, shares)):
+        start, stop = split_ranges(each, rounds)[index]
+        run = Run(first, len(list(same)), each, start, stop - start)
+        begins = [first + each * place for place in range(run.ranks)]
+        ranges += [(begin + start, begin + stop) for begin in begins]
+        runs += [run] if run.units else []
+        first += run.ranks * each
+    return Deal(tuple(runs), tuple(stop - start for start, stop in ranges), tuple(ranges))
 
 
 class HeadExchange:
@@ -64,16 +88,8 @@ class HeadExchange:
 
     def __init__(self, group: RankGroup, units: int, shares: Shares = (), index: int = 0, rounds: int = 1) -> None:
         self._group, self._units = group, units
-        sizes = split_sizes(units, group.size, shares)
-        spans = [split_ranges(size, rounds)[index] for size in sizes]
-        self._sizes = [stop - start for start, stop in spans]
-        self._own, first = self._sizes[group.rank], sum(sizes[: group.rank])
-        self.own_range = first + spans[group.rank][0], first + spans[group.rank][1]
-        self._runs, first = list[Run](), 0
-        for each, same in groupby(sizes):
-            run = Run(first, len(list(same)), each, slice(*split_ranges(each, rounds)[index]))
-            self._runs += [run] if run.span.stop > run.span.start else []
-            first += run.ranks * each
+        self._runs, self._sizes, ranges = deal(units, group.size, shares, index, rounds)
+        self._own, self.own_range = self._sizes[group.rank], ranges[group.rank]
 
     def to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
         """Start exchanging this rank's tokens with all heads for the chunk's tokens with this rank's heads. One collective.
@@ -90,8 +106,7 @@ class HeadExchange:
         unit = B * D * sum(widths)  # elements per token and unit
         send = tensors[0].new_empty(L * unit * sum(self._sizes))
         for run, block in self._blocks(send, L, B, sum(widths), D):
-            units = block.shape[3] // sum(widths)
-            for part, tensor, width in zip(block.split([units * w for w in widths], 3), tensors, widths, strict=True):
+            for part, tensor, width in zip(block.split([run.units * w for w in widths], 3), tensors, widths, strict=True):
                 part.copy_(_by_rank(tensor, run, width))
         heads = [self._own * width for width in widths]
         whole = send.new_empty((sum(lengths), B, sum(heads), D))
@@ -128,7 +143,7 @@ class HeadExchange:
         """Yield what a flat buffer holds for or from every run of ranks, `[ranks, L, B, width of its units in this round, D]`."""
         start = 0
         for run in self._runs:
-            shape = run.ranks, L, B, (run.span.stop - run.span.start) * width, D
+            shape = run.ranks, L, B, run.units * width, D
             stop = start + math.prod(shape)
             yield run, buffer[start:stop].view(shape)
             start = stop
@@ -136,6 +151,10 @@ class HeadExchange:
 
 def _by_rank(tensor: Tensor, run: Run, width: int) -> Tensor:
     """Return a view `[ranks, L, B, heads of each in this round, D]` of `[B, L, N, D]`."""
-    B, L, _, D = tensor.shape
-    heads = tensor[:, :, run.first * width : (run.first + run.ranks * run.each) * width].view(B, L, run.ranks, run.each * width, D)
-    return heads[:, :, :, run.span.start * width : run.span.stop * width].permute(2, 1, 0, 3, 4)
+    B, L, heads, D = tensor.shape
+    if run.ranks * run.each * width < heads:
+        tensor = tensor.narrow(2, run.first * width, run.ranks * run.each * width)
+    by_rank = tensor.view(B, L, run.ranks, run.each * width, D)
+    if run.units < run.each:
+        by_rank = by_rank.narrow(3, run.start * width, run.units * width)
+    return by_rank.permute(2, 1, 0, 3, 4)
