@@ -1,13 +1,10 @@
 // How the nodes look: large enough for what they show, rarely used inputs folded away, devices to choose from.
 
 import { app } from "../../scripts/app.js";
-import { api } from "../../scripts/api.js";
+import { chosen, foundDevices, labelOf, withOther } from "./devices.js";
 import { loadTexts, t } from "./panel/texts.js";
 
 const SMALLEST = { ApplyContextParallel: [240, 0], CPReport: [440, 380] }; // pixels
-const DEVICES = "/context_parallel/devices";
-
-let devices = null; // what the machine has, asked for when the first node that needs it appears
 
 app.registerExtension({
   name: "context_parallel.nodes",
@@ -45,9 +42,8 @@ function prepareConfig(node) {
     addButton(node, t("nodes.advanced"), () => unfold(node, !node.showAdvanced));
     unfold(node, false);
   }
-  devices ??= api.fetchApi(DEVICES).then((answer) => (answer.ok ? answer.json() : []));
-  devices.then((found) => {
-    if (found.length > 1) addButton(node, t("nodes.choose"), (event) => choose(node, found, event));
+  foundDevices().then(({ devices, reason }) => {
+    if (devices.length > 1 && !reason) addButton(node, t("nodes.choose"), (event) => choose(node, devices, event));
   });
 }
 
@@ -59,21 +55,18 @@ function addButton(node, label, pressed) {
   return button;
 }
 
-/** A menu of devices, each of which a click takes in or out. All of them, in their order, are an empty text. */
-function choose(node, found, event) {
+/** A menu of devices, each of which a click takes in or out. */
+function choose(node, devices, event) {
   const widget = node.widgets.find((each) => each.name === "devices");
-  const named = widget.value.split(",").map((name) => name.trim());
-  const chosen = new Set(found.map((device) => device.name).filter((name) => !widget.value.trim() || named.includes(name)));
-  const entries = found.map(({ name, label }) => ({ content: `${chosen.has(name) ? "☑" : "☐"} ${label}`, name }));
+  const on = chosen(widget.value, 0, devices);
+  const entries = devices.map((device) => ({ content: `${on.includes(device.name) ? "☑" : "☐"} ${labelOf(device)}`, device }));
   new LiteGraph.ContextMenu(entries, {
     event,
     title: t("nodes.devices"),
-    callback({ name }) {
-      if (!chosen.delete(name)) chosen.add(name);
-      const names = found.map((device) => device.name).filter((each) => chosen.has(each));
-      widget.value = names.length === found.length ? "" : names.join(",");
+    callback({ device }) {
+      widget.value = withOther(on, device.name, devices);
       node.graph?.setDirtyCanvas(true, true);
-      choose(node, found, event); // open again: several can be chosen
+      choose(node, devices, event); // open again: several can be chosen
     },
   });
 }

@@ -11,6 +11,7 @@ const EVENT = "context_parallel.status";
 const STATUS = "/context_parallel/status";
 const RESTART = "/context_parallel/restart";
 const MEASURE = "/context_parallel/measure";
+const SETTINGS = "/context_parallel/settings";
 
 let status = null;
 let version = 0; // of the status: an answer that was asked for before an event came is older than the event
@@ -23,16 +24,16 @@ function show() {
 }
 
 function open(element) {
-  panel = makePanel({ restart, measure });
+  panel = makePanel({ restart, measure, prefer });
   element.replaceChildren(panel);
   show();
 }
 
 /** Have the server do something, take the status that it answers with, and say what went wrong. */
-async function post(path, summary) {
+async function post(path, summary, body) {
   let problem = null;
   try {
-    const answer = await (await api.fetchApi(path, { method: "POST" })).json();
+    const answer = await (await api.fetchApi(path, { method: "POST", body: body && JSON.stringify(body) })).json();
     version += 1;
     status = answer.status;
     problem = answer.error;
@@ -55,6 +56,12 @@ async function restart() {
 
 async function measure() {
   await post(MEASURE, t("not_measured"));
+  show();
+}
+
+/** Keep what a switch of the panel says. */
+async function prefer(changes) {
+  await post(SETTINGS, t("not_kept"), changes);
   show();
 }
 

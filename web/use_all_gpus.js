@@ -15,7 +15,8 @@ const OUTPUT = -20;
 const GAP = 30; // pixels between nodes
 const TITLE = 30; // height of a title, which stands above a node's position
 
-function graphs() {
+/** The open graph and its subgraphs. */
+export function graphs() {
   const root = app.rootGraph ?? app.graph.rootGraph ?? app.graph;
   return [root, ...(root.subgraphs?.values() ?? [])];
 }

@@ -22,6 +22,7 @@ from ..pool.worker_pool import CallCancelled
 from .calls import ModelCall, ModelState
 from .journal import Journal
 from .placement import Shortages
+from .preferences import KeptPreferences
 from .run_stats import CallRecord, Node
 from .workers import Resident, Workers
 
@@ -40,12 +41,14 @@ class Controller:
     Attributes:
         workers: None before the first use. Another thread may replace it, so read it once and use what was read.
         journal: outlives the workers.
+        preferences: for graphs without a CP Config.
     """
 
     def __init__(self, site: Callable[[], WorkerSite], free_for_ranks: Callable[[Sequence[str]], None]) -> None:
         self._site, self._free_for_ranks = site, free_for_ranks
         self.workers: Workers | None = None
         self.journal = Journal()
+        self.preferences = KeptPreferences()
         self._lock = threading.RLock()
         self._shortages = Shortages()
         self._owners: dict[str, WeakSet[Any]] = {}  # models of this process, by key

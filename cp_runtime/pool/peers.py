@@ -47,9 +47,14 @@ def connections(config: RuntimeConfig) -> list[Connection]:
     ways = [Connection(backend=config.native)]
     if config.native == "nccl":
         ways.append(Connection(backend="nccl", peer_to_peer=False))
-        if os.environ.get(P2P_DISABLE, "0") not in ("", "0"):
+        if is_p2p_disabled():
             del ways[0]
     return [*ways, Connection(backend="gloo")] if config.backend == "auto" else ways
+
+
+def is_p2p_disabled() -> bool:
+    """Return whether the environment tells NCCL not to let GPUs reach each other's memory."""
+    return os.environ.get(P2P_DISABLE, "0") not in ("", "0")
 
 
 class Ways:

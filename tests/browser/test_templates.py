@@ -160,7 +160,12 @@ def test_advanced_inputs_are_folded_away_on_the_canvas(page):
     assert "Advanced inputs" not in node["inputs"]
 
 
-FOUND = [{"name": f"cuda:{i}", "label": f"cuda:{i} RTX {name} 24 GB"} for i, name in enumerate(("4090", "3090", "3090"))]
+NAMES = ("4090", "3090", "3090")
+FOUND = {
+    "devices": [{"name": f"cuda:{i}", "title": f"RTX {name}", "memory": 24 << 30} for i, name in enumerate(NAMES)],
+    "indirect": ["cuda:0 to cuda:1", "cuda:1 to cuda:0"],
+    "reason": None,
+}
 
 
 def test_devices_can_be_picked(page, tab):

@@ -17,7 +17,7 @@ from support.latents import assert_close
 from cp_runtime.version import VERSION
 
 CP = {"world_size": 2}
-STATUS, RESTART, MEASURE = (f"/context_parallel/{name}" for name in ("status", "restart", "measure"))
+STATUS, RESTART, MEASURE, SETTINGS = (f"/context_parallel/{name}" for name in ("status", "restart", "measure", "settings"))
 BYPASSED = "without Context Parallel in this run"
 LONG = {"width": 512, "height": 512, "steps": 60}
 
@@ -45,15 +45,31 @@ def assert_right(server, expected):
     return server.worker_pids()
 
 
-def test_a_machine_without_accelerators_has_no_devices_to_choose(off_server):
-    assert call(off_server, "/context_parallel/devices", "GET") == (200, [])
+def test_a_machine_without_accelerators_has_cpu_ranks_to_choose_and_says_why(off_server):
+    code, found = call(off_server, "/context_parallel/devices", "GET")
+    assert (code, found["reason"]["case"], found["indirect"]) == (200, "flag", None)
+    assert found["devices"] == [{"name": f"cpu:{i}", "title": "", "memory": 0} for i in range(2)]
+
+
+def test_what_the_panel_chooses_holds_for_graphs_without_a_config_and_starts_nothing(off_server):
+    assert off_server.status()["settings"] == {"devices": "", "measure": True}
+    off_server.post(SETTINGS, {"devices": "cpu:1", "measure": False})
+    assert off_server.status()["settings"] == {"devices": "cpu:1", "measure": False}
+    prompt = flux_prompt(cp={})
+    del prompt["cp_config"], prompt["cp_apply"]["inputs"]["cp_config"]
+    off_server.run(prompt).check()  # one device: the model passes through
+    for wrong in ({"devices": "cuda:9"}, {"devices": 1}, {"measure": "no"}, {"other": 1}, ["devices"]):
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            off_server.post(SETTINGS, wrong)
+    off_server.post(SETTINGS, {"devices": "", "measure": True})
+    assert off_server.worker_pids() == []
 
 
 def test_no_worker_yet(off_server):
     off = off_server.status()
     nothing = {"activity": "", "fallback": "", "world_size": 0, "models": [], "weights": {}, "ranks": [], "compiling": False}
     nothing |= dict.fromkeys(("alone", "backend", "peer_to_peer", "pace", "last_call", "last_vae_call", "starting", "loading"))
-    others = {name: off[name] for name in ("last_error", "speed")}  # whatever ran here on one device
+    others = {name: off[name] for name in ("last_error", "speed", "settings")}  # whatever ran here on one device
     assert off == {"state": "off", "version": VERSION, **nothing, **others}
     assert call(off_server, RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
 
@@ -254,7 +270,7 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
     assert assert_right(pool_server, expected) == pids
 
 
-@pytest.mark.parametrize("path", [STATUS, RESTART, MEASURE, f"/api{STATUS}", f"/api{RESTART}", f"/api{MEASURE}"])
+@pytest.mark.parametrize("path", [STATUS, RESTART, MEASURE, f"/api{STATUS}", f"/api{RESTART}", f"/api{MEASURE}", SETTINGS])
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}], ids=["origin", "fetch"])
 def test_other_sites_are_refused(pool_server, expected, path, headers):
     pids = assert_right(pool_server, expected)
@@ -262,7 +278,7 @@ def test_other_sites_are_refused(pool_server, expected, path, headers):
     assert pool_server.worker_pids() == pids
 
 
-@pytest.mark.parametrize("path", [RESTART, MEASURE])
+@pytest.mark.parametrize("path", [RESTART, MEASURE, SETTINGS])
 def test_what_changes_something_is_no_get(pool_server, expected, path):
     """A link or an image on a page must not do it."""
     pids = assert_right(pool_server, expected)

@@ -337,9 +337,9 @@ class ComfyServer:
         """Any other JSON answer of the server."""
         return self._call(path, timeout=timeout)
 
-    def post(self, path: str, timeout: float = 30.0) -> Any:
-        """The JSON answer to a request without arguments."""
-        return self._call(path, {}, timeout=timeout)
+    def post(self, path: str, body: Any = None, timeout: float = 30.0) -> Any:
+        """The JSON answer to a request."""
+        return self._call(path, {} if body is None else body, timeout=timeout)
 
     def wait_status(self, condition: Callable[[dict[str, Any]], bool], timeout: float = 10.0 * SLACK) -> dict[str, Any]:
         """The first status of the workers that meets `condition`."""

@@ -1,6 +1,7 @@
 // The panel itself. Only what has nothing to click or select is made anew by an event.
 
 import { details } from "./details.js";
+import { deviceCards } from "./device_cards.js";
 import { button, make, seconds } from "./elements.js";
 import { errorCard } from "./error_card.js";
 import { rankList } from "./ranks.js";
@@ -11,7 +12,7 @@ const MEASURABLE = ["not_measured", "obstacle", "too_fast"]; // cases of a speed
 const BUSY = ["starting", "loading", "computing"];
 
 /** The panel; its `update` takes the status and what this page is doing about the workers at the moment. */
-export function makePanel({ restart, measure }) {
+export function makePanel({ restart, measure, prefer }) {
   const speed = make("div", "cp-speed");
   speed.title = t("hint.speed");
   const measuring = button("pi-stopwatch", measure);
@@ -24,11 +25,12 @@ export function makePanel({ restart, measure }) {
   const head = make("div", "cp-head", null, headline, again); // above what may be long
   const activity = make("p", "cp-activity");
   const use = button("pi-bolt", toggle);
+  const devices = deviceCards(prefer);
   const error = errorCard();
   const body = make("div", "cp-body");
   const list = make("div", "cp-lists");
   const more = make("details", "cp-details", null, make("summary", "", t("details")), list);
-  const element = make("div", "cp-panel", null, first, head, activity, use, error, body, more);
+  const element = make("div", "cp-panel", null, first, head, activity, use, devices, error, body, more);
   element.dataset.testid = "context-parallel-panel";
 
   let tick = null; // while workers start, for the seconds that they have taken
@@ -55,6 +57,7 @@ export function makePanel({ restart, measure }) {
     if (!use.hidden) use.say(label()); // it looks at the whole graph, and events come several times a second
     clearInterval(tick);
     if (now?.starting) tick = setInterval(() => (element.isConnected ? say() : clearInterval(tick)), 1000);
+    devices.update(now);
     error.update(now?.last_error);
     body.replaceChildren(...(working ? [rankList(now)] : []));
     list.replaceChildren(...(working ? details(now) : []));

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from ...controller.journal import public_message
 from ...errors import ContextParallelError
-from ..ranks.ui import CONTROLLER, named_devices
+from ..ranks.ui import CONTROLLER, found_devices, prefer
 from .ui_status import status
 
 
@@ -36,10 +36,21 @@ def add_routes(server: Any) -> None:
         return web.json_response({"status": await asyncio.to_thread(status, server)})
 
     async def get_devices(_: web.Request) -> web.Response:
-        """Return the devices to choose from in CP Config: see `named_devices`."""
-        return web.json_response(await asyncio.to_thread(named_devices))
+        """Return the devices to choose from: see `found_devices`."""
+        return web.json_response(await asyncio.to_thread(found_devices))
+
+    async def post_settings(request: web.Request) -> web.Response:
+        """Keep what the panel's switches say, see `prefer`: `{"error": …, "status": {…}}`; 400 where it is wrong."""
+        error = None
+        try:
+            await asyncio.to_thread(prefer, await request.json())
+        except (ContextParallelError, ValueError) as failure:
+            error = public_message(failure)
+        answer = {"error": error, "status": await asyncio.to_thread(status, server)}
+        return web.json_response(answer, status=200 if error is None else 400)
 
     server.routes.get("/context_parallel/status")(get_status)
     server.routes.post("/context_parallel/restart")(post_restart)
     server.routes.post("/context_parallel/measure")(post_measure)
     server.routes.get("/context_parallel/devices")(get_devices)
+    server.routes.post("/context_parallel/settings")(post_settings)

@@ -41,7 +41,8 @@ def status(server: Any) -> dict[str, Any]:
         "state": "off", "activity": "" if alone is None else alone.words, "starting": None, "loading": None, "compiling": False,
         "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {}, "pace": None,
         "last_call": None, "last_vae_call": None, "ranks": [], "version": VERSION, "speed": speed,
-        "last_error": _failure(journal.last_error), "alone": alone and {**asdict(alone), "words": alone.words},
+        "last_error": _failure(journal.last_error), "alone": alone and alone.described,
+        "settings": asdict(CONTROLLER.preferences.chosen),
     }  # fmt: skip
     if workers is None:
         return found

@@ -4,8 +4,10 @@ ComfyUI and its models."""
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
+from itertools import permutations
 from typing import Any
 
 import comfy.model_management
@@ -15,9 +17,14 @@ import torch
 from comfy.cli_args import args
 
 from ...controller.controller import Controller
+from ...engine.config import check_switch
+from ...errors import ConfigError, bad_value
 from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite
+from ...pool.peers import is_p2p_disabled, without_peer_access
 from ..memory.ui_residency import free_for_ranks
-from .ui_alone import Alone, why_alone
+from .ui_alone import Alone, why_alone, why_no_gpu
+
+log = logging.getLogger("context_parallel")
 
 PRELOAD = (
     "torch",
@@ -50,8 +57,23 @@ def device_inventory() -> DeviceInventory:
 
 
 def default_config() -> RuntimeConfig:
-    """Return the config of a node without a CP Config: every device, and all choices automatic."""
-    return RuntimeConfig.resolve(inventory=device_inventory())
+    """Return the config of a node without a CP Config: the devices that were chosen in the panel, or every device where these are
+    gone, and all choices automatic."""
+    try:
+        return RuntimeConfig.resolve(inventory=device_inventory(), devices=CONTROLLER.preferences.chosen.devices)
+    except ConfigError as error:
+        log.warning("all devices are used instead of those that were chosen in the panel: %s", error)
+        return RuntimeConfig.resolve(inventory=device_inventory())
+
+
+def prefer(changes: Any) -> None:
+    """Keep what was chosen in the panel: some of the fields of `Preferences`. Raises ConfigError: they are wrong."""
+    if not isinstance(changes, dict) or not changes.keys() <= {"devices", "measure"}:
+        raise bad_value("settings", changes, "an object with devices, measure or both", "Send one.")
+    RuntimeConfig.resolve(inventory=device_inventory(), devices=changes.get("devices", ""))
+    check_switch("measure", changes.get("measure", True))
+    CONTROLLER.preferences.choose(**changes)
+    CONTROLLER.journal.changed.set()
 
 
 def nothing_to_share() -> Alone | None:
@@ -59,22 +81,29 @@ def nothing_to_share() -> Alone | None:
     return why_alone(device_inventory())
 
 
-def named_devices() -> list[dict[str, Any]]:
-    """Return the devices for users to choose from: `name` as CP Config takes it, `label` such as "cuda:1 NVIDIA GeForce RTX 4090 24
-    GB". Empty for CPUs."""
+def found_devices() -> dict[str, Any]:
+    """Return what the panel and CP Config offer to choose from. It opens no device that ComfyUI has not opened.
+
+    `devices`: for each the `name` as CP Config takes it, the `title` that torch has for it and its `memory` in bytes, 0 where that
+    is not known. `indirect`: pairs of GPUs that do not reach each other's memory, None where nobody knows. `reason`: why there are
+    no GPUs, None where there are.
+    """
     inventory = device_inventory()
-    names = [] if inventory.type == "cpu" else [f"{inventory.type}:{i}" for i in range(inventory.count)]
-    return [{"name": name, "label": " ".join([name, *_description(inventory.type, i)])} for i, name in enumerate(names)]
+    names = [f"{inventory.type}:{index}" for index in range(inventory.count or inventory.default_ranks)]
+    pairs = [f"{one} to {other}" for one, other in permutations(names, 2)] if is_p2p_disabled() else None
+    reason = why_no_gpu(inventory, args.cpu, bool(torch.version.cuda or torch.version.hip))
+    return {
+        "devices": [{"name": name, **_description(inventory.type, index)} for index, name in enumerate(names)],
+        "indirect": (pairs or without_peer_access(names)) if inventory.type == "cuda" else None,
+        "reason": None if reason is None else reason.described,
+    }
 
 
-def _description(kind: str, index: int) -> list[str]:
+def _description(kind: str, index: int) -> dict[str, Any]:
     """Return what torch knows of a device, which may be nothing."""
     properties = getattr(getattr(torch, kind, None), "get_device_properties", None)
-    if properties is None:
-        return []
-    found = properties(index)
-    memory = getattr(found, "total_memory", 0)
-    return [str(getattr(found, "name", "")), *([f"{memory / 2**30:.0f} GB"] if memory else [])]
+    found = None if properties is None or kind == "cpu" else properties(index)
+    return {"title": str(getattr(found, "name", "")), "memory": int(getattr(found, "total_memory", 0))}
 
 
 def node_folders() -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ...pool.config import DeviceInventory
 
@@ -15,13 +16,17 @@ WORDS = {
     "platform": "One device: sharing a model out needs Linux or WSL2.",
     "hidden": "1 GPU visible, nothing to share. {variable} is {value}: if the computer has more GPUs, name them there.",
     "single": "1 GPU visible, nothing to share. If the computer has more, its driver does not show them: look at nvidia-smi -L.",
+    "flag": "ComfyUI was started with --cpu. Without it, it uses the GPUs.",
+    "torch": "ComfyUI's torch is built without support for GPUs. Install one that has it.",
+    "all_hidden": "No GPU visible. {variable} is {value}: name the GPUs there.",
+    "none": "No GPU visible. If the computer has some, its driver does not show them: look at nvidia-smi -L.",
 }
 """What there is to say, by case. The panel says it in other languages as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """One device computes, whatever the settings ask for."""
+    """One device computes, whatever the settings ask for; or CPUs do."""
 
     case: str  # key of WORDS
     # variable, value: that hide devices, where some do
@@ -32,6 +37,11 @@ class Alone:
     def words(self) -> str:
         """The reason as text for people."""
         return WORDS[self.case].format(variable=self.variable, value=self.value)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The reason for the browser: in words, and what they are made of."""
+        return {**asdict(self), "words": self.words}
 
 
 def why_alone(
@@ -44,3 +54,18 @@ def why_alone(
         return None
     hiding = next((name for name in HIDING if environment.get(name)), None)
     return Alone(case="single") if hiding is None else Alone(case="hidden", variable=hiding, value=environment[hiding])
+
+
+def why_no_gpu(inventory: DeviceInventory, flag: bool, built: bool, environment: Mapping[str, str] = os.environ) -> Alone | None:
+    """Return why ranks are CPU processes; None = there are accelerators.
+
+    Args:
+        flag: ComfyUI was started with --cpu.
+        built: torch has support for GPUs.
+    """
+    if inventory.type != "cpu":
+        return None
+    if flag or not built:
+        return Alone(case="flag" if flag else "torch")
+    hiding = next((name for name in HIDING if name in environment), None)
+    return Alone(case="none") if hiding is None else Alone(case="all_hidden", variable=hiding, value=environment[hiding] or '""')

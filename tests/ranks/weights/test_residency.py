@@ -87,7 +87,7 @@ def test_ranks_of_a_unet_share_the_halves_and_nothing_else(steps):
 
 def test_devices_have_names_that_people_know(steps):
     assert steps["devices"] == {
-        "cuda": [{"name": f"cuda:{i}", "label": f"cuda:{i} RTX {i + 3}090 24 GB"} for i in range(2)],
+        "cuda": [{"name": f"cuda:{i}", "title": f"RTX {i + 3}090", "memory": 24 << 30} for i in range(2)],
         "ranks": ["cuda:0", "cuda:1"],
     }
 
