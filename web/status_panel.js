@@ -30,10 +30,10 @@ function open(element) {
 }
 
 /** Have the server do something, take the status that it answers with, and say what went wrong. */
-async function post(path, summary, body) {
+async function send(method, path, summary, body) {
   let problem = null;
   try {
-    const answer = await (await api.fetchApi(path, { method: "POST", body: body && JSON.stringify(body) })).json();
+    const answer = await (await api.fetchApi(path, { method, body: body && JSON.stringify(body) })).json();
     version += 1;
     status = answer.status;
     problem = answer.error;
@@ -49,19 +49,20 @@ async function restart() {
   if (used && !(await app.extensionManager.dialog.confirm(question))) return;
   restarting = true;
   show();
-  await post(RESTART, t("not_restarted"));
+  await send("POST", RESTART, t("not_restarted"));
   restarting = false;
   show();
 }
 
-async function measure() {
-  await post(MEASURE, t("not_measured"));
+/** Have the next run measure a call on one device, or stop that. */
+async function measure(stop) {
+  await send(stop ? "DELETE" : "POST", MEASURE, t("not_measured"));
   show();
 }
 
 /** Keep what a switch of the panel says. */
 async function prefer(changes) {
-  await post(SETTINGS, t("not_kept"), changes);
+  await send("POST", SETTINGS, t("not_kept"), changes);
   show();
 }
 

@@ -166,8 +166,8 @@ class Controller:
         record: CallRecord,
         cancelled: Callable[[], bool],
     ) -> float:
-        """Note how long a call takes on one device: this one, if it ran there, or a repetition of it if the user asked for one; and
-        by how much `out` differs from what it gives there.
+        """Note how long a call takes on one device: this one, if it ran there, or a repetition of it if the user asked for one or
+        it is worth its time; and by how much `out` differs from what it gives there.
 
         Returns the seconds that belong to no call of the run.
         """
@@ -177,22 +177,31 @@ class Controller:
         if record.at_work == 1:
             journal.measured(record.seconds)
             return 0.0
+        asked = journal.measuring
+        if self.preferences.chosen.measure and journal.is_worth_measuring(record):
+            journal.measuring = True
         if not journal.measuring:
             return 0.0
         if journal.run.kind is None:
-            journal.measured(None, "calls of this run differ in size")
+            journal.measured(None, "sizes")
             return 0.0
         log.info("running this call once more, on one device, to compare with")
         began = time.monotonic()
         try:
-            alone = workers.run_alone(config, target, call, cancelled)
+            alone = workers.run_alone(config, target, call, lambda: cancelled() or not journal.measuring)
+        except CallCancelled:
+            if journal.measuring:  # the prompt was cancelled; the next one measures, if the user asked for it
+                journal.measuring = asked
+                raise
+            journal.measured(None, "cancelled")
         except PoolError:  # the next run need not fail as well
-            journal.measured(None, "the call failed there")
+            journal.measured(None, "failed")
             raise
-        if alone is None:
-            journal.measured(None, "one device has too little memory for it")
         else:
-            journal.measured(alone[1], difference=difference(out, alone[0]))
+            if alone is None:
+                journal.measured(None, "memory")
+            else:
+                journal.measured(alone[1], difference=difference(out, alone[0]))
         return time.monotonic() - began
 
     def _make_room(self, config: RuntimeConfig, target: ModelState) -> None:

@@ -6,15 +6,18 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from ..engine.measuring import device_driver
 from ..errors import ContextParallelError
-from ..pool.kept import KeptFile, KeptSeconds
-from .run_stats import Node, RunStats, Speed
+from ..pool.kept import KeptFile, KeptSamples
+from .run_stats import CallRecord, Node, RunStats, Speed
 
+ERRORS = 10  # that are kept
 # Folders of a path, up to its last slash. Their names may hold spaces.
 _FOLDERS = re.compile(r"(?<![\w/.])/(?:[^\s/]+(?: [^\s/]+)*/)+")
 
@@ -45,7 +48,8 @@ class Journal:
     Attributes:
         run: the sampling run that goes on, or went on last, on one device or on the workers.
         node: the one that uses the workers, or used them last; None where there is no graph.
-        last_error: of a run.
+        last_error: of a run; None once another has ended well.
+        errors: the last ones, the newest first.
         measuring: the next run of two calls or more repeats one on one device.
         changed: set whenever the status changes. Whoever waits for it clears it.
     """
@@ -54,18 +58,26 @@ class Journal:
         self.run = RunStats(None)
         self.node: Node | None = None
         self.last_error: Failure | None = None
+        self.errors: deque[Failure] = deque(maxlen=ERRORS)
         self.changed = threading.Event()
         self.measuring = False
         self._obstacle: tuple[str | None, str] = None, ""  # a kind of run, and why it could not be measured on one device
         self._file = KeptFile(file)
-        self._one_device: dict[str, KeptSeconds] = {}  # by device and driver
+        self._one_device: dict[str, KeptSamples] = {}  # by device and driver
 
-    def end_run(self) -> None:
-        """Note that the run has ended well. If it ran on one device, other runs can be compared with it."""
-        self.run.finish()
-        seconds = self.run.per_call if self.run.last is None else self.on_one_device
-        if self.run.kind is not None and seconds:
-            self._times.put(self.run.kind, seconds)
+    def end_run(self, steps: int = 0) -> None:
+        """Note that the run has ended well. If it ran on one device, other runs can be compared with it.
+
+        Args:
+            steps: of its sampler.
+        """
+        run = self.run
+        run.finish(steps)
+        if run.last is None and run.per_call:
+            run.alone = [run.per_call]
+        if run.kind is not None and run.alone:
+            seconds, run.alone = median(run.alone), []
+            self._times.add(run.kind, seconds)
         self.did_well()
 
     def did_well(self) -> None:
@@ -78,6 +90,7 @@ class Journal:
         rank = getattr(error, "rank", None)
         device = devices[rank] if rank is not None and rank < len(devices) else None
         self.last_error = Failure(time.time(), public_message(error), rank, device, node)
+        self.errors.appendleft(self.last_error)
         self.changed.set()
         return self.last_error
 
@@ -97,6 +110,11 @@ class Journal:
         self.measuring, self._obstacle = True, (None, "")
         self.changed.set()
 
+    def cancel_measuring(self) -> None:
+        """Measure no call, neither in the next run nor in this one, where one may be under way."""
+        self.measuring = False
+        self.changed.set()
+
     def measured(self, seconds: float | None, obstacle: str = "", difference: float | None = None) -> None:
         """Note that a call ran on one device, by choice, or was repeated there.
 
@@ -104,18 +122,29 @@ class Journal:
 
         Args:
             seconds: that it took there; None = it could not be done.
-            obstacle: why not.
+            obstacle: why not, of OBSTACLES.
             difference: of the result from that on the ranks.
         """
-        self.run.difference = difference
+        if difference is not None:
+            self.run.difference = difference
         self.measuring, self._obstacle = False, (self.run.kind, obstacle)
         if self.run.kind is not None and seconds is not None:
-            self._times.know(self.run.kind, seconds + self.run.between)
+            self.run.alone.append(seconds + self.run.between)
+
+    def is_worth_measuring(self, record: CallRecord) -> bool:
+        """Return whether this call of the run may be repeated on one device although nobody has asked for it: the first time for
+        this model, size and device, where that takes a small part of the run."""
+        speed = self.speed
+        known = speed is None or speed.alone or speed.obstacle or self.run.kind is None
+        return not known and self.run.is_worth(record.seconds * record.at_work)
 
     @property
-    def on_one_device(self) -> float | None:
-        """Seconds per call of a run like this one on one device; None where none was measured."""
-        return None if self.run.kind is None else self._times.get(self.run.kind)
+    def alone(self) -> tuple[float, ...]:
+        """Seconds per call of runs like this one on one device, as often as they were measured; of this run, their median."""
+        run = self.run
+        if run.kind is None:
+            return ()
+        return self._times.get(run.kind, ()) + ((median(run.alone),) if run.alone else ())
 
     @property
     def speed(self) -> Speed | None:
@@ -127,14 +156,17 @@ class Journal:
         return Speed(
             ranks=1 if last is None else last.at_work,
             per_call=run.per_call,
-            on_one_device=self.on_one_device,
+            alone=self.alone,
             obstacle=obstacle if kind == run.kind else "",
+            unit=run.unit,
+            steps=run.steps,
+            calls=run.done,
         )
 
     @property
-    def _times(self) -> KeptSeconds:
+    def _times(self) -> KeptSamples:
         """Times on a device like that of the run."""
         machine = f"{self.run.device}, {device_driver()}"
         kept = self._one_device.get(machine)
         # Two threads may come here first: what one of them records must not be lost with a second object.
-        return self._one_device.setdefault(machine, KeptSeconds(self._file, machine)) if kept is None else kept
+        return self._one_device.setdefault(machine, KeptSamples(self._file, machine)) if kept is None else kept

@@ -6,24 +6,38 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 from ..pool.messages import CallReport
 from .calls import CallKind
 
+SMALL = 0.05  # part of a run that a measurement may take which nobody has asked for
 PARTS = ("compute", "communication", "wait")
 SUMS = ("seconds", "communication_seconds", "communication_bytes", "predicted_seconds", "predicted_bytes")
-WORDS = {
-    "one_device": "one device",
-    "compared": "{times:.2f} × as fast as one device",
-    # The one device had other work, or another attention kernel, or too little memory for the weights.
-    "too_fast": "{times:.2f} × as fast as one device (more than {ranks} can gain: measure again)",
-    "too_few": "known after two calls",
-    "not_measured": "not measured yet",
-    "obstacle": "not measured: {obstacle}",
+UNITS = {"gpu": "GPU", "process": "process", "device": "device"}
+"""What one of several devices is called, by key."""
+OBSTACLES = {
+    "sizes": "calls of this run differ in size",
+    "failed": "the call failed there",
+    "memory": "it has too little memory",
+    "cancelled": "cancelled",
 }
-"""Texts about the speed, by case. The panel has them in other languages as well."""
-NOT_MEASURED = WORDS["not_measured"]
+"""Why a run is not compared, by key."""
+WORDS = {
+    "one_device": "on one {unit}",
+    "compared": "{times} × as fast as one {unit}",
+    # The one device had other work, or another attention kernel, or too little memory for the weights.
+    "too_fast": "{times} × as fast as one {unit} (more than {ranks} can gain: measure again)",
+    "too_few": "known after two calls",
+    "not_measured": "not compared with one {unit} yet",
+    "obstacle": "not compared with one {unit}: {obstacle}",
+    "spread": "{speed} ({low} to {high} in {count} measurements)",
+    "ended": "{steps} steps in {seconds} s: {speed}",
+    "instead": "{steps} steps in {seconds} s instead of about {alone} s: {speed}",
+}
+"""Texts about the speed, by case; the last three hold another one as {speed}. The panel has them in other languages as well."""
+NOT_MEASURED = WORDS["not_measured"].format(unit=UNITS["device"])
 
 
 class Node(NamedTuple):
@@ -63,8 +77,11 @@ class RunStats:
     Args:
         key: of the model's file; None = its loader left no recipe.
         device: on which the model would run alone, in words.
+        unit: what that is called, of UNITS.
 
     Attributes:
+        steps: of the sampler; 0 = the run is not over.
+        alone: seconds that its calls took, or would take, on one device, where that was measured in this run.
         kind: name of the kind of all its calls; None where they differ, or without a key. Runs of one kind take the same time.
         calls, done: that have begun, and that have returned.
         last: the last call on the ranks; None on one device.
@@ -73,11 +90,12 @@ class RunStats:
             load or warm something up, is in them only while it is alone.
     """
 
-    def __init__(self, key: str | None, device: str = "") -> None:
+    def __init__(self, key: str | None, device: str = "", unit: str = "device") -> None:
         self.calls = self.done = self.count = 0
         self.kind: str | None = None
-        self.device = device
+        self.device, self.unit = device, unit
         self.difference: float | None = None
+        self.steps, self.alone = 0, list[float]()
         self.last: CallRecord | None = None
         self.rank_0: dict[str, float] = {}
         self.times: list[dict[str, float]] = []
@@ -102,9 +120,9 @@ class RunStats:
         """Note that the call has returned. A device may still compute it."""
         self.done, self._ended = self.calls, time.monotonic()
 
-    def finish(self) -> None:
-        """Note that the result of the run is there."""
-        self._ended = time.monotonic()
+    def finish(self, steps: int = 0) -> None:
+        """Note that the result of the run is there. `steps`: of the sampler."""
+        self._ended, self.steps = time.monotonic(), steps
 
     def inside(self, seconds: float, extra: float = 0.0) -> None:
         """Add the time of a call on the ranks, in seconds from call to result. `extra`: the part of them that belongs to no call of
@@ -139,6 +157,10 @@ class RunStats:
         """Seconds per call from the second one on: the first loads and warms up. None where there were too few."""
         return (self._ended - self._second - self._extra) / (self.done - 1) if self.done > 1 else None
 
+    def is_worth(self, seconds: float) -> bool:
+        """Return whether so many seconds more are a small part of what the run has taken since its second call."""
+        return self.calls > 2 and seconds <= SMALL * (time.monotonic() - self._second)
+
     @property
     def waiting_share(self) -> float:
         """Fraction of the calls that rank 0 spent waiting for other ranks and for the link."""
@@ -163,12 +185,21 @@ def time_by_rank(reports: Sequence[CallReport]) -> list[dict[str, float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Speedup of several devices over one. Every display uses this calculation."""
+    """Speedup of several devices over one. Every display uses this calculation, and these words or their `parts`."""
 
     ranks: int  # that shared a call; 1 = one device computed it
     per_call: float | None  # seconds from one call to the next; None = there were too few calls
-    on_one_device: float | None  # the same on one device; None = it was not measured
-    obstacle: str = ""  # why it could not be measured; empty = it could
+    alone: Sequence[float] = ()  # the same on one device, as often as it was measured
+    obstacle: str = ""  # why it could not be measured, of OBSTACLES; empty = it could
+    unit: str = "device"  # of UNITS
+    # steps, calls: of the run, once it is over
+    steps: int = 0
+    calls: int = 0
+
+    @property
+    def on_one_device(self) -> float | None:
+        """Median of the seconds on one device; None = they were not measured."""
+        return median(self.alone) if self.alone else None
 
     @property
     def times(self) -> float | None:
@@ -183,21 +214,45 @@ class Speed:
         if self.ranks == 1:
             return "one_device"
         if self.times is not None:
-            return _case(self.times, self.ranks)
+            return "compared" if round(self.times, 1) <= self.ranks else "too_fast"
         if self.on_one_device is not None:
             return "too_few"
         return "obstacle" if self.obstacle else "not_measured"
 
     @property
+    def parts(self) -> dict[str, Any]:
+        """What the words are made of, in every language: `cases`, keys of WORDS from the innermost on, and their numbers as text.
+        No two numbers contradict each other: the quotient of the seconds, as they are shown, is the speedup that is shown."""
+        times, cases = self.times, [self.case]
+        parts: dict[str, Any] = {"cases": cases, "ranks": self.ranks, "unit": self.unit, "obstacle": self.obstacle}
+        if times is not None and self.per_call:
+            low, high = (f"{seconds / self.per_call:.1f}" for seconds in (min(self.alone), max(self.alone)))
+            parts |= {"times": f"{times:.1f}", "low": low, "high": high, "count": len(self.alone)}
+            if low != high:
+                cases.append("spread")
+        if self.steps and self.per_call:
+            seconds = self.per_call * self.calls
+            parts |= {"steps": self.steps, "seconds": f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"}
+            if times is not None:
+                parts |= _seconds(seconds, times)
+            cases.append("ended" if times is None else "instead")
+        return parts
+
+    @property
     def words(self) -> str:
-        """The speed as text for people."""
-        return WORDS[self.case].format(times=self.times, ranks=self.ranks, obstacle=self.obstacle)
+        """The speed as text for people: "20 steps in 9 s instead of about 17 s: 1.9 × as fast as one GPU"."""
+        parts = self.parts
+        named = parts | {"unit": UNITS[self.unit], "obstacle": OBSTACLES.get(self.obstacle, "")}
+        speed = ""
+        for case in parts["cases"]:
+            speed = WORDS[case].format(**named, speed=speed)
+        return speed
 
 
-def times_in_words(times: float, ranks: int) -> str:
-    """Return the speedup over one device as text."""
-    return WORDS[_case(times, ranks)].format(times=times, ranks=ranks)
-
-
-def _case(times: float, ranks: int) -> str:
-    return "compared" if round(times, 2) <= ranks else "too_fast"
+def _seconds(seconds: float, times: float) -> dict[str, str]:
+    """Return the seconds of a run and those on one device, with as many digits as their quotient needs to be the speedup."""
+    for digits in range(7):
+        own, alone = f"{seconds:.{digits}f}", f"{seconds * times:.{digits}f}"
+        if float(own) and f"{float(alone) / float(own):.1f}" == f"{times:.1f}":
+            return {"seconds": own, "alone": alone}
+    return {"seconds": f"{seconds:.3g}", "alone": f"{seconds * times:.3g}"}

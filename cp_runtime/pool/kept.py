@@ -167,3 +167,24 @@ class KeptSeconds(dict[str, float]):
         if abs(seconds - self._written.get(name, 0.0)) > NEWS * seconds:
             self._written[name] = seconds
             self._file.put(self._machine, name, {"seconds": seconds})
+
+
+SAMPLES = 9  # that are kept of a time: the newest
+
+
+class KeptSamples(dict[str, tuple[float, ...]]):
+    """Times on one machine that were measured again and again, in seconds, by name. `file`, `machine`: as for `KeptSeconds`."""
+
+    def __init__(self, file: KeptFile, machine: str) -> None:
+        self._file, self._machine = file, machine
+        for name, entry in file.read(machine).items():
+            given = entry.get("samples")
+            samples = given[-SAMPLES:] if isinstance(given, list) else []
+            if samples and all(is_number(each) and 0 < each < LONGEST for each in samples):
+                self[name] = tuple(map(float, samples))
+
+    def add(self, name: str, seconds: float) -> None:
+        """Record one more, and keep it on disk."""
+        samples = (*self.get(name, ()), seconds)[-SAMPLES:]
+        remember(self, name, samples)
+        self._file.put(self._machine, name, {"samples": samples})

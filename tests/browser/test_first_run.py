@@ -18,8 +18,8 @@ from support.faults import SLACK
 from support.server import CHECKOUT, PACK
 
 PATIENCE = 30_000 * SLACK  # milliseconds
-MEASURED = r"^(\d+\.\d\d × as fast as one device|one device)"
-SPEED = rf"({MEASURED}|^not measured yet).* · .* s per call"
+MEASURED = r"^3 steps in \S+ s( instead of about \S+ s: \d+\.\d × as fast as one process|: on one process)"
+SPEED = rf"({MEASURED}|^3 steps in \S+ s: not compared with one process yet).* · .* s per call"
 """What the node that samples says of its speed; "one device" where that was chosen for the call."""
 ALL_IN_VIEW = """() => {
     const { width, height } = app.canvas.canvas.getBoundingClientRect();

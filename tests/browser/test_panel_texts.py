@@ -133,13 +133,19 @@ def test_a_small_window(page, panel, tell, look):
     states = ["computing", "loading", "idle", "gone", "silent", "failed", "ended", "starting"]
     ranks = [{**tell.status["ranks"][0], "rank": i, "device": f"cuda:{i}", "state": name} for i, name in enumerate(states)]
     ranks[5]["culprit"] = True
-    fast = {"times": 2.711, "ranks": 2, "case": "too_fast", "measuring": False, "seconds_per_call_on_one_device": None}
+    parts = {"ranks": 2, "unit": "gpu", "obstacle": "", "times": "2.7", "low": "1.9", "high": "2.9", "count": 3}
+    parts |= {"steps": 20, "seconds": "9.4", "alone": "25.5", "cases": ["too_fast", "spread", "instead"]}
+    fast = {"measuring": False, "parts": parts, "seconds_per_call_on_one_device": None}
     start = {"since": time.time() - 12, "stage": "importing", "last_took": 9.4}
     file = "an_architecture_14b_high_noise_fp8_scaled_by_someone.safetensors"
     loading = {"model": file, "part": 0.34}
     shown = [
         {"state": "failed", "speed": fast, "last_error": an_error()},
-        {"state": "computing", "speed": {**fast, "case": "not_measured", "times": None}, "weights": {file: "sharded: 2 × 35 GB"}},
+        {
+            "state": "computing",
+            "speed": {**fast, "parts": {**parts, "cases": ["not_measured"]}},
+            "weights": {file: "sharded: 2 × 35 GB"},
+        },
         {"state": "starting", "starting": start},
         {"state": "loading", "loading": loading},
         {"state": "off", "ranks": [], "speed": None},
@@ -196,7 +202,7 @@ def test_words_of_the_field_are_explained(panel, tell):
 
 def test_one_visible_gpu_is_said_instead_of_a_start_that_never_comes(page, panel, tell):
     tell(state="off", ranks=[], alone={"case": "hidden", "variable": "CUDA_VISIBLE_DEVICES", "value": "2"})
-    activity = panel.locator(".cp-activity")
+    activity = panel.locator(".cp-activity").last
     expect(activity).to_have_text(re.compile(r"^1 GPU visible, nothing to share\. CUDA_VISIBLE_DEVICES is 2: "))
     tell(state="off", ranks=[], alone=None)
     expect(activity).to_have_text("All GPUs compute each picture or video together.")
@@ -215,16 +221,16 @@ def test_a_vae_has_a_line_of_its_own(panel, tell):
     expect(lines.filter(has_text="Mesh")).to_have_text("Meshulysses 2")
     expect(lines.filter(has_text=re.compile("^Waiting"))).to_have_text("Waiting25 %")
     expect(lines.filter(has_text="VAE call")).to_have_text("VAE callrows 2, 3.00 s, 50 % waiting")
-    expect(panel.locator(".cp-activity")).to_be_hidden()  # the pace of a run that is over is none of the VAE's
+    expect(panel.locator(".cp-activity").last).to_be_hidden()  # the pace of a run that is over is none of the VAE's
     tell(state="computing", pace=0.5, last_call=None, last_vae_call=decoded)
-    expect(panel.locator(".cp-activity")).to_have_text("0.500 s per call")
+    expect(panel.locator(".cp-activity").last).to_have_text("0.500 s per call")
     expect(lines.filter(has_text="Mesh")).to_have_count(0)
 
 
 def test_the_clock_ticks_while_workers_start(page, panel, tell):
     page.evaluate(CLOCKS)
     tell(state="starting", starting={"since": time.time() - 12, "stage": "importing", "last_took": 9.4})
-    activity = panel.locator(".cp-activity")
+    activity = panel.locator(".cp-activity").last
     first = activity.inner_text()
     assert re.fullmatch(r"starting 2 workers, 1\d s, importing\. Last time it took 9 s\.", first, re.IGNORECASE)
     expect(activity).not_to_have_text(first, ignore_case=True)

@@ -93,7 +93,7 @@ def test_a_run_on_one_device_needs_no_workers_and_is_told(off_server):
         return 0 < (speed.get("seconds_per_call") or 0) == speed["seconds_per_call_on_one_device"]
 
     status = off_server.wait_event(ended, since=since).data
-    assert (status["state"], status["last_call"], status["speed"]["words"]) == ("off", None, "one device")
+    assert (status["state"], status["last_call"], status["speed"]["words"]) == ("off", None, "on one process")
     assert off_server.status()["last_error"] is None  # that of a run before
 
 
@@ -246,9 +246,10 @@ def test_restart_in_the_middle_of_a_step(pool_server, expected, stopped):
     assert len(assert_right(pool_server, expected)) == 2
 
 
-@pytest.mark.parametrize(("way", "speed"), [("cancel", None), ("out of memory", "not measured: one device has too little memory")])
+@pytest.mark.parametrize(("way", "speed"), [("cancel", None), ("stop", "cancelled"), ("out of memory", "it has too little memory")])
 def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, faults, way, speed):
-    """Cancel leaves it to the next run; what has no room on one device runs on all the same. It is one call, not the first."""
+    """Cancel leaves it to the next run, unless the measurement alone is cancelled; what has no room on one device runs on all the
+    same. It is one call, not the first."""
     pids = assert_right(pool_server, expected)
     before = call(pool_server, MEASURE, "POST")[1]["status"]["last_call"]
     prompt_id = pool_server.queue(flux_prompt(cp=CP, width=768, height=640, steps=3))
@@ -257,6 +258,11 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
         pool_server.interrupt()
         assert pool_server.wait(prompt_id).status == "interrupted"
         assert pool_server.status()["speed"]["measuring"]
+    elif way == "stop":
+        pool_server.wait_status(lambda status: status["activity"] == "measuring a call on one device…")
+        assert not call(pool_server, MEASURE, "DELETE")[1]["status"]["speed"]["measuring"]
+        pool_server.wait(prompt_id).check()
+        assert pool_server.status()["speed"]["words"].endswith("not compared with one process: cancelled")
     else:
         pool_server.wait_status(
             lambda now: now["last_call"] not in (None, before) and 0 < now["ranks"][0]["modules"] < 3
@@ -265,7 +271,7 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
         pool_server.wait(prompt_id).check()
         assert faults.waiting == []
         status = pool_server.status()
-        assert status["speed"]["words"].startswith(speed)
+        assert status["speed"]["words"].endswith(speed)
         assert (status["speed"]["measuring"], status["last_error"]) == (False, None)
     assert assert_right(pool_server, expected) == pids
 

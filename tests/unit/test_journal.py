@@ -1,12 +1,14 @@
 """What the status and reports are made of: sums instead of lists, and messages that anyone may read."""
 
+import random
+
 import pytest
 from support.reports import call_report
 
 from cp_runtime.controller.journal import Journal, public_message
 from cp_runtime.controller.run_stats import CallRecord, RunStats, Speed, time_by_rank
 from cp_runtime.errors import MirrorError, PoolTimeout, RankError
-from cp_runtime.pool.kept import KeptFile, KeptSeconds
+from cp_runtime.pool.kept import KeptFile, KeptSamples, KeptSeconds
 
 
 def record(*ranks):
@@ -61,32 +63,32 @@ def test_times_on_one_device_are_kept_by_kind_and_device_for_another_process(tmp
     assert journal.speed is None
     journal.run = a_run()
     journal.end_run()
-    alone = journal.on_one_device
+    alone = journal.speed.on_one_device
     assert alone == journal.run.per_call > 0
-    assert journal.speed.words == "one device"
+    assert journal.speed.words == "on one device"
 
     again = Journal(file)
     again.run = a_run()
-    assert again.on_one_device == alone
+    assert again.alone == (alone,)
     for other in (a_run("wan"), RunStats("flux", "cuda"), RunStats(None, "cpu")):
         if not other.calls:
             other.enter({})
         again.run = other
-        assert again.on_one_device is None
+        assert again.alone == ()
 
 
 def test_two_threads_that_ask_first_share_one_record(tmp_path, monkeypatch):
     """The one that ends a run, and the one that sends the status."""
     journal, other = Journal(tmp_path / "one_device.json"), []
 
-    class Interrupted(KeptSeconds):
+    class Interrupted(KeptSamples):
         def __init__(self, *args):
             super().__init__(*args)
             if not other:
                 other.append(None)
                 other[0] = journal._times
 
-    monkeypatch.setattr("cp_runtime.controller.journal.KeptSeconds", Interrupted)
+    monkeypatch.setattr("cp_runtime.controller.journal.KeptSamples", Interrupted)
     assert journal._times is other[0]
 
 
@@ -105,8 +107,8 @@ def test_a_run_of_the_ranks_is_no_run_on_one_device(tmp_path):
     journal.run = a_run()
     journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
     journal.end_run()
-    assert journal.on_one_device is None
-    assert journal.speed.words == "not measured yet"
+    assert journal.speed.on_one_device is None
+    assert journal.speed.words == "not compared with one device yet"
 
 
 def test_a_call_that_is_repeated_on_one_device_counts_with_what_comes_between_calls(tmp_path, monkeypatch):
@@ -127,13 +129,13 @@ def test_a_call_that_is_repeated_on_one_device_counts_with_what_comes_between_ca
         now += 0.5  # the sampler
     assert not journal.measuring
     assert timer.per_call == pytest.approx((3 * 2.0 + 2 * 0.5) / 3)
-    assert journal.on_one_device == 6.5
-    assert journal.speed.words == "2.79 × as fast as one device (more than 2 can gain: measure again)"
+    assert journal.speed.on_one_device == 6.5
+    assert journal.speed.words == "2.8 × as fast as one device (more than 2 can gain: measure again)"
     assert list(tmp_path.iterdir()) == []  # no file is written between calls
     journal.end_run()
     again = Journal(tmp_path / "one_device.json")
     again.run = timer
-    assert again.on_one_device == 6.5
+    assert again.alone == (6.5,)
 
 
 def test_what_cannot_be_measured_says_why_until_another_kind_runs(tmp_path):
@@ -143,24 +145,86 @@ def test_what_cannot_be_measured_says_why_until_another_kind_runs(tmp_path):
         journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
         if key == "flux":
             journal.measure()
-            journal.measured(None, "one device has too little memory")
-            assert journal.speed.words == "not measured: one device has too little memory"
-    assert journal.speed.words == "not measured yet"
+            journal.measured(None, "memory")
+            assert journal.speed.words == "not compared with one device: it has too little memory"
+    assert journal.speed.words == "not compared with one device yet"
 
 
 @pytest.mark.parametrize(
     ("speed", "words"),
     [
-        (Speed(ranks=2, per_call=1.0, on_one_device=1.87), "1.87 × as fast as one device"),
-        (Speed(ranks=2, per_call=1.0, on_one_device=0.926), "0.93 × as fast as one device"),
-        (Speed(ranks=1, per_call=1.0, on_one_device=1.0), "one device"),
-        (Speed(ranks=2, per_call=None, on_one_device=1.0), "known after two calls"),
-        (Speed(ranks=2, per_call=None, on_one_device=None), "not measured yet"),
-        (Speed(ranks=2, per_call=1.0, on_one_device=2.004), "2.00 × as fast as one device"),
+        (Speed(ranks=2, per_call=1.0, alone=[1.87]), "1.9 × as fast as one device"),
+        (Speed(ranks=2, per_call=1.0, alone=[0.926]), "0.9 × as fast as one device"),
+        (Speed(ranks=1, per_call=1.0, alone=[1.0]), "on one device"),
+        (Speed(ranks=2, per_call=None, alone=[1.0]), "known after two calls"),
+        (Speed(ranks=2, per_call=None), "not compared with one device yet"),
+        (Speed(ranks=2, per_call=1.0, alone=[2.004], unit="process"), "2.0 × as fast as one process"),
+        (
+            Speed(ranks=2, per_call=0.45, alone=[0.855], unit="gpu", steps=20, calls=20),
+            "20 steps in 9 s instead of about 17 s: 1.9 × as fast as one GPU",
+        ),
+        (
+            Speed(ranks=2, per_call=0.5, alone=[0.9, 0.95, 5.0], unit="gpu", steps=20, calls=40),
+            "20 steps in 20 s instead of about 38 s: 1.9 × as fast as one GPU (1.8 to 10.0 in 3 measurements)",
+        ),
+        (Speed(ranks=2, per_call=0.45, steps=20, calls=20), "20 steps in 9 s: not compared with one device yet"),
+        (Speed(ranks=1, per_call=0.45, unit="gpu", steps=20, calls=20), "20 steps in 9 s: on one GPU"),
     ],
 )
 def test_speed_in_words(speed, words):
     assert speed.words == words
+
+
+def test_no_two_numbers_of_a_sentence_contradict_each_other():
+    draw = random.Random(1)
+    for _ in range(2000):
+        speed = Speed(ranks=9, per_call=10 ** draw.uniform(-3, 2), alone=[10 ** draw.uniform(-3, 2)], steps=20, calls=20)
+        if 0.05 < speed.times < 50:
+            parts = speed.parts
+            assert f"{float(parts['alone']) / float(parts['seconds']):.1f}" == parts["times"] == f"{speed.times:.1f}"
+
+
+def test_what_was_measured_again_and_again_counts_with_its_median(tmp_path):
+    file = tmp_path / "one_device.json"
+    journal = Journal(file)
+    for seconds in (6.0, 2.0, 2.5):
+        journal.run = a_run()
+        journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
+        journal.measured(seconds)
+        journal.end_run()
+    assert journal.speed.on_one_device == pytest.approx(2.5, abs=0.01)
+    again = Journal(file)
+    again.run = journal.run
+    assert again.alone == journal.alone
+    assert len(again.alone) == 3
+
+
+def test_a_run_is_measured_by_itself_once_and_where_that_is_a_small_part_of_it(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("cp_runtime.controller.run_stats.time.monotonic", lambda: now)
+    journal, call = Journal(tmp_path / "one_device.json"), record((1.0, 0.1), (1.0, 0.1))
+    journal.run = RunStats("flux", "cpu")
+    worth = []
+    for _ in range(50):
+        journal.run.enter({})
+        now += 1.0
+        journal.run.add(call)
+        journal.run.leave()
+        worth.append(journal.is_worth_measuring(call))
+    assert worth.index(True) == 40  # a call of one device takes two seconds: 5 % of forty
+    journal.measured(2.0)
+    assert not journal.is_worth_measuring(call)
+    journal.run = RunStats("wan", "cpu")
+    journal.run.calls = 1
+    assert not journal.is_worth_measuring(call)
+
+
+def test_errors_are_kept_when_they_are_over():
+    journal = Journal()
+    first, second = (journal.fail(MirrorError(text), None) for text in ("one", "two"))
+    journal.did_well()
+    assert journal.last_error is None
+    assert list(journal.errors) == [second, first]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 // The devices before anything has run: what each is, how they reach each other, and a switch for each.
 
 import { choice, foundDevices, gigabytes, switchDevice } from "../devices.js";
-import { make } from "./elements.js";
+import { make, makeSwitch } from "./elements.js";
 import { deviceName } from "./ranks.js";
 import { t } from "./texts.js";
 
@@ -34,10 +34,7 @@ export function deviceCards(prefer) {
   foundDevices().then((answer) => {
     found = answer;
     switches = found.devices.map((device, at) => {
-      const input = make("input", "cp-switch");
-      input.type = "checkbox";
-      input.setAttribute("role", "switch");
-      input.addEventListener("change", async () => {
+      const input = makeSwitch(async () => {
         await switchDevice(device.name, status.settings, found.devices, prefer);
         show();
       });

@@ -19,6 +19,25 @@ export function button(icon, onClick) {
   return element;
 }
 
+/** A switch; `switched` gets whether it is on. */
+export function makeSwitch(switched) {
+  const input = make("input", "cp-switch");
+  input.type = "checkbox";
+  input.setAttribute("role", "switch");
+  input.addEventListener("change", () => switched(input.checked));
+  return input;
+}
+
+/** A switch with a text beside it; its `set` says whether it is on. */
+export function labelledSwitch(text, switched) {
+  const input = makeSwitch(switched);
+  const element = make("label", "cp-rank", null, make("span", "", text), input);
+  element.set = (on) => {
+    input.checked = on;
+  };
+  return element;
+}
+
 /** A line of a name and what it stands for. The hint says what can be done about it, and explains the words. */
 export function fact(name, value, hint) {
   const row = make("div", "cp-fact", null, make("span", "cp-name", name), make("span", "cp-value", value));

@@ -16,7 +16,9 @@ export function errorCard() {
     card.hidden = true;
   });
   dismiss.say(t("dismiss"));
+  text.tabIndex = 0; // it scrolls
   const card = make("div", "cp-error", null, title, text, make("div", "cp-buttons", null, copy, dismiss));
+  card.setAttribute("role", "alert");
   let shown = null;
   card.update = (error) => {
     card.hidden = !error || error.time === dismissed;
@@ -27,6 +29,26 @@ export function errorCard() {
     copy.say(t("copy"));
   };
   return card;
+}
+
+/** The last errors, of runs before good ones too, the newest first. Made anew only where there is another. */
+export function pastErrors() {
+  const list = make("div", "cp-lists");
+  const element = make("details", "cp-past", null, make("summary", "", t("past_errors")), list);
+  let newest = null;
+  element.update = (errors) => {
+    element.hidden = !errors.length;
+    if (!errors.length || errors[0].time === newest) return;
+    newest = errors[0].time;
+    list.replaceChildren(...errors.map((error) => make("div", "cp-facts", null, make("strong", "", titleOf(error)), textOf(error))));
+  };
+  return element;
+}
+
+function textOf(error) {
+  const text = make("pre", "", error.message);
+  text.tabIndex = 0; // it scrolls
+  return text;
 }
 
 function titleOf(error) {

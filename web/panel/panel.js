@@ -2,24 +2,27 @@
 
 import { details } from "./details.js";
 import { deviceCards } from "./device_cards.js";
-import { button, make, seconds } from "./elements.js";
-import { errorCard } from "./error_card.js";
+import { button, labelledSwitch, make, seconds } from "./elements.js";
+import { errorCard, pastErrors } from "./error_card.js";
 import { rankList } from "./ranks.js";
 import { find, t } from "./texts.js";
 import { label, toggle, usesAll } from "../use_all_gpus.js";
 
-const MEASURABLE = ["not_measured", "obstacle", "too_fast"]; // cases of a speed
+const UNKNOWN = { parts: { cases: ["not_measured"], unit: "device" } }; // speed of a run that has not begun
 const BUSY = ["starting", "loading", "computing"];
 
 /** The panel; its `update` takes the status and what this page is doing about the workers at the moment. */
 export function makePanel({ restart, measure, prefer }) {
   const speed = make("div", "cp-speed");
   speed.title = t("hint.speed");
-  const measuring = button("pi-stopwatch", measure);
-  measuring.say(t("measure"));
+  speed.setAttribute("aria-live", "polite");
+  const measuring = button("pi-stopwatch", () => measure(stoppable));
   measuring.title = t("hint.measure");
   const first = make("div", "cp-head", null, speed, measuring);
+  const decoded = make("p", "cp-activity");
+  decoded.title = t("hint.vae");
   const headline = make("div", "cp-headline");
+  headline.setAttribute("aria-live", "polite");
   const again = button("pi-refresh", restart);
   again.title = t("hint.restart");
   const head = make("div", "cp-head", null, headline, again); // above what may be long
@@ -29,19 +32,28 @@ export function makePanel({ restart, measure, prefer }) {
   const error = errorCard();
   const body = make("div", "cp-body");
   const list = make("div", "cp-lists");
-  const more = make("details", "cp-details", null, make("summary", "", t("details")), list);
-  const element = make("div", "cp-panel", null, first, head, activity, use, devices, error, body, more);
+  const byItself = labelledSwitch(t("measure_by_itself"), (measure) => prefer({ measure }));
+  byItself.title = t("hint.measure_by_itself");
+  const past = pastErrors();
+  const more = make("details", "cp-details", null, make("summary", "", t("details")), list, byItself, past);
+  const element = make("div", "cp-panel", null, first, decoded, head, activity, use, devices, error, body, more);
   element.dataset.testid = "context-parallel-panel";
 
+  let stoppable = false; // whether a measurement waits or goes on
   let tick = null; // while workers start, for the seconds that they have taken
   element.update = (now, { restarting, skew }) => {
     const state = restarting ? "starting" : now?.state;
     const working = Boolean(now) && now.state !== "off";
     // A run that has begun knows its speed after its first calls.
-    const known = now?.speed ?? { case: "not_measured" };
+    const known = now?.speed ?? UNKNOWN;
     first.hidden = !now || (!now.speed && BUSY.includes(state));
     speed.textContent = speedOf(known);
-    measuring.hidden = known.measuring || !MEASURABLE.includes(known.case);
+    stoppable = Boolean(known.measuring);
+    measuring.hidden = !stoppable && known.parts.cases.includes("one_device");
+    const ask = known.parts.count ? t("measure_again") : t("measure");
+    measuring.say(stoppable ? t("measure_cancel") : ask);
+    decoded.textContent = now?.last_vae_call ? t("vae_took", { time: seconds(now.last_vae_call.seconds) }) : "";
+    decoded.hidden = !decoded.textContent;
     headline.textContent = now ? (find(`state.${state}`) ?? state) : t("waiting_for_server");
     headline.className = `cp-headline cp-${state}`;
     headline.title = now?.version ? `Context Parallel ${now.version}` : "";
@@ -61,14 +73,19 @@ export function makePanel({ restart, measure, prefer }) {
     error.update(now?.last_error);
     body.replaceChildren(...(working ? [rankList(now)] : []));
     list.replaceChildren(...(working ? details(now) : []));
-    more.hidden = !working;
+    byItself.set(now?.settings.measure ?? true);
+    past.update(now?.errors ?? []);
+    more.hidden = !now;
   };
   return element;
 }
 
+/** The words of the server, in the user's language: the same cases and numbers. */
 function speedOf(speed) {
   if (speed.measuring) return t("speed.measuring");
-  return find(`speed.${speed.case}`, { ...speed, times: speed.times?.toFixed(2) }) ?? speed.words;
+  const { cases, unit, obstacle } = speed.parts;
+  const values = { ...speed.parts, unit: t(`unit.${unit}`), obstacle: obstacle && t(`obstacle.${obstacle}`) };
+  return cases.reduce((text, each) => t(`speed.${each}`, { ...values, speed: text }), "");
 }
 
 /** What the workers do at the moment, in a line. `skew` is what this clock is ahead of the server's, in seconds. */

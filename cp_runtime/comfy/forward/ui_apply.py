@@ -106,19 +106,22 @@ def call_memory(model: Any, noise_shape: Any, conds: dict[str, Any]) -> tuple[fl
 def timed(patcher: Any) -> Any:
     """Have a patcher's sampling runs measured for the journal, also those on one device, for comparison. Return the patcher."""
     device = patcher.cp_config.devices[0] if isinstance(patcher, ContextParallelPatcher) else str(patcher.load_device)
+    unit = {"cuda": "gpu", "xpu": "gpu", "cpu": "process"}.get(torch.device(device).type, "device")
     timer = RunStats(None)
 
     def prepare(executor: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal timer
-        timer = CONTROLLER.journal.run = RunStats(recipe_key(model), device_name(torch.device(device)))
+        timer = CONTROLLER.journal.run = RunStats(recipe_key(model), device_name(torch.device(device)), unit)
         return executor(model, *args, **kwargs)
 
-    def sample(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        out = executor(*args, **kwargs)
+    def sample(
+        executor: Callable[..., Any], noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        out = executor(noise, latent, sampler, sigmas, *args, **kwargs)
         if CONTROLLER.journal.run is timer:
             if timer.last is None:  # ranks are done when they return
                 comfy.model_management.synchronize()
-            CONTROLLER.journal.end_run()
+            CONTROLLER.journal.end_run(len(sigmas) - 1)
         return out
 
     def call(

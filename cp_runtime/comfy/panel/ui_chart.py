@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from ...controller.run_stats import NOT_MEASURED, times_in_words
+from ...controller.run_stats import NOT_MEASURED, Speed
 from ...errors import ContextParallelError, bad_value
 from ...pool.config import MAX_RANKS
 from ...pool.typed import decode
@@ -111,7 +111,8 @@ def summarise(report: dict[str, Any]) -> list[str]:
 
 def _older_speed(report: dict[str, Any]) -> str:
     """Return the speed of an old report, which had no text for it."""
-    return NOT_MEASURED if report["speedup"] is None else times_in_words(report["speedup"], report["world_size"])
+    times = report["speedup"]
+    return NOT_MEASURED if times is None else Speed(ranks=report["world_size"], per_call=1.0, alone=(times,)).words
 
 
 def draw(report: dict[str, Any]) -> Tensor:

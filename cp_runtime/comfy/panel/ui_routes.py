@@ -35,6 +35,11 @@ def add_routes(server: Any) -> None:
         CONTROLLER.journal.measure()
         return web.json_response({"status": await asyncio.to_thread(status, server)})
 
+    async def delete_measure(_: web.Request) -> web.Response:
+        """Have it measure nothing, or stop: `{"status": {…}}`. The run goes on."""
+        CONTROLLER.journal.cancel_measuring()
+        return web.json_response({"status": await asyncio.to_thread(status, server)})
+
     async def get_devices(_: web.Request) -> web.Response:
         """Return the devices to choose from: see `found_devices`."""
         return web.json_response(await asyncio.to_thread(found_devices))
@@ -52,5 +57,6 @@ def add_routes(server: Any) -> None:
     server.routes.get("/context_parallel/status")(get_status)
     server.routes.post("/context_parallel/restart")(post_restart)
     server.routes.post("/context_parallel/measure")(post_measure)
+    server.routes.delete("/context_parallel/measure")(delete_measure)
     server.routes.get("/context_parallel/devices")(get_devices)
     server.routes.post("/context_parallel/settings")(post_settings)

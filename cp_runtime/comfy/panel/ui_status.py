@@ -41,7 +41,8 @@ def status(server: Any) -> dict[str, Any]:
         "state": "off", "activity": "" if alone is None else alone.words, "starting": None, "loading": None, "compiling": False,
         "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {}, "pace": None,
         "last_call": None, "last_vae_call": None, "ranks": [], "version": VERSION, "speed": speed,
-        "last_error": _failure(journal.last_error), "alone": alone and alone.described,
+        "last_error": _failure(journal.last_error), "errors": [_failure(each) for each in list(journal.errors)],
+        "alone": alone and alone.described,
         "settings": asdict(CONTROLLER.preferences.chosen),
     }  # fmt: skip
     if workers is None:
@@ -131,9 +132,7 @@ def _speed(journal: Journal) -> dict[str, Any] | None:
         "measuring": journal.measuring,
         "words": speed.words if speed else NOT_MEASURED,
         # For texts in other languages.
-        "case": speed.case if speed else "not_measured",
-        "ranks": speed and speed.ranks,
-        "obstacle": speed and speed.obstacle,
+        "parts": speed.parts if speed else {"cases": ["not_measured"], "unit": "device"},
     }
 
 
