@@ -10,6 +10,13 @@ from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig
 from ..pool.kept import remember
 
 GB = 1e9
+HELD = {
+    "whole": "each {unit} holds all {whole} GB",
+    "sharded": "each {unit} holds {held} of {whole} GB",
+    "offloaded": "each {unit} holds {held} of {whole} GB, main memory the rest",
+    "shared": "all processes together hold {whole} GB once",
+}
+"""Texts about the weights of a model on the devices, by placement; `shared`: on the CPU. The panel has them in other languages."""
 
 
 class Demand(NamedTuple):
@@ -32,6 +39,19 @@ class Demand(NamedTuple):
     def per_rank(self, placement: str, ranks: int) -> float:
         """Return the bytes on the device of one rank, with its part of a call."""
         return self.on_device(placement, ranks) + self.call / ranks
+
+
+def held_parts(placement: str, held: int, whole: int, unit: str) -> dict[str, str]:
+    """Return what the words about a model's weights are made of: `case`, a key of HELD, and the numbers as text.
+
+    Args:
+        held: bytes on the device of one rank.
+        whole: bytes of all weights.
+        unit: what a device is called, of `run_stats.UNITS`.
+    """
+    case = "shared" if unit == "process" and placement == WHOLE else placement
+    held_gb, whole_gb = (f"{each / GB:.0f}" if each >= 10 * GB else f"{each / GB:.2g}" for each in (held, whole))
+    return {"case": case, "held": held_gb, "whole": whole_gb, "unit": unit}
 
 
 class Choice(NamedTuple):

@@ -17,6 +17,13 @@ PARTS = ("compute", "communication", "wait")
 SUMS = ("seconds", "communication_seconds", "communication_bytes", "predicted_seconds", "predicted_bytes")
 UNITS = {"gpu": "GPU", "process": "process", "device": "device"}
 """What one of several devices is called, by key."""
+
+
+def unit_of(device_type: str) -> str:
+    """Return the key in UNITS of torch's device type."""
+    return {"cuda": "gpu", "xpu": "gpu", "cpu": "process"}.get(device_type, "device")
+
+
 OBSTACLES = {
     "sizes": "calls of this run differ in size",
     "failed": "the call failed there",

@@ -25,8 +25,8 @@ from ..pool.worker_pool import WorkerPool
 from .calls import CallKind, ModelCall, ModelState, Pace
 from .choosing import Chooser
 from .journal import Failure
-from .placement import GB, Choice, Shortages, choose, next_smaller
-from .run_stats import CallRecord, Node
+from .placement import GB, Choice, Shortages, choose, held_parts, next_smaller
+from .run_stats import CallRecord, Node, unit_of
 
 log = logging.getLogger("context_parallel")
 
@@ -43,6 +43,7 @@ class Resident:
     asked: tuple[str, float]  # settings at the time of the choice: weights, and memory per rank
     call_bytes: float  # that a call was expected to take then
     device_bytes: int  # of weights, on the device of one rank
+    parts: dict[str, str]  # what it says of its memory is made of, see `placement.held_parts`
     aside: bool = False  # it has left the device of this process until its next call
 
 
@@ -125,6 +126,11 @@ class Workers:
             same = sum(name == resident.name or name.startswith(f"{resident.name} (") for name in found)
             found[f"{resident.name} ({same + 1})" if same else resident.name] = resident.choice.reason
         return found
+
+    @property
+    def memory(self) -> dict[str, dict[str, str]]:
+        """What each of the ranks' devices holds of these models: `Resident.parts`."""
+        return {resident.name: resident.parts for resident in list(self._resident.values())}
 
     @property
     def held(self) -> dict[str, Resident]:
@@ -216,7 +222,8 @@ class Workers:
                 self._shortages.note(self.pool.config.devices, target.key, choice.placement)
             self._forget(target.key)
             raise
-        self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held)
+        parts = held_parts(choice.placement, held, target.demand.weights, unit_of(config.device_type))
+        self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held, parts)
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
             name, replies[0].bytes / 1e6, len(request.patches), self.pool.world_size,

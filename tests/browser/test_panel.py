@@ -82,7 +82,7 @@ def test_a_run(browser_server, page, panel, picture, theme):
     assert len(pids) == 2
     expect(panel.locator(".cp-speed")).to_have_text("not compared with one process yet")
     expect(panel.locator(".cp-activity").last).to_have_text(re.compile(r"^[\d.]+ m?s per call$"))
-    expect(panel.locator(".cp-lists")).to_be_hidden()
+    expect(panel.locator(".cp-details > .cp-lists")).to_be_hidden()
     for rank, pid in enumerate(pids):
         expect(panel.locator(f"[data-rank='{rank}']")).to_have_text(f"Process {rank}computing")
         card = panel.locator(f"[data-details-of='{rank}']")
@@ -185,6 +185,7 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     assert not set(started) & set(pids)
     expect(panel.locator("[data-details-of='1']")).to_contain_text(str(started[1]))
     expect(error).to_be_hidden()
+    expect(panel.locator(".cp-past")).to_contain_text("failed: SIGKILL")  # it is kept where it disturbs nobody
     expect(panel.locator(".cp-culprit")).to_have_count(0)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cp_runtime.comfy.ranks.ui_alone import WORDS as ALONE
+from cp_runtime.controller.placement import HELD
 from cp_runtime.controller.run_stats import OBSTACLES, UNITS, WORDS
 from cp_runtime.pool.config import PLACEMENTS
 
@@ -66,7 +67,7 @@ def test_what_is_asked_for_is_there_and_nothing_else():
 
 def test_what_the_server_names_has_a_text():
     """In the same words, where both say it."""
-    for group, texts in {"speed": WORDS, "obstacle": OBSTACLES, "unit": UNITS}.items():
+    for group, texts in {"speed": WORDS, "obstacle": OBSTACLES, "unit": UNITS, "held": HELD}.items():
         assert {case: TEXTS["en"][f"{group}.{case}"] for case in texts} == texts
     assert {case: TEXTS["en"][f"alone.{case}"] for case in ALONE} == ALONE
     assert [placement for placement in PLACEMENTS if f"weights.{placement}" not in TEXTS["en"]] == []

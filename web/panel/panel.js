@@ -21,6 +21,8 @@ export function makePanel({ restart, measure, prefer }) {
   const first = make("div", "cp-head", null, speed, measuring);
   const decoded = make("p", "cp-activity");
   decoded.title = t("hint.vae");
+  const held = make("p", "cp-activity");
+  held.title = t("hint.models");
   const headline = make("div", "cp-headline");
   headline.setAttribute("aria-live", "polite");
   const again = button("pi-refresh", restart);
@@ -36,7 +38,7 @@ export function makePanel({ restart, measure, prefer }) {
   byItself.title = t("hint.measure_by_itself");
   const past = pastErrors();
   const more = make("details", "cp-details", null, make("summary", "", t("details")), list, byItself, past);
-  const element = make("div", "cp-panel", null, first, decoded, head, activity, use, devices, error, body, more);
+  const element = make("div", "cp-panel", null, first, decoded, held, head, activity, use, devices, error, body, more);
   element.dataset.testid = "context-parallel-panel";
 
   let stoppable = false; // whether a measurement waits or goes on
@@ -54,6 +56,8 @@ export function makePanel({ restart, measure, prefer }) {
     measuring.say(stoppable ? t("measure_cancel") : ask);
     decoded.textContent = now?.last_vae_call ? t("vae_took", { time: seconds(now.last_vae_call.seconds) }) : "";
     decoded.hidden = !decoded.textContent;
+    held.textContent = Object.entries(now?.memory ?? {}).map(heldOf).join("\n");
+    held.hidden = !held.textContent;
     headline.textContent = now ? (find(`state.${state}`) ?? state) : t("waiting_for_server");
     headline.className = `cp-headline cp-${state}`;
     headline.title = now?.version ? `Context Parallel ${now.version}` : "";
@@ -86,6 +90,11 @@ function speedOf(speed) {
   const { cases, unit, obstacle } = speed.parts;
   const values = { ...speed.parts, unit: t(`unit.${unit}`), obstacle: obstacle && t(`obstacle.${obstacle}`) };
   return cases.reduce((text, each) => t(`speed.${each}`, { ...values, speed: text }), "");
+}
+
+/** What each device holds of a model. */
+function heldOf([model, parts]) {
+  return `${model}: ${t(`held.${parts.case}`, { ...parts, unit: t(`unit.${parts.unit}`) })}`;
 }
 
 /** What the workers do at the moment, in a line. `skew` is what this clock is ahead of the server's, in seconds. */

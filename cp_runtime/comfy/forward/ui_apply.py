@@ -14,7 +14,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy.sampler_helpers import estimate_memory
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
-from ...controller.run_stats import RunStats
+from ...controller.run_stats import RunStats, unit_of
 from ...engine.measuring import device_name
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
@@ -106,7 +106,7 @@ def call_memory(model: Any, noise_shape: Any, conds: dict[str, Any]) -> tuple[fl
 def timed(patcher: Any) -> Any:
     """Have a patcher's sampling runs measured for the journal, also those on one device, for comparison. Return the patcher."""
     device = patcher.cp_config.devices[0] if isinstance(patcher, ContextParallelPatcher) else str(patcher.load_device)
-    unit = {"cuda": "gpu", "xpu": "gpu", "cpu": "process"}.get(torch.device(device).type, "device")
+    unit = unit_of(torch.device(device).type)
     timer = RunStats(None)
 
     def prepare(executor: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

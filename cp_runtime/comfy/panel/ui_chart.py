@@ -56,6 +56,7 @@ def read_report(text: str) -> dict[str, Any]:
         else:
             report = _taken(_SEVERAL, sent)
             # None where there was no choice, and in reports from before there was one.
+            report["memory"] = decode(str, (sent.get("weights") or {}).get("words", ""))
             report["choice"] = decode(str, sent["choice"]["words"]) if sent.get("choice") else ""
             ranks = report["ranks"] = [_taken(_RANK, rank) for rank in sent["ranks"]]
             if not 1 <= len(ranks) <= MAX_RANKS or any(rank["seconds"].keys() != COLOURS.keys() for rank in ranks):
@@ -96,6 +97,7 @@ def summarise(report: dict[str, Any]) -> list[str]:
         *([HOW_TO_MEASURE] if alone is None else []),
         seconds,
         f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'], report['at_work'])})",
+        *([report["memory"]] if report["memory"] else []),
         *([f"this call ran on {report['choice']}"] if report["choice"] else []),
         f"{report['communication_share']:.0%} of a call waiting for other devices and for the link",
     ]

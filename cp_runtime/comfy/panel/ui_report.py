@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...controller.choosing import in_words
-from ...controller.run_stats import CallRecord, RunStats
+from ...controller.placement import HELD
+from ...controller.run_stats import UNITS, CallRecord, RunStats
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
 from ...version import VERSION
@@ -110,6 +111,7 @@ def _weights(model: ContextParallelPatcher, last: CallRecord) -> dict[str, Any] 
     return {
         "placement": resident.choice.placement,
         "reason": resident.choice.reason,
+        "words": HELD[resident.parts["case"]].format(**{**resident.parts, "unit": UNITS[resident.parts["unit"]]}),
         "device_bytes": resident.device_bytes,
         "bytes_sent": last.reports[0].bytes.get("weights", 0),  # in a call; part of the bytes of communication
     }

@@ -39,8 +39,8 @@ def status(server: Any) -> dict[str, Any]:
     speed = _speed(journal)  # read once: no two figures of a status are of different moments
     found: dict[str, Any] = {
         "state": "off", "activity": "" if alone is None else alone.words, "starting": None, "loading": None, "compiling": False,
-        "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {}, "pace": None,
-        "last_call": None, "last_vae_call": None, "ranks": [], "version": VERSION, "speed": speed,
+        "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {}, "memory": {},
+        "pace": None, "last_call": None, "last_vae_call": None, "ranks": [], "version": VERSION, "speed": speed,
         "last_error": _failure(journal.last_error), "errors": [_failure(each) for each in list(journal.errors)],
         "alone": alone and alone.described,
         "settings": asdict(CONTROLLER.preferences.chosen),
@@ -70,6 +70,7 @@ def status(server: Any) -> dict[str, Any]:
         "fallback": pool.ways.fallback,
         "models": workers.models,
         "weights": workers.placements,
+        "memory": workers.memory,
         "pace": (speed and speed["seconds_per_call"]) or last.seconds if sampling and last else None,
         "last_call": None if record is None else _described(record),
         "last_vae_call": None if vae is None else _described(vae),
