@@ -7,6 +7,7 @@ import re
 import time
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from browser.conftest import CP
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
@@ -113,8 +114,8 @@ def look(page, tab):
 
 
 def open_details(panel):
-    panel.locator("summary").click()
-    expect(panel.locator(".cp-lists")).to_be_visible()
+    panel.locator(".cp-details > summary").click()
+    expect(panel.locator(".cp-details > .cp-lists")).to_be_visible()
 
 
 ERROR_TIMES = itertools.count(10**9)  # each is another error
@@ -248,3 +249,32 @@ def test_gpus_that_do_not_reach_each_other_are_mentioned(panel, tell):
     expect(panel.get_by_title(why)).to_be_attached()
     tell(backend="nccl", peer_to_peer=True)
     expect(panel).not_to_contain_text("peer-to-peer")
+
+
+def test_nothing_is_kept_from_who_does_not_see_it_or_has_no_mouse(page, panel, tell):
+    """By the rules of axe-core; what changes is announced, and Tab reaches whatever can be pressed, opened or scrolled."""
+    memory = {"flux.safetensors": {"case": "sharded", "held": "6", "whole": "12", "unit": "gpu"}}
+    tell(state="failed", last_error=an_error(), errors=[an_error(), an_error()], memory=memory)
+    expect(panel).to_contain_text("flux.safetensors: each GPU holds 6 of 12 GB")
+    panel.locator(".cp-details > summary").click()
+    panel.locator(".cp-past > summary").click()
+    expect(panel.locator(".cp-past strong")).to_have_count(2)
+    found = Axe().run(page, context=".cp-panel").response["violations"]
+    assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
+    expect(panel.get_by_role("alert")).to_contain_text("line 0 of what a rank wrote")
+    assert panel.locator("[aria-live='polite']").evaluate_all("all => all.map(each => each.className.split(' ')[0])") == [
+        "cp-speed",
+        "cp-headline",
+    ]
+    wanted = panel.locator("button, summary, input, pre").evaluate_all(
+        "all => all.filter(e => e.checkVisibility() && !e.disabled).length"
+    )
+    panel.locator("button").first.focus()
+    reached = set()
+    for _ in range(wanted):
+        reached.add(page.evaluate("[...document.querySelectorAll('.cp-panel *')].indexOf(document.activeElement)"))
+        page.keyboard.press("Tab")
+    assert len(reached - {-1}) == wanted
+    tell(last_error=None, errors=[an_error()])
+    expect(panel.get_by_role("alert")).to_have_count(0)
+    expect(panel.locator(".cp-past strong")).to_have_count(1)
