@@ -18,6 +18,7 @@ from ..pool.kept import KeptFile, KeptSamples
 from .run_stats import CallRecord, Node, RunStats, Speed
 
 ERRORS = 10  # that are kept
+SMALL = 0.05  # part of the time of runs that a measurement may take which nobody has asked for
 # Folders of a path, up to its last slash. Their names may hold spaces.
 _FOLDERS = re.compile(r"(?<![\w/.])/(?:[^\s/]+(?: [^\s/]+)*/)+")
 
@@ -64,6 +65,7 @@ class Journal:
         self._obstacle: tuple[str | None, str] = None, ""  # a kind of run, and why it could not be measured on one device
         self._file = KeptFile(file)
         self._one_device: dict[str, KeptSamples] = {}  # by device and driver
+        self._taken: dict[str, float] = {}  # seconds of all runs that ended well, by kind
 
     def end_run(self, steps: int = 0) -> None:
         """Note that the run has ended well. If it ran on one device, other runs can be compared with it.
@@ -73,6 +75,8 @@ class Journal:
         """
         run = self.run
         run.finish(steps)
+        if run.kind is not None:
+            self._taken[run.kind] = self._taken.get(run.kind, 0.0) + run.taken
         if run.last is None and run.per_call:
             run.alone = [run.per_call]
         if run.kind is not None and run.alone:
@@ -133,10 +137,11 @@ class Journal:
 
     def is_worth_measuring(self, record: CallRecord) -> bool:
         """Return whether this call of the run may be repeated on one device although nobody has asked for it: the first time for
-        this model, size and device, where that takes a small part of the run."""
-        speed = self.speed
-        known = speed is None or speed.alone or speed.obstacle or self.run.kind is None
-        return not known and self.run.is_worth(record.seconds * record.at_work)
+        this model, size and device, where that takes a small part of what runs like this one have taken in this process."""
+        run, speed = self.run, self.speed
+        if speed is None or speed.alone or speed.obstacle or run.kind is None:
+            return False
+        return record.seconds * record.at_work <= SMALL * (self._taken.get(run.kind, 0.0) + run.taken)
 
     @property
     def alone(self) -> tuple[float, ...]:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from ..pool.messages import CallReport
 from .calls import CallKind
 
-SMALL = 0.05  # part of a run that a measurement may take which nobody has asked for
 PARTS = ("compute", "communication", "wait")
 SUMS = ("seconds", "communication_seconds", "communication_bytes", "predicted_seconds", "predicted_bytes")
 UNITS = {"gpu": "GPU", "process": "process", "device": "device"}
@@ -164,9 +163,10 @@ class RunStats:
         """Seconds per call from the second one on: the first loads and warms up. None where there were too few."""
         return (self._ended - self._second - self._extra) / (self.done - 1) if self.done > 1 else None
 
-    def is_worth(self, seconds: float) -> bool:
-        """Return whether so many seconds more are a small part of what the run has taken since its second call."""
-        return self.calls > 2 and seconds <= SMALL * (time.monotonic() - self._second)
+    @property
+    def taken(self) -> float:
+        """Seconds since the second call began; 0 before there was one. Of a run that goes on, until now."""
+        return time.monotonic() - self._second if self.calls > 1 else 0.0
 
     @property
     def waiting_share(self) -> float:
