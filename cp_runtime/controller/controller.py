@@ -190,7 +190,7 @@ class Controller:
         try:
             alone = workers.run_alone(config, target, call, lambda: cancelled() or not journal.measuring)
         except CallCancelled:
-            if journal.measuring:  # the prompt was cancelled; the next one measures, if the user asked for it
+            if cancelled():  # the prompt; the next one measures, if the user asked for it
                 journal.measuring = asked
                 raise
             journal.measured(None, "cancelled")

@@ -205,7 +205,9 @@ class Speed:
 
     @property
     def on_one_device(self) -> float | None:
-        """Median of the seconds on one device; None = they were not measured."""
+        """Median of the seconds on one device, or this run's own if it ran there; None = they were not measured."""
+        if self.ranks == 1:
+            return self.per_call
         return median(self.alone) if self.alone else None
 
     @property

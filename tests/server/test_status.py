@@ -67,7 +67,8 @@ def test_what_the_panel_chooses_holds_for_graphs_without_a_config_and_starts_not
 
 def test_no_worker_yet(off_server):
     off = off_server.status()
-    nothing = {"activity": "", "fallback": "", "world_size": 0, "models": [], "weights": {}, "ranks": [], "compiling": False}
+    nothing = {"activity": "", "fallback": "", "world_size": 0, "models": [], "weights": {}, "memory": {}, "ranks": []}
+    nothing |= {"compiling": False, "errors": []}
     nothing |= dict.fromkeys(("alone", "backend", "peer_to_peer", "pace", "last_call", "last_vae_call", "starting", "loading"))
     others = {name: off[name] for name in ("last_error", "speed", "settings")}  # whatever ran here on one device
     assert off == {"state": "off", "version": VERSION, **nothing, **others}
