@@ -169,7 +169,7 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     expect(panel.locator("[data-rank='0']")).to_have_text("Process 0ended")
     expect(panel.locator("[data-rank='0']")).to_have_attribute("title", re.compile("ended because Process 1 failed"))
     # ComfyUI shows the error of the prompt in its own way, too.
-    expect(page.get_by_text("failed: SIGKILL").last).to_be_visible()
+    expect(page.get_by_text("failed: SIGKILL").filter(visible=True).last).to_be_visible()
     expect_text_in_node(page, "failed")
     picture(f"docs/images/panel-failed-{theme}.png")
 

@@ -198,7 +198,7 @@ def test_words_of_the_field_are_explained(panel, tell):
     for word in ("rank", "gloo", "mesh", "ring", "ulysses", "denoise call", "tokens"):
         assert panel.evaluate(UNEXPLAINED, word) == [], word
     tell(ranks=[{**rank, "device": f"cuda:{1 + rank['rank']}"} for rank in tell.status["ranks"]])
-    expect(panel.locator(".cp-ranks strong")).to_have_text(["GPU 1", "GPU 2"])
+    expect(panel.locator(".cp-body .cp-ranks strong")).to_have_text(["GPU 1", "GPU 2"])
 
 
 def test_one_visible_gpu_is_said_instead_of_a_start_that_never_comes(page, panel, tell):

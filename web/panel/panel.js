@@ -38,7 +38,7 @@ export function makePanel({ restart, measure, prefer }) {
   byItself.title = t("hint.measure_by_itself");
   const past = pastErrors();
   const more = make("details", "cp-details", null, make("summary", "", t("details")), list, byItself, past);
-  const element = make("div", "cp-panel", null, first, decoded, held, head, activity, use, devices, error, body, more);
+  const element = make("div", "cp-panel", null, first, decoded, held, head, activity, error, use, devices, body, more);
   element.dataset.testid = "context-parallel-panel";
 
   let stoppable = false; // whether a measurement waits or goes on
@@ -57,7 +57,7 @@ export function makePanel({ restart, measure, prefer }) {
     decoded.textContent = now?.last_vae_call ? t("vae_took", { time: seconds(now.last_vae_call.seconds) }) : "";
     decoded.hidden = !decoded.textContent;
     held.textContent = Object.entries(now?.memory ?? {}).map(heldOf).join("\n");
-    held.hidden = !held.textContent;
+    held.hidden = !held.textContent || state === "failed";
     headline.textContent = now ? (find(`state.${state}`) ?? state) : t("waiting_for_server");
     headline.className = `cp-headline cp-${state}`;
     headline.title = now?.version ? `Context Parallel ${now.version}` : "";
@@ -69,12 +69,12 @@ export function makePanel({ restart, measure, prefer }) {
       activity.hidden = !activity.textContent;
     };
     say();
-    use.hidden = !now || Boolean(now.alone) || BUSY.includes(state);
+    error.update(now?.last_error);
+    use.hidden = !now || Boolean(now.alone) || !error.hidden || BUSY.includes(state);
     if (!use.hidden) use.say(label()); // it looks at the whole graph, and events come several times a second
     clearInterval(tick);
     if (now?.starting) tick = setInterval(() => (element.isConnected ? say() : clearInterval(tick)), 1000);
     devices.update(now);
-    error.update(now?.last_error);
     body.replaceChildren(...(working ? [rankList(now)] : []));
     list.replaceChildren(...(working ? details(now) : []));
     byItself.set(now?.settings.measure ?? true);
