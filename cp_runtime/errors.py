@@ -1,6 +1,7 @@
 """Every error that the extension raises on purpose.
 
-All of them derive from `ContextParallelError`. A message says what is wrong, what was got, what is allowed and what to do.
+All of them derive from `ContextParallelError`. A message says what is wrong, what was got, what is allowed and what to do; that
+of a setting begins with what to do, as ComfyUI cuts messages off.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import torch
 
 MAX_SHOWN = 200  # characters of a value in an error
+MAX_REMEDY = 100  # characters that ComfyUI's message surely shows of an error
 
 
 class ContextParallelError(RuntimeError):
@@ -94,8 +96,8 @@ class RankOutOfMemory(RankError, torch.OutOfMemoryError):
 
 
 def bad_value(field: str, got: object, allowed: str, remedy: str) -> ConfigError:
-    """Build the error for a setting: field, value, what is allowed, what to do."""
-    return ConfigError(f"{field}: got {shown(got)}; allowed: {allowed}. {remedy}")
+    """Build the error for a setting. What to do comes first, and with the field has at most MAX_REMEDY characters."""
+    return ConfigError(f"{field}: {remedy} Got {shown(got)}; allowed: {allowed}.")
 
 
 def shown(value: object) -> str:

@@ -77,8 +77,8 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
         needed = demand.per_rank(config.weights, ranks)
         if config.memory_per_rank and needed > config.memory_per_rank * GB:
             raise UnsupportedError(
-                f"weights: got {config.weights}, with which each of {ranks} ranks needs {needed / GB:.3g} GB; memory_per_rank "
-                f"allows {config.memory_per_rank:.3g} GB. Set weights to auto, raise memory_per_rank, or use more devices."
+                f"weights: Set it to auto, raise memory_per_rank, or use more devices. Got {config.weights}, with which each of "
+                f"{ranks} ranks needs {needed / GB:.3g} GB; memory_per_rank allows {config.memory_per_rank:.3g} GB."
             )
         reason = f"{config.weights}, as set: {_on_each(demand, config.weights, ranks)}"
         if demand.on_device(config.weights, ranks) > demand.weights:

@@ -128,8 +128,8 @@ def _check_backends(name: str, backends: tuple[str | None, ...]) -> None:
         raise bad_value(
             f"attention backend of this {name}",
             ", ".join(sorted(out_of_reach)),
-            ", ".join(sorted(REACHED_BACKENDS)),
-            'They call torch\'s scaled_dot_product_attention: model.set_attention_backend("native").',
+            f"{', '.join(sorted(REACHED_BACKENDS))}, which call torch's scaled_dot_product_attention",
+            'Call model.set_attention_backend("native").',
         )
 
 

@@ -104,9 +104,9 @@ class ContextParallelConfig(_NotOfDiffusers):
             raise bad_value(
                 "shares",
                 shares,
-                f"a whole number from 1 to {MAX_SHARE} for each of the {ranks} ranks that the degrees make, such as "
-                f"{(2,) + (1,) * (ranks - 1)}",
-                "Give one in proportion to the speed of each rank, or leave them out.",
+                f"a whole number from 1 to {MAX_SHARE} for each of the {ranks} ranks that the degrees make, in proportion to "
+                f"their speed, such as {(2,) + (1,) * (ranks - 1)}",
+                "Give one for each rank, or leave them out.",
             )
         return numbers
 

@@ -20,10 +20,7 @@ from .collectives import CommStats, RankGroup
 from .sharding import Shares
 
 AXES = ("ring", "ulysses")
-MAKE_MESH = (
-    'Make it by init_device_mesh(type, (1, 2), mesh_dim_names=("ring", "ulysses")); an axis that is not used has size 1, and there '
-    "may be others."
-)
+MAKE_MESH = 'Call init_device_mesh(type, (1, 2), mesh_dim_names=("ring", "ulysses")).'
 
 
 class SequenceAxes(NamedTuple):

@@ -254,7 +254,7 @@ class RuntimeConfig:
         allowed = ("auto", *dict.fromkeys((native_backend(inventory.type), "gloo")))
         if values["backend"] not in allowed:
             words = f"{', '.join(allowed)} on {inventory.type} devices"
-            raise bad_value("backend", values["backend"], words, "It is for other devices: choose auto.")
+            raise bad_value("backend", values["backend"], words, "Choose auto: it is for other devices.")
         values |= {"devices": devices, "ring_degree": ring, "ulysses_degree": ulysses, "batch_degree": batch}
         for name in ("step_timeout", "memory_per_rank"):
             values[name] = float(values[name])
@@ -288,19 +288,19 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
     sharing = bool(devices.strip()) and backend in shared_by and inventory.type != "cpu"
     limit = inventory.max_ranks * (RANKS_PER_ACCELERATOR if sharing else 1)
     if not is_int(world_size) or not 0 <= world_size <= limit:
-        raise bad_value("world_size", world_size, f"0 (choose) to {limit}", _remedy("Lower it", inventory))
+        raise bad_value("world_size", world_size, f"0 (choose) to {limit}. {_visible(inventory)}", "Lower it, or leave it at 0.")
     names = tuple(_parse_device(part.strip(), devices, inventory) for part in devices.split(",")) if devices.strip() else ()
     if not names:
         count = world_size or inventory.default_ranks
         return tuple("cpu" if inventory.type == "cpu" else f"{inventory.type}:{i}" for i in range(count))
     if world_size not in (0, len(names)):
-        raise bad_value("world_size", world_size, f"0 or {len(names)}, the number of entries in devices", "Make them agree.")
+        raise bad_value("world_size", world_size, f"0 or {len(names)}, the number of entries in devices", "Leave it at 0.")
     if inventory.type != "cpu" and not sharing and len(set(names)) != len(names):
         raise bad_value(
             "devices",
             devices,
-            "each device once",
-            "Ranks can share an accelerator with backend=gloo, to check results: it is slow.",
+            "each device once; with backend=gloo ranks can share an accelerator, to check results: it is slow",
+            "Name each device once.",
         )
     if len(names) > limit:
         raise bad_value("devices", devices, f"at most {limit} entries on this machine", "Name fewer devices.")
@@ -315,19 +315,23 @@ def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
     if match is None or match[1] != inventory.type or (index >= inventory.count and not cpu):
         last = f"{inventory.type}:{inventory.count - 1}"
         allowed = "cpu, once per rank" if cpu else f"{inventory.type}:0" + (f" to {last}" if inventory.count > 1 else "")
-        remedy = _remedy("Leave it empty for the first ones", inventory)
-        raise bad_value("devices", devices, f"names with commas between them: {allowed}; {shown(text)} is none of them", remedy)
+        raise bad_value(
+            "devices",
+            devices,
+            f"names with commas between them: {allowed}; {shown(text)} is none of them. {_visible(inventory)}",
+            "Leave it empty to use the first ones.",
+        )
     return "cpu" if cpu else f"{inventory.type}:{index}"
 
 
-def _remedy(advice: str, inventory: DeviceInventory) -> str:
-    """Return the advice, followed by what the machine has: users ask for devices that ComfyUI does not see."""
+def _visible(inventory: DeviceInventory) -> str:
+    """Return what the machine has: users ask for devices that ComfyUI does not see."""
     if inventory.type == "cpu":
         return (
-            f"{advice}. ComfyUI runs on the CPU: it was started with --cpu, its torch has no support for the GPUs, or "
-            f"CUDA_VISIBLE_DEVICES hides them. Ranks are CPU processes then, {CPU_RANKS_PER_CORE} per core at most."
+            "ComfyUI runs on the CPU: it was started with --cpu, its torch has no support for the GPUs, or "
+            f"CUDA_VISIBLE_DEVICES hides them. Ranks are CPU processes then, {CPU_RANKS_PER_CORE} per core at most"
         )
-    return f"{advice}. ComfyUI sees {inventory.count} {inventory.type} device(s)."
+    return f"ComfyUI sees {inventory.count} {inventory.type} device(s)"
 
 
 def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tuple[int, int, int]:
@@ -371,8 +375,8 @@ def timeout_of(name: str) -> float:
         raise bad_value(
             f"environment variable {name}",
             text,
-            f"seconds above 0 and up to {MAX_STEP_TIMEOUT:.0f}, such as {default:g}",
-            f"Correct or unset it and restart ComfyUI; without it {default:g} holds.",
+            f"seconds above 0 and up to {MAX_STEP_TIMEOUT:.0f}; without it {default:g} holds",
+            "Correct or unset it, and restart ComfyUI.",
         )
     return value
 

@@ -65,9 +65,9 @@ def test_hostile_settings_are_refused_before_anything_starts(graph_server, tmp_p
             tried += 1
             who, said = refusal(graph_server, prompt)
             named = (
-                rf"{field}( x \w+)*: got .*; allowed: .+\. .+"
+                rf"{field}( x \w+)*: .+\. Got .*; allowed: .+\."
                 if not field.endswith("degree")
-                else r"\w+_degree.*: got .*; allowed: .+\. .+"
+                else r"\w+_degree.*: .+\. Got .*; allowed: .+\."
             )
             ok = field in said if who == "queue" else who == "CPConfig" and re.match(named, said, re.DOTALL)
             if not ok or len(said) > 4000:
@@ -101,7 +101,7 @@ def test_a_model_that_is_no_model_is_refused(node, model, graph_server):
     prompt[node]["inputs"]["model"] = model
     who, said = refusal(graph_server, prompt)
     assert who in ("ApplyContextParallel", "CPSampler")
-    assert said.startswith(f"model: got {model!r}; allowed: a MODEL. ")
+    assert said.startswith(f"model: Connect Load Diffusion Model or Load Checkpoint. Got {model!r}; allowed: a MODEL.")
 
 
 def test_unknown_settings_have_no_effect(graph_server):

@@ -208,10 +208,10 @@ def messages() -> Iterator[str]:
             yield "" if node in documentation else text_of(node)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "bad_value":
                 name, _, allowed, remedy = (text_of(argument) or "…" for argument in node.args)
-                yield f"{name}: got …; allowed: {allowed}. {remedy}"
+                yield f"{name}: {remedy} Got …; allowed: {allowed}."
     for name, setting in SETTINGS.items():
         allowed = setting.allowed or ", ".join(setting.options)
-        yield f"{name}: got …; allowed: {allowed}. {setting.remedy}" if allowed else ""
+        yield f"{name}: {setting.remedy} Got …; allowed: {allowed}." if allowed else ""
 
 
 def text_of(node: ast.AST) -> str:
@@ -245,8 +245,8 @@ def test_quoted_messages_are_those_of_the_source(node, pages):
 
 def test_a_wrong_quotation_is_noticed():
     known = [text for text in messages() if text]
-    assert any(occurs("world_size: got …; allowed: 0 (choose)", text) for text in known)
-    assert not any(occurs("world_size: got …; allowed: 1 (choose)", text) for text in known)
+    assert any(occurs("world_size: … Got …; allowed: 0 (choose)", text) for text in known)
+    assert not any(occurs("world_size: … Got …; allowed: 1 (choose)", text) for text in known)
     assert not any(occurs("The worker pool could not do what", text) for text in known)  # of a docstring
 
 

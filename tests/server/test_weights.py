@@ -96,7 +96,7 @@ def test_what_was_set_before_says_nothing(pool_server, whole):
     assert report["placement"] == "whole"
     run(pool_server, "sharded")
     result = pool_server.run(flux_prompt(cp={**CP, "weights": "sharded", "memory_per_rank": 1e-3}))
-    assert "weights: got sharded, with which each of 2 ranks needs" in result.error.exception_message
+    assert "Got sharded, with which each of 2 ranks needs" in result.error.exception_message
 
 
 def test_what_does_not_fit_runs_on_one_device_where_that_is_set(pool_server, whole):
@@ -118,7 +118,7 @@ def test_a_larger_picture_loads_nothing_again(pool_server):
 def test_what_does_not_fit_is_refused_by_name(pool_server):
     result = pool_server.run(flux_prompt(cp={**CP, "weights": "whole", "memory_per_rank": SHARED_FITS}, **DEEP))
     assert result.status == "error"
-    assert "weights: got whole, with which each of 2 ranks needs" in result.error.exception_message
+    assert "Got whole, with which each of 2 ranks needs" in result.error.exception_message
     assert "Set weights to auto" in result.error.exception_message
 
 

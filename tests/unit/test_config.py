@@ -1,13 +1,18 @@
+import ast
 import dataclasses
 import math
+import re
+from pathlib import Path
 
 import diffusers
 import pytest
 
 from cp_runtime.engine.config import ContextParallelConfig, ParallelConfig
-from cp_runtime.errors import ConfigError
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime import errors
+from cp_runtime.errors import MAX_REMEDY, ConfigError
+from cp_runtime.pool.config import SETTINGS, DeviceInventory, RuntimeConfig
 
+PACKAGE = Path(errors.__file__).parent
 CUDA = DeviceInventory(type="cuda", count=4)
 CPU = DeviceInventory(type="cpu", count=0)
 
@@ -52,7 +57,7 @@ def test_nccl_takes_one_card_twice_for_tests_only(monkeypatch):
 def test_a_share_is_a_number_up_to_100(share):
     assert resolve(CPU, shares="100,1").shares == (100, 1)
     with pytest.raises(
-        ConfigError, match=r"shares: got .*; allowed: a whole number from 1 to 100 for each of the 2 ranks"
+        ConfigError, match=r"shares: .* Got .*; allowed: a whole number from 1 to 100 for each of the 2 ranks"
     ) as caught:
         resolve(CPU, shares=f"{share},1")
     assert len(str(caught.value)) < 500
@@ -73,7 +78,7 @@ def test_equal_inputs_give_equal_configs():
         ({"devices": "cuda:1,cuda:7"}, ["'cuda:1,cuda:7'", "'cuda:7' is none of them"]),
         ({"devices": "cuda:0,cuda:0"}, ["each device once", "backend=gloo"]),
         ({"devices": "cuda:0,cuda:0", "backend": "nccl"}, ["each device once", "backend=gloo"]),
-        ({"backend": "xccl"}, ["auto, nccl, gloo on cuda devices", "choose auto"]),
+        ({"backend": "xccl"}, ["auto, nccl, gloo on cuda devices", "Choose auto"]),
         ({"devices": ",".join(["cuda:0"] * 33), "backend": "gloo"}, ["at most 32 entries"]),
         ({"world_size": 5, "backend": "gloo"}, ["world_size", "0 (choose) to 4"]),
         ({"world_size": 3, "devices": "cuda:0,cuda:0", "backend": "gloo"}, ["world_size", "3", "2"]),
@@ -101,10 +106,27 @@ def test_equal_inputs_give_equal_configs():
     ],
 )
 def test_refusals_name_field_value_and_remedy(inputs, words):
+    """The remedy before the value, where ComfyUI does not cut it off."""
     with pytest.raises(ConfigError) as caught:
         resolve(**inputs)
     for word in words:
         assert word in str(caught.value)
+    assert 0 < str(caught.value).find(" Got ") <= MAX_REMEDY
+
+
+def refusals():
+    """Field and remedy of every error of a setting in the source, with "…" for what varies; longer ones as they are."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "bad_value":
+                field, _, _, remedy = node.args
+                yield tuple(re.sub(r"\{[^}]*\}", "…", ast.unparse(part)) for part in (field, remedy))
+
+
+def test_every_remedy_is_short_enough_to_be_seen():
+    found = [*refusals(), *((f"'{name}'", f"'{setting.remedy}'") for name, setting in SETTINGS.items())]
+    assert len(found) > 50
+    assert [texts for texts in found if len(": ".join(texts)) > MAX_REMEDY] == []
 
 
 @pytest.mark.parametrize(
@@ -143,7 +165,7 @@ def test_cpu_refusals(monkeypatch):
 @pytest.mark.parametrize("field", ["ring_degree", "ulysses_degree"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
 def test_context_parallel_config_checks_degrees(field, value):
-    with pytest.raises(ConfigError, match=f"{field}: got {value!r}; allowed"):
+    with pytest.raises(ConfigError, match=f"{field}: .* Got {value!r}; allowed"):
         ContextParallelConfig(**{field: value})
 
 
@@ -173,7 +195,7 @@ def test_configs_of_diffusers_are_accepted():
 
 @pytest.mark.parametrize("config", [None, 2, {"ulysses_degree": 2}, ParallelConfig(context_parallel_config=None)])
 def test_no_config_is_refused(config):
-    with pytest.raises(ConfigError, match=r"parallel_config: got .*; allowed: a ContextParallelConfig"):
+    with pytest.raises(ConfigError, match=r"parallel_config: .* Got .*; allowed: a ContextParallelConfig"):
         ContextParallelConfig.of(config)
 
 
@@ -185,13 +207,13 @@ def test_another_parallelism_is_refused():
 
 @pytest.mark.parametrize(("field", "value"), [("rotate_method", "shuffle"), ("convert_to_fp32", 1), ("ulysses_anything", None)])
 def test_other_fields_are_checked(field, value):
-    with pytest.raises(ConfigError, match=f"{field}: got {value!r}; allowed"):
+    with pytest.raises(ConfigError, match=f"{field}: .* Got {value!r}; allowed"):
         ContextParallelConfig(**{field: value})
 
 
 @pytest.mark.parametrize("shares", [(2,), (2, 1, 1), (2, 0), (2, 1.5), (2, True), "21", (1, 101), 2])
 def test_shares_are_one_for_each_rank(shares):
-    with pytest.raises(ConfigError, match=r"shares: got .*; allowed: a whole number from 1 to 100 for each of the 2 ranks"):
+    with pytest.raises(ConfigError, match=r"shares: .* Got .*; allowed: a whole number from 1 to 100 for each of the 2 ranks"):
         ContextParallelConfig(ulysses_degree=2, shares=shares)
     with pytest.raises(ConfigError, match="4 ranks"):
         ContextParallelConfig(ulysses_degree=2, batch_degree=2, shares=(2, 1))

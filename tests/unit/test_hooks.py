@@ -157,7 +157,7 @@ def test_one_call_at_a_time():
 
 def test_a_folder_for_traces_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"CP_PROFILE: got .*file.*; allowed: a folder"):
+    with pytest.raises(ConfigError, match=r"CP_PROFILE: .* Got .*file.*; allowed: a folder"):
         CallTraces(str(tmp_path / "file"), 0)
 
 

@@ -34,7 +34,7 @@ WRAPPER, TIMER = "context_parallel", "context_parallel_timer"
 def check_type(model: Any) -> None:
     """Raise ConfigError for anything but a MODEL: ComfyUI takes any JSON in the place of a link."""
     if not isinstance(model, comfy.model_patcher.ModelPatcher):
-        raise bad_value("model", model, "a MODEL", "Connect the output of Load Diffusion Model or Load Checkpoint.")
+        raise bad_value("model", model, "a MODEL", "Connect Load Diffusion Model or Load Checkpoint.")
 
 
 def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:

@@ -62,7 +62,7 @@ def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[
         UnsupportedError: the VAE cannot run on the ranks and on_unsupported is "error".
     """
     if not isinstance(vae, comfy.sd.VAE):  # ComfyUI accepts any JSON in place of a link
-        raise bad_value("vae", vae, "a VAE", "Connect the output of Load VAE or Load Checkpoint.")
+        raise bad_value("vae", vae, "a VAE", "Connect Load VAE or Load Checkpoint.")
     if config is None:
         workers = CONTROLLER.workers
         config = workers.pool.config if workers is not None else default_config()

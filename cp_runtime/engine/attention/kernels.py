@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.backends import cuda as switches
 
 from ...compat import load_op
-from ...errors import ConfigError
+from ...errors import ConfigError, bad_value
 from ..collectives import wait_for
 
 log = logging.getLogger("context_parallel")
@@ -116,7 +116,7 @@ def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -
     if name is not None:
         named = [kernel for kernel in KERNELS if kernel.name == name]
         if not named:
-            raise ConfigError(f"kernel: got {name!r}; allowed: {', '.join(kernel.name for kernel in KERNELS)}. Leave it open.")
+            raise bad_value("kernel", name, ", ".join(kernel.name for kernel in KERNELS), "Leave it open.")
         if named[0].supports(q, k, mask):
             return named[0]
     for kernel in KERNELS:

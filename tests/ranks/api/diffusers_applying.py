@@ -169,7 +169,7 @@ def backends(rank: int, world: int) -> None:
         if hasattr(module, "processor"):
             module.processor._attention_backend = "flex"
     apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
-    refused(lambda: forward(model, inputs), "got 'flex'", "allowed: _native_cudnn", "set_attention_backend")
+    refused(lambda: forward(model, inputs), "Got 'flex'", "allowed: _native_cudnn", "set_attention_backend")
 
 
 def fsdp(rank: int, world: int) -> None:
