@@ -17,7 +17,7 @@ WANTED = [
     "several gpus", "all gpus", "nvlink", "distributed", "parallel", "sequence parallel",
     "vram", "out of memory", "oom", "low vram", "large model", "bigger model", "model too big", "cuda", "slow sampling",
     "显存", "爆显存", "显存不足", "メモリ不足", "遅い", "速い",
-    "加速", "多显卡", "多卡", "双卡", "多GPU", "并行", "高速化", "複数GPU", "並列",
+    "faster vae", "加速", "多显卡", "多卡", "双卡", "多GPU", "并行", "高速化", "複数GPU", "並列",
 ]  # fmt: skip
 """What people type who know nothing of context parallelism: it leads to the one node that they need, and to no other."""
 
@@ -25,7 +25,13 @@ WANTED = [
 def _input(name: str, setting: Setting) -> Any:
     """Return the input of a setting."""
     default = setting.default
-    common = {"default": default, "tooltip": setting.tooltip, "advanced": setting.advanced or None, "optional": setting.optional}
+    common = {
+        "default": default,
+        "display_name": setting.label,
+        "tooltip": setting.tooltip,
+        "advanced": setting.advanced or None,
+        "optional": setting.optional,
+    }
     if isinstance(default, bool):
         return io.Boolean.Input(name, **common)
     if isinstance(default, str):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from browser.canvas import add_node, box_of, load_workflow, point_in, show_node
 from browser.cards import SIDE, card
@@ -113,6 +115,7 @@ def test_tooltips(page, picture):
     picture("docs/images/tooltip.png")
 
 
+LABELS = json.loads((CHECKOUT / "locales" / "en" / "nodeDefs.json").read_text())["CPConfig"]["inputs"]
 SHOWN, FOLDED = ("world_size", "devices"), ("ulysses_degree", "rotate_method", "on_unsupported", "weights", "memory_per_rank")
 
 
@@ -123,13 +126,13 @@ def test_advanced_inputs_are_folded_away(page, picture):
     node = page.locator("[data-node-id]", has=page.get_by_text("CP Config", exact=True))
     label = node.get_by_test_id("widget-layout-field-label")
     for name in SHOWN:
-        expect(label.get_by_text(name, exact=True)).to_be_visible()
+        expect(label.get_by_text(LABELS[name]["name"], exact=True)).to_be_visible()
     for name in FOLDED:
-        expect(label.get_by_text(name, exact=True)).to_be_hidden()
+        expect(label.get_by_text(LABELS[name]["name"], exact=True)).to_be_hidden()
     picture("docs/images/folded.png")
     node.get_by_text("Show advanced inputs").click()
     for name in FOLDED:
-        expect(label.get_by_text(name, exact=True)).to_be_visible()
+        expect(label.get_by_text(LABELS[name]["name"], exact=True)).to_be_visible()
 
 
 VISIBLE = """() => {

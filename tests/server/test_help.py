@@ -18,8 +18,8 @@ from cp_runtime.pool.config import SETTINGS  # noqa: E402
 NODES = ("CPConfig", "ApplyContextParallel", "CPSampler", "CPReport", "CPVAEDecode", "CPVAEEncode")
 LANGUAGES = ("en", "zh", "ja")
 QUOTE = re.compile(r'"([^"]+)"')
-ENTRY = re.compile(r"\*\*(\w+)\*\*(?: \(([^)]+)\))?: (.+\.)")
-"""An input or output: name, default if it has one, explanation."""
+ENTRY = re.compile(r"\*\*([^*]+)\*\*(?: `(\w+)`)?(?: \(([^)]+)\))?: (.+\.)")
+"""An input or output: what the node shows, its name if that is another, default if it has one, explanation."""
 LINK_END = re.compile(r"(→ )?`(\w+)` of \*\*([^*]+)\*\*")
 """An end of a link at a node of this pack: an input is behind the arrow."""
 TROUBLE = re.compile(r'\*\*"[^"]+"[^*]*\*\*<br> Cause: \S.*\.<br> What to do: \S.*\.')
@@ -65,7 +65,7 @@ def definition(node: Json) -> Json:
     """A node's texts in the form of `nodeDefs.json`."""
     inputs: dict[str, Json] = {}
     for name, settings in inputs_of(node).items():
-        inputs[name] = {"name": name, "tooltip": settings["tooltip"]}
+        inputs[name] = {"name": settings.get("display_name") or name, "tooltip": settings["tooltip"]}
         if settings.get("control_after_generate"):  # the frontend puts a widget behind it
             inputs["control_after_generate"] = {"name": "control after generate"}
     outputs = {}
@@ -126,7 +126,7 @@ def items(text: str) -> list[str]:
 
 def described(text: str) -> dict[str, tuple[str | None, str]]:
     """Default and explanation of every input or output that a list has, by name."""
-    return {entry[1]: (entry[2], entry[3]) for entry in map(ENTRY.fullmatch, items(text)) if entry}
+    return {entry[2] or entry[1]: (entry[3], entry[4]) for entry in map(ENTRY.fullmatch, items(text)) if entry}
 
 
 def written(default: Any) -> str | None:
@@ -143,6 +143,8 @@ def test_the_page_explains_every_input_and_output(node, pages, info):
     inputs, outputs = (described(section(pages[node], heading)) for heading in ("Inputs", "Outputs"))
     assert list(inputs) == list(inputs_of(info[node]))
     assert list(outputs) == info[node]["output_name"]
+    labels = [settings.get("display_name") or name for name, settings in inputs_of(info[node]).items()]
+    assert [entry[2] for entry in map(re.compile(r"(\*\*)([^*]+)").match, items(section(pages[node], "Inputs")))] == labels
     defaults = {name: written(settings.get("default")) for name, settings in inputs_of(info[node]).items()}
     assert {name: default for name, (default, _) in inputs.items()} == defaults
 
