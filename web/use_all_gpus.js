@@ -8,7 +8,7 @@ import { t } from "./panel/texts.js";
 const APPLY = "ApplyContextParallel";
 const CONFIG = "CPConfig";
 const COMMAND = "ContextParallel.UseAllGPUs";
-const SAMPLED = ["LATENT", "GUIDER", "IMAGE"]; // what a node gives that samples; one for MODEL to MODEL or SIGMAS does not
+const SAMPLED = ["LATENT", "GUIDER", "IMAGE", "VIDEO", "AUDIO"]; // what a node gives that samples; one for MODEL to MODEL or SIGMAS does not
 const BYPASSED = 4; // mode of a node
 const INPUT = -10; // what ComfyUI calls the origin of a link that comes from outside of a subgraph
 const OUTPUT = -20;
@@ -143,6 +143,14 @@ function useOne() {
   }
 }
 
+/** A node whose pack is missing is saved as it was loaded: it gets the links that it has now. */
+function keepLinks() {
+  for (const node of graphs().flatMap((graph) => graph.nodes)) {
+    node.last_serialization?.inputs?.forEach((slot, i) => (slot.link = node.inputs[i]?.link ?? null));
+    node.last_serialization?.outputs?.forEach((slot, i) => (slot.links = [...(node.outputs[i]?.links ?? [])]));
+  }
+}
+
 function say(severity, detail) {
   app.extensionManager.toast.add({ severity, summary: t("use_all.title"), detail, life: 6000 });
 }
@@ -159,6 +167,7 @@ export async function toggle() {
   try {
     if (all) useOne();
     else useAll();
+    keepLinks();
   } finally {
     app.canvas.emitAfterChange();
     app.canvas.setDirty(true, true);
