@@ -93,11 +93,27 @@ def blocks() -> str:
     return "".join(squares)
 
 
+def parts() -> str:
+    """A model, of which each device keeps a part, wider than the card of any of them."""
+    drawn = (
+        '<rect x="28" y="160" width="424" height="96" rx="10" fill="none" stroke="white" stroke-width="4" stroke-dasharray="10 9"/>'
+    )
+    for i, colour in enumerate(DEVICES):
+        x = 40 + 102 * i
+        drawn += f'<rect x="{x}" y="172" width="94" height="72" fill="{colour}"/>'
+        drawn += f'<path d="M{x + 47} 262 v44 m-13 -15 l13 15 l13 -15" stroke="white" stroke-width="6" fill="none"/>'
+        drawn += f'<rect x="{x}" y="318" width="94" height="120" rx="8" fill="#111827" stroke="{colour}" stroke-width="5"/>'
+        drawn += f'<rect x="{x + 12}" y="332" width="70" height="44" fill="{colour}"/>'
+        drawn += f'<circle cx="{x + 47}" cy="406" r="20" fill="none" stroke="{colour}" stroke-width="5"/>'
+    return drawn
+
+
 CARDS = {
     "Flux on all GPUs": ("Flux", "text to image", "#6d28d9", "#1e1b4b", picture),
     "Flux with EasyCache on all GPUs": ("EasyCache", "Flux, without needless steps", "#334155", "#020617", steps),
     "MiniMax-H3 image to video on all GPUs": ("MiniMax-H3", "image to video with sound", "#65a30d", "#1a2e05", video_with_sound),
     "GGUF on all GPUs": ("GGUF", "Flux, quantised", "#475569", "#0f172a", blocks),
+    "Model larger than one GPU": ("Larger models", "each GPU keeps a part", "#be185d", "#1f0a1a", parts),
     "Qwen-Image on all GPUs": ("Qwen-Image", "text to image", "#0f766e", "#022c22", wide),
     "SDXL with CFG on all GPUs": ("SDXL", "CFG: a half each", "#b91c1c", "#450a0a", halves),
     "Wan 2.2 image to video on all GPUs": ("Wan 2.2", "image to video", "#c2410c", "#431407", animated_picture),

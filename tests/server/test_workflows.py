@@ -255,12 +255,17 @@ TINY_MODELS = {
     "wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors": "wan22_i2v.safetensors",
     "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors": "wan22_i2v_low.safetensors",
     "qwen_image_fp8_e4m3fn.safetensors": "family-qwen.safetensors",
+    "qwen_image_bf16.safetensors": "family-qwen.safetensors",
     "z_image_turbo_bf16.safetensors": "family-z-image.safetensors",
     "sd_xl_base_1.0.safetensors": "family-sdxl.safetensors",
     "minimax_h3_fl2va_pruned_int8_convrot.safetensors": "family-minimax.safetensors",
 }
 H3 = "MiniMax-H3 image to video on all GPUs"
-SERVED = {H3: "minimax", "Qwen-Image on all GPUs": "qwen", "SDXL with CFG on all GPUs": "sdxl", "Z-Image on all GPUs": "z-image"}
+LARGER = "Model larger than one GPU"
+SERVED = {
+    H3: "minimax", "Qwen-Image on all GPUs": "qwen", LARGER: "qwen", "SDXL with CFG on all GPUs": "sdxl",
+    "Z-Image on all GPUs": "z-image",
+}  # fmt: skip
 """Templates whose tiny model is one of `support.families`, and its name there."""
 
 WITH_SOUND = {H3}
@@ -272,6 +277,7 @@ CONDITIONING = {
     H3: {"tokens": 12, "width": 48},
     "GGUF on all GPUs": {"tokens": 12, "width": 64, "pooled_width": 64},
     "Qwen-Image on all GPUs": {"tokens": 9, "width": 48},
+    LARGER: {"tokens": 9, "width": 48},
     "SDXL with CFG on all GPUs": {"tokens": 7, "width": 32, "pooled_width": 16},
     "Wan 2.2 text to video on all GPUs": {"tokens": 16, "width": 64},
     "Wan 2.2 image to video on all GPUs": {"tokens": 16, "width": 64},
