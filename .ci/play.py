@@ -5,29 +5,38 @@ Nothing of it is kept. All nodes are ComfyUI's and this pack's own: beside the m
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from support import checkpoints, preloaded
 from support.architectures import SD3, ClipL
 from support.checkpoints import Checkpoint
 from support.server import PACK, ComfyServer
 
+from cp_runtime.pool.config import SETTINGS
+
 NAME = "tiny-model"
 """Of the template, and of the node pack without nodes that brings it: the browser opens templates of a pack by a link."""
+
+LARGER = "larger-model"
+"""The template of a model of which each rank keeps a half."""
 
 OPEN = """
 Open this in a browser, and press Run:
   http://127.0.0.1:{port}/?template={name}&source={name}
+or, to see a model that is larger than one device, each of which keeps a half of it:
+  http://127.0.0.1:{port}/?template={larger}&source={name}
 The tab "Context Parallel" on the left shows the ranks. The pictures are noise: the model's weights are random.
 Ctrl-C ends it."""
 
@@ -43,10 +52,30 @@ def write_models(folder: Path) -> None:
         sys.exit(made.stderr)
 
 
-def write_template(pack: Path) -> None:
-    (pack / "example_workflows").mkdir(parents=True)
+def write_templates(pack: Path) -> None:
+    templates = pack / "example_workflows"
+    templates.mkdir(parents=True)
     (pack / "__init__.py").write_text("NODE_CLASS_MAPPINGS = {}\n")
-    shutil.copy(ROOT / ".ci" / "play.json", pack / "example_workflows" / f"{NAME}.json")
+    play = ROOT / ".ci" / "play.json"
+    shutil.copy(play, templates / f"{NAME}.json")
+    (templates / f"{LARGER}.json").write_text(json.dumps(with_halves(json.loads(play.read_text()))))
+
+
+def with_halves(graph: dict[str, Any]) -> dict[str, Any]:
+    """The graph with a CP Config that has each rank keep a half of the model, which on GPUs happens where it does not fit."""
+    (apply,) = [node for node in graph["nodes"] if node["type"] == "ApplyContextParallel"]
+    (link,) = [slot for slot in apply["inputs"] if slot["name"] == "cp_config"]
+    made, ends = graph["last_node_id"] + 1, graph["last_link_id"] + 1
+    link["link"] = ends
+    config = {
+        "id": made, "type": "CPConfig", "pos": [0, -560], "size": [300, 480], "flags": {}, "order": 0, "mode": 0, "inputs": [],
+        "outputs": [{"name": "cp_config", "type": "CP_CONFIG", "links": [ends]}],
+        "properties": {"Node name for S&R": "CPConfig"},
+        "widgets_values": ["sharded" if name == "weights" else setting.default for name, setting in SETTINGS.items()],
+    }  # fmt: skip
+    graph["nodes"].append(config)
+    graph["links"].append([ends, made, 0, apply["id"], apply["inputs"].index(link), "CP_CONFIG"])
+    return graph | {"last_node_id": made, "last_link_id": ends}
 
 
 def main() -> None:
@@ -54,7 +83,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="context-parallel-play-") as folder:
         models, pack = Path(folder) / "models", Path(folder) / NAME
         write_models(models)
-        write_template(pack)
+        write_templates(pack)
         server = ComfyServer(
             Path(os.environ["COMFYUI_PATH"]),
             models=models,
@@ -62,7 +91,7 @@ def main() -> None:
             args=["--preview-method", "latent2rgb"],
         )
         with server:
-            sys.stdout.write(OPEN.format(port=server.port, name=NAME) + "\n")
+            sys.stdout.write(OPEN.format(port=server.port, name=NAME, larger=LARGER) + "\n")
             sys.stdout.flush()
             try:
                 signal.pause()

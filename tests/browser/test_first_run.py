@@ -34,6 +34,13 @@ LOOK = """() => {
     app.canvas.setDirty(true, true);
 }"""
 """Room above the graph. ComfyUI's own Fit View moves for a while."""
+COVERED = """() => {
+    const box = ({ pos: [x, y], size: [w, h] }) => [x, y - 30, x + w, y + h];
+    const nodes = app.graph.nodes.map(node => [node.type, box(node)]);
+    const meet = ([l, t, r, b], [left, top, right, bottom]) => left < r && l < right && top < b && t < bottom;
+    return nodes.filter(([, one], i) => nodes.some(([, other], j) => i < j && meet(one, other))).map(([type]) => type);
+}"""
+"""Nodes that another one covers, with the previews in them."""
 SLOT = """([kind, input, name]) => {
     const node = app.graph.nodes.find(node => node.type === kind);
     const slot = (input ? node.inputs : node.outputs).findIndex(slot => slot.name === name);
@@ -119,6 +126,20 @@ def test_the_link_shows_a_graph_that_runs(page: Page) -> None:
     run(page, "CPSampler")
     for kind in ("CPReport", "SaveImage"):  # of the report, and what CP VAE Decode has made
         page.wait_for_function("kind => app.graph.nodes.find(node => node.type === kind).imgs?.length", arg=kind, timeout=PATIENCE)
+    assert page.evaluate(COVERED) == []
+
+
+def test_a_model_that_is_larger_than_one_device(page: Page, link: str) -> None:
+    """The other link of `make play`: each rank keeps a half, and the panel says so."""
+    page.goto(re.sub(r"template=[^&]+", "template=larger-model", link))
+    page.wait_for_function("window.app?.graph?.nodes.some(node => node.type === 'CPConfig')", timeout=PATIENCE)
+    page.evaluate(FEW)
+    run(page, "CPSampler")
+    page.locator(".context-parallel-tab-button").click()
+    panel = page.get_by_test_id("context-parallel-panel")
+    panel.get_by_text("Details").first.click()
+    expect(panel).to_contain_text("sharded")
+    page.locator(".context-parallel-tab-button").click()
 
 
 def test_one_node_found_by_a_search_makes_a_graph_faster(page: Page) -> None:
