@@ -97,11 +97,9 @@ def make_venv(venv: Path) -> None:
     run(sys.executable, "-m", "venv", venv)
     python = venv / "bin" / "python"
     # The pins are the whole set: nothing is resolved, nothing is built, nothing unlisted can come in.
+    # Nothing is byte-compiled either: that takes all cores half a minute, and most of it only the tests import. Imports do it.
     pip(python, "install", "--no-compile", "--no-deps", "--only-binary", ":all:", "-r", HERE / "requirements.txt")
     pip(python, "check")
-    say("byte-compiling them on all cores")
-    # Some packages ship files that are no Python 3, so the status says nothing.
-    subprocess.run([python, "-m", "compileall", "-qq", "-j0", next(venv.glob("lib/*/site-packages"))], check=False)
 
 
 def make_comfyui(comfyui: Path, python: Path) -> None:
