@@ -14,7 +14,7 @@ from support.server import CHECKOUT, PACK
 from support.workflows import Json, node_inputs, outputs_of, slots_of
 
 FOLDER = CHECKOUT / "subgraphs"
-NAME = "Context Parallel"
+NAME = "GPUs of Your Choice"
 
 INSIDE, OUTSIDE = -10, -20
 """Nodes that stand, inside a subgraph, for its inputs and for its outputs."""
