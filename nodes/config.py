@@ -50,8 +50,8 @@ class CPConfig(io.ComfyNode):
             display_name="CP Config",
             category=CATEGORY,
             search_aliases=ALIASES,
-            description="Chooses the devices that work together on one denoise call, and how it is split over them. Leave "
-            "everything at its default to use all devices. The node itself starts nothing.",
+            description="Chooses which GPUs work together, and how each call of the model is split over them. Leave everything at "
+            "its default to use all GPUs. The node itself starts nothing.",
             inputs=[_input(name, setting) for name, setting in SETTINGS.items()],
             outputs=[CPConfigType.Output(display_name="cp_config", tooltip="Connect it to Apply Context Parallel or CP Sampler.")],
         )

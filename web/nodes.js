@@ -35,7 +35,8 @@ function unfold(node, show) {
 
 function prepareConfig(node) {
   for (const widget of node.widgets) widget.cpDefault = widget.value;
-  if (!LiteGraph.vueNodesMode) {
+  if (LiteGraph.vueNodesMode) node.setSize([node.size[0], 0]); // it grows to what it shows; the canvas has counted what is folded away
+  else {
     // The frontend's new nodes do this by themselves; those on the canvas show everything.
     const hidden = { get: () => !LiteGraph.vueNodesMode && !node.showAdvanced };
     for (const widget of advanced(node)) Object.defineProperty(widget, "hidden", hidden);
