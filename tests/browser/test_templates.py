@@ -7,6 +7,7 @@ import json
 import pytest
 from browser.canvas import add_node, box_of, load_workflow, point_in, show_node
 from browser.cards import SIDE, card
+from browser.test_first_run import ALL_IN_VIEW
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
 from support.server import CHECKOUT
@@ -51,6 +52,8 @@ def test_a_template_opens_without_a_warning(page, name, picture, tab):
     assert page.get_by_role("dialog").count() == 0
     assert page.get_by_test_id("error-overlay-see-errors").count() == 0
     assert page.evaluate("app.graph.nodes.filter(node => node.has_errors).length") == 0
+    page.wait_for_function(ALL_IN_VIEW)
+    assert page.evaluate("app.canvas.ds.scale") > 0.4
     registered = page.evaluate("app.graph.nodes.map(node => [node.type, node.type in LiteGraph.registered_node_types])")
     assert [kind for kind, known in registered if not known and kind not in ("MarkdownNote", "Note")] == []
 
@@ -78,6 +81,49 @@ def test_the_picture_of_the_graph(page, picture):
     box = box_of(page, ["UNETLoader", "ApplyContextParallel", "KSampler"], margin=30)
     assert box["width"] > 800
     picture("web/docs/images/graph.jpg", settle=1500, clip=lambda: box, width=1000)
+
+
+STEP = 330  # pixels from one node of a picture to the next
+PLACED = """([kinds, step]) => kinds.forEach((column, x) => column.reduce((y, kind) => {
+    const node = app.graph.nodes.find(node => node.type === kind);
+    node.pos = [x * step, y];
+    node.setSize([step - 60, node.computeSize()[1]]);
+    return y + node.size[1] + 60;
+}, 0))"""
+SAMPLED = flux_prompt(cp={}) | {
+    "vae": {"class_type": "VAELoader", "inputs": {"vae_name": "ae.safetensors"}},
+    "decoded": {"class_type": "CPVAEDecode", "inputs": {"samples": ["sampler", 0], "vae": ["vae", 0]}},
+    "shown": {"class_type": "PreviewImage", "inputs": {"images": ["decoded", 0]}},
+    "photo": {"class_type": "LoadImage", "inputs": {"image": "example.png"}},
+    "encoded": {"class_type": "CPVAEEncode", "inputs": {"pixels": ["photo", 0], "vae": ["vae", 0]}},
+}
+PICTURES = {
+    "config": [["UNETLoader", "CPConfig"], ["ApplyContextParallel"], ["KSampler"]],
+    "decode": [["KSampler", "VAELoader"], ["CPVAEDecode"], ["PreviewImage"]],
+    "encode": [["VAELoader", "LoadImage"], ["CPVAEEncode"], ["KSampler"]],
+}
+"""Of help pages: columns of nodes."""
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_pictures_of_help_pages(name, page, picture):
+    """Each shows its node, and what is connected to it."""
+    prompt = {key: {**node, "inputs": dict(node["inputs"])} for key, node in SAMPLED.items()}
+    if name == "encode":
+        prompt["sampler"]["inputs"]["latent_image"] = ["encoded", 0]
+    page.evaluate("prompt => app.loadApiJson(prompt, 'help')", prompt)
+    columns = PICTURES[name]
+    kinds = [kind for column in columns for kind in column]
+    page.evaluate(
+        "kinds => { for (const node of [...app.graph.nodes]) if (!kinds.includes(node.type)) app.graph.remove(node); }",
+        kinds,
+    )
+    page.evaluate(PLACED, [columns, STEP])
+    large_window(page)
+    show_node(page, columns[1][0])
+    box = box_of(page, kinds, margin=20)
+    assert box["width"] > 2 * STEP
+    picture(f"web/docs/images/{name}.jpg", settle=1000, clip=lambda: box, width=1000)
 
 
 def test_the_report(page, picture):
@@ -129,6 +175,8 @@ def test_advanced_inputs_are_folded_away(page, picture):
         expect(label.get_by_text(LABELS[name]["name"], exact=True)).to_be_visible()
     for name in FOLDED:
         expect(label.get_by_text(LABELS[name]["name"], exact=True)).to_be_hidden()
+    box = node.bounding_box()
+    assert box["height"] < 220  # no empty space for what is folded away
     picture("docs/images/folded.png")
     node.get_by_text("Show advanced inputs").click()
     for name in FOLDED:
