@@ -1,0 +1,157 @@
+"""The clip on top of the README: one graph on the ComfyUI of `make play`, run without and with Apply Context Parallel.
+
+    make clip
+
+Both runs are recorded in a real browser, one after the other, and shown side by side, from Run to the end. ComfyUI and each worker
+have one core, as in `make demo`. It takes two idle cores: what other programs use of them can be seen in the clip.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+from playwright.sync_api import Page, expect, sync_playwright
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(CHECKOUT / "tests"))
+
+from browser.conftest import ARGUMENTS, CHROMIUM, SETTINGS  # noqa: E402
+from browser.test_first_run import STOCK  # noqa: E402
+
+TARGET = CHECKOUT / "docs" / "images" / "before-after.webp"
+COMMAND = "ContextParallel.UseAllGPUs"
+SIDE = {"width": 560, "height": 640}  # of the window
+STEPS, PIXELS = 16, 512
+INTERVAL = 0.4  # seconds between pictures
+LAST = 3.0  # seconds for which the end is shown
+WIDTH, HEADER, GAP = 420, 54, 12  # pixels of a side in the clip
+INK, PAPER, DONE = "#e5e7eb", "#111827", "#4ade80"
+LAYOUT = """() => {
+    const find = kind => app.graph.nodes.find(node => node.type === kind);
+    const [sampler, apply] = [find("KSampler"), find("ApplyContextParallel")];
+    for (const node of app.graph.nodes) if (node !== sampler && node !== apply) node.pos = [-900, 0];
+    sampler.pos = [0, 130];
+    sampler.setSize([400, 560]);
+    if (apply) { apply.pos = [0, 0]; apply.setSize([400, 60]); }
+    app.canvas.ds.scale = 0.85;
+    [app.canvas.ds.offset[0], app.canvas.ds.offset[1]] = [125, 50];
+    app.canvas.setDirty(true, true);
+}"""
+RUNNING = "() => app.ui.lastQueueSize > 0"
+SEED = (
+    "seed => { app.graph.nodes.find(node => node.type === 'KSampler').widgets.find(({ name }) => name === 'seed').value = seed; }"
+)
+
+
+def graph() -> dict[str, Any]:
+    made = {name: {**node, "inputs": dict(node["inputs"])} for name, node in STOCK.items()}
+    made["4"]["inputs"].update(width=PIXELS, height=PIXELS)
+    made["5"]["inputs"]["steps"] = STEPS
+    return made
+
+
+def run(page: Page, seed: int) -> list[tuple[float, Image.Image]]:
+    """Press Run; return pictures with the seconds since then, the last one of the end."""
+    page.evaluate(SEED, seed)
+    page.evaluate(
+        "() => { window.cpDone = false; app.api.addEventListener('execution_success', () => { window.cpDone = true; }); }"
+    )
+    pictures, began = [], time.monotonic()
+    page.evaluate("app.queuePrompt(0)")
+    while not (done := page.evaluate("window.cpDone")):
+        pictures.append((time.monotonic() - began, Image.open(io.BytesIO(page.screenshot()))))
+        page.wait_for_timeout(1000 * INTERVAL)
+    seconds = time.monotonic() - began
+    page.wait_for_timeout(700)
+    pictures.append((seconds if done else 0.0, Image.open(io.BytesIO(page.screenshot()))))
+    return pictures
+
+
+def record(page: Page) -> list[list[tuple[float, Image.Image]]]:
+    page.wait_for_function("window.app?.graph?.nodes.length > 0 && window.app.extensionManager")
+    for name, value in SETTINGS.items():
+        page.evaluate("([name, value]) => app.extensionManager.setting.set(name, value)", [name, value])
+    page.evaluate("prompt => app.loadApiJson(prompt, 'mine')", graph())
+    page.evaluate("app.extensionManager.focusMode || app.extensionManager.toggleFocusMode()")
+    sides = []
+    for seed in (1, 2):  # runs before those that are recorded load the model, and start workers
+        if seed == 2:
+            page.evaluate("command => app.extensionManager.command.execute(command)", COMMAND)
+            toast = page.locator(".p-toast-message")
+            toast.first.wait_for()
+            page.evaluate("() => app.extensionManager.toast.removeAll()")
+            expect(toast).to_have_count(0)
+        page.evaluate(LAYOUT)
+        for again in range(seed):
+            run(page, 10 * again + seed)
+        page.evaluate(LAYOUT)
+        sides.append(run(page, 100 + seed))
+    return sides
+
+
+def side(title: str, pictures: list[tuple[float, Image.Image]], seconds: float) -> Image.Image:
+    """One half of the clip at a time since Run."""
+    end = pictures[-1][0]
+    picture = [image for at, image in pictures if at <= seconds or at == pictures[0][0]][-1].convert("RGB")
+    picture = picture.resize((WIDTH, round(WIDTH * picture.height / picture.width)), Image.Resampling.LANCZOS)
+    drawn = Image.new("RGB", (WIDTH, HEADER + picture.height), PAPER)
+    drawn.paste(picture, (0, HEADER))
+    draw = ImageDraw.Draw(drawn)
+    large, small = (ImageFont.load_default(size) for size in (19, 17))
+    draw.text((12, 6), title, fill=INK, font=large)
+    done = seconds >= end
+    draw.text((12, 30), f"{min(seconds, end):.1f} s{', done' if done else ''}", fill=DONE if done else INK, font=small)
+    return drawn
+
+
+def compose(sides: list[list[tuple[float, Image.Image]]]) -> list[Image.Image]:
+    titles = ("One core: KSampler alone", "Two cores: with the node before it")
+    length = max(pictures[-1][0] for pictures in sides)
+    frames = []
+    for i in range(int((length + INTERVAL) / INTERVAL) + 1):
+        halves = [side(title, pictures, i * INTERVAL) for title, pictures in zip(titles, sides, strict=True)]
+        frame = Image.new("RGB", (2 * WIDTH + GAP, halves[0].height), PAPER)
+        for place, half in enumerate(halves):
+            frame.paste(half, (place * (WIDTH + GAP), 0))
+        frames.append(frame)
+    return frames
+
+
+def main() -> None:
+    command = [sys.executable, str(CHECKOUT / ".ci" / "play.py")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        said = ""
+        while not (link := re.search(r"http://127.0.0.1:\S+", said)):
+            line = process.stdout.readline() if process.stdout else ""
+            if not line:
+                sys.exit(f"make play ended with status {process.wait(30)}")
+            said += line
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+            page = browser.new_page(viewport=SIDE)
+            page.set_default_timeout(180_000)
+            page.goto(link[0])
+            sides = record(page)
+            browser.close()
+    finally:
+        process.send_signal(signal.SIGTERM)  # Ctrl-C is ignored by what runs in the background
+        process.wait(30)
+    frames = compose(sides)
+    durations = [round(1000 * INTERVAL)] * (len(frames) - 1) + [round(1000 * LAST)]
+    frames[0].save(TARGET, save_all=True, append_images=frames[1:], duration=durations, loop=0, quality=80, method=4)
+    one, two = (pictures[-1][0] for pictures in sides)
+    print(f"{TARGET}: {TARGET.stat().st_size / 1e6:.2f} MB; {one:.1f} s and {two:.1f} s, {one / two:.2f} times as fast")
+
+
+if __name__ == "__main__":
+    main()
