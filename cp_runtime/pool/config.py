@@ -174,7 +174,7 @@ SETTINGS = {
         options=("auto", "all"), advanced=True, optional=True,
     ),
     "exchange": Setting(
-        "exact", "Data between GPUs",
+        "exact", "data between GPUs",
         "How ranks send tokens to each other for attention. exact = as they are. 8 bit = half of the bytes, for slow links between "
         "GPUs: the picture changes a little, about as with an int8 model. Measure in the panel tells by how much.",
         options=EXCHANGES, advanced=True, optional=True,

@@ -28,7 +28,7 @@ PAPER, INK = "#1f2937", "#f9fafb"  # to be read on a light page and on a dark on
 INK_IN_BARS = "#111827"
 LONGEST = 1 << 20  # characters of a report
 LONGEST_TEXT, MOST_NAMES = 300, 100  # characters of a name or of words in it; streams, or axes
-HOW_TO_MEASURE = "To compare with one device, press Measure in the panel Context Parallel, or run once with world_size 1."
+HOW_TO_MEASURE = "To compare with one device, press Measure in the panel Context Parallel, or run once on one GPU."
 
 
 _ONE_DEVICE = {"world_size": float, "speed": str | None, "seconds_per_step": float, "seconds_per_call": float | None}
