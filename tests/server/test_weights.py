@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused_by_name(pool_server):
     result = pool_server.run(flux_prompt(cp={**CP, "weights": "whole", "memory_per_rank": SHARED_FITS}, **DEEP))
     assert result.status == "error"
     assert "Got whole, with which each of 2 ranks needs" in result.error.exception_message
-    assert "Set weights to auto" in result.error.exception_message
+    assert "Set it to auto" in result.error.exception_message
 
 
 def test_without_a_limit_cpu_ranks_keep_it_whole(pool_server, whole):
