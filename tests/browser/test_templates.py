@@ -211,9 +211,9 @@ def test_advanced_inputs_are_folded_away_on_the_canvas(page):
     assert "Advanced inputs" not in node["inputs"]
 
 
-NAMES = ("4090", "3090", "3090")
+TITLES = ("4090", "3090", "3090")
 FOUND = {
-    "devices": [{"name": f"cuda:{i}", "title": f"RTX {name}", "memory": 24 << 30} for i, name in enumerate(NAMES)],
+    "devices": [{"name": f"cuda:{i}", "title": f"RTX {name}", "memory": 24 << 30} for i, name in enumerate(TITLES)],
     "indirect": ["cuda:0 to cuda:1", "cuda:1 to cuda:0"],
     "reason": None,
 }
