@@ -29,7 +29,8 @@ from torch import Tensor
 from ..engine.collectives import CommStats, wait_for
 from ..engine.measuring import device_name, measure
 from ..engine.mesh import BatchMesh
-from ..errors import ProtocolError
+from ..engine.weights.pages import trim_heap
+from ..errors import PoolTimeout, ProtocolError
 from .board import Board, CancelPoints, start_heartbeat
 from .channel import Channel, Closed, SharedBlock
 from .forking import host_bytes
@@ -60,6 +61,8 @@ from .protocol import TensorPacker, flatten
 from .tensor_cache import TensorCache
 
 log = logging.getLogger("context_parallel.worker")
+
+IDLE = 1.0  # seconds without a message: the next call may take some milliseconds longer
 
 
 class Left(Exception):
@@ -142,7 +145,7 @@ class Worker:
             ProtocolError: what came is no frame, so nobody knows where the next one begins, or which command to report on. Anything
                 else that is wrong with a command is reported.
         """
-        while (frame := self.channel.receive()).kind != Shutdown.__name__:
+        while (frame := self._next()).kind != Shutdown.__name__:
             if frame.kind == Cancel.__name__:  # came after its call had ended
                 continue
             self.cancel_points.restart()
@@ -158,6 +161,13 @@ class Worker:
                 self.cancel_points.end()
             self.board.begin(self.rank)
             self.channel.send(pack(report, frame.seq))
+
+    def _next(self) -> Frame:
+        """Wait for the next message. A rank that has been idle for a while gives its free memory back."""
+        with contextlib.suppress(PoolTimeout):
+            return self.channel.receive(time.monotonic() + IDLE)
+        trim_heap()
+        return self.channel.receive()
 
     def _block(self, frame: Frame) -> Tensor:
         """Return the bytes of a command's tensors, in memory that the controller and all ranks map. Raises ProtocolError: there is

@@ -1,6 +1,8 @@
 """How a rank takes a message, whose tensors lie in memory that it shares with the controller, and what it reports of a call."""
 
 import os
+import socket
+import threading
 import time
 from types import SimpleNamespace
 
@@ -12,7 +14,8 @@ from cp_runtime.controller.run_stats import time_by_rank
 from cp_runtime.engine.collectives import CommStats
 from cp_runtime.errors import ProtocolError
 from cp_runtime.pool.board import Board, CancelPoints
-from cp_runtime.pool.channel import SharedBlock
+from cp_runtime.pool.channel import Channel, SharedBlock
+from cp_runtime.pool.forking import host_bytes
 from cp_runtime.pool.frames import pack, unpack
 from cp_runtime.pool.messages import CallOutcome, Echo, Shutdown, Value
 from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache, owned
@@ -36,7 +39,7 @@ def rank_with(block, *messages, nbytes=0):
     worker.cancel_points = CancelPoints(torch.zeros((), dtype=torch.int64), worker.rank)
     frames = iter([unpack(pack(message, number, nbytes)) for number, message in enumerate([*messages, Shutdown()], 1)])
     sent = []
-    worker.channel = SimpleNamespace(receive=lambda: next(frames), send=lambda frame: sent.append(unpack(frame)))
+    worker.channel = SimpleNamespace(receive=lambda deadline=None: next(frames), send=lambda frame: sent.append(unpack(frame)))
     return worker, sent
 
 
@@ -125,6 +128,22 @@ def test_the_report_on_a_failed_kernel_goes_out_although_the_device_is_lost(bloc
     report = frame.message
     assert (frame.seq, report.kind, report.device_lost) == (1, "RuntimeError", True)
     assert "device-side assert" in report.message
+
+
+def test_a_rank_that_is_idle_gives_free_memory_back(block, monkeypatch):
+    """Also below a piece that is in use, where glibc keeps it."""
+    monkeypatch.setattr("cp_runtime.pool.worker.IDLE", 0.05)
+    worker, _ = rank_with(block)
+    ours, theirs = (Channel(sock) for sock in socket.socketpair())
+    worker.channel = theirs
+    pieces = [torch.zeros(1000) for _ in range(20_000)]
+    in_use, pieces = pieces[-1], None
+    before = host_bytes(os.getpid())
+    timer = threading.Timer(0.3, ours.send, [pack(Shutdown())])
+    timer.start()
+    worker.serve()
+    timer.join()
+    assert before - host_bytes(os.getpid()) > 10_000 * in_use.nbytes
 
 
 def test_memory_that_is_kept_is_the_controllers_and_what_a_rank_writes_there_its_own(block):

@@ -7,7 +7,6 @@ part and one block, and quantised weights stay quantised.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from ...engine.collectives import RankGroup
 from ...engine.weights.blocks import Block
 from ...engine.weights.cast import plain, settle
-from ...engine.weights.pages import give_back, mapped
+from ...engine.weights.pages import give_back, mapped, trim_heap
 from ...engine.weights.sharded import ShardedWeights
 from ...nested import alias
 from ..model.wire_loading import parameters_of
@@ -94,10 +93,3 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         """Return the weights of a block that have patches, patched."""
         names = [path for path in block.slots if PREFIX + path in self.patches]
         return {path: self.patch_weight_to_device(PREFIX + path, device_to, return_weight=True) for path in names}
-
-
-def trim_heap() -> None:
-    """Give this process's free memory back. glibc keeps memory on its heap below a piece that is in use."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

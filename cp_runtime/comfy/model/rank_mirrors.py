@@ -27,6 +27,7 @@ from ...engine.hooks import InstalledPlan
 from ...engine.mesh import BatchMesh, SequenceMesh, reduced
 from ...engine.policy import CallWork
 from ...engine.state import CallState
+from ...engine.weights.pages import trim_heap
 from ...engine.weights.sharded import ShardedWeights
 from ...errors import CompileError, MirrorError
 from ...families import plan_for
@@ -42,7 +43,7 @@ from ..forward.rank_sharded import run_sharded
 from ..memory.rank_file_weights import FileWeightsPatcher, LoadProgress, forget
 from ..memory.rank_quantised import Experts, own_formats, shared_scales
 from ..memory.rank_room import available, room
-from ..memory.rank_shared_weights import SharedWeightsPatcher, trim_heap
+from ..memory.rank_shared_weights import SharedWeightsPatcher
 from ..patches.rank_nodes import ATTACHED, attach_network
 from ..patches.wire_weights import decode_weight_patches
 from .rank_factory import call_factory

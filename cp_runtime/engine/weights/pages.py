@@ -62,3 +62,10 @@ def give_back(weights: Iterable[Tensor], pages: Ranges) -> None:
             end = (part.data_ptr() + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
             if begin < end:
                 libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def trim_heap() -> None:
+    """Give this process's free memory back. glibc keeps memory on its heap below a piece that is in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
