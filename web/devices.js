@@ -8,6 +8,7 @@ const DEVICES = "/context_parallel/devices";
 const ACTIVE = 0; // mode of a node
 
 let found = null;
+let configs = null; // CP Config nodes of the open graph; null = nobody has looked since it changed
 
 /** What the server found: see `found_devices` in cp_runtime/comfy/ranks/ui.py. Asked for once, and again where that failed. */
 export function foundDevices() {
@@ -49,14 +50,19 @@ function widget(node, name) {
   return node.widgets.find((each) => each.name === name);
 }
 
-/** CP Config nodes of the open graph that are at work. */
-function configs() {
-  return graphs().flatMap((graph) => graph.nodes.filter((node) => node.type === "CPConfig" && node.mode === ACTIVE));
+/** CP Config nodes of the open graph that are at work. Events of the server come several times a second: they walk no graph. */
+function working() {
+  configs ??= graphs().flatMap((graph) => graph.nodes.filter((node) => node.type === "CPConfig"));
+  return configs.filter((node) => node.mode === ACTIVE);
+}
+
+function forget() {
+  configs = null;
 }
 
 /** Who chooses: `on`, the names of the devices; `by`, "config" or "panel"; "fixed" where the panel cannot write that. */
 export function choice(settings, devices) {
-  const nodes = configs();
+  const nodes = working();
   if (!nodes.length) return { by: "panel", on: chosen(settings.devices, 0, devices) };
   const each = nodes.map((node) => chosen(widget(node, "devices").value, widget(node, "world_size").value, devices));
   const given = (name) => nodes.some((node) => node.inputs?.some((input) => input.widget?.name === name && input.link !== null));
@@ -70,7 +76,7 @@ export function switchDevice(name, settings, devices, prefer) {
   const text = withOther(on, name, devices);
   if (by === "panel") return prefer({ devices: text });
   app.canvas.emitBeforeChange();
-  for (const node of configs()) {
+  for (const node of working()) {
     widget(node, "devices").value = text;
     widget(node, "world_size").value = 0; // as many as there are names
   }
@@ -78,3 +84,6 @@ export function switchDevice(name, settings, devices, prefer) {
   app.canvas.setDirty(true, true);
   return null;
 }
+
+api.addEventListener("graphChanged", forget);
+app.registerExtension({ name: "context_parallel.devices", afterConfigureGraph: forget });
