@@ -112,6 +112,6 @@ def test_a_call_that_is_repeated_on_one_device_changes_no_bit(changes, server):
     assert report["calls"] == before["calls"]
     assert report["degrees"] == before["degrees"]
     assert report["seconds_per_call_on_one_device"] > 0
-    assert " one device" in report["speed"]
+    assert " one process" in report["speed"]
     assert not server.status()["speed"]["measuring"]
     assert run(server, 2, **changes)[0]["seconds_per_call_on_one_device"] == report["seconds_per_call_on_one_device"]

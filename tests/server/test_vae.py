@@ -84,7 +84,7 @@ class TestVAE:
         assert not {now["pace"] for now in paces} & before
         for now in paces:
             assert now["pace"] == (now["speed"]["seconds_per_call"] or now["last_call"]["seconds"])
-            assert now["speed"]["ranks"] == 2
+            assert now["speed"]["parts"]["ranks"] == 2
 
     @pytest.mark.parametrize("world", [on_ranks(2)])
     def test_what_cannot_run_is_refused_by_name(self, server, world):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...controller.run_stats import Node
 from ..ranks.ui import CONTROLLER
-from .ui_status import ending, status
+from .ui_status import ending, said_of, status
 
 log = logging.getLogger("context_parallel")
 
@@ -67,7 +67,8 @@ class Events:
             self._user = node, self._server.client_id
         for user, client in (before, self._user):
             # The browser leaves a text where it is, and takes no empty one.
-            self._say(ending(self._server, user) or (now["activity"] if user == node else ""), user, client)
+            # One that is followed at once by another says how it ended, too.
+            self._say(ending(self._server, user) or (now["activity"] if user == node else said_of(user)), user, client)
 
     def _look_at_the_prompt(self) -> None:
         """Clear the status of the last run, once a prompt has begun that samples without this pack."""

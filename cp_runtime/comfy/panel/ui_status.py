@@ -92,12 +92,24 @@ def _activity(workers: Workers, loading: tuple[str, float | None] | None) -> str
         return f"compiling blocks on {_ranks(pool, compiling)}…"
     if workers.comparing:
         return "measuring a call on one device…"
-    record, speed = workers.last_call, CONTROLLER.journal.speed
+    record = workers.last_call
     if record is None or record.node != CONTROLLER.journal.node or not pool.alive:
         return ""  # what another node did says nothing about this one
-    outcome = record.reports[0].outcome
-    ranks = f"{pool.world_size} ranks ({axes(outcome.degrees, outcome.at_work)})"
-    if record.choice is not None and record.choice["ranks"] < pool.world_size:
+    return _in_words(record, pool.world_size)
+
+
+def said_of(node: Node | None) -> str:
+    """Return what the last sampling run took, in words, if it was that of a node; else an empty text."""
+    workers, record = CONTROLLER.workers, CONTROLLER.journal.run.last
+    if workers is None or record is None or record.node != node:
+        return ""
+    return _in_words(record, workers.pool.world_size)
+
+
+def _in_words(record: CallRecord, world_size: int) -> str:
+    outcome, speed = record.reports[0].outcome, CONTROLLER.journal.speed
+    ranks = f"{world_size} ranks ({axes(outcome.degrees, outcome.at_work)})"
+    if record.choice is not None and record.choice["ranks"] < world_size:
         ranks = in_words(record.choice)  # else it looks as if the others did not work
     if speed is None or record is not CONTROLLER.journal.run.last:  # of a VAE
         return f"{ranks}, {record.seconds:.3g} s per call"
