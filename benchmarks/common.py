@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,21 +80,40 @@ def models(*names: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def options(text: str | None, quick: str = "", **added: Any) -> argparse.Namespace:
-    """Options of the command line.
+def options(text: str | None, quick: str = "", command: Sequence[str] | None = None, **added: Any) -> argparse.Namespace:
+    """Read the options of the command line.
 
     Args:
         text: of the module, whose first line describes the program.
         quick: what --quick leaves out; no such option without.
-        added: an option each: its default, or what `add_argument` takes.
+        command: in place of the program's own command line.
+        added: an option each: its default (of several values a list, of a flag False), or what `add_argument` takes.
     """
     parser = argparse.ArgumentParser(description=(text or "").partition("\n")[0])
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
-    for name, settings in added.items():
-        settings = settings if isinstance(settings, dict) else {"type": type(settings), "default": settings}
-        parser.add_argument(f"--{name}", **settings)
-    return parser.parse_args()
+    for name, given in added.items():
+        settings = given if isinstance(given, dict) else {"default": given}
+        default = settings.get("default")
+        if default is False:
+            settings = {"action": "store_true", **settings}
+        elif isinstance(default, (list, tuple)):
+            settings = {"type": type(default[0]), "nargs": "+", **settings}
+        elif default is not None:
+            settings = {"type": type(default), **settings}
+        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
+    return parser.parse_args(command)
+
+
+def positive(kind: type[int] | type[float], most: float = 1 << 30) -> Callable[[str], float]:
+    """Return a type of option: a number above 0."""
+
+    def parse(text: str) -> float:
+        if not 0 < kind(text) <= most:
+            raise argparse.ArgumentTypeError(f"got {text}; allowed: a number above 0")
+        return kind(text)
+
+    return parse
 
 
 def run(main: Callable[[], None], of_rank: Callable[..., None]) -> None:

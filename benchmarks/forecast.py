@@ -2,19 +2,18 @@
 
     python benchmarks/forecast.py --model wan14b --tokens 75600 --devices 4 --link pcie4
 
-in a clone. The speed of one device is a guess for its name, or what you say by `--seconds`; the link is that of `LINKS`. Compare
-with `benchmarks/published.py`, where the same formula meets what others measured.
+in a clone. The speed of one device is a guess for its name, or what you say by `--seconds`; the link is that of `LINKS`. In
+docs/generated/scaling.md the same formula meets what others measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-import common  # noqa: F401  (loads the package)
+import common
 
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, Rates
@@ -151,16 +150,18 @@ def best(work: CallWork, devices: int, link: Link, alone: float) -> Forecast:
     return min(forecast(work, devices, link, alone), key=lambda each: each.seconds)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(command: Sequence[str] | None = None) -> None:
     """Print a forecast."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="flux")
-    parser.add_argument("--tokens", type=_count, help="of the whole sequence; the usual size without it")
-    parser.add_argument("--devices", type=_count, default=2)
-    parser.add_argument("--link", choices=LINKS, default="pcie4")
-    parser.add_argument("--seconds", type=_seconds, help="of a step on one of your devices; else a guess")
-    parser.add_argument("--no-cfg", action="store_true", help="one item in a step")
-    options = parser.parse_args(arguments)
+    options = common.options(
+        __doc__,
+        command=command,
+        model={"choices": MODELS, "default": "flux"},
+        tokens={"type": common.positive(int), "help": "of the whole sequence; the usual size without it"},
+        devices={"type": common.positive(int), "default": 2},
+        link={"choices": LINKS, "default": "pcie4"},
+        seconds={"type": common.positive(float), "help": "of a step on one of your devices; else a guess"},
+        no_cfg={"default": False, "help": "one item in a step"},
+    )
     model, link = MODELS[options.model], LINKS[options.link]
     model = replace(model, items=1) if options.no_cfg else model
     work = work_of(model, options.tokens)
@@ -177,18 +178,6 @@ def main(arguments: list[str] | None = None) -> None:
         f"CP Config would take {chosen.mode}: {chosen.speedup:.2f} times as fast as one device.",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
-
-
-def _count(text: str) -> int:
-    if not 1 <= int(text) <= 1 << 30:
-        raise argparse.ArgumentTypeError(f"got {text}; allowed: a whole number from 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    if not 0 < float(text) < inf:
-        raise argparse.ArgumentTypeError(f"got {text}; allowed: seconds above 0")
-    return float(text)
 
 
 if __name__ == "__main__":

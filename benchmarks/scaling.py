@@ -7,21 +7,28 @@ Nothing is run: it takes a second and needs no GPU.
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from functools import cached_property
 from math import log2
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
-from forecast import LINKS, MODELS, Model, best, operations, work_of
-from published import BOUND, TABLES, errors, lacks, replay
+from common import ROOT
+from forecast import LINKS, MODELS, Model, best, operations, pool_of, work_of
 
-from cp_runtime.engine.policy import CallSplit
+from cp_runtime.engine.policy import CallSplit, Run, predict
 
-ROOT = Path(__file__).resolve().parents[1]
 DEVICES = (2, 4, 8, 16, 64)
 SHOWN = {
     "nvlink": "#2563eb", "pcie5": "#059669", "pcie4": "#d97706", "pcie3x8": "#dc2626", "100gbit": "#7c3aed", "25gbit": "#6b7280",
 }  # fmt: skip
 """Links, and their colours."""
 WIDTH, HEIGHT, LEFT, TOP = 340, 300, 46, 34  # pixels of one plot, and where its axes begin
+
+BOUND = 0.15  # of the median of a run; a time beyond it says what the model lacks
+ONLY_PUBLISHED = {"step": Model("StepVideo 30B", 30e9, 48, 48, 128, 75888)}
 
 TEXT = """# Scaling, predicted
 
@@ -64,6 +71,92 @@ step, or milliseconds.
 """
 
 
+class Row(NamedTuple):
+    """A split and what it took, in the unit of the run."""
+
+    split: CallSplit
+    time: float
+
+
+@dataclass(frozen=True)
+class Published:
+    """Times of one model on one machine, as somebody else measured them. The first fits the speed of the device.
+
+    Args:
+        times: "batch (CFG) x ring x ulysses, and what it took", with commas between them.
+        calls, milliseconds: how many calls of the model a time stands for, and its unit, in place of seconds.
+        rotate_method: how the ring of that implementation works.
+        lacks: what the model does not know of, where it is off by more than BOUND: in a few words, a colon, and in a sentence.
+        tokens: where they are not the usual ones of the model; `note` says why.
+    """
+
+    name: str
+    source: str
+    model: str
+    link: str
+    times: str
+    calls: int = 1
+    milliseconds: bool = False
+    rotate_method: str = "alltoall"
+    lacks: str = ""
+    tokens: int | None = None
+    note: str = ""
+
+    @property
+    def rows(self) -> list[Row]:
+        found = []
+        for split, time in (each.split() for each in self.times.split(",")):
+            batch, ring, ulysses = map(int, split.split("x"))
+            found.append(Row(CallSplit(tuple(range(batch * ring * ulysses)), batch, ring, ulysses), float(time)))
+        return found
+
+    def predicted(self, split: CallSplit, flops: float) -> float:
+        """Return what a split takes on devices of that speed, in the unit of the times."""
+        work = work_of({**MODELS, **ONLY_PUBLISHED}[self.model], self.tokens)
+        alone, one = operations(work) / flops, CallSplit((0,), 1, 1, 1)
+        pool = pool_of(split.at_work, LINKS[self.link], flops, self.rotate_method, rounds=1)
+        return predict(work, pool, split, one, Run(alone, alone, 0.0)) * self.calls * (1e3 if self.milliseconds else 1)
+
+    @cached_property
+    def replay(self) -> list[Replay]:
+        """Every row but the first, predicted from the first."""
+        (first, *others), low, high = self.rows, 1e9, 1e18
+        for _ in range(100):  # halving the interval finds the operations per second with which the model gives the first row
+            flops = (low * high) ** 0.5
+            low, high = (flops, high) if self.predicted(first.split, flops) > first.time else (low, flops)
+        return [Replay(row, self.predicted(row.split, high), self) for row in others]
+
+    def errors(self) -> tuple[float, float]:
+        """Return (median, worst) of the errors, without their signs."""
+        found = [abs(each.error) for each in self.replay]
+        return median(found), max(found)
+
+
+class Replay(NamedTuple):
+    """A row, and what the model makes of it."""
+
+    row: Row
+    predicted: float
+    run: Published
+
+    @property
+    def error(self) -> float:
+        """Relative, positive where the model is too slow."""
+        return self.predicted / self.row.time - 1
+
+    @property
+    def lacks(self) -> str:
+        """What the model does not know of, in a few words; empty for a row that it meets."""
+        return self.run.lacks.partition(":")[0] if abs(self.error) > BOUND else ""
+
+    def __str__(self) -> str:
+        error = f"**{self.error:+.1%}**" if self.lacks else f"{self.error:+.1%}"
+        return f"{self.row.time:g}/{float(f'{self.predicted:.3g}'):g} {error}"
+
+
+PUBLISHED = [Published(**each) for each in json.loads(Path(__file__).with_name("published.json").read_text())]
+
+
 def links() -> str:
     lines = ["| Link | GB/s | Latency, µs | Operations per second |", "|---|---|---|---|"]
     for name in SHOWN:
@@ -77,11 +170,6 @@ def short(split: CallSplit) -> str:
     """A split in short, as C2·U4·R2; empty for one device."""
     degrees = {"C": split.batch, "U": split.ulysses, "R": split.ring}
     return "·".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
-
-
-def rounded(value: float) -> str:
-    """Three digits, without an exponent."""
-    return f"{float(f'{value:.3g}'):g}"
 
 
 def table() -> str:
@@ -103,31 +191,27 @@ def table() -> str:
 def published_runs(model: Model) -> list[str]:
     """What others measured of that model, against one device of theirs."""
     lines = []
-    for each in TABLES:
+    for each in PUBLISHED:
         alone = each.rows[0]
-        if each.model.name != model.name or alone.split.at_work != 1:
+        if MODELS.get(each.model) is not model or alone.split.at_work != 1:
             continue
         found, missing = [], ""
-        runs = replay(each)
+        runs = each.replay
         for devices in sorted({one.row.split.at_work for one in runs}):
             fastest = min((one for one in runs if one.row.split.at_work == devices), key=lambda one: one.row.time)
             found.append(f"{alone.time / fastest.row.time:.2f} ({alone.time / fastest.predicted:.2f}) on {devices}")
-            missing = lacks(each, fastest.error) or missing
-        lines.append(f"- {each.name}, {each.link.name}: {', '.join(found)}{f'; lacks {missing}' if missing else ''}")
+            missing = fastest.lacks or missing
+        lines.append(f"- {each.name}, {LINKS[each.link].name}: {', '.join(found)}{f'; lacks {missing}' if missing else ''}")
     return lines or ["No published run on several devices was found."]
 
 
 def world() -> str:
     lines, notes = [], {}
-    for each in TABLES:
+    for each in PUBLISHED:
         first = each.rows[0]
-        times = [f"{short(first.split) or '1'} {first.time:g}"]
-        for found in replay(each):
-            split, time = found.row
-            error = f"**{found.error:+.1%}**" if lacks(each, found.error) else f"{found.error:+.1%}"
-            times.append(f"{short(split)} {time:g}/{rounded(found.predicted)} {error}")
-        middle, worst = errors(each)
-        note = f" [{notes.setdefault(each.missing, len(notes) + 1)}]" if each.missing else ""
+        times = [f"{short(first.split) or '1'} {first.time:g}", *(f"{short(one.row.split)} {one}" for one in each.replay)]
+        middle, worst = each.errors()
+        note = f" [{notes.setdefault(each.lacks, len(notes) + 1)}]" if each.lacks else ""
         lines.append(f"| {each.name}{note} | {each.source} | {', '.join(times)} | {middle:.1%}, {worst:.1%} |")
     return "\n".join([*lines, "", *(f"- [{number}] lacks {missing}" for missing, number in notes.items())]) + "\n"
 

@@ -42,3 +42,17 @@ def test_a_ratio_begins_with_the_name_of_its_benchmark(tmp_path, monkeypatch):
         common.show("case", {"ratio": 1.0})
         ((noted, _),) = map(json.loads, (tmp_path / name).read_text().splitlines())
         assert noted.partition(",")[0].replace(" ", "_") == name
+
+
+def test_an_option_takes_kind_and_number_of_its_values_from_its_default():
+    words = {"choices": ("a", "b"), "default": ("a", "b")}
+    added = {"many": [1], "words": words, "flag": False, "two_words": 1.5, "none": {"type": int, "help": "of no default"}}
+    found = common.options("Text.", "less", ["--many", "3", "4", "--words", "b", "--flag", "--two-words", "2"], **added)
+    assert vars(found) == {"quick": False, "many": [3, 4], "words": ["b"], "flag": True, "two_words": 2.0, "none": None}
+    assert vars(common.options("Text.", command=[], **added)) == {
+        "many": [1],
+        "words": ("a", "b"),
+        "flag": False,
+        "two_words": 1.5,
+        "none": None,
+    }
