@@ -81,8 +81,7 @@ def main() -> None:
     comfyui = common.comfyui()
     show("batch", **common.machine(), ranks=options.ranks, CFG=4)
     with common.models() as models, contextlib.ExitStack() as stack:
-        large = checkpoints.Checkpoint(architecture=checkpoints.Flux(hidden=1024, double_blocks=2, single_blocks=4))
-        checkpoints.write("flux_large", models, checkpoint=large, file_stem="flux_bench")
+        checkpoints.write_flux("flux_bench", models, hidden=1024, double_blocks=2, single_blocks=4)
         subprocess.run(
             [sys.executable, "-m", "support.models", str(models / "diffusion_models"), "unet-bench"],
             cwd=ROOT / "tests", env={**os.environ, "PYTHONPATH": str(comfyui)}, check=True, capture_output=True,

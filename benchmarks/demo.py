@@ -123,9 +123,8 @@ def main() -> None:
     began = time.monotonic()
     common.show("demo", **common.machine(), threads_per_rank=1)
     print("writing a checkpoint: Flux architecture, hidden 1024, 2 double and 4 single blocks, random weights", flush=True)
-    demo = checkpoints.Checkpoint(architecture=checkpoints.Flux(hidden=1024, double_blocks=2, single_blocks=4))
     with common.models() as models:
-        checkpoints.write("flux_large", models, checkpoint=demo, file_stem="flux_demo")
+        checkpoints.write_flux("flux_demo", models, hidden=1024, double_blocks=2, single_blocks=4)
         print(f"starting ComfyUI; {(options.size // 16) ** 2 + TEXT_TOKENS} tokens per step", flush=True)
         arguments = ["--use-pytorch-cross-attention"]
         with ComfyServer(comfyui, models=models, args=arguments, env={"OMP_NUM_THREADS": "1"}) as server:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 
 import common
+from support import checkpoints
 from support.graphs import flux_prompt
 from support.processes import pss
 from support.server import ComfyServer
@@ -21,8 +22,8 @@ TARGET_GB = 1.6  # for a checkpoint of 1 GB
 def main() -> None:
     options = common.options(__doc__, ranks=2)
     cp = {"world_size": options.ranks}
-    with common.models("flux", "flux_large") as models, ComfyServer(common.comfyui(), models=models) as server:
-        gigabytes = (models / "diffusion_models" / "flux_large.safetensors").stat().st_size / 1e9
+    with common.models("flux") as models, ComfyServer(common.comfyui(), models=models) as server:
+        gigabytes = checkpoints.write_flux("flux_large", models, hidden=1024, double_blocks=4, single_blocks=8).stat().st_size / 1e9
 
         def total() -> float:
             return sum(pss(pid) for pid in (server.pid, *server.worker_pids())) / 1e9

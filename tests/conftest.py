@@ -101,7 +101,7 @@ def comfyui_path() -> Path:
 def checkpoints_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ComfyUI `models` folder that holds every tiny checkpoint and LoRA file (220 MB, written in two seconds of a core)."""
     models = tmp_path_factory.mktemp("models")
-    names = [*(name for name in checkpoints.CHECKPOINTS if name != "flux_large"), *checkpoints.LORAS]
+    names = [*checkpoints.CHECKPOINTS, *checkpoints.LORAS]
     shared_models.provide(models, partial(checkpoints.write_all, names))
     for folder in ("vae", "vae_approx"):  # a server that has looked for one in vain does not look again
         (models / folder).mkdir(exist_ok=True)

@@ -6,11 +6,9 @@ Ranks share the card, so that the device holds a model per rank.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,13 +16,12 @@ import torch
 from support import checkpoints
 from support.graphs import flux_prompt
 from support.package import load_package
-from support.processes import pss, rss
-from support.server import ComfyServer
+from support.processes import descendants, pss, rss
 from support.server_events import Result
 from torch import nn
 
 from .section import Section
-from .server import TIMEOUT, start, used_device_memory
+from .server import TIMEOUT, Server, largest, new_models, used_device_memory
 
 load_package()
 
@@ -42,27 +39,24 @@ SETTLE = 2.0  # seconds until memory that was given back is seen
 
 
 def run(section: Section) -> None:
-    """A result per step."""
+    """Report on every step."""
     checkpoints.CHECKPOINTS[BIG] = checkpoints.Checkpoint(architecture=SMALL if section.rehearse else FULL, repeated=True)
     checkpoints.LORAS[LORA] = checkpoints.Lora(base=BIG, seed=1)
     with section.part("pinned weights"):
         _pinned(section)
-    with tempfile.TemporaryDirectory() as folder:
-        models = Path(folder)
-        checkpoints.write("flux", models)
-        checkpoints.write(LORA, models, dtype=torch.bfloat16, file_stem=LORA)
-        file = checkpoints.write(BIG, models, dtype=torch.bfloat16, file_stem=BIG)
-        with start(section, models, "--bf16-unet") as server:
-            Steps(section, server).run(file.stat().st_size / 1e9)
-        left = max(0.0, torch.cuda.mem_get_info()[1] / (1 << 30) - (REHEARSED_CAP if section.rehearse else CAP))
-        short = ["--disable-dynamic-vram", "--reserve-vram", f"{left:.2f}"]
-        for name, arguments in (("little device memory", short), ("--highvram", ["--highvram"])):
-            if not section.few:
-                with section.part(name), start(section, models, "--bf16-unet", *arguments) as server:
-                    steps = Steps(section, server)
-                    steps.step(f"{name}: stock", cp=None)
-                    steps.step(f"{name}: small, then", steps.side // 2)
-                    steps.step(f"{name}: large", 2 * steps.side)
+    models = new_models()
+    checkpoints.write("flux", models)
+    file, _ = (checkpoints.write(name, models, dtype=torch.bfloat16, file_stem=name) for name in (BIG, LORA))
+    with Steps(section, models, "--bf16-unet") as server:
+        server.all_steps(file.stat().st_size / 1e9)
+    left = max(0.0, torch.cuda.mem_get_info()[1] / (1 << 30) - (REHEARSED_CAP if section.rehearse else CAP))
+    short = ["--disable-dynamic-vram", "--reserve-vram", f"{left:.2f}"]
+    for name, arguments in (("little device memory", short), ("--highvram", ["--highvram"])):
+        if not section.few:
+            with section.part(name), Steps(section, models, "--bf16-unet", *arguments) as server:
+                server.step(f"{name}: stock", cp=None)
+                server.step(f"{name}: small, then", server.side // 2)
+                server.step(f"{name}: large", 2 * server.side)
 
 
 def _pinned(section: Section) -> None:
@@ -81,18 +75,14 @@ def _pinned(section: Section) -> None:
     section.check("pinned weights", good, MB=size / 1e6, taken_MB=taken / 1e6, left_MB=left / 1e6)
 
 
-class Steps:
-    """Does something on a server, and notes time and memory."""
+class Steps(Server):
+    """A server that does one thing after the other, and notes time and memory."""
 
-    def __init__(self, section: Section, server: ComfyServer) -> None:
-        self.section, self.server = section, server
-        self.side = 256 if section.rehearse else 1024
-
-    def run(self, size: float) -> None:
-        """All steps on one server; `size` is that of the checkpoint, in GB."""
+    def all_steps(self, size: float) -> None:
+        """Do every step; `size` is that of the checkpoint, in GB."""
         section = self.section
         self.prompt(64, ckpt="flux")
-        self.free()
+        self.free_and_wait()
         base, device = self.host(), used_device_memory()
         section.add("server and ranks without a model", host_GB=base, device_GB=device)
         self.step("load and first prompt")
@@ -105,33 +95,37 @@ class Steps:
         self.step("larger picture", 2 * self.side)
         self.step("stock graph on the same server", cp=None)
         self.step("ranks again")
-        self.shared()
-        peak = max(rss(worker.pid) for worker in self.server.workers()) / 1e9
+        self.placements()
+        peak = max(rss(worker.pid) for worker in self.workers()) / 1e9
         section.add("resident memory of the largest rank, shared pages included", GB=peak)
-        self.measured("/free", self.free)
+        self.note("/free", self.free_and_wait)
         left = used_device_memory() - device
         section.check("left after /free", left <= LEFT, device_GB=left, host_GB=self.host() - base)
 
-    def shared(self) -> None:
+    def placements(self) -> None:
         """Weights of which every rank keeps a part: the same latent, and less of the device."""
         latents, device = {}, {}
         for weights in ("whole", "sharded", "offloaded"):
-            result = self.step(f"weights {weights}", cp={**self.section.ranks(2), "weights": weights})
+            result = self.step(f"weights {weights}", cp={**self.cp, "weights": weights})
             if result is not None:
-                latents[weights], device[weights] = self.server.latent(result), used_device_memory()
+                latents[weights], device[weights] = self.latent(result), used_device_memory()
         for weights in ("sharded", "offloaded"):
             with self.section.part(f"weights {weights}"):
-                difference = float((latents[weights] - latents["whole"]).abs().max() / latents["whole"].std())
-                saved = device["whole"] - device[weights]
+                difference, saved = largest(latents[weights], latents["whole"]), device["whole"] - device[weights]
                 good = difference <= 1e-5 and (self.section.rehearse or saved > 0)
                 self.section.check(f"weights {weights} against whole", good, difference=difference, saved_GB=saved)
 
-    def step(self, name: str, side: int | None = None, **settings: Any) -> Result | None:
-        """A prompt, as `prompt` takes it."""
-        return self.measured(name, partial(self.prompt, side, **settings))
+    @property
+    def side(self) -> int:
+        """Of the pictures, in pixels."""
+        return 256 if self.section.rehearse else 1024
 
-    def measured(self, name: str, act: Callable[[], Any]) -> Any:
-        """One result; an error of the step is one, too. Returns what the step returns."""
+    def step(self, name: str, side: int | None = None, **settings: Any) -> Result | None:
+        """Run a prompt, as `prompt` takes it, and report on it. Returns None where it failed."""
+        return self.note(name, partial(self.prompt, side, **settings))
+
+    def note(self, name: str, act: Callable[[], Any]) -> Any:
+        """Report on a step; an error of it is a result, too. Returns what the step returns."""
         with self.section.part(name):
             began = time.monotonic()
             done = act()
@@ -140,17 +134,16 @@ class Steps:
             return done
 
     def prompt(self, side: int | None = None, ckpt: str = BIG, **settings: Any) -> Result:
-        """A prompt of one step that must succeed."""
+        """Run a prompt of one step that must succeed."""
         side = side or self.side
-        graph = flux_prompt(ckpt=ckpt, width=side, height=side, steps=1, **{"cp": self.section.ranks(2), **settings})
-        return self.server.run(graph, timeout=TIMEOUT).check()
+        graph = flux_prompt(ckpt=ckpt, width=side, height=side, steps=1, **{"cp": self.cp, **settings})
+        return self.run(graph, timeout=TIMEOUT).check()
 
-    def free(self) -> None:
-        """As the button of ComfyUI."""
-        self.server.free()
+    def free_and_wait(self) -> None:
+        """Do what ComfyUI's button does."""
+        self.free()
         time.sleep(SETTLE)
 
     def host(self) -> float:
         """GB that the server and the ranks hold together, and the process that they are forked from."""
-        pids = [self.server.pid, *(child.pid for child in psutil.Process(self.server.pid).children(recursive=True))]
-        return sum(pss(pid) for pid in pids) / 1e9
+        return sum(pss(pid) for pid in (self.pid, *(child.pid for child in descendants(self.pid)))) / 1e9

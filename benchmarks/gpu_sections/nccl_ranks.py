@@ -18,9 +18,9 @@ from support.ranks import run_ranks
 from support.vae_graphs import vae_prompt
 
 from . import modes
-from .faults import FAULTS, struck
+from .faults import FAULTS, StruckServer
 from .section import NEEDS_SEVERAL, Section
-from .server import compare, write_models
+from .server import new_models, write_models
 
 load_package()
 
@@ -33,7 +33,7 @@ STRUCK = ("SIGKILL in a call", "out of device memory, until room is made", "out 
 
 
 def run(section: Section) -> None:
-    """Whether it works; then attention, groups, and a server."""
+    """Report whether it works; then on attention, groups, and a server."""
     place = {"device": section.device, "backend": "nccl"}
     try:
         rates, *_ = run_ranks(LINK, RANKS, "256", timeout=60, **place)
@@ -59,20 +59,17 @@ def groups(section: Section, **place: str) -> None:
 
 def serve(section: Section, ranks: int, cp: dict[str, Any]) -> None:
     """A real server whose pool has these inputs of CP Config: every way to share a call, VAEs by rows, kill, no memory, Cancel."""
-
-    def write(models: Path) -> None:
+    with section.part("server"):
+        models = new_models()
         checkpoints.write_all(card_cases.CHECKPOINTS, models)
         write_models("support.vaes", models, *sorted({name for name, _ in card_cases.VAES}))
-
-    with section.part("server"), struck(section, cp, write, "--fp32-vae", env={ONE_CARD: "1"}) as ours:
-        server = ours.server
-        for name, (graph, own) in card_cases.cases(ranks).items():
-            compare(server, section, name, graph(), graph(cp={**cp, **own}))
-        for file, method in card_cases.VAES:
-            shared = vae_prompt(file, method, "exact", world=0, **cp)
-            compare(server, section, f"{file}, {method} by rows", vae_prompt(file, method), shared)
-        backend = server.get("/context_parallel/status")["backend"]
-        section.check("backend", backend == "nccl", found=backend)
-        for name in STRUCK:
-            ours.strike(name, FAULTS[name])
-        ours.cancel()
+        with StruckServer(section, models, "--fp32-unet", "--fp32-vae", cp=cp, env={ONE_CARD: "1"}) as server:
+            server.compare_cases(card_cases.cases(ranks))
+            for file, method in card_cases.VAES:
+                shared = vae_prompt(file, method, "exact", world=0, **cp)
+                server.compare(f"{file}, {method} by rows", vae_prompt(file, method), shared)
+            backend = server.status()["backend"]
+            section.check("backend", backend == "nccl", found=backend)
+            for name in STRUCK:
+                server.strike(name, FAULTS[name])
+            server.cancel()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +26,70 @@ ROUNDING = 1.2
 TIMEOUT = 90.0  # seconds of a prompt; the section's own limit is shorter where it must be
 COMFYUI = Path(os.environ["COMFYUI_PATH"])
 
+Cases = Mapping[str, tuple[partial[Prompt], Mapping[str, Any]]]
+"""Graphs, and inputs of CP Config with them, as in `support.card_cases`."""
 
-def start(section: Section, models: Path, *arguments: str, env: Mapping[str, str] | None = None) -> ComfyServer:
-    """A server to be used in a with statement. On a GPU float32 is float32: without TF32, as on the CPU."""
-    cpu = section.device == "cpu"
-    page = models / "front" / "index.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text("<html></html>")
-    return ComfyServer(
-        COMFYUI,
-        models=models,
-        args=["--front-end-root", str(page.parent), "--use-pytorch-cross-attention", *arguments],
-        env={**_path(DETECTION), "NVIDIA_TF32_OVERRIDE": "0", **({stand_in.VARIABLE: None} if cpu else {}), **(env or {})},
-        cpu=cpu,
-    )
+
+class Server(ComfyServer):
+    """A server whose results a section compares. On a GPU float32 is float32: without TF32, as on the CPU.
+
+    Args:
+        models: folder of the models.
+        arguments: of ComfyUI's command line.
+        cp: inputs of CP Config; by default for two ranks that share the device.
+    """
+
+    def __init__(
+        self,
+        section: Section,
+        models: Path,
+        *arguments: str,
+        cp: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.section, self.cp = section, section.ranks(2) if cp is None else dict(cp)
+        page = models / "front" / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text("<html></html>")
+        cpu = section.device == "cpu"
+        super().__init__(
+            COMFYUI,
+            models=models,
+            args=["--front-end-root", str(page.parent), "--use-pytorch-cross-attention", *arguments],
+            env={**_path(DETECTION), "NVIDIA_TF32_OVERRIDE": "0", **({stand_in.VARIABLE: None} if cpu else {}), **(env or {})},
+            cpu=cpu,
+        )
+
+    def measured(self, prompt: Prompt) -> tuple[Tensor, Result]:
+        """Run a prompt that must succeed; return its latent, in float32."""
+        result = self.run(prompt, timeout=TIMEOUT).check()
+        return self.latent(result).float(), result
+
+    def compare(self, name: str, stock: Prompt, ours: Prompt) -> Tensor | None:
+        """Report on two graphs in float32. Returns the latent of the stock graph, unless it failed."""
+        expected = None
+        with self.section.part(name):
+            (expected, before), (out, after) = self.measured(stock), self.measured(ours)
+            difference = largest(out, expected)
+            good = out.shape == expected.shape and difference <= LARGEST
+            self.section.check(name, good, largest=difference, stock_seconds=before.seconds, seconds=after.seconds)
+        return expected
+
+    def compare_cases(self, cases: Cases, kind: str = "") -> dict[str, Tensor]:
+        """Report on cases in float32; return the latents of the stock graphs that ran."""
+        found = {name: self.compare(name + kind, graph(), graph(cp={**self.cp, **own})) for name, (graph, own) in cases.items()}
+        return {name: stock for name, stock in found.items() if stock is not None}
+
+    def compare_rounding(self, name: str, stock: Prompt, ours: Prompt, exact: Tensor) -> None:
+        """Report on two graphs in another precision: the distance to the exact latent, relative to that of the stock one."""
+        with self.section.part(name):
+            ratio = over_stock(self.measured(ours)[0], self.measured(stock)[0], exact)
+            self.section.check(name, ratio <= ROUNDING, rms_over_stock=ratio)
+
+
+def new_models() -> Path:
+    """Make a folder for models. The runner removes it with everything else that a section leaves."""
+    return Path(tempfile.mkdtemp())
 
 
 def write_models(program: str, out: Path, *names: str) -> str:
@@ -57,35 +109,9 @@ def _path(first: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH", ""))))}
 
 
-def sample(server: ComfyServer, prompt: Mapping[str, Any]) -> tuple[Tensor, Result]:
-    """Run a prompt that must succeed; its latent, in float32."""
-    result = server.run(prompt, timeout=TIMEOUT).check()
-    return server.latent(result).float(), result
-
-
 def largest(out: Tensor, expected: Tensor) -> float:
     """Difference, relative to the standard deviation of what was expected."""
     return ((out - expected).abs().max() / expected.std()).item()
-
-
-def compare(server: ComfyServer, section: Section, name: str, stock: Prompt, ours: Prompt) -> Tensor | None:
-    """Report on two graphs in float32. Returns the latent of the stock graph, unless it failed."""
-    expected = None
-    with section.part(name):
-        expected, before = sample(server, stock)
-        out, after = sample(server, ours)
-        difference = largest(out, expected)
-        good = out.shape == expected.shape and difference <= LARGEST
-        section.check(name, good, largest=difference, stock_seconds=before.seconds, seconds=after.seconds)
-    return expected
-
-
-def compare_rounding(server: ComfyServer, section: Section, name: str, stock: Prompt, ours: Prompt, exact: Tensor) -> None:
-    """Report on two graphs in another precision: the distance to the exact latent, relative to that of the stock one."""
-    with section.part(name):
-        theirs, out = sample(server, stock)[0], sample(server, ours)[0]
-        ratio = over_stock(out, theirs, exact)
-        section.check(name, ratio <= ROUNDING, rms_over_stock=ratio)
 
 
 def over_stock(out: Tensor, stock: Tensor, exact: Tensor) -> float:

@@ -11,18 +11,32 @@ CHECKPOINTS = ("flux", "flux_lora", "wan_t2v")
 VAES = (("wan", "decode"), ("ltxv", "decode"), ("ltxv", "encode"), ("kl", "decode"))
 """By rows: file and method."""
 
+Cases = dict[str, tuple[partial[Prompt], dict[str, Any]]]
+"""Graphs, and inputs of CP Config with them."""
 
-def cases(ranks: int) -> dict[str, tuple[partial[Prompt], dict[str, Any]]]:
-    """Graphs, and inputs of CP Config with them. Those of the same inputs follow each other: others start other ranks."""
+
+def on_one_mesh() -> Cases:
+    """Cases that run on the same ranks and with the same weights: others start other ranks."""
     return {
         "Flux": (partial(flux_prompt), {}),
         "Flux, CFG, batch, odd size": (partial(flux_prompt, cfg=4.0, batch=2, width=72, height=104, tokens=13), {}),
+        "Flux, sequence only": (partial(flux_prompt, cfg=4.0, width=72), {"batch_degree": 1}),
         "Flux, mask": (partial(flux_prompt, attention_mask="bias"), {}),
+        "Flux, mask over keys": (partial(flux_prompt, attention_mask="key", tokens=13), {}),
         "Flux, ControlNet": (partial(flux_prompt, control={}, cfg=4.0), {}),
         "Flux, LoRA": (partial(flux_prompt, loras=["flux_lora"]), {}),
         "Flux, LoRA changed": (partial(flux_prompt, loras=[("flux_lora", 0.5)]), {}),
-        "Wan, CFG": (partial(wan_prompt, cfg=4.0), {}),
+        "Flux, LoRA behind Apply": (partial(flux_prompt, loras=[("flux_lora", 0.7)], apply_after_lora=False), {}),
+        "Wan": (partial(wan_prompt, cfg=4.0), {}),
+        "Wan, odd size": (partial(wan_prompt, width=72, height=56, frames=5, tokens=15), {}),
         "Wan, sequence only": (partial(wan_prompt, cfg=4.0), {"batch_degree": 1}),
+    }
+
+
+def cases(ranks: int) -> Cases:
+    """All cases. Those of the same inputs follow each other."""
+    return {
+        **on_one_mesh(),
         "Flux, ring": (partial(flux_prompt), {"ring_degree": ranks, "ulysses_degree": 1}),
         "Flux, a team": (partial(flux_prompt), {"ranks_per_call": "auto"}),
         "Flux, sharded weights": (partial(flux_prompt), {"weights": "sharded"}),

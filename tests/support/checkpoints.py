@@ -82,7 +82,6 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     },
     "flux_fp8_checkpoint": Checkpoint(architecture=Flux(hidden=256), quantization="fp8", prefix="model.diffusion_model."),
     "flux_controlnet": Checkpoint(architecture=FluxControlNet(hidden=256, double_blocks=1, single_blocks=1), folder="controlnet"),
-    "flux_large": Checkpoint(architecture=Flux(hidden=1024, double_blocks=4, single_blocks=8)),
     "wan_t2v": Checkpoint(architecture=Wan()),
     "wan_t2v_low": Checkpoint(architecture=Wan(), seed=1),
     "wan_t2v_fp8_scaled": Checkpoint(architecture=Wan(), quantization="fp8_scaled"),
@@ -226,3 +225,12 @@ def write(
 def write_all(names: Iterable[str], out: Path, *, dtype: torch.dtype = torch.float32) -> list[Path]:
     """`write` for every name."""
     return [write(name, out, dtype=dtype) for name in names]
+
+
+def write_flux(
+    name: str, out: Path, hidden: int, double_blocks: int, single_blocks: int, *, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write `<name>.safetensors`, a Flux of any size, as `Checkpoint.repeated`; return its path."""
+    architecture = Flux(hidden=hidden, double_blocks=double_blocks, single_blocks=single_blocks)
+    checkpoint = Checkpoint(architecture=architecture, repeated=True)
+    return write(name, out, dtype=dtype, file_stem=name, checkpoint=checkpoint)
