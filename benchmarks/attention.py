@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import common
 import diffusers_cp
@@ -46,30 +47,47 @@ MODES = {
 }
 
 
+class Layer:
+    """One attention over the tokens of all ranks, by both packages.
+
+    Attributes:
+        expected: what one process makes of it, `[B, S, H, D]`; of this rank's queries.
+    """
+
+    def __init__(self, tokens: int, mesh: SequenceMesh) -> None:
+        torch.manual_seed(tokens)
+        whole = [torch.randn(1, tokens, HEADS, HEAD_DIM) for _ in range(3)]
+        self._mesh, self._layout = mesh, JointLayout((tokens,), mesh.size)
+        self.local = [self._layout.take_local(tensor, mesh.rank, 1) for tensor in whole]
+        q, k, v = (tensor.transpose(1, 2) for tensor in (self.local[0], *whole[1:]))
+        self.expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    def ours(self, ring: int, ulysses: int, **settings: Any) -> Callable[[], Tensor]:
+        """Return a call of this package's; `settings` are those of a sequence."""
+        config = SequenceSettings(**settings).with_degrees(ring, ulysses)
+        return partial(context_parallel_attention, *self.local, q_layout=self._layout, mesh=self._mesh, config=config)
+
+    def theirs(self, ring: int, ulysses: int, anything: bool = False) -> Callable[[], Tensor]:
+        """Return a call of diffusers'."""
+        config = diffusers_cp.parallel_config(ring, ulysses, anything)
+        return partial(dispatch_attention_fn, *self.local, backend=diffusers_cp.BACKEND, parallel_config=config)
+
+
 def measure(mode: str, tokens: int, repetitions: int) -> None:
     """Check, weigh and time one mode; report a row for each of our methods."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world, mesh = dist.get_world_size(), SequenceMesh(dist.group.WORLD)
     ring, ulysses = MODES[mode](world)
     anything = mode.endswith("anything")
     tokens += anything  # odd, so that no world size divides it
-    torch.manual_seed(tokens)
-    whole = [torch.randn(1, tokens, HEADS, HEAD_DIM) for _ in range(3)]
-    layout, mesh = JointLayout((tokens,), world), SequenceMesh(dist.group.WORLD)
-    local = [layout.take_local(tensor, rank, 1) for tensor in whole]
-    theirs = diffusers_cp.parallel_config(ring, ulysses, anything)
-    variants = {"diffusers": partial(dispatch_attention_fn, *local, backend=diffusers_cp.BACKEND, parallel_config=theirs)}
-    methods = ("alltoall", "allgather") if ring > 1 else ("allgather",)
-    for method in methods:
-        config = SequenceSettings(rotate_method=method).with_degrees(ring, ulysses)
-        variants[method] = partial(context_parallel_attention, *local, q_layout=layout, mesh=mesh, config=config)
-    q, k, v = (tensor.transpose(1, 2) for tensor in (local[0], *whole[1:]))
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    layer, methods = Layer(tokens, mesh), ("alltoall", "allgather") if ring > 1 else ("allgather",)
+    variants = {"diffusers": layer.theirs(ring, ulysses, anything)}
+    variants |= {method: layer.ours(ring, ulysses, rotate_method=method) for method in methods}
     extra, sent = {}, {}
     for name, call in variants.items():
         mesh.stats.reset()
-        check(f"{mode}, {tokens} tokens, {name}", call(), expected, TOLERANCE)
+        check(f"{mode}, {tokens} tokens, {name}", call(), layer.expected, TOLERANCE)
         sent[name] = mesh.stats.bytes_sent / 1e6
-        extra[name] = peak_extra_bytes(call, local) / 1e6
+        extra[name] = peak_extra_bytes(call, layer.local) / 1e6
     times = alternate(variants, repetitions)
     for method in methods:
         (ratio, *quartiles), memory = times["diffusers"].over(times[method]), extra[method] / extra["diffusers"]
@@ -113,7 +131,7 @@ def main() -> None:
     options = common.options(
         __doc__,
         "the shorter sequence and few repetitions: a minute",
-        ranks={"type": int, "nargs": "+", "default": [2, 4]},
+        ranks=[2, 4],
         tokens={"type": int, "nargs": "+", "help": f"default: {' '.join(map(str, REPETITIONS))}"},
         modes={"nargs": "+", "choices": MODES, "default": list(MODES)},
         repetitions={"type": int, "help": "default: more of the shorter ones"},

@@ -21,27 +21,25 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import common
+import diffusers_cp
 import torch
 import torch.distributed as dist
+from alternating import alternate, check, keep_freed_memory
+from attention import HEAD_DIM, HEADS, Layer
+from flux_step import TEXT_TOKENS, Step
 from support.ranks import report
 from torch import Tensor
 
-from cp_runtime import ContextParallelConfig, apply_context_parallel
-from cp_runtime.engine.attention.context_parallel import context_parallel_attention
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import ROUNDS, AttentionShape, DegreePlanner
 from cp_runtime.engine.measuring import measure
 from cp_runtime.engine.mesh import SequenceMesh
-from cp_runtime.engine.sharding import JointLayout
 
 NAMESPACE, BRIDGE, INTERFACE = "cp-links-{}", "cp-links", "eth0"
 CLONE_NEWNET = 0x40000000  # of the kernel's sched.h
@@ -50,7 +48,7 @@ LINKS = {"free": 0.0, "quarter": 0.25, "half": 0.5, "equal": 1.0, "double": 2.0,
 BOTH_WAYS = 2.0  # TCP gets half of a limit that it fills both ways
 BURST = 64 << 10  # bytes that pass at once
 QUEUE = 64 << 20  # bytes that wait; what is dropped would be sent again
-HEADS, HEAD_DIM, TOKENS, TEXT_TOKENS = 8, 64, 4096, 256
+TOKENS = 4096
 TOLERANCE = 1e-4
 MODEL = dict(
     in_channels=16,
@@ -62,8 +60,7 @@ MODEL = dict(
     pooled_projection_dim=64,
     axes_dims_rope=(16, 24, 24),
 )
-RINGS = {"ring": {"rotate_method": "alltoall"}, "ring allgather": {"rotate_method": "allgather"}}
-Variants = dict[str, Callable[[], Tensor]]
+RINGS = {"ring": "alltoall", "ring allgather": "allgather"}
 
 
 def command(*words: object) -> None:
@@ -109,89 +106,31 @@ def limit(bandwidth: float) -> None:
     dist.barrier()
 
 
-def attention_variants(mesh: SequenceMesh, world: int) -> tuple[Variants, Tensor, int]:
-    """Calls of every mode on this rank's tokens, what they return, and how many tokens there are."""
-    import diffusers_cp
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
-
-    tokens = TOKENS // world * world
-    torch.manual_seed(tokens)
-    whole = [torch.randn(1, tokens, HEADS, HEAD_DIM) for _ in range(3)]
-    layout = JointLayout((tokens,), world)
-    local = [layout.take_local(tensor, dist.get_rank(), 1) for tensor in whole]
-
-    def ours(**settings: Any) -> Tensor:
-        degrees = settings.pop("degrees", (1, world))
-        config = SequenceSettings(**settings).with_degrees(*degrees)
-        return context_parallel_attention(*local, q_layout=layout, mesh=mesh, config=config)
-
-    variants: Variants = {f"{rounds} rounds": partial(ours, ulysses_rounds=rounds) for rounds in ROUNDS if HEADS // world >= rounds}
-    variants |= {name: partial(ours, degrees=(world, 1), **settings) for name, settings in RINGS.items()}
-    for mode, degrees in (("ulysses", (1, world)), ("ring", (world, 1))):
-        if mode == "ring" or HEADS % world == 0:
-            theirs = diffusers_cp.parallel_config(*degrees)
-            variants[f"diffusers {mode}"] = partial(
-                dispatch_attention_fn, *local, backend=diffusers_cp.BACKEND, parallel_config=theirs
-            )
-    q, k, v = (tensor.transpose(1, 2) for tensor in (local[0], *whole[1:]))
-    return variants, torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2), tokens
-
-
-def step_variants(world: int) -> tuple[Variants, Tensor, int]:
-    """The same of a step."""
-    import diffusers_cp
-    import flux_step
-
-    flux_step.MODEL = MODEL
-    model, inputs = flux_step.build_model(), flux_step.make_inputs(TOKENS)
-    expected = model(**inputs)[0]
-
-    def step(parallel: torch.nn.Module) -> Tensor:
-        out: Tensor = parallel(**inputs)[0]
-        return out
-
-    configs: dict[str, Any] = {
-        f"{rounds} rounds": {"ulysses_degree": world, "ulysses_rounds": rounds} for rounds in ROUNDS if HEADS // world >= rounds
+def variants_of(case: Layer | Step, world: int) -> dict[str, Callable[[], Tensor]]:
+    """Return calls of every number of rounds that the heads allow, of every ring, and of diffusers."""
+    rounds = [rounds for rounds in ROUNDS if HEADS // world >= rounds]
+    theirs = {"ulysses": (1, world), "ring": (world, 1)} if HEADS % world == 0 else {"ring": (world, 1)}
+    return {
+        **{f"{each} rounds": case.ours(1, world, ulysses_rounds=each) for each in rounds},
+        **{name: case.ours(world, 1, rotate_method=method) for name, method in RINGS.items()},
+        **{f"diffusers {mode}": case.theirs(*degrees) for mode, degrees in theirs.items()},
     }
-    configs |= {name: {"ring_degree": world, **settings} for name, settings in RINGS.items()}
-    variants: Variants = {}
-    for name, settings in configs.items():
-        parallel = flux_step.with_same_parameters(model)
-        apply_context_parallel(parallel, ContextParallelConfig(**settings), model._cp_plan)
-        variants[name] = partial(step, parallel)
-    for mode, degrees in (("ulysses", (1, world)), ("ring", (world, 1))):
-        parallel = flux_step.with_same_parameters(model)
-        parallel.enable_parallelism(config=diffusers_cp.context_parallel_config(*degrees))
-        variants[f"diffusers {mode}"] = partial(step, parallel)
-    return variants, expected, TOKENS + TEXT_TOKENS
-
-
-def attention_seconds(tokens: int, world: int) -> float:
-    """Of this rank's heads and all tokens, while all ranks compute; the slowest rank's."""
-    qkv = torch.randn(3, 1, HEADS // world, tokens, HEAD_DIM)
-    found = []
-    for _ in range(4):
-        dist.barrier()
-        began = time.perf_counter()
-        torch.nn.functional.scaled_dot_product_attention(*qkv)
-        found.append(time.perf_counter() - began)
-    slowest = torch.tensor(min(found[1:]))
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
 
 
 @torch.inference_mode()
 def rank_main(what: str, repetitions: int, links: list[str]) -> None:
-    import diffusers_cp
-    from alternating import alternate, check, keep_freed_memory
-
     diffusers_cp.patch()
     keep_freed_memory()
     world, mesh = dist.get_world_size(), SequenceMesh(dist.group.WORLD)
-    variants, expected, tokens = attention_variants(mesh, world) if what == "attention" else step_variants(world)
+    tokens = TOKENS // world * world if what == "attention" else TOKENS + TEXT_TOKENS
+    case = Layer(tokens, mesh) if what == "attention" else Step(TOKENS, MODEL)
+    variants = variants_of(case, world)
     for name, call in variants.items():
-        check(name, call(), expected, TOLERANCE, expected.std())
-    alone = attention_seconds(tokens, world)
+        check(name, call(), case.expected, TOLERANCE, case.expected.std())
+    qkv = torch.randn(3, 1, HEADS // world, tokens, HEAD_DIM)
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, *qkv)
+    attend()
+    alone = alternate({"attention": attend}, 3)["attention"].median
     sent = 4 * (world - 1) / world**2 * tokens * HEADS * HEAD_DIM * 4
     shape = AttentionShape(1, tokens, tokens, HEADS, HEADS, HEAD_DIM, 4)
     for name in links:
@@ -232,7 +171,7 @@ def main() -> None:
     options = common.options(
         __doc__,
         "three links and two repetitions: three minutes",
-        ranks={"type": int, "nargs": "+", "default": [2, 3], "help": "of attention; a step has two"},
+        ranks={"default": [2, 3], "help": "of attention; a step has two"},
         only={"nargs": "+", "choices": ("attention", "step"), "default": ["attention", "step"]},
         links={"nargs": "+", "choices": LINKS, "default": list(LINKS)},
         repetitions=5,
@@ -246,7 +185,7 @@ def main() -> None:
     for what in options.only:
         for world in options.ranks if what == "attention" else [2]:
             with namespaces(world):
-                common.show_ranks(Path(__file__).as_posix(), world, what=what, repetitions=repetitions, links=links)
+                common.show_ranks(__file__, world, what=what, repetitions=repetitions, links=links)
 
 
 if __name__ == "__main__":
