@@ -22,7 +22,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -38,7 +39,6 @@ from support.ranks import report
 from torch import Tensor, nn
 
 from cp_runtime.engine.call import RunningCall
-from cp_runtime.engine.collectives import Pending, RankGroup
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates
 from cp_runtime.engine.hooks import InstalledPlan
@@ -74,28 +74,9 @@ def work_for(tokens: int) -> CallWork:
     return CallWork(1, True, ((shape, LAYERS),), LAYERS * 24.0 * HIDDEN**2 * tokens, LAYERS, tokens * HEADS * HEAD_DIM * 4)
 
 
-class Clock:
-    """The made-up devices and link of this rank.
-
-    Attributes:
-        link: of a pair of ranks.
-    """
-
-    link: Callable[[int, int], tuple[float, float]] | None = None
-
-    def compute(self, operations: float) -> None:
-        """Take as long as so many operations would."""
-        until(time.perf_counter() + operations / FLOPS)
-
-    def crossing(self, group: RankGroup, sent: Sequence[float]) -> float:
-        """Seconds until what a rank sends to every rank of a group has arrived: one port, the slowest first byte."""
-        if self.link is None:
-            return 0.0
-        here = group.global_rank(group.rank)
-        pairs = [
-            (n, *self.link(*sorted((here, group.global_rank(rank))))) for rank, n in enumerate(sent) if rank != group.rank and n
-        ]
-        return max((latency for _, _, latency in pairs), default=0.0) + sum(n / bandwidth for n, bandwidth, _ in pairs)
+def compute(operations: float) -> None:
+    """Take as long as a made-up device takes for so many operations."""
+    until(time.perf_counter() + operations / FLOPS)
 
 
 def until(end: float) -> None:
@@ -103,47 +84,56 @@ def until(end: float) -> None:
         time.sleep(max(0.0, left - 5e-5))
 
 
-CLOCK = Clock()
+class Crossing:
+    """A collective that lasts until its bytes have crossed the made-up link: one port, the slowest first byte.
+
+    Args:
+        works: what torch returns for it.
+        sizes: bytes to every rank, and from every rank.
+    """
+
+    link: Callable[[int, int], tuple[float, float]] | None = None
+    """Of a pair of ranks: bytes per second, and latency."""
+
+    def __init__(self, began: float, works: Sequence[Any], *sizes: Mapping[int, int]) -> None:
+        self._works, self._due = works, began + max(map(self._seconds, sizes))
+
+    def _seconds(self, sizes: Mapping[int, int]) -> float:
+        here = dist.get_rank()
+        pairs = [(n, *self.link(*sorted((here, rank)))) for rank, n in sizes.items() if rank != here and n] if self.link else []
+        return max((latency for _, _, latency in pairs), default=0.0) + sum(n / bandwidth for n, bandwidth, _ in pairs)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        until(self._due)
 
 
 def throttle() -> None:
     """Let collectives last as long as the made-up link takes, also for the ranks that receive."""
-    plain_all_to_all, plain_gather, plain_wait = RankGroup.all_to_all, RankGroup.all_gather, Pending.wait
+    plain_all_to_all, plain_batch = dist.all_to_all_single, dist.batch_isend_irecv
 
-    def all_to_all(self: RankGroup, send: Tensor, sent: Any, received: Tensor, arriving: Any, kind: str = "all_to_all") -> Pending:
-        began, size = time.perf_counter(), send.element_size()
-        lasts = max(CLOCK.crossing(self, [n * size for n in counts]) for counts in (sent, arriving))
-        pending = plain_all_to_all(self, send, sent, received, arriving, kind)
-        pending.due = began + lasts  # type: ignore[attr-defined]
-        return pending
+    def all_to_all_single(
+        received: Tensor, sent: Tensor, arriving: list[int], leaving: list[int], group: Any, **options: Any
+    ) -> Any:
+        began, ranks = time.perf_counter(), dist.get_process_group_ranks(group)
+        work = plain_all_to_all(received, sent, arriving, leaving, group=group, **options)
+        return Crossing(began, [work], *(dict(zip(ranks, sizes, strict=True)) for sizes in (arriving, leaving)))
 
-    def wait(self: Pending) -> None:
-        began = time.perf_counter()
-        plain_wait(self)
-        spent = time.perf_counter()
-        until(getattr(self, "due", 0.0))
-        self._group.stats._seconds += time.perf_counter() - max(spent, began)
+    def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
+        began, sizes = time.perf_counter(), (Counter[int](), Counter[int]())
+        for each in operations:
+            sizes[each.op is dist.isend][each.peer] += each.tensor.nbytes
+        return [Crossing(began, plain_batch(operations), *sizes)]
 
-    def all_gather(self: RankGroup, locals_: Any, lengths: Any, dim: int) -> Any:
-        began = time.perf_counter()
-        each = sum(t.nbytes // max(1, t.shape[dim]) for t in locals_)
-        lasts = max(
-            CLOCK.crossing(self, counts) for counts in ([each * lengths[self.rank]] * self.size, [each * n for n in lengths])
-        )
-        out = plain_gather(self, locals_, lengths, dim)
-        spent = time.perf_counter()
-        until(began + lasts)
-        self.stats._seconds += time.perf_counter() - spent
-        return out
-
-    RankGroup.all_to_all, RankGroup.all_gather, Pending.wait = all_to_all, all_gather, wait  # type: ignore[method-assign]
+    dist.all_to_all_single, dist.batch_isend_irecv = all_to_all_single, batch_isend_irecv
 
 
 class Timed(nn.Module):
     """A layer: what it computes is a little attention, how long it takes that of a large one."""
 
     def forward(self, x: Tensor, call: RunningCall) -> Tensor:
-        CLOCK.compute(24.0 * HIDDEN**2 * x.shape[1])
+        compute(24.0 * HIDDEN**2 * x.shape[1])
         q = x.unflatten(-1, (HEADS, HEAD_DIM))
         if call.attention_is_local:
             return x + attend(*(t.transpose(1, 2) for t in (q, q, q)), None).transpose(1, 2).flatten(2)
@@ -152,7 +142,7 @@ class Timed(nn.Module):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """`[B, H, L, D]`. In place of the sum, which would take the time of a real core: the first values."""
-    CLOCK.compute(4.0 * q.shape[1] / HEADS * q.shape[2] * k.shape[2] * HIDDEN)
+    compute(4.0 * q.shape[1] / HEADS * q.shape[2] * k.shape[2] * HIDDEN)
     return q + v[:, :, :1]
 
 
@@ -201,7 +191,7 @@ def choice_ranks() -> None:
     installed, settings = InstalledPlan(Model(Timed, LAYERS), PLAN), SequenceSettings(rotate_method="allgather")
     throttle()
     for name, link in LINKS.items():
-        CLOCK.link = link
+        Crossing.link = staticmethod(link)
         measured = measure(mesh.sequence(), torch.device("cpu"))
         # Devices are made up, the link is measured as ever. Attention is timed for a hidden size of HIDDEN, and has less.
         attention = FLOPS * HEADS * HEAD_DIM / HIDDEN
