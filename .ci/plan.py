@@ -8,7 +8,6 @@ Without CASE, the file with a model of that class is taken. Prints a file for cp
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ comfy.cli_args.args.cpu = True
 import torch
 from support import families
 from support.models import build
-from support.package import load_package
+from support.package import load_package, load_script
 
 load_package()
 from plan_draft import Call, Draft, draft
@@ -32,16 +31,6 @@ from support.tracer import trace
 
 from cp_runtime.engine.plan import ModulePlan
 from cp_runtime.engine.transforms import ContextParallelOutput
-
-
-def load(path: Path) -> Any:
-    """A file like those in tests/support/families."""
-    spec = importlib.util.spec_from_file_location(f"support.families.{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def streams_text(streams: tuple[str, ...], joint: tuple[str, ...]) -> str:
@@ -103,7 +92,7 @@ def main() -> None:
     parser.add_argument("model", help="full name of the model's class")
     parser.add_argument("--case", type=Path, help="file with MODELS and CASES, where it is not in tests/support/families")
     options = parser.parse_args()
-    files = [load(options.case)] if options.case else [families.load(name) for name in families.NAMES]
+    files = [load_script(options.case, "support.families")] if options.case else [families.load(name) for name in families.NAMES]
     found = [(file, case) for file in files for case in file.CASES if file.MODELS[case.model].cls == options.model]
     if not found:
         sys.exit(

@@ -7,19 +7,17 @@ With --check nothing is written, and the exit status says whether the file is cu
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import statistics
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support import families
-from support.package import load_package
+from support.package import load_package, load_script
 
 load_package()
 families.version = lambda: None  # whatever ComfyUI is there, the document is about all
@@ -101,21 +99,11 @@ def grouped(names: list[str]) -> str:
     return ". ".join(groups)
 
 
-def tests_in(folder: str) -> ModuleType:
-    """The tests of all families in a folder of `tests`, which hold what they run."""
-    spec = importlib.util.spec_from_file_location(f"{Path(folder).name}_families", ROOT / "tests" / folder / "test_families.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def render() -> str:
     plans = sorted(PLANS.values(), key=lambda plan: plan.family.lower())
     files = [file for file in sorted((ROOT / "cp_runtime" / "families").glob("*.py")) if file.name != "__init__.py"]
     lengths = [len(file.read_text().splitlines()) for file in files]
-    compared, sampled = tests_in("ranks/families"), tests_in("server")
+    compared, sampled = (load_script(ROOT / "tests" / folder / "test_families.py") for folder in ("ranks/families", "server"))
     modes = Counter(mode for mode, _, _ in compared.CASES)
     head = HEAD.format(
         version=" and ".join(TESTED),

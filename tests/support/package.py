@@ -17,17 +17,22 @@ def load_package() -> None:
     load_script(ROOT / "cp_runtime" / "pool" / "fork_server.py").load_package(str(ROOT / "cp_runtime"))
 
 
-def load_script(file: Path) -> ModuleType:
-    """Import a file that is in no package, with its folder on the path meanwhile."""
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+def load_script(file: Path, package: str = "") -> ModuleType:
+    """Import a file that is in no package, with its folder on the path meanwhile.
+
+    Args:
+        package: that its relative imports are of.
+    """
+    name = f"{package}.{file.stem}" if package else file.stem
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     before = list(sys.path)
     try:
         sys.path.append(str(file.parent))
         spec.loader.exec_module(module)
     finally:
-        del sys.modules[file.stem]
+        del sys.modules[name]
         sys.path[:] = before
     return module
