@@ -25,14 +25,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.server import ComfyServer
+from support.workflows import Input, Json, declared_inputs
+
 FOLDER = ROOT / "tests" / "server" / "node_definitions"
 PACK = "custom_nodes.comfyui-context-parallel"  # what the server of the tests calls this checkout
 COMMAND = "make definitions"
 
-WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 BORROWED = ("sampler_name", "scheduler")  # inputs of KSampler whose options are ComfyUI's to change
-
-Json = dict[str, Any]
 
 
 # --- what is stored ---------------------------------------------------------------------------------------------------
@@ -40,12 +42,11 @@ Json = dict[str, Any]
 
 def definitions(object_info: Mapping[str, Json]) -> dict[str, Json]:
     """The stored form of this pack's nodes, from the server's answer about all nodes."""
-    stock = object_info["KSampler"]["input"]["required"]
-    borrowed = [_options(stock[name]) or [] for name in BORROWED]
+    borrowed = [item.options for item in declared_inputs(object_info["KSampler"]) if item.name in BORROWED]
     return {
         name: {
             "deprecated": bool(info.get("deprecated")),
-            "inputs": _inputs(info, borrowed),
+            "inputs": [_stored(item, borrowed) for item in declared_inputs(info)],
             "outputs": [
                 {"type": kind, "list": bool(is_list)} for kind, is_list in zip(info["output"], info["output_is_list"], strict=True)
             ],
@@ -55,30 +56,14 @@ def definitions(object_info: Mapping[str, Json]) -> dict[str, Json]:
     }
 
 
-def _inputs(info: Json, borrowed: list[list[Any]]) -> list[Json]:
-    """Inputs in the order of the node: required ones first."""
-    found = []
-    for group in ("required", "optional"):
-        for name in info["input_order"].get(group, ()):
-            spec = info["input"][group][name]
-            kind, settings = spec[0], spec[1] if len(spec) > 1 else {}
-            options = _options(spec)
-            entry: Json = {"name": name, "type": "COMBO" if options is not None else kind, "optional": group == "optional"}
-            entry["widget"] = entry["type"] in WIDGETS and not settings.get("forceInput")
-            if entry["widget"]:
-                entry["control_after_generate"] = bool(settings.get("control_after_generate"))
-                entry |= {key: settings[key] for key in ("default", "min", "max") if key in settings}
-            if options is not None and options not in borrowed:
-                entry["options"] = options
-            found.append(entry)
-    return found
-
-
-def _options(spec: list[Any]) -> list[Any] | None:
-    """Options of a combo, which older nodes give in place of the type; None for other inputs."""
-    if isinstance(spec[0], list):
-        return spec[0]
-    return list(spec[1].get("options", ())) if spec[0] == "COMBO" else None
+def _stored(item: Input, borrowed: list[list[Any]]) -> Json:
+    entry: Json = {"name": item.name, "type": item.type, "optional": item.optional, "widget": item.is_widget}
+    if item.is_widget:
+        entry["control_after_generate"] = item.has_control
+        entry |= {key: item.settings[key] for key in ("default", "min", "max") if key in item.settings}
+    if item.type == "COMBO" and item.options not in borrowed:
+        entry["options"] = item.options
+    return entry
 
 
 # --- what breaks ------------------------------------------------------------------------------------------------------
@@ -184,9 +169,6 @@ def usable(replacements: Mapping[str, list[Json]], object_info: Mapping[str, Jso
 
 
 def main() -> int:
-    sys.path.insert(0, str(ROOT / "tests"))
-    from support.server import ComfyServer
-
     with tempfile.TemporaryDirectory() as models, ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=Path(models)) as server:
         object_info = server.object_info()
         replacements = usable(server.get("/node_replacements"), object_info)

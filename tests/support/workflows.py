@@ -43,24 +43,25 @@ class Input:
         return bool(self.settings.get("image_upload"))
 
 
-def node_inputs(spec: Json) -> list[Input]:
-    """Inputs of a node in the browser's order: first the sockets, then the widgets."""
-    found = []
+def declared_inputs(spec: Json) -> Iterator[Input]:
+    """Inputs in the order of the node: required ones first."""
     for group in ("required", "optional"):
         for name in spec["input_order"].get(group, []):
             kind, settings = (*spec["input"][group][name], {})[:2]
-            options = kind if isinstance(kind, list) else settings.get("options", [])
-            found.append(
-                Input(
-                    name=name,
-                    type="COMBO" if isinstance(kind, list) else kind,
-                    optional=group == "optional",
-                    settings=settings,
-                    options=options,
-                )
+            listed = isinstance(kind, list)  # as older nodes give the options of a combo
+            options = kind if listed else settings.get("options", [])
+            yield Input(
+                name=name, type="COMBO" if listed else kind, optional=group == "optional", settings=settings, options=options
             )
-            if found[-1].is_upload:
-                found.append(Input(name="upload", type=UPLOAD, optional=False, settings={}, options=[]))
+
+
+def node_inputs(spec: Json) -> list[Input]:
+    """Inputs of a node in the browser's order: first the sockets, then the widgets."""
+    found = []
+    for item in declared_inputs(spec):
+        found.append(item)
+        if item.is_upload:
+            found.append(Input(name="upload", type=UPLOAD, optional=False, settings={}, options=[]))
     return sorted(found, key=lambda item: item.is_widget)
 
 
