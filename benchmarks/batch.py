@@ -11,10 +11,7 @@ but the first of each run. One thread per rank, so that one rank has one core an
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -24,8 +21,8 @@ from typing import Any
 
 import common
 import torch
-from common import ROOT, show
-from support import checkpoints
+from common import show
+from support import checkpoints, preloaded
 from support.graphs import Prompt, flux_prompt, sampling_prompt
 from support.server import ComfyServer
 
@@ -76,16 +73,12 @@ def measure(servers: Sequence[ComfyServer], name: str, steps: int, rounds: int) 
 
 
 def main() -> None:
-    steps = {"type": int, "default": 4, "help": "sampling steps, at least 2"}
-    options = common.options(__doc__, "one round", ranks=2, steps=steps, rounds=3)
+    options = common.options(__doc__, "one round", ranks=2, steps={"default": 4, "help": "sampling steps, at least 2"}, rounds=3)
     comfyui = common.comfyui()
     show("batch", **common.machine(), ranks=options.ranks, CFG=4)
     with common.models() as models, contextlib.ExitStack() as stack:
         checkpoints.write_flux("flux_bench", models, hidden=1024, double_blocks=2, single_blocks=4)
-        subprocess.run(
-            [sys.executable, "-m", "support.models", str(models / "diffusion_models"), "unet-bench"],
-            cwd=ROOT / "tests", env={**os.environ, "PYTHONPATH": str(comfyui)}, check=True, capture_output=True,
-        )  # fmt: skip
+        preloaded.write_models("support.models", models / "diffusion_models", "unet-bench")
         serve = partial(ComfyServer, comfyui, models=models, args=["--use-pytorch-cross-attention"], env={"OMP_NUM_THREADS": "1"})
         servers = [stack.enter_context(serve()) for _ in range(options.ranks)]
         for name in MODELS:

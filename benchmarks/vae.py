@@ -11,9 +11,7 @@ which other programs on the machine disturb less.
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
 from functools import partial
 
 import common
@@ -36,7 +34,7 @@ def main() -> None:
     options = common.options(
         __doc__,
         "pictures of half the side",
-        full={"action": "store_true", "help": "of twice the side"},
+        full={"default": False, "help": "of twice the side"},
         only={"nargs": "+", "choices": STOCK, "default": list(STOCK)},
         vaes={"nargs": "+", "choices": SIZES, "default": list(SIZES)},
         repeat=1,
@@ -44,10 +42,7 @@ def main() -> None:
     comfyui, times = common.comfyui(), 2 if options.full else 1
     tiles = {**{name: times * value for name, value in TILES.items()}, "temporal_size": 64, "temporal_overlap": 8}
     with common.models() as models:
-        written = ["-m", "support.vaes", str(models), *(f"full_{name}" for name in options.vaes)]
-        done = preloaded.run(written, cwd=common.ROOT / "tests", env={**os.environ, "PYTHONPATH": str(comfyui)})
-        if done.returncode:
-            sys.exit(done.stderr)
+        preloaded.write_models("support.vaes", models, *(f"full_{name}" for name in options.vaes))
         with ComfyServer(comfyui, models=models, env={"OMP_NUM_THREADS": "1"}) as server:
             show("vae", **common.machine(), ranks=RANKS, threads_per_process=1, dtype="float32")
             for name in options.vaes:

@@ -109,17 +109,14 @@ def checkpoints_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def family_checkpoints(comfyui_path: Path, checkpoints_dir: Path, request: pytest.FixtureRequest) -> dict[str, str]:
+def family_checkpoints(checkpoints_dir: Path, request: pytest.FixtureRequest) -> dict[str, str]:
     """Writes the checkpoints of the entries of `support.families` that the selected tests ask for, as parameter `served`.
 
     Returns the errors of those that could not be built, by name.
     """
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     names = sorted({value["served"] for value in params if "served" in value})
-    out = checkpoints_dir / "diffusion_models"
-    done = preloaded.run(["-m", "support.models", str(out), *names], cwd=TESTS, env={**os.environ, "PYTHONPATH": str(comfyui_path)})
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(preloaded.write_models("support.models", checkpoints_dir / "diffusion_models", *names).splitlines()[-1])
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from support import card_cases, checkpoints, families
+from support import card_cases, checkpoints, families, preloaded
 from support.graphs import Prompt, family_prompt, flux_prompt
 
 from .section import Section
-from .server import Server, new_models, write_models
+from .server import Server, new_models
 
 FAMILIES = ("qwen", "sdxl", "mochi", "hidream", "sd3", "ltxv")
 QUANTISED: dict[str, partial[Prompt]] = {
@@ -33,7 +33,7 @@ def run(section: Section) -> None:
     else:
         with section.part("tiny models of families"):
             served = {name: entry for name, (_, entry, _) in families.served().items()}
-            failed = write_models("support.models", models / "diffusion_models", *FAMILIES).splitlines()[-1]
+            failed = preloaded.write_models("support.models", models / "diffusion_models", *FAMILIES).splitlines()[-1]
             if failed != "{}":
                 raise RuntimeError(f"tiny models: {failed[-300:]}")
             cases |= {name: (partial(family_prompt, served[name]), {}) for name in FAMILIES}

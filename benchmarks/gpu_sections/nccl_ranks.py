@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from support import card_cases, checkpoints
+from support import card_cases, checkpoints, preloaded
 from support.package import load_package
 from support.ranks import run_ranks
 from support.vae_graphs import vae_prompt
@@ -20,7 +20,7 @@ from support.vae_graphs import vae_prompt
 from . import modes
 from .faults import FAULTS, StruckServer
 from .section import NEEDS_SEVERAL, Section
-from .server import new_models, write_models
+from .server import new_models
 
 load_package()
 
@@ -62,7 +62,7 @@ def serve(section: Section, ranks: int, cp: dict[str, Any]) -> None:
     with section.part("server"):
         models = new_models()
         checkpoints.write_all(card_cases.CHECKPOINTS, models)
-        write_models("support.vaes", models, *sorted({name for name, _ in card_cases.VAES}))
+        preloaded.write_models("support.vaes", models, *sorted({name for name, _ in card_cases.VAES}))
         with StruckServer(section, models, "--fp32-unet", "--fp32-vae", cp=cp, env={ONE_CARD: "1"}) as server:
             server.compare_cases(card_cases.cases(ranks))
             for file, method in card_cases.VAES:

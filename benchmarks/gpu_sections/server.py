@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import preloaded, stand_in
+from support import stand_in
 from support.graphs import Prompt
-from support.package import ROOT
 from support.server import DETECTION, ComfyServer
 from support.server_events import Result
 from torch import Tensor
@@ -52,11 +51,12 @@ class Server(ComfyServer):
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text("<html></html>")
         cpu = section.device == "cpu"
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(DETECTION), os.environ.get("PYTHONPATH", ""))))}
         super().__init__(
             COMFYUI,
             models=models,
             args=["--front-end-root", str(page.parent), "--use-pytorch-cross-attention", *arguments],
-            env={**_path(DETECTION), "NVIDIA_TF32_OVERRIDE": "0", **({stand_in.VARIABLE: None} if cpu else {}), **(env or {})},
+            env={**path, "NVIDIA_TF32_OVERRIDE": "0", **({stand_in.VARIABLE: None} if cpu else {}), **(env or {})},
             cpu=cpu,
         )
 
@@ -90,23 +90,6 @@ class Server(ComfyServer):
 def new_models() -> Path:
     """Make a folder for models. The runner removes it with everything else that a section leaves."""
     return Path(tempfile.mkdtemp())
-
-
-def write_models(program: str, out: Path, *names: str) -> str:
-    """Have a module of `tests/support` write models; returns what it printed.
-
-    Raises:
-        RuntimeError: it failed, with the end of what it said.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    done = preloaded.run(["-m", program, str(out), *names], cwd=ROOT / "tests", env={**os.environ, **_path(COMFYUI)})
-    if done.returncode:
-        raise RuntimeError(f"{program}: {done.stderr[-300:]} {done.stdout[-300:]}")
-    return done.stdout
-
-
-def _path(first: Path) -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH", ""))))}
 
 
 def largest(out: Tensor, expected: Tensor) -> float:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from support import card_cases
+from support import card_cases, preloaded
 from support.vae_graphs import vae_prompt
 from torch import Tensor
 
 from .section import Section
-from .server import Server, new_models, write_models
+from .server import Server, new_models
 
 EXACT = 1e-5
 CASES = (*card_cases.VAES, ("wan", "encode"))
@@ -26,7 +26,7 @@ def run(section: Section) -> None:
     cases, tiled = (CASES[:1], TILED[:1]) if section.few else (CASES, TILED)
     large = () if section.rehearse else ("full_flux",)
     ours, models = partial(vae_prompt, world=0, **section.ranks(2)), new_models()
-    write_models("support.vaes", models, *sorted({name for name, _ in (*cases, *tiled)}), *large)
+    preloaded.write_models("support.vaes", models, *sorted({name for name, _ in (*cases, *tiled)}), *large)
     stock: dict[tuple[str, str], Tensor] = {}
     with section.part("float32"), Server(section, models, "--fp32-vae") as server:
         for case in cases:

@@ -39,11 +39,9 @@ def off_server(comfyui_path: Path, checkpoints_dir: Path) -> Iterator[ComfyServe
 
 
 @pytest.fixture(scope="session")
-def vae_files(comfyui_path: Path, checkpoints_dir: Path) -> None:
+def vae_files(checkpoints_dir: Path) -> None:
     """Writes the files of `support.vaes`."""
-    env = {**os.environ, "PYTHONPATH": str(comfyui_path)}
-    done = preloaded.run(["-m", "support.vaes", str(checkpoints_dir)], cwd=Path(__file__).parents[1], env=env)
-    assert done.returncode == 0, done.stderr
+    preloaded.write_models("support.vaes", checkpoints_dir)
 
 
 @pytest.fixture(scope="session")

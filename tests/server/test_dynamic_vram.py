@@ -6,7 +6,6 @@ used, so every dtype that this pack reads off a model shows here.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -48,11 +47,8 @@ def models(comfyui_path, tmp_path_factory):
     checkpoints.write("model", folder, dtype=torch.bfloat16, file_stem="model", checkpoint=MODEL)
     encoder = Checkpoint(architecture=ClipL(), folder="text_encoders")
     checkpoints.write("encoder", folder, dtype=torch.float16, file_stem="encoder", checkpoint=encoder)
-    env = {**os.environ, "PYTHONPATH": str(comfyui_path)}
-    made = preloaded.run(["-m", "support.vaes", str(folder), "sd3_kl", "wan"], cwd=TESTS, env=env)
-    assert made.returncode == 0, made.stderr
-    made = preloaded.run(["-m", "support.models", str(folder / "diffusion_models"), "anima"], cwd=TESTS, env=env)
-    assert made.returncode == 0, made.stderr
+    preloaded.write_models("support.vaes", folder, "sd3_kl", "wan")
+    preloaded.write_models("support.models", folder / "diffusion_models", "anima")
     for file in (*(folder / "vae").iterdir(), folder / "diffusion_models" / families.checkpoint_of(SERVED["anima"])):
         half(file)
     return folder

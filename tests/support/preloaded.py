@@ -164,6 +164,19 @@ def run(
         return subprocess.CompletedProcess(list(argv), code, out.read(), err.read())
 
 
+def write_models(module: str, folder: Path, *names: str) -> str:
+    """Have a module of tests/support that needs ComfyUI, `support.models` or `support.vaes`, write models; return what it printed.
+
+    Raises:
+        RuntimeError: it failed, with the end of what it said.
+    """
+    path = os.pathsep.join(filter(None, (os.environ["COMFYUI_PATH"], os.environ.get("PYTHONPATH", ""))))
+    done = run(["-m", module, str(folder), *names], cwd=Path(__file__).parents[1], env={**os.environ, "PYTHONPATH": path})
+    if done.returncode:
+        raise RuntimeError(f"{module}: {done.stderr[-2000:]} {done.stdout[-300:]}")
+    return done.stdout
+
+
 class Server:
     """A process that programs are forked from. It ends with this one.
 
