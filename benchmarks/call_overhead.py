@@ -23,6 +23,7 @@ from typing import Any
 import common
 import torch
 import torch.distributed as dist
+from support.pools import small_pool
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -34,7 +35,6 @@ from cp_runtime.engine.mesh import SequenceMesh
 from cp_runtime.families.flux import FLUX
 from cp_runtime.pool.board import Board
 from cp_runtime.pool.channel import SharedBlock
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.messages import Echo
 from cp_runtime.pool.tensor_cache import CallEncoder
 from cp_runtime.pool.worker_pool import WorkerPool
@@ -189,10 +189,7 @@ def measure_parts(calls: int) -> None:
 def main() -> None:
     options = common.options(__doc__, ranks=2, calls=200)
     torch.set_num_threads(1)
-    config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=options.ranks)
-    pool = WorkerPool(config, WorkerSite())
-    pool.start()
-    try:
+    with small_pool(options.ranks) as pool:
         common.show(f"pool of {options.ranks} CPU ranks without ComfyUI", **{f"{name} s": s for name, s in pool.seconds.items()})
         for name, (latent, text, target) in PAYLOADS.items():
             ms = [1e3 * seconds for seconds in sorted(measure(pool, latent, text, options.calls))]
@@ -201,8 +198,6 @@ def main() -> None:
             common.show(
                 name, latent_MB_each_way=size, median_ms=median, percentile_95_ms=p95, target_ms=target, ratio=median / target
             )
-    finally:
-        pool.close()
     measure_parts(options.calls)
 
 

@@ -107,7 +107,7 @@ def matrix_main() -> None:
 
 
 def main() -> None:
-    matrix = {"action": "store_true", "help": "every family and mode, for differences and counts"}
+    matrix = {"default": False, "help": "every family and mode, for differences and counts"}
     options = common.options(__doc__, "fewer tokens and repetitions", matrix=matrix)
     show("compiled", **common.machine(), dtype="float32", backend="inductor")
     if options.matrix:

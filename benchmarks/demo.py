@@ -112,9 +112,9 @@ def sample(server: ComfyServer, ranks: int, size: int, steps: int) -> Sampled:
 def main() -> None:
     options = common.options(
         __doc__,
-        ranks={"type": int, "default": 2, "help": "ranks to compare with one"},
-        steps={"type": int, "default": 4, "help": "sampling steps, at least 2"},
-        size={"type": int, "default": 1024, "help": "side of the picture in pixels; 1024 is 4096 tokens"},
+        ranks={"default": 2, "help": "ranks to compare with one"},
+        steps={"default": 4, "help": "sampling steps, at least 2"},
+        size={"default": 1024, "help": "side of the picture in pixels; 1024 is 4096 tokens"},
         out={"type": Path, "help": "where latents and the server's log go; a new folder by default"},
     )
     comfyui = common.comfyui()

@@ -50,8 +50,9 @@ def run(quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    keep = {"action": "store_true", "help": "keep the new ratios"}
-    options = common.options(__doc__, "short sequences and few repetitions: minutes", record=keep)
+    options = common.options(
+        __doc__, "short sequences and few repetitions: minutes", record={"default": False, "help": "keep the new ratios"}
+    )
     recorded = json.loads(RECORDED.read_text())
     now = run(options.quick)
     moved = compare(recorded["ratios"], now)

@@ -253,9 +253,9 @@ def main() -> None:
     options = common.options(
         __doc__,
         "a checkpoint of 1 GB on 2 ranks, few repetitions",
-        ranks={"type": int, "nargs": "+", "default": [2, 4], "help": "for memory"},
+        ranks={"default": [2, 4], "help": "for memory"},
         gigabytes=4.0,
-        repetitions={"type": int, "default": 5, "help": "at least 2"},
+        repetitions={"default": 5, "help": "at least 2"},
         only={"nargs": "+", "choices": ("time", "memory", "limit"), "default": ["time"]},
     )
     common.show("sharded", **common.machine(), dtype="float32")

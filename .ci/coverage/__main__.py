@@ -41,9 +41,6 @@ PAGE = ROOT / "docs" / "generated" / "coverage.md"
 DISTRIBUTION = "comfyui-workflow-templates"
 RUNS = "runs"
 
-# `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
-PYTEST = "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())"
-
 
 class Report:
     """What the tests have shown to run, by kind ("family", "weights", "node"), and what to be refused."""
@@ -212,7 +209,9 @@ def main() -> int:
         status = 0
         if not options.report:
             env = {**os.environ, "CP_COVERAGE_REPORT": str(file)}
-            status = subprocess.run([sys.executable, "-c", PYTEST, "-q", "tests/server"], cwd=ROOT, env=env, check=False).returncode
+            # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
+            command = [str(Path(sys.executable).with_name("pytest")), "-q", "tests/server"]
+            status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
         report = Report(file)
     unproved = [name for name in rules.REFUSED if not report.refuses(name)]
     if unproved:

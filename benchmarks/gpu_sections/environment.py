@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import re
 import subprocess
 from importlib import metadata
 
 import psutil
 import torch
+from support import families
 from support.package import load_package
 from torch.cuda import nccl
 
 from .section import NEEDS_SEVERAL, Section
-from .server import COMFYUI
 
 load_package()
 
@@ -30,9 +29,7 @@ def run(section: Section) -> None:
     memory = round(psutil.virtual_memory().total / 1e9)
     section.add("computer", cores=os.cpu_count(), memory_GB=memory, machine=platform.machine(), python=platform.python_version())
     section.add("torch", version=torch.__version__, cuda=torch.version.cuda or "none")
-    file = COMFYUI / "comfyui_version.py"
-    found = re.search(r'"(.+)"', file.read_text()) if file.exists() else None
-    section.add("ComfyUI", version=found[1] if found else "unknown")
+    section.add("ComfyUI", version=families.version() or "unknown")
     section.add("packages", **{name: _version(name) for name in PACKAGES})
     with section.part("libraries"):
         version = ".".join(map(str, nccl.version()))
