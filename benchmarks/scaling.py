@@ -218,37 +218,35 @@ def world() -> str:
 
 def plot() -> str:
     """All models as SVG: speed-up over devices, both by powers of two."""
-    parts = []
+    parts, width, height = [], WIDTH - LEFT - 18, HEIGHT - TOP - 40  # of the axes
+
+    def at(devices: int, speedup: float) -> tuple[float, float]:
+        return LEFT + DEVICES.index(devices) / (len(DEVICES) - 1) * width, TOP + height * (1 - log2(speedup) / 6)
+
     for index, model in enumerate(MODELS.values()):
-        x0, y0 = (index % 2) * WIDTH, (index // 2) * HEIGHT
-        inner_w, inner_h = WIDTH - LEFT - 18, HEIGHT - TOP - 40
-
-        def at(devices: int, speedup: float, x0: int = x0, y0: int = y0, w: int = inner_w, h: int = inner_h) -> tuple[float, float]:
-            return x0 + LEFT + DEVICES.index(devices) / (len(DEVICES) - 1) * w, y0 + TOP + h * (1 - log2(speedup) / 6)
-
-        parts.append(f'<text x="{x0 + LEFT}" y="{y0 + 20}" font-weight="bold">{model.name} (predicted)</text>')
+        parts.append(f'<g transform="translate({index % 2 * WIDTH},{index // 2 * HEIGHT})">')
+        parts.append(f'<text x="{LEFT}" y="20" font-weight="bold">{model.name} (predicted)</text>')
         for power in range(7):
-            y = y0 + TOP + inner_h * (1 - power / 6)
-            parts.append(f'<line x1="{x0 + LEFT}" x2="{x0 + LEFT + inner_w}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e5e7eb"/>')
-            parts.append(f'<text x="{x0 + LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{2**power} x</text>')
+            _, y = at(DEVICES[0], 2**power)
+            parts.append(f'<line x1="{LEFT}" x2="{LEFT + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e5e7eb"/>')
+            parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{2**power} x</text>')
         for devices in DEVICES:
-            x, _ = at(devices, 1.0)
-            parts.append(f'<text x="{x:.1f}" y="{y0 + TOP + inner_h + 18}" text-anchor="middle">{devices}</text>')
+            x, y = at(devices, 1.0)
+            parts.append(f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{devices}</text>')
         work = work_of(model)
-        for name in SHOWN:
-            link = LINKS[name]
-            found = [best(work, devices, link, operations(work) / link.flops).speedup for devices in DEVICES]
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(d, s) for d, s in zip(DEVICES, found, strict=True)))
-            parts.append(f'<polyline points="{points}" fill="none" stroke="{SHOWN[name]}" stroke-width="2"/>')
-    rows = -(-len(MODELS) // 2)
-    for place, name in enumerate(SHOWN):
-        x, y = 12 + (place % 3) * 226, rows * HEIGHT + 16 + (place // 3) * 20
-        parts.append(f'<rect x="{x}" y="{y - 9}" width="14" height="4" fill="{SHOWN[name]}"/>')
+        for name, colour in SHOWN.items():
+            alone = operations(work) / LINKS[name].flops
+            points = " ".join("{:.1f},{:.1f}".format(*at(n, best(work, n, LINKS[name], alone).speedup)) for n in DEVICES)
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append("</g>")
+    bottom = -(-len(MODELS) // 2) * HEIGHT
+    for place, (name, colour) in enumerate(SHOWN.items()):
+        x, y = 12 + (place % 3) * 226, bottom + 16 + (place // 3) * 20
+        parts.append(f'<rect x="{x}" y="{y - 9}" width="14" height="4" fill="{colour}"/>')
         parts.append(f'<text x="{x + 20}" y="{y - 3}">{LINKS[name].name}</text>')
-    width, height = 2 * WIDTH, rows * HEIGHT + 50
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">'
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {bottom + 50}" font-family="sans-serif" font-size="11">'
+        f'<rect width="{2 * WIDTH}" height="{bottom + 50}" fill="#ffffff"/>{"".join(parts)}</svg>\n'
     )
 
 
