@@ -89,23 +89,21 @@ class Meeting:
         return found
 
 
-class ThreadPending(Pending):
-    """Copies under way, and what they hold until they have been waited for, as NCCL's do.
+class Copies:
+    """Copies under way, and what they hold until they have been waited for, as NCCL's work does.
 
     Args:
         copied: events behind the copies of all threads.
         held: what was sent.
     """
 
-    def __init__(self, stats: CommStats, copied: Sequence[torch.cuda.Event], held: object) -> None:
-        self._stats, self._copied, self._held = stats, copied, held
+    def __init__(self, copied: Sequence[torch.cuda.Event], held: object) -> None:
+        self._copied, self._held = copied, held
 
     def wait(self) -> None:
         """Let this thread's stream wait until everything was sent and received."""
         for event in self._copied:
             torch.cuda.current_stream().wait_event(event)
-        self._held = ()
-        self._stats.pending -= 1
 
 
 class ThreadGroup(RankGroup):
@@ -160,8 +158,8 @@ class ThreadGroup(RankGroup):
                 for source, target in zip(theirs[self.rank], targets, strict=True):
                     target.copy_(source, non_blocking=True)
             copied = self._stream.record_event()
-        self.stats.started(kind, sum(tensor.nbytes for to, tensors in enumerate(sends) if to != self.rank for tensor in tensors))
-        return ThreadPending(self.stats, self._meeting.meet(self.rank, copied), sends)
+        sent = sum(tensor.nbytes for to, tensors in enumerate(sends) if to != self.rank for tensor in tensors)
+        return Pending(self, kind, [Copies(self._meeting.meet(self.rank, copied), sends)], sent, sends[0][0], ())
 
 
 class ThreadMesh(SequenceMesh):
