@@ -39,7 +39,14 @@ class Chooser:
 
     def __init__(self, pool: WorkerPool, shortages: Shortages) -> None:
         self._pool, self._shortages = pool, shortages
-        machine = (*pool.device_names, pool.backend, device_driver(), pool.peer_to_peer, pool.shares)
+        machine = (
+            *pool.device_names,
+            pool.backend,
+            device_driver(),
+            pool.peer_to_peer,
+            pool.shares,
+            *filter(None, pool.config.machines),
+        )
         self._times = CallTimes(", ".join(map(str, machine)), pool.world_size)
         self._link = 1.0  # time of communication, as a multiple of the measured one
         self._last: dict[tuple[object, ...], tuple[int, Known]] = {}  # by model: elements of its last call, and what is known of it

@@ -18,6 +18,7 @@ import torch
 from ..errors import MirrorError, PoolError, ProtocolError, RankOutOfMemory
 from ..nested import difference
 from ..pool.config import RuntimeConfig, WorkerSite
+from ..pool.others import OtherMachines
 from ..pool.worker_pool import CallCancelled
 from .calls import ModelCall, ModelState
 from .journal import Journal
@@ -44,8 +45,13 @@ class Controller:
         preferences: for graphs without a CP Config.
     """
 
-    def __init__(self, site: Callable[[], WorkerSite], free_for_ranks: Callable[[Sequence[str]], None]) -> None:
-        self._site, self._free_for_ranks = site, free_for_ranks
+    def __init__(
+        self,
+        site: Callable[[], WorkerSite],
+        free_for_ranks: Callable[[Sequence[str]], None],
+        others: OtherMachines | None = None,
+    ) -> None:
+        self._site, self._free_for_ranks, self._others = site, free_for_ranks, others
         self.workers: Workers | None = None
         self.journal = Journal()
         self.preferences = KeptPreferences()
@@ -212,7 +218,7 @@ class Controller:
             workers.use_less_memory(target)
         while workers is not None and workers.held:  # none, where the pool failed
             self._unload(workers, next(iter(workers.held)))
-        self._free_for_ranks(config.devices)
+        self._free_for_ranks(config.local)
 
     def _unload(self, workers: Workers, key: str) -> None:
         self._free(workers, partial(workers.unload, key))
@@ -245,7 +251,7 @@ class Controller:
             raise PoolError("ComfyUI is shutting down")
         log.info("starting %d ranks on %s", config.world_size, ", ".join(config.devices))
         # Visible while they start, so that they can be aborted.
-        workers = self.workers = Workers(config, self._site(), self.journal.changed.set, self._shortages)
+        workers = self.workers = Workers(config, self._site(), self.journal.changed.set, self._shortages, self._others)
         self.journal.changed.set()
         workers.start(cancelled)
         return workers

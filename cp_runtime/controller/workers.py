@@ -19,6 +19,7 @@ from ..pool.channel import SharedBlock
 from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, WorkerSite
 from ..pool.kept import KeptFile, KeptSeconds
 from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom
+from ..pool.others import OtherMachines
 from ..pool.protocol import TensorPacker, flatten
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
@@ -64,8 +65,15 @@ class Workers:
         pace: of the calls.
     """
 
-    def __init__(self, config: RuntimeConfig, site: WorkerSite, on_change: Callable[[], None], shortages: Shortages) -> None:
-        self.pool = WorkerPool(config, site)
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        site: WorkerSite,
+        on_change: Callable[[], None],
+        shortages: Shortages,
+        others: OtherMachines | None = None,
+    ) -> None:
+        self.pool = WorkerPool(config, site, others)
         self.last_call: CallRecord | None = None
         self.last_vae_call: CallRecord | None = None
         self.sampling = False

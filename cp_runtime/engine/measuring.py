@@ -38,6 +38,11 @@ class Measured:
     # (pair of ranks, (latency, bandwidth)) while only these two send to each other; empty where there are too many ranks
     pairs: tuple[tuple[tuple[int, int], tuple[float, float]], ...]
     devices: tuple[int, ...]  # a number for the name of every rank's device
+    machines: tuple[str, ...] = ()  # of every rank; empty = all are on one
+
+    def on_one_of_several(self, ranks: Sequence[int]) -> bool:
+        """Return whether some ranks are neighbours on one machine, while others are on another."""
+        return len(set(self.machines)) > len({self.machines[rank] for rank in ranks}) == 1 if self.machines else False
 
     @lru_cache(maxsize=256)  # noqa: B019  (one lives as long as the process or its pool)
     def of(self, ranks: tuple[int, ...]) -> Rates:
@@ -89,8 +94,9 @@ def device_driver() -> str:
     return f"{torch.__version__}, {torch.version.cuda or torch.version.hip or ''}"
 
 
-def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measured:
-    """Measure this rank and its links; all ranks do it together, in a fraction of a second. `name`: of the kind of device."""
+def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: Sequence[str] = ()) -> Measured:
+    """Measure this rank and its links; all ranks do it together, in a fraction of a second. `name`: of the kind of device.
+    `machines`: of all ranks."""
     whole, ranks = mesh.whole, mesh.size
     cpu, place = device.type == "cpu", torch.device("cpu") if whole.via_host else device
     tokens, elements, side = SIZES["cpu" if cpu else "accelerator"]
@@ -157,7 +163,9 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "") -> Measure
         ((i, j), (max(table[i][at], table[j][at]), min(table[i][at + 1], table[j][at + 1])))
         for at, (i, j) in zip(range(count + 1, len(own), 2), pairs, strict=True)
     ]
-    return Measured(tuple(Rates(*row[1 : count + 1]) for row in table), tuple(found), tuple(int(row[0]) for row in table))
+    return Measured(
+        tuple(Rates(*row[1 : count + 1]) for row in table), tuple(found), tuple(int(row[0]) for row in table), tuple(machines)
+    )
 
 
 def _launch(device: torch.device) -> float:

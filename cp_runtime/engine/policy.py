@@ -9,7 +9,7 @@ split s0 (`Run`), the rates that the ranks measured when they started, and the c
 | term | where it comes from |
 |---|---|
 | `load(s)` | part of the tokens and items that the slowest rank has, over its speed: 1 for one rank of mean speed |
-| `attention`, `communication` | the cost model, of the slowest group |
+| `attention`, `communication` | the cost model, of the slowest group; one on one machine of several has the link inside it |
 | `gathers` | the output, once per call: `latency + bytes / bandwidth` |
 | `weights` | where every rank keeps a part of them, once per call: `max(0, bytes / bandwidth - overlap compute(s))` |
 | `F` | what fewer tokens do not lessen: `launch` x `LAUNCHES` per planned module, but no more than s0 took beyond matrix products |
@@ -261,7 +261,9 @@ def _parts(work: CallWork, pool: Pool, split: CallSplit) -> tuple[float, float, 
     link = pool.measured.of(split.ranks)
     load = attention = communication = 0.0
     for ranks, items in _groups(work, pool, split):
-        rates = replace(pool.measured.of(ranks), latency=link.latency, bandwidth=link.bandwidth)
+        rates = pool.measured.of(ranks)
+        if not pool.measured.on_one_of_several(ranks):  # else only the result of the call leaves the machine
+            rates = replace(rates, latency=link.latency, bandwidth=link.bandwidth)
         costs = [
             (count, cost(replace(shape, batch=shape.batch * items), split.ring, split.ulysses, pool.settings, rates,
                          pool.shares_of(ranks)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,27 @@ class Board:
     def undecided(self) -> None:
         """Note that nobody has asked to leave the call that is about to begin. In any thread, in inference mode or not."""
         self._decision[0] = 0
+
+    @property
+    def decided(self) -> int:
+        """The word for `CancelPoints`."""
+        return self._decision[0] if self._decision else 0
+
+    def decide(self, word: int) -> None:
+        """Take the word of another machine's board."""
+        self._decision[0] = word
+
+    def words(self, rank: int, now: float) -> list[int | float]:
+        """Return the notes of a rank for another machine's board: its last heartbeat by its age, as clocks differ."""
+        words: list[int | float] = list(self._words[WORDS * rank : WORDS * (rank + 1)])
+        words[BEAT_AT] = now - words[BEAT_AT] / 1e9 if words[BEAT_AT] else -1
+        return words
+
+    def write(self, rank: int, words: Sequence[int | float]) -> None:
+        """Take the notes of a rank from another machine's board."""
+        for word, value in enumerate(words):
+            value = 0 if word == BEAT_AT and value < 0 else value if word != BEAT_AT else time.monotonic_ns() - value * 1e9
+            self._words[WORDS * rank + word] = int(value)
 
     def freeze(self) -> None:
         """Keep the last notes, and let go of the shared memory."""

@@ -188,16 +188,27 @@ class DeviceInventory:
 
     type: str
     count: int
+    others: tuple[str, ...] = ()  # of other machines, such as "pc2/cuda:0"
 
     @property
     def max_ranks(self) -> int:
         """One rank per accelerator; on a machine without any, a few CPU ranks per core. Only `devices` can ask for more."""
-        return CPU_RANKS_PER_CORE * (os.cpu_count() or 1) if self.type == "cpu" else self.count
+        return (CPU_RANKS_PER_CORE * (os.cpu_count() or 1) if self.type == "cpu" else self.count) + len(self.others)
 
     @property
     def default_ranks(self) -> int:
         """World size when the user leaves it open."""
-        return 2 if self.type == "cpu" else max(1, self.count)
+        return self.own(0) + len(self.others)
+
+    def own(self, ranks: int) -> int:
+        """Return how many of `ranks` ranks run on this machine's devices; of 0, how many may by default."""
+        return max(2, ranks - len(self.others)) if self.type == "cpu" else max(1, self.count)
+
+
+def split_device(device: str) -> tuple[str, str]:
+    """Return (machine, device there); no machine = this one."""
+    machine, _, own = device.rpartition("/")
+    return machine, own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +236,16 @@ class RuntimeConfig:
     def world_size(self) -> int:
         """Number of worker ranks."""
         return len(self.devices)
+
+    @property
+    def local(self) -> tuple[str, ...]:
+        """The devices of this machine, which come first."""
+        return tuple(device for device in self.devices if "/" not in device)
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """The machine of every rank; this one has no name."""
+        return tuple(split_device(device)[0] for device in self.devices)
 
     @property
     def device_type(self) -> str:
@@ -294,9 +315,15 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
     names = tuple(_parse_device(part.strip(), devices, inventory) for part in devices.split(",")) if devices.strip() else ()
     if not names:
         count = world_size or inventory.default_ranks
-        return tuple("cpu" if inventory.type == "cpu" else f"{inventory.type}:{i}" for i in range(count))
+        own = min(count, inventory.own(count))
+        here = tuple("cpu" if inventory.type == "cpu" else f"{inventory.type}:{i}" for i in range(own))
+        return here + inventory.others[: count - own]
     if world_size not in (0, len(names)):
         raise bad_value("world_size", world_size, f"0 or {len(names)}, the number of entries in devices", "Leave it at 0.")
+    if "/" in names[0]:
+        raise bad_value("devices", devices, "a device of this computer first", "Rank 0 is on the computer with ComfyUI.")
+    places = [split_device(name)[0] for name in names]
+    names = tuple(sorted(names, key=lambda name: places.index(split_device(name)[0])))  # ranks of a machine are neighbours
     if inventory.type != "cpu" and not sharing and len(set(names)) != len(names):
         raise bad_value(
             "devices",
@@ -311,6 +338,12 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
 
 def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
     """Parse one entry of `devices`."""
+    if "/" in text:
+        if text not in inventory.others:
+            words = ", ".join(inventory.others) or "none has joined"
+            raise bad_value("devices", devices, f"devices of other computers: {words}; {shown(text)} is none of them",
+                            "Let that computer join again, or leave devices empty for all that are there.")  # fmt: skip
+        return text
     cpu = inventory.type == "cpu"
     match = _DEVICE.fullmatch(text)
     index = int(match[2] or 0) if match else 0

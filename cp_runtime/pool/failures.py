@@ -13,7 +13,7 @@ import torch
 from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, RankOutOfMemory, UnsupportedError
 from .board import SILENT, Progress
 from .config import RuntimeConfig
-from .forking import ForkServer, RankProcess, process_state
+from .forking import ForkServer, RankProcess
 from .messages import Failure, Report
 from .peers import shm_advice
 from .stacks import collect_stacks
@@ -96,7 +96,7 @@ def unforked(rank: int, server: ForkServer, timeout: float) -> PoolTimeout:
     doing = "does not answer" if server.ready else "still imports what they need"
     return PoolTimeout(
         f"the workers did not finish start within {timeout:g} s; the process that they are forked from (pid {server.pid}, "
-        f"{process_state(server.pid)}) {doing} and has not started rank {rank}. They are restarted on next use. {_SLOW['start']}"
+        f"{server.state}) {doing} and has not started rank {rank}. They are restarted on next use. {_SLOW['start']}"
     )
 
 

@@ -7,6 +7,7 @@ from the same place and environment, and stays for those that are restarted.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import logging
@@ -37,6 +38,7 @@ _OWN = "CP_"  # names of variables that only our code reads, after the fork
 # One thread, and no device: a process with either cannot be forked. Ranks get the environment as it is.
 _FIT_TO_FORK = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _MESSAGE = 1 << 12
+STACKS = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is only imported
 _ANSWERS_WITHIN = 0.5  # seconds in which a fork server that does nothing else forks a rank
 _ENDS_WITHIN = 5.0  # seconds in which the kernel ends the ranks of a fork server that is gone
 
@@ -52,7 +54,7 @@ class RankProcess:
     """
 
     def __init__(self, server: ForkServer, log: LogPump) -> None:
-        self._server, self.log = server, log
+        self.server, self.log = server, log
         self.pid = 0
         self.returncode: int | None = None
         self.error: Exception | None = None
@@ -73,7 +75,7 @@ class RankProcess:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for its end; False if it runs on."""
         if not self._ended.is_set():
-            self._server.wake()
+            self.server.wake()
         return self._ended.wait(timeout)
 
     def send_signal(self, number: int) -> None:
@@ -82,10 +84,27 @@ class RankProcess:
             if self.returncode is None and self.pid:
                 os.kill(self.pid, number)
 
+    @property
+    def state(self) -> str:
+        """What the kernel says it does: see `process_state`."""
+        return process_state(self.pid)
+
+    def write_stacks(self) -> None:
+        """Have it write its stacks: its main thread, before it runs on, so that its stack is the one of the hang.
+
+        A signal to the process goes to any thread once a stopped process runs again, and the main one has moved on by then.
+        """
+        tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc 2.30 and newer
+        if tgkill is None:
+            self.send_signal(STACKS)
+        else:
+            tgkill(self.pid, self.pid, STACKS)
+        self.send_signal(signal.SIGCONT)  # a stopped one has to run to write
+
     def kill(self, patience: float = _ANSWERS_WITHIN) -> None:
         """End it now; if it is not forked within `patience` seconds, end its fork server."""
         if not self._answered.wait(max(0.0, patience)):
-            self._server.kill()
+            self.server.kill()
         self.send_signal(signal.SIGKILL)
 
     def started(self, pid: int) -> None:
@@ -134,6 +153,11 @@ class ForkServer:
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
+
+    @property
+    def state(self) -> str:
+        """What the kernel says it does."""
+        return process_state(self.pid)
 
     @property
     def alive(self) -> bool:

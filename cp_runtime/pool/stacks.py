@@ -6,9 +6,7 @@ A rank writes its own at a signal, from the signal's handler: it needs neither t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import stat
 import tempfile
 import time
@@ -16,9 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..version import VERSION
-from .forking import RankProcess, process_state
+from .forking import RankProcess
 
-SIGNAL = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is only imported
 PREFIX = "context-parallel-stacks-"
 KEEP = 5  # files of this user
 PATIENCE = 0.6  # seconds that ranks get to write
@@ -37,12 +34,11 @@ def collect_stacks(files: Sequence[int], processes: Sequence[RankProcess], title
     Raises:
         OSError: it cannot be written, such as without room or descriptors.
     """
-    states = [process_state(process.pid) for process in processes]
+    states = [process.state for process in processes]
     asked = []
     for fd, process in zip(files, processes, strict=True):
         if process.returncode is None:
-            _signal_main_thread(process.pid)
-            process.send_signal(signal.SIGCONT)  # a stopped one has to run to write
+            process.write_stacks()
             asked.append(fd)
     _wait_written(asked)
     handle, name = tempfile.mkstemp(prefix=PREFIX, suffix=".txt")
@@ -64,18 +60,6 @@ def _wait_written(files: Sequence[int]) -> None:
         before, sizes, now = sizes, [os.fstat(fd).st_size for fd in files], time.monotonic()
         if sizes != before:
             quiet_since = now
-
-
-def _signal_main_thread(pid: int) -> None:
-    """Send SIGNAL to the main thread: it writes before it runs on, so that its stack is the one of the hang.
-
-    A signal to the process goes to any thread once a stopped process runs again, and the main one has moved on by then.
-    """
-    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc 2.30 and newer
-    if tgkill is None:
-        os.kill(pid, SIGNAL)
-    else:
-        tgkill(pid, pid, SIGNAL)
 
 
 def _remove_old() -> None:

@@ -117,7 +117,7 @@ class Worker:
             raise dist.DistBackendError(f"this torch has no {backend}")
         dist.init_process_group(
             backend,
-            store=dist.FileStore(f"/proc/self/fd/{self.spec['store_fd']}", self.world_size),  # a file without a name
+            store=self._store(),
             rank=self.rank,
             world_size=self.world_size,
             timeout=self.timeout,
@@ -127,9 +127,16 @@ class Worker:
         if backend != "gloo":
             probe(self.mesh.whole, self.device)
 
+    def _store(self) -> dist.Store:
+        """Return where the ranks meet: a file without a name, or the store of all machines."""
+        if self.spec.get("store") is None:
+            return dist.FileStore(f"/proc/self/fd/{self.spec['store_fd']}", self.world_size)
+        address, port, prefix = self.spec["store"]
+        return dist.PrefixStore(prefix, dist.TCPStore(address, port, is_master=False, timeout=self.timeout))
+
     def _measure(self, *_: Any) -> Ready:
         name = device_name(self.device)
-        self.measured = measure(self.mesh.sequence(), self.device, name)
+        self.measured = measure(self.mesh.sequence(), self.device, name, self.spec["machines"])
         shares = tuple(self.spec["shares"]) or self.measured.shares
         self.mesh = BatchMesh(dist.group.WORLD, self.timeout, self.stats, shares)
         batch, ring, ulysses = self.spec["degrees"]

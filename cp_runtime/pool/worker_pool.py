@@ -23,19 +23,21 @@ from ..errors import ContextParallelError, PoolError, RankError
 from .board import MISSED, Inherited, Progress
 from .channel import Channel, Closed
 from .collection import Collection, ModuleTimes, Outcome, SendCancel
-from .config import TIMEOUTS, RuntimeConfig, WorkerSite, timeout_of
+from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_of
 from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure, unforked
-from .forking import FORK_SERVERS, ForkServer, RankProcess, kill_all, process_state
+from .forking import FORK_SERVERS, ForkServer, RankProcess, kill_all
 from .frames import all_of, name_of, pack, report_of
 from .launcher import as_host, child_environment
 from .limits import starting
 from .messages import Cancel, Connect, Failure, Import, Measure, R, Ready, Report, Request, Shutdown, Value
+from .others import OtherMachines
 from .peers import Connection, look_at_peers, ways_of
 from .protocol import TensorPacker, read_tensor, unflatten
 
 log = logging.getLogger("context_parallel")
 
 CONNECTING = "connecting"
+ACROSS = 9.0  # seconds that ranks of several machines have to connect: a firewall that drops packets gives no other answer
 TICK = 0.02  # seconds between two looks at the caller's Cancel
 SHUTDOWN_GRACE = 5.0
 KEEP_BYTES = 64 << 20  # of shared memory for messages, and for results; more is given back
@@ -51,6 +53,7 @@ class WorkerPool:
     Args:
         config: devices, backend and timeouts.
         site: where workers find ComfyUI.
+        others: machines that the config names devices of; None = it names none.
 
     Attributes:
         doing: the command that runs, or "start"; empty = none. From any thread.
@@ -66,8 +69,9 @@ class WorkerPool:
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
     """
 
-    def __init__(self, config: RuntimeConfig, site: WorkerSite) -> None:
+    def __init__(self, config: RuntimeConfig, site: WorkerSite, others: OtherMachines | None = None) -> None:
         self.config, self.site = config, site
+        self._others = others if any(config.machines) else None
         self.world_size = config.world_size
         self.alive = False
         self.doing, self.did = "start", ""
@@ -126,14 +130,16 @@ class WorkerPool:
             return reports
 
         with starting():
-            server = self._fork(way)
+            self._fork(way)
             self._send(Import())
-            self._wait_forked(server, began + self._startup_timeout, cancelled)
+            self._wait_forked(began + self._startup_timeout, cancelled)
         ended("import")
         self.stage = CONNECTING
-        self.peer_to_peer = look_at_peers(self.config.devices, way) if way.backend == "nccl" else None
+        self.peer_to_peer = look_at_peers(self.config.local, way) if way.backend == "nccl" else None
         self._send(Connect())
-        if way.backend == self.config.native:
+        if self._others is not None:
+            ended("connect", CONNECTING, min(ACROSS, self._connect_timeout))
+        elif way.backend == self.config.native:
             ended("connect", CONNECTING, self._connect_timeout)
         else:
             ended("connect")
@@ -269,31 +275,42 @@ class WorkerPool:
         kill_all(self.processes)
         for rank in self._running_after(SHUTDOWN_GRACE):
             pid = self.processes[rank].pid
-            log.error("rank %d (pid %d, %s) did not end", rank, pid, process_state(pid))
+            log.error("rank %d (pid %d, %s) did not end", rank, pid, self.processes[rank].state)
         for process in self.processes:
             process.log.finish()
         for channel in self.channels:
             channel.close()
         self.inherited.close()
 
-    def _fork(self, way: Connection) -> ForkServer:
-        """Ask a fork server for the ranks, and return it."""
-        environment = child_environment(self.config.device_type, self.world_size)
+    def _fork(self, way: Connection) -> None:
+        """Ask a fork server for the ranks of this machine, and other machines for theirs."""
+        environment = child_environment(self.config.device_type, len(self.config.local))
+        across = {} if self._others is None else self._others.interface
         hosts = self.config.shares_accelerators and self.config.backend == "nccl"
         server = FORK_SERVERS.get(self.site, environment)
         self.imports = not server.ready
         self.stage = "importing" if self.imports else "starting processes"
-        for rank, device in enumerate(self.config.devices):
+        for rank in range(self.world_size):
             ours, theirs = socket.socketpair()
             self.channels.append(Channel(ours))
             with theirs:
-                own = environment | way.environment | (as_host(rank) if hosts else {})
+                own = environment | way.environment | across | (as_host(rank) if hosts else {})
                 inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
-                started = server.start(self._spec(rank, device, way), own, inherited)
+                started = self._start_rank(self._spec(rank, way), server, own, inherited)
                 self.processes[rank : rank + 1] = [started]  # an earlier start's until now: the status must find one
-        return server
 
-    def _wait_forked(self, server: ForkServer, deadline: float, cancelled: Callable[[], bool] | None) -> None:
+    def _start_rank(
+        self, spec: dict[str, Any], server: ForkServer, environment: dict[str, str], inherited: dict[str, int]
+    ) -> RankProcess:
+        name = self.config.machines[spec["rank"]]
+        if not name or self._others is None:
+            return server.start(spec, environment, inherited)
+        if (machine := self._others.here.get(name)) is None:
+            raise PoolError(f"the computer {name} is not there any more. Queue the prompt again: it runs on those that are.")
+        neighbours = self.config.machines.count(name)
+        return machine.start(spec, {}, inherited, self.site, neighbours)
+
+    def _wait_forked(self, deadline: float, cancelled: Callable[[], bool] | None) -> None:
         for rank, process in enumerate(self.processes):
             while not process.wait_started(TICK):
                 if self._aborted:
@@ -301,14 +318,17 @@ class WorkerPool:
                 if cancelled is not None and cancelled():
                     raise CallCancelled
                 if time.monotonic() > deadline:
-                    raise unforked(rank, server, self._startup_timeout)
-                server.wake()
+                    raise unforked(rank, process.server, self._startup_timeout)
+                process.server.wake()
 
-    def _spec(self, rank: int, device: str, way: Connection) -> dict[str, Any]:
+    def _spec(self, rank: int, way: Connection) -> dict[str, Any]:
         return {
+            # Where ranks meet: a file that they inherit, or a store that those of other machines reach.
+            "store": None if self._others is None else (*self._others.store, f"pool/{id(self)}/{self.since}/{way}"),
             "rank": rank,
             "world_size": self.world_size,
-            "device": device,
+            "machines": self.config.machines if self._others is not None else (),
+            "device": split_device(self.config.devices[rank])[1],
             "backend": way.backend,
             "shares": self.config.shares,
             "degrees": (self.config.batch_degree, self.config.sequence.ring_degree, self.config.sequence.ulysses_degree),
@@ -355,7 +375,7 @@ class WorkerPool:
             times.note({rank: progress.modules for rank, progress in at.items()}, now)
             # A process that a debugger holds ("tracing stop") does not count as stopped.
             late = [rank for rank, progress in at.items() if now - progress.beat > MISSED]
-            stopped = {rank for rank in late if process_state(self.pids[rank]) == "stopped"}
+            stopped = {rank for rank in late if self.processes[rank].state == "stopped"}
             if self._aborted:
                 collection.abort()
             step = collection.tick(now, quiet=not ready, stopped=stopped, compiling=compiling)

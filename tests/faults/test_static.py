@@ -33,6 +33,7 @@ DYNAMIC_IMPORTS = {
     ("cp_runtime/comfy/model/rank_factory.py", "_imported"): "a file of a node pack, by the digest of what ComfyUI has",
     ("cp_runtime/engine/attention/kernels.py", "installed"): "callers pass literals, or a name of SAGE_MODES",
     ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
+    ("cp_runtime/machines/join.py", "module"): "this package itself, and literals",
     ("cp_runtime/pool/fork_server.py", "import_by_name"): "a constant, or what the owner of the pool names",
     ("cp_runtime/pool/fork_server.py", "load_package"): "this package itself",
     ("cp_runtime/pool/worker.py", "_import"): "the owner of the pool names the module, among those of this package",
@@ -42,6 +43,12 @@ DYNAMIC_IMPORTS = {
 PROCESSES = {
     ("cp_runtime/pool/fork_server.py", "preload", "os.execv"): "its own command line, with one more name of a module",
     ("cp_runtime/pool/fork_server.py", "_start", "os.fork"): "a process with one thread and no device",
+    ("cp_runtime/machines/host.py", "open", "socket.create_server"): "on one address, once the user has asked for it",
+    ("cp_runtime/machines/elastic.py", "_listening_store", "socket.create_server"): "the same",
+    ("cp_runtime/machines/elastic.py", "_listening_store", "torch.distributed.TCPStore"): "listens there, and nowhere else",
+    ("cp_runtime/machines/elastic.py", "_store", "torch.distributed.TCPStore"): "a client",
+    ("cp_runtime/machines/relay.py", "meet", "torch.distributed.TCPStore"): "a client",
+    ("cp_runtime/pool/worker.py", "_store", "torch.distributed.TCPStore"): "a client, of a pool on several machines",
 }
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import machines
 from support.machines import ALONE, FAST, GPU, SLOW, SLOW_LINK, all_ranks, everywhere, pool, took, work
 from support.reports import call_report
 
@@ -257,3 +258,21 @@ def test_what_is_said_about_a_choice_does_not_speak_against_it(tmp_path, monkeyp
             assert ("the next call takes" in words) == (other["times"] < 1 and following == other["ranks"])
         assert "would take 0." not in words
     assert said[0][2].startswith("2 of 2 devices; the next call takes 1 where memory allows: 0.")
+
+
+def test_what_stays_inside_a_machine_is_not_counted_as_sent_between_two():
+    """CFG on two machines with two devices each: halves go to machines, and each half's attention stays on one."""
+    near, far = (1e-5, 2e10), (5e-4, 1e8)
+    pairs = tuple(((i, j), near if i // 2 == j // 2 else far) for i in range(4) for j in range(i + 1, 4))
+    rates = replace(machines.GPU, latency=1e-3, bandwidth=5e7, overlap=0.0)
+    call = machines.work(items=2)
+    inside, across = CallSplit((0, 1, 2, 3), 2, 1, 2), CallSplit((0, 1, 2, 3), 1, 1, 4)
+    seconds = {}
+    for names in ((), ("", "", "pc2", "pc2")):
+        ranks = machines.pool(4, rates=rates, pairs=pairs)
+        ranks = replace(ranks, measured=replace(ranks.measured, machines=names))
+        alone = Run(10.0, 10.0, 0.0)
+        seconds[names] = [predict(call, ranks, split, machines.ALONE, alone) for split in (inside, across)]
+    one_level, two_levels = seconds.values()
+    assert two_levels[0] < 10 / 3 < 10 < one_level[0]
+    assert two_levels[1] == one_level[1] > 10

@@ -11,7 +11,7 @@ from ...controller.journal import Failure, Journal
 from ...controller.run_stats import NOT_MEASURED, CallRecord, Node
 from ...controller.workers import Workers
 from ...pool.board import SILENT
-from ...pool.forking import host_bytes, process_state
+from ...pool.forking import host_bytes
 from ...pool.worker_pool import WorkerPool
 from ...version import VERSION
 from ..ranks.ui import CONTROLLER, nothing_to_share
@@ -195,7 +195,7 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
     pool, failure = workers.pool, workers.failure
     at, pid = pool.progress(rank), pool.pids[rank]
     since = time.monotonic() - at.beat if at.beat else None
-    kernel = process_state(pid) if pid else "not forked yet"
+    kernel = pool.processes[rank].state if pid else "not forked yet"
     culprit = failure is not None and failure.rank == rank
     if kernel in ("gone", "zombie", "dead"):
         state = "gone"
@@ -205,6 +205,9 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
         state = "silent"
     # What a rank has of a sequence is of the sampling run; what it held, and whether it was left out, of the last call of its kind.
     last = workers.last_call
+    host = host_bytes(pid)
+    if pool.config.machines[rank]:  # its process id is another machine's
+        host = last.reports[rank].memory.host if last else 0
     same = last is not None and (last is not workers.last_vae_call) == workers.sampling
     return {
         "rank": rank,
@@ -216,7 +219,7 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
         "process": kernel,
         "modules": at.modules,
         "seconds_since_heartbeat": since,
-        "memory": {"host": host_bytes(pid), "device": last.reports[rank].memory.device if last else 0},
+        "memory": {"host": host, "device": last.reports[rank].memory.device if last else 0},
         "tokens": record.reports[rank].outcome.tokens if record else {},
         "models": workers.models if state in ("idle", "computing") else [],
         "last_error": failure.message if failure is not None and culprit else None,
