@@ -8,6 +8,7 @@ from .cp_runtime.comfy.model.ui_loaders import watch_loaders
 from .cp_runtime.comfy.model.ui_node_loaders import watch_node_loaders
 from .cp_runtime.comfy.panel.ui_events import start_events
 from .cp_runtime.comfy.panel.ui_routes import add_routes
+from .cp_runtime.comfy.ranks.ui_machines import add_if_asked
 from .nodes import NODES
 
 WEB_DIRECTORY = "./web"
@@ -24,6 +25,7 @@ class ContextParallelExtension(ComfyExtension):
             add_routes(server)
             server.add_on_prompt_handler(watch_node_loaders)
             start_events(server)
+            add_if_asked()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return NODES

@@ -78,7 +78,7 @@ JOBS = (
             *("families", "workflows", "blueprint"),
         ),
     ),
-    Job(name="tables", paths=("tests/families", "tests/gpu")),
+    Job(name="tables", paths=("tests/families", "tests/gpu", "tests/machines")),
     Job(name="unit", paths=("tests/unit",)),
     LINT,
 )

@@ -7,6 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..cp_runtime.comfy.forward.ui_apply import apply_to_model
+from ..cp_runtime.comfy.ranks.ui_machines import OTHERS
 from ..cp_runtime.pool.config import RuntimeConfig
 from .config import ALIASES, CATEGORY, WANTED, CPConfigType
 
@@ -40,6 +41,11 @@ class ApplyContextParallel(io.ComfyNode):
             ],
             outputs=[io.Model.Output(tooltip="The same model, computed on all devices. Connect it to any sampler or guider.")],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> str:
+        """Return the devices of other machines: where they change, a model that was cached is for devices that are not there."""
+        return ",".join(OTHERS.devices)
 
     @classmethod
     def execute(cls, model: Any, cp_config: RuntimeConfig | None = None) -> io.NodeOutput:

@@ -7,6 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..cp_runtime.comfy.ranks.ui import device_inventory
+from ..cp_runtime.comfy.ranks.ui_machines import OTHERS
 from ..cp_runtime.pool.config import SETTINGS, RuntimeConfig, Setting
 
 CPConfigType = io.Custom("CP_CONFIG")
@@ -79,6 +80,11 @@ class CPConfig(io.ComfyNode):
         if None not in given.values():  # a linked input has no value yet
             cls.execute(**given)
         return True
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> str:
+        """Return the devices of other machines, which an empty `devices` stands for as well."""
+        return ",".join(OTHERS.devices)
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:

@@ -19,10 +19,11 @@ LAYERS = {
     "families": {*ENGINE, "families"},
     "vaes": {*ENGINE, "vaes"},
     "pool": {*ENGINE, "pool"},
+    "machines": {*ENGINE, "pool", "machines"},
     "controller": {*ENGINE, "pool", "controller"},
     "comfy wire": {*BELOW_COMFY, "comfy wire"},
     "comfy rank": {*BELOW_COMFY, "comfy wire", "comfy rank"},
-    "comfy ui": {*BELOW_COMFY, "controller", "comfy wire", "comfy ui"},
+    "comfy ui": {*BELOW_COMFY, "machines", "controller", "comfy wire", "comfy ui"},
 }
 """Files of comfy/ say in their names which side they are: `ui`, `wire` or `rank`, and a name after it where there are more."""
 PACKAGE = ROOT / "cp_runtime"

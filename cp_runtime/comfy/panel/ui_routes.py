@@ -10,6 +10,7 @@ from aiohttp import web
 from ...controller.journal import public_message
 from ...errors import ContextParallelError
 from ..ranks.ui import CONTROLLER, found_devices, prefer
+from ..ranks.ui_machines import OTHERS, add_machines
 from .ui_status import status
 
 
@@ -54,6 +55,25 @@ def add_routes(server: Any) -> None:
         answer = {"error": error, "status": await asyncio.to_thread(status, server)}
         return web.json_response(answer, status=200 if error is None else 400)
 
+    async def get_machines(_: web.Request) -> web.Response:
+        """Return other machines that work for this ComfyUI, or try to: `{"listens": …, "machines": […]}`, without the code."""
+        found = OTHERS.status()
+        return web.json_response({"listens": found["code"] is not None, "machines": found["machines"]})
+
+    async def post_machines(request: web.Request) -> web.Response:
+        """`{"add": "address:port"}` listens there and answers with the code for the other machine; `{"remove": name}` sends one
+        away, and with the last one stops listening. 400 where that fails: `{"error": …}`."""
+        asked = await request.json()
+        try:
+            if "remove" in asked:
+                await asyncio.to_thread(OTHERS.remove, str(asked["remove"]))
+                return web.json_response({"code": None})
+            return web.json_response({"code": await asyncio.to_thread(add_machines, str(asked.get("add")))})
+        except ContextParallelError as error:
+            return web.json_response({"error": str(error)}, status=400)
+
+    server.routes.get("/context_parallel/machines")(get_machines)
+    server.routes.post("/context_parallel/machines")(post_machines)
     server.routes.get("/context_parallel/status")(get_status)
     server.routes.post("/context_parallel/restart")(post_restart)
     server.routes.post("/context_parallel/measure")(post_measure)

@@ -23,6 +23,7 @@ from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from ...pool.peers import is_p2p_disabled, without_peer_access
 from ..memory.ui_residency import free_for_ranks
 from .ui_alone import Alone, why_alone, why_no_gpu
+from .ui_machines import OTHERS
 
 log = logging.getLogger("context_parallel")
 
@@ -47,13 +48,18 @@ NO_MODELS = ("custom_nodes", "datasets", "configs")  # folders that ComfyUI know
 
 
 def device_inventory() -> DeviceInventory:
-    """Return the devices of the type that ComfyUI itself runs on."""
+    """Return the devices of the type that ComfyUI itself runs on, and those of other machines."""
     kind = comfy.model_management.get_torch_device().type
     try:
         count = 0 if kind == "cpu" else torch.get_device_module(kind).device_count()
     except RuntimeError:  # a device type that torch has no module for
         count = 1
-    return DeviceInventory(type=kind, count=count)
+    return DeviceInventory(type=kind, count=count, others=OTHERS.devices)
+
+
+def are_here(config: RuntimeConfig) -> bool:
+    """Return whether all machines of a config are still there."""
+    return set(filter(None, config.machines)) <= OTHERS.here.keys()
 
 
 def default_config() -> RuntimeConfig:
@@ -92,8 +98,9 @@ def found_devices() -> dict[str, Any]:
     names = [f"{inventory.type}:{index}" for index in range(inventory.count or inventory.default_ranks)]
     pairs = [f"{one} to {other}" for one, other in permutations(names, 2)] if is_p2p_disabled() else None
     reason = why_no_gpu(inventory, args.cpu, bool(torch.version.cuda or torch.version.hip))
+    own = [{"name": name, **_description(inventory.type, index)} for index, name in enumerate(names)]
     return {
-        "devices": [{"name": name, **_description(inventory.type, index)} for index, name in enumerate(names)],
+        "devices": own + [{"name": name, "title": "", "memory": 0} for name in inventory.others],
         "indirect": (pairs or without_peer_access(names)) if inventory.type == "cuda" else None,
         "reason": None if reason is None else reason.described,
     }
@@ -125,5 +132,6 @@ def worker_site() -> WorkerSite:
     )
 
 
-CONTROLLER = Controller(worker_site, free_for_ranks)
+CONTROLLER = Controller(worker_site, free_for_ranks, OTHERS)
+atexit.register(OTHERS.close)
 atexit.register(CONTROLLER.close)

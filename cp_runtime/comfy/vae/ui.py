@@ -36,7 +36,7 @@ from ..model.ui_target import Target
 from ..model.wire_loading import replaced
 from ..model.wire_modules import encode_module
 from ..panel.ui_progress import executing_node, raise_or_warn, with_cancel
-from ..ranks.ui import CONTROLLER, default_config
+from ..ranks.ui import CONTROLLER, are_here, default_config
 from .wire import EXACT, INPUT, TILES
 
 log = logging.getLogger("context_parallel")
@@ -65,7 +65,7 @@ def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[
         raise bad_value("vae", vae, "a VAE", "Connect Load VAE or Load Checkpoint.")
     if config is None:
         workers = CONTROLLER.workers
-        config = workers.pool.config if workers is not None else default_config()
+        config = workers.pool.config if workers is not None and are_here(workers.pool.config) else default_config()
     if not isinstance(config, RuntimeConfig):
         raise bad_value("cp_config", config, "the output of a CP Config node", "Connect one, or leave it open.")
     if mode not in MODES:

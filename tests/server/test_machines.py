@@ -1,0 +1,73 @@
+"""Another machine joins the shared server, over loopback: `make machines` has the rest, between network namespaces."""
+
+import shutil
+import signal
+import time
+
+import psutil
+import pytest
+from support import stand_in
+from support.faults import Stopwatch
+from support.graphs import flux_prompt
+from support.joined import joined, wait_for
+from support.server import free_port
+
+pytestmark = pytest.mark.skipif(stand_in.wanted() is not None, reason="join.py sees no fake devices")
+BOTH = {"devices": "cpu,pc2/cpu"}
+
+
+def machines(server):
+    return server.get("/context_parallel/machines")
+
+
+def state(server):
+    found = machines(server)["machines"]
+    return found[0]["state"] if found else ""
+
+
+def listeners(server):
+    process = psutil.Process(server.pid)
+    family = [process, *process.children(recursive=True)]
+    return {
+        connection.laddr.ip
+        for one in family
+        for connection in one.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.ip != "127.0.0.1"
+    }
+
+
+def test_a_machine_joins_computes_dies_and_is_sent_away(server, tmp_path, checkpoints_dir):
+    """In one go, as each step needs the one before."""
+    reference = server.latent(server.run(flux_prompt(cp={"world_size": 1}), timeout=60).check())
+    assert machines(server) == {"listens": False, "machines": []}
+    assert listeners(server) == set()
+    answer = server.post("/context_parallel/machines", {"add": f"127.0.0.2:{free_port()}"})
+    base = tmp_path / "base"
+    (base / "custom_nodes").mkdir(parents=True)
+    # Copies: a file has another path and another inode there.
+    shutil.copytree(checkpoints_dir / "diffusion_models", base / "models" / "diffusion_models")
+    options = ("--base-directory", str(base))
+    with joined(answer["code"], tmp_path / "log", options=options, cwd=server.comfyui_path) as other:
+        watch = Stopwatch("50 another machine joins")
+        wait_for(lambda: state(server) == "ready", 15)
+        watch.within(15, "join to ready")
+        assert listeners(server) == {"127.0.0.2"}
+        result = server.run(flux_prompt(cp=BOTH), timeout=90).check()
+        assert (server.latent(result) - reference).abs().max() < 1e-4
+        ranks = server.status()["ranks"]
+        assert [rank["device"] for rank in ranks] == ["cpu", "pc2/cpu"]
+        assert ranks[1]["pid"] in [process.pid for process in other.processes]
+
+        other.signal(signal.SIGSTOP)  # as when it sleeps: nobody says goodbye
+        watch = Stopwatch("51 another machine sleeps")
+        failed = server.run(flux_prompt(cp=BOTH), timeout=60)
+        watch.within(10, "sleep to error")
+        assert failed.error is not None
+        assert "the computer pc2 (127.0.0.1) gave no sign of life" in failed.error.exception_message
+        assert state(server) == "lost"
+        again = server.run(flux_prompt(cp={}), timeout=60).check()  # on what is left
+        assert (server.latent(again) - reference).abs().max() < 1e-4
+    server.post("/context_parallel/machines", {"remove": "pc2"})
+    assert machines(server) == {"listens": False, "machines": []}
+    time.sleep(0.5)
+    assert listeners(server) == set()

@@ -1,0 +1,79 @@
+"""A machine that joins: `join.py` in a process of its own, with another address of loopback, or in another network namespace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .faults import SLACK
+from .package import ROOT
+from .processes import descendants, kill_all
+
+DETECTION = str(Path(__file__).parent / "detection")  # as servers have it
+JOIN = ROOT / "cp_runtime" / "machines" / "join.py"
+
+
+class Joining:
+    """A machine that joins, and all its processes. `log`: what it prints."""
+
+    def __init__(
+        self,
+        code: str,
+        log: Path,
+        name: str = "pc2",
+        options: Sequence[str] = (),
+        cwd: Path = ROOT,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        self._log = log
+        command = [*prefix, sys.executable, str(JOIN), code, "--name", name, "--cpu", *options]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": DETECTION}
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+
+    @property
+    def text(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [psutil.Process(self.process.pid), *descendants(self.process.pid)]
+        return []
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all its processes at once, as when a computer sleeps or is switched off."""
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def close(self) -> None:
+        kill_all(self.processes)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def joined(*args: Any, **kwargs: Any) -> Iterator[Joining]:
+    made = Joining(*args, **kwargs)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def wait_for(what: Callable[[], object], bound: float) -> float:
+    """Wait until it is true, and return the seconds that took."""
+    began = time.monotonic()
+    while not what():
+        assert time.monotonic() - began < bound * SLACK, f"not within {bound} s x {SLACK}"
+        time.sleep(0.05)
+    return time.monotonic() - began
