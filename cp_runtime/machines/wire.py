@@ -70,7 +70,7 @@ def parse_address(text: str) -> tuple[str, int]:
             return host, int(port)
     raise bad_value(
         "CP_MACHINES", text, "the IPv4 address of one interface and a port, such as 192.168.1.5:8289",
-        "Take an address that `ip addr` shows; 0.0.0.0, which is all of them, is not for this.",
+        "Take one address that `ip addr` shows, not 0.0.0.0.",
     )  # fmt: skip
 
 

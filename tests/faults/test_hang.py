@@ -16,7 +16,7 @@ from support.graphs import flux_prompt
 from support.pools import echo, hold, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout
-from cp_runtime.pool.forking import process_state
+from cp_runtime.pool.forking import RankProcess, process_state
 from cp_runtime.pool.stacks import collect_stacks
 
 DEADLINE = 3.5  # before a stopped rank is told for being stopped
@@ -71,6 +71,12 @@ def test_no_room_for_stacks_keeps_the_error(tmp_path, monkeypatch):
         assert not pool.alive
 
 
+class Child(subprocess.Popen):
+    """A process that can be asked for its stacks as a rank is."""
+
+    state, write_stacks = RankProcess.state, RankProcess.write_stacks
+
+
 def test_a_stopped_rank_writes_the_stack_it_was_stopped_at(tmp_path):
     """Once it runs again its main thread must not get past that place, whatever its other threads do."""
     code = (
@@ -86,7 +92,7 @@ def test_a_stopped_rank_writes_the_stack_it_was_stopped_at(tmp_path):
     for _ in range(20):
         target = tmp_path / "stacks"
         target.unlink(missing_ok=True)
-        process = subprocess.Popen([sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE)
+        process = Child([sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE)
         try:
             process.stdout.readline()
             while process_state(process.pid) != "stopped":
