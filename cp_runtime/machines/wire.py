@@ -92,6 +92,14 @@ def forget_token() -> None:
     (Path(cache_folder()) / "machines-token").unlink(missing_ok=True)
 
 
+def own_address() -> str:
+    """Return the IPv4 address that this computer has towards others, 127.0.0.1 without a network. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # for documentation (RFC 5737), and so outside of every network
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
 def interface_of(address: str) -> str:
     """Return the name of the interface with an address. Raises PoolError: no interface has it."""
     if ipaddress.IPv4Address(address).is_loopback:

@@ -1,5 +1,7 @@
 // What the panel is made of.
 
+import { t } from "./texts.js";
+
 /** An element with text and children. Text is never parsed as HTML: errors hold what other programs wrote. */
 export function make(tag, className, text, ...children) {
   const element = document.createElement(tag);
@@ -17,6 +19,28 @@ export function button(icon, onClick) {
     element.lastChild.textContent = text;
   };
   return element;
+}
+
+/** A button that copies an element's text. */
+export function copyButton(element) {
+  const copy = button("pi-copy", async () => copy.say((await copyText(element.textContent)) ? t("copied") : t("not_copied")));
+  copy.say(t("copy"));
+  return copy;
+}
+
+/** The clipboard's own interface is there on https and localhost only; ComfyUI is often used over plain http. */
+async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = make("textarea", "", text);
+    document.body.append(area);
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    return copied;
+  }
 }
 
 /** A switch; `switched` gets whether it is on. */

@@ -1,6 +1,6 @@
 // The error that ended a run: of which device, in which node, and what it says.
 
-import { button, make } from "./elements.js";
+import { button, copyButton, make } from "./elements.js";
 import { deviceName } from "./ranks.js";
 import { t } from "./texts.js";
 
@@ -10,7 +10,7 @@ let dismissed = null; // the time of the error that need not be shown any more
 export function errorCard() {
   const title = make("strong");
   const text = make("pre");
-  const copy = button("pi-copy", async () => copy.say((await copyText(text.textContent)) ? t("copied") : t("not_copied")));
+  const copy = copyButton(text);
   const dismiss = button("pi-times", () => {
     dismissed = shown;
     card.hidden = true;
@@ -56,19 +56,4 @@ function titleOf(error) {
   if (error.rank !== null) parts.push(deviceName(error.rank, error.device));
   if (error.node) parts.push(t("in_node", { node: error.node.type, id: error.node.id }));
   return t("error_title", { what: parts.join(", ") });
-}
-
-/** The clipboard's own interface is there on https and localhost only; ComfyUI is often used over plain http. */
-async function copyText(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch {
-    const area = make("textarea", "", text);
-    document.body.append(area);
-    area.select();
-    const copied = document.execCommand("copy");
-    area.remove();
-    return copied;
-  }
 }

@@ -4,6 +4,7 @@ import { details } from "./details.js";
 import { deviceCards } from "./device_cards.js";
 import { button, labelledSwitch, make, seconds } from "./elements.js";
 import { errorCard, pastErrors } from "./error_card.js";
+import { otherComputers } from "./machines.js";
 import { rankList } from "./ranks.js";
 import { find, t } from "./texts.js";
 import { label, toggle, usesAll } from "../use_all_gpus.js";
@@ -38,7 +39,8 @@ export function makePanel({ restart, measure, prefer }) {
   byItself.title = t("hint.measure_by_itself");
   const past = pastErrors();
   const more = make("details", "cp-details", null, make("summary", "", t("details")), list, byItself, past);
-  const element = make("div", "cp-panel", null, first, decoded, held, head, activity, error, use, devices, body, more);
+  const others = otherComputers();
+  const element = make("div", "cp-panel", null, first, decoded, held, head, activity, error, use, devices, body, others, more);
   element.dataset.testid = "context-parallel-panel";
 
   let stoppable = false; // whether a measurement waits or goes on
@@ -79,7 +81,7 @@ export function makePanel({ restart, measure, prefer }) {
     list.replaceChildren(...(working ? details(now) : []));
     byItself.set(now?.settings.measure ?? true);
     past.update(now?.errors ?? []);
-    more.hidden = !now;
+    more.hidden = others.hidden = !now;
   };
   return element;
 }

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from ...controller.journal import public_message
 from ...errors import ContextParallelError
+from ...machines.wire import own_address
 from ..ranks.ui import CONTROLLER, found_devices, prefer
 from ..ranks.ui_machines import OTHERS, add_machines
 from .ui_status import status
@@ -56,9 +57,10 @@ def add_routes(server: Any) -> None:
         return web.json_response(answer, status=200 if error is None else 400)
 
     async def get_machines(_: web.Request) -> web.Response:
-        """Return other machines that work for this ComfyUI, or try to: `{"listens": …, "machines": […]}`, without the code."""
+        """Return other machines that work for this ComfyUI, or try to: `{"listens": …, "address": …, "machines": […]}`, without the
+        code. `address`: this computer's in its network."""
         found = OTHERS.status()
-        return web.json_response({"listens": found["code"] is not None, "machines": found["machines"]})
+        return web.json_response({"listens": found["code"] is not None, "address": own_address(), "machines": found["machines"]})
 
     async def post_machines(request: web.Request) -> web.Response:
         """`{"add": "address:port"}` listens there and answers with the code for the other machine; `{"remove": name}` sends one

@@ -1,0 +1,73 @@
+// Other computers that work for this one: how each is, a command for another one, and a button that sends one away.
+
+import { app } from "../../../scripts/app.js";
+import { api } from "../../../scripts/api.js";
+import { button, copyButton, make } from "./elements.js";
+import { t } from "./texts.js";
+
+const MACHINES = "/context_parallel/machines";
+const JOIN = "python custom_nodes/comfyui-context-parallel/cp_runtime/machines/join.py";
+const INTERVAL = 2000; // milliseconds between two looks while the list is open
+const PORT = 8289;
+
+let code = null; // for other computers; the server gives it to whoever adds one, and to nobody else
+
+export function otherComputers() {
+  const list = make("div", "cp-lists");
+  const command = make("pre");
+  command.tabIndex = 0; // it scrolls
+  const join = make("div", "cp-facts", null, make("p", "cp-note", t("machines.run")), command, copyButton(command));
+  const add = button("pi-plus", invite);
+  add.say(t("machines.add"));
+  const element = make("details", "cp-past", null, make("summary", "", t("machines.title")), list, join, add);
+  let address = "";
+
+  async function send(body) {
+    const answer = await api.fetchApi(MACHINES, body && { method: "POST", body: JSON.stringify(body) });
+    const found = await answer.json();
+    if (found.error) throw new Error(found.error);
+    return found;
+  }
+
+  async function change(body) {
+    try {
+      ({ code } = await send(body));
+    } catch (error) {
+      app.extensionManager.toast.add({ severity: "error", summary: t("machines.failed"), detail: error.message, life: 15000 });
+    }
+    await look();
+  }
+
+  async function invite() {
+    const question = { title: t("machines.add"), message: t("machines.address"), defaultValue: `${address}:${PORT}` };
+    const answer = await app.extensionManager.dialog.prompt(question);
+    if (answer) await change({ add: answer });
+  }
+
+  async function look() {
+    const found = await send().catch(() => null);
+    if (!found) return; // ComfyUI says itself that it is away
+    ({ address } = found);
+    if (!found.listens) code = null;
+    join.hidden = !code;
+    command.textContent = code ? `${JOIN} ${code}` : "";
+    list.replaceChildren(...found.machines.map((machine) => line(machine, () => change({ remove: machine.name }))));
+  }
+
+  element.addEventListener("toggle", () => {
+    if (!element.open) return;
+    look();
+    const timer = setInterval(() => (element.open && element.isConnected ? look() : clearInterval(timer)), INTERVAL);
+  });
+  return element;
+}
+
+function line({ name, state, why, devices }, remove) {
+  const gone = button("pi-times", remove);
+  gone.say(t("machines.remove"));
+  const words = [t(`machines.state.${state}`), (devices ?? []).join(", "), ...why].filter(Boolean).join("\n");
+  const text = make("span", "cp-device", null, make("strong", "", name), make("span", "cp-activity", words));
+  const element = make("div", "cp-rank", null, text, gone);
+  element.dataset.machine = name;
+  return element;
+}
