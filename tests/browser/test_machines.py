@@ -1,34 +1,42 @@
-"""Another computer from the panel: a command for it, how it is, and its removal. `tests/server/test_machines.py` has the rest."""
+"""Other computers in the panel: a command for a new one, how each is, and its removal. `tests/server/test_machines.py` has one join."""
 
 from __future__ import annotations
 
-import shutil
-
 from playwright.sync_api import expect
-from support.joined import joined
 from support.server import free_port
 
 MACHINES = "/context_parallel/machines"
+FOUND = {
+    "listens": True,
+    "address": "192.168.1.5",
+    "machines": [
+        {"name": "pc2", "state": "ready", "why": [], "devices": ["cuda:0", "cuda:1"]},
+        {"name": "pc3", "state": "refused", "why": ["torch: 2.9.0 there, 2.11.0 here. Install the same."]},
+    ],
+}
 
 
-def test_a_computer_is_added_and_removed(browser_server, page, panel, tmp_path, checkpoints_dir):
+def test_a_computer_is_added_and_removed(browser_server, page, panel, tab):
     panel.get_by_text("Other computers").click()
     panel.get_by_role("button", name="Add a computer").click()
     address = page.get_by_role("dialog").get_by_role("textbox")
-    expect(address).not_to_have_value("")  # it knows its own
+    expect(address).to_have_value(f"{browser_server.get(MACHINES)['address']}:8289")
     address.fill(f"127.0.0.2:{free_port()}")
     address.press("Enter")
-    command = panel.locator(".cp-past pre").first
+    command = panel.locator(".cp-machines pre")
     expect(command).to_contain_text("join.py 127.0.0.2:")
-    base = tmp_path / "base"
-    (base / "custom_nodes").mkdir(parents=True)
-    shutil.copytree(checkpoints_dir / "diffusion_models", base / "models" / "diffusion_models")
-    code, options = command.inner_text().split()[-1], ("--base-directory", str(base))
-    with joined(code, tmp_path / "log", options=options, cwd=browser_server.comfyui_path):
-        other = panel.locator("[data-machine=pc2]")
-        expect(other).to_contain_text("ready: the next prompt uses it")
-        expect(other).to_contain_text("pc2/cpu")
-        other.get_by_role("button", name="Remove").click()
-        expect(other).to_have_count(0)
+    assert browser_server.get(MACHINES)["listens"]
+    panel.get_by_role("button", name="Stop waiting").click()
     expect(command).not_to_be_visible()
     assert browser_server.get(MACHINES)["listens"] is False
+
+    tab.spoil()
+    page.route(f"**{MACHINES}", lambda route: route.fulfill(json=FOUND) if route.request.method == "GET" else route.continue_())
+    machines = panel.locator("[data-machine]")
+    expect(machines.first).to_contain_text("ready: the next prompt uses it")
+    expect(machines.first).to_contain_text("pc2/cuda:0, pc2/cuda:1")
+    expect(machines.last).to_contain_text("torch: 2.9.0 there")
+    page.unroute(f"**{MACHINES}")
+    with page.expect_request(lambda request: request.post_data == '{"remove":"pc2"}'):
+        machines.first.get_by_role("button", name="Remove").click()
+    expect(machines).to_have_count(0)

@@ -16,10 +16,13 @@ export function otherComputers() {
   const list = make("div", "cp-lists");
   const command = make("pre");
   command.tabIndex = 0; // it scrolls
-  const join = make("div", "cp-facts", null, make("p", "cp-note", t("machines.run")), command, copyButton(command));
+  const stop = button("pi-times", () => change({ remove: "" })); // listens no more, unless a computer is there
+  stop.say(t("machines.stop"));
+  const buttons = make("div", "cp-buttons", null, copyButton(command), stop);
+  const join = make("div", "cp-facts", null, make("p", "cp-note", t("machines.run")), command, buttons);
   const add = button("pi-plus", invite);
   add.say(t("machines.add"));
-  const element = make("details", "cp-past", null, make("summary", "", t("machines.title")), list, join, add);
+  const element = make("details", "cp-machines", null, make("summary", "", t("machines.title")), list, join, add);
   let address = "";
 
   async function send(body) {
@@ -65,7 +68,7 @@ export function otherComputers() {
 function line({ name, state, why, devices }, remove) {
   const gone = button("pi-times", remove);
   gone.say(t("machines.remove"));
-  const words = [t(`machines.state.${state}`), (devices ?? []).join(", "), ...why].filter(Boolean).join("\n");
+  const words = [t(`machines.state.${state}`), (devices ?? []).map((device) => `${name}/${device}`).join(", "), ...why].filter(Boolean).join("\n");
   const text = make("span", "cp-device", null, make("strong", "", name), make("span", "cp-activity", words));
   const element = make("div", "cp-rank", null, text, gone);
   element.dataset.machine = name;
