@@ -1,4 +1,4 @@
-"""Other computers in the panel: a command for a new one, how each is, and its removal. `tests/server/test_machines.py` has one join."""
+"""Other computers in the panel: a command for a new one, how each is, and its removal. In `tests/server/test_machines.py` one joins."""
 
 from __future__ import annotations
 

@@ -53,6 +53,7 @@ export function otherComputers() {
     ({ address } = found);
     if (!found.listens) code = null;
     join.hidden = !code;
+    add.hidden = Boolean(code); // it is good for any number of computers
     command.textContent = code ? `${JOIN} ${code}` : "";
     list.replaceChildren(...found.machines.map((machine) => line(machine, () => change({ remove: machine.name }))));
   }
