@@ -1,4 +1,4 @@
-"""Other computers in the panel: a command for a new one, how each is, and its removal. In `tests/server/test_machines.py` one joins."""
+"""Other computers in the panel: a command for a new one, how each is, its removal. One joins in `tests/server/test_machines.py`."""
 
 from __future__ import annotations
 
