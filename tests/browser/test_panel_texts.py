@@ -261,6 +261,13 @@ def test_nothing_is_kept_from_who_does_not_see_it_or_has_no_mouse(page, panel, t
     expect(panel.locator(".cp-past strong")).to_have_count(2)
     found = Axe().run(page, context=".cp-panel").response["violations"]
     assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
+    for focused, hint in (
+        (panel.get_by_role("button", name="Measure"), "Press it once, then run"),
+        (panel.get_by_role("button", name="Restart workers"), "Press it when workers hang"),
+        (panel.get_by_role("switch", name="Measure runs by themselves"), "Switch it off if no run may take longer"),
+        (panel.locator(".cp-devices > summary"), "Switch off a device that other programs need"),
+    ):
+        expect(focused).to_have_accessible_description(re.compile(f"^{hint}"))
     expect(panel.get_by_role("alert")).to_contain_text("line 0 of what a rank wrote")
     assert panel.locator("[aria-live='polite']").evaluate_all("all => all.map(each => each.className.split(' ')[0])") == [
         "cp-speed",

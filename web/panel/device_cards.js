@@ -12,6 +12,7 @@ export function deviceCards(prefer) {
   const note = make("p", "cp-note");
   const element = make("details", "cp-devices", null, summary, list, note);
   element.title = t("hint.devices");
+  summary.title = element.title; // a screen reader reads the hint of what has the focus
   element.hidden = true;
   let found = null;
   let switches = [];

@@ -53,9 +53,11 @@ export function makeSwitch(switched) {
 }
 
 /** A switch with a text beside it; its `set` says whether it is on. */
-export function labelledSwitch(text, switched) {
+export function labelledSwitch(text, hint, switched) {
   const input = makeSwitch(switched);
   const element = make("label", "cp-rank", null, make("span", "", text), input);
+  element.title = hint; // a screen reader reads that of what has the focus
+  input.title = hint;
   element.set = (on) => {
     input.checked = on;
   };

@@ -35,8 +35,7 @@ export function makePanel({ restart, measure, prefer }) {
   const error = errorCard();
   const body = make("div", "cp-body");
   const list = make("div", "cp-lists");
-  const byItself = labelledSwitch(t("measure_by_itself"), (measure) => prefer({ measure }));
-  byItself.title = t("hint.measure_by_itself");
+  const byItself = labelledSwitch(t("measure_by_itself"), t("hint.measure_by_itself"), (measure) => prefer({ measure }));
   const past = pastErrors();
   const more = make("details", "cp-details", null, make("summary", "", t("details")), list, byItself, past);
   const others = otherComputers();
