@@ -24,6 +24,15 @@ WATCH = """() => {
 }"""
 """Notes the headline and the state of every rank, in `window.cpSeen`, whenever the panel changes."""
 CENTRE = "app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.nodes.find(node => node.type === 'KSampler'))"
+SETTINGS = "/context_parallel/settings"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def measured_when_asked(browser_server):
+    """With pictures there are enough runs here for one to be measured by itself."""
+    browser_server.post(SETTINGS, {"measure": False})
+    yield
+    browser_server.post(SETTINGS, {"measure": True})
 
 
 def headline(panel, text):
@@ -131,7 +140,7 @@ def test_measure(browser_server, page, panel, picture):
         if run is LONG:  # it was measured before
             expect(speed).to_have_text(times)
             for theme in reversed(THEMES):
-                picture(f"docs/images/panel-computing-{theme}.png", prepare=partial(page.evaluate, THEME, theme))
+                picture(f"docs/images/panel-computing-{theme}.png", prepare=partial(page.evaluate, THEME, theme), settle=300)
         headline(panel, "idle")
         expect(speed).to_have_text(times)
         now = browser_server.get("/context_parallel/status")["speed"]
