@@ -1,1 +1,2 @@
-"""Other machines: how they join, and how ranks there are reached. Nothing here is imported before someone asks for it."""
+"""Other machines: how they join, and how ranks there are reached. Before someone asks for them there is no listener, thread or
+process, and torch elastic is not imported."""
