@@ -1,7 +1,7 @@
 """The other machines, as ComfyUI's process has them: who has joined, and how the pool reaches ranks there.
 
 `Machine.start` is what `ForkServer.start` is on this machine: the pool gives it the same spec and the same descriptors, of a socket
-and of memory. Commands are read from that socket as a rank would, and sent over the network with their tensors, once per machine.
+and of memory, and a `Bridge` carries what goes over them.
 """
 
 from __future__ import annotations
@@ -10,194 +10,29 @@ import contextlib
 import logging
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ContextParallelError, PoolError
-from ..pool.board import Board
-from ..pool.channel import Channel, Closed, SharedBlock
 from ..pool.config import WorkerSite
 from ..pool.forking import RankProcess
-from ..pool.frames import Frame, pack, unpack
 from ..pool.log_pump import LogPump
-from ..pool.messages import Failure, Load
 from .agent import start_agent
+from .bridge import Bridge, MachineLost, RemoteProcess
 from .facts import differences
 from .wire import BEAT, Code, Refused, Wire, forget_token, interface_of, kept_token
 
 log = logging.getLogger("context_parallel")
 
 STARTS = 30.0  # seconds in which an agent opens its store
-_WATCHING, _IDLE = 5, 50  # milliseconds between two looks at what rank 0 decided, in a command and without one
 _MOST_STRANGERS = 16  # connections whose proof is waited for
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,30}")
-
-
-class MachineLost(PoolError):
-    """A machine has ended, or does not answer."""
-
-
-class RemoteProcess(RankProcess):
-    """A rank's process on another machine. `pid` is the one that it has there."""
-
-    def __init__(self, machine: Machine, bridge: Bridge, rank: int, log: LogPump) -> None:
-        super().__init__(machine, log)  # type: ignore[arg-type]  # see `Machine.start`
-        self._bridge, self._rank, self.kernel = bridge, rank, "running"
-
-    @property
-    def state(self) -> str:
-        return self.kernel if self.returncode is None else "gone"
-
-    def send_signal(self, number: int) -> None:
-        self._bridge.tell(signal=number, rank=self._rank)
-
-    def kill(self, patience: float = 0.0) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def write_stacks(self) -> None:
-        self._bridge.tell(stacks=self._rank)
-
-
-class Bridge:
-    """Carries what goes between a pool here and its ranks on one machine, until the pool closes their channels."""
-
-    def __init__(self, machine: Machine, name: str, world_size: int, fds: Mapping[str, int]) -> None:
-        self._machine, self.name = machine, name
-        self.request, self._board = SharedBlock(os.dup(fds["request_fd"])), SharedBlock(os.dup(fds["board_fd"]))
-        self.board = Board(self._board, world_size)
-        self.processes: dict[int, RemoteProcess] = {}
-        self._channels: dict[int, Channel] = {}
-        self._stacks: dict[int, int] = {}
-        self._lock, self._seq, self.closed = threading.Lock(), -1, False
-        self._waiting = 0  # reports that are to come
-
-    def tell(self, data: Any = b"", **packet: Any) -> None:
-        """Send a packet about this pool; a machine that is gone is noticed elsewhere."""
-        with contextlib.suppress(OSError):
-            self._machine.wire.send({"pool": self.name, **packet}, data)
-
-    def add(self, rank: int, process: RemoteProcess, fds: Mapping[str, int]) -> None:
-        """Carry for one more rank. Its channel and the file for its stacks are duplicated."""
-        with self._lock:
-            self.processes[rank] = process
-            self._channels[rank] = Channel(socket.socket(fileno=os.dup(fds["channel_fd"])))
-            self._stacks[rank] = os.dup(fds["stacks_fd"])
-            if len(self.processes) == 1:
-                threading.Thread(target=self._run, name="context-parallel-bridge", daemon=True).start()
-
-    def hear(self, packet: dict[str, Any], data: bytearray, offset: float) -> None:
-        """Take a packet from the machine. `offset`: seconds that its clock is behind this one's."""
-        with self._lock:
-            if "pid" in packet:
-                self.processes[packet["rank"]].started(packet["pid"])
-            elif "status" in packet:
-                why = packet["error"] or f"its process ended with status {packet['status']}. The workers are restarted on next use."
-                error = PoolError(f"on the computer {self._machine}: {why}") if packet["status"] else None
-                self._ended(packet["rank"], packet["status"], error)
-            elif self.closed:
-                return
-            elif "report" in packet:
-                self._report(packet["report"], bytes(data), offset)
-            elif "board" in packet:
-                for rank, *words, kernel in packet["board"]:
-                    self.board.write(rank, words)
-                    self.processes[rank].kernel = kernel
-            elif "closed" in packet and (channel := self._channels.pop(packet["closed"], None)) is not None:
-                channel.close()
-            elif "stacks" in packet:
-                os.pwrite(self._stacks[packet["stacks"]], data, 0)
-
-    def lost(self, error: MachineLost) -> None:
-        """Note that the machine is gone, and its ranks with it."""
-        with self._lock:
-            for rank in self.processes:
-                self._ended(rank, -signal.SIGKILL, error)
-        self._close()
-
-    def _ended(self, rank: int, status: int, error: Exception | None) -> None:
-        if self.processes[rank].returncode is None:
-            self.processes[rank].ended(status, error)
-        if all(process.returncode is not None for process in self.processes.values()):
-            self._machine.bridges.pop(self.name, None)
-
-    def _report(self, rank: int, data: bytes, offset: float) -> None:
-        frame = unpack(data)
-        self._waiting -= 1
-        if frame.kind == Failure.__name__ and isinstance(failure := frame.message, Failure):
-            message = f"{failure.message} (on the computer {self._machine})"
-            data = pack(replace(failure, at=failure.at + offset, message=message), frame.seq, frame.nbytes)
-        with contextlib.suppress(Closed, KeyError):  # the pool was killed
-            self._channels[rank].send(data)
-
-    def _run(self) -> None:
-        """Send on what the pool sends, and what rank 0 decides."""
-        decided = 0
-        try:
-            while not self.closed:
-                with self._lock:
-                    channels = dict(self._channels)
-                if not channels:
-                    break
-                poller, sockets = select.poll(), {}
-                for rank, channel in channels.items():
-                    sockets[channel.fileno()] = rank
-                    poller.register(channel, channel.events)
-                for fd, _ in poller.poll(_WATCHING if self._waiting else _IDLE):
-                    self._forward(sockets[fd], channels[sockets[fd]])
-                if (decision := self.board.decided) != decided:
-                    decided = decision
-                    self.tell(decision=decision)
-        except (Closed, ValueError):  # the pool has closed the channels; or they were, because the machine is gone
-            pass
-        except ContextParallelError as error:
-            log.error("%s: %s", self._machine.name, error)
-        finally:
-            self._close()
-            self.tell(end=True)
-
-    def _forward(self, rank: int, channel: Channel) -> None:
-        frames = []
-        with self._lock:
-            if self._channels.get(rank) is not channel:  # its rank has ended
-                return
-            channel.flush()
-            while (frame := channel.poll()) is not None:
-                frames.append(frame)
-        for frame in frames:
-            if frame.seq != self._seq:  # every rank of this machine gets it: once is enough
-                self._seq, self._waiting = frame.seq, len(self._channels)
-                self._send(frame)
-
-    def _send(self, frame: Frame) -> None:
-        if frame.kind != Load.__name__:
-            tensors = self.request.view(frame.nbytes).numpy().data if frame.nbytes else b""
-            self.tell(b"".join((frame.data, tensors)), frame=len(frame.data))
-            return
-        fd, recipe = frame.fields["memory"][1], frame.fields["recipe"]
-        tensors = os.pread(fd, os.fstat(fd).st_size, 0) if fd else b""
-        files = self._machine.owner.describe(recipe)
-        relocate = self._machine.owner.relocate
-        self.tell(b"".join((frame.data, tensors)), frame=len(frame.data), memory=True, files=files, relocate=relocate)
-
-    def _close(self) -> None:
-        with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-            for channel in self._channels.values():
-                channel.close()
-            for fd in self._stacks.values():
-                os.close(fd)
-            self.board.freeze()
-            self.request.close()
-            self._board.close()
 
 
 @dataclass(eq=False)
