@@ -43,12 +43,14 @@ class Job:
     Args:
         paths: what pytest runs, files or folders. A file belongs to the job that names it, else to the one that names its folder.
         options: for pytest.
+        spares: how many pools of its own process start no interpreter (see `support.preloaded`).
         command: another command than pytest.
     """
 
     name: str
     paths: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    spares: int = 0
     command: tuple[str, ...] = ()
 
     def arguments(self, others: Iterable[Job]) -> list[str]:
@@ -65,11 +67,11 @@ LINT = Job(name="lint", command=("make", "-k", "lint"))
 # The longest first. Few: every job has a session of pytest, checkpoints, servers and a process that ranks are forked from.
 JOBS = (
     Job(name="ranks", paths=("tests/ranks",)),
-    Job(name="faults", paths=("tests/faults",)),
+    Job(name="faults", paths=("tests/faults",), spares=16),
     Job(name="server", paths=("tests/server",)),
     Job(name="pool", paths=files("server", "compiled", "lifecycle", "status", "weights", "vae_life")),
     Job(name="browser", paths=("tests/browser",)),
-    Job(name="owners", paths=files("faults", "beyond", "leaks", "neighbours", "parent", "pool")),
+    Job(name="owners", paths=files("faults", "beyond", "leaks", "neighbours", "parent", "pool"), spares=16),
     Job(
         name="graphs",
         paths=files(
@@ -172,7 +174,7 @@ def run_job(job: Job, others: list[Job], environment: dict[str, str], running: l
         if job.command:
             process = subprocess.Popen(job.command, cwd=ROOT, env=env, stdin=nothing, stdout=output, stderr=output)
         else:
-            process = preloaded.start(job.arguments(others), cwd=ROOT, env=env, files=(nothing.fileno(), output, output))
+            process = preloaded.start(job.arguments(others), cwd=ROOT, env=env, files=(nothing.fileno(), output, output), spares=job.spares)
     running.append(process)
     lines = []
     with open(printed, errors="replace") as reader:

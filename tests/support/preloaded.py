@@ -109,19 +109,19 @@ Process = Program | subprocess.Popen[bytes]
 
 
 def fork(
-    argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int], spare: bool = False
+    argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int], spares: int = 0
 ) -> Program | None:
     """Run a program, in a session of its own; None where it has to be started as any other.
 
     Args:
         argv: what the interpreter gets: a file, or `-m` and a module, and arguments.
         files: descriptors of its standard input, output and errors.
-        spare: it has a pool, whose fork server needs no new interpreter either (see `_Spare`).
+        spares: it starts pools, and the fork servers of that many need no new interpreter either (see `_Spares`).
     """
     path = os.environ.get(VARIABLE)
     if path is None or any(os.environ.get(name) != env.get(name) for name in {*os.environ, *env} if name.startswith(_READ_ONCE)):
         return None
-    return Program(_ask(path, {"argv": list(argv), "cwd": str(cwd), "env": dict(env), "spare": spare}, files))
+    return Program(_ask(path, {"argv": list(argv), "cwd": str(cwd), "env": dict(env), "spares": spares}, files))
 
 
 def _ask(path: str, request: dict[str, Any], files: Sequence[int] = ()) -> socket.socket:
@@ -132,11 +132,17 @@ def _ask(path: str, request: dict[str, Any], files: Sequence[int] = ()) -> socke
 
 
 def start(
-    argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int], wrapper: Sequence[str] = ()
+    argv: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    files: tuple[int, int, int],
+    spares: int = 0,
+    wrapper: Sequence[str] = (),
 ) -> Process:
     """Run a program, forked where that can be. Arguments as those of `fork`, and a command in front of the interpreter."""
     stdin, stdout, stderr = files
-    return (None if wrapper else fork(argv, cwd=cwd, env=env, files=files)) or subprocess.Popen(
+    return (None if wrapper else fork(argv, cwd=cwd, env=env, files=files, spares=spares)) or subprocess.Popen(
         [*wrapper, sys.executable, "-u", *argv], cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
     )
 
@@ -195,7 +201,7 @@ class Server:
 
     def fork(self, argv: Sequence[str], *, env: Mapping[str, str], files: tuple[int, int, int]) -> Program:
         """Run a program. Arguments as those of `fork`."""
-        request = {"argv": list(argv), "cwd": str(Path.cwd()), "env": dict(env), "spare": False}
+        request = {"argv": list(argv), "cwd": str(Path.cwd()), "env": dict(env), "spares": 0}
         return Program(_ask(self.path, request, files))
 
     def prepare(self, module: str, value: Any, timeout: float) -> bool:
@@ -298,22 +304,27 @@ class _Preloaded:
             held.close()
 
 
-class _Spare:
-    """A copy of a program from before its first line, to become the process that the ranks of its pool are forked from.
+class _Spares:
+    """Copies of a program from before its first line, to become the processes that the ranks of its pools are forked from.
 
-    That one would import for five seconds too. It has to be a child of the program, and a program with threads cannot be forked.
+    Each of those would import for two seconds too. It has to be a child of the program, and a program with threads cannot be forked.
     """
 
     PROGRAM = "fork_server.py"
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         self._owner = os.getpid()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._pid = os.fork()
-            if self._pid == 0:
-                self._socket.close()
-                self._wait(theirs)
+        self._waiting: list[tuple[int, socket.socket]] = []
+        """Pid of a copy, and its socket."""
+        for _ in range(count):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                pid = os.fork()
+                if pid == 0:
+                    for _, held in [*self._waiting, (0, ours)]:
+                        held.close()
+                    self._wait(theirs)
+            self._waiting.append((pid, ours))
         self._fork_exec = subprocess._fork_exec  # type: ignore[attr-defined]
         subprocess._fork_exec = self._start  # type: ignore[attr-defined]
 
@@ -321,19 +332,19 @@ class _Spare:
         """What `subprocess` calls to start a program: the arguments of CPython's `_posixsubprocess.fork_exec`."""
         (_, _, kept, _, env, stdin, _, _, stdout, _, stderr, _, failed, *_) = how
         start = partial(self._fork_exec, argv, *how)
-        if os.getpid() != self._owner or not any(str(argument).endswith(self.PROGRAM) for argument in argv):
+        if os.getpid() != self._owner or not self._waiting or not any(str(argument).endswith(self.PROGRAM) for argument in argv):
             return start()
-        subprocess._fork_exec = self._fork_exec  # type: ignore[attr-defined]
-        variables = dict(item.decode().split("=", 1) for item in env)
+        variables = dict(os.fsdecode(item).split("=", 1) for item in env)
         inherited = [fd for fd in kept if fd != failed]
         standard = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
         request = {"argv": list(argv), "env": variables, "cwd": os.getcwd(), "fds": [0, 1, 2, *inherited]}
-        with self._socket:
+        pid, connection = self._waiting.pop()
+        with connection:
             try:
-                socket.send_fds(self._socket, [json.dumps(request).encode()], [*standard, *inherited])
+                socket.send_fds(connection, [json.dumps(request).encode()], [*standard, *inherited])
             except OSError:  # it is gone
                 return start()
-        return self._pid
+        return pid
 
     def _wait(self, connection: socket.socket) -> NoReturn:
         """In the copy: wait to be needed, and be that program."""
@@ -410,8 +421,8 @@ def main() -> None:
     settle_processor()
     gc.freeze()  # else the collector copies what the programs share
     request = _Preloaded(listener).run()
-    if request["spare"] and SPARES:
-        _Spare()
+    if request["spares"] and SPARES:
+        _Spares(request["spares"])
     _run(request)
 
 

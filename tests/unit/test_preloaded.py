@@ -68,13 +68,13 @@ class Start:
         self.folder, self.output = folder, folder / "output"
         (folder / "sitecustomize.py").write_text("import os; os.environ['CUSTOMIZED'] = 'yes'")
 
-    def __call__(self, text: str, *arguments: str, spare: bool = False, **variables: str) -> preloaded.Program | None:
+    def __call__(self, text: str, *arguments: str, spares: int = 0, **variables: str) -> preloaded.Program | None:
         program = self.folder / "program.py"
         program.write_text(text)
         with open(os.devnull, "rb") as nothing, self.output.open("wb") as out:
             env = {**os.environ, "PYTHONPATH": str(self.folder), **variables}
             files = (nothing.fileno(), out.fileno(), out.fileno())
-            return preloaded.fork([str(program), *arguments], cwd=self.folder, env=env, files=files, spare=spare)
+            return preloaded.fork([str(program), *arguments], cwd=self.folder, env=env, files=files, spares=spares)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ spares = pytest.mark.skipif(not preloaded.SPARES, reason="needs Python 3.11: see
 @spares
 def test_a_spare_is_what_an_interpreter_would_be(start):
     (start.folder / "fork_server.py").write_text(FORK_SERVER)
-    program = start(OWNER, spare=True)
+    program = start(OWNER, spares=1)
     assert program.wait(30) == 0, start.output.read_text()
     spare, interpreter = map(json.loads, start.output.read_text().splitlines())
     assert (spare.pop("imported"), interpreter.pop("imported")) == (True, False)
@@ -155,7 +155,7 @@ def test_a_spare_is_what_an_interpreter_would_be(start):
 
 @spares
 def test_a_spare_that_is_not_needed_ends_with_its_program(start):
-    program = start("import time; print('runs', flush=True); time.sleep(60)", spare=True)
+    program = start("import time; print('runs', flush=True); time.sleep(60)", spares=1)
     while not start.output.read_text():
         time.sleep(0.01)
     (spare,) = (child for child in psutil.Process(program.pid).children())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import re
 from collections.abc import Iterable
 
 from torch import Tensor, frombuffer, uint8
@@ -26,18 +25,25 @@ def mapped(path: str, *, unwritten: bool = False) -> Ranges:
     """
     with open(path, "rb") as file:
         page = frombuffer(mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY), dtype=uint8)
-    # For what was written the kernel walks all pages of this process.
-    with open("/proc/self/smaps" if unwritten else "/proc/self/maps", encoding="utf-8", errors="replace") as entries:
-        found = [entry.split() for entry in re.split(r"\n(?=[0-9a-f]+-)", entries.read())]
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as entries:
+        found = [entry.split(maxsplit=5) for entry in entries]
     spans = [(int(start, 16), int(stop, 16)) for start, stop in (words[0].split("-") for words in found)]
     ours = next(words[3:5] for span, words in zip(spans, found, strict=True) if inside(page, [span]))
-    files = [(span, words) for span, words in zip(spans, found, strict=True) if words[3:5] == ours]
-    return [span for span, words in files if not (unwritten and _was_written(words))]
+    files = [span for span, words in zip(spans, found, strict=True) if words[3:5] == ours]
+    return [span for span in files if not _was_written(span)] if unwritten else files
 
 
-def _was_written(words: list[str]) -> bool:
-    """Return whether an entry of smaps counts pages that this process has to itself."""
-    return any(words[words.index(kind) + 1] != "0" for kind in ("Anonymous:", "Swap:"))
+# Of the last of the eight bytes that pagemap has for a page: https://docs.kernel.org/admin-guide/mm/pagemap.html
+_PRESENT, _SWAPPED, _SHARED = 1 << 7, 1 << 6, 1 << 5
+
+
+def _was_written(span: tuple[int, int]) -> bool:
+    """Return whether a page of these addresses, at which a file is mapped, is no longer that of the file."""
+    start, stop = (address // mmap.PAGESIZE * 8 for address in span)
+    with open("/proc/self/pagemap", "rb") as entries:
+        entries.seek(start)
+        kinds = set(entries.read(stop - start)[7::8])
+    return any(kind & _SWAPPED or kind & (_PRESENT | _SHARED) == _PRESENT for kind in kinds)
 
 
 def inside(tensor: Tensor, ranges: Ranges) -> bool:

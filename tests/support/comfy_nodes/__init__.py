@@ -3,7 +3,11 @@
 Loaded by the server under test, never by pytest. All random content comes from the `seed` of the node alone.
 """
 
+import gc
+
 from . import attention, conditioning, encoders, latent, model_patch, patch, processes, stand_ins  # noqa: F401  (they make nodes)
 from .node import NODE_CLASS_MAPPINGS
+
+gc.freeze()  # ComfyUI collects garbage between prompts, and these are always the same modules
 
 __all__ = ["NODE_CLASS_MAPPINGS"]
