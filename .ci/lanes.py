@@ -129,9 +129,7 @@ def main() -> int:
         figures = Path(folder) / "durations"
         figures.touch()
         with contextlib.ExitStack() as stack:
-            # One server starts no sooner by a process that has to import first what it would import.
-            if not options.quick:
-                os.environ.update(stack.enter_context(preloaded.running(Path(folder))))
+            os.environ.update(stack.enter_context(preloaded.running(Path(folder))))
             environment = {"CP_TEST_DURATIONS": str(figures), shared_models.VARIABLE: str(Path(folder) / "models")}
             outcomes = run(jobs, options.lanes, environment)
         table = durations.table(durations.read(figures))
@@ -174,7 +172,9 @@ def run_job(job: Job, others: list[Job], environment: dict[str, str], running: l
         if job.command:
             process = subprocess.Popen(job.command, cwd=ROOT, env=env, stdin=nothing, stdout=output, stderr=output)
         else:
-            process = preloaded.start(job.arguments(others), cwd=ROOT, env=env, files=(nothing.fileno(), output, output), spares=job.spares)
+            process = preloaded.start(
+                job.arguments(others), cwd=ROOT, env=env, files=(nothing.fileno(), output, output), spares=job.spares
+            )
     running.append(process)
     lines = []
     with open(printed, errors="replace") as reader:

@@ -16,6 +16,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -108,9 +109,7 @@ class Program:
 Process = Program | subprocess.Popen[bytes]
 
 
-def fork(
-    argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int], spares: int = 0
-) -> Program | None:
+def fork(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int], spares: int = 0) -> Program | None:
     """Run a program, in a session of its own; None where it has to be started as any other.
 
     Args:
@@ -307,7 +306,7 @@ class _Preloaded:
 class _Spares:
     """Copies of a program from before its first line, to become the processes that the ranks of its pools are forked from.
 
-    Each of those would import for two seconds too. It has to be a child of the program, and a program with threads cannot be forked.
+    Each of those would import for two seconds too. It has to be a child of the program; one with threads cannot be forked.
     """
 
     PROGRAM = "fork_server.py"
@@ -419,6 +418,7 @@ def main() -> None:
             importlib.import_module(name)
     gc.enable()
     settle_processor()
+    inspect.getmodule(sys._getframe())  # it keeps every module's file; torch asks for them with every operator that is registered
     gc.freeze()  # else the collector copies what the programs share
     request = _Preloaded(listener).run()
     if request["spares"] and SPARES:

@@ -127,7 +127,15 @@ class Ledger:
         """Bytes that no living process holds."""
         with self._alone():
             self._forget_dead()
+        return self._untaken(card)
+
+    def _untaken(self, card: int) -> int:
+        """Bytes that no process holds, living or dead."""
         return max(0, self.capacities[card] - sum(self._table[1 + MAX_CARDS + card :: COLUMNS]))
+
+    def _has(self, card: int, wanted: int) -> bool:
+        """Whether so many bytes are free. Who is dead is only asked where it matters, since every operation comes by here."""
+        return wanted <= self._untaken(card) or wanted <= self.free(card)
 
     def tensors(self, card: int) -> int:
         """Bytes that tensors of all living processes hold."""
@@ -149,9 +157,9 @@ class Ledger:
 
     def check(self, card: int, wanted: int) -> None:
         """Raise as a card does that has not got so many bytes, and no pages that may go."""
-        while wanted > self.free(card) and self.make_room(card):
+        while not self._has(card, wanted) and self.make_room(card):
             pass
-        if wanted > self.free(card):
+        if not self._has(card, wanted):
             raise torch.OutOfMemoryError(
                 f"{self.type.upper()} out of memory. Tried to allocate {wanted / (1 << 20):.2f} MiB. GPU {card} has a total "
                 f"capacity of {self.capacities[card] / (1 << 30):.2f} GiB of which {self.free(card) / (1 << 20):.2f} MiB is free."
@@ -160,7 +168,7 @@ class Ledger:
     def fits(self, card: int, wanted: int) -> None:
         """Make sure that a tensor of so many bytes fits: into torch's own, or else beside it, without what no tensor has."""
         if self.allocated(card) + wanted > self.reserved(card):
-            if self.allocated(card) + wanted - self.reserved(card) > self.free(card):
+            if not self._has(card, self.allocated(card) + wanted - self.reserved(card)):
                 self.empty_cache()
             self.check(card, self.allocated(card) + wanted - self.reserved(card))
 

@@ -96,7 +96,7 @@ def kernel(func: Any, args: Any, kwargs: Any, made: Iterable[Tensor], streams: l
         wait_stream(one, other)
     if fresh and streams[0] in _given_back:
         _reuse(streams[0])
-    touch(streams[0], str(func), () if makes else reads, (*writes, *fresh))
+    touch(streams[0], _name(func), () if makes else reads, (*writes, *fresh))
     for other in streams[1:]:
         wait_stream(other, streams[0])
 
@@ -161,6 +161,9 @@ def told(what: str, *numbers: int) -> None:
     """Tell the sanitizer of an event or a stream, by the name of its handler's method."""
     with _lock:
         getattr(_handler, f"_handle_{what}")(*numbers)
+
+
+_name = functools.cache(str)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import groups, kernels, memory, pinned, races
 
@@ -291,7 +291,7 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
         memory.LEDGER.touch(each)
     kernels.check(func, card, leaves)
     try:
-        with _disable_current_modes():
+        with torch._C._DisableTorchDispatch():
             out = kernels.KERNELS.get(func, func)(*cpu_args, **cpu_kwargs)
     except (IndexError, RuntimeError) as error:
         if func in ASSERTS and any(words in str(error) for words in ("out of bounds", "out of range", "single nonzero value")):
@@ -361,6 +361,8 @@ def _copied(func: Any, args: Any, kwargs: Any, to_card: bool) -> bool:
 
 def _check_devices(func: Any, args: Any, leaves: list[Tensor], theirs: list[OnCard]) -> None:
     """Raise as a card does where operands are on two devices; note what makes the host wait for a result."""
+    if func not in INDEXED and func not in WAITED and len({leaf.device for leaf in leaves}) == 1:
+        return
     indices: list[Any] = list(races.flat(args[1])) if func in INDEXED else []
     if theirs and (func in WAITED or any(index.dtype in (torch.bool, torch.uint8) for index in indices)):
         _wait(func.overloadpacket.__name__)
