@@ -303,6 +303,10 @@ class RunningCall:
         owned = layout.owned_positions(rank, value.device)
         if owned is not None:
             value = value.index_select(dim, owned)
-        (whole,) = self.mesh.whole.all_gather([value], layout.owned_lengths, dim)
-        whole = layout.to_joint(whole, dim).contiguous()  # models may call view on it
+        whole = self._gathered(value, layout, dim)  # contiguous, as models may call view on it
         return whole if grid is None else whole.unflatten(dim, grid)
+
+    def _gathered(self, value: Tensor, layout: JointLayout, dim: int) -> Tensor:
+        """Return all tokens in joint order, given those along `dim` that this rank contributes."""
+        (whole,) = self.mesh.whole.all_gather([value], layout.owned_lengths, dim)
+        return layout.to_joint(whole, dim).contiguous()

@@ -183,6 +183,19 @@ class RankGroup:
         sent[(self.rank + 1) % self.size], arriving[self.rank - 1] = send.numel(), received.numel()
         return self.all_to_all(send, sent, received, arriving, "exchange")
 
+    def send(self, value: Tensor, to: int) -> Pending:
+        """Send a contiguous tensor to another rank, which receives from this one in the same order."""
+        with trace_range("cp.send"):
+            work = dist.isend(as_bytes(self._leaving(value)), self.global_rank(to), self.group)
+        return Pending(self, "send", [work], value.nbytes, value, ())
+
+    def receive(self, target: Tensor, source: int) -> Pending:
+        """Receive what another rank sends into a contiguous tensor."""
+        staged: list[tuple[Tensor, Tensor]] = []
+        with trace_range("cp.receive"):
+            work = dist.irecv(as_bytes(self._landing(target, staged)), self.global_rank(source), self.group)
+        return Pending(self, "receive", [work], 0, target, staged)
+
     def to_first(self, own: Tensor, counts: Sequence[int], kind: str) -> list[Tensor]:
         """Send a tensor to the first rank, which returns those of all ranks, flat and in rank order; other ranks return none.
 

@@ -78,6 +78,7 @@ class InstalledPlan(Generic[PlanT]):
         planner: Planner,
         on_module: Callable[[], None] | None = None,
         weights: ShardedWeights | None = None,
+        kind: Callable[..., RunningCall] = RunningCall,
     ) -> Iterator[RunningCall]:
         """Shard the model while active.
 
@@ -86,13 +87,12 @@ class InstalledPlan(Generic[PlanT]):
             planner: decides how each attention is shared.
             on_module: called whenever a planned module is entered.
             weights: weights of the model, if every rank keeps a part of them.
+            kind: makes the call.
         """
         if self.current is not None:
             raise PlanError("a sharded call is running already")
         after_attention = weights.after_attention if weights is not None else None
-        call = self.current = RunningCall(
-            self.plan, type(self.model).__name__, mesh, planner, on_module, self.kept, after_attention
-        )
+        call = self.current = kind(self.plan, type(self.model).__name__, mesh, planner, on_module, self.kept, after_attention)
         with trace_range("cp.call"), weights.call() if weights is not None else nullcontext():
             try:
                 yield call

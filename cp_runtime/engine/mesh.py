@@ -217,7 +217,7 @@ class BatchMesh(SequenceMesh):
 
     Args:
         timeout: timeout of the groups that are created for an axis.
-        group, stats, shares, groups: see `SequenceMesh`.
+        group, stats, shares, groups, peers: see `SequenceMesh`.
     """
 
     def __init__(
@@ -227,9 +227,11 @@ class BatchMesh(SequenceMesh):
         stats: CommStats | None = None,
         shares: Shares = (),
         groups: Groups | None = None,
+        peers: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(group, groups or groups_of_world(group, timeout), stats, shares=shares)
+        super().__init__(group, groups or groups_of_world(group, timeout), stats, peers, shares)
         self._meshes: dict[int, SequenceMesh] = {}
+        self._stages: dict[int, Stage] = {}
         self._teams: dict[tuple[int, ...], BatchMesh] = {}
 
     def sequence(self, groups: int = 1) -> SequenceMesh:
@@ -244,7 +246,7 @@ class BatchMesh(SequenceMesh):
             return self
         if groups not in self._meshes:
             members = self.members(groups)
-            peers = [[self.whole.global_rank(rank) for rank in ranks] for ranks in members]
+            peers = [[everyone[rank] for rank in ranks] for everyone in self._peers for ranks in members]
             group = self._groups.of(peers) if groups < self.size else None
             own = tuple(self.shares[rank] for rank in members[self.index(groups)]) if self.shares else ()
             made = self._meshes[groups] = SequenceMesh(group, self._groups, self.stats, peers, own)
@@ -253,6 +255,28 @@ class BatchMesh(SequenceMesh):
                 for ring, ulysses in factors(made.size):
                     made.axes(ring, ulysses)
         return self._meshes[groups]
+
+    def stage(self, stages: int) -> Stage:
+        """Return this rank's stage when neighbours form `stages` of the same size, the last one first. All ranks must ask alike.
+
+        Raises:
+            PlanError: the ranks do not divide by it.
+        """
+        if self.size % stages:
+            raise PlanError(f"{self.size} ranks cannot form {stages} stages of the same size")
+        if stages not in self._stages:
+            each = self.size // stages
+            everyone = [self.whole.global_rank(rank) for rank in range(self.size)]
+            rows, lanes = [everyone[at : at + each] for at in range(0, self.size, each)], [everyone[at::each] for at in range(each)]
+            group, lane = self._groups.of(rows) if each > 1 else None, self._groups.of(lanes, "stages")
+            peers = BatchMesh(group, None, self.stats, (), self._groups, [[rank] for rank in everyone] if each == 1 else rows)
+            self._stages[stages] = Stage(peers, RankGroup(lane, self.stats))
+        return self._stages[stages]
+
+    def stage_shares(self, stages: int) -> Shares:
+        """Return the shares of the stages, first to last: the sums of their ranks' shares."""
+        each = self.size // stages
+        return tuple(sum(self.shares[at : at + each]) for at in range(0, self.size, each))[::-1] if self.shares else ()
 
     def team(self, ranks: Sequence[int], groups: int, ring: int, ulysses: int) -> BatchMesh | None:
         """Return a mesh of the given ranks, with groups for these degrees; None on all other ranks. All ranks must ask alike.
@@ -287,6 +311,13 @@ class BatchMesh(SequenceMesh):
     def group_shares(self, groups: int) -> Shares:
         """Return the shares of the batch groups: the sums of their ranks' shares."""
         return reduced(tuple(sum(self.shares[rank] for rank in ranks) for ranks in self.members(groups))) if self.shares else ()
+
+
+class Stage(NamedTuple):
+    """One stage of a model, of several. `ranks`: that compute it. `lane`: one rank of each stage, the last stage first."""
+
+    ranks: BatchMesh
+    lane: RankGroup
 
 
 def reduced(shares: Shares) -> Shares:

@@ -186,6 +186,11 @@ class JointLayout:
                 yield slice(share_at, share_at + share), slice(held_at, held_at + whole), shares
             share_at, held_at = share_at + share, held_at + whole
 
+    def positions(self, ranks: Sequence[int], device: torch.device, *, held: bool = False) -> Tensor:
+        """Return the joint positions of what some ranks contribute, or hold, one rank after the other."""
+        runs = [segment for rank in ranks for segments in (self.held if held else self.owned)[rank] for segment in segments]
+        return self._index((tuple(ranks), held), device, runs)
+
     def gathered_order(self, device: torch.device) -> Tensor:
         """Return an index tensor that maps positions in gathered order to positions in joint order."""
         return self._index("gathered", device, self._gathered_segments())

@@ -36,6 +36,7 @@ class CallState:
         padding: streams of keys -> additive mask over all of them, in joint order, that hides those with which shorter items of a
             batch are padded. It takes the place of the mask that a module makes for the padding on this rank.
         whole: streams of which every rank has all tokens again.
+        gathers: whether neighbouring tokens are gathered.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class CallState:
         shares: Shares = (),
     ) -> None:
         self.rank, self.world_size, self.shares = rank, world_size, shares
+        self.gathers = world_size > 1
         self.kept = {} if kept is None else kept
         self._gather = gather
         self.arguments: Mapping[str, Any] = {}
@@ -75,6 +77,11 @@ class CallState:
             splits = tuple(self._splits.get(name, CONTIGUOUS) for name in streams)
             self._layouts[streams] = joint_layout(lengths, self.world_size, splits, self.shares)
         return self._layouts[streams]
+
+    @property
+    def replicates(self) -> bool:
+        """Whether every rank holds all tokens of some stream."""
+        return any(split.replicated for split in self._splits.values())
 
     def knows(self, streams: tuple[str, ...]) -> bool:
         """Return whether the lengths of all given streams are known."""

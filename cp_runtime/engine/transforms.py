@@ -171,13 +171,13 @@ class WithNeighbours:
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if isinstance(value, (tuple, list)):
             return rebuild(value, [self(state, item, where) for item in value])
-        if not isinstance(value, Tensor) or state.world_size == 1:
+        if not isinstance(value, Tensor) or not state.gathers:
             return value
         return _made(self, state, value, lambda: self._extended(state, value))
 
     def _extended(self, state: CallState, value: Tensor) -> Tensor:
         layout = state.layout((self.stream,))
-        whole = value if value.shape[self.dim] == layout.total else state.gather(value, self.stream, self.dim)
+        whole = value if value.shape[self.dim] != layout.local_lengths[state.rank] else state.gather(value, self.stream, self.dim)
         if self.reach is None:
             return whole
         start, stop = layout.window(state.rank)

@@ -17,6 +17,12 @@ PLANS: dict[str, FamilyPlan] = {
     if isinstance(plan, FamilyPlan)
 }
 
+UNSTAGED = {
+    "SeedVR2": "its blocks keep the lengths of windows for the next ones, and skipped blocks keep none",
+    "Wan-Animate 2": "the model calls other methods of its blocks than forward",
+}
+"""Families whose blocks cannot be divided into stages, and why."""
+
 
 def class_name(model: nn.Module) -> str:
     """Return the full name of a module's class, the key of `PLANS`."""

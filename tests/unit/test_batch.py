@@ -10,6 +10,7 @@ from support.package import load_package
 
 load_package()
 from cp_runtime.comfy.forward.rank_batch import STACKED, UNSTACKED, share_out, take_items  # noqa: E402
+from cp_runtime.comfy.forward.wire_options import CONDITIONINGS  # noqa: E402
 from cp_runtime.families.trellis2 import TRELLIS_2  # noqa: E402
 
 LEADING = ["x", "timesteps"]
@@ -80,6 +81,15 @@ def test_kinds_of_conditions_follow_the_items():
     made = shares(arguments, 4, sequence=False)  # 2, 2, 1 and 1 items of three each
     kinds = [take_items(made, arguments, group)["transformer_options"]["cond_or_uncond"] for group in range(4)]
     assert kinds == [[0], [0, 1], [1], [1]]
+
+
+def test_names_of_conditionings_follow_the_items_twice():
+    """Over groups of ranks, and again over what a group computes one behind the other."""
+    arguments = call(4, transformer_options={"cond_or_uncond": [0, 1], CONDITIONINGS: ["1 a", "1 b"]})
+    half = take_items(shares(arguments, 2), arguments, 1)
+    assert half["transformer_options"][CONDITIONINGS] == ["1 b 0", "1 b 1"]
+    single = take_items(shares(half, 2), half, 1)
+    assert single["transformer_options"][CONDITIONINGS] == ["1 b 1 0"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 from ...engine.batch import BatchShares
 from ...engine.sharding import Shares, split_sizes
 from ...nested import tensors
+from .wire_options import CONDITIONINGS
 
 log = logging.getLogger("context_parallel.worker")
 _STACKED = """
@@ -92,11 +93,15 @@ def _unshareable(arguments: Mapping[str, Any], stacked: frozenset[str], items: i
 
 
 def take_items(shares: BatchShares, arguments: Mapping[str, Any], group: int) -> dict[str, Any]:
-    """Return a group's part of a call's arguments, and of ComfyUI's list of the kinds of items, as views."""
+    """Return a group's part of a call's arguments, and of the lists of the kinds and conditionings of items, as views."""
     part = shares.take(arguments, group)
-    options = part.get("transformer_options") or {}
+    options, held = dict(part.get("transformer_options") or {}), range(*shares.held(group))
     if shares.groups > 1 and options.get(COND_KINDS):
         each = shares.items // len(options[COND_KINDS])
-        kinds = [options[COND_KINDS][item // each] for item in range(*shares.held(group))]
-        part["transformer_options"] = {**options, COND_KINDS: kinds[:1] if len(set(kinds)) == 1 else kinds}
+        kinds = [options[COND_KINDS][item // each] for item in held]
+        options[COND_KINDS] = kinds[:1] if len(set(kinds)) == 1 else kinds
+        if CONDITIONINGS in options:
+            each = shares.items // len(options[CONDITIONINGS])
+            options[CONDITIONINGS] = [f"{options[CONDITIONINGS][item // each]} {item % each}" for item in held]
+        part["transformer_options"] = options
     return part

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...engine.attention.opaque import serving
-from ...engine.call import Planner
+from ...engine.call import Planner, RunningCall
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import SequenceMesh
 from ...engine.state import CallState
@@ -32,14 +32,15 @@ def run_sharded(
     planner: Planner,
     on_module: Callable[[], None] | None = None,
     weights: ShardedWeights | None = None,
+    kind: Callable[..., RunningCall] = RunningCall,
 ) -> tuple[Any, CallState]:
     """Call `forward`, a method of the model, with whole arguments by name. Return (whole output, state after the call).
 
     Args:
-        mesh, planner, on_module, weights: see `InstalledPlan.call`.
+        mesh, planner, on_module, weights, kind: see `InstalledPlan.call`.
     """
     plan = installed.plan
-    with installed.call(mesh, planner, on_module, weights) as call:
+    with installed.call(mesh, planner, on_module, weights, kind) as call:
         options = {**(arguments.get("transformer_options") or {})}
         chosen = options.pop(ATTENTION, None)
         options["optimized_attention_override"] = attention_override(call, chosen and attention_function(chosen))

@@ -9,6 +9,7 @@ from torch import Tensor, device, dtype
 
 # Entries that only the UI process reads: functions, and ids for its bookkeeping.
 UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "prefetch_dynamic_vbars")
+CONDITIONINGS = "cp_conditionings"  # entry that ranks get: for each of the batch's equal parts, a name of its conditioning
 SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, device, list, tuple, dict)
 
 

@@ -142,7 +142,7 @@ def context_parallel_attention(
         rounds = min(config.ulysses_rounds, max(split_sizes(K, U, shares))) if axes.ring.size == 1 else 1
         exchanges = [HeadExchange(axes.ulysses, K, shares, index, rounds) for index in range(rounds)]
         lengths = q_layout.owned_lengths[members], k_layout.owned_lengths[members]
-        out_BLHD = _in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks, config.exchange == EIGHT_BIT)
+        out_BLHD = in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks, config.exchange == EIGHT_BIT)
     return _held(out_BLHD, mesh, q_layout, q_owned)
 
 
@@ -227,7 +227,7 @@ def _check(
         )
 
 
-def _in_rounds(
+def in_rounds(
     exchanges: Sequence[HeadExchange],
     q_BLHD: Tensor,
     k_BLKD: Tensor,

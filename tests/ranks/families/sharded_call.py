@@ -11,6 +11,7 @@ from family_stock import clone
 
 from cp_runtime.comfy.forward.rank_batch import share_out, take_items
 from cp_runtime.comfy.forward.rank_sharded import run_sharded
+from cp_runtime.comfy.forward.rank_staged import run_staged
 from cp_runtime.comfy.forward.ui_interception import innermost_method
 from cp_runtime.engine.config import ContextParallelConfig
 from cp_runtime.engine.weights.sharded import ShardedWeights
@@ -34,6 +35,23 @@ def call(installed, inputs, options, mesh, config, *, batches=1, weights=None):
     part = take_items(shares, arguments, mesh.index(shares.groups))
     out, state = run_sharded(installed, method, clone(part), mesh.sequence(shares.groups), lambda shape: config, weights=weights)
     return shares.gather(out, mesh), state
+
+
+def staged_call(installed, pipeline, inputs, options, mesh, settings, batches=1):
+    """The whole output of a call in stages, right on rank 0, whose batch passes through the stages one item after the other."""
+    method = getattr(installed.model, innermost_method(installed.model))
+    leading = list(inspect.signature(method).parameters)[:2]
+    arguments = {**clone(inputs), "transformer_options": clone(dict(options))}
+    apart = installed.plan.batch_is_shared(arguments)
+    degree = int(batches) if apart else 1
+    own = mesh.stage(settings.stages).ranks
+    shares = share_out(arguments, leading, own.size, degree, installed.plan.shares_sequence, own.group_shares)
+    part = take_items(shares, arguments, own.index(shares.groups))
+    config = in_mode(1, own.sequence(shares.groups).size)
+    out, _ = run_staged(
+        installed, pipeline, method, part, own.sequence(shares.groups), lambda shape: config, settings, leading, apart
+    )
+    return shares.gather(out, own)
 
 
 @contextmanager

@@ -1,0 +1,176 @@
+"""PipeFusion: a call whose tokens pass through the stages in patches. Source: Fang et al., "PipeFusion", arXiv 2405.14430.
+
+A patch is a *virtual rank*: with P ranks in a stage and M patches, the plan splits a call as for M * P ranks, and the forward runs
+M times, as virtual ranks m * P ... m * P + P - 1. Each attention keeps keys and values of all tokens; a patch writes those of its
+own tokens and attends to all, so that those of later patches are of the call before. The same goes for every other place where a
+plan gathers tokens: nothing is exchanged between patches.
+
+A call of one patch is exact, and fills what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import PlanError
+from ..attention.context_parallel import Attend, in_rounds, sdpa
+from ..attention.ulysses import HeadExchange, repeats
+from ..config import EIGHT_BIT, ContextParallelConfig
+from ..cost import AttentionShape
+from ..mesh import SequenceMesh
+from ..plan import ShardingPlan
+from ..profiling import trace_range
+from ..sharding import JointLayout, split_sizes
+from ..state import AttentionStreams, CallState
+from .stages import StagedCall
+
+
+class Kept:
+    """Tensors with all tokens that one model keeps from one call to the next, for one conditioning.
+
+    Args:
+        allow: called before the first tensors are kept, with the bytes of one attention's.
+    """
+
+    def __init__(self, allow: Callable[[int], None]) -> None:
+        self._allow = allow
+        self._whole: dict[object, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._whole.values())
+
+    def put(self, place: object, value: Tensor, layout: JointLayout, ranks: range, dim: int) -> Tensor:
+        """Write the tokens that some ranks contribute, one rank after the other along `dim`; return all, in joint order.
+
+        `place`: where in the forward that is.
+        """
+        if place not in self._whole:
+            shape = list(value.shape)
+            shape[dim] = layout.total
+            whole = self._whole[place] = value.new_zeros(shape)
+            if len(self._whole) == 2:  # keys and values of the first attention
+                self._allow(2 * whole.nbytes)
+        whole = self._whole[place]
+        whole.index_copy_(dim, layout.positions(ranks, value.device), value)
+        return whole
+
+
+class PatchCall(StagedCall):
+    """One patch of a call. See `RunningCall`.
+
+    Args:
+        patch, patches: its number, and how many there are.
+        kept: of the model and the conditioning.
+    """
+
+    def __init__(self, patch: int, patches: int, kept: Kept, plan: ShardingPlan, name: str, mesh: SequenceMesh, *rest: Any) -> None:
+        super().__init__(plan, name, mesh, *rest)
+        size = mesh.size
+        self.state = CallState(patch * size + mesh.rank, patches * size, self.gather, self.state.kept)
+        self.state.gathers = True  # also with one patch, which fills what is kept
+        self._patch, self._kept, self._count = range(patch * size, (patch + 1) * size), kept, 0
+
+    @property
+    def attention_is_local(self) -> bool:
+        return not any(map(self._known, self.scope.streams))
+
+    def attend(
+        self,
+        q_BLHD: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        attend: Attend | None = None,
+        kernel: str | None = None,
+        causal: bool = False,
+        streams: AttentionStreams | None = None,
+        own_masks: bool = False,
+    ) -> Tensor:
+        with trace_range("cp.attention"):
+            self._count += 1
+            streams = streams or self._streams(q_BLHD.shape[1], k_BLKD.shape[1], mask)
+            q_layout, k_layout = map(self.state.layout, streams)
+            mask = self.state.padding.get(streams[1], mask)
+            if causal or own_masks:
+                raise PlanError(f"{self._model_name}: causal attention cannot run in patches. Use one patch.")
+            B, _, H, D = q_BLHD.shape
+            shape = AttentionShape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
+            config = self._planner(shape)
+            return self._over_kept(q_BLHD, k_BLKD, v_BLKD, q_layout, k_layout, mask, attend or sdpa(scale), config)
+
+    def _over_kept(
+        self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, q_layout: JointLayout, k_layout: JointLayout, mask: Tensor | None,
+        attend: Attend, config: ContextParallelConfig,
+    ) -> Tensor:  # fmt: skip
+        """Attend from this patch's tokens to all that are kept."""
+        rank, size, H, device = self.state.rank, self.mesh.size, q_BLHD.shape[2], q_BLHD.device
+        k_owned = k_layout.owned_positions(rank, device)
+        q_owned = q_layout.owned_positions(rank, device) if size > 1 else None
+        if q_owned is not None:
+            q_BLHD = q_BLHD.index_select(1, q_owned)
+        if k_owned is not None:
+            k_BLKD, v_BLKD = (t.index_select(1, k_owned) for t in (k_BLKD, v_BLKD))
+        if (times := repeats(H, k_BLKD.shape[2], size)) > 1:
+            k_BLKD, v_BLKD = (t.repeat_interleave(times, 2) for t in (k_BLKD, v_BLKD))
+        K = k_BLKD.shape[2]
+        if mask is not None:
+            mask = self._placed(mask, q_layout, k_layout, q_layout.positions(self._patch, device, held=size == 1))
+
+        def over_heads(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
+            """Attend with the heads of some units."""
+            own = mask
+            if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
+                own = mask[..., units[0] * (H // K) : units[1] * (H // K), :, :]
+            q_BHCD, k_BKCD, v_BKCD = qkv
+            keys, values = (self._put((name, units), t, k_layout, 2) for name, t in (("keys", k_BKCD), ("values", v_BKCD)))
+            return attend(q_BHCD, keys, values, own) if q_BHCD.shape[1] and q_BHCD.shape[2] else q_BHCD
+
+        if size == 1:
+            return over_heads([t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)], (0, K)).transpose(1, 2)
+        rounds = min(config.ulysses_rounds, max(split_sizes(K, size)))
+        exchanges = [HeadExchange(self.mesh.axes(1, size).ulysses, K, (), index, rounds) for index in range(rounds)]
+        owned = slice(self._patch.start, self._patch.stop)
+        lengths = q_layout.owned_lengths[owned], k_layout.owned_lengths[owned]
+        coded = config.exchange == EIGHT_BIT
+        out_BLHD = in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_heads, coded)
+        if q_owned is None:
+            return out_BLHD
+        held = out_BLHD.new_zeros((out_BLHD.shape[0], q_layout.local_lengths[rank], *out_BLHD.shape[2:]))
+        return held.index_copy_(1, q_owned, out_BLHD)
+
+    def _placed(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout, rows: Tensor) -> Tensor:
+        """Return a mask with this patch's rows, or a single one, and all keys, in joint order."""
+        if mask.shape[-2] not in (1, q_layout.total) or mask.shape[-1] not in (
+            k_layout.total,
+            k_layout.local_lengths[self.state.rank],
+        ):
+            raise PlanError(
+                f"attention mask of shape {tuple(mask.shape)} does not fit: keys must be all {k_layout.total}, or a patch's in one "
+                f"row; rows 1 or all {q_layout.total}. A mask is never dropped."
+            )
+        if mask.shape[-2] != 1:
+            mask = mask.index_select(-2, rows)
+        elif mask.shape[-1] == k_layout.local_lengths[self.state.rank]:
+            owned = k_layout.owned_positions(self.state.rank, mask.device)
+            mask = self._fresh("mask", mask if owned is None else mask.index_select(-1, owned), k_layout, mask.ndim - 1)
+        return mask
+
+    def _gathered(self, value: Tensor, layout: JointLayout, dim: int) -> Tensor:
+        self._count += 1
+        return self._fresh("tokens", value, layout, dim % value.ndim).clone()  # the model may change it
+
+    def _fresh(self, name: str, value: Tensor, layout: JointLayout, dim: int) -> Tensor:
+        """Write what the ranks of this stage have of a patch; return all tokens."""
+        if self.mesh.size > 1:
+            (value,) = self.mesh.whole.all_gather([value], layout.owned_lengths[self._patch.start : self._patch.stop], dim)
+        return self._put(name, value, layout, dim)
+
+    def _put(self, name: object, value: Tensor, layout: JointLayout, dim: int) -> Tensor:
+        return self._kept.put((self._count, name), value, layout, self._patch, dim)

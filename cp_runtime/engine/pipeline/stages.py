@@ -1,0 +1,261 @@
+"""Stages of a model: each rank computes consecutive blocks of it, with the model's own forward.
+
+Every rank runs the whole forward. A block of another stage is *skipped*: it returns zeros in the form of its outputs, or, where a
+block of this stage or the result depends on them, what the stage that owns the block sends. So whatever a model does between its
+blocks is done on every rank, and what is right there is right wherever it is needed. The first rank is the last stage: it has the
+result, and the others return something of its form.
+
+What must be sent is found by a *survey* of each form of a call: the forward with all blocks skipped, whose outputs are NaN. The
+blocks that such a value reaches, and the result if it is reached, depend on it. Before that, one block of each kind runs, to learn
+which of its inputs have the form of its outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import PlanError
+from ...nested import map_tensors, tensors
+from ..call import RunningCall
+from ..collectives import Pending, RankGroup
+from ..plan import ShardingPlan, find_modules, method_of
+from ..sharding import Shares
+from ..weights.blocks import Block, blocks_of
+
+PLAIN = (type(None), bool, int, float, str)
+
+Run = Callable[[], Any]
+"""Runs the forward."""
+
+
+class StagedCall(RunningCall):
+    """A call of a stage, whose own blocks may be without attention."""
+
+    def check_attention(self) -> None:
+        pass
+
+
+def staged_blocks(model: nn.Module, plan: ShardingPlan) -> list[Block]:
+    """Return the blocks that are divided into stages: those that a plan speaks of, in the order of the model's lists.
+
+    Raises:
+        PlanError: the model calls another method of them than forward.
+    """
+    for pattern in plan.modules:
+        if method_of(pattern) != "forward":
+            raise PlanError(f"{plan.origin}: the model calls {method_of(pattern)} of its blocks, which cannot be skipped.")
+    planned = [name for pattern in plan.modules for name, _ in find_modules(model, pattern)]
+    return [b for b in blocks_of(model) if any(name == b.name or name.startswith(f"{b.name}.") for name in planned)]
+
+
+def cut(sizes: Sequence[int], stages: int, shares: Shares = ()) -> list[int]:
+    """Return the stage of every block, given the blocks' bytes: consecutive blocks, about as many bytes in each stage as its share.
+
+    Raises:
+        PlanError: there are fewer blocks than stages.
+    """
+    if len(sizes) < stages:
+        raise PlanError(f"{len(sizes)} blocks are not enough for {stages} stages. Use fewer stages.")
+    weights = shares or (1,) * stages
+    ends = [sum(weights[: stage + 1]) / sum(weights) * sum(sizes) for stage in range(stages)]
+    found: list[int] = []
+    for number, size in enumerate(sizes):
+        middle = sum(sizes[:number]) + size / 2
+        wanted = sum(middle >= end for end in ends[:-1])
+        before = found[-1] if found else -1
+        found.append(min(max(wanted, before, stages - len(sizes) + number), before + 1))
+    return found
+
+
+class Form(NamedTuple):
+    """The outputs of a block.
+
+    Args:
+        like: the outputs, with empty tensors.
+        parts: for each tensor the number of an input of its form, or, where no input has it, its shape and dtype.
+    """
+
+    like: Any
+    parts: tuple[int | tuple[torch.Size, torch.dtype], ...]
+
+    def filled(self, inputs: Sequence[Tensor], value: float) -> Any:
+        """Return outputs whose numbers are one value; whole numbers, such as lengths, are those of the input."""
+        parts = iter(self.parts)
+
+        def fill(_: Tensor) -> Tensor:
+            part = next(parts)
+            if isinstance(part, int):
+                like, contiguous = inputs[part], torch.contiguous_format
+                floats = like.is_floating_point()
+                return torch.full_like(like, value, memory_format=contiguous) if floats else like.clone(memory_format=contiguous)
+            shape, dtype = part
+            return torch.full(shape, value if dtype.is_floating_point else 0, dtype=dtype, device=inputs[0].device)
+
+        return map_tensors(self.like, fill)
+
+
+class Visit(NamedTuple):
+    """One run of a block in a forward. `needed`: stages, other than the block's own, that need its outputs."""
+
+    block: int
+    form: Form
+    needed: frozenset[int]
+
+
+class Stages:
+    """The stages of a model, of which this rank is one.
+
+    Args:
+        blocks: see `staged_blocks`.
+        owners: stage of every block.
+        group: a rank of each stage; nobody else sends on its process group. The first one is the last stage.
+        lent: gives a block weights of any value while active, where this rank has none.
+
+    Attributes:
+        place: number of the block's run that is under way or was the last one; -1 before the first.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        owners: list[int],
+        group: RankGroup,
+        lent: Callable[[Block], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
+        self._blocks, self._owners, self._group, self._lent = blocks, owners, group, lent
+        self.stage = group.size - 1 - group.rank
+        self.place = -1
+        self._forms: dict[object, Form] = {}
+        self._at: Callable[..., Any] | None = None
+        self._sent: list[Pending] = []
+
+    @property
+    def own_blocks(self) -> int:
+        """Number of blocks of this stage."""
+        return self._owners.count(self.stage)
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Take the place of the blocks' forward while active, and wait for what was sent."""
+        stock = [vars(block.module).get("forward") for block in self._blocks]
+        for number, block in enumerate(self._blocks):
+            block.module.forward = partial(self._visit, number, block.module.forward)
+        try:
+            yield
+        finally:
+            for block, forward in zip(self._blocks, stock, strict=True):
+                del block.module.forward
+                if forward is not None:
+                    block.module.forward = forward
+            sent, self._sent = self._sent, []
+            for pending in sent:  # also where all ranks leave the call: those behind still receive it
+                pending.wait()
+
+    def survey(self, run: Run) -> list[Visit]:
+        """Return the runs of blocks in a forward, and which stages need their outputs. Only in a `call`; `run`: without peers."""
+        order = self._surveyed(run, ())[0]
+        owners = [self._owners[number] for number, _ in order]
+        last = self._group.size - 1
+
+        def needed(users: Collection[int], owner: int) -> frozenset[int]:
+            return frozenset({last if user == len(order) else owners[user] for user in users} - {owner})
+
+        # As a rule a block depends on the one before it, and on no other.
+        chain = [needed({place + 1}, owner) for place, owner in enumerate(owners)]
+        ends = [place for place, stages in enumerate(chain) if stages]
+        if any(max(self._surveyed(run, range(end))[1], default=0) > end for end in ends):
+            chain = [needed(self._surveyed(run, (place,))[1], owner) for place, owner in enumerate(owners)]
+        return [Visit(number, form, stages) for (number, form), stages in zip(order, chain, strict=True)]
+
+    def check_parts(self, visits: Sequence[Visit]) -> None:
+        """Raise PlanError if nothing can stand in for a block's outputs where a run has a part of the survey's tokens."""
+        for block in (visit.block for visit in visits if not all(isinstance(part, int) for part in visit.form.parts)):
+            raise PlanError(
+                f"{self._blocks[block].name} returns a tensor in whose form it takes none: nothing can stand in for a part of it. "
+                "Use one rank per stage, and one patch."
+            )
+
+    def run(self, visits: Sequence[Visit], run: Run) -> Any:
+        """Run the forward, and return its result, which is right on the last stage. Only in a `call`. `visits`: of the survey."""
+
+        def at(block: int, stock: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if self.place >= len(visits) or visits[self.place].block != block:
+                raise PlanError(f"{self._blocks[block].name} ran in another order than in a call of the same form.")
+            visit, owner = visits[self.place], self._owners[block]
+            if owner == self.stage:
+                out = stock(*args, **kwargs)
+                for to in sorted(visit.needed):
+                    for tensor in filter(Tensor.numel, tensors(out)):  # a copy, as the model may go on to change it
+                        self._sent.append(self._group.send(tensor.clone(memory_format=torch.contiguous_format), self._rank(to)))
+                return out
+            out = visit.form.filled(list(tensors((args, kwargs))), 0.0)
+            for tensor in filter(Tensor.numel, tensors(out)) if self.stage in visit.needed else ():
+                self._group.receive(tensor, self._rank(owner)).wait()
+            return out
+
+        return self._pass(at, run)
+
+    def _rank(self, stage: int) -> int:
+        return self._group.size - 1 - stage
+
+    def _surveyed(self, run: Run, poisoned: Collection[int]) -> tuple[list[tuple[int, Form]], list[int]]:
+        """Return (block, form) of every run of a block, and which of them NaN reaches that some of them return, the result last."""
+        order: list[tuple[int, Form]] = []
+        reached: list[list[Tensor]] = []
+
+        def at(block: int, stock: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            form = self._form(block, stock, args, kwargs)
+            inputs = list(tensors((args, kwargs)))
+            reached.append([tensor.isnan().any() for tensor in inputs if tensor.is_floating_point()] if poisoned else [])
+            order.append((block, form))
+            return form.filled(inputs, torch.nan if self.place in poisoned else 0.0)
+
+        out = self._pass(at, run)
+        reached.append([tensor.isnan().any() for tensor in tensors(out)])
+        return order, [place for place, flags in enumerate(reached) if any(map(bool, flags))]
+
+    def _pass(self, at: Callable[..., Any], run: Run) -> Any:
+        self._at, self.place = at, -1
+        try:
+            return run()
+        finally:
+            self._at = None
+
+    def _visit(self, number: int, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.place += 1
+        return stock(*args, **kwargs) if self._at is None else self._at(number, stock, args, kwargs)
+
+    def _form(self, number: int, stock: Callable[..., Any], args: Any, kwargs: Any) -> Form:
+        """Return the form of a block's outputs for these inputs. The first block of a kind runs."""
+        block, inputs = self._blocks[number], list(tensors((args, kwargs)))
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in (*block.weights, *inputs))
+        key = type(block.module), len(block.slots), shapes
+        if key not in self._forms:
+            forms = [(tensor.shape, tensor.dtype) for tensor in inputs]
+            with self._lent(block):
+                out = stock(*args, **kwargs)
+            for leaf in leaves(out):
+                if not isinstance(leaf, (Tensor, *PLAIN)):
+                    raise PlanError(f"{block.name} returns a {type(leaf).__name__}, for which nothing can stand in.")
+            parts = tuple(
+                next((i for i, value in enumerate(inputs) if value is tensor), None)
+                or (forms.index(form) if (form := (tensor.shape, tensor.dtype)) in forms else form)
+                for tensor in tensors(out)
+            )
+            self._forms[key] = Form(map_tensors(out, lambda tensor: tensor.new_empty(0)), parts)
+        return self._forms[key]
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield all that is in nested lists, tuples and dicts."""
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from leaves(item)
+    else:
+        yield value
