@@ -2,8 +2,9 @@
 
 from .apply import ApplyContextParallel
 from .config import CPConfig
+from .pipefusion import CPPipeFusion
 from .report import CPReport
 from .sampler import CPSampler
 from .vae import CPVAEDecode, CPVAEEncode
 
-NODES = [CPConfig, ApplyContextParallel, CPSampler, CPReport, CPVAEDecode, CPVAEEncode]
+NODES = [CPConfig, ApplyContextParallel, CPSampler, CPReport, CPPipeFusion, CPVAEDecode, CPVAEEncode]

@@ -173,7 +173,7 @@ class Controller:
         cancelled: Callable[[], bool],
     ) -> float:
         """Note how long a call takes on one device: this one, if it ran there, or a repetition of it if the user asked for one or
-        it is worth its time; and by how much `out` differs from what it gives there.
+        it is worth its time; and by how much `out` differs from what it gives there, or of a call in patches, from the exact one.
 
         Returns the seconds that belong to no call of the run.
         """
@@ -191,8 +191,15 @@ class Controller:
         if journal.run.kind is None:
             journal.measured(None, "sizes")
             return 0.0
+        staged, began = record.reports[0].outcome.staged, time.monotonic()
+        if staged is not None:
+            if staged.patches == config.staged.patches:  # no warm-up call
+                approximate = staged.patches > 1
+                journal.measured(
+                    None, "staged", difference(out, workers.run_exact(config, target, call, cancelled)) if approximate else None
+                )
+            return time.monotonic() - began
         log.info("running this call once more, on one device, to compare with")
-        began = time.monotonic()
         try:
             alone = workers.run_alone(config, target, call, lambda: cancelled() or not journal.measuring)
         except CallCancelled:

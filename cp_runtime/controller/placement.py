@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..engine.weights.blocks import Sizes
 from ..errors import UnsupportedError
-from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig
+from ..pool.config import OFFLOADED, PLACEMENTS, STAGED, WHOLE, RuntimeConfig
 from ..pool.kept import remember
 
 GB = 1e9
@@ -14,6 +14,7 @@ HELD = {
     "whole": "each {unit} holds all {whole} GB",
     "sharded": "each {unit} holds {held} of {whole} GB",
     "offloaded": "each {unit} holds {held} of {whole} GB, main memory the rest",
+    "staged": "each {unit} holds {held} of {whole} GB, and computes these",
     "shared": "all processes together hold {whole} GB once",
 }
 """Texts about the weights of a model on the devices, by placement; `shared`: on the CPU. The panel has them in other languages."""
@@ -24,21 +25,24 @@ class Demand(NamedTuple):
 
     sizes: Sizes  # of its transformer's weights
     call: float  # bytes that ComfyUI expects a call to take on one device, without weights
+    unstaged: str = ""  # why it cannot be divided into stages, in words
 
     @property
     def weights(self) -> int:
         """Bytes of all weights."""
         return self.sizes.whole
 
-    def on_device(self, placement: str, ranks: int) -> int:
-        """Return the bytes of weights on the device of one rank."""
+    def on_device(self, placement: str, ranks: int, stages: int = 0) -> int:
+        """Return the bytes of weights on the device of one rank, at most. `stages`: of a staged model; 0 = one per rank."""
         if placement == WHOLE:
             return self.weights
+        if placement == STAGED:
+            return min(self.weights, self.sizes.rest + self.sizes.blocks // (stages or ranks) + self.sizes.largest)
         return self.sizes.per_rank(ranks, on_host=placement == OFFLOADED)
 
     def per_rank(self, placement: str, ranks: int) -> float:
         """Return the bytes on the device of one rank, with its part of a call."""
-        return self.on_device(placement, ranks) + self.call / ranks
+        return self.on_device(placement, ranks) + self.call / (1 if placement == STAGED else ranks)
 
 
 def held_parts(placement: str, held: int, whole: int, unit: str) -> dict[str, str]:
@@ -61,18 +65,25 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: str = WHOLE) -> Choice:
+def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: str = WHOLE, slow_link: bool = False) -> Choice:
     """Choose where the ranks keep the weights of a model that is about to go to them.
 
     Args:
         room: bytes of its device that a rank may use; None where that says nothing, as on a CPU: there ranks share the pages of the
             file, so that all of them together hold the model once.
         at_least: a way that takes no more than this one, because a rank ran out of memory with the one before.
+        slow_link: a call waited longer for shared weights than a whole call on one device would take.
 
     Raises:
         UnsupportedError: the user has set a way that does not fit into the memory that the user has set.
     """
     ranks = config.world_size
+    if config.pipeline is not None:
+        stages = config.pipeline.stages
+        held = demand.on_device(STAGED, ranks, stages) / GB
+        return Choice(
+            STAGED, f"staged, for CP PipeFusion: {demand.weights / GB:.3g} GB of weights in {stages} stages of {held:.3g} GB"
+        )
     if config.weights != "auto":
         needed = demand.per_rank(config.weights, ranks)
         if config.memory_per_rank and needed > config.memory_per_rank * GB:
@@ -86,6 +97,8 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
         return Choice(config.weights, reason)
     if room is None:
         return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, which CPU ranks share through the file")
+    if slow_link and at_least == WHOLE and demand.on_device(WHOLE, ranks) > room >= demand.per_rank(STAGED, ranks):
+        return Choice(STAGED, f"staged: {_on_each(demand, STAGED, ranks)}, as the link is too slow to share them out")
     for placement in PLACEMENTS[PLACEMENTS.index(at_least) :]:
         if demand.per_rank(placement, ranks) <= room:
             return Choice(placement, f"{placement}: {_on_each(demand, placement, ranks)} of {room / GB:.3g} GB")

@@ -28,6 +28,7 @@ OBSTACLES = {
     "failed": "the call failed there",
     "memory": "it has too little memory",
     "cancelled": "cancelled",
+    "staged": "each of them has a part of the model",
 }
 """Why a run is not compared, by key."""
 WORDS = {
@@ -91,13 +92,15 @@ class RunStats:
         kind: name of the kind of all its calls; None where they differ, or without a key. Runs of one kind take the same time.
         calls, done: that have begun, and that have returned.
         last: the last call on the ranks; None on one device.
-        difference: of a call's result from that on one device (`nested.difference`); None where nobody measured it.
+        difference: of a call's result from that on one device (`nested.difference`), or of a call in patches from the exact one;
+            None where nobody measured it.
+        patched: calls in patches, which are approximate.
         count, rank_0, times: calls on the ranks, and sums of what rank 0 reported and of `time_by_rank`. The first call, which may
             load or warm something up, is in them only while it is alone.
     """
 
     def __init__(self, key: str | None, device: str = "", unit: str = "device") -> None:
-        self.calls = self.done = self.count = 0
+        self.calls = self.done = self.count = self.patched = 0
         self.kind: str | None = None
         self.device, self.unit = device, unit
         self.difference: float | None = None
@@ -142,6 +145,8 @@ class RunStats:
         if new or self._alone:
             self.count, self.rank_0 = 0, dict.fromkeys(SUMS, 0.0)
             self.times = [dict.fromkeys(PARTS, 0.0) for _ in record.reports]
+        staged = record.reports[0].outcome.staged
+        self.patched += staged is not None and staged.patches > 1
         self._alone = new
         self.last, self.count = record, self.count + 1
         report = record.reports[0]

@@ -16,7 +16,7 @@ from torch import nn
 from ..engine.policy import CallSplit
 from ..errors import ContextParallelError, RankOutOfMemory
 from ..pool.channel import SharedBlock
-from ..pool.config import OFFLOADED, PLACEMENTS, WHOLE, RuntimeConfig, WorkerSite
+from ..pool.config import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE, RuntimeConfig, WorkerSite
 from ..pool.kept import KeptFile, KeptSeconds
 from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom
 from ..pool.others import OtherMachines
@@ -41,9 +41,10 @@ class Resident:
     name: str  # of its file, in its model folder
     patches_uuid: str
     choice: Choice
-    asked: tuple[str, float]  # settings at the time of the choice: weights, and memory per rank
+    asked: tuple[str, float, int]  # settings at the time of the choice: weights, memory per rank, and stages
     call_bytes: float  # that a call was expected to take then
     device_bytes: int  # of weights, on the device of one rank
+    stages: int  # of its blocks, where it is staged
     parts: dict[str, str]  # what it says of its memory is made of, see `placement.held_parts`
     aside: bool = False  # it has left the device of this process until its next call
 
@@ -86,6 +87,7 @@ class Workers:
         self._shortages = shortages
         self._networks: dict[str, weakref.ref[nn.Module]] = {}  # that the ranks hold, by key
         self._left: set[str] = set()  # kinds of blocks that are not compiled; the log has named them
+        self._slow: set[str] = set()  # keys of models whose weights come more slowly over the link than one device would compute
         self._encoder = CallEncoder()
         self.pace = Pace()
 
@@ -162,21 +164,26 @@ class Workers:
         resident = self.held.get(target.key)
         if resident is None or (resident.patches_uuid, resident.asked) != (target.patches_uuid, _asked(config)):
             return False
-        return config.weights != "auto" or target.demand.call <= resident.call_bytes or resident.choice.placement == OFFLOADED
+        if config.weights != "auto" or config.pipeline is not None:
+            return True
+        if target.key in self._slow and resident.choice.placement in (SHARDED, OFFLOADED) and not target.demand.unstaged:
+            return False
+        return target.demand.call <= resident.call_bytes or resident.choice.placement in (OFFLOADED, STAGED)
 
     def place(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
         """Choose where the ranks keep a model. Models that they hold already can make way, and count as free memory."""
-        if config.weights != "auto":
+        if config.weights != "auto" or config.pipeline is not None:
             return choose(config, target.demand, None)
         room = config.memory_per_rank * GB or self._for_every_rank(
             [reply.available for reply in self.pool.request(Available(), cancelled=cancelled)]
         )
         resident = self.held.get(target.key)
         tried = self._shortages.of(config.devices, target.key)
-        known = [next_smaller(target.demand, each, config.world_size) or each for each in tried]
-        if resident is not None and resident.asked == _asked(config):
+        known = [next_smaller(target.demand, each, config.world_size) or each for each in tried if each != STAGED]
+        if resident is not None and resident.asked == _asked(config) and resident.choice.placement != STAGED:
             known.append(resident.choice.placement)  # for a larger call
-        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE))
+        slow = target.key in self._slow and STAGED not in tried and not target.demand.unstaged
+        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE) if not slow else WHOLE, slow)
 
     def use_less_memory(self, target: ModelState) -> None:
         """Note that a rank ran out of memory: from its next load on, the model takes less of it where it can."""
@@ -209,12 +216,18 @@ class Workers:
             PoolError: the pool failed.
         """
         resident = self.held.get(target.key)
-        if resident is not None and (resident.patches_uuid, resident.choice.placement) == (target.patches_uuid, choice.placement):
+        stages = config.staged.stages
+        same = resident is not None and (resident.patches_uuid, resident.choice.placement) == (
+            target.patches_uuid,
+            choice.placement,
+        )
+        if resident is not None and same and (choice.placement != STAGED or resident.stages == stages):
             # The same weights in the same place: only what they were chosen for is new.
             resident.choice, resident.asked, resident.call_bytes = choice, _asked(config), target.demand.call
             return
-        held = target.demand.on_device(choice.placement, self.pool.world_size)
+        held = target.demand.on_device(choice.placement, self.pool.world_size, stages)
         request, packer = target.request(choice.placement, held)
+        request = replace(request, stages=stages)
         self._resident.pop(target.key, None)
         name = self._model = name_of(target.path, self.pool.site.arguments["model_folders"])
         self._on_change()
@@ -231,7 +244,8 @@ class Workers:
             self._forget(target.key)
             raise
         parts = held_parts(choice.placement, held, target.demand.weights, unit_of(config.device_type))
-        self._resident[target.key] = Resident(name, target.patches_uuid, choice, _asked(config), target.demand.call, held, parts)
+        asked, expected = _asked(config), target.demand.call
+        self._resident[target.key] = Resident(name, target.patches_uuid, choice, asked, expected, held, stages, parts)
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
             name, replies[0].bytes / 1e6, len(request.patches), self.pool.world_size,
@@ -272,7 +286,8 @@ class Workers:
         """Run a call of the model `target`, which must be loaded. Returns its output and its record."""
         sharded = self._sharded(target.key)
         chosen, kind, self.sampling = None, call.kind(target.key), call.sampling
-        if call.sampling:
+        placement = self._resident[target.key].choice.placement
+        if call.sampling and placement != STAGED:
             chosen = self._chooser.choose(config, kind, sharded, lambda part: self._fits(part * target.demand.call))
         try:
             out, record = self._run(config, target.key, call, kind, None if chosen is None else chosen.split, cancelled)
@@ -281,6 +296,8 @@ class Workers:
                 self._chooser.failed(chosen)
             raise
         choice = None if chosen is None else self._chooser.note(config, chosen, record.reports, sharded)
+        if config.weights == "auto" and placement in (SHARDED, OFFLOADED) and self._link_is_slow(record):
+            self._slow.add(target.key)
         self.last_call = record = replace(record, node=node, choice=choice)
         if not call.sampling:
             self.last_vae_call = record
@@ -305,6 +322,19 @@ class Workers:
             return None
         finally:
             self.comparing = False
+
+    def run_exact(self, config: RuntimeConfig, target: ModelState, call: ModelCall, cancelled: Callable[[], bool]) -> Any:
+        """Run a call in patches once more, in one; return its output."""
+        exact = replace(config, pipeline=replace(config.staged, patches=1))
+        return self._run(exact, target.key, call, call.kind(target.key), None, cancelled)[0]
+
+    def _link_is_slow(self, record: CallRecord) -> bool:
+        """Return whether a call over shared weights took longer than it would on one device, after one that warmed up."""
+        last, report = self.last_call, record.reports[0]
+        waited = report.communication.seconds
+        alone = (report.seconds - report.outcome.prelude - waited) * record.at_work
+        warm = last is not None and last.reports[0].bytes.get("weights") == report.bytes.get("weights")
+        return warm and report.seconds - report.outcome.prelude > alone
 
     def _fits(self, nbytes: float) -> bool:
         """Return whether the devices have this much memory, in bytes, for a call after the last one."""
@@ -341,6 +371,7 @@ class Workers:
             compile=call.compile,
             compile_or_raise=config.on_unsupported == "error",
             cancel_every=self.pace.modules_per_check(kind, at_work),
+            pipeline=config.staged if self._resident[key].choice.placement == STAGED else None,
             value=value,
             drop=drop,
         )
@@ -388,5 +419,5 @@ def name_of(path: str, folders: Collection[str]) -> str:
     return min(inside, key=len, default=os.path.basename(path))
 
 
-def _asked(config: RuntimeConfig) -> tuple[str, float]:
-    return config.weights, config.memory_per_rank
+def _asked(config: RuntimeConfig) -> tuple[str, float, int]:
+    return config.weights, config.memory_per_rank, 0 if config.pipeline is None else config.pipeline.stages

@@ -133,13 +133,13 @@ _POLL = 0.001
 class CancelPoints:
     """Numbered places of a call (1, 2, ...) at which all ranks leave it, or none does.
 
-    At each place rank 0 decides about the *next* one, so that the decision lies there before the others arrive: they wait only
-    when they are a whole interval ahead of rank 0. Waiting at every place would add up the differences in speed between ranks
-    that a batch axis lets run apart.
+    At each place rank 0 decides about the *next* one, or one `lead` places ahead, so that the decision lies there before the
+    others arrive: they wait only when they are farther ahead of rank 0. Waiting at every place would add up the differences in
+    speed between ranks that a batch axis lets run apart.
 
     Args:
         word: one int64 in memory that all ranks map, 0 when a call begins. Its absolute value is the last place that rank 0 has
-            passed; where it is negative, all leave at the place after that.
+            passed; where it is negative, all leave at the place that is decided there.
         rank: this rank.
     """
 
@@ -150,13 +150,18 @@ class CancelPoints:
         """Begin a call."""
         self._passed = 0
 
-    def leave(self, asked: Callable[[], bool]) -> bool:
-        """Return whether to leave at this place, alike on all ranks. `asked`: whether the user cancelled; called by rank 0."""
-        before, self._passed = self._passed, self._passed + 1
-        while abs(decision := int(self._word)) < before:
+    def leave(self, asked: Callable[[], bool], lead: int = 1) -> bool:
+        """Return whether to leave at this place, alike on all ranks.
+
+        Args:
+            asked: whether the user cancelled; called by rank 0.
+            lead: places that another rank may be ahead of rank 0, the same in all of a call.
+        """
+        self._passed += 1
+        while abs(decision := int(self._word)) < self._passed - lead:
             time.sleep(_POLL)
-        if before and decision == -before:
-            return True
+        if decision < 0:
+            return self._passed == lead - decision
         if self._rank == 0:
             self._word.fill_(-self._passed if asked() else self._passed)
         return False

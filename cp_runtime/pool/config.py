@@ -12,11 +12,13 @@ from typing import Any
 
 from ..engine.collectives import native_backend
 from ..engine.config import EXCHANGES, MAX_SHARE, ROTATE_METHODS, SequenceSettings, check_choice, check_switch, is_int
+from ..engine.pipeline.settings import PipelineSettings
 from ..engine.sharding import Shares
 from ..errors import bad_value, shown
 
 WHOLE, SHARDED, OFFLOADED = PLACEMENTS = ("whole", "sharded", "offloaded")
 """Where ranks keep a model's weights: all on every device; 1/N on each; 1/N in the host's memory for each."""
+STAGED = "staged"  # each has the blocks that it alone computes
 DEGREES = ("ulysses_degree", "ring_degree", "batch_degree")
 MAX_MEMORY = 1 << 20  # GB; more is a typing error
 MAX_STEP_TIMEOUT = 7 * 24 * 3600.0
@@ -149,8 +151,9 @@ SETTINGS = {
         "auto", "where the model is kept",
         "Where the ranks keep the model. whole = all of it on every device: fastest. sharded = 1/N of it on each, gathered block "
         "by block during the computation: for models larger than one device. offloaded = as sharded, in the computer's memory. "
+        "staged = each device has some of the blocks, and computes these: the least traffic, but no faster than one device. "
         "auto = the first of these that fits. The result is the same.",
-        options=("auto", *PLACEMENTS), advanced=True, optional=True,
+        options=("auto", *PLACEMENTS, STAGED), advanced=True, optional=True,
     ),
     "memory_per_rank": Setting(
         0.0, "GB to use of each GPU",
@@ -225,6 +228,33 @@ class RuntimeConfig:
     memory_per_rank: float
     shares: Shares
     ranks_per_call: str
+    pipeline: PipelineSettings | None = None  # of calls in patches
+
+    def __post_init__(self) -> None:
+        stages = None if self.pipeline is None else self.pipeline.stages
+        if stages is not None and (stages < 2 or self.world_size % stages):
+            raise bad_value(
+                "stages",
+                stages,
+                f"a number from 2 that divides the {self.world_size} ranks",
+                "Change it, or world_size of CP Config.",
+            )
+        given = {"ulysses_degree": self.sequence.ulysses_degree, "ring_degree": self.sequence.ring_degree}
+        for name, degree in (given | {"batch_degree": self.batch_degree}).items():
+            if degree > 1 and (self.pipeline is not None or self.weights == STAGED):
+                raise bad_value(
+                    name, degree, "0 or 1 where the model is staged", "Leave the degrees at 0: CP PipeFusion has stages."
+                )
+
+    @property
+    def staged(self) -> PipelineSettings:
+        """How calls of a staged model pass through its stages."""
+        return self.pipeline or PipelineSettings(stages=self.world_size)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that compute the same blocks, if the config says so; else all."""
+        return self.world_size // (self.staged.stages if self.pipeline is not None or self.weights == STAGED else 1)
 
     @property
     def chooses_ranks(self) -> bool:

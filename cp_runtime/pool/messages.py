@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from ..engine.config import SequenceSettings
 from ..engine.measuring import Measured
+from ..engine.pipeline.settings import PipelineSettings
 from ..engine.policy import CallSplit, CallWork
 from .protocol import Tree
 
@@ -128,11 +129,27 @@ class Communication:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A rank's part of a call in stages."""
+
+    stage: int  # of this rank, from 0
+    stages: int
+    patches: int  # 1 = the call was exact
+    runs: int  # of the forward: items of the batch times patches
+    kept: int  # bytes of keys and values that the rank keeps
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """For `CallOutcome.degrees`."""
+        return {"stages": self.stages, "patches": self.patches}
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallOutcome:
     """The outcome of a call on one rank."""
 
     idle: bool = False  # the rank did not take part
-    degrees: dict[str, int]  # by axis: ring, ulysses, batch; of a VAE rows, batch or tiles
+    degrees: dict[str, int]  # by axis: ring, ulysses, batch, stages and patches; of a VAE rows, batch or tiles
     at_work: int  # ranks that shared the call: more than the degrees say, where no attention is shared
     tokens: dict[str, int] = field(default_factory=dict)  # of this rank, by stream
     room: int | None  # bytes that a call can take on the device; None for a CPU
@@ -141,6 +158,7 @@ class CallOutcome:
     predicted_bytes: float = 0.0
     work: CallWork | None = None  # as far as the rank knows it; None for calls on all ranks by default
     prelude: float = 0.0  # seconds until the forward began
+    staged: Staged | None = None  # None where every rank computes all blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +237,7 @@ class Load(Request[Loaded]):
     patches_uuid: str
     placement: str = "whole"
     device_bytes: int = 0  # of weights that one rank keeps on its device
+    stages: int = 1  # of the model, where it is staged
     memory: tuple[int, int] = (0, 0)  # where the tensors of the patches lie: a process id, and a descriptor there
 
 
@@ -238,6 +257,7 @@ class Call(Packed[CallReport]):
     compile: dict[str, Any] | None  # what `torch.compile` is told, see `comfy.compiled.wire`; None = nothing is compiled
     compile_or_raise: bool  # a block that cannot be compiled is an error
     cancel_every: int  # planned modules between two polls for Cancel; 0 = none
+    pipeline: PipelineSettings | None = None  # of a model in stages
 
 
 @dataclass(frozen=True, kw_only=True)

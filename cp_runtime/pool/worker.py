@@ -94,6 +94,7 @@ class Worker:
         self.board = Board(SharedBlock(spec["board_fd"]), self.world_size)
         self.cancel_points = CancelPoints(self.board.decision, self.rank)
         self.stats = CommStats()
+        self._runs = False  # the call is left at runs of its forward
         start_heartbeat(self.board, self.rank, lambda: self.stats.collectives)
         self.spec, self.timeout = spec, timedelta(seconds=spec["collective_timeout"])
         self.cache = TensorCache(self.device)
@@ -210,6 +211,7 @@ class Worker:
     def begin_figures(self) -> None:
         """Begin to count what `report` tells: what this rank sends, and the most memory that it takes of its device."""
         self.stats.reset()
+        self._runs = False
         if self.device.type != "cpu":
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
 
@@ -231,16 +233,26 @@ class Worker:
 
     def module_hook(self, cancel_every: int) -> Callable[[], None]:
         """Return a function to run at every planned module. It notes the progress, and leaves with all ranks if the user
-        cancelled."""
+        cancelled. `cancel_every`: see `Call`."""
 
         def on_module() -> None:
             module = self.board.enter_module(self.rank)
-            if cancel_every and module % cancel_every == 0:
-                wait_for(self.device)  # if the host ran ahead, nothing would be left to cancel
-                if self.cancel_points.leave(self._cancel_asked):
-                    raise Left
+            if cancel_every and module % cancel_every == 0 and not self._runs:
+                self.cancel_point()
 
         return on_module
+
+    def run_point(self, stages: int) -> None:
+        """Leave with all ranks if the user cancelled: at a run of a forward, of several that follow each other through stages, of
+        which the first is so many runs ahead of the last. Modules are no cancel points in such a call."""
+        self._runs = True
+        self.cancel_point(stages)
+
+    def cancel_point(self, lead: int = 1) -> None:
+        """Leave with all ranks if the user cancelled. `lead`: see `CancelPoints.leave`."""
+        wait_for(self.device)  # if the host ran ahead, nothing would be left to cancel
+        if self.cancel_points.leave(self._cancel_asked, lead):
+            raise Left
 
     def compiling(self, part: int) -> None:
         """Note that a part of a model is compiled from now on. `part`: counts from 1; 0 = no more. That time does not count towards

@@ -14,6 +14,7 @@ NODES = {
     "ApplyContextParallel": "Apply Context Parallel",
     "CPSampler": "CP Sampler",
     "CPReport": "CP Report",
+    "CPPipeFusion": "CP PipeFusion",
     "CPVAEDecode": "CP VAE Decode",
     "CPVAEEncode": "CP VAE Encode",
 }

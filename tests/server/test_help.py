@@ -15,7 +15,7 @@ from support.server import CHECKOUT, PACK
 load_package()
 from cp_runtime.pool.config import SETTINGS  # noqa: E402
 
-NODES = ("CPConfig", "ApplyContextParallel", "CPSampler", "CPReport", "CPVAEDecode", "CPVAEEncode")
+NODES = ("CPConfig", "ApplyContextParallel", "CPSampler", "CPReport", "CPPipeFusion", "CPVAEDecode", "CPVAEEncode")
 LANGUAGES = ("en", "zh", "ja")
 QUOTE = re.compile(r'"([^"]+)"')
 ENTRY = re.compile(r"\*\*([^*]+)\*\*(?: `(\w+)`)?(?: \(([^)]+)\))?: (.+\.)")

@@ -147,6 +147,7 @@ def sampling_prompt(
     latent: Mapping[str, Any],
     conditioning: Mapping[str, Any],
     cp: Mapping[str, Any] | None = None,
+    pipefusion: Mapping[str, Any] | None = None,
     node: SamplerNode = "KSampler",
     sampler: str = "euler",
     scheduler: str = "simple",
@@ -173,6 +174,7 @@ def sampling_prompt(
         latent: inputs of TestLatent.
         conditioning: inputs of both TestConditioning nodes.
         cp: inputs of CP Config that differ from their defaults; None leaves context parallelism out.
+        pipefusion: inputs of CP PipeFusion, behind CP Config.
         node: the sampler node. CPSampler needs `cp`; without it KSampler takes its place, so that one call gives both
             graphs.
         negative: inputs of the negative TestConditioning that differ from the positive ones, besides its seed.
@@ -197,6 +199,8 @@ def sampling_prompt(
         node = "KSampler"
     graph = Graph()
     config = None if cp is None else graph.add("cp_config", "CPConfig", **cp_config(**cp))
+    if pipefusion is not None:
+        config = graph.add("pipefusion", "CPPipeFusion", cp_config=config, **pipefusion)
     lora_nodes = _lora_nodes(loras)
     before = [*(lora_nodes if apply_after_lora else []), *model_nodes]
     after = [*([] if apply_after_lora else lora_nodes), *after_apply]

@@ -9,6 +9,7 @@ import pytest
 
 from cp_runtime import errors
 from cp_runtime.engine.config import ContextParallelConfig, ParallelConfig
+from cp_runtime.engine.pipeline.settings import PipelineSettings
 from cp_runtime.errors import MAX_REMEDY, ConfigError
 from cp_runtime.pool.config import SETTINGS, DeviceInventory, RuntimeConfig
 
@@ -43,6 +44,20 @@ def test_ranks_share_an_accelerator_where_devices_says_so():
     assert resolve(one, backend="gloo").world_size == 1
     assert not resolve(backend="gloo").shares_accelerators
     assert not resolve(CPU).shares_accelerators
+
+
+@pytest.mark.parametrize(
+    ("inputs", "stages", "words"),
+    [
+        ({}, 3, "stages: got 3; allowed: a number from 2 that divides the 4 ranks"),
+        ({}, 1, "stages: got 1; allowed"),
+        ({"ulysses_degree": 4}, 2, "ulysses_degree: got 4; allowed: 0 or 1 where the model is staged"),
+        ({"batch_degree": 2, "weights": "staged"}, None, "batch_degree: got 2; allowed: 0 or 1 where the model is staged"),
+    ],
+)
+def test_stages_divide_the_ranks(inputs, stages, words):
+    with pytest.raises(ConfigError, match=words):
+        dataclasses.replace(resolve(**inputs), pipeline=stages and PipelineSettings(stages=stages))
 
 
 def test_nccl_takes_one_card_twice_for_tests_only(monkeypatch):

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from cp_runtime.controller.placement import Demand, choose, next_smaller
+from cp_runtime.controller.workers import Workers
+from cp_runtime.engine.pipeline.settings import PipelineSettings
 from cp_runtime.engine.weights.blocks import Sizes
 from cp_runtime.errors import UnsupportedError
 
@@ -13,8 +15,8 @@ GB = 10**9
 DEMAND = Demand(Sizes(blocks=62 * GB, largest=GB, rest=2 * GB), call=4 * GB)
 
 
-def config(weights="auto", ranks=2, memory_per_rank=0.0):
-    return SimpleNamespace(weights=weights, world_size=ranks, memory_per_rank=memory_per_rank)
+def config(weights="auto", ranks=2, memory_per_rank=0.0, pipeline=None):
+    return SimpleNamespace(weights=weights, world_size=ranks, memory_per_rank=memory_per_rank, pipeline=pipeline)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,28 @@ def config(weights="auto", ranks=2, memory_per_rank=0.0):
 )
 def test_auto_takes_the_first_that_fits(ranks, room, placement, reason):
     assert choose(config(ranks=ranks), DEMAND, room and room * GB) == (placement, reason)
+
+
+@pytest.mark.parametrize(("room", "placement"), [(70, "whole"), (40, "staged"), (24, "offloaded")])
+def test_over_a_slow_link_a_model_that_fits_no_device_is_staged(room, placement):
+    """A stage has all tokens of a call, so it takes more memory than a part of the weights with a part of the call."""
+    assert choose(config(), DEMAND, room * GB, slow_link=True).placement == placement
+
+
+@pytest.mark.parametrize(("seconds", "waited", "slow"), [(3.0, 2.0, True), (2.0, 0.5, False), (2.0, 1.0, False)])
+def test_a_link_is_slow_if_one_device_would_be_faster(seconds, waited, slow):
+    """Of two ranks, each of which computes half of a call. The first call loads the weights."""
+    report = SimpleNamespace(
+        seconds=seconds, outcome=SimpleNamespace(prelude=0.0), communication=SimpleNamespace(seconds=waited), bytes={"weights": 9}
+    )
+    record = SimpleNamespace(reports=[report], at_work=2)
+    assert not Workers._link_is_slow(SimpleNamespace(last_call=None), record)
+    assert Workers._link_is_slow(SimpleNamespace(last_call=record), record) == slow
+
+
+def test_pipefusion_is_staged():
+    reason = choose(config(ranks=4, pipeline=PipelineSettings(stages=2)), DEMAND, None)
+    assert reason == ("staged", "staged, for CP PipeFusion: 64 GB of weights in 2 stages of 34 GB")
 
 
 def test_a_call_needs_room_too():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -23,11 +24,12 @@ from ..model.ui_recipes import recipe_key
 from ..panel.ui_progress import executing_node, raise_or_warn
 from ..ranks.ui import CONTROLLER, default_config, nothing_to_share
 from .ui_interception import check_forward
-from .ui_obstacles import check_model, conditions_obstacle
+from .ui_obstacles import check_model, check_stages, conditions_obstacle
 from .ui_patcher import ContextParallelPatcher, plain_class
 
 log = logging.getLogger("context_parallel")
 
+RUNS = itertools.count(1)
 WRAPPER, TIMER = "context_parallel", "context_parallel_timer"
 
 
@@ -59,6 +61,7 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
         return timed(without_context_parallel(model).clone())
     try:
         check_model(model, config.device_type)
+        check_stages(model, config)
     except UnsupportedError as error:
         raise_or_warn(error, config, "the model passes through on a single device", raised_by="Apply Context Parallel")
         return timed(without_context_parallel(model).clone())
@@ -92,6 +95,7 @@ def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any,
     """Look at the conditions before the model is loaded, when it can still be loaded in this process instead."""
     if isinstance(model, ContextParallelPatcher):
         model.cp_conditions_obstacle = conditions_obstacle(conds)
+        model.cp_run = next(RUNS)
         model.cp_call_memory, model.cp_memory_scale = call_memory(model, noise_shape, conds)
     return executor(model, noise_shape, conds, **kwargs)
 

@@ -24,7 +24,7 @@ from ..attention.wire import OPTION as ATTENTION
 from ..model.wire_modules import encode_module
 from .ui_obstacles import check_call, check_own_forward, compile_of, options_for_ranks
 from .ui_texts import weights_at
-from .wire_options import SENDABLE, plain_options
+from .wire_options import CONDITIONINGS, SENDABLE, plain_options
 
 if TYPE_CHECKING:
     from .ui_patcher import ContextParallelPatcher
@@ -78,7 +78,10 @@ class WorkerForward(Replacement):
         except UnsupportedError as error:
             owner.refuse_call(error)
             return self.stock(*args, **kwargs)
-        chosen = {} if attention is None else {ATTENTION: attention}
+        chosen: dict[str, Any] = {} if attention is None else {ATTENTION: attention}
+        if owner.cp_config.pipeline is not None and options.get("uuids"):
+            chosen[CONDITIONINGS] = [f"{owner.cp_run} {name}" for name in options["uuids"]]
+            owner.note_steps(len(options.get("sample_sigmas", ())) - 1)
         arguments["transformer_options"] = {**plain_options(options), **chosen, **patches.encoded}
         return owner.call_workers(
             ModelCall(

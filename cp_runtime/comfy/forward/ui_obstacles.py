@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ...compat import has_hooks
 from ...errors import MirrorError, PlanError, UnsupportedError
-from ...families import PLANS, class_name, plan_for
+from ...families import PLANS, UNSTAGED, class_name, plan_for
+from ...pool.config import STAGED, RuntimeConfig
 from ..attention.ui import attention_of
 from ..compiled.wire import encode_compile
 from ..model.ui_notes import notes_of
@@ -46,6 +47,18 @@ def check_model(patcher: Any, device_type: str) -> None:
     _check_attached(patcher)
     compile_of(patcher)
     check_code(model)
+
+
+def check_stages(patcher: Any, config: RuntimeConfig) -> None:
+    """Refuse a model that cannot run in the stages, or in the patches, that a config asks for."""
+    plan, pipeline = PLANS[class_name(patcher.model.diffusion_model)], config.pipeline
+    if (config.weights == STAGED or pipeline is not None) and plan.family in UNSTAGED:
+        raise UnsupportedError(
+            f"{plan.family} cannot be divided into stages: {UNSTAGED[plan.family]}. Set weights of CP Config to auto, and remove "
+            "CP PipeFusion."
+        )
+    if pipeline is not None and pipeline.patches > 1 and not plan.shares_sequence:
+        raise UnsupportedError(f"{plan.family} has no tokens that could be divided into patches. Set patches to 1.")
 
 
 def check_call(patcher: Any, control: Mapping[str, Any] | None) -> None:

@@ -34,9 +34,11 @@ from ..panel.ui_progress import executing_node, raise_or_warn, with_cancel
 from ..patches.wire_weights import encode_weight_patches
 from ..ranks.ui import CONTROLLER
 from .ui_interception import OnOneDevice, intercept, release
-from .ui_obstacles import check_model
+from .ui_obstacles import check_model, check_stages
 
 log = logging.getLogger("context_parallel")
+
+FEW_STEPS = 8
 
 
 class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
@@ -46,6 +48,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         cp_config: pool and sharding.
         cp_local: the model runs in the UI process on one device, because on_unsupported says so.
         cp_conditions_obstacle: what in the conditions of the sampling run cannot be sent to the workers.
+        cp_run: number of the sampling run in this process.
         cp_memory_scale: see `ModelCall.memory_scale`; of the sampling run.
         cp_call_memory: bytes that ComfyUI expects a call of it to take on one device.
     """
@@ -53,6 +56,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     cp_config: RuntimeConfig
     cp_local: bool = False
     cp_conditions_obstacle: str | None = None
+    cp_run: int = 0
+    _noted_run: int = 0
     cp_memory_scale: float = 1.0
     cp_call_memory: float = 0.0
 
@@ -120,8 +125,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         if room is None:
             return super().get_free_memory(device)
         if PLANS[class_name(self.model.diffusion_model)].shares_sequence:
-            return room * self.cp_config.world_size
-        return room * min(2, self.cp_config.batch_degree or self.cp_config.world_size)  # a rank takes half of two items
+            return room * self.cp_config.ranks_per_stage
+        return room * min(2, self.cp_config.batch_degree or self.cp_config.ranks_per_stage)  # a rank takes half of two items
 
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
         self.cp_local = False
@@ -130,6 +135,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             if self.cp_conditions_obstacle is not None:
                 raise UnsupportedError(self.cp_conditions_obstacle)
             check_model(self, self.cp_config.device_type)
+            check_stages(self, self.cp_config)
             if self.model.current_weight_patches_uuid is not None:  # another branch has loaded them on a device of this process
                 super().unpatch_model(self.offload_device, unpatch_weights=True)
             # Object patches, such as model sampling, act in this process.
@@ -189,6 +195,13 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         self.refuse(error)
         release(self, self.model.diffusion_model)
         self._load_here(self.load_device, 1e32)
+
+    def note_steps(self, steps: int) -> None:
+        """Say once per run in patches that warm-up is a large part of few steps."""
+        pipeline = self.cp_config.pipeline
+        if pipeline is not None and pipeline.patches > 1 and 0 < steps <= FEW_STEPS and self.cp_run != self._noted_run:
+            self._noted_run = self.cp_run
+            log.info("CP PipeFusion: %d of %d steps are exact, so patches gain little", min(steps, pipeline.warmup_calls), steps)
 
     def call_workers(self, call: ModelCall) -> Any:
         """Run a call of the transformer on all ranks."""

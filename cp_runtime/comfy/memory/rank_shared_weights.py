@@ -7,6 +7,7 @@ part and one block, and quantised weights stay quantised.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -51,15 +52,8 @@ class SharedWeightsPatcher(FileWeightsPatcher):
 
     def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
         weights = ShardedWeights(self.model.diffusion_model, self.cp_ranks, device_to, on_host=self.cp_on_host, remedy=REMEDY)
-        own = {block: block.weights for block in weights.blocks.values()}
-        inner = {module for block in own for module in block.module.modules()}
-        for name, module, parameter in parameters_of(self.model):
-            if module in inner:
-                self.backup.setdefault(name, Backup(alias(getattr(module, parameter))))
         self.cp_weights = weights
-        for block in own:
-            block.clear()
-        self._load_rest(device_to, {PREFIX + path for block in own for path in block.slots})
+        own = self._load_without(weights.blocks.values(), device_to)
         pages = mapped(self.cp_recipe.path)
         for block, parameters in own.items():
             block.put([plain(weight) for weight in parameters])
@@ -78,8 +72,16 @@ class SharedWeightsPatcher(FileWeightsPatcher):
     def partially_unload(self, *args: Any, **kwargs: Any) -> int:
         return 0  # ComfyUI then unloads all of it
 
-    def _load_rest(self, device_to: torch.device, elsewhere: set[str]) -> None:
-        """Have ComfyUI load the weights outside of the blocks. The blocks' slots are empty now."""
+    def _load_without(self, blocks: Collection[Block], device_to: torch.device) -> dict[Block, list[Tensor]]:
+        """Have ComfyUI load the weights outside of some blocks. Return those of the blocks, whose slots are empty now."""
+        left_out = {block: block.weights for block in blocks}
+        inner = {module for block in left_out for module in block.module.modules()}
+        for name, module, parameter in parameters_of(self.model):
+            if module in inner:
+                self.backup.setdefault(name, Backup(alias(getattr(module, parameter))))
+        for block in left_out:
+            block.clear()
+        elsewhere = {PREFIX + path for block in left_out for path in block.slots}
         patches = self.patches  # type: ignore[has-type]
         self.patches = {name: entries for name, entries in patches.items() if name not in elsewhere}
         try:
@@ -88,6 +90,7 @@ class SharedWeightsPatcher(FileWeightsPatcher):
             self.patches = patches
         if device_to.type == "cpu":
             settle(self.model)  # once, and not in every call
+        return left_out
 
     def _patched(self, block: Block, device_to: torch.device) -> dict[str, Tensor]:
         """Return the weights of a block that have patches, patched."""

@@ -21,10 +21,14 @@ from torch import Tensor, nn
 
 from ...compat import compiler_counts
 from ...engine.batch import BatchShares
+from ...engine.collectives import RankGroup
 from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
 from ...engine.cost import DegreePlanner
 from ...engine.hooks import InstalledPlan
-from ...engine.mesh import BatchMesh, SequenceMesh, reduced
+from ...engine.mesh import BatchMesh, SequenceMesh, Stage, reduced
+from ...engine.pipeline.pipeline import Pipeline
+from ...engine.pipeline.stages import Stages
+from ...engine.pipeline.weights import StagedWeights
 from ...engine.policy import CallWork
 from ...engine.state import CallState
 from ...engine.weights.pages import trim_heap
@@ -33,17 +37,19 @@ from ...errors import CompileError, MirrorError
 from ...families import plan_for
 from ...families.family import FamilyPlan
 from ...nested import stored, tensors
-from ...pool.config import OFFLOADED, WHOLE
-from ...pool.messages import AttachNetwork, Call, CallOutcome, Compiled, Load, Loaded
+from ...pool.config import OFFLOADED, STAGED, WHOLE
+from ...pool.messages import AttachNetwork, Call, CallOutcome, Compiled, Load, Loaded, Staged
 from ...pool.protocol import read_tensor, unflatten
 from ...pool.tensor_cache import owned
 from ..compiled.wire import decode_compile
 from ..forward.rank_batch import share_out, take_items
 from ..forward.rank_sharded import run_sharded
+from ..forward.rank_staged import run_staged
 from ..memory.rank_file_weights import FileWeightsPatcher, LoadProgress, forget
 from ..memory.rank_quantised import Experts, own_formats, shared_scales
 from ..memory.rank_room import available, room
 from ..memory.rank_shared_weights import SharedWeightsPatcher
+from ..memory.rank_staged_weights import StagedWeightsPatcher
 from ..patches.rank_nodes import ATTACHED, attach_network
 from ..patches.wire_weights import decode_weight_patches
 from .rank_factory import call_factory
@@ -80,6 +86,7 @@ class Mirror:
     nbytes: int
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None
+    _pipeline: tuple[Any, Pipeline] | None = None  # and the weights that it is for
 
     @property
     def model(self) -> nn.Module:
@@ -96,7 +103,22 @@ class Mirror:
     def weights(self) -> ShardedWeights | None:
         """Weights that this rank keeps a part of, once they are on the device."""
         weights: ShardedWeights | None = getattr(self.patcher, "cp_weights", None)
-        return weights
+        return weights if isinstance(weights, ShardedWeights) else None
+
+    def pipeline(self, stage: Stage, everyone: RankGroup, device: torch.device) -> Pipeline:
+        """Its calls in stages, since its weights were last put on the device."""
+        weights: StagedWeights = self.patcher.cp_weights
+        if self._pipeline is None or self._pipeline[0] is not weights:
+            stages = Stages(weights.blocks, weights.owners, stage.lane, weights.lent)
+            self._pipeline = weights, Pipeline(stages, everyone, partial(room, device))
+        return self._pipeline[1]
+
+    def free_buffers(self) -> None:
+        """Give back memory that its next call can do without."""
+        if self.weights is not None:
+            self.weights.free_buffers()
+        if self._pipeline is not None:
+            self._pipeline[1].forget()
 
     def compile(self, settings: CompileSettings | None, failed: Failed) -> None:
         """Have the blocks compiled from now on, or not. See `CompiledBlocks`."""
@@ -156,7 +178,10 @@ class Mirrors:
             ranks = None if placement == WHOLE else mesh.sequence().weights
             # Where calls compute on the host they would convert again and again.
             patcher, missing = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
-            if ranks is None:
+            if placement == STAGED and mesh is not None:
+                stage, plan = mesh.stage(request.stages), plan_for(network_of(patcher.model))
+                StagedWeightsPatcher.stage(patcher, recipe, plan, stage, mesh.stage_shares(request.stages), self.progress)
+            elif ranks is None:
                 FileWeightsPatcher.adopt(patcher, recipe, self.progress)
             else:
                 SharedWeightsPatcher.share(
@@ -191,11 +216,14 @@ class Mirrors:
         mesh: BatchMesh,
         planner_for: Callable[[SequenceMesh, tuple[int, ...]], DegreePlanner],
         on_module: Callable[[], None],
+        on_run: Callable[[int], None] = lambda stages: None,
     ) -> tuple[Any, CallOutcome]:
         """Run the model's own forward with `arguments` (by name) on all ranks, or on those that the call's split names.
 
         Args:
             planner_for: mesh of the ranks that share a sequence, all ranks that take part -> planner of the call.
+            on_module, on_run: called at every planned module; and, where several runs of the forward follow each other, at each of
+                them, with the number of stages.
 
         Returns:
             the output, and what the call did. On a rank that idles, no output.
@@ -205,7 +233,9 @@ class Mirrors:
             raise MirrorError(f"a call of {request.method!r}, which is no forward")
         mirror = self.mirror_of(request.key)
         forward = getattr(mirror.model, request.method)
-        plan, leading = mirror.installed.plan, request.leading
+        plan, leading, settings, everyone = mirror.installed.plan, request.leading, request.pipeline, mesh.whole
+        stage = None if settings is None else mesh.stage(settings.stages)
+        mesh = mesh if stage is None else stage.ranks
         may_share = plan.batch_is_shared(arguments) and request.batch_degree != 1
         split, members = request.split, tuple(range(mesh.size))
         degree = request.batch_degree if may_share else 1
@@ -233,25 +263,34 @@ class Mirrors:
         prelude = time.perf_counter() - began
         # Not inference_mode, which does not count changes in place: see `CallState.once`.
         with torch.no_grad(), shared_scales(mesh.whole):
-            out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
+            staged: Staged | None = None
+            if settings is None or stage is None:
+                out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
+            else:
+                pipeline = mirror.pipeline(stage, everyone, self.device)
+                out, state = run_staged(
+                    mirror.installed, pipeline, forward, part, sequence, planner, settings, leading, may_share, on_module, on_run
+                )
+                staged = Staged(**pipeline.described(settings))
             ring, ulysses = planner.chosen or (1, 1)
             return shares.gather(out, mesh), CallOutcome(
-                degrees={"ulysses": ulysses, "ring": ring, "batch": shares.groups},
-                at_work=shares.groups * planner.ranks,
+                degrees={"ulysses": ulysses, "ring": ring, "batch": shares.groups, **(staged.degrees if staged else {})},
+                at_work=shares.groups * planner.ranks * (1 if settings is None else settings.stages),
                 tokens={name: held for name, (_, held) in state.tokens().items()},
                 room=room(self.device),
                 compiled=mirror.compilation,
                 predicted_seconds=planner.seconds,
                 predicted_bytes=planner.bytes_sent,
-                work=self._work(mirror, shares, items, planner, state),
+                work=self._work(mirror, shares, items, planner, state) if staged is None else None,
                 prelude=prelude,
+                staged=staged,
             )
 
     def free_buffers(self, keep: Mirror | None = None) -> None:
-        """Have all models give back the memory for blocks that they fetch ahead, except one where `keep` names it."""
+        """Have all models give back memory that their next call can do without, except one where `keep` names it."""
         for mirror in self.entries.values():
-            if mirror is not keep and mirror.weights is not None:
-                mirror.weights.free_buffers()
+            if mirror is not keep:
+                mirror.free_buffers()
 
     def _work(self, mirror: Mirror, shares: BatchShares, items: int, planner: DegreePlanner, state: CallState) -> CallWork:
         """Return the work of a call, independent of who computes it."""

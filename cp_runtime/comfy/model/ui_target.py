@@ -15,6 +15,7 @@ from ...controller.placement import Demand
 from ...engine.weights.blocks import sizes_of
 from ...engine.weights.pages import give_back, mapped
 from ...errors import MirrorError
+from ...families import PLANS, UNSTAGED, class_name
 from ...pool.messages import Load, Loaded
 from ...pool.protocol import TensorPacker, flatten
 from .ui_notes import notes_of
@@ -55,7 +56,8 @@ class Target:
         notes, model = notes_of(self.patcher.model), self.patcher.model
         if notes.sizes is None:
             notes.sizes = sizes_of(network_of(model), partial(model_dtype, model))
-        return Demand(notes.sizes, self.call_memory)
+        plan = PLANS.get(class_name(network_of(model)))
+        return Demand(notes.sizes, self.call_memory, "" if plan is None else UNSTAGED.get(plan.family, ""))
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         packer = TensorPacker()

@@ -78,6 +78,7 @@ def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) ->
         "rotate_method": config.sequence.rotate_method if degrees["ring"] > 1 else None,
         "family": plan_for(model.model.diffusion_model).family,
         "weights": _weights(model, last),
+        "pipeline": _pipeline(model.cp_config, run, last),
         # Of the last call: kinds of compiled blocks, those that are not and why, and what rank 0 has compiled since it started.
         "compiled": {"kinds": compiled.kinds, "left": compiled.left, **compiled.counts},
         "communication_share": round(run.waiting_share, 4),
@@ -114,6 +115,26 @@ def _weights(model: ContextParallelPatcher, last: CallRecord) -> dict[str, Any] 
         "words": HELD[resident.parts["case"]].format(**{**resident.parts, "unit": UNITS[resident.parts["unit"]]}),
         "device_bytes": resident.device_bytes,
         "bytes_sent": last.reports[0].bytes.get("weights", 0),  # in a call; part of the bytes of communication
+    }
+
+
+def _pipeline(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[str, Any] | None:
+    """Return how the last call passed through stages, and how many calls of the run were exact; None where there are none."""
+    staged = [report.outcome.staged for report in last.reports if report.outcome.staged is not None]
+    if not staged:
+        return None
+    settings = config.staged
+    return {
+        "stages": settings.stages,
+        "patches": settings.patches,
+        "warmup_calls": settings.warmup_calls,
+        "exact_calls": run.done + (run.done < run.calls) - run.patched,
+        "approximate_calls": run.patched,
+        "difference_from_exact": run.difference,  # of the call that Measure looked at
+        "bubble": round(settings.bubble(staged[0].runs), 4),
+        "bytes_sent": [report.bytes.get("send", 0) for report in last.reports],
+        "stage_of_rank": [each.stage for each in staged],
+        "kept_bytes": [each.kept for each in staged],
     }
 
 

@@ -92,6 +92,7 @@ class ModelService:
                     worker.mesh,
                     lambda mesh, members: DegreePlanner(request.sequence, mesh.size, worker.measured.of(members), mesh.shares),
                     on_module,
+                    worker.run_point,
                 )
             result = worker.result(out)
         return worker.report(result, outcome, began)

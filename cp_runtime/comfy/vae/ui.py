@@ -125,7 +125,7 @@ class RankedVAE:
 
     def __init__(self, vae: Any, config: RuntimeConfig) -> None:
         # Whole, as it is small compared with what it computes.
-        self.vae, config = vae, replace(config, weights=WHOLE, memory_per_rank=0.0)
+        self.vae, config = vae, replace(config, weights=WHOLE, memory_per_rank=0.0, pipeline=None)
         kept = vars(vae).get(ATTRIBUTE)
         if kept is None or kept.cp_config.devices != config.devices:
             # Lives as long as the VAE: ComfyUI's memory manager keeps nothing alive.
