@@ -70,9 +70,9 @@ def test_what_the_report_says(pool_server, exact):
 def test_measure_says_how_far_a_call_was_from_the_exact_one(pool_server, exact):
     pool_server.post("/context_parallel/measure")
     pipeline = assert_near(pool_server, exact, warmup_calls=2)["pipeline"]
-    assert 0 < pipeline["distance"] < 1
-    status = pool_server.status()["speed"]
-    assert (status["measuring"], status["obstacle"]) == (False, "each device has a part of the model")
+    assert 0 < pipeline["difference_from_exact"] < 1
+    speed = pool_server.status()["speed"]
+    assert (speed["measuring"], speed["parts"]["obstacle"]) == (False, "staged")
 
 
 def test_another_prompt_size_and_lora_in_between(pool_server, exact):
@@ -114,8 +114,8 @@ def test_out_of_memory_on_one_rank(pool_server, exact, faults, rank):
 @pytest.mark.parametrize(
     ("config", "inputs", "words"),
     [
-        (CP, {"stages": 3}, "stages: got 3; allowed: a number from 2 that divides the 2 ranks"),
-        ({**CP, "ulysses_degree": 2}, {}, "ulysses_degree: got 2; allowed: 0 or 1 where the model is staged"),
+        (CP, {"stages": 3}, "Got 3; allowed: a number from 2 that divides the 2 ranks"),
+        ({**CP, "ulysses_degree": 2}, {}, "Got 2; allowed: 0 or 1 where the model is staged"),
     ],
 )
 def test_refused(pool_server, config, inputs, words):

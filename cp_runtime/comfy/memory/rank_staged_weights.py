@@ -16,10 +16,10 @@ from ...engine.pipeline.weights import StagedWeights
 from ...engine.plan import ShardingPlan
 from ...engine.sharding import Shares
 from ...engine.weights.cast import plain
-from ...engine.weights.pages import give_back, mapped
+from ...engine.weights.pages import give_back, mapped, trim_heap
 from ..model.wire_recipe import Recipe
 from .rank_file_weights import LoadProgress
-from .rank_shared_weights import SharedWeightsPatcher, trim_heap
+from .rank_shared_weights import SharedWeightsPatcher
 
 REMEDY = "Set weights to whole in CP Config, and leave out CP PipeFusion, or remove the node that reads it."
 
