@@ -54,7 +54,7 @@ def outputs(path, mesh, pipeline, **placement):
     here = [weight for weight in patcher.model.parameters() if type(stored(weight)[0]).__name__ != "AbsentWeight"]
     held = sum(part.nbytes for weight in here for part in stored(weight))
     told = patcher.model_size()
-    mirrors.unload(KEY)
+    mirrors.drop([KEY])
     return outs, held, told
 
 
