@@ -1,10 +1,11 @@
 """Stages of a model over links of several speeds, against one device and the other ways to use two.
 
-    python benchmarks/pipeline.py [--quick]    (root, `ip` and `tc`: ranks have network namespaces of their own)
+    make bench, or python benchmarks/pipeline.py [--quick] [--repetitions 5]    # as root, on Linux
+    python benchmarks/pipeline.py --errors
 
-A Wan, whose blocks are all of one kind, smaller in width and depth, on two CPU ranks of a thread each, over a pair of virtual
-network cards whose speed `tc tbf` limits. All variants run in the same processes, in alternation. What one device takes is rank 0's
-time while rank 1 sleeps.
+A Wan with heads of its own size, smaller in width and depth, on two CPU ranks of a thread each. Each rank is in a network namespace
+of its own (`links`), and `tc` limits what it sends. All variants run in the same processes, in alternation. What one device takes is
+rank 0's time while rank 1 sleeps.
 
 × one device: one device's seconds / these. PipeFusion is in 8 patches, after a call that fills its keys and values; as inputs stay
 the same, all variants are checked against one device. `--errors`: of whole sampling runs, root mean square in standard deviations
@@ -13,44 +14,30 @@ of the latent.
 
 from __future__ import annotations
 
-import ctypes
-import json
+import math
 import os
-import subprocess
 import sys
-from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import common
 
 RANKS, PATCHES = 2, 8
 TOLERANCE = 1e-4  # in standard deviations of the output
-LINKS = {"not limited": None, "1 Gbit/s": 1000, "400 Mbit/s": 400}  # Mbit/s
-SIZES = dict(dim=512, num_heads=4, ffn_dim=2048, num_layers=8)
-FRAMES, SIDE, TEXT = 2, 48, 64  # of the latent; tokens
-CLONE_NEWNET = 0x40000000
+LINKS = {"not limited": math.inf, "1 Gbit/s": 125e6, "400 Mbit/s": 50e6}  # bytes per second
+SIZES = dict(dim=1024, num_heads=8, ffn_dim=4096, num_layers=6)
+FRAMES, SIDE, TEXT = 2, 56, 64  # of the latent; tokens
+ERRORS = ((1.0, 8), (1.0, 20), (1.0, 50), (4.0, 20))  # CFG, steps
+SETTINGS = ((2, 1), (4, 1), (8, 1), (8, 2), (8, 3))  # patches, warm-up calls
 
 
-def enter(rank: int) -> None:
-    """Have this process use the network card of its rank only."""
-    with open(f"/run/netns/cp{rank}") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
-    os.environ["GLOO_SOCKET_IFNAME"] = f"cp{rank}"
+def rank_main(repetitions: int, names: list[str]) -> None:
+    from support.ranks import report, use_comfyui
 
-
-def rank_main() -> None:
-    enter(int(sys.argv[1]))
-    from support.ranks import finish, report, start, use_comfyui
-
-    rank, _, (given,) = start()
-    settings = json.loads(given)
     use_comfyui()
     import torch
     import torch.distributed as dist
     from alternating import alternate, check, keep_freed_memory
+    from links import limit
     from support import families
     from support.families import wan
     from support.models import build
@@ -67,6 +54,7 @@ def rank_main() -> None:
     from cp_runtime.families import plan_for
 
     keep_freed_memory()
+    rank = dist.get_rank()
     spec = families.Model("comfy.ldm.wan.model.WanModel", {**wan.WAN, **SIZES}, "WAN21_T2V", init=wan.init)
     model, mesh = build(spec), BatchMesh(dist.group.WORLD)
     inputs = wan.wan(frames=FRAMES, height=SIDE, width=SIDE, text=TEXT)
@@ -99,43 +87,22 @@ def rank_main() -> None:
         for name, variant in variants.items():
             for _ in range(2):
                 check(name, variant(), expected, TOLERANCE, expected.std())
-        times = alternate(variants, settings["repetitions"])
-    alone = times["one device"]
-    for name, each in times.items():
-        report(
-            name=f"{settings['link']}, {name}",
-            ratios={} if each is alone else {"× one device": alone.median / each.median},
-            seconds=each.median,
-            others=each.others,
-        )
+        for link in names:
+            limit(LINKS[link])
+            times = alternate(variants, repetitions)
+            alone = times["one device"]
+            for name, each in times.items():
+                report(
+                    name=f"{link}, {name}",
+                    ratios={} if each is alone else {"× one device": alone.median / each.median},
+                    seconds=each.median,
+                    others=each.others,
+                )
     whole = sum(parameter.nbytes for parameter in model.parameters())
     outside = whole - sum(block.nbytes for block in blocks)
     for stage in range(RANKS):
         own = sum(block.nbytes for block, owner in zip(blocks, owners, strict=True) if owner == stage)
-        report(
-            name=f"{settings['link']}, weights of stage {stage}", MB=(own + outside) / 1e6, whole=whole / 1e6, outside=outside / 1e6
-        )
-    finish()
-
-
-def connect(stack: ExitStack, rate: int | None) -> None:
-    """Make a namespace for each rank and a cable between them, of so many Mbit/s."""
-
-    def run(*command: str) -> None:
-        subprocess.run(command, check=True)
-
-    for rank in range(RANKS):
-        run("ip", "netns", "add", f"cp{rank}")
-        stack.callback(partial(run, "ip", "netns", "delete", f"cp{rank}"))
-    run("ip", "link", "add", "cp0", "netns", "cp0", "type", "veth", "peer", "name", "cp1", "netns", "cp1")
-    for rank in range(RANKS):
-        inside = ("ip", "-n", f"cp{rank}")
-        run(*inside, "address", "add", f"10.77.0.{rank + 1}/24", "dev", f"cp{rank}")
-        run(*inside, "link", "set", f"cp{rank}", "up")
-        run(*inside, "link", "set", "lo", "up")
-        if rate is not None:
-            limit = ("rate", f"{rate}mbit", "burst", "256kb", "latency", "400ms")
-            run("ip", "netns", "exec", f"cp{rank}", "tc", "qdisc", "add", "dev", f"cp{rank}", "root", "tbf", *limit)
+        report(name=f"weights of stage {stage}", MB=(own + outside) / 1e6, whole=whole / 1e6, outside=outside / 1e6)
 
 
 def show_errors() -> None:
@@ -146,9 +113,9 @@ def show_errors() -> None:
     prompts = {"flux": flux_prompt, "wan_t2v": wan_prompt}
     with common.models(*prompts) as models, ComfyServer(common.comfyui(), models=models) as server:
         for name, prompt in prompts.items():
-            for cfg, steps in ((1.0, 8), (1.0, 20), (1.0, 50), (4.0, 20)):
+            for cfg, steps in ERRORS:
                 exact, found = server.sample(prompt(steps=steps, cfg=cfg)), []
-                for patches, warmup in ((2, 1), (4, 1), (8, 1), (8, 2)):
+                for patches, warmup in SETTINGS:
                     told = {"stages": 2, "patches": patches, "warmup_calls": warmup}
                     out = server.sample(prompt(steps=steps, cfg=cfg, cp={"world_size": 2}, pipefusion=told))
                     found.append(f"{patches}/{warmup} {((out - exact).pow(2).mean().sqrt() / exact.std()).item():.4f}")
@@ -157,19 +124,25 @@ def show_errors() -> None:
 
 def main() -> None:
     errors = {"action": "store_true", "help": "instead: how far the latents of sampling runs in patches are from exact ones"}
-    options = common.options(__doc__, "two links and few repetitions", errors=errors)
+    options = common.options(__doc__, "two links and three repetitions", repetitions=5, errors=errors)
     if options.errors:
         show_errors()
         return
+    if os.geteuid() != 0 or sys.platform != "linux":
+        common.show("pipeline", not_run="network namespaces need Linux and root")
+        return
+    from links import namespaces
+
     common.comfyui()
-    for link, rate in list(LINKS.items())[:: 2 if options.quick else 1]:
-        with ExitStack() as stack:
-            connect(stack, rate)
-            common.show_ranks(__file__, RANKS, link=link, repetitions=3 if options.quick else 7)
+    common.show("pipeline", **common.machine(), dtype="float32", threads_per_rank=1, **SIZES)
+    with namespaces(RANKS):
+        names = list(LINKS)[:: 2 if options.quick else 1]
+        common.show_ranks(__file__, RANKS, repetitions=3 if options.quick else options.repetitions, names=names)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 3 and Path(sys.argv[3]).name == "store":
-        rank_main()
-    else:
-        main()
+    if len(sys.argv) > 1 and sys.argv[1].isdigit():
+        from links import enter_namespace
+
+        enter_namespace()
+    common.run(main, rank_main)
