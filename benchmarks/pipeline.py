@@ -3,9 +3,9 @@
     make bench, or python benchmarks/pipeline.py [--quick] [--repetitions 5]    # as root, on Linux
     python benchmarks/pipeline.py --errors
 
-A Wan with heads of its own size, smaller in width and depth, on two CPU ranks of a thread each. Each rank is in a network namespace
-of its own (`links`), and `tc` limits what it sends. All variants run in the same processes, in alternation. What one device takes is
-rank 0's time while rank 1 sleeps.
+A Wan with heads of its own size, smaller in width and depth, on two CPU ranks of a thread each. Each rank is in a network
+namespace of its own (`links`), and `tc` limits what it sends. All variants run in the same processes, in alternation. What one
+device takes is rank 0's time while rank 1 sleeps.
 
 × one device: one device's seconds / these. PipeFusion is in 8 patches, after a call that fills its keys and values; as inputs stay
 the same, all variants are checked against one device. `--errors`: of whole sampling runs, root mean square in standard deviations
@@ -23,9 +23,9 @@ import common
 
 RANKS, PATCHES = 2, 8
 TOLERANCE = 1e-4  # in standard deviations of the output
-LINKS = {"not limited": math.inf, "1 Gbit/s": 125e6, "400 Mbit/s": 50e6}  # bytes per second
-SIZES = dict(dim=1024, num_heads=8, ffn_dim=4096, num_layers=6)
-FRAMES, SIDE, TEXT = 2, 56, 64  # of the latent; tokens
+LINKS = {"not limited": math.inf, "1 Gbit/s": 125e6, "200 Mbit/s": 25e6}  # bytes per second
+SIZES = dict(dim=512, num_heads=4, ffn_dim=2048, num_layers=8)
+FRAMES, SIDE, TEXT = 4, 64, 64  # of the latent; tokens
 ERRORS = ((1.0, 8), (1.0, 20), (1.0, 50), (4.0, 20))  # CFG, steps
 SETTINGS = ((2, 1), (4, 1), (8, 1), (8, 2), (8, 3))  # patches, warm-up calls
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, Literal, cast
@@ -21,6 +22,7 @@ from ..engine.weights.sharded import ShardedWeights
 from ..errors import ConfigError, PlanError, bad_value
 from .agreement import device_of
 from .calls import ShardedCalls
+from .pipefusion import StagedCalls, table_of
 from .shared import SharedModel
 from .table import own_table, plan_from_table
 from .vae import SplitVAE, is_vae
@@ -102,6 +104,8 @@ def apply_context_parallel(
     _check_free(module)
     if is_vae(module):
         return _apply_to_vae(module, config, check_inputs, plan=plan, shard_weights=shard_weights or None, verify=verify)
+    if config.pipefusion_degree > 1:
+        return _apply_stages(module, plan, config, shard_weights, check_inputs=check_inputs, verify=verify is not None)
     plan = _plan_of(module, plan, config)
     if config.of_all_ranks.mesh_shape == (1, 1):
         return AppliedPlan(None, SequenceMesh(None), None)
@@ -121,6 +125,29 @@ def apply_context_parallel(
     )
     _replace_forward(module, calls, installed)
     return AppliedPlan(installed, mesh, weights)
+
+
+def _apply_stages(
+    module: nn.Module,
+    plan: Mapping[str, Any] | ShardingPlan | None,
+    config: ContextParallelConfig,
+    shard_weights: bool,
+    **checks: bool,
+) -> AppliedPlan:
+    if shard_weights:
+        raise bad_value("shard_weights", shard_weights, "False with pipefusion_degree", "Leave one of them out.")
+    plan = table_of(module) if plan is None else plan
+    if not isinstance(plan, ShardingPlan):
+        plan = replace(plan_from_table(module, plan), attention_rule=None)  # what it says holds, as tokens are not followed
+    mesh = _mesh(module, config)
+    installed = InstalledPlan(module, plan)
+    try:
+        calls = StagedCalls(module, module.forward, installed, config, mesh, **checks)
+    except BaseException:
+        installed.remove()
+        raise
+    _replace_forward(module, calls, installed)
+    return AppliedPlan(installed, mesh, None)
 
 
 def _replace_forward(module: nn.Module, calls: ShardedCalls, installed: InstalledPlan[ShardingPlan]) -> None:
@@ -175,8 +202,9 @@ def _apply_to_vae(module: nn.Module, config: ContextParallelConfig, check_inputs
     for setting, value in not_for_vaes.items():
         if value is not None:
             raise bad_value(setting, value, "nothing for a VAE", "Leave it out.")
-    if config.batch_degree > 1:
-        raise bad_value("batch_degree", config.batch_degree, "1 for a VAE", "Apply another config to the VAE.")
+    for name in ("batch_degree", "pipefusion_degree"):
+        if getattr(config, name) > 1:
+            raise bad_value(name, getattr(config, name), "1 for a VAE", "Apply another config to the VAE.")
     if config.mesh_shape == (1, 1):
         return AppliedPlan(None, SequenceMesh(None), None)
     mesh = _mesh(module, config)

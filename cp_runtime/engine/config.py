@@ -20,8 +20,15 @@ from .sharding import Shares
 EXACT, EIGHT_BIT = EXCHANGES = ("exact", "8 bit")
 ROTATE_METHODS = ("alltoall", "allgather")
 MAX_SHARE = 100  # of a rank; finer ones are no more right
-NOT_OF_DIFFUSERS = ("batch_degree", "shares", "ulysses_rounds", "exchange")
-DEGREES = {"ring_degree": "ranks on that axis", "ulysses_degree": "ranks on that axis", "batch_degree": "groups of ranks"}
+NOT_OF_DIFFUSERS = (
+    "batch_degree", "shares", "ulysses_rounds", "exchange", "pipefusion_degree", "num_pipeline_patch", "warmup_steps",
+)  # fmt: skip
+DEGREES = {
+    "ring_degree": "ranks on that axis",
+    "ulysses_degree": "ranks on that axis",
+    "batch_degree": "groups of ranks",
+    "pipefusion_degree": "stages",
+}
 
 
 class _NotOfDiffusers:
@@ -59,6 +66,11 @@ class ContextParallelConfig(_NotOfDiffusers):
             for bit. Not in diffusers.
         exchange: "8 bit" sends half of the bytes of half precision, with an error of about half a per cent (docs/numerics.md): for
             slow links. "exact" sends what is there. Not in diffusers.
+        pipefusion_degree: stages of the model's blocks, each on a rank of its own; all other degrees are then 1. The names of this
+            and the next two are xDiT's. Not in diffusers.
+        num_pipeline_patch: parts of the tokens that pass through the stages one behind the other; None = as many as stages. More
+            than 1 is approximate (docs/numerics.md). Not in diffusers.
+        warmup_steps: exact calls of every prompt in front of approximate ones. Not in diffusers.
 
     Raises:
         ConfigError: naming field, value, what is allowed and what to do.
@@ -75,10 +87,13 @@ class ContextParallelConfig(_NotOfDiffusers):
     shares: tuple[int, ...] | None = None
     ulysses_rounds: int = 1
     exchange: Literal["exact", "8 bit"] = "exact"
+    pipefusion_degree: int = 1
+    num_pipeline_patch: int | None = None
+    warmup_steps: int = 1
 
     def __post_init__(self) -> None:
         sizes = (1, 1) if self.mesh is None else axis_sizes(self.mesh)
-        for (name, what), size in zip(DEGREES.items(), (*sizes, None), strict=True):
+        for (name, what), size in zip(DEGREES.items(), (*sizes, None, None), strict=True):
             value = getattr(self, name)
             if value is None and size is not None:
                 object.__setattr__(self, name, size)
@@ -96,6 +111,17 @@ class ContextParallelConfig(_NotOfDiffusers):
             raise bad_value("ulysses_rounds", self.ulysses_rounds, "a whole number from 1", "Leave it at 1, or try 2.")
         if self.shares is not None:
             object.__setattr__(self, "shares", self._checked_shares(self.shares))
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        for name in ("num_pipeline_patch", "warmup_steps"):
+            value = getattr(self, name)
+            if value is not None and (not is_int(value) or value < 1):
+                raise bad_value(name, value, "a whole number from 1", "Leave it out, or raise it.")
+        if self.pipefusion_degree > 1:
+            for name, default in (("mesh", None), ("shares", None), ("ring_degree", 1), ("ulysses_degree", 1), ("batch_degree", 1)):
+                if getattr(self, name) != default:
+                    raise bad_value(name, getattr(self, name), f"{default} with pipefusion_degree", "Leave one of them out.")
 
     def _checked_shares(self, shares: Any) -> Shares:
         ranks = math.prod((*self.mesh_shape, self.batch_degree))
@@ -136,8 +162,9 @@ class ContextParallelConfig(_NotOfDiffusers):
         mesh = mesh if mesh is not None else self.mesh
         if mesh is not None:
             self._check_sizes(axis_sizes(mesh))
-        elif (product := ring * ulysses * self.batch_degree) != world_size:
-            shown = {name: getattr(self, name) for name in DEGREES if name != "batch_degree" or self.batch_degree > 1}
+        elif (product := ring * ulysses * self.batch_degree * self.pipefusion_degree) != world_size:
+            optional = ("batch_degree", "pipefusion_degree")
+            shown = {name: getattr(self, name) for name in DEGREES if name not in optional or getattr(self, name) > 1}
             raise bad_value(
                 " x ".join(shown),
                 f"{' x '.join(map(str, shown.values()))} = {product}",

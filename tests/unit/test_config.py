@@ -186,7 +186,10 @@ def test_context_parallel_config_checks_degrees(field, value):
 
 def test_context_parallel_config_has_the_fields_and_defaults_of_diffusers():
     theirs = {f.name: f.default for f in dataclasses.fields(diffusers.ContextParallelConfig) if not f.name.startswith("_")}
-    ours = {"batch_degree": 1, "shares": None, "ulysses_rounds": 1, "exchange": "exact"}
+    ours = {
+        "batch_degree": 1, "shares": None, "ulysses_rounds": 1, "exchange": "exact", "pipefusion_degree": 1,
+        "num_pipeline_patch": None, "warmup_steps": 1,
+    }  # fmt: skip
     assert {f.name: f.default for f in dataclasses.fields(ContextParallelConfig)} == {**theirs, **ours}
     config = ContextParallelConfig(ring_degree=2)
     assert (config.mesh_shape, config.mesh_dim_names) == ((2, 1), ("ring", "ulysses"))

@@ -98,7 +98,7 @@ class PatchCall(StagedCall):
             streams = streams or self._streams(q_BLHD.shape[1], k_BLKD.shape[1], mask)
             q_layout, k_layout = map(self.state.layout, streams)
             mask = self.state.padding.get(streams[1], mask)
-            if causal or own_masks:
+            if causal:
                 raise PlanError(f"{self._model_name}: causal attention cannot run in patches. Use one patch.")
             B, _, H, D = q_BLHD.shape
             shape = AttentionShape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())

@@ -1,4 +1,7 @@
-"""Every family in stages: bit-equal to one device, and in patches equal to it where the inputs are those of the call before."""
+"""Models in stages: bit-equal to one device, and in patches equal to it where the inputs are those of the call before.
+
+One family of each structure, and all cases of all families with CP_SOAK=1.
+"""
 
 import json
 
@@ -16,7 +19,10 @@ MODES = {
     "2 stages x ulysses 2": (2, 2, 1, 2),
     "2 stages x batch 2": (2, 2, 2, 2),
 }
-SOME = ("flux", "qwen_image", "wan")  # also in the other modes
+# Two kinds of blocks over joint tokens, cross attention, skips to far blocks, masks of one row, side outputs, refiners before the
+# blocks, and a block that nothing can stand in for.
+SOME = ("flux", "wan", "unet", "hydit", "qwen_image", "ltx2", "lumina", "triposplat")
+JOINT = ("flux", "qwen_image")  # also in the other modes
 DEEP = ("flux", "unet")  # with as many blocks
 ELSEWHERE = ("ace_step15",)  # these differ by rounding on one rank, too
 
@@ -27,8 +33,8 @@ def applies(mode, family, number, case):
     if plan.family in UNSTAGED:
         return False
     if mode == "3 stages":
-        return family in DEEP and (SOAK or number < 2)
-    return SOAK or (number == 0 if mode == "2 stages" else family in SOME and number < 2)
+        return family in DEEP and (SOAK or number == 0)
+    return SOAK or (number == 0 and family in (SOME if mode == "2 stages" else JOINT))
 
 
 CASES = {

@@ -29,8 +29,8 @@ EXACT, PATCHES = (PipelineSettings(stages=world, patches=number) for number in (
 def call(mirrors, mesh, pipeline=None):
     model, settings = mirrors.entries[KEY].patcher.model, SequenceSettings(ulysses_degree=1, ring_degree=1)
     request = Call(
-        key=KEY, method="_forward", sequence=settings, split=None, batch_degree=1, leading=("x", "timestep"), in_place=(), memory_scale=1.0,
-        compile=None, compile_or_raise=True, cancel_every=0, value=None, drop=(), pipeline=pipeline,
+        key=KEY, method="_forward", sequence=settings, split=None, batch_degree=1, leading=("x", "timestep"), in_place=(),
+        memory_scale=1.0, compile=None, compile_or_raise=True, cancel_every=0, value=None, drop=(), pipeline=pipeline,
     )  # fmt: skip
     arguments = flux_inputs(model.manual_cast_dtype or model.get_dtype())
     out, _ = mirrors.call(request, arguments, mesh, lambda mesh, _: DegreePlanner(settings, mesh.size, RATES), lambda: None)
