@@ -41,4 +41,5 @@ def cases(ranks: int) -> Cases:
         "Flux, a team": (partial(flux_prompt), {"ranks_per_call": "auto"}),
         "Flux, sharded weights": (partial(flux_prompt), {"weights": "sharded"}),
         "Flux, offloaded weights": (partial(flux_prompt, loras=["flux_lora"]), {"weights": "offloaded"}),
+        "Flux, stages": (partial(flux_prompt, cfg=4.0, loras=["flux_lora"]), {"weights": "staged", "world_size": ranks}),
     }
