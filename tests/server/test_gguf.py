@@ -74,13 +74,14 @@ RUNS = [
     on_ranks(3, "flux", "sharded", LORAS["flux"]),
     on_ranks(2, "flux", "offloaded", LORAS["flux"][:1]),
     on_ranks(2, "wan", "auto", LORAS["wan"]),
+    on_ranks(2, "flux", "staged", LORAS["flux"]),
     on_ranks(3, "wan", "sharded", []),
 ]
 
 
 @pytest.mark.parametrize(("family", "weights", "loras", "world"), RUNS)
 def test_latent_equals_the_stock_graph(family, weights, loras, world, gguf_server):
-    cp = {"world_size": world, "weights": weights, "ulysses_degree": world if family == "flux" and world == 2 else 0}
+    cp = {"world_size": world, "weights": weights, "ulysses_degree": world if weights in ("whole", "offloaded") else 0}
     expected = stock(gguf_server, family, loras=loras)
     assert_equal(gguf_server.sample(graph(family, loras=loras, cp=cp), timeout=120), expected)
     assert len(gguf_server.worker_pids()) == world
