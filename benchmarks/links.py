@@ -11,6 +11,7 @@ cores.
 s: seconds, median; a repetition is as long as its slowest rank takes.
 one round / these: of those seconds; above 1 if these are faster.
 best / chosen: of all numbers of rounds, and those that the planner takes from what it measured on that link.
+one way / both ways: of a ring's exchanges alone; below 1 if halves of a chunk that travel in opposite directions take longer.
 diffusers / best: its Ulysses against the best of ours, its ring against the best of our rings.
 """
 
@@ -50,6 +51,8 @@ BURST = 64 << 10  # bytes that pass at once
 QUEUE = 64 << 20  # bytes that wait; what is dropped would be sent again
 TOKENS = 4096
 TOLERANCE = 1e-4
+CHUNK, RATE = 3 << 20, 25e6
+"""Bytes, and bytes per second, of a ring's exchanges alone."""
 MODEL = dict(
     in_channels=16,
     num_layers=1,
@@ -60,6 +63,8 @@ MODEL = dict(
     pooled_projection_dim=64,
     axes_dims_rope=(16, 24, 24),
 )
+PARTS = {"attention": [], "step": [2], "directions": [3]}
+"""Numbers of ranks; none: those that were asked for."""
 RINGS = {"ring": "alltoall", "ring allgather": "allgather"}
 
 
@@ -71,8 +76,8 @@ def command(*words: object) -> None:
 def namespaces(ranks: int) -> Iterator[None]:
     """Network namespaces, one per rank, on one bridge."""
     names = [NAMESPACE.format(rank) for rank in range(ranks)]
+    command("ip", "link", "add", BRIDGE, "type", "bridge")
     try:
-        command("ip", "link", "add", BRIDGE, "type", "bridge")
         command("ip", "link", "set", BRIDGE, "up")
         for rank, name in enumerate(names):
             outside = f"cp-links{rank}"
@@ -117,8 +122,42 @@ def variants_of(case: Layer | Step, world: int) -> dict[str, Callable[[], Tensor
     }
 
 
+def show_directions(repetitions: int) -> None:
+    """Let chunks go around a ring one way, and in halves that go opposite ways. Every rank has one link to a switch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    chunks = [torch.ones(CHUNK, dtype=torch.uint8) for _ in range(2)]
+
+    def around(*parts: tuple[slice, int]) -> Tensor:
+        for step in range(world - 1):
+            sent, received = chunks[step % 2], chunks[(step + 1) % 2]
+            operations = []
+            for part, way in parts:
+                operations.append(dist.P2POp(dist.isend, sent[part], (rank + way) % world))
+                operations.append(dist.P2POp(dist.irecv, received[part], (rank - way) % world))
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        return received
+
+    half = CHUNK // 2
+    ways = {"one way": [(slice(CHUNK), 1)], "both ways": [(slice(half), 1), (slice(half, CHUNK), -1)]}
+    limit(RATE)
+    times = alternate({name: partial(around, *parts) for name, parts in ways.items()}, repetitions)
+    one, both = (times[name].median for name in ways)
+    full = (world - 1) * CHUNK / RATE
+    report(
+        name=f"directions, {world} ranks",
+        ratios={"one way / both ways": one / both},
+        s_one_way=one,
+        s_both_ways=both,
+        s_link_full=full,
+    )
+
+
 @torch.inference_mode()
 def rank_main(what: str, repetitions: int, links: list[str]) -> None:
+    if what == "directions":
+        show_directions(repetitions)
+        return
     diffusers_cp.patch()
     keep_freed_memory()
     world, mesh = dist.get_world_size(), SequenceMesh(dist.group.WORLD)
@@ -171,8 +210,8 @@ def main() -> None:
     options = common.options(
         __doc__,
         "three links and two repetitions: three minutes",
-        ranks={"default": [2, 3], "help": "of attention; a step has two"},
-        only={"nargs": "+", "choices": ("attention", "step"), "default": ["attention", "step"]},
+        ranks={"default": [2, 3], "help": "of attention; a step has two, directions three"},
+        only={"nargs": "+", "choices": PARTS, "default": list(PARTS)},
         links={"nargs": "+", "choices": LINKS, "default": list(LINKS)},
         repetitions=5,
     )
@@ -183,7 +222,7 @@ def main() -> None:
     links = ["free", "equal", "hopeless"] if options.quick else options.links
     repetitions = 2 if options.quick else options.repetitions
     for what in options.only:
-        for world in options.ranks if what == "attention" else [2]:
+        for world in PARTS[what] or options.ranks:
             with namespaces(world):
                 common.show_ranks(__file__, world, what=what, repetitions=repetitions, links=links)
 
