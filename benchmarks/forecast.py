@@ -50,7 +50,8 @@ class Link:
     """Between devices.
 
     Args:
-        bandwidth: bytes per second that one device sends while all do, about two thirds of what the data sheet says.
+        bandwidth: bytes per second that one device sends while all do.
+        source: of that; without one, about two thirds of what the data sheet says.
         latency: seconds of a collective.
         between: of several machines: bytes per second that one device sends, when its machine's network is shared by all of its
             devices; None = one machine, however many devices.
@@ -63,7 +64,28 @@ class Link:
     latency: float
     flops: float
     between: float | None = None
+    source: str = ""
 
+
+@dataclass(frozen=True)
+class Host:
+    """What the host takes to launch one layer's kernels, which more devices do not lessen: no step is faster.
+
+    Args:
+        layer: seconds.
+        ring: more of them in a ring, whose parts are merged.
+    """
+
+    layer: float
+    ring: float
+
+    def step(self, layers: int, split: CallSplit) -> float:
+        """Seconds of a step at least."""
+        return layers * (self.layer + (self.ring if split.ring > 1 else 0.0))
+
+
+HOSTS = {"eager": Host(2.7e-3, 6e-4), "compiled": Host(1e-3, 1.5e-4)}
+"""Fitted to published runs of Flux on H100, whose other times they explain."""
 
 MODELS = {
     "flux": Model("Flux 1, 1024 x 1024", 12e9, 57, 24, 128, 4096 + 512),
@@ -76,8 +98,21 @@ MODELS = {
 LINKS = {
     "nvlink": Link("NVLink 4 (H100, H200)", 300e9, 2e-5, 4e14),
     "nvlink5": Link("NVLink 5 (GB200)", 600e9, 2e-5, 1e15),
-    "pcie5": Link("PCIe 5 x16 (5090)", 40e9, 2e-5, 1.5e14),
-    "pcie4": Link("PCIe 4 x16 (4090)", 18e9, 3e-5, 1.2e14),
+    "pcie5": Link(
+        "PCIe 5 x16 (5090)",
+        40e9,
+        2e-5,
+        1.5e14,
+        source="54 between two behind a switch (voipmonitor/rtx6kpro), 35 with four and 28 with eight under "
+        "two CPUs (NVIDIA/nccl#1639)",
+    ),
+    "pcie4": Link(
+        "PCIe 4 x16 (4090)",
+        18e9,
+        3e-5,
+        1.2e14,
+        source="21 with peer access, 13 without (tinygrad/open-gpu-kernel-modules#6: both directions at once, 41 and 26)",
+    ),
     "pcie4x8": Link("PCIe 4 x8", 9e9, 3e-5, 6e13),
     "pcie3x8": Link("PCIe 3 x8 (3090)", 4.5e9, 4e-5, 5e13),
     "100gbit": Link("machines of 8 H100 over 100 Gbit/s", 300e9, 6e-5, 4e14, 10e9 / PER_MACHINE),
@@ -133,16 +168,17 @@ def operations(work: CallWork) -> float:
     return work.items * (work.operations + attention)
 
 
-def forecast(work: CallWork, devices: int, link: Link, alone: float, rotate_method: str = "alltoall") -> Iterator[Forecast]:
+def forecast(work: CallWork, devices: int, link: Link, alone: float, host: Host = HOSTS["eager"]) -> Iterator[Forecast]:
     """Every split of a call over some devices.
 
     Args:
         alone: seconds of a step on one device.
     """
-    pools = [pool_of(devices, link, operations(work) / alone, rotate_method, apart) for apart in (False, True)]
+    pools = [pool_of(devices, link, operations(work) / alone, apart=apart) for apart in (False, True)]
     one, run = CallSplit((0,), 1, 1, 1), Run(alone, alone, 0.0)
     for split in candidates(work, pools[0]):
-        yield Forecast(predict(work, pools[split.sequence > PER_MACHINE], split, one, run), alone, split)
+        seconds = predict(work, pools[split.sequence > PER_MACHINE], split, one, run)
+        yield Forecast(max(seconds, min(alone, host.step(sum(count for _, count in work.attentions), split))), alone, split)
 
 
 def best(work: CallWork, devices: int, link: Link, alone: float) -> Forecast:
@@ -161,13 +197,14 @@ def main(command: Sequence[str] | None = None) -> None:
         link={"choices": LINKS, "default": "pcie4"},
         seconds={"type": common.positive(float), "help": "of a step on one of your devices; else a guess"},
         no_cfg={"default": False, "help": "one item in a step"},
+        compiled={"default": False, "help": "blocks are compiled, which spares the host"},
     )
     model, link = MODELS[options.model], LINKS[options.link]
     model = replace(model, items=1) if options.no_cfg else model
     work = work_of(model, options.tokens)
     alone, tokens = options.seconds or operations(work) / link.flops, options.tokens or model.tokens
     found: dict[int, Forecast] = {}
-    for each in forecast(work, options.devices, link, alone):
+    for each in forecast(work, options.devices, link, alone, HOSTS["compiled" if options.compiled else "eager"]):
         if each.seconds < found.get(each.split.at_work, Forecast(inf, alone, each.split)).seconds:
             found[each.split.at_work] = each
     chosen = min(found.values(), key=lambda each: each.seconds)
