@@ -54,8 +54,8 @@ No step is faster than the host launches its kernels: {host:.2g} ms for each lay
 Compiled blocks take {compiled:.2g} ms (`forecast.py --compiled`).
 
 Not modelled: text encoders and VAEs, links that several devices share, unequal devices, and a fast axis inside machines with a slow
-one between them: whatever ranks of several machines exchange counts as sent between machines. A device holds the whole model, or its
-part of the weights arrives in time.
+one between them: whatever ranks of several machines exchange counts as sent between machines. A device holds the whole model, or
+its part of the weights arrives in time.
 
 Below each table stand published runs of that model by other programs: their speed-up, and in brackets the model's prediction for
 that very run. Where the two are more than {bound:.0%} apart, the run names what the model lacks, and with it the table above.
