@@ -18,6 +18,7 @@ PLANS: dict[str, FamilyPlan] = {
 }
 
 UNSTAGED = {
+    "HiDream-O1": "its blocks keep keys and values for later steps, and skipped blocks keep none",
     "SeedVR2": "its blocks keep the lengths of windows for the next ones, and skipped blocks keep none",
     "Wan-Animate 2": "the model calls other methods of its blocks than forward",
 }

@@ -49,7 +49,8 @@ class Pipeline:
     def __init__(self, stages: Stages, everyone: RankGroup, room: Callable[[], int | None] = lambda: None) -> None:
         self.stages, self._everyone, self._room = stages, everyone, room
         self._alone = SequenceMesh(None)
-        self._surveys: dict[object, tuple[list[Visit], bool]] = {}  # of a form, and whether every rank holds all of some tokens
+        self._surveys: dict[object, list[Visit]] = {}  # by form
+        self._replicates = False  # every rank holds all of some tokens
         self._kept: dict[object, tuple[object, Kept, int]] = {}  # by conditioning: form, tensors, calls that have written them
         self._run = ""
         self.runs = self.patches = 0
@@ -127,11 +128,11 @@ class Pipeline:
 
             if len(self._surveys) == FORMS:
                 del self._surveys[next(iter(self._surveys))]
-            visits = self.stages.survey(partial(part.run, self._alone, noted))
-            self._surveys[part.form] = visits, states[-1].replicates
-        visits, replicates = self._surveys[part.form]
+            self._surveys[part.form] = self.stages.survey(partial(part.run, self._alone, noted))
+            self._replicates |= any(state.replicates for state in states)  # some only where a block of a new kind ran
+        visits = self._surveys[part.form]
         if ranks * settings.patches > 1:
             self.stages.check_parts(visits)
-        if ranks > 1 and settings.patches > 1 and replicates:
+        if ranks > 1 and settings.patches > 1 and self._replicates:
             raise PlanError("some tokens stay whole on every rank, so that those of a stage cannot share a patch. Use one patch.")
         return visits

@@ -44,7 +44,10 @@ CASES = {
     for number, case in enumerate(families.load(family).CASES)
     if applies(mode, family, number, case)
 }
-REFUSED = ("nothing can stand in for a part of it", "some tokens stay whole on every rank")
+REFUSED = {
+    "nothing can stand in for a part of it": ("triposplat", "unet"),
+    "some tokens stay whole on every rank": ("hidream", "hunyuan_video", "mochi", "pixeldit"),  # with several ranks in a stage
+}
 _runs: dict[str, dict[tuple[str, str], dict]] = {}
 
 
@@ -68,11 +71,9 @@ def test_a_model_in_stages(key, result):
     mode, family, _ = key
     alone = result["parts"] == 1 and MODES[mode][1] == 1 and family not in ELSEWHERE  # not item by item, nor by tokens
     if result["refused"]:
-        assert any(why in result["refused"] for why in REFUSED)
-        assert family in ("hidream_o1", "hunyuan_video", "triposplat")
-        assert mode != "2 stages" or result["exact"] == 0
-        return
-    assert result["exact"] <= (0 if alone else CASES[key].tolerance)
+        assert any(why in result["refused"] and family in refused for why, refused in REFUSED.items())
+    if not result["refused"] or MODES[mode][1] == 1:  # a rank per stage
+        assert result["exact"] <= (0 if alone else CASES[key].tolerance)
     assert result.get("filling", 0) <= CASES[key].tolerance
     assert result.get("patches", 0) <= CASES[key].tolerance
     assert (result["pending"], result["forwards"]) == (0, 0)
