@@ -172,13 +172,17 @@ class RunningCall:
             seeing = None
             if own_masks and mask is not None and mask.dtype == torch.bool and self.mesh.size > 1:
                 mask, seeing = self._own_parts(mask, q_layout, k_layout)
-            out = context_parallel_attention(
-                q_BLHD, k_BLKD, v_BLKD, mesh=self.mesh, config=self._planner(shape), q_layout=q_layout, k_layout=k_layout,
-                mask=mask, causal=causal, scale=scale, attend=attend, kernel=kernel, once=self.state.once,
+            out = self._over_all(
+                q_BLHD, k_BLKD, v_BLKD, config=self._planner(shape), q_layout=q_layout, k_layout=k_layout, mask=mask, causal=causal,
+                scale=scale, attend=attend, kernel=kernel,
             )  # fmt: skip
         if self._after_attention is not None:
             self._after_attention()
         return out if seeing is None else out.masked_fill(~seeing, 0.0)
+
+    def _over_all(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **settings: Any) -> Tensor:
+        """Attend to the tokens of all ranks. `settings`: see `context_parallel_attention`."""
+        return context_parallel_attention(q_BLHD, k_BLKD, v_BLKD, mesh=self.mesh, once=self.state.once, **settings)
 
     def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
         """Return the tokens of all ranks, given this rank's tokens of a stream along `dim`."""

@@ -18,13 +18,11 @@ from torch import Tensor
 from ...errors import PlanError
 from ..attention.context_parallel import Attend, in_rounds, sdpa
 from ..attention.ulysses import HeadExchange, repeats
-from ..config import EIGHT_BIT, ContextParallelConfig
-from ..cost import AttentionShape
+from ..config import EIGHT_BIT
 from ..mesh import SequenceMesh
 from ..plan import ShardingPlan
-from ..profiling import trace_range
 from ..sharding import JointLayout, split_sizes
-from ..state import AttentionStreams, CallState
+from ..state import CallState
 from .stages import StagedCall
 
 
@@ -73,43 +71,18 @@ class PatchCall(StagedCall):
         size = mesh.size
         self.state = CallState(patch * size + mesh.rank, patches * size, self.gather, self.state.kept)
         self.state.gathers = True  # also with one patch, which fills what is kept
-        self._patch, self._kept, self._count = range(patch * size, (patch + 1) * size), kept, 0
+        self._patch, self._kept, self._gathers = range(patch * size, (patch + 1) * size), kept, 0
 
     @property
     def attention_is_local(self) -> bool:
         return not any(map(self._known, self.scope.streams))
 
-    def attend(
-        self,
-        q_BLHD: Tensor,
-        k_BLKD: Tensor,
-        v_BLKD: Tensor,
-        *,
-        mask: Tensor | None = None,
-        scale: float | None = None,
-        attend: Attend | None = None,
-        kernel: str | None = None,
-        causal: bool = False,
-        streams: AttentionStreams | None = None,
-        own_masks: bool = False,
-    ) -> Tensor:
-        with trace_range("cp.attention"):
-            self._count += 1
-            streams = streams or self._streams(q_BLHD.shape[1], k_BLKD.shape[1], mask)
-            q_layout, k_layout = map(self.state.layout, streams)
-            mask = self.state.padding.get(streams[1], mask)
-            if causal:
-                raise PlanError(f"{self._model_name}: causal attention cannot run in patches. Use one patch.")
-            B, _, H, D = q_BLHD.shape
-            shape = AttentionShape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
-            config = self._planner(shape)
-            return self._over_kept(q_BLHD, k_BLKD, v_BLKD, q_layout, k_layout, mask, attend or sdpa(scale), config)
-
-    def _over_kept(
-        self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, q_layout: JointLayout, k_layout: JointLayout, mask: Tensor | None,
-        attend: Attend, config: ContextParallelConfig,
-    ) -> Tensor:  # fmt: skip
+    def _over_all(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **settings: Any) -> Tensor:
         """Attend from this patch's tokens to all that are kept."""
+        if settings["causal"]:
+            raise PlanError(f"{self._model_name}: causal attention cannot run in patches. Use one patch.")
+        config, q_layout, k_layout, mask = (settings[name] for name in ("config", "q_layout", "k_layout", "mask"))
+        attend: Attend = settings["attend"] or sdpa(settings["scale"])
         rank, size, H, device = self.state.rank, self.mesh.size, q_BLHD.shape[2], q_BLHD.device
         k_owned = k_layout.owned_positions(rank, device)
         q_owned = q_layout.owned_positions(rank, device) if size > 1 else None
@@ -163,7 +136,7 @@ class PatchCall(StagedCall):
         return mask
 
     def _gathered(self, value: Tensor, layout: JointLayout, dim: int) -> Tensor:
-        self._count += 1
+        self._gathers += 1
         return self._fresh("tokens", value, layout, dim % value.ndim).clone()  # the model may change it
 
     def _fresh(self, name: str, value: Tensor, layout: JointLayout, dim: int) -> Tensor:
@@ -173,4 +146,4 @@ class PatchCall(StagedCall):
         return self._put(name, value, layout, dim)
 
     def _put(self, name: object, value: Tensor, layout: JointLayout, dim: int) -> Tensor:
-        return self._kept.put((self._count, name), value, layout, self._patch, dim)
+        return self._kept.put((self._shared, self._gathers, name), value, layout, self._patch, dim)
