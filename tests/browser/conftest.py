@@ -12,12 +12,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect, sync_playwright
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from support.server import CHECKOUT, CUSTOM_NODES, GGUF_NODES, ComfyServer
 
@@ -37,6 +38,9 @@ TIDY = """() => {
     app.graph.clear();
     if (app.extensionManager.focusMode) app.extensionManager.toggleFocusMode();
     app.extensionManager.sidebarTab.activeSidebarTabId = null;
+    app.extensionManager.toast.removeAll();
+    app.extensionManager.setting.set('Comfy.RightSidePanel.IsOpen', false);
+    document.querySelectorAll("[data-testid='error-overlay-dismiss']").forEach(button => button.click());
 }"""
 IS_TIDY = """() => [...document.querySelectorAll(
     "[role='dialog'], [data-testid^='error-overlay'], .node-help-content, .cp-panel, .node-tooltip, .p-toast-message"
@@ -106,25 +110,28 @@ class Tab:
         self.page.set_default_timeout(30_000)
         self.errors: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(f"{error}\n{error.stack}"))
-        self._settings: bytes | None = None
+        self._start: dict[str, Any] | None = None
         """What the page was loaded with; None where it has to be loaded again."""
 
-    def show(self, settings: dict[str, Any]) -> None:
-        """Show ComfyUI as it is after a start with these settings, but for the graph."""
-        content = json.dumps(settings).encode()
-        if content == self._settings and self._is_tidy():
+    def show(self, start: dict[str, Any]) -> None:
+        """Show ComfyUI as it is after a start with these settings and answers (see `page`), but for the graph."""
+        if start == self._start and self._is_tidy():
             return
+        settings = {name: value for name, value in start.items() if not name.startswith("/")}
         (self._server.base / "user" / "default").mkdir(exist_ok=True)
-        (self._server.base / "user" / "default" / "comfy.settings.json").write_bytes(content)
+        (self._server.base / "user" / "default" / "comfy.settings.json").write_text(json.dumps(settings))
+        self.page.unroute_all()
+        for address in start.keys() - settings.keys():
+            self.page.route(f"**{address}", partial(_answer, start[address]))
         self.page.set_viewport_size(SIZE)
         self.page.goto(f"http://127.0.0.1:{self._server.port}/")
         self.page.wait_for_function("window.app?.extensionManager && window.app.canvas && window.app.graph", timeout=60_000)
         self.page.locator(".context-parallel-tab-button").wait_for()
-        self._settings = content
+        self._start = start
 
     def spoil(self) -> None:
         """Have the page loaded again for the next test."""
-        self._settings = None
+        self._start = None
 
     def _is_tidy(self) -> bool:
         self.page.evaluate(TIDY)
@@ -136,6 +143,10 @@ class Tab:
         return False
 
 
+def _answer(content: Any, route: Route) -> None:
+    route.fulfill(json=content)
+
+
 @pytest.fixture(scope="session")
 def tab(profile: BrowserContext, browser_server: ComfyServer) -> Iterator[Tab]:
     opened = Tab(profile, browser_server)
@@ -145,20 +156,38 @@ def tab(profile: BrowserContext, browser_server: ComfyServer) -> Iterator[Tab]:
 
 @pytest.fixture
 def page(tab: Tab, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """ComfyUI, with more SETTINGS as parameter. An error of ours that the page did not catch fails the test."""
+    """ComfyUI, with more SETTINGS as parameter. An error of ours that the page did not catch fails the test.
+
+    What begins with a slash is no setting, but an address of the server, with what is answered there in its place.
+    """
     tab.show(SETTINGS | getattr(request, "param", {}))
     tab.errors.clear()
+    failed = request.session.testsfailed
     yield tab.page
+    if request.session.testsfailed > failed:
+        tab.spoil()
     assert [error for error in tab.errors if "comfyui-context-parallel" in error] == []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with settings of their own come last, together: the page is loaded for every change of them."""
+    """Tests with settings of their own come first, together: the page is loaded for every change of them. A test that chooses a
+    language is last, as it leaves a page that has to be loaded again."""
 
-    def settings(item: pytest.Item) -> str:
-        return json.dumps(item.callspec.params.get("page", {}), sort_keys=True) if hasattr(item, "callspec") else "{}"
+    def key(item: pytest.Item) -> tuple[bool, str]:
+        settings = item.callspec.params.get("page", {}) if hasattr(item, "callspec") else {}
+        return "look" in getattr(item, "fixturenames", ()), json.dumps(settings, sort_keys=True)
 
-    items.sort(key=settings)
+    items.sort(key=key)
+
+
+GPUS = ("4090", "3090", "3090")
+FOUND = {
+    "devices": [{"name": f"cuda:{i}", "title": f"RTX {name}", "memory": 24 << 30} for i, name in enumerate(GPUS)],
+    "indirect": ["cuda:0 to cuda:1", "cuda:1 to cuda:0"],
+    "reason": None,
+}
+MADE_UP_GPUS = pytest.mark.parametrize("page", [{"/context_parallel/devices": FOUND}], ids=["made-up"], indirect=True)
+"""What a machine with three GPUs has; the page asks for that once."""
 
 
 THEMES = ("dark", "light")

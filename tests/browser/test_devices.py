@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browser.conftest import KEEP, THEME, THEMES
-from browser.test_templates import FOUND
+from browser.conftest import KEEP, MADE_UP_GPUS, THEME, THEMES
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
 
@@ -21,14 +20,9 @@ WALKS = """() => {
 
 
 @pytest.fixture
-def cards(page, tab, panel):
-    """The cards of three made-up GPUs, in a panel that was told of no workers."""
-    tab.spoil()
-    page.route("**/context_parallel/devices", lambda route: route.fulfill(json=FOUND))
-    page.reload()
-    page.locator(".context-parallel-tab-button").click()
-    yield page.get_by_test_id("context-parallel-panel").locator(".cp-devices")
-    page.unroute("**/context_parallel/devices")
+def cards(panel):
+    """The cards of the devices."""
+    return panel.locator(".cp-devices")
 
 
 def opened(cards):
@@ -36,9 +30,8 @@ def opened(cards):
         cards.locator("summary").click()
 
 
-def test_cpu_ranks_are_for_trying_out(browser_server, panel):
+def test_cpu_ranks_are_for_trying_out(browser_server, cards):
     """As everybody sees it who has no GPU, with the reason; a switch is kept by the server and starts nothing."""
-    cards = panel.locator(".cp-devices")
     pids = browser_server.worker_pids()
     opened(cards)
     expect(cards.locator("summary")).to_have_text("Devices: 2 of 2")
@@ -56,6 +49,7 @@ def test_cpu_ranks_are_for_trying_out(browser_server, panel):
     assert browser_server.worker_pids() == pids
 
 
+@MADE_UP_GPUS
 def test_gpus_have_names_memory_links_and_a_switch_that_writes_cp_config(page, cards, picture):
     opened(cards)
     expect(cards.locator("[data-device]")).to_have_text(["GPU 0RTX 409024 GB", "GPU 1RTX 309024 GB", "GPU 2RTX 309024 GB"])
@@ -81,6 +75,7 @@ def test_gpus_have_names_memory_links_and_a_switch_that_writes_cp_config(page, c
     expect(switches.nth(1)).to_be_disabled()
 
 
+@MADE_UP_GPUS
 def test_events_of_the_server_walk_no_graph(page, cards):
     """They come several times a second while a run goes on, and graphs may have thousands of nodes."""
     opened(cards)
@@ -94,3 +89,4 @@ def test_events_of_the_server_walk_no_graph(page, cards):
     assert page.evaluate("window.cpWalks") == 0
     page.evaluate("() => app.api.dispatchCustomEvent('graphChanged', {})")
     assert page.evaluate("window.cpWalks") == 1
+    page.evaluate("() => { delete app.graph.nodes; }")

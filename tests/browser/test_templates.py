@@ -7,6 +7,7 @@ import json
 import pytest
 from browser.canvas import add_node, box_of, load_workflow, point_in, show_node
 from browser.cards import SIDE, card
+from browser.conftest import MADE_UP_GPUS
 from browser.test_first_run import ALL_IN_VIEW
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
@@ -43,6 +44,8 @@ def test_the_template_browser_has_them(page, picture):
     for name in NAMES:
         expect(dialog.get_by_text(name, exact=True).first).to_be_visible()
     picture("docs/images/templates.png", settle=1000)
+    page.keyboard.press("Escape")
+    expect(dialog).to_have_count(0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,13 +67,14 @@ def test_a_template_opens_without_a_warning(page, name, picture, tab):
     picture(f"workflows/{name}.jpg", prepare=draw, clip=lambda: {"x": 0, "y": 0, "width": SIDE, "height": SIDE})
 
 
-def test_a_template_whose_node_pack_is_missing(page, tab):
+def test_a_template_whose_node_pack_is_missing(page):
     """ComfyUI says what is missing, by the name of the node, which the canvas alone does not put into the page."""
-    tab.spoil()
+    kind = page.evaluate_handle("() => LiteGraph.registered_node_types.UnetLoaderGGUF")
     page.evaluate("LiteGraph.unregisterNodeType('UnetLoaderGGUF')")
     assert page.get_by_text("UnetLoaderGGUF").count() == 0
     open_template(page, "GGUF on all GPUs")
     expect(page.get_by_text("UnetLoaderGGUF").first).to_be_visible()
+    kind.evaluate("kind => LiteGraph.registerNodeType('UnetLoaderGGUF', kind)")
 
 
 def test_the_picture_of_the_graph(page, picture):
@@ -211,20 +215,9 @@ def test_advanced_inputs_are_folded_away_on_the_canvas(page):
     assert "Advanced inputs" not in node["inputs"]
 
 
-TITLES = ("4090", "3090", "3090")
-FOUND = {
-    "devices": [{"name": f"cuda:{i}", "title": f"RTX {name}", "memory": 24 << 30} for i, name in enumerate(TITLES)],
-    "indirect": ["cuda:0 to cuda:1", "cuda:1 to cuda:0"],
-    "reason": None,
-}
-
-
-def test_devices_can_be_picked(page, tab):
-    """From what the machine has, here made up. All of them are no choice."""
-    tab.spoil()
-    page.route("**/context_parallel/devices", lambda route: route.fulfill(json=FOUND))
-    page.reload()
-    page.locator(".context-parallel-tab-button").wait_for()
+@MADE_UP_GPUS
+def test_devices_can_be_picked(page):
+    """From what the machine has. All of them are no choice."""
     add_node(page, "CPConfig")
     page.wait_for_function("() => app.graph.nodes[0].widgets.some(widget => widget.name === 'Choose devices…')")
     show_node(page, "CPConfig")

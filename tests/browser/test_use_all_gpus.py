@@ -174,7 +174,7 @@ OTHER = {"KSampler": "SomebodysSampler", "CheckpointLoaderSimple": "SomebodysLoa
 """Node types, and what nodes of other packs are called in their place."""
 
 
-def test_nodes_of_other_packs_that_are_missing(page, tab):
+def test_nodes_of_other_packs_that_are_missing(page):
     """Red nodes, whose types are unknown here, are samplers by their slots, and are saved with the links that they got."""
     for kinds in (["KSampler"], ["CheckpointLoaderSimple"], OTHER):
         graph = template("default")
@@ -190,7 +190,6 @@ def test_nodes_of_other_packs_that_are_missing(page, tab):
             ends = {link[4]: link[0] for link in again["links"] if link[3] == node["id"]}
             assert {slot: each["link"] for slot, each in enumerate(node["inputs"]) if each.get("link") is not None} == ends
         assert links(run(page)) == links(before)
-    tab.spoil()  # ComfyUI says that nodes are missing
 
 
 def test_a_sampler_of_another_pack(page):
