@@ -25,14 +25,17 @@ from support.server import CHECKOUT, CUSTOM_NODES, GGUF_NODES, ComfyServer
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = os.environ.get("CP_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 KEEP = os.environ.get("CP_SCREENSHOTS", "") == "1"
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+ARGUMENTS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    "--blink-settings=imageAnimationPolicy=2",  # thumbnails of templates show their first picture
+]
 SIZE = {"width": 1400, "height": 900}
 SETTINGS = {
     "Comfy.TutorialCompleted": True,  # else the template browser opens by itself
     "Comfy.Minimap.Visible": False,
     "Comfy.ColorPalette": "dark",
     "LiteGraph.Canvas.MinFontSizeForLOD": 0,  # text also where the graph is small
-    "LiteGraph.Canvas.MaximumFps": 10,  # every picture is painted by a core
+    "LiteGraph.Canvas.MaximumFps": 5,  # every picture is painted by a core
 }
 TIDY = """() => {
     app.graph.clear();

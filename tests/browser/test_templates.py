@@ -36,11 +36,11 @@ def test_the_template_browser_has_them(page, picture):
     """Under a name of their own, and for the search under All Templates: it looks through the list that is open."""
     page.locator(".templates-tab-button").click()
     dialog = page.get_by_role("dialog")
-    dialog.get_by_text("All Templates").first.click()
     dialog.get_by_placeholder("Search").fill("all GPUs")
+    dialog.get_by_text("All Templates").first.click()
     expect(dialog.get_by_text(NAMES[0], exact=True).first).to_be_visible()
-    dialog.get_by_placeholder("Search").fill("")
     dialog.get_by_text(CATEGORY, exact=True).first.click()
+    dialog.get_by_placeholder("Search").fill("")
     for name in NAMES:
         expect(dialog.get_by_text(name, exact=True).first).to_be_visible()
     picture("docs/images/templates.png", settle=1000)
