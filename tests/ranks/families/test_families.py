@@ -96,7 +96,7 @@ def test_weights_of_which_every_rank_keeps_a_part(family, model, request):
 @pytest.mark.parametrize(("family", "model"), SHARED)
 def test_eight_bits_are_near(family, model, request):
     result = reports_of(SHARED[family, model], request)[family, f"weights of {model}"]
-    assert result["eight_bits"] <= 0.05
+    assert result["eight_bits"] <= 0.03
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if MODES[mode][3] == 1])
