@@ -26,17 +26,29 @@ def test_a_computer_is_added_and_removed(browser_server, page, panel):
     command = panel.locator(".cp-machines pre")
     expect(command).to_contain_text("join.py 127.0.0.2:")
     assert browser_server.get(MACHINES)["listens"]
-    panel.get_by_role("button", name="Stop waiting").click()
-    expect(command).not_to_be_visible()
-    assert browser_server.get(MACHINES)["listens"] is False
 
-    page.route(f"**{MACHINES}", lambda route: route.fulfill(json=FOUND) if route.request.method == "GET" else route.continue_())
+    found = dict(FOUND)
+
+    def two(route):
+        if route.request.method == "GET":
+            route.fulfill(json=found)
+        else:
+            found["machines"] = FOUND["machines"][1:]
+            route.fulfill(json={"code": None})
+
+    page.route(f"**{MACHINES}", two)
     machines = panel.locator("[data-machine]")
     expect(machines.first).to_contain_text("ready: the next prompt uses it")
     expect(machines.first).to_contain_text("pc2/cuda:0, pc2/cuda:1")
     expect(machines.last).to_contain_text("torch: 2.9.0 there")
-    page.unroute(f"**{MACHINES}")
     with page.expect_request(lambda request: request.post_data == '{"remove":"pc2"}'):
         machines.first.get_by_role("button", name="Remove").click()
+    expect(machines).to_have_count(1)
+    expect(command).to_contain_text("join.py 127.0.0.2:")  # others may use it
+    page.unroute(f"**{MACHINES}")
     expect(machines).to_have_count(0)
+
+    panel.get_by_role("button", name="Stop waiting").click()
+    expect(command).not_to_be_visible()
+    assert browser_server.get(MACHINES)["listens"] is False
     panel.get_by_text("Other computers").click()

@@ -34,7 +34,7 @@ export function otherComputers() {
 
   async function change(body) {
     try {
-      ({ code } = await send(body));
+      code = (await send(body)).code ?? code; // `look` forgets it with the last computer
     } catch (error) {
       app.extensionManager.toast.add({ severity: "error", summary: t("machines.failed"), detail: error.message, life: 15000 });
     }
