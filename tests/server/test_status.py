@@ -18,7 +18,9 @@ from support.latents import assert_close
 from cp_runtime.version import VERSION
 
 CP = {"world_size": 2}
-STATUS, RESTART, MEASURE, SETTINGS = (f"/context_parallel/{name}" for name in ("status", "restart", "measure", "settings"))
+STATUS, RESTART, MEASURE, SETTINGS, MACHINES = (
+    f"/context_parallel/{name}" for name in ("status", "restart", "measure", "settings", "machines")
+)
 BYPASSED = "without Context Parallel in this run"
 LONG = {"width": 512, "height": 512, "steps": 60}
 
@@ -30,15 +32,15 @@ def expected(pool_server):
     return pool_server.sample(flux_prompt())
 
 
-def call(server, path, method, **headers):
-    """HTTP status and JSON answer."""
+def call(server, path, method, data=None, **headers):
+    """HTTP status and JSON answer, None where it is no JSON."""
     url = f"http://127.0.0.1:{server.port}{path}"
-    request = urllib.request.Request(url, method=method, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    request = urllib.request.Request(url, data, method=method, headers={k.replace("_", "-"): v for k, v in headers.items()})
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
-        return error.code, None
+        return error.code, json.load(error) if error.headers.get_content_type() == "application/json" else None
 
 
 def assert_right(server, expected):
@@ -64,6 +66,22 @@ def test_what_the_panel_chooses_holds_for_graphs_without_a_config_and_starts_not
             off_server.post(SETTINGS, wrong)
     off_server.post(SETTINGS, {"devices": "", "measure": True})
     assert off_server.worker_pids() == []
+
+
+@pytest.mark.parametrize("path", [SETTINGS, MACHINES])
+def test_a_body_that_is_no_object_is_refused(off_server, path):
+    for wrong in (b"", b"{", b"\xff", b"[" * 100_000, b"null", b"1", b'"add"', b'["devices"]'):
+        code, answer = call(off_server, path, "POST", wrong, Content_Type="application/json; charset=none")
+        assert code == 400
+        assert answer["error"].startswith("body: Send a JSON object. Got ")
+        assert answer["error"].endswith("allowed: a JSON object.")
+
+
+@pytest.mark.parametrize("wrong", [{}, {"add": 1}, {"add": None}, {"remove": ["pc2"]}, {"add": "127.0.0.2:1", "remove": "pc2"}])
+def test_machines_are_added_or_removed_by_text(off_server, wrong):
+    code, answer = call(off_server, MACHINES, "POST", json.dumps(wrong).encode())
+    assert (code, answer["error"].partition(" Got ")[0]) == (400, "machines: Send one of the two, as text.")
+    assert not off_server.get(MACHINES)["listens"]
 
 
 def test_no_worker_yet(off_server):
@@ -280,7 +298,9 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
     assert assert_right(pool_server, expected) == pids
 
 
-@pytest.mark.parametrize("path", [STATUS, RESTART, MEASURE, f"/api{STATUS}", f"/api{RESTART}", f"/api{MEASURE}", SETTINGS])
+@pytest.mark.parametrize(
+    "path", [STATUS, RESTART, MEASURE, f"/api{STATUS}", f"/api{RESTART}", f"/api{MEASURE}", SETTINGS, MACHINES]
+)
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}], ids=["origin", "fetch"])
 def test_other_sites_are_refused(pool_server, expected, path, headers):
     pids = assert_right(pool_server, expected)

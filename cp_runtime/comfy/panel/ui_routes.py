@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from typing import Any
 
 from aiohttp import web
 
 from ...controller.journal import public_message
-from ...errors import ContextParallelError
+from ...errors import ContextParallelError, bad_value
 from ...machines.wire import own_address
 from ..ranks.ui import CONTROLLER, found_devices, prefer
 from ..ranks.ui_machines import OTHERS, add_machines
@@ -50,8 +52,8 @@ def add_routes(server: Any) -> None:
         """Keep what the panel's switches say, see `prefer`: `{"error": …, "status": {…}}`; 400 where it is wrong."""
         error = None
         try:
-            await asyncio.to_thread(prefer, await request.json())
-        except (ContextParallelError, ValueError) as failure:
+            await asyncio.to_thread(prefer, await _asked(request))
+        except ContextParallelError as failure:
             error = public_message(failure)
         answer = {"error": error, "status": await asyncio.to_thread(status, server)}
         return web.json_response(answer, status=200 if error is None else 400)
@@ -65,14 +67,16 @@ def add_routes(server: Any) -> None:
     async def post_machines(request: web.Request) -> web.Response:
         """`{"add": "address:port"}` listens there and answers with the code for the other machine; `{"remove": name}` sends one
         away, and with the last one stops listening. 400 where that fails: `{"error": …}`."""
-        asked = await request.json()
         try:
+            asked = await _asked(request)
+            if asked.keys() not in ({"add"}, {"remove"}) or not all(isinstance(value, str) for value in asked.values()):
+                raise bad_value("machines", asked, '{"add": "address:port"} or {"remove": name}', "Send one of the two, as text.")
             if "remove" in asked:
-                await asyncio.to_thread(OTHERS.remove, str(asked["remove"]))
+                await asyncio.to_thread(OTHERS.remove, asked["remove"])
                 return web.json_response({"code": None})
-            return web.json_response({"code": await asyncio.to_thread(add_machines, str(asked.get("add")))})
+            return web.json_response({"code": await asyncio.to_thread(add_machines, asked["add"])})
         except ContextParallelError as error:
-            return web.json_response({"error": str(error)}, status=400)
+            return web.json_response({"error": public_message(error)}, status=400)
 
     server.routes.get("/context_parallel/machines")(get_machines)
     server.routes.post("/context_parallel/machines")(post_machines)
@@ -82,3 +86,13 @@ def add_routes(server: Any) -> None:
     server.routes.delete("/context_parallel/measure")(delete_measure)
     server.routes.get("/context_parallel/devices")(get_devices)
     server.routes.post("/context_parallel/settings")(post_settings)
+
+
+async def _asked(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object in a request's body. Raises ConfigError: there is none."""
+    found: Any = await request.read()
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(found)
+    if not isinstance(found, dict):
+        raise bad_value("body", found, "a JSON object", "Send a JSON object.")
+    return found

@@ -72,10 +72,10 @@ def default_config() -> RuntimeConfig:
         return RuntimeConfig.resolve(inventory=device_inventory())
 
 
-def prefer(changes: Any) -> None:
+def prefer(changes: dict[str, Any]) -> None:
     """Keep what was chosen in the panel: some of the fields of `Preferences`. Raises ConfigError: they are wrong."""
-    if not isinstance(changes, dict) or not changes.keys() <= {"devices", "measure"}:
-        raise bad_value("settings", changes, "an object with devices, measure or both", "Send one.")
+    if not changes.keys() <= {"devices", "measure"}:
+        raise bad_value("settings", changes, "devices, measure or both", "Send these only.")
     RuntimeConfig.resolve(inventory=device_inventory(), devices=changes.get("devices", ""))
     check_switch("measure", changes.get("measure", True))
     CONTROLLER.preferences.choose(**changes)
