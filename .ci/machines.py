@@ -1,6 +1,6 @@
 """Run tests/machines between two network namespaces, and write docs/generated/machines.md from what they measured.
 
-    make machines, or python .ci/machines.py [--rate 1gbit]
+    make machines, or python .ci/machines.py [--rate 1gbit] [options for pytest, with which nothing is written]
 
 Needs root, iproute2 and the kernel's veth and tbf. Ends only what it started.
 """
@@ -59,7 +59,7 @@ def main() -> int:
             for name in (HERE, THERE):
                 with contextlib.suppress(subprocess.CalledProcessError):
                     run("ip", "netns", "del", name)
-        if status == 0:
+        if status == 0 and not options:
             TARGET.write_text(HEAD.format(rate=given.rate) + table([json.loads(line) for line in report.read_text().splitlines()]))
     return status
 

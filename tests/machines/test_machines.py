@@ -9,13 +9,15 @@ import time
 from functools import partial
 
 import pytest
-from support.faults import Stopwatch, note
+from support import preloaded
+from support.faults import Faults, Stopwatch, note
 from support.graphs import flux_prompt
 from support.joined import Joining, wait_for
 from support.latents import assert_close
 from support.node_graphs import SERVED, GraphCase, completed
 from support.processes import OtherPrograms
 from support.server import ComfyServer
+from support.vae_graphs import vae_prompt
 
 THERE = os.environ.get("CP_TEST_MACHINES", "")
 ADDRESS = "10.77.0.1:8289"
@@ -34,13 +36,13 @@ FAMILIES = list({module: name for name, (module, *_) in reversed(SERVED.items())
 class Two:
     """The server, and the computer that has joined it."""
 
-    def __init__(self, server, base, log):
-        self.server, self._base, self._log = server, base, log
+    def __init__(self, server, base, log, faults):
+        self.server, self.base, self._log, self.faults = server, base, log, faults
         self.code = re.search(r"join\.py (\S+)", server.log_text())[1]
         self.other, self.stock = None, {}  # latents of the stock graph, by family
 
     def join(self, code="", **options):
-        options = {"options": ("--base-directory", str(self._base)), **options}
+        options = {"options": ("--base-directory", str(self.base)), "env": self.faults.environment, **options}
         return Joining(code or self.code, self._log, cwd=self.server.comfyui_path, prefix=("ip", "netns", "exec", THERE), **options)
 
     def state(self):
@@ -56,12 +58,13 @@ class Two:
 
 @pytest.fixture(scope="session")
 def two(comfyui_path, checkpoints_dir, family_checkpoints, tmp_path_factory):
-    base = tmp_path_factory.mktemp("other")
+    preloaded.write_models("support.vaes", checkpoints_dir)
+    base, faults = tmp_path_factory.mktemp("other"), Faults(tmp_path_factory.mktemp("faults"))
     (base / "custom_nodes").mkdir()
     shutil.copytree(checkpoints_dir, base / "models")
-    env = {"CP_MACHINES": ADDRESS, "OMP_NUM_THREADS": "1"}
+    env = {"CP_MACHINES": ADDRESS, "OMP_NUM_THREADS": "1", **faults.environment}
     with ComfyServer(comfyui_path, models=checkpoints_dir, env=env) as server:
-        made = Two(server, base, tmp_path_factory.mktemp("log") / "log")
+        made = Two(server, base, tmp_path_factory.mktemp("log") / "log", faults)
         watch = Stopwatch("join")
         made.other = made.join()
         try:
@@ -89,6 +92,96 @@ def test_parity(served, axes, weights, two, family_checkpoints):
         assert_close(found[name], stock)
     off = max(((found[name] - stock).abs().max() / stock.std()).item() for name, stock in two.stock[served].items())
     note(f"{served}, {axes}, {weights} weights", "difference from the stock graph, in standard deviations", 2e-4, off)
+
+
+STOCK = {"exact": None, "tiles": "tiled"}
+VAES = [("wan", {}), ("kl", {"batch": 2}), ("ltxv", {}), ("taehv", {})]
+
+
+@pytest.mark.parametrize("devices", [TWO, FOUR])
+@pytest.mark.parametrize(
+    ("name", "method", "mode", "size"),
+    [
+        (name, method, mode, size)
+        for name, size in VAES
+        for method in ("decode", "encode")
+        for mode in STOCK
+        if (name, method) != ("kl", "encode") and (name, mode) != ("taehv", "exact")
+    ],
+)
+def test_parity_of_vaes(name, method, mode, size, devices, two):
+    stock = two.server.sample(vae_prompt(name, method, STOCK[mode], **size))
+    world = len(devices.split(","))
+    ran = two.server.run(vae_prompt(name, method, mode, world=world, devices=devices, **size)).check()
+    assert [rank["device"] for rank in two.server.status()["ranks"]] == devices.split(",")
+    off = ((two.server.latent(ran) - stock).abs().max() / stock.abs().max()).item()
+    note(f"VAE {name}, {method}, {mode}, {world} ranks", "relative difference from ComfyUI's own node", 1e-5, off)
+    assert off <= (1e-5 if mode == "exact" else 0)
+
+
+def test_a_vae_that_is_missing_there_is_named(two):
+    file = two.base / "models" / "vae" / "kl_vae.safetensors"
+    file.rename(file.with_suffix(".away"))
+    try:
+        two.server.free_first()
+        error = two.server.run(vae_prompt("kl", "decode", "exact", devices=TWO)).error
+    finally:
+        file.with_suffix(".away").rename(file)
+    assert f"pc2 has no model file kl_vae.safetensors. Copy it there, into {file}" in error.exception_message
+    two.server.run(vae_prompt("kl", "decode", "exact", devices=TWO)).check()
+
+
+def flux(devices, cfg=1.0, **cp):
+    return partial(flux_prompt, cfg=cfg, cp={"devices": devices, "ranks_per_call": "all", **cp})
+
+
+def decode(mode):
+    return partial(vae_prompt, "kl", "decode", mode, devices=TWO, again=True)
+
+
+# Graph; what makes its size a new one; seconds of every module on one rank.
+CANCELS = {
+    "2 ranks": (flux(TWO), {"width": 80}, 0.5),
+    "batch 2 x ulysses 2": (flux(FOUR, cfg=4.0, batch_degree=2, ulysses_degree=2), {"width": 80}, 0.5),
+    "sharded weights": (flux(FOUR, weights="sharded"), {"width": 80}, 0.5),
+    "VAE, exact": (decode("exact"), {"rows": 12}, 0.4),
+    "VAE, tiles": (decode("tiles"), {"rows": 12}, 0.4),
+}
+
+
+@pytest.mark.parametrize("case", CANCELS)
+@pytest.mark.parametrize("rank", ["here", "there"])
+def test_cancel_in_the_middle_of_a_call(case, rank, two):
+    """All ranks leave it, on both computers, and stay."""
+    prompt, size, seconds = CANCELS[case]
+    server = two.server
+    expected = server.sample(prompt(), timeout=120)
+    ranks = [rank["pid"] for rank in server.status()["ranks"]]
+    two.faults.arm(0 if rank == "here" else len(ranks) - 1, "slow", module=1, seconds=seconds)
+    prompt_id = server.queue(prompt(**size))
+    two.faults.wait_taken()
+    time.sleep(0.7)
+    watch = Stopwatch(f"Cancel inside a call, {case}, the slow rank is {rank}")
+    server.interrupt()
+    assert server.wait(prompt_id, 30).status == "interrupted"
+    watch.within(2, "the prompt ends")
+    assert_close(server.sample(prompt(), timeout=120), expected)
+    # The group of rank 0 that has ended its half leaves no more, on one computer as on two: the workers are restarted.
+    if (case, rank) != ("batch 2 x ulysses 2", "there"):
+        assert [rank["pid"] for rank in server.status()["ranks"]] == ranks
+
+
+@pytest.mark.parametrize("weights", ["whole", "sharded"])
+@pytest.mark.parametrize("devices", [TWO, FOUR])
+def test_measure(devices, weights, two):
+    """A call is repeated on ComfyUI's computer; it changes no bit."""
+    prompt = partial(flux(devices, cfg=4.0, weights=weights), node="CPSampler", steps=3, width=128, height=128)
+    expected = two.server.sample(prompt(), timeout=120)
+    assert two.server.post("/context_parallel/measure")["status"]["speed"]["measuring"]
+    ran = two.server.run(prompt(), timeout=120).check()
+    assert (two.server.latent(ran) == expected).all()
+    assert ran.report["seconds_per_call_on_one_device"] > 0
+    assert not two.server.status()["speed"]["measuring"]
 
 
 def test_bytes_of_a_call(two):

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,13 @@ class Joining:
         options: Sequence[str] = (),
         cwd: Path = ROOT,
         prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._log = log
         command = [*prefix, sys.executable, str(JOIN), code, "--name", name, "--cpu", *options]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": DETECTION}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": DETECTION, **(env or {})}
         with log.open("ab") as out:
-            self.process = subprocess.Popen(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            self.process = subprocess.Popen(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
 
     @property
     def text(self) -> str:
