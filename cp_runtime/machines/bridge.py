@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ContextParallelError, PoolError
+from ..errors import ContextParallelError, PoolError, RankError
 from ..pool.board import Board
 from ..pool.channel import Channel, Closed, SharedBlock
 from ..pool.forking import RankProcess
@@ -90,9 +90,9 @@ class Bridge:
             if "pid" in packet:
                 self.processes[packet["rank"]].started(packet["pid"])
             elif "status" in packet:
-                why = packet["error"] or f"its process ended with status {packet['status']}. The workers are restarted on next use."
-                error = PoolError(f"on the computer {self._machine}: {why}") if packet["status"] else None
-                self._ended(packet["rank"], packet["status"], error)
+                rank, message = packet["rank"], f"on the computer {self._machine}: {packet['message']}"
+                error = RankError(rank=rank, pid=self.processes[rank].pid, kind=packet["kind"], message=message)
+                self._ended(rank, packet["status"], error)
             elif self.closed:
                 return
             elif "report" in packet:

@@ -28,6 +28,7 @@ from ..errors import ContextParallelError, PoolError
 from ..pool.board import Inherited
 from ..pool.channel import Channel, Closed, SharedBlock
 from ..pool.config import WorkerSite
+from ..pool.failures import death
 from ..pool.fork_server import PACKAGE, die_with_parent, import_by_name
 from ..pool.forking import FORK_SERVERS, RankProcess
 from ..pool.frames import Frame, pack, unpack
@@ -247,8 +248,9 @@ class Relay:
                 self._wire.send({"pool": self._pool, "rank": rank, "pid": process.pid})
             if process.returncode is not None and ~rank not in ranks.told:
                 ranks.told.add(~rank)
-                error = "" if process.error is None else str(process.error)
-                self._wire.send({"pool": self._pool, "rank": rank, "status": process.returncode, "error": error})
+                error = death([], rank, ranks.processes)
+                ended = {"rank": rank, "status": process.returncode, "kind": error.kind, "message": error.message}
+                self._wire.send({"pool": self._pool, **ended})
 
     def _beat(self) -> None:
         now, board = time.monotonic(), self._ranks.inherited.board

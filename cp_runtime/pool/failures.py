@@ -71,7 +71,9 @@ def reported_failure(rank: int, pid: int, failure: Failure, replies: Mapping[int
     return RankError(rank=rank, pid=pid, kind=kind, message=message, trace="" if kind in _FOR_USERS else trace)
 
 
-def death(ranks: Iterable[int], noticed: int, processes: Sequence[RankProcess], advice: str = "") -> RankError:
+def death(
+    ranks: Iterable[int], noticed: int, processes: Sequence[RankProcess] | Mapping[int, RankProcess], advice: str = ""
+) -> RankError:
     """Return the error for ranks that died: it names the one whose death caused the others', by default the one whose death was
     noticed first. No other signal must have been sent to them.
 
@@ -82,6 +84,8 @@ def death(ranks: Iterable[int], noticed: int, processes: Sequence[RankProcess], 
         processes[each].wait(1)  # its channel closes a moment before it ends
     rank = next((rank for rank in (noticed, *ranks) if (processes[rank].returncode or 0) < 0), noticed)
     process = processes[rank]
+    if isinstance(process.error, RankError):  # from another machine, which has what it wrote
+        return process.error
     if process.error is not None:
         return RankError(rank=rank, pid=process.pid, kind=type(process.error).__name__, message=str(process.error))
     kind, message = _describe_exit(process.returncode)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 from support import preloaded
@@ -182,6 +183,41 @@ def test_measure(devices, weights, two):
     assert (two.server.latent(ran) == expected).all()
     assert ran.report["seconds_per_call_on_one_device"] > 0
     assert not two.server.status()["speed"]["measuring"]
+
+
+RANK_FAULTS = {
+    "error": "rank 1 (pid {pid}) failed: RuntimeError: injected: error (on the computer pc2 (10.77.0.2))",
+    "kill": "rank 1 (pid {pid}) failed: SIGKILL: on the computer pc2 (10.77.0.2): the process was ended by signal SIGKILL. The",
+    "uncaught": "raise error\nBaseException: injected: uncaught",  # what it wrote last
+    "sleep": "the one that got least far is rank 1 (pid {pid})",
+    "stop": "stopped by a signal (state T, as after SIGSTOP): rank 1 (pid {pid})",
+}
+
+
+@pytest.mark.parametrize("kind", RANK_FAULTS)
+def test_a_rank_there_that_fails_is_named(kind, two):
+    """As one here would be. Its computer stays."""
+    prompt = flux(TWO, step_timeout=3.0 if kind == "sleep" else 60.0)
+    expected = two.server.sample(prompt(), timeout=120)
+    pid = two.server.status()["ranks"][1]["pid"]
+    two.faults.arm(1, kind, module=3)
+    message = two.server.run(prompt(), timeout=60).error.exception_message
+    assert RANK_FAULTS[kind].format(pid=pid) in message
+    if kind in ("sleep", "stop"):
+        file = Path(re.search(r"Stacks of all ranks: (\S+\.txt)\.", message)[1])
+        here, there = re.split(r"=== rank \d, ", file.read_text())[1:]
+        assert "faulty_worker.py" in there
+        assert "collectives.py" in here
+        file.unlink()
+    assert two.state() == "ready"
+    assert_close(two.server.sample(prompt(), timeout=60), expected)
+
+
+def test_memory_that_runs_out_there_is_made(two):
+    expected = two.server.sample(flux(TWO)(), timeout=120)
+    two.faults.arm(1, "oom", module=3)
+    assert_close(two.server.sample(flux(TWO)(), timeout=60), expected)
+    assert "rank 1 ran out of memory; making room" in two.server.log_text()
 
 
 def test_bytes_of_a_call(two):
