@@ -75,21 +75,26 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def kept_token() -> str:
-    """Return the token of this user, which is the same after a restart of ComfyUI; make one if there is none."""
+    """Return the token of this user, which is the same after a restart of ComfyUI; make one if there is none.
+
+    Where it cannot be kept, as in a container with a read-only home, the next start has another one.
+    """
     file = Path(cache_folder()) / "machines-token"
     with contextlib.suppress(OSError):
         if token := file.read_text().strip():
             return token
     token = secrets.token_urlsafe(24)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-        out.write(token)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+            out.write(token)
     return token
 
 
 def forget_token() -> None:
     """Make every code that was given away worthless."""
-    (Path(cache_folder()) / "machines-token").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (Path(cache_folder()) / "machines-token").unlink()
 
 
 def own_address() -> str:

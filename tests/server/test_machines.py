@@ -1,8 +1,8 @@
 """Another machine joins the shared server, over loopback: `make machines` has the rest, between network namespaces."""
 
+import re
 import shutil
 import signal
-import time
 
 import psutil
 import pytest
@@ -41,11 +41,20 @@ def listeners(server):
     }
 
 
+def inside(server):
+    """What of other machines the server's process has: (threads, modules)."""
+    pattern = r"\.machines\.(?!facts|wire|host|agent|bridge)|^torch\.distributed\.elastic"
+    result = server.run({"inside": {"class_type": "TestInside", "inputs": {"modules": pattern}}}).check()
+    threads, modules = result.outputs["inside"]["text"]
+    return [name for name in threads if re.match("context-parallel-(machine|bridge|beats)", name)], modules
+
+
 def test_a_machine_joins_computes_dies_and_is_sent_away(server, tmp_path, checkpoints_dir):
     """In one go, as each step needs the one before."""
     reference = server.latent(server.run(flux_prompt(cp={"world_size": 1}), timeout=60).check())
     assert quiet(server)
     assert listeners(server) == set()
+    assert inside(server) == ([], [])
     answer = server.post("/context_parallel/machines", {"add": f"127.0.0.2:{free_port()}"})
     base = tmp_path / "base"
     (base / "custom_nodes").mkdir(parents=True)
@@ -74,5 +83,5 @@ def test_a_machine_joins_computes_dies_and_is_sent_away(server, tmp_path, checkp
         assert (server.latent(again) - reference).abs().max() < 1e-4
     server.post("/context_parallel/machines", {"remove": "pc2"})
     assert quiet(server)
-    time.sleep(0.5)
+    wait_for(lambda: inside(server) == ([], []), 3)
     assert listeners(server) == set()

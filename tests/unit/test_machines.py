@@ -69,6 +69,13 @@ def test_an_address_is_that_of_one_interface(text):
         Code.parse(f"{text}/token")
 
 
+def test_a_token_that_cannot_be_kept_is_one_all_the_same(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert wires.kept_token() != wires.kept_token()
+    wires.forget_token()
+
+
 def test_an_address_that_is_not_here_is_named():
     assert interface_of("127.0.0.2") == "lo"
     with pytest.raises(PoolError, match=r"no interface of this computer has the address 203\.0\.113\.7"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import comfy.model_management as mm
@@ -26,6 +28,13 @@ def TestChild(marker: str = "test_child") -> dict[str, Any]:
     """Start a process in a session of its own that sleeps for ten minutes, with `marker` on its command line."""
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", marker], start_new_session=True)
     return {"ui": {}}
+
+
+@node(again=True)
+def TestInside(modules: str = "") -> dict[str, Any]:
+    """Show the names of the server's threads, and of those modules that a pattern finds."""
+    found = [name for name in sys.modules if re.search(modules, name)]
+    return {"ui": {"text": [sorted(thread.name for thread in threading.enumerate()), sorted(found)]}}
 
 
 @node(again=True)
