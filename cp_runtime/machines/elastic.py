@@ -7,14 +7,13 @@ meet in: it listens on one address, which torch's own would not.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
 import socket
 import sys
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -24,12 +23,11 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..pool.fork_server import die_with_parent
-from .agent import AGENT, PROGRAM, SPEC
+from .agent import OVER, PROGRAM, for_child
 
 BACKEND = "machines"  # name of our rendezvous to torch elastic
 MOST = 16  # machines
-_STORE_TIMEOUT = 10.0
+_STORE_TIMEOUT = timedelta(seconds=10)
 _RESTARTS = 1 << 20
 # torch elastic counts a machine as gone after their product, in seconds.
 _KEEP_ALIVE, _ATTEMPTS = 1, 4
@@ -45,29 +43,34 @@ class Rendezvous(DynamicRendezvousHandler):
         return True
 
 
-def run(spec: dict[str, Any]) -> None:
-    """Run an agent until its parent ends, or until its relay fails on a machine that joins.
+def run(spec: dict[str, Any]) -> NoReturn:
+    """Be an agent until the parent ends, or until the relay fails on a machine that joins; then end this process.
 
     Args:
-        spec: `parent`, a process id; `address` of this machine; `host`, whether ComfyUI runs here; where not, `store`, the address
+        spec: `address` of this machine; `host`, whether ComfyUI runs here; where not, `store`, the address
             and port of the store; `run_id` of the rendezvous. The agent of the host prints that port.
     """
-    die_with_parent(spec["parent"])
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s|%(message)s")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     for number in (signal.SIGTERM, signal.SIGINT):  # the kernel ends its relay with it
-        signal.signal(number, lambda *_: os._exit(0))
+        signal.signal(number, lambda *_: os._exit(OVER))
     # Without it the first agent does not publish its store again in the second round, and all wait for each other.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ[AGENT] = str(os.getpid())
+    with contextlib.suppress(ChildFailedError, RendezvousError, dist.DistError):
+        _launch(spec)
+    os._exit(OVER)  # threads of the rendezvous may wait for a store that is gone
+
+
+def _launch(spec: dict[str, Any]) -> None:
     if spec["host"]:
         store = _listening_store(spec["address"])
         spec["store"] = [spec["address"], store.port]
         sys.stdout.write(f"{store.port}\n")
         sys.stdout.flush()
     else:
-        store = _store(*spec["store"])
-    os.environ[SPEC] = json.dumps(spec)
+        address, port = spec["store"]
+        store = dist.TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT)
+    os.environ.update(for_child(spec))
 
     def create(given: RendezvousParameters) -> DynamicRendezvousHandler:
         second = timedelta(seconds=1)
@@ -90,9 +93,7 @@ def run(spec: dict[str, Any]) -> None:
         monitor_interval=0.1,
         local_addr=spec["address"],
     )
-    with contextlib.suppress(ChildFailedError, RendezvousError, dist.DistStoreError, dist.DistNetworkError):
-        elastic_launch(config, sys.executable)("-u", PROGRAM, "--relay")
-    os._exit(1)  # threads of the rendezvous may wait for a store that is gone
+    elastic_launch(config, sys.executable)("-u", PROGRAM, "--relay")
 
 
 def _listening_store(address: str) -> dist.TCPStore:
@@ -100,10 +101,6 @@ def _listening_store(address: str) -> dist.TCPStore:
     with socket.create_server((address, 0), backlog=128) as listener:
         port = listener.getsockname()[1]
         return dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_TIMEOUT),
+            address, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
-
-
-def _store(address: str, port: int) -> dist.TCPStore:
-    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_TIMEOUT))

@@ -26,10 +26,10 @@ _SAME = {
 
 
 def facts_of(comfyui: str | Path, kind: str) -> dict[str, Any]:
-    """Return the facts of this machine. `comfyui`: folder of ComfyUI; empty = none. `kind`: torch's type of its devices."""
+    """Return the facts of this machine. `comfyui`: folder of ComfyUI. `kind`: torch's type of its devices."""
     return {
         "pack": VERSION,
-        "comfyui": _comfyui_version(Path(comfyui)) if comfyui else "none",
+        "comfyui": _comfyui_version(Path(comfyui)),
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if kind == "cuda" else "none",
         "comfy-kitchen": _version("comfy-kitchen"),

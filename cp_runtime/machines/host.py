@@ -26,7 +26,7 @@ from ..pool.log_pump import LogPump
 from .agent import start_agent
 from .bridge import Bridge, MachineLost, RemoteProcess
 from .facts import differences
-from .wire import BEAT, Code, Refused, Wire, forget_token, interface_of, kept_token
+from .wire import BEAT, Code, Refused, Wire, forget_token, interface_of, interfaces, kept_token
 
 log = logging.getLogger("context_parallel")
 
@@ -59,17 +59,13 @@ class Machine:
     def wake(self) -> None:
         """Do nothing: the relay looks after its own fork server."""
 
-    def start(
-        self, spec: dict[str, Any], environment: dict[str, str], fds: dict[str, int], site: WorkerSite, neighbours: int
-    ) -> RankProcess:
+    def start(self, spec: dict[str, Any], fds: dict[str, int], site: WorkerSite) -> RankProcess:
         """Ask for a rank and return at once.
 
         Args:
             spec: see `worker.Worker`.
-            environment: what it needs besides that of its machine.
             fds: descriptors that it would inherit here.
             site: its code.
-            neighbours: ranks on its machine.
         """
         name = str(os.fstat(fds["board_fd"]).st_ino)
         bridge = self.bridges.get(name) or Bridge(self, name, spec["world_size"], fds)
@@ -81,7 +77,7 @@ class Machine:
         self.bridges[name] = bridge
         bridge.add(spec["rank"], process, fds)
         kept = {"service": site.service, "preload": site.preload, "argv": site.argv}  # options decide how ComfyUI computes
-        bridge.tell(start=spec, environment=environment, site=kept, neighbours=neighbours)
+        bridge.tell(start=spec, site=kept)
         return process
 
     def serve(self) -> None:
@@ -155,8 +151,7 @@ class Machines:
     @property
     def interface(self) -> dict[str, str]:
         """Variables by which ranks of this machine reach those of the others."""
-        name = interface_of(self._code.address)
-        return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+        return interfaces(self._code.address)
 
     @property
     def store(self) -> tuple[str, int]:
@@ -225,7 +220,9 @@ class Machines:
         """Keep torch elastic's agent of this machine running. It ends with the thread that has started it."""
         while self.code is invitation:
             spec = {"address": invitation.address, "host": True, "run_id": invitation.run_id}
-            self._agent = agent = start_agent(spec, stdout=subprocess.PIPE)
+            self._agent = agent = start_agent("--agent", spec, stdout=subprocess.PIPE)
+            if self.code is not invitation:  # `close` may have found none yet
+                agent.kill()
             with agent.stdout or contextlib.nullcontext() as lines:
                 self._store_port = int((lines.readline() if lines else "") or 0)
                 agent.wait()

@@ -1,21 +1,21 @@
 """Lets this computer work for the ComfyUI of another one: `python join.py <code>`, in ComfyUI's folder, until Ctrl-C.
 
 The code is what ComfyUI shows on the other computer. Options: `--name pc2`, what this computer is called there; all others
-are ComfyUI's own, such as `--cpu`. The file is also the program of the processes that this starts: `join.py --agent` is torch
-elastic's agent, `join.py --relay` what it runs.
+are ComfyUI's own, such as `--cpu`. The file is also the program of the other processes, see `ROLES`. This one keeps another running
+that joins, as long as trying again may help, and imports nothing but Python's own modules.
 """
 
 import importlib
 import importlib.util
-import json
-import os
+import signal
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
 PACKAGE = "cp_runtime"
-SPEC = "CP_MACHINE"
-"""Environment variable with the spec of an agent and its relay, as JSON: other users cannot read it."""
+ROLES = {"--join": "joining", "--agent": "elastic", "--relay": "relay"}
+"""By option, the module that is run: on a machine that joins, as agent on ComfyUI's, as what agents start."""
 
 
 def module(name: str) -> ModuleType:
@@ -34,12 +34,16 @@ def module(name: str) -> ModuleType:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--agent"]:
-        module("elastic").run(json.loads(os.environ[SPEC]))
-    elif sys.argv[1:] == ["--relay"]:
-        module("relay").run(json.loads(os.environ[SPEC]))
-    else:
-        module("joining").main(sys.argv[1:])
+    agent = module("agent")
+    if sys.argv[1:2] and sys.argv[1] in ROLES:
+        module(ROLES[sys.argv[1]]).run(agent.as_child())
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    asked = {"argv": sys.argv, "typed": sys.stdin.readline() if "-" in sys.argv[1:] else ""}
+    while (status := agent.start_agent("--join", asked).wait()) == agent.OVER or status < 0:
+        sys.stdout.write("the work for ComfyUI is over, or was interrupted. Trying again.\n")
+        sys.stdout.flush()
+        time.sleep(1)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

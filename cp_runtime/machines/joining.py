@@ -1,4 +1,4 @@
-"""`join.py <code>`: this computer works for the ComfyUI of another one, and comes back when that one, or the network, was away."""
+"""`join.py <code>`: this computer works for the ComfyUI of another one, once that is there and takes it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from typing import Any
 import torch
 
 from ..errors import ContextParallelError
-from .agent import start_agent
+from . import elastic
 from .facts import devices_of, facts_of
 from .wire import Code, Refused, Wire
 
-AGAIN = 1.0  # seconds between two tries
 NO_MODELS = ("custom_nodes", "datasets", "configs")
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run until Ctrl-C. Exits with 1, and says what to do, where trying again would not help."""
+def run(asked: dict[str, Any]) -> None:
+    """Try until ComfyUI takes this computer, and be its agent. Exits with 1, and says what to do, where trying would not help.
+
+    Args:
+        asked: `argv` of `join.py`; `typed`, the code where it is none of the arguments.
+    """
     parser = argparse.ArgumentParser(prog="join.py", description=__doc__)
     parser.add_argument(
         "code", help="what ComfyUI shows on the other computer; - reads it, and nobody sees it in a list of processes"
@@ -33,16 +36,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--name", default=re.sub("[^a-z0-9-]", "-", socket.gethostname().lower())[:30], help="of this computer there"
     )
-    parser.add_argument("--without-comfyui", action="store_true", help=argparse.SUPPRESS)  # for tests of the pool
-    given, options = parser.parse_known_args(arguments)
+    given, options = parser.parse_known_args(asked["argv"][1:])
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        invitation = Code.parse(sys.stdin.readline() if given.code == "-" else given.code)
-        comfyui = "" if given.without_comfyui else _comfyui_folder()
+        invitation = Code.parse(asked["typed"] if given.code == "-" else given.code)
+        comfyui = _comfyui_folder(asked["argv"][0])
     except ContextParallelError as error:
         sys.exit(str(error))
     kind = "cpu" if "--cpu" in options or not torch.accelerator.is_available() else _kind()
-    folders = _model_folders(comfyui, options) if comfyui else {}
+    folders = _model_folders(comfyui, options)
     nodes = folders.pop("custom_nodes", [])
     models = sorted({folder for name, kept in folders.items() if name not in NO_MODELS for folder in kept})
     spec: dict[str, Any] = {
@@ -54,14 +56,14 @@ def main(arguments: Sequence[str]) -> None:
         "folders": folders,
         "site": {
             "arguments": {"model_folders": models, "node_folders": nodes},
-            "path": [comfyui] if comfyui else [],
+            "path": [comfyui],
         },
     }
     facts, said = facts_of(comfyui, kind), ""
     _say(f"{given.name}: {', '.join(spec['devices'])}, torch {facts['torch']}, ComfyUI {facts['comfyui']}. Ctrl-C ends it.")
     while True:
         try:
-            news = _work_once(invitation, spec, facts)
+            news = _try(invitation, spec, facts)
         except Refused as error:
             sys.exit(str(error))
         except TimeoutError:
@@ -71,11 +73,12 @@ def main(arguments: Sequence[str]) -> None:
         if news != said:
             _say(news)
         said = news
-        time.sleep(AGAIN)
+        time.sleep(1)
 
 
-def _work_once(invitation: Code, spec: dict[str, Any], facts: dict[str, Any]) -> str:
-    """Work for ComfyUI until that is over, and return why. Raises OSError: ComfyUI is not there; Refused: it will not have us."""
+def _try(invitation: Code, spec: dict[str, Any], facts: dict[str, Any]) -> str:
+    """Be the agent of this computer, and end with that. Return why where that has to wait. Raises OSError: ComfyUI is not there;
+    Refused: it will not have us."""
     wire = Wire.connect(invitation)
     try:
         wire.send({"hello": spec["name"], "facts": facts, "devices": spec["devices"]})
@@ -84,17 +87,12 @@ def _work_once(invitation: Code, spec: dict[str, Any], facts: dict[str, Any]) ->
             answer, _ = wire.receive()
     finally:
         wire.close()
-    if "differ" in answer:
-        if any(text.startswith("name: another computer") for text in answer["differ"]):
-            return str(answer["differ"][0])  # this one, perhaps, as it was before: ComfyUI notices in a few seconds
-        sys.exit("This computer cannot work for that ComfyUI yet:\n  " + "\n  ".join(answer["differ"]))
-    _say(f"joining the ComfyUI on {invitation.address}…")
-    agent = start_agent(spec | {"address": wire.own, "store": answer["store"], "run_id": answer["run_id"]})
-    try:
-        agent.wait()
-    finally:
-        agent.kill()
-    return "the work for ComfyUI is over, or was interrupted. Trying again."
+    if "differ" not in answer:
+        _say(f"joining the ComfyUI on {invitation.address}…")
+        elastic.run(spec | {"address": wire.own, "store": answer["store"], "run_id": answer["run_id"]})
+    if any(text.startswith("name: another computer") for text in answer["differ"]):
+        return str(answer["differ"][0])  # this one, perhaps, as it was before: ComfyUI notices in a few seconds
+    sys.exit("This computer cannot work for that ComfyUI yet:\n  " + "\n  ".join(answer["differ"]))
 
 
 def _say(text: str) -> None:
@@ -106,9 +104,9 @@ def _kind() -> str:
     return "cpu" if found is None else found.type
 
 
-def _comfyui_folder() -> str:
+def _comfyui_folder(program: str) -> str:
     """Return ComfyUI's folder: the current one, or the one that this pack is installed in. Raises ContextParallelError."""
-    for folder in (Path.cwd(), *Path(os.path.abspath(sys.argv[0])).parents):
+    for folder in (Path.cwd(), *Path(os.path.abspath(program)).parents):
         if (folder / "comfy").is_dir() and (folder / "folder_paths.py").is_file():
             return str(folder)
     raise ContextParallelError("no ComfyUI here: change to its folder, the one with main.py, and run this again")

@@ -29,13 +29,12 @@ from ..pool.board import Inherited
 from ..pool.channel import Channel, Closed, SharedBlock
 from ..pool.config import WorkerSite
 from ..pool.failures import death
-from ..pool.fork_server import PACKAGE, die_with_parent, import_by_name
+from ..pool.fork_server import PACKAGE, import_by_name
 from ..pool.forking import FORK_SERVERS, RankProcess
 from ..pool.frames import Frame, pack, unpack
 from ..pool.launcher import child_environment
 from ..pool.messages import Failure, Load
-from .agent import AGENT
-from .wire import BEAT, Code, Wire, interface_of
+from .wire import BEAT, Code, Wire, interfaces
 
 log = logging.getLogger("context_parallel")
 
@@ -48,10 +47,9 @@ def run(spec: dict[str, Any]) -> None:
     """Run a relay until its agent ends.
 
     Args:
-        spec: see `agent.run`; on a machine that joins also `code`, `name`, `device_type`, `devices`, and `site`, `folders`: where
+        spec: see `elastic.run`; on a machine that joins also `code`, `name`, `device_type`, `devices`, and `site`, `folders`: where
             its ComfyUI is, and its model folders by kind.
     """
-    die_with_parent(int(os.environ[AGENT]))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s|%(message)s")
     log.setLevel(logging.INFO)
     if spec["host"]:
@@ -76,7 +74,7 @@ def meet(spec: dict[str, Any]) -> None:
     if world == 1:
         return
     own, limit = spec["address"], timedelta(seconds=MEETING)
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(own)
+    os.environ.update(interfaces(own))
     address, port = spec["store"]
     # torch elastic draws this port anew for every set of machines; nothing listens on it.
     round_ = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
@@ -157,14 +155,13 @@ class Relay:
             argv=tuple(given["argv"]),
         )  # fmt: skip
         spec |= {"service": site.service, "arguments": dict(site.arguments), "argv": site.argv}
-        environment = child_environment(self._spec["device_type"], packet["neighbours"])
+        environment = child_environment(self._spec["device_type"], spec["machines"].count(self._spec["name"]))
         server = FORK_SERVERS.get(site, environment)
         ours, theirs = socket.socketpair()
         with theirs:
             ranks.channels[rank] = Channel(ours)
             fds = {"channel_fd": theirs.fileno(), **ranks.inherited.descriptors(rank)}
-            own_environment = environment | packet["environment"] | _interfaces(self._wire.own)
-            ranks.processes[rank] = server.start(spec, own_environment, fds)
+            ranks.processes[rank] = server.start(spec, environment | interfaces(self._wire.own), fds)
 
     def _pass_on(self, packet: dict[str, Any], data: bytearray) -> None:
         """Pass a command on to all ranks, once its tensors lie in memory that they map."""
@@ -287,8 +284,3 @@ class _Forwarded(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):
             self._wire.send({"log": record.levelno, "line": record.getMessage()})
-
-
-def _interfaces(address: str) -> dict[str, str]:
-    name = interface_of(address)
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}

@@ -120,6 +120,11 @@ def interface_of(address: str) -> str:
     raise PoolError(f"no interface of this computer has the address {address}; `ip addr` shows those that there are")
 
 
+def interfaces(address: str) -> dict[str, str]:
+    """Return variables by which ranks on the machine with an address reach those of others. Raises PoolError."""
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface_of(address))
+
+
 class Wire:
     """A connection whose other end has proven that it knows the token. Any thread may send; one receives.
 

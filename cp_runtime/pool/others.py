@@ -12,9 +12,7 @@ from .forking import RankProcess
 class OtherMachine(Protocol):
     """A machine that starts ranks, as a `forking.ForkServer` does here."""
 
-    def start(
-        self, spec: dict[str, Any], environment: dict[str, str], fds: dict[str, int], site: WorkerSite, neighbours: int
-    ) -> RankProcess:
+    def start(self, spec: dict[str, Any], fds: dict[str, int], site: WorkerSite) -> RankProcess:
         """Ask for a rank and return at once. It reads commands and writes reports as if it had inherited the descriptors."""
 
 

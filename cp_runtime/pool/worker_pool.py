@@ -307,8 +307,7 @@ class WorkerPool:
             return server.start(spec, environment, inherited)
         if (machine := self._others.here.get(name)) is None:
             raise PoolError(f"the computer {name} is not there any more. Queue the prompt again: it runs on those that are.")
-        neighbours = self.config.machines.count(name)
-        return machine.start(spec, {}, inherited, self.site, neighbours)
+        return machine.start(spec, inherited, self.site)
 
     def _wait_forked(self, deadline: float, cancelled: Callable[[], bool] | None) -> None:
         for rank, process in enumerate(self.processes):
