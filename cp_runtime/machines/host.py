@@ -196,7 +196,7 @@ class Machines:
         if (machine := self._here.pop(name, None)) is not None:
             machine.lost = machine.lost or f"the computer {name} was removed"
             machine.wire.close()
-        if not self.here:
+        if not self._here:  # one that is lost may come back
             self.close()
             forget_token()
 
