@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from ...errors import PlanError, UnsupportedError
 from ..collectives import RankGroup
@@ -63,6 +64,12 @@ def attending(model: nn.Module, attribute: str | None) -> list[nn.Module]:
     return [module for module in model.modules() if attribute in vars(module)]
 
 
+def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend by torch's function, which ranks share, as ComfyUI's VAEs do by others: q, k and v are `[B, C, ..., rows, columns]`."""
+    q_BHLD, k_BHLD, v_BHLD = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (q, k, v))
+    return scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD).squeeze(1).transpose(1, 2).reshape(q.shape)
+
+
 def split_dim(rows: int, columns: int, world_size: int, least: int = 1) -> int:
     """Return the dimension to split, counted from the end: rows, unless they are too few and there are more columns."""
     return COLUMNS if rows // least < world_size and columns > rows else ROWS
@@ -111,7 +118,7 @@ def run_on_rows(
             setattr(owner, name, function)
 
         for module in attending(model, plan.attention):
-            replace(module, str(plan.attention), split.attend)
+            replace(module, str(plan.attention), one_head)
         if plan.budget is not None:
             beside = sys.modules[type(model).__module__]
             replace(beside, plan.budget, _shared_budget(getattr(beside, plan.budget), layout, mesh.whole))

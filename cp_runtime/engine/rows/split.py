@@ -72,7 +72,6 @@ class SplitRows(TorchFunctionMode):
         start, stop = layout.window(mesh.rank)
         self._held = stop - start
         self._parts_on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._sharing = False  # the current calls are part of a shared operation
         self._config = ContextParallelConfig(ring_degree=mesh.size, ring_anything=True)
         self._handlers: dict[Any, Callable[..., Any]] = {
             **dict.fromkeys(CONVOLUTIONS, self._conv),
@@ -84,21 +83,12 @@ class SplitRows(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = None if self._sharing else self._handlers.get(func)
+        handler = self._handlers.get(func)
         if handler is not None:
             return handler(func, *args, **(kwargs or {}))
         if func in ACROSS:
             raise PlanError(f"{func.__name__} looks across the rows that ranks share, and is not shared. Decode in tiles.")
         return func(*args, **(kwargs or {}))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with one head, as ComfyUI's VAEs do; q, k and v are this rank's `[B, C, ..., rows, columns]`."""
-        self._sharing = True
-        try:
-            q_BLHD, k_BLHD, v_BLHD = (t.flatten(2).transpose(1, 2).unsqueeze(2) for t in (q, k, v))
-            return self._attended(q_BLHD, k_BLHD, v_BLHD).squeeze(2).transpose(1, 2).reshape(q.shape)
-        finally:
-            self._sharing = False
 
     def gather(self, local: Tensor, *, first_only: bool = False) -> Tensor | None:
         """Return the rows of all ranks, given this rank's. With `first_only`, only the first rank gets them; None on all others."""
@@ -237,17 +227,13 @@ class SplitRows(TorchFunctionMode):
     ) -> Tensor:
         if attn_mask is not None or is_causal or query.shape[-2] != key.shape[-2]:
             raise PlanError("attention with a mask, or with other keys than the picture's, is not shared. Decode in tiles.")
-        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        return self._attended(q, k, v, scale).transpose(1, 2)
-
-    def _attended(self, q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, scale: float | None = None) -> Tensor:
-        unit, rest = divmod(q_BLHD.shape[1], self._held)
+        unit, rest = divmod(query.shape[-2], self._held)
         if rest:
-            raise PlanError(f"attention over {q_BLHD.shape[1]} tokens for {self._held} rows, which is no whole number of each")
+            raise PlanError(f"attention over {query.shape[-2]} tokens for {self._held} rows, which is no whole number of each")
         layout = row_layout(self._layout.total, self._mesh.size, self._layout.splits[0].least, self._layout.shares, unit)
-        return context_parallel_attention(
-            q_BLHD, k_BLHD, v_BLHD, mesh=self._mesh, config=self._config, q_layout=layout, scale=scale
-        )
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        out = context_parallel_attention(q, k, v, mesh=self._mesh, config=self._config, q_layout=layout, scale=scale)
+        return out.transpose(1, 2)
 
 
 class Window:
