@@ -1,6 +1,5 @@
 """Text and picture in one attention, each a stream of its own."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..engine.plan import ModulePlan
@@ -167,22 +166,17 @@ WITH_REFERENCE, JOINT = ("ref", "img"), ("txt", "ref", "img")
 PE = side(JOINT, dim=2, dims=6)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counted:
-    """Define a stream by the first such output, which stays whole."""
-
-    stream: str
-
-    def __call__(self, state: CallState, value: Any, where: str) -> Any:
-        state.define(self.stream, value.shape[1])
-        return value
+def counted(state: CallState, value: Any, where: str) -> Any:
+    """Define the image by the first such output, which stays whole."""
+    state.define("img", value.shape[1])
+    return value
 
 
 HUNYUAN_VIDEO = FamilyPlan(
     family="HunyuanVideo",
     model_class="comfy.ldm.hunyuan_video.model.HunyuanVideo",
     modules={
-        "img_in": ModulePlan(outputs={0: Counted(stream="img")}),
+        "img_in": ModulePlan(outputs={0: counted}),
         "double_blocks.*": ModulePlan(
             inputs={
                 "txt": tokens("txt"),
