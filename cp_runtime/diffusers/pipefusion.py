@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..engine.call import RunningCall
-from ..engine.config import ContextParallelConfig
+from ..engine.config import ContextParallelConfig, PipelineSettings
 from ..engine.hooks import InstalledPlan
 from ..engine.mesh import SequenceMesh
 from ..engine.pipeline.pipeline import Part, Pipeline
-from ..engine.pipeline.settings import PipelineSettings
 from ..engine.pipeline.stages import Stages, cut, staged_blocks
 from ..engine.plan import ModulePlan, ShardingPlan
 from ..engine.transforms import ContextParallelInput, ContextParallelOutput

@@ -11,8 +11,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..engine.collectives import native_backend
-from ..engine.config import EXCHANGES, MAX_SHARE, ROTATE_METHODS, SequenceSettings, check_choice, check_switch, is_int
-from ..engine.pipeline.settings import PipelineSettings
+from ..engine.config import (
+    EXCHANGES,
+    MAX_SHARE,
+    ROTATE_METHODS,
+    PipelineSettings,
+    SequenceSettings,
+    check_choice,
+    check_switch,
+    is_int,
+)
 from ..engine.sharding import Shares
 from ..errors import bad_value, shown
 

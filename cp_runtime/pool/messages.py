@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from ..engine.config import SequenceSettings
+from ..engine.config import PipelineSettings, SequenceSettings
 from ..engine.measuring import Measured
-from ..engine.pipeline.settings import PipelineSettings
 from ..engine.policy import CallSplit, CallWork
 from .protocol import Tree
 

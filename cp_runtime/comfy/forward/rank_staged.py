@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...engine.call import Planner, RunningCall
+from ...engine.config import PipelineSettings
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import SequenceMesh
 from ...engine.pipeline.pipeline import Part, Pipeline
-from ...engine.pipeline.settings import PipelineSettings
 from ...engine.state import CallState
 from ...families.family import FamilyPlan
 from ...nested import form_of, map_tensors, tensors

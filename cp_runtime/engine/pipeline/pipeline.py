@@ -11,10 +11,10 @@ import torch
 from ...errors import ConfigError, PlanError
 from ..call import RunningCall
 from ..collectives import RankGroup
+from ..config import PipelineSettings
 from ..mesh import SequenceMesh
 from ..state import CallState
 from .patches import Kept, PatchCall
-from .settings import PipelineSettings
 from .stages import StagedCall, Stages, Visit
 
 FORMS = 32  # of calls, that are remembered

@@ -65,7 +65,7 @@ def attending(model: nn.Module, attribute: str | None) -> list[nn.Module]:
 
 
 def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend by torch's function, which ranks share, as ComfyUI's VAEs do by others: q, k and v are `[B, C, ..., rows, columns]`."""
+    """Attend by torch's function, which ranks share; q, k and v are `[B, C, ..., rows, columns]`, as in ComfyUI's VAEs."""
     q_BHLD, k_BHLD, v_BHLD = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (q, k, v))
     return scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD).squeeze(1).transpose(1, 2).reshape(q.shape)
 

@@ -14,10 +14,9 @@ from mirrors import KEY, flux_inputs, lora_of, mirrors_on
 from mirrors import load as load_file
 from support.ranks import finish, of_all, report, start
 
-from cp_runtime.engine.config import SequenceSettings
+from cp_runtime.engine.config import PipelineSettings, SequenceSettings
 from cp_runtime.engine.cost import DegreePlanner, Rates
 from cp_runtime.engine.mesh import BatchMesh
-from cp_runtime.engine.pipeline.settings import PipelineSettings
 from cp_runtime.nested import stored
 from cp_runtime.pool.messages import Call
 
