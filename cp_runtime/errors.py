@@ -6,6 +6,8 @@ of a setting begins with what to do, as ComfyUI cuts messages off.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 MAX_SHOWN = 200  # characters of a value in an error
@@ -98,6 +100,25 @@ class RankOutOfMemory(RankError, torch.OutOfMemoryError):
 def bad_value(field: str, got: object, allowed: str, remedy: str) -> ConfigError:
     """Build the error for a setting. What to do comes first, and with the field has at most MAX_REMEDY characters."""
     return ConfigError(f"{field}: {remedy} Got {shown(got)}; allowed: {allowed}.")
+
+
+def check_choice(name: str, value: object, options: Sequence[str]) -> None:
+    """Raise ConfigError for what is none of the options."""
+    if value not in options:
+        two = len(options) == 2
+        remedy = "Choose one of them." if two else "Leave it at auto unless you know better."
+        raise bad_value(name, value, (" or " if two else ", ").join(options), remedy)
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise ConfigError for what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise bad_value(name, value, "True or False", "Set it to one of them.")
+
+
+def is_int(value: object) -> bool:
+    """Return whether a value is a whole number, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shown(value: object) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError, bad_value
+from ..errors import ConfigError, bad_value, check_choice, check_switch, is_int
 from .mesh import AXES, MAKE_MESH, BatchMesh, SequenceMesh
 from .sharding import Shares
 
@@ -297,22 +296,3 @@ def axis_sizes(mesh: Any) -> tuple[int, int]:
         raise bad_value("mesh", f"the axes {', '.join(names) or 'without names'}", "ring and ulysses, in this order", MAKE_MESH)
     ring, ulysses = (mesh.size(names.index(axis)) for axis in AXES)
     return ring, ulysses
-
-
-def check_choice(name: str, value: object, options: Sequence[str]) -> None:
-    """Raise ConfigError for what is none of the options."""
-    if value not in options:
-        two = len(options) == 2
-        remedy = "Choose one of them." if two else "Leave it at auto unless you know better."
-        raise bad_value(name, value, (" or " if two else ", ").join(options), remedy)
-
-
-def check_switch(name: str, value: object) -> None:
-    """Raise ConfigError for what is neither True nor False."""
-    if not isinstance(value, bool):
-        raise bad_value(name, value, "True or False", "Set it to one of them.")
-
-
-def is_int(value: object) -> bool:
-    """Return whether a value is a whole number, and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool)

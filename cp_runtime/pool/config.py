@@ -11,18 +11,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..engine.collectives import native_backend
-from ..engine.config import (
-    EXCHANGES,
-    MAX_SHARE,
-    ROTATE_METHODS,
-    PipelineSettings,
-    SequenceSettings,
-    check_choice,
-    check_switch,
-    is_int,
-)
+from ..engine.config import EXCHANGES, MAX_SHARE, ROTATE_METHODS, PipelineSettings, SequenceSettings
 from ..engine.sharding import Shares
-from ..errors import bad_value, shown
+from ..errors import bad_value, check_choice, check_switch, is_int, shown
 
 WHOLE, SHARDED, OFFLOADED = PLACEMENTS = ("whole", "sharded", "offloaded")
 """Where ranks keep a model's weights: all on every device; 1/N on each; 1/N in the host's memory for each."""

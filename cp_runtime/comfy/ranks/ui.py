@@ -17,8 +17,7 @@ import torch
 from comfy.cli_args import args
 
 from ...controller.controller import Controller
-from ...engine.config import check_switch
-from ...errors import ConfigError, bad_value
+from ...errors import ConfigError, bad_value, check_switch
 from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from ...pool.peers import is_p2p_disabled, without_peer_access
 from ..memory.ui_residency import free_for_ranks
