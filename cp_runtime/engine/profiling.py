@@ -25,18 +25,15 @@ def trace_range(name: str, detail: str = "") -> AbstractContextManager[Any]:
 
 
 class CallTraces:
-    """Traces a rank's second to fourth call into `rank<N>.json`, for chrome://tracing or Perfetto.
-
-    Args:
-        folder: where to write, created if missing; None or empty = nothing is traced.
-        rank: number of this rank.
+    """Traces a rank's second to fourth call into `rank<N>.json` of the folder `CP_PROFILE`, for chrome://tracing or Perfetto.
 
     Raises:
         ConfigError: the folder cannot be created.
     """
 
-    def __init__(self, folder: str | None, rank: int) -> None:
+    def __init__(self, rank: int) -> None:
         self._profile: torch.profiler.profile | None = None
+        folder = os.environ.get("CP_PROFILE")
         if not folder:
             return
         file = Path(folder, f"rank{rank}.json")
@@ -49,11 +46,6 @@ class CallTraces:
         calls = torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1)
         self._profile = torch.profiler.profile(schedule=calls, on_trace_ready=lambda made: made.export_chrome_trace(str(file)))
         self._profile.start()
-
-    @classmethod
-    def from_environment(cls, rank: int) -> CallTraces:
-        """Trace if `CP_PROFILE` names a folder."""
-        return cls(os.environ.get("CP_PROFILE"), rank)
 
     @contextmanager
     def call(self) -> Iterator[None]:

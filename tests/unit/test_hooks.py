@@ -155,10 +155,11 @@ def test_one_call_at_a_time():
     assert installed.current is None
 
 
-def test_a_folder_for_traces_that_cannot_be_made_is_refused(tmp_path):
+def test_a_folder_for_traces_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CP_PROFILE", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"CP_PROFILE: .* Got .*file.*; allowed: a folder"):
-        CallTraces(str(tmp_path / "file"), 0)
+        CallTraces(0)
 
 
 class Branches(nn.Module):

@@ -45,7 +45,7 @@ class ModelService:
 
     def __init__(self, worker: Worker, mirrors: Mirrors) -> None:
         self._worker, self._mirrors = worker, mirrors
-        self._traces = CallTraces.from_environment(worker.rank)
+        self._traces = CallTraces(worker.rank)
         self._told_when_compiling = False
 
     @property
