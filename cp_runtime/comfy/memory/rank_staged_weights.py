@@ -35,6 +35,7 @@ class StagedWeightsPatcher(SharedWeightsPatcher):
     @classmethod
     def stage(cls, patcher: Any, recipe: Recipe, plan: ShardingPlan, stage: Stage, shares: Shares, progress: LoadProgress) -> None:
         """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these. `shares`: of every stage."""
+        whole = patcher.model_size()  # by its own class
         cls.adopt(patcher, recipe, progress)
         blocks = staged_blocks(patcher.model.diffusion_model, plan)
         owners = cut([block.nbytes for block in blocks], stage.lane.size, shares)
@@ -44,11 +45,7 @@ class StagedWeightsPatcher(SharedWeightsPatcher):
             return StagedWeights(blocks, owners, number, device, REMEDY)
 
         others = sum(block.nbytes for block in weights(torch.device("cpu")).others)
-        patcher.cp_cut, patcher.cp_weights, patcher.cp_size = weights, None, patcher.model_size_whole() - others
-
-    def model_size_whole(self) -> int:
-        """Return the bytes of all weights."""
-        return int(super(SharedWeightsPatcher, self).model_size())
+        patcher.cp_cut, patcher.cp_weights, patcher.cp_size = weights, None, whole - others
 
     def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
         weights = self.cp_cut(device_to)
