@@ -91,7 +91,8 @@ class FileWeightsPatcher(ModelPatcher):
             # Not the parameter itself: a module that moves to a device puts another tensor into it.
             name: alias(getattr(module, parameter))
             for name, module, parameter in parameters_of(patcher.model)
-            if inside(memory_of(max(stored(getattr(module, parameter)), key=_bytes)), ranges)  # scales may be copies, and are small
+            # Scales may be copies, and are small.
+            if inside(memory_of(max(stored(getattr(module, parameter)), key=lambda part: part.nbytes)), ranges)
         }
 
     def load(self, *args: Any, **kwargs: Any) -> None:
@@ -190,7 +191,3 @@ def forget(patcher: ModelPatcher) -> None:
     """
     loaded = model_management.current_loaded_models
     loaded[:] = [each for each in loaded if each.model is not patcher]
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.nbytes
