@@ -19,7 +19,7 @@ def room(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     can_go = (each.model_loaded_memory() for each in _on(device) if getattr(each.model, "cp_weights", None) is None)
-    return _bytes(model_management.get_free_memory(device) + sum(can_go))
+    return max(0, int(model_management.get_free_memory(device) + sum(can_go)))  # below 0 with `--reserve-vram`
 
 
 def available(device: torch.device) -> int | None:
@@ -28,12 +28,7 @@ def available(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     held = sum(each.model_loaded_memory() for each in _on(device))
-    return _bytes(model_management.get_free_memory(device) + held - model_management.minimum_inference_memory())
-
-
-def _bytes(left: float) -> int:
-    """Return a number of bytes: none where ComfyUI wants to keep more free (`--reserve-vram`) than there is."""
-    return max(0, int(left))
+    return max(0, int(model_management.get_free_memory(device) + held - model_management.minimum_inference_memory()))
 
 
 def _on(device: torch.device) -> list[Any]:
