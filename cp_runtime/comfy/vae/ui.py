@@ -7,7 +7,6 @@ there are, which the ranks then decode side by side, and once to blend the resul
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import math
@@ -45,6 +44,7 @@ AUTO = "auto"
 MODES = (AUTO, EXACT, TILES)
 ATTRIBUTE = "context_parallel_patcher"
 MANY = 1 << 62
+NO_BAR = (comfy.utils, "PROGRESS_BAR_HOOK", None)  # it would count steps that are not computed here
 _REMEDY = "Use VAE Decode or VAE Encode, or set on_unsupported of CP Config to 'single device'."
 
 
@@ -156,13 +156,13 @@ class RankedVAE:
             tiles.append(tile)
             return tile.new_zeros(()).expand(self._result_shape(method, tile))
 
-        with _without_bar():
+        with replaced(NO_BAR):
             run(self._with(note))
         if not tiles:
             raise UnsupportedError(f"nothing to decode or encode. {_REMEDY}")
         (method,) = methods
         done = iter(self._send(method, tiles, mode=TILES, shapes=[self._result_shape(method, tile) for tile in tiles]))
-        with _without_bar():
+        with replaced(NO_BAR):
             return run(self._with(lambda method, tile: next(done)))
 
     def _with(self, run: Callable[[str, Tensor], Tensor]) -> Any:
@@ -282,8 +282,3 @@ class Network:
         except RankOutOfMemory as error:
             self._failed = error
             raise
-
-
-def _without_bar() -> contextlib.AbstractContextManager[None]:
-    """Keep ComfyUI's progress bar from counting steps that are not computed here, inside the context."""
-    return replaced((comfy.utils, "PROGRESS_BAR_HOOK", None))
