@@ -55,9 +55,6 @@ class StagedWeights:
         with torch.inference_mode(False), torch.no_grad():
             block.put(self._packings[block.name].absent(self._device, list(block.slots), self._remedy))
 
-    def free_buffers(self) -> None:
-        """There are none."""
-
     def remove(self) -> None:
         """Let go of everything. The blocks of other stages have no weights, until somebody fills their slots."""
         self._packings.clear()
