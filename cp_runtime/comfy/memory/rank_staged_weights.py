@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ...engine.mesh import Stage
-from ...engine.pipeline.stages import cut, staged_blocks
-from ...engine.pipeline.weights import StagedWeights
+from ...engine.pipeline.stages import StagedWeights, cut, staged_blocks
 from ...engine.plan import ShardingPlan
 from ...engine.sharding import Shares
 from ...engine.weights.cast import plain

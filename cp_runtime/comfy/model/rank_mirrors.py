@@ -27,8 +27,7 @@ from ...engine.cost import DegreePlanner
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import BatchMesh, SequenceMesh, Stage, reduced
 from ...engine.pipeline.pipeline import Pipeline
-from ...engine.pipeline.stages import Stages
-from ...engine.pipeline.weights import StagedWeights
+from ...engine.pipeline.stages import StagedWeights, Stages
 from ...engine.policy import CallWork
 from ...engine.state import CallState
 from ...engine.weights.pages import trim_heap
