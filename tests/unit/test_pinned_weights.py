@@ -2,8 +2,7 @@
 
 PROGRAM = """
 from cp_runtime.engine.collectives import RankGroup
-from cp_runtime.engine.weights import pinned
-from cp_runtime.engine.weights.sharded import ShardedWeights
+from cp_runtime.engine.weights.sharded import ShardedWeights, pinned_zeros
 
 CARD, stats = torch.device("cuda", 0), torch.cuda.host_memory_stats
 model, x = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3))).to(CARD), torch.ones(2, 300, device=CARD)
@@ -24,7 +23,7 @@ assert not stats()["registered_bytes"], stats()
 
 torch.cuda.cudart = lambda: type("Refusing", (), {"cudaHostRegister": lambda *_: 2})
 try:
-    pinned.pinned_zeros(1 << 20, CARD)
+    pinned_zeros(1 << 20, CARD)
 except RuntimeError as error:
     assert "CUDA error 2: 1 MB of host memory cannot be pinned" in str(error), error
 else:

@@ -12,6 +12,7 @@ Every rank enters the same blocks in the same order, so that all of them send th
 from __future__ import annotations
 
 import contextlib
+import mmap
 import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -23,10 +24,10 @@ from ...errors import PlanError
 from ..collectives import Pending, RankGroup
 from .blocks import Block, blocks_of
 from .packing import ALIGNMENT, Packing, round_up
-from .pinned import pinned_zeros
 
 PIECES = 8  # of a block
 SMALLEST_PIECE = 4 << 20  # bytes
+PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
 
 class ShardedBlock:
@@ -335,3 +336,36 @@ def _wait(sharded: ShardedBlock) -> None:
             error = error or failed
     if error is not None:
         raise error
+
+
+class _Memory(mmap.mmap):
+    """Memory that CUDA knows for as long as something refers to it, from `address` on."""
+
+    address = 0
+
+    def __del__(self) -> None:
+        if self.address:
+            torch.cuda.synchronize()  # a copy from here may be on its way
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
+    """Return zero bytes in the host's memory, pinned for a device, which are given back with the last tensor on them.
+
+    torch keeps what it pins itself, in blocks of a power of two bytes: 256 MB for 141, until the process ends.
+
+    Raises:
+        RuntimeError: CUDA does not pin that much.
+    """
+    if device.type != "cuda":
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    run = torch.frombuffer(memory, dtype=torch.uint8)
+    code = int(torch.cuda.cudart().cudaHostRegister(run.data_ptr(), nbytes, PORTABLE))
+    if code:
+        raise RuntimeError(
+            f"CUDA error {code}: {nbytes / 1e6:.0f} MB of host memory cannot be pinned. Raise the limit of locked memory "
+            "(ulimit -l), or set weights to sharded in CP Config."
+        )
+    memory.address = run.data_ptr()
+    return run
