@@ -9,15 +9,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield all that is in nested lists, tuples and dicts."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        yield from leaves(list(value.values()))
+    else:
+        yield value
+
+
 def tensors(value: Any) -> Iterator[Tensor]:
     """Yield every tensor in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, dict):
-        yield from tensors(list(value.values()))
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

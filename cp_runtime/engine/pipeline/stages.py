@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import PlanError
-from ...nested import map_tensors, tensors
+from ...nested import leaves, map_tensors, tensors
 from ..call import RunningCall
 from ..collectives import Pending, RankGroup
 from ..plan import ShardingPlan, find_modules, method_of
@@ -300,12 +300,3 @@ class StagedWeights:
     def remove(self) -> None:
         """Let go of everything. The blocks of other stages have no weights, until somebody fills their slots."""
         self._packings.clear()
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield all that is in nested lists, tuples and dicts."""
-    if isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from leaves(item)
-    else:
-        yield value
