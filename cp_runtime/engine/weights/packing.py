@@ -45,8 +45,7 @@ class Packing:
         self._parts: list[Part] = []
         self.nbytes = 0
         for part in (part for weight in weights for part in stored(weight)):
-            stride = part.stride() if _dense(part) else part.contiguous().stride()
-            self._parts.append(Part(self.nbytes, part.nbytes, part.shape, stride, part.dtype))
+            self._parts.append(Part(self.nbytes, part.nbytes, part.shape, _dense_stride(part), part.dtype))
             self.nbytes = round_up(self.nbytes + part.nbytes, ALIGNMENT)
         self._builds = [_build(weight) for weight in weights]
 
@@ -146,19 +145,13 @@ def _dress(weight: Tensor, parts: Iterator[Tensor]) -> Tensor:
     return part if isinstance(part, AbsentWeight) else dressed_as(part, weight)
 
 
-def _dense(tensor: Tensor) -> bool:
-    """Return whether the numbers of a tensor fill a piece of memory, in whatever order."""
-    order = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
-    expected = 1
-    for stride, size in order:
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the stride with which the numbers of a tensor fill a piece of memory: its own if they do."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def _raw(tensor: Tensor) -> Tensor:
     """View the bytes of a tensor in the order in which they lie in memory; of a copy where it is not dense."""
     tensor = tensor.detach()
-    dense = tensor if _dense(tensor) else tensor.contiguous()
+    dense = tensor if tensor.stride() == _dense_stride(tensor) else tensor.clone()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
