@@ -27,15 +27,11 @@ class CastWeight(Tensor):
     _held: list[Tensor]  # the one place of its numbers, which everything detached from it shares
     __torch_function__ = no_torch_function
 
-    @staticmethod
     def __new__(cls, held: list[Tensor], dtype: torch.dtype) -> CastWeight:
         (numbers,) = held
         made: CastWeight = tensor_without_storage(cls, numbers.shape, numbers.stride(), dtype, numbers.device)
         made._held = held
         return made
-
-    def __init__(self, *_: object) -> None:
-        super().__init__()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"CastWeight(shape={list(self.shape)}, dtype={self.dtype}, held={self._held[0].dtype})"

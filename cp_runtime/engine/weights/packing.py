@@ -92,14 +92,10 @@ class AbsentWeight(Tensor):
 
     _message: str
 
-    @staticmethod
     def __new__(cls, part: Part, device: torch.device, name: str, remedy: str) -> AbsentWeight:
         made: AbsentWeight = tensor_without_storage(cls, part.shape, part.stride, part.dtype, device)
         made._message = f"{name} was read while it is not on this rank: every rank keeps a part of its bytes. {remedy}"
         return made
-
-    def __init__(self, part: Part, device: torch.device, name: str, remedy: str) -> None:
-        super().__init__()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"AbsentWeight(shape={list(self.shape)}, dtype={self.dtype})"
