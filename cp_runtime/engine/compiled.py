@@ -42,12 +42,9 @@ class CompileSettings:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `torch.compile`."""
-        named: dict[str, Any] = {"backend": self.backend, "dynamic": self.dynamic is not False, "fullgraph": True}
-        if self.mode is not None:
-            named["mode"] = self.mode
-        if self.options:
-            named["options"] = dict(self.options)
-        return named
+        named = {"backend": self.backend, "dynamic": self.dynamic is not False, "fullgraph": True}
+        chosen = {"mode": self.mode, "options": dict(self.options)}
+        return named | {name: value for name, value in chosen.items() if value}
 
 
 class CompiledBlocks:
