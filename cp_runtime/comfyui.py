@@ -18,11 +18,8 @@ Neither can record collectives or what another process computes."""
 
 
 def forbid_recording(args: Any) -> dict[str, bool]:
-    """Have ComfyUI record nothing from now on, and return the switches as they were.
-
-    Args:
-        args: `comfy.cli_args.args`, which ComfyUI reads whenever a forward begins.
-    """
+    """Have ComfyUI record nothing from now on, and return the switches as they were. `args`: `comfy.cli_args.args`, which ComfyUI
+    reads whenever a forward begins."""
     before = {name: value for name, value in vars(args).items() if name in RECORDING}
     vars(args).update(dict.fromkeys(before, True))
     return before

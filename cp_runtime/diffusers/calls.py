@@ -65,11 +65,7 @@ class ShardedCalls:
 
     @not_compiled_itself
     def __call__(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call.
-
-        Args:
-            called: the module, or a copy of it, which is refused.
-        """
+        """Run one call. `called`: the module, or a copy of it, which is refused."""
         name = type(self._module).__name__
         _check_call(called, self._module, self._mesh)
         error = _mode_error(self._module)

@@ -166,17 +166,13 @@ def decide(
 
 
 class DegreePlanner:
-    """Decides the degrees of every attention of one call on some ranks, and adds up what they should cost.
-
-    Attributes:
-        attentions: that were shared: shape of the whole -> how many of them.
-    """
+    """Decides the degrees of every attention of one call on some ranks, and adds up what they should cost."""
 
     def __init__(self, settings: SequenceSettings, ranks: int, rates: Rates, shares: Shares = ()) -> None:
         self.settings, self.ranks, self.rates, self.shares = settings, ranks, rates, shares
         self.chosen: tuple[int, int] | None = None
         self.bytes_sent = self.seconds = 0.0
-        self.attentions: dict[AttentionShape, int] = {}  # blocks mostly attend alike
+        self.attentions: dict[AttentionShape, int] = {}  # shared ones by the shape of the whole; blocks mostly attend alike
         self._decided: dict[AttentionShape, tuple[ContextParallelConfig, Cost]] = {}
 
     def __call__(self, shape: AttentionShape) -> ContextParallelConfig:

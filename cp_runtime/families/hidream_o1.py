@@ -29,11 +29,7 @@ def kept_keys(state: CallState, value: Any, where: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Split a tensor (or several) with all tokens of a block, `[..., tokens, D]`.
-
-    Args:
-        side: every block gets the same tensor.
-    """
+    """Split a tensor (or several) with all tokens of a block, `[..., tokens, D]`. `side`: every block gets the same one."""
 
     side: bool = False
 

@@ -23,11 +23,7 @@ VIDEO = ("noisy", "guides")
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedVideo:
-    """Split video tokens `[B, tokens, D]`, guides last.
-
-    Args:
-        per_frame: split inside each frame of the latent, if the tokens are whole frames.
-    """
+    """Split video tokens `[B, tokens, D]`, guides last. `per_frame`: inside each frame of the latent, if they are whole frames."""
 
     per_frame: bool = False
 
@@ -52,11 +48,7 @@ class GuidedVideo:
 
 @dataclass(frozen=True, kw_only=True)
 class GuideMask:
-    """Localise ComfyUI's GuideAttentionMask, which knows where guides begin.
-
-    Args:
-        video: the tokens that it is about.
-    """
+    """Localise ComfyUI's GuideAttentionMask of some video tokens, which knows where guides begin."""
 
     video: GuidedVideo
 

@@ -93,11 +93,7 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
 
 @contextmanager
 def attention_by_name(names: Sequence[str], override: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace functions that modules call by name, without transformer_options, while active.
-
-    Args:
-        names: see `FamilyPlan.attention_names`.
-    """
+    """Replace functions that modules call by name (`FamilyPlan.attention_names`), without transformer_options, while active."""
     with ExitStack() as undo:
         for name in names:
             module, _, function = name.removesuffix(CHOOSES).rpartition(".")

@@ -18,10 +18,7 @@ OVERRIDE = "optimized_attention_override"
 
 
 def attention_of(options: Mapping[str, Any], device_type: str) -> str | None:
-    """Return the name of the chosen function (see `wire.attention_function`); None if no node chose one.
-
-    Args:
-        device_type: device type of the ranks.
+    """Return the name of the chosen function (see `wire.attention_function`); None if no node did. `device_type`: of the ranks.
 
     Raises:
         UnsupportedError: the ranks do not have it, or the override is unknown.

@@ -33,11 +33,8 @@ from ..model.wire_recipe import Recipe
 
 
 class LoadProgress:
-    """Counts bytes of weights that are patched and there, or on their way.
-
-    Args:
-        tell: told how many thousandths of a model that is, and None once it is loaded.
-    """
+    """Counts bytes of weights that are patched and there, or on their way. `tell`: told how many thousandths of a model that is,
+    and None once it is loaded."""
 
     def __init__(self, tell: Callable[[int | None], None]) -> None:
         self._tell = tell

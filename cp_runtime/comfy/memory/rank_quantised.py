@@ -25,11 +25,7 @@ LARGEST = 448.0 * 6.0  # largest block scale (float8_e4m3) times largest value (
 
 
 def own_formats(model: Any, device: torch.device) -> list[str]:
-    """Return the quantised formats of a model that this device multiplies in by itself; for the others ComfyUI casts.
-
-    Args:
-        model: a `BaseModel`, or a VAE.
-    """
+    """Return the quantised formats of a `BaseModel` or VAE that this device multiplies in by itself; for others ComfyUI casts."""
     quantised = any(isinstance(weight, comfy.quant_ops.QuantizedTensor) for weight in model.parameters())
     optimizations = model.model_config.optimizations if hasattr(model, "model_config") else {}
     fast = optimizations.get("fp8", False) or PerformanceFeature.Fp8MatrixMultiplication in args.fast
@@ -47,10 +43,7 @@ def own_formats(model: Any, device: torch.device) -> list[str]:
 class Experts:
     """The experts of a block, as quantised ones need it: all run, in their order, after the gate and before the shared ones.
 
-    One that no token of this rank is for runs on a zero, which counts for nothing and is thrown away.
-
-    Attributes:
-        absent: whether such an expert runs now.
+    One that no token of this rank is for (`absent`) runs on a zero, which counts for nothing and is thrown away.
     """
 
     absent: ClassVar[bool] = False

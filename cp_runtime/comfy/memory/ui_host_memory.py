@@ -52,10 +52,7 @@ def weights_in_file(path: str) -> Iterator[bool]:
 
 def free_host_memory(groups: str = "/proc/self/cgroup") -> int:
     """Return the bytes of memory that this process can still take, of the machine and of the container that it may run in.
-
-    Args:
-        groups: file that names the control groups of this process.
-    """
+    `groups`: file that names its control groups."""
     return min([int(psutil.virtual_memory().available), *_free_in_groups(groups)])
 
 

@@ -87,11 +87,7 @@ def make_way(model: Any) -> None:
 
 
 def free_for_ranks(devices: Iterable[str]) -> None:
-    """Have ComfyUI unload what it does not sample with, from devices of ranks, and give back what torch keeps there.
-
-    Args:
-        devices: as torch names them.
-    """
+    """Have ComfyUI unload what it does not sample with, from devices (torch's names), and give back what torch keeps there."""
     models = comfy.model_management.current_loaded_models
     in_use = [loaded for loaded in models if loaded.currently_used]
     # ComfyUI asks a device how much is free. If this process has not used the device yet, that takes memory for a context.

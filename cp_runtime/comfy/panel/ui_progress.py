@@ -49,11 +49,8 @@ def raise_or_warn(error: UnsupportedError, config: RuntimeConfig, instead: str, 
 
 
 def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any:
-    """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt.
-
-    Args:
-        steps: of the call, shown with every poll; 0 = they are not known, or the caller counts them.
-    """
+    """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt. `steps`: of
+    the call, shown with every poll; 0 = they are not known, or the caller counts them."""
     try:
         return run(WorkBar(steps).poll)
     except CallCancelled:

@@ -172,11 +172,8 @@ MIRRORED: Mapping[str, Patch] = {
 
 
 def map_patches(options: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return `patches` and `patches_replace` of transformer_options with what the function makes of every patch in its place.
-
-    Args:
-        function: takes the option and the name under which the patch stands there, in words, and the patch.
-    """
+    """Return `patches` and `patches_replace` of transformer_options with what the function makes of every patch in its place, given
+    the option and the name under which it stands there, in words, and the patch."""
     added, replacing = options.get("patches", {}), options.get("patches_replace", {})
     return {
         "patches": {name: [function(f"patches: {name}", each) for each in patches] for name, patches in added.items()},

@@ -117,11 +117,7 @@ def _obstacles(vae: Any) -> Iterator[str]:
 
 
 class RankedVAE:
-    """A VAE and the ranks that run it.
-
-    Args:
-        vae: ComfyUI's.
-    """
+    """A VAE of ComfyUI and the ranks that run it."""
 
     def __init__(self, vae: Any, config: RuntimeConfig) -> None:
         # Whole, as it is small compared with what it computes.

@@ -27,11 +27,8 @@ from .stages import StagedCall
 
 
 class Kept:
-    """Tensors with all tokens that one model keeps from one call to the next, for one conditioning.
-
-    Args:
-        allow: called before the first tensors are kept, with the bytes of one attention's.
-    """
+    """Tensors with all tokens that one model keeps from one call to the next, for one conditioning. `allow`: called before the
+    first tensors are kept, with the bytes of one attention's."""
 
     def __init__(self, allow: Callable[[int], None]) -> None:
         self._allow = allow
