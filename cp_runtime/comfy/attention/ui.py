@@ -73,12 +73,9 @@ def _sage_mode(attention: Callable[..., Any]) -> str | None:
     return None
 
 
-def _held(function: Any) -> dict[str, Any]:
+def _held(function: Any) -> Mapping[str, Any]:
     """Return the variables of a closure, by name."""
-    if not isinstance(function, FunctionType):
-        return {}
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells}
+    return inspect.getclosurevars(function).nonlocals if isinstance(function, FunctionType) else {}
 
 
 def _name_in_pack(function: Any) -> str:

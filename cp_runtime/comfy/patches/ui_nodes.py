@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from collections.abc import Mapping
@@ -144,8 +145,7 @@ class _Encoder:
         if not isinstance(patch, FunctionType):
             without = MIRRORED[name].without
             return {"name": name, "data": {k: None if k in without else self._pack(v) for k, v in vars(patch).items()}}
-        cells = zip(patch.__code__.co_freevars, patch.__closure__ or (), strict=True)
-        data = {name: self._pack(cell.cell_contents) for name, cell in cells}
+        data = {variable: self._pack(value) for variable, value in inspect.getclosurevars(patch).nonlocals.items()}
         return {"name": name, "data": data, "defaults": patch.__defaults__}
 
     def _pack(self, value: Any) -> Any:
