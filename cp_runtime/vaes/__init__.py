@@ -18,7 +18,6 @@ def draws_noise(model: nn.Module) -> str | None:
 
 
 TABLES = (
-    # SD 1.5, SDXL, Flux 2, HunyuanVideo
     RowPlan(
         family="AutoencoderKL (SD 1.5, SDXL, Flux 2, HunyuanVideo)",
         model_class="comfy.ldm.models.autoencoder.AutoencoderKL",
