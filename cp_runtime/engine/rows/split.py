@@ -48,9 +48,6 @@ CONVOLUTIONS: dict[Any, tuple[str, ...]] = {
 }
 """Convolutions that ranks share, and their arguments behind input and weight."""
 
-Run = Callable[[Tensor, list[int]], Tensor]
-"""(input, padding) -> what a convolution makes of it."""
-
 
 class SplitRows(TorchFunctionMode):
     """While active, tensors of images and videos hold a part of the rows, but are processed as if they held all.
@@ -111,26 +108,23 @@ class SplitRows(TorchFunctionMode):
     def _conv(self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given = {"stride": 1, "padding": 0, "dilation": 1, **dict(zip(CONVOLUTIONS[func], args, strict=False)), **kwargs}
 
-        def run(x: Tensor, padding: Any) -> Tensor:
+        def run(x: Tensor, padding: list[int]) -> Tensor:
             return func(x, weight, **{**given, "padding": padding})
 
-        return self._convolve(run, input, weight, given["stride"], given["padding"], given["dilation"])
-
-    def _convolve(self, run: Run, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
         if self._on_convolution is not None:
             self._on_convolution()
-        dims = weight.ndim - 2
+        padding = given["padding"]
         if isinstance(padding, str):
             if padding != "valid":
                 raise PlanError(f'convolution with padding={padding!r}; allowed between ranks: numbers, "valid". Decode in tiles.')
             padding = 0
-        strides, paddings, dilations = (_each(value, dims) for value in (stride, padding, dilation))
+        strides, paddings, dilations = (_each(v, weight.ndim - 2) for v in (given["stride"], padding, given["dilation"]))
         reach = (weight.shape[self._dim] - 1) * dilations[self._dim] + 1
-        window = Window(x.shape[self._dim], self._held, reach, strides[self._dim], paddings[self._dim])
+        window = Window(input.shape[self._dim], self._held, reach, strides[self._dim], paddings[self._dim])
         if not window.above and not window.below:
-            return run(x, paddings)
+            return run(input, paddings)
         group, dim, layout = self._mesh.whole, self._dim, self._layout
-        own = x.narrow(dim, window.given, window.rows)
+        own = input.narrow(dim, window.given, window.rows)
         neighbours = Neighbours(group, own, dim, layout, window.rows // self._held, window.above, window.below)
         start, stop = layout.contributed(group.rank)
         edges = start == 0, stop in (0, layout.total)
@@ -138,8 +132,8 @@ class SplitRows(TorchFunctionMode):
         last = window.out if edges[1] else window.last_complete
         inside = list(paddings)
         inside[dim] = 0
-        out = run(x, paddings) if first < last else None  # with so few rows, all of the result depends on others
-        around = self._around(x, own, window, neighbours, edges)
+        out = run(input, paddings) if first < last else None  # with so few rows, all of the result depends on others
+        around = self._around(input, own, window, neighbours, edges)
         if out is None:
             return run(_rows(around, dim, *window.reads(0, window.out)), inside)
         for begin, end in ((0, first), (last, window.out)):
