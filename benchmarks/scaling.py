@@ -32,43 +32,42 @@ ONLY_PUBLISHED = {"step": Model("StepVideo 30B", 30e9, 48, 48, 128, 75888)}
 
 TEXT = """# Scaling, predicted
 
-**The cost model predicts everything on this page; only published figures were measured, by others.**
-`python benchmarks/scaling.py` writes it. For your own model, size and link, in a clone:
+**The cost model predicts everything here; only published figures were measured, by others.** `python benchmarks/scaling.py` writes
+this page. For your own model, size and link, in a clone:
 
     python benchmarks/forecast.py --model wan14b --tokens 75600 --devices 4 --link pcie4
 
-`--seconds` gives the time of a step on one of your devices. CP Config chooses by the same formula
-([`policy.py`](../../cp_runtime/engine/policy.py), [`cost.py`](../../cp_runtime/engine/cost.py)), with the speeds that the ranks
-measure when they start instead of the assumed ones.
+`--seconds` gives the time of a step on one of your devices. CP Config uses the same formula
+([`policy.py`](../../cp_runtime/engine/policy.py), [`cost.py`](../../cp_runtime/engine/cost.py)) with the speeds that the ranks
+measure.
 
 ## Times as fast as one device
 
 ![Predicted speed-up over the number of devices, one plot per model](../images/scaling.svg)
 
-Each cell has the fastest split of at most that many devices: C groups for CFG, U Ulysses, R ring. 1.00 without a split means that
-one device is fastest. Assumed for each link:
+Each cell has the fastest split over at most that many devices: C groups for CFG, U Ulysses, R ring; 1.00 without a split if one
+device is fastest. Assumptions:
 
 {links}
 
-No step is faster than the host launches its kernels: {host:.2g} ms for each layer in eager mode, as xDiT's Flux on H100 has it.
-Compiled blocks take {compiled:.2g} ms (`forecast.py --compiled`).
+No step is faster than the host launches its kernels: {host:.2g} ms for each layer in eager mode, as xDiT's Flux on H100 has it, and
+{compiled:.2g} ms for compiled blocks (`forecast.py --compiled`).
 
 Not modelled: text encoders and VAEs, links that several devices share, unequal devices, and a fast axis inside machines with a slow
-one between them: whatever ranks of several machines exchange counts as sent between machines. A device holds the whole model, or
-its part of the weights arrives in time.
+one between them: whatever ranks of several machines exchange counts as sent between machines. A device holds the whole model, or its
+part of the weights arrives in time.
 
-Below each table stand published runs of that model by other programs: their speed-up, and in brackets the model's prediction for
-that very run. Where the two are more than {bound:.0%} apart, the run names what the model lacks, and with it the table above.
+Below each table: published speed-ups of other programs, and in brackets the prediction for that run. Where the two are more than
+{bound:.0%} apart, the run names what the model, and so the table, lacks.
 
 """
 
 AFTER = """## The model against published runs
 
-The first time of each run fits the operations per second of its device, the link follows from the machine's name, and the other
-times must follow. Each entry has the split, published/predicted time, and the error; **bold** errors are above {bound:.0%}, and a
-note says what the model lacks. The two runs of Flux on H100 by xDiT are those that the time of the host was fitted to, with two
-numbers each. `tests/unit/test_scaling.py` holds this. Times are in the sources' units: seconds of a run or a
-step, or milliseconds.
+The first time of each run fits the operations per second of its device; the others must follow. Each entry has the split,
+published/predicted time, and the error: **bold** above {bound:.0%}, with a note on what the model lacks
+(`tests/unit/test_scaling.py`). The time of the host was fitted to xDiT's two runs of Flux on H100, with two numbers each. Times are in
+the sources' units: seconds of a run or a step, or milliseconds.
 
 | Run | Source | Times | Median, worst error |
 |---|---|---|---|
@@ -194,7 +193,7 @@ def table() -> str:
             alone = operations(work) / link.flops
             fastest = [best(work, devices, link, alone) for devices in DEVICES]
             cells = [f"{found.speedup:.2f} {short(found.split)}".rstrip() for found in fastest]
-            lines.append(f"| {link.name}, {alone:.3g} | {' | '.join(cells)} |")
+            lines.append(f"| {link.name.partition(' (')[0]}, {alone:.3g} | {' | '.join(cells)} |")
         lines += ["", *published_runs(model), ""]
     return "\n".join(lines) + "\n"
 
@@ -212,7 +211,7 @@ def published_runs(model: Model) -> list[str]:
             fastest = min((one for one in runs if one.row.split.at_work == devices), key=lambda one: one.row.time)
             found.append(f"{alone.time / fastest.row.time:.2f} ({alone.time / fastest.predicted:.2f}) on {devices}")
             missing = fastest.lacks or missing
-        lines.append(f"- {each.name}, {LINKS[each.link].name}: {', '.join(found)}{f'; lacks {missing}' if missing else ''}")
+        lines.append(f"- {each.name}, {LINKS[each.link].name.partition(' (')[0]}: {', '.join(found)}{f'; lacks {missing}' if missing else ''}")
     return lines or ["No published run on several devices was found."]
 
 

@@ -55,7 +55,7 @@ def test_restarted_ranks_come_from_the_same_process():
 def test_its_death_ends_the_ranks_and_says_so(moment):
     with small_pool() as pool:
         server, ranks = parent(pool.pids[0]), [psutil.Process(pid) for pid in pool.pids]
-        watch = Stopwatch(f"44 SIGKILL of the process that ranks are forked from, {moment}")
+        watch = Stopwatch(f"44 SIGKILL of the fork server, {moment}")
 
         def kill() -> bool:
             if alive(server):
@@ -119,7 +119,7 @@ def test_one_that_is_stopped_runs_on_when_it_is_needed(moment, caplog):
         if moment == "before a start":
             pool.kill()
         server.suspend()
-        watch = Stopwatch(f"44 SIGSTOP of the process that ranks are forked from, {moment}")
+        watch = Stopwatch(f"44 SIGSTOP of the fork server, {moment}")
         if moment == "before a start":
             with small_pool(3) as restarted:
                 assert parent(restarted.pids[0]).pid == server.pid
@@ -149,7 +149,7 @@ def test_one_that_does_not_run_on_ends_with_its_ranks(monkeypatch, caplog):
         server = parent(pool.pids[0])
     monkeypatch.setattr("cp_runtime.pool.forking.ForkServer.wake", lambda _: None)
     server.suspend()
-    pool, watch = make_pool(3), Stopwatch("44 the process that ranks are forked from does not answer")
+    pool, watch = make_pool(3), Stopwatch("44 the fork server does not answer")
     with pytest.raises(
         PoolTimeout, match=rf"within 1 s; .* \(pid {server.pid}, stopped\) does not answer and has not started rank 0\."
     ):
@@ -187,7 +187,7 @@ SLOW = "import time\ntime.sleep(600)"
 def test_cancel_while_it_imports(tmp_path):
     pool = pool_with(tmp_path, slow=SLOW)
     asked = []
-    watch = Stopwatch("44 Cancel while the process that ranks are forked from imports")
+    watch = Stopwatch("44 Cancel while the fork server imports")
 
     def cancelled() -> bool:
         asked.append(time.monotonic())
