@@ -34,13 +34,12 @@ table over ComfyUI's own forward, checked against ComfyUI {version}. Other class
 (`on_unsupported`).
 
 Each line has the family, its class, its *streams* (the token sequences that are split over the ranks), the ControlNet *residuals*
-that its forward adds, and the number of calls compared. Every family can also share the batch axis (CFG halves, batch items, areas);
-*batch only* families share nothing else.
+that its forward adds, and the number of calls compared. Every family can also share the batch axis (CFG halves, batch items,
+areas); *batch only* families share nothing else.
 
 `tests/ranks/families/test_families.py` compares calls of the forward, {total} in all, with the stock forward in one process:
-{modes}. `tests/support/families` has them by name.
-`tests/server/test_families.py` samples {served} graphs of these models on a real server, with {world} ranks, CFG {cfg:g} and a batch
-of {batch}, or of one where a model refuses batches ({single}).
+{modes}. `tests/support/families` has them by name. `tests/server/test_families.py` samples {served} graphs of these models on a
+real server, with {world} ranks, CFG {cfg:g} and a batch of {batch}, or of one where a model refuses batches ({single}).
 
 """
 REFUSALS = """
@@ -49,8 +48,8 @@ REFUSALS = """
 - A model whose class is not listed.
 - ControlNet residuals for a family that adds none, and ControlNets that compute with the model's own weights (ControlLoRA, Qwen's
   Fun ControlNet).
-- SamplerARVideo (autoregressive sampling of Causal Wan) and FluxKVCache: they keep keys and values of earlier frames or steps inside
-  the transformer. `cp_runtime/comfy/patches/wire_nodes.py` lists other nodes that patch the transformer.
+- SamplerARVideo (autoregressive sampling of Causal Wan) and FluxKVCache: they keep keys and values of earlier frames or steps
+  inside the transformer. `cp_runtime/comfy/patches/wire_nodes.py` lists other nodes that patch the transformer.
 - The batch axis, always or in some calls, where one item depends on another: {batch}. Their sequence is still shared.
 """
 VAES = """

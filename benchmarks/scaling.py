@@ -54,20 +54,18 @@ No step is faster than the host launches its kernels: {host:.2g} ms for each lay
 {compiled:.2g} ms for compiled blocks (`forecast.py --compiled`).
 
 Not modelled: text encoders and VAEs, links that several devices share, unequal devices, and a fast axis inside machines with a slow
-one between them: whatever ranks of several machines exchange counts as sent between machines. A device holds the whole model, or its
-part of the weights arrives in time.
-
-Below each table: published speed-ups of other programs, and in brackets the prediction for that run. Where the two are more than
-{bound:.0%} apart, the run names what the model, and so the table, lacks.
+one between them: whatever ranks of several machines exchange counts as sent between machines. A device holds the whole model, or
+its part of the weights arrives in time.
 
 """
 
 AFTER = """## The model against published runs
 
-The first time of each run fits the operations per second of its device; the others must follow. Each entry has the split,
-published/predicted time, and the error: **bold** above {bound:.0%}, with a note on what the model lacks
-(`tests/unit/test_scaling.py`). The time of the host was fitted to xDiT's two runs of Flux on H100, with two numbers each. Times are in
-the sources' units: seconds of a run or a step, or milliseconds.
+The first time of each run fits the operations per second of its device; the link follows from the machine's name
+(`benchmarks/published.json`), and the other times must follow. Each entry has the split, published/predicted time, and the error:
+**bold** above {bound:.0%}, with a note on what the model lacks (`tests/unit/test_scaling.py`). The time of the host was fitted to
+xDiT's two runs of Flux on H100, with two numbers each. Times are in the sources' units: seconds of a run or a step, or
+milliseconds.
 
 | Run | Source | Times | Median, worst error |
 |---|---|---|---|
@@ -194,25 +192,8 @@ def table() -> str:
             fastest = [best(work, devices, link, alone) for devices in DEVICES]
             cells = [f"{found.speedup:.2f} {short(found.split)}".rstrip() for found in fastest]
             lines.append(f"| {link.name.partition(' (')[0]}, {alone:.3g} | {' | '.join(cells)} |")
-        lines += ["", *published_runs(model), ""]
+        lines.append("")
     return "\n".join(lines) + "\n"
-
-
-def published_runs(model: Model) -> list[str]:
-    """What others measured of that model, against one device of theirs."""
-    lines = []
-    for each in PUBLISHED:
-        alone = each.rows[0]
-        if MODELS.get(each.model) is not model or alone.split.at_work != 1:
-            continue
-        found, missing = [], ""
-        runs = each.replay
-        for devices in sorted({one.row.split.at_work for one in runs}):
-            fastest = min((one for one in runs if one.row.split.at_work == devices), key=lambda one: one.row.time)
-            found.append(f"{alone.time / fastest.row.time:.2f} ({alone.time / fastest.predicted:.2f}) on {devices}")
-            missing = fastest.lacks or missing
-        lines.append(f"- {each.name}, {LINKS[each.link].name.partition(' (')[0]}: {', '.join(found)}{f'; lacks {missing}' if missing else ''}")
-    return lines or ["No published run on several devices was found."]
 
 
 def world() -> str:
