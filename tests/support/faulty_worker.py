@@ -4,7 +4,7 @@ Inert unless CP_TEST_FAULTS names a folder (docs/testing.md). A file `<rank>.jso
 3}`, is removed by that rank and takes effect at that place: `start`, before it joins the others; `load`, before it loads a model;
 `call`, before a call; `weights`, when it has brought that many pieces of a model to its device (`module` counts them); `module`,
 when it enters that planned module of a call; `compile`, when it begins to compile. With `"times": 2` it stays for a second time;
-with `"then"` another fault follows it.
+with `"then"` another fault follows it. `slow` sleeps for `seconds` there, and at every later module.
 """
 
 from __future__ import annotations
