@@ -115,8 +115,8 @@ Bypassed nodes count.
 {others}
 ## Families
 
-Per family: how many templates run, their names, and their model files by kind of weights. A number behind a file counts its
-templates, a name is the loader's weight_dtype; *unnamed* files do not tell their kind. *Not shown*: no test has.
+Per family: how many templates run, their names, and how many model files (with their loaders' weight_dtype) have which kind of
+weights; *unnamed* files do not tell it. *Not shown*: no test has.
 
 {families}
 
@@ -128,9 +128,7 @@ The ranks repeat the calls of these nodes. No template has one; tests use a pack
 
 ## Node classes
 
-By the number of templates that use them.
-
-{classes}
+The templates use {classes} that need a test. Without one: {untested}.
 """
 
 
@@ -155,7 +153,7 @@ def page(needs: list[Needs], report: Report) -> str:
     verdicts = {need.template: need.verdict(report) for need in needs}
     reasons = [verdict for verdict in dict.fromkeys(verdicts.values()) if verdict != RUNS]
     notes = {reason: number for number, reason in enumerate(reasons, 1)}
-    demand = Counter(item for need in needs for item in need.all())
+    demand = {item for need in needs for item in need.all()}
 
     def shown(kind: str, name: str) -> str:
         return name if report.has(kind, name) else f"{name} ({'refused' if name in rules.REFUSED else 'not shown'})"
@@ -169,11 +167,8 @@ def page(needs: list[Needs], report: Report) -> str:
         running = sum(verdicts[need.template] == RUNS for need in using)
         run = f"{len(using)}" if running == len(using) else f"{running} of {len(using)}"
         templates = ", ".join(template(need.template) for need in using)
-        families.append(f"- **{shown('family', name)}**, {run}: {templates}. {'; '.join(model_files(name, using, shown))}.")
-    by_count: dict[int, list[str]] = {}
-    for (kind, name), count in sorted(demand.items(), key=lambda item: (-item[1], item[0])):
-        if kind == "node":
-            by_count.setdefault(count, []).append(shown(kind, name))
+        families.append(f"- **{shown('family', name)}**, {run}: {templates}. *{', '.join(model_files(name, using, shown))}*")
+    classes = [name for kind, name in sorted(demand) if kind == "node"]
     return HEAD.format(
         comfyui=comfyui_version(),
         others=OTHERS,
@@ -184,19 +179,16 @@ def page(needs: list[Needs], report: Report) -> str:
         lacking="".join(f"\n{number}. {reason}" for reason, number in notes.items()),
         families="\n".join(families),
         loaders=", ".join(shown("node", name) for name in NODE_LOADERS),
-        classes="\n".join(f"- {count}: {', '.join(names)}" for count, names in by_count.items()),
+        classes=len(classes),
+        untested=", ".join(shown("node", name) for name in classes if not report.has("node", name)) or "none",
     )
 
 
 def model_files(family: str, needs: list[Needs], shown: Callable[[str, str], str]) -> Iterator[str]:
-    """The model files of a family, a text for each kind of weights."""
-    files = Counter(file for need in needs for file in need.files if rules.family(file[0]) == family)
-    kinds: dict[str, list[str]] = {}
-    for (file, dtype), count in sorted(files.items()):
-        more = [*([] if dtype == "default" else [dtype]), *([] if count == 1 else [str(count)])]
-        kinds.setdefault(rules.weights(file, dtype), []).append(f"{file} ({', '.join(more)})" if more else file)
-    for kind, names in sorted(kinds.items()):
-        yield f"*{shown('weights', kind)}* {', '.join(names)}"
+    """Count the model files of a family, a text for each kind of weights."""
+    files = {file for need in needs for file in need.files if rules.family(file[0]) == family}
+    for kind, count in sorted(Counter(rules.weights(file, dtype) for file, dtype in files).items()):
+        yield f"{count} {shown('weights', kind)}"
 
 
 def main() -> int:
