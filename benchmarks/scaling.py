@@ -46,7 +46,7 @@ measure.
 ![Predicted speed-up over the number of devices, one plot per model](../images/scaling.svg)
 
 Each cell has the fastest split over at most that many devices: C groups for CFG, U Ulysses, R ring; 1.00 without a split if one
-device is fastest. Assumptions:
+device is fastest. Beside each link: seconds of a step on one device. Assumptions:
 
 {links}
 
@@ -185,14 +185,15 @@ def table() -> str:
     for model in MODELS.values():
         work = work_of(model)
         lines += [f"### {model.name}", "", f"{model.tokens} tokens.", ""]
-        lines += [f"| Link, seconds of a step on one device | {' | '.join(map(str, DEVICES))} |", f"{'|---' * (len(DEVICES) + 1)}|"]
+        lines += [f"| Link, step | {' | '.join(map(str, DEVICES))} |", f"{'|---' * (len(DEVICES) + 1)}|"]
+        rows: dict[str, list[str]] = {}  # links by their cells: equal ones share a row
         for name in SHOWN:
             link = LINKS[name]
             alone = operations(work) / link.flops
             fastest = [best(work, devices, link, alone) for devices in DEVICES]
             cells = [f"{found.speedup:.2f} {short(found.split)}".rstrip() for found in fastest]
-            lines.append(f"| {link.name.partition(' (')[0]}, {alone:.3g} | {' | '.join(cells)} |")
-        lines.append("")
+            rows.setdefault(f"{alone:.3g} | {' | '.join(cells)}", []).append(link.name.partition(" (")[0])
+        lines += [f"| {' or '.join(names)}, {cells} |" for cells, names in rows.items()] + [""]
     return "\n".join(lines) + "\n"
 
 
