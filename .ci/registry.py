@@ -7,7 +7,6 @@ With --check nothing is written, and the exit status says whether the file is cu
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections import Counter
 from pathlib import Path
@@ -59,11 +58,6 @@ CP VAE Decode and CP VAE Encode split the rows of a picture (mode *exact*) for t
 `tests/ranks/vae/test_vae.py` compares each with the stock VAE on 2, 3 and 4 ranks. Other VAEs of pictures and videos share tiles.
 
 {rows}"""
-SIZE = """
-## Size
-
-{count} tables in {files} files, {lines} lines in all, median {median} per file.
-"""
 
 
 def streams(plan: FamilyPlan) -> list[str]:
@@ -91,8 +85,6 @@ def line(plan: FamilyPlan) -> str:
 
 def render() -> str:
     plans = sorted(PLANS.values(), key=lambda plan: plan.family.lower())
-    files = [file for file in sorted((ROOT / "cp_runtime" / "families").glob("*.py")) if file.name != "__init__.py"]
-    lengths = [len(file.read_text().splitlines()) for file in files]
     compared, sampled = (load_script(ROOT / "tests" / folder / "test_families.py") for folder in ("ranks/families", "server"))
     modes = Counter(mode for mode, _, _ in compared.CASES)
     head = HEAD.format(
@@ -105,9 +97,8 @@ def render() -> str:
         single=sum(entry.single for _, entry, _ in sampled.SERVED.values()),
     )
     refused = REFUSALS.format(batch=", ".join(plan.family for plan in plans if plan.shares_batch is not None))
-    size = SIZE.format(count=len(plans), files=len(files), lines=sum(lengths), median=round(statistics.median(lengths)))
     vaes = VAES.format(rows="".join(f"- {plan.family}: `{name}`\n" for name, plan in ROW_PLANS.items()))
-    return head + "".join(map(line, plans)) + refused + vaes + size
+    return head + "".join(map(line, plans)) + refused + vaes
 
 
 def main() -> None:
