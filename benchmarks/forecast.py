@@ -115,8 +115,8 @@ LINKS = {
     ),
     "pcie4x8": Link("PCIe 4 x8", 9e9, 3e-5, 6e13),
     "pcie3x8": Link("PCIe 3 x8 (3090)", 4.5e9, 4e-5, 5e13),
-    "100gbit": Link("machines of 8 H100 over 100 Gbit/s", 300e9, 6e-5, 4e14, 10e9 / PER_MACHINE),
-    "25gbit": Link("machines of 8 H100 over 25 Gbit/s", 300e9, 6e-5, 4e14, 2.5e9 / PER_MACHINE),
+    "100gbit": Link("100 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 4e14, 10e9 / PER_MACHINE),
+    "25gbit": Link("25 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 4e14, 2.5e9 / PER_MACHINE),
 }
 
 
