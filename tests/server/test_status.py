@@ -192,6 +192,9 @@ def test_the_text_in_a_node_that_did_not_end_says_so(pool_server, expected, way,
     pids, since = assert_right(pool_server, expected), time.monotonic()
     ring = {**CP, "ulysses_degree": 1, "ring_degree": 2}  # what is said of it was not said of the prompt before
     prompt_id = pool_server.queue(flux_prompt(cp=ring, width=1024, height=1024, steps=20))  # seconds per step
+    # Of the node of this prompt: what was said of the one before may come late.
+    mine = {"prompt_id": prompt_id, "node": "sampler"}
+    since = pool_server.wait_event(lambda event: event.type == "executing" and mine.items() <= event.data.items(), since=since).time
     pool_server.wait_event(lambda event: event.type == "text" and "· 2 ranks (ring 2)" in event.data[1], since=since)
     pool_server.wait_status(lambda status: status["ranks"][0]["modules"] > 0)
     if way == "cancel":
