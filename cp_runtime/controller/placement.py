@@ -97,7 +97,7 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
         return Choice(config.weights, reason)
     if room is None:
         return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, which CPU ranks share through the file")
-    if slow_link and at_least == WHOLE and demand.on_device(WHOLE, ranks) > room >= demand.per_rank(STAGED, ranks):
+    if slow_link and demand.on_device(WHOLE, ranks) > room >= demand.per_rank(STAGED, ranks):
         return Choice(STAGED, f"staged: {_on_each(demand, STAGED, ranks)}, as the link is too slow to share them out")
     for placement in PLACEMENTS[PLACEMENTS.index(at_least) :]:
         if demand.per_rank(placement, ranks) <= room:

@@ -183,7 +183,7 @@ class Workers:
         if resident is not None and resident.asked == _asked(config) and resident.choice.placement != STAGED:
             known.append(resident.choice.placement)  # for a larger call
         slow = target.key in self._slow and STAGED not in tried and not target.demand.unstaged
-        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE) if not slow else WHOLE, slow)
+        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE), slow)
 
     def use_less_memory(self, target: ModelState) -> None:
         """Note that a rank ran out of memory: from its next load on, the model takes less of it where it can."""

@@ -46,7 +46,7 @@ PROCESSES = {
     ("cp_runtime/machines/host.py", "open", "socket.create_server"): "on one address, once the user has asked for it",
     ("cp_runtime/machines/elastic.py", "_listening_store", "socket.create_server"): "the same",
     ("cp_runtime/machines/elastic.py", "_listening_store", "torch.distributed.TCPStore"): "listens there, and nowhere else",
-    ("cp_runtime/machines/elastic.py", "_store", "torch.distributed.TCPStore"): "a client",
+    ("cp_runtime/machines/elastic.py", "_launch", "torch.distributed.TCPStore"): "a client",
     ("cp_runtime/machines/relay.py", "meet", "torch.distributed.TCPStore"): "a client",
     ("cp_runtime/pool/worker.py", "_store", "torch.distributed.TCPStore"): "a client, of a pool on several machines",
 }

@@ -58,16 +58,6 @@ def test_the_node_of_comfyui_in_front_of_the_sampler(pool_server, stock):
     assert pool_server.worker_pids() == pids
 
 
-@pytest.mark.parametrize("patches", [1, 3])
-def test_blocks_of_stages_are_compiled(pool_server, patches):
-    """The second step is in patches."""
-    stages = {"cp": {"world_size": 2}, "pipefusion": {"stages": 2, "patches": patches, "warmup_calls": 1}}
-    out, compiled = run(pool_server, after_apply=[("TestPatch", {"kind": "compile_eager"})], **stages)
-    same(out, pool_server.sample(wan_prompt(**stages)))
-    assert compiled["kinds"] == {"WanAttentionBlock": 2}
-    assert (compiled["left"], compiled["breaks"]) == ({}, 0)
-
-
 def test_compiling_does_not_count_as_a_step(pool_server, faults, stock):
     """It takes twice as long as `step_timeout` on one of the ranks, which hold the model already."""
     run(pool_server, cp=CP)
@@ -113,3 +103,13 @@ def test_one_device_with_torch_compile_gives_the_stock_result(pool_server):
     expected = pool_server.sample(wan_prompt(after_apply=override), timeout=120)
     out = pool_server.sample(wan_prompt(cp={**CP, "on_unsupported": "single device"}, **nodes), timeout=120)
     assert (out == expected).all()
+
+
+@pytest.mark.parametrize("patches", [1, 3])
+def test_blocks_of_stages_are_compiled(pool_server, patches):
+    """The second step is in patches. The last test: what ranks have compiled is not compiled again, with other weights either."""
+    stages = {"cp": {"world_size": 2}, "pipefusion": {"stages": 2, "patches": patches, "warmup_calls": 1}}
+    out, compiled = run(pool_server, after_apply=[("TestPatch", {"kind": "compile_eager"})], **stages)
+    same(out, pool_server.sample(wan_prompt(**stages)))
+    assert compiled["kinds"] == {"WanAttentionBlock": 2}
+    assert (compiled["left"], compiled["breaks"]) == ({}, 0)

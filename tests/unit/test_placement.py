@@ -41,6 +41,10 @@ def test_over_a_slow_link_a_model_that_fits_no_device_is_staged(room, placement)
     assert choose(config(), DEMAND, room * GB, slow_link=True).placement == placement
 
 
+def test_over_a_slow_link_what_ran_out_of_memory_is_not_tried_again():
+    assert choose(config(), DEMAND, 1000 * GB, at_least="offloaded", slow_link=True).placement == "offloaded"
+
+
 @pytest.mark.parametrize(("seconds", "waited", "slow"), [(3.0, 2.0, True), (2.0, 0.5, False), (2.0, 1.0, False)])
 def test_a_link_is_slow_if_one_device_would_be_faster(seconds, waited, slow):
     """Of two ranks, each of which computes half of a call. The first call loads the weights."""

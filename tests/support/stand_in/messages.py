@@ -27,6 +27,8 @@ from . import memory, races
 NOT_THERE = 0xFF  # in every byte
 EVEN = {"allreduce_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_", "reduce_"}
 """Operations to which all ranks bring as many bytes."""
+PAIR = dict.fromkeys(("send", "recv_"), "message of two ranks")
+"""What is another operation on the other rank."""
 ROOTED = {"broadcast_": 2, "reduce_": 3}
 """Whose argument says which rank of the group writes, or reads, alone."""
 
@@ -197,7 +199,7 @@ def disagreement(logs: Sequence[Sequence[Launch]]) -> str:
         for entry in entries:
             node = entry.group, counts.setdefault(entry.group, 0)
             counts[entry.group] += 1
-            what = entry.operation, entry.nbytes if entry.operation in EVEN else 0
+            what = PAIR.get(entry.operation, entry.operation), entry.nbytes if entry.operation in EVEN else 0
             if known.setdefault(node, what) != what:
                 return f"launch {node[1]} of group {node[0]}: {known[node]} on one rank, {what} on another"
             before.setdefault(node, set()).update(last)
