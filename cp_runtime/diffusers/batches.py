@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,8 +78,9 @@ class Share:
         Raises:
             PlanError: a tensor in it does not have one row per item of this group.
         """
-        if isinstance(out, dict) and type(out) is not dict:  # diffusers' outputs
-            return type(out)(**{key: self.gather(item) for key, item in out.items()})
+        return map_outputs(out, self._gathered)
+
+    def _gathered(self, out: Any) -> Any:
         start, stop = self._span
         for tensor in tensors(out):
             if not tensor.ndim or tensor.shape[0] != stop - start:
@@ -88,6 +89,13 @@ class Share:
                     "together by items. Set batch_degree=1."
                 )
         return self._shares.gather(out, self._mesh)
+
+
+def map_outputs(out: Any, function: Callable[[Any], Any]) -> Any:
+    """Return an output of a module of diffusers, with what the function makes of it, or of each field of an output class."""
+    if isinstance(out, dict) and type(out) is not dict:
+        return type(out)(**{key: map_outputs(item, function) for key, item in out.items()})
+    return function(out)
 
 
 def for_all_items(module: nn.Module, plan: ModulePlan | None) -> frozenset[str]:

@@ -21,6 +21,7 @@ from ..engine.plan import ModulePlan, ShardingPlan
 from ..engine.transforms import ContextParallelInput, ContextParallelOutput
 from ..errors import PlanError, bad_value
 from ..nested import form_of, map_tensors, tensors
+from .batches import map_outputs
 from .calls import ShardedCalls
 from .table import ENCODER, HIDDEN, own_table
 from .torch_function import Record, SharedAttention
@@ -116,7 +117,7 @@ class StagedCalls(ShardedCalls):
 
         part = Part(form_of((args, dict(kwargs))), id(text), run)
         (out,) = self._pipeline.call([part], self._alone, self._settings_of_stages)
-        return self._of_last_stage(out), {}
+        return map_outputs(out, self._of_last_stage), {}
 
     _followed = _sharded  # the plan says what attention is over
 
@@ -131,8 +132,6 @@ class StagedCalls(ShardedCalls):
 
     def _of_last_stage(self, out: Any) -> Any:
         """Return the output of the last stage, which is rank 0 of the lane, on every rank."""
-        if isinstance(out, dict) and type(out) is not dict:  # diffusers' outputs
-            return type(out)(**{key: self._of_last_stage(item) for key, item in out.items()})
         return map_tensors(out, self._received)
 
     def _received(self, value: Tensor) -> Tensor:

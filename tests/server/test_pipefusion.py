@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 from support.graphs import flux_prompt, wan_prompt
 from support.latents import assert_close
-from support.processes import wait_gone
 
 CP = {"world_size": 2}
 STEPS, MOST = 20, 0.02  # largest error of such a run, in standard deviations of the latent
@@ -89,16 +85,9 @@ def test_another_prompt_size_and_lora_in_between(pool_server, exact):
 @pytest.mark.parametrize("way", ["SIGKILL of a rank", "Cancel"])
 def test_the_end_of_a_prompt_in_the_middle(pool_server, exact, way):
     """Patches are on their way when the ranks leave the call."""
-    workers, pids = pool_server.workers(), pool_server.worker_pids()
+    pids = pool_server.worker_pids()
     prompt = pool_server.queue(flux_prompt(**patched(8), width=512, height=512, steps=60))
-    pool_server.wait_for_step(prompt)
-    if way == "Cancel":
-        pool_server.interrupt(prompt)
-        assert pool_server.wait(prompt).status == "interrupted"
-    else:
-        os.kill(workers[1].pid, signal.SIGKILL)
-        assert pool_server.wait(prompt).status == "error"
-        wait_gone(workers, 10)
+    pool_server.end_in_the_middle(prompt, way)
     assert_near(pool_server, exact)
     assert (pool_server.worker_pids() == pids) == (way == "Cancel")
 

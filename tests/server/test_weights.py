@@ -6,17 +6,14 @@ tests/ranks/weights/test_shared_weights.py compares bits.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import time
 
 import pytest
 from support.faults import SLACK
 from support.graphs import flux_prompt, renamed, wan_prompt
 from support.latents import assert_close
-from support.processes import wait_gone
 
 CP = {"world_size": 2, "ulysses_degree": 2, "ring_degree": 1, "batch_degree": 1}
 LORA = {"loras": ["flux_lora"]}
@@ -180,16 +177,9 @@ def test_cancel_while_a_model_loads(pool_server, whole, faults):
 def test_the_end_of_a_prompt_in_the_middle(pool_server, whole, way):
     """Pieces of blocks are on their way when the ranks leave the call."""
     run(pool_server, "sharded")
-    workers, pids = pool_server.workers(), pool_server.worker_pids()
+    pids = pool_server.worker_pids()
     prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": "sharded"}, width=768, height=768, steps=60))
-    pool_server.wait_for_step(prompt)
-    if way == "Cancel":
-        pool_server.interrupt(prompt)
-        assert pool_server.wait(prompt).status == "interrupted"
-    else:
-        os.kill(workers[1].pid, signal.SIGKILL)
-        assert pool_server.wait(prompt).status == "error"
-        wait_gone(workers, 10)
+    pool_server.end_in_the_middle(prompt, way)
     assert_right(pool_server, whole)
     assert (pool_server.worker_pids() == pids) == (way == "Cancel")
 

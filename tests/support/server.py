@@ -291,6 +291,18 @@ class ComfyServer:
         event = self.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id, 60)
         return event.time, event.data["exception_message"]
 
+    def end_in_the_middle(self, prompt_id: str, way: str) -> None:
+        """End a prompt that takes many steps after its first: `way` is "Cancel", or "SIGKILL of a rank", rank 1."""
+        self.wait_for_step(prompt_id)
+        workers = self.workers()
+        if way == "Cancel":
+            self.interrupt(prompt_id)
+            assert self.wait(prompt_id).status == "interrupted"
+        else:
+            os.kill(workers[1].pid, signal.SIGKILL)
+            assert self.wait(prompt_id).status == "error"
+            processes.wait_gone(workers, 10)
+
     def interrupt(self, prompt_id: str | None = None) -> None:
         """Cancel the prompt that runs, or only if it is `prompt_id`."""
         self._call("/interrupt", {"prompt_id": prompt_id} if prompt_id else {})
