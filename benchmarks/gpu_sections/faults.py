@@ -21,6 +21,7 @@ from .section import NEEDS_CARD, Section
 from .server import LARGEST, TIMEOUT, Server, largest, new_models, used_device_memory
 
 STEP_TIMEOUT = 8.0
+LOGGED = 10_000  # characters of the server's log that are shown with a fault that was not told
 BACK = 0.3  # GB; what may be missing of the device's memory afterwards
 
 
@@ -101,6 +102,8 @@ class StruckServer(Server):
             allowed = fault.seconds * self.section.limits * (SLACK if self.section.rehearse else 1)
             taken = not self._faults.waiting and result.status == ("error" if fault.words else "success")
             told = taken and all(word in message for word in fault.words)
+            if not told:
+                print(self.log_text()[-LOGGED:], flush=True)
             self.section.check(
                 name, right and seconds <= allowed and told and missing <= BACK, seconds=seconds, allowed=allowed,
                 next_prompt="right" if right else "wrong", missing_GB=missing, message=message.splitlines()[0],

@@ -1,14 +1,14 @@
 """Blocks of a model compiled by torch, with all sharding outside of the compiled code.
 
 A block's own forward is compiled. The hooks of plans and of sharded weights stay around it, and attention inside it is one operator
-that the compiler does not look into (`attention.opaque`). Blocks of a class share compiled code, as weights are inputs of a graph.
+that the compiler does not look into (`attention.opaque`), as are layers with quantised weights (`opaque_layers`). Blocks of a class share compiled code, as weights are inputs of a graph.
 A block is compiled whole or not at all, so that a failure comes before any of it has run.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from ..compat import compiler_errors, compiler_settings
 from ..errors import CompileError
 from .attention.opaque import PLACE
+from .opaque_layers import make_opaque, running
 from .plan import ShardingPlan, find_modules, method_of
 from .weights.blocks import blocks_of
 
@@ -82,8 +83,9 @@ class CompiledBlocks:
                 self.left[kind] = "the model calls other methods of it than forward"
                 continue
             cls: Any = type(module)
-            module.forward = functools.partial(self._run, module, _compiled(cls, settings))
-            self._wrapped.append(module)
+            layers = make_opaque(module)
+            module.forward = functools.partial(self._run, module, _compiled(cls, settings), layers)
+            self._wrapped += [module, *layers]
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
 
     def remove(self) -> None:
@@ -91,7 +93,13 @@ class CompiledBlocks:
         while self._wrapped:
             del self._wrapped.pop().forward
 
-    def _run(self, module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(
+        self, module: nn.Module, compiled: Callable[..., Any], layers: Sequence[nn.Module], *args: Any, **kwargs: Any
+    ) -> Any:
+        with running(layers):
+            return self._run_block(module, compiled, args, kwargs)
+
+    def _run_block(self, module: nn.Module, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         cls = type(module)
         if cls in self._given_up:
             self.failed(self._given_up[cls])

@@ -51,7 +51,8 @@ class LogPump:
         name, separator, text = line.partition("|")
         level = _LEVELS.get(name) if separator else None
         line = text if level else line
-        self._last.append(line)
+        if not line.startswith("frame #"):  # of C++: dozens of them follow the line that says what is wrong
+            self._last.append(line)
         log.log(level or logging.INFO, "[%s] %s", self._name, line)
 
     def finish(self) -> list[str]:

@@ -159,16 +159,25 @@ class Worker:
             self.cancel_points.restart()
             self.board.begin(self.rank)
             try:
-                block, request = self._block(frame), frame.message
-                report = self._handlers[type(request)](request, block) or Done()  # type: ignore[index]  # `_block` has looked
-            except Left:
-                report = Cancelled()
+                report = self._report_on(frame)
             except Exception as error:  # noqa: BLE001  (the controller raises it in the node)
-                report = failure(error, self.stats, self.device)
-            finally:
-                self.cancel_points.end()
-            self.board.begin(self.rank)
-            self.channel.send(pack(report, frame.seq))
+                # While the error still holds its tensors: to free one of a device that is lost may end the process.
+                self._answer(failure(error, self.stats, self.device), frame)
+            else:
+                self._answer(report, frame)
+
+    def _report_on(self, frame: Frame) -> Report:
+        """Run a command."""
+        try:
+            block, request = self._block(frame), frame.message
+            return self._handlers[type(request)](request, block) or Done()  # type: ignore[index]  # `_block` has looked
+        except Left:
+            return Cancelled()
+
+    def _answer(self, report: Report, frame: Frame) -> None:
+        self.cancel_points.end()
+        self.board.begin(self.rank)
+        self.channel.send(pack(report, frame.seq))
 
     def _next(self) -> Frame:
         """Wait for the next message. A rank that has been idle for a while gives its free memory back."""

@@ -367,8 +367,9 @@ class ComfyServer:
         return self._require_listener().snapshot()
 
     def steps(self, prompt_id: str) -> list[Event]:
-        """The ends of a prompt's sampling steps so far."""
-        return [e for e in self.events if e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] > 0]
+        """The ends of a prompt's sampling steps so far, without the percentages of a model that is loaded before them."""
+        found = [e for e in self.events if e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] > 0]
+        return [event for event in found if event.data["max"] == found[-1].data["max"]]
 
     def step_seconds(self, result: Result) -> list[float]:
         """Seconds of every sampling step but the first, which loads and warms up."""

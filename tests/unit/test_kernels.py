@@ -269,3 +269,28 @@ def test_a_package_that_fails_on_a_device_is_tried_once_and_left(run_on_cards):
     done = run_on_cards(PROGRAM, cards="count=2, gigabytes=2")
     said = [line for line in done.stderr.splitlines() if "cuda:0" in line and "only Ampere GPUs or newer" in line]
     assert [line.split()[0] for line in said] == ["flash_attn", "sageattention"]
+
+
+LOWEST_MASK = """
+from cp_runtime.engine.attention.kernels import attend_with_lse
+from cp_runtime.engine.attention.ring import PartialAttention
+
+torch.manual_seed(0)
+for device, dtype in (("cpu", torch.float32), ("cuda:0", torch.float32), ("cuda:0", torch.bfloat16)):
+    q, k, v = (torch.randn(1, 2, 24, 64, device=device).to(dtype) for _ in range(3))
+    for hidden in (torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -torch.inf):
+        mask = torch.zeros(1, 1, 24, 24, device=device)
+        mask[..., 8:] = hidden  # two chunks of a ring, of which every row sees a part of one
+        total = PartialAttention()
+        for start in (8, 0):
+            keys = slice(start, start + (16 if start else 8))
+            total.add(*attend_with_lse(q, k[:, :, keys], v[:, :, keys], mask[..., keys]))
+        expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
+        difference = (total.out - expected).abs().max().item()
+        assert difference < (1e-5 if dtype is torch.float32 else 2e-2), (device, dtype, hidden, difference)
+"""
+
+
+def test_the_lowest_number_hides_a_whole_chunk_of_a_ring(run_on_cards):
+    """On an H200 it made a chunk that no row sees the only one that counts."""
+    run_on_cards(LOWEST_MASK, cards="count=1")

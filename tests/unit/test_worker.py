@@ -117,13 +117,22 @@ def test_a_device_that_does_not_answer_is_no_second_error(monkeypatch):
 
 
 def test_the_report_on_a_failed_kernel_goes_out_although_the_device_is_lost(block, monkeypatch):
+    class OnDevice:
+        """To free memory of a device that is lost ends the process."""
+
+        def __del__(self):
+            before.append(len(sent))
+
     def fails(*_, **__):
+        tensor = OnDevice()  # noqa: F841  (it lives as long as the error)
         raise RuntimeError("CUDA error: device-side assert triggered")
 
+    before = []
     worker, sent = rank_with(block, Echo(value=None, drop=()))
     worker._handlers = {Echo: fails}
-    monkeypatch.setattr("cp_runtime.pool.worker.memory_of", fails)
+    monkeypatch.setattr("cp_runtime.pool.worker.left_memory", lambda device: None)
     worker.serve()
+    assert before == [1]
     (frame,) = sent
     report = frame.message
     assert (frame.seq, report.kind, report.device_lost) == (1, "RuntimeError", True)

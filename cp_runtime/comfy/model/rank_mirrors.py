@@ -329,11 +329,11 @@ class Mirrors:
 
     def drop(self, keys: Iterable[str]) -> None:
         """Drop models and networks of patches. Host and device memory is freed; files stay in the page cache."""
-        for key in keys:
-            if (mirror := self.entries.pop(key, None)) is not None:
-                mirror.drop()
-            if (network := ATTACHED.pop(key, None)) is not None:
-                forget(network)
+        for key in keys:  # without names for them: what a name holds cannot be collected
+            if key in self.entries:
+                self.entries.pop(key).drop()
+            if key in ATTACHED:
+                forget(ATTACHED.pop(key))
         gc.collect()  # modules and hooks refer to each other
         model_management.soft_empty_cache()
         trim_heap()

@@ -40,6 +40,7 @@ Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], tuple[Tens
 HALF = (torch.float16, torch.bfloat16)
 MATH_SCORES = 1 << 26  # scores that the math kernel holds at once
 ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+LOWEST = -1e30  # of a mask's finite numbers: CUDA kernels multiply by log2(e), which makes the lowest float32 infinite
 BIAS_ALIGNMENT = 16  # elements; CUDA kernels read masks in aligned rows
 
 
@@ -88,7 +89,7 @@ def attend_with_lse(
     H, K = q_BHLD.shape[1], k_BKSD.shape[1]
     if H != K:
         k_BKSD, v_BKSD = (t.repeat_interleave(H // K, 1) for t in (k_BKSD, v_BKSD))
-    bias = None if mask is None else additive(mask, q_BHLD.dtype)
+    bias = None if mask is None else _finite(additive(mask, q_BHLD.dtype))
     chosen = select(q_BHLD, k_BKSD, bias, kernel)
     out_BHLD, lse = chosen.run(q_BHLD, k_BKSD, v_BKSD, None if bias is None else _aligned(bias), scale)
     lse_BHL = lse.to(torch.promote_types(lse.dtype, torch.float32)).reshape(*q_BHLD.shape[:2], -1)[:, :, : q_BHLD.shape[2]]
@@ -127,6 +128,11 @@ def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -
         f"{'' if mask is None else ', with a mask'}. Allow another one: torch.nn.attention.sdpa_kernel, or the attention backend "
         '"native" of diffusers.'
     )
+
+
+def _finite(bias: Tensor) -> Tensor:
+    """Return the mask with its finite numbers in the range of all kernels; what hides a key still does."""
+    return bias.clamp_min(max(LOWEST, torch.finfo(bias.dtype).min)).masked_fill_(bias == -torch.inf, -torch.inf)
 
 
 def _aligned(bias: Tensor) -> Tensor:

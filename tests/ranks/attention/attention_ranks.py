@@ -87,11 +87,22 @@ def whole(lengths, heads, batch, kind, shares):
 
 
 @functools.cache
+def counted(lengths, heads, batch, kind, shares, dtype):
+    """Which rows of which head count, `[B, S, H, 1]`: cuDNN leaves anything in those that a boolean mask hides from all keys."""
+    _, mask, _, exact, _ = whole(lengths, heads, batch, kind, shares)
+    rows = exact.new_ones(*exact.shape[:3], 1)
+    if mask is None or dtype == torch.float32 or device.type == "cpu" or mask.dtype != torch.bool:
+        return rows
+    return rows * mask.any(-1, keepdim=True).transpose(1, 2)
+
+
+@functools.cache
 def rounding(lengths, heads, batch, kind, shares, dtype):
     """Error of one process in another dtype, root mean square."""
     inputs, mask, _, exact, _ = whole(lengths, heads, batch, kind, shares)
     here = one_process(*(t.to(dtype) for t in inputs), mask)
-    return ((here.float() - exact).double() ** 2).mean().sqrt().item()
+    error = (here.float() - exact) * counted(lengths, heads, batch, kind, shares, dtype)
+    return (error.double() ** 2).mean().sqrt().item()
 
 
 found, worst, squares = [], [], []
@@ -120,12 +131,13 @@ for number, case in enumerate(itertools.islice(cases(world), None, None, EVERY))
     if dtype == torch.float32 and number % SELDOM == 1:
         eight = dataclasses.replace(config, exchange="8 bit")
         rounded = attention.context_parallel_attention(*local, mesh=mesh, config=eight, q_layout=layout, mask=own_mask)
-        coded = (rounded - out).square().sum().item() / exact.square().sum().item()
+        coded = (rounded - out).square().sum().item() / (exact.square().sum().item() or 1.0)  # a mask may hide everything
     owned = layout.owned_positions(rank, device)
     mine = out if owned is None else out[:, owned]
     expected = layout.take_local(exact, rank, 1)
     expected = expected if owned is None else expected[:, owned]
-    error = mine.float() - expected
+    rows = layout.take_local(counted(*key, dtype), rank, 1)
+    error = (mine.float() - expected) * (rows if owned is None else rows[:, owned])
     worst.append([error.abs().max().item() if mine.numel() else 0.0, float(not out.isfinite().all()), differs])
     squares.append([(error.double() ** 2).sum().item() / exact.numel(), coded])
     if rank == 0:

@@ -142,6 +142,8 @@ scales = [call_memory(patcher, (1, 16, 8, 8), conds)[1] for conds in ({"positive
 report(step="conditions", scales=scales)
 del patcher
 gc.disable()
+freed = []
+mm.soft_empty_cache = lambda: freed.append(model() is None)  # what is freed later stays taken of the device
 mirrors.drop(["k"])
-report(step="dropped", alive=model() is not None, listed=len(mm.current_loaded_models))
+report(step="dropped", freed=freed, listed=len(mm.current_loaded_models))
 finish()

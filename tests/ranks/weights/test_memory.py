@@ -38,7 +38,7 @@ def test_progress_rises_from_nothing_to_all_of_the_model(at, step):
 
 
 def test_a_dropped_model_is_gone(at):
-    assert at["dropped"] == {"alive": False, "listed": 0}
+    assert at["dropped"] == {"freed": [True], "listed": 0}
 
 
 def test_a_larger_call_gets_its_room(at):

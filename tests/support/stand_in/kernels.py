@@ -6,6 +6,7 @@ Ranks measure a card with products that take a CPU seconds, and look at nothing 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,8 @@ def _supports(tensor: Tensor) -> bool:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp. A row without visible keys is nan, as a softmax over nothing."""
+    """Output and natural log-sum-exp. A row without visible keys is nan, as a softmax over nothing; one whose scores are no float32
+    any more in base 2 is 0, with inf, as an H200 gave it."""
     if q.numel() * k.shape[2] > TOO_LARGE:
         return torch.full_like(q, torch.nan), q.new_full(q.shape[:3], torch.nan, dtype=torch.float32)
     scores = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -54,6 +56,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float |
         scores = scores + bias.float()
     lse = scores.logsumexp(-1)
     out = torch.exp(scores - lse.unsqueeze(-1)) @ v.float()
+    beyond = (scores.amax(-1) * math.log2(math.e)).isinf() & lse.isfinite()
+    out, lse = out.masked_fill(beyond.unsqueeze(-1), 0.0), lse.masked_fill(beyond, torch.inf)
     return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse  # these kernels write [B, L, H, D]
 
 

@@ -1,0 +1,72 @@
+"""Linear layers with quantised weights as one operator that a compiler does not look into.
+
+Where a device multiplies in the weights' own format, such a layer quantises its input, too: a tensor that is made inside the graph and
+has Python attributes, which torch's compiler cannot trace. A graph is compiled for all blocks of a class, so the operator names a
+layer by its number, and the block that is running says which one that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import PlanError
+
+_running: list[Sequence[nn.Module]] = []
+
+
+def make_opaque(block: nn.Module) -> list[nn.Module]:
+    """Have the quantised linear layers of a block run through the operator, until `del layer.forward`. Returns them."""
+    layers = [layer for layer in block.modules() if _is_quantised(layer) and "forward" not in vars(layer)]
+    for number, layer in enumerate(layers):
+        layer.forward = partial(_forward, layer, number)
+    return layers
+
+
+@contextmanager
+def running(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Say whose layers the operator runs. Single-threaded, as ranks are."""
+    _running.append(layers)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+@torch.library.custom_op("context_parallel::linear", mutates_args=())
+def linear(x: Tensor, layer: int, features: int) -> Tensor:
+    """Run a linear layer of the running block.
+
+    Args:
+        x: `[..., in features]`.
+        layer: its number among those of its block.
+        features: that it returns.
+
+    Returns:
+        `[..., features]` in x's dtype, contiguous.
+    """
+    if not _running:
+        raise PlanError("a compiled block ran outside of a sharded call")
+    module = _running[-1][layer]
+    out: Tensor = type(module).forward(module, x)
+    return out.contiguous()
+
+
+@linear.register_fake
+def _(x: Tensor, layer: int, features: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], features))
+
+
+def _forward(layer: Any, number: int, x: Tensor) -> Tensor:
+    return linear(x, number, layer.out_features)
+
+
+def _is_quantised(layer: nn.Module) -> bool:
+    weight = getattr(layer, "weight", None)
+    return isinstance(weight, Tensor) and is_traceable_wrapper_subclass(weight) and hasattr(layer, "out_features")
