@@ -34,7 +34,7 @@ clip: ## record the clip of the README in a browser, before and after, from `mak
 bench: ## run every benchmark and say which ratios moved since they were recorded (three quarters of an hour; BENCH_ARGS=--quick for less, --record to keep them)
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/recorded.py $(BENCH_ARGS)
 
-gpu-check: ## check this machine's GPU, docs/testing.md; GPU_CHECK_ARGS="--out results --sections first" for a part of nine minutes, or --rehearse without one
+gpu-check: ## check this machine's GPU, docs/gpu.md; GPU_CHECK_ARGS="--out results --sections first" for a part of nine minutes, or --rehearse without one
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
 
 soak: ## faults at full length and several times, into docs/generated/reliability.md (an hour or two; SOAK_ARGS="--runs 1")

@@ -51,18 +51,18 @@ STOCK = "without the plan"
 RATES = Rates(latency=1e-9, bandwidth=1e9, flops=1e11, memory=1e3, overlap=0.0)  # merging is so slow that Ulysses is chosen
 
 
-def measure(pool: WorkerPool, latent: tuple[int, ...], text: tuple[int, ...], calls: int) -> list[float]:
-    """Seconds of every call, after the one that delivers the conditioning."""
-    encoder, context = CallEncoder(), torch.randn(text, dtype=torch.bfloat16)
+def measure(pool: WorkerPool, latent: tuple[int, ...], text: tuple[int, ...], calls: int, device: str = "cpu") -> list[float]:
+    """Seconds of every call, after the one that delivers the conditioning. `device`: of the UI process."""
+    encoder, context = CallEncoder(), torch.randn(text, dtype=torch.bfloat16, device=device)
     times = []
     for step in range(calls + 1):
-        x = torch.randn(latent, dtype=torch.bfloat16)
+        x = torch.randn(latent, dtype=torch.bfloat16, device=device)
         arguments = {"x": x, "timestep": torch.tensor([step / calls]), "context": context.clone(), "transformer_options": {}}
         began = time.perf_counter()
         value, drop, packer = encoder.encode(arguments, {"x", "timestep"})
         replies = pool.request(Echo(value=value, drop=drop), packer, timeout=60)
         encoder.delivered()
-        out = pool.result(replies, torch.device("cpu"))
+        out = pool.result(replies, x.device)
         times.append(time.perf_counter() - began)
         if not torch.equal(out, x):
             raise RuntimeError("the workers returned another latent")

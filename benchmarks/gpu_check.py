@@ -4,7 +4,7 @@
 
 Writes a line of JSON per result to DIR/results.jsonl as soon as it is there, and DIR/gpu.md from them; results of other sections
 stay there. Every section is a process of its own with a time limit: one that fails or hangs does not stop the next. Nothing is
-installed or downloaded. docs/testing.md says more.
+installed or downloaded. docs/gpu.md says more.
 """
 
 from __future__ import annotations

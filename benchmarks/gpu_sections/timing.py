@@ -29,23 +29,22 @@ SHARES = (1, 2, 4, 8)
 def run(section: Section) -> None:
     """Calls, then blocks."""
     with section.part("calls"):
-        _calls(section, make_pool(2), "CPU ranks")
+        _calls(section, make_pool(2), "CPU ranks", "cpu")
     with section.part("calls, ranks on the card"):
         inventory = DeviceInventory(type="cuda", count=torch.cuda.device_count())
-        _calls(
-            section, WorkerPool(RuntimeConfig.resolve(inventory=inventory, **section.ranks(2)), WorkerSite()), "ranks on the card"
-        )
+        pool = WorkerPool(RuntimeConfig.resolve(inventory=inventory, **section.ranks(2)), WorkerSite())
+        _calls(section, pool, "ranks on the card", section.device)
     with section.part("hooks and exchanges"):
         _hooks(section)
     with section.part("Flux block"):
         _blocks(section)
 
 
-def _calls(section: Section, pool: WorkerPool, kind: str) -> None:
+def _calls(section: Section, pool: WorkerPool, kind: str, device: str) -> None:
     pool.start()
     try:
         for name, (latent, text, target) in call_overhead.PAYLOADS.items():
-            times = call_overhead.measure(pool, latent, text, 10 if section.few else 50)
+            times = call_overhead.measure(pool, latent, text, 10 if section.few else 50, device)
             ms = 1e3 * statistics.median(times)
             section.check(f"empty call, {name}, {kind}", section.rehearse or ms <= target, ms=ms, target_ms=target)
     finally:

@@ -1,8 +1,9 @@
 """Blocks of a model compiled by torch, with all sharding outside of the compiled code.
 
 A block's own forward is compiled. The hooks of plans and of sharded weights stay around it, and attention inside it is one operator
-that the compiler does not look into (`attention.opaque`), as are layers with quantised weights (`opaque_layers`). Blocks of a class share compiled code, as weights are inputs of a graph.
-A block is compiled whole or not at all, so that a failure comes before any of it has run.
+that the compiler does not look into (`attention.opaque`), as is a layer with quantised weights (`opaque_layers`). Blocks of a class
+share compiled code, as weights are inputs of a graph. A block is compiled whole or not at all, so that a failure comes before any
+of it has run.
 """
 
 from __future__ import annotations
@@ -93,9 +94,7 @@ class CompiledBlocks:
         while self._wrapped:
             del self._wrapped.pop().forward
 
-    def _run(
-        self, module: nn.Module, compiled: Callable[..., Any], layers: Sequence[nn.Module], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _run(self, module: nn.Module, compiled: Callable[..., Any], layers: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
         with running(layers):
             return self._run_block(module, compiled, args, kwargs)
 

@@ -1,8 +1,8 @@
 """Linear layers with quantised weights as one operator that a compiler does not look into.
 
-Where a device multiplies in the weights' own format, such a layer quantises its input, too: a tensor that is made inside the graph and
-has Python attributes, which torch's compiler cannot trace. A graph is compiled for all blocks of a class, so the operator names a
-layer by its number, and the block that is running says which one that is.
+Where a device multiplies in the weights' own format, such a layer quantises its input, too: a tensor that is made inside the graph
+and has Python attributes, which torch's compiler cannot trace. A graph is compiled for all blocks of a class, so the operator names
+a layer by its number, and the block that is running says which one that is.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def _(x: Tensor, layer: int, features: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], features))
 
 
-def _forward(layer: Any, number: int, x: Tensor) -> Tensor:
+def _forward(layer: Any, number: int, x: Tensor) -> Any:
     return linear(x, number, layer.out_features)
 
 
 def _is_quantised(layer: nn.Module) -> bool:
-    weight = getattr(layer, "weight", None)
-    return isinstance(weight, Tensor) and is_traceable_wrapper_subclass(weight) and hasattr(layer, "out_features")
+    weight: Any = getattr(layer, "weight", None)
+    return is_traceable_wrapper_subclass(weight) and hasattr(layer, "out_features")

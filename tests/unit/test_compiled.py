@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comfy_kitchen.tensor import QuantizedTensor
 from torch import nn
 
 from cp_runtime.comfy.compiled.wire import decode_compile, encode_compile
@@ -113,6 +114,41 @@ def test_a_process_tells_when_it_compiles():
     model(x())
     assert told == [1, 0]
     blocks.remove()
+
+
+class Quantised(nn.Linear):
+    """Quantises its input, as layers of ComfyUI do on a device that multiplies in fp8."""
+
+    def __init__(self):
+        super().__init__(64, 64)
+        self.weight = nn.Parameter(QuantizedTensor.from_float(self.weight.detach(), "TensorCoreFP8Layout"), requires_grad=False)
+
+    def forward(self, x):
+        quantised = QuantizedTensor.from_float(x.reshape(-1, 64), "TensorCoreFP8Layout")
+        dtype = quantised.params.orig_dtype  # which no compiler knows of a tensor that is made inside the graph
+        product = quantised.dequantize() @ self.weight.dequantize().T
+        return (product.to(dtype) + self.bias).reshape(x.shape)
+
+
+class WithQuantised(Good):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Quantised(), Quantised()
+
+    def forward(self, x):
+        return x + self.second(torch.nn.functional.gelu(self.first(x)))
+
+
+def test_quantised_layers_of_a_compiled_block_run_as_they_are():
+    """One graph for two blocks: each has its own layers. On an H200 such a block was refused."""
+    model = Model(WithQuantised, WithQuantised).eval()
+    expected, wider = model(x()), model(torch.cat([x(), x()], 1))
+    blocks = CompiledBlocks(model, NO_PLAN, CompileSettings(backend="aot_eager"))
+    torch.testing.assert_close(model(x()), expected)
+    torch.testing.assert_close(model(torch.cat([x(), x()], 1)), wider)
+    assert (blocks.kinds, blocks.left) == ({"WithQuantised": 2}, {})
+    blocks.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 ASKED = {"backend": "inductor", "options": None, "mode": None, "fullgraph": False, "dynamic": None}

@@ -132,6 +132,7 @@ def test_sage_where_it_returns_the_log_sum_exp(monkeypatch, sageattn, dim, chose
     monkeypatch.setitem(sys.modules, "sageattention", module)
     monkeypatch.setattr(kernels, "_torch_can", lambda check, *_: check == "can_use_flash_attention")
     monkeypatch.setattr(kernels, "wait_for", lambda _: None)
+    monkeypatch.setattr(kernels, "_preferred", lambda _: ())
     caches = kernels.installed, kernels._runs
     for remembered in caches:
         remembered.cache_clear()
@@ -266,7 +267,7 @@ assert [select(second, second, None, kernel).name for kernel in (None, "sage")] 
 
 def test_a_package_that_fails_on_a_device_is_tried_once_and_left(run_on_cards):
     """Through the measurement of a rank and through attention, on fake CUDA devices of which the first takes no package."""
-    done = run_on_cards(PROGRAM, cards="count=2, gigabytes=2")
+    done = run_on_cards(PROGRAM, cards='kinds=("RTX 4090", "RTX 4090")')
     said = [line for line in done.stderr.splitlines() if "cuda:0" in line and "only Ampere GPUs or newer" in line]
     assert [line.split()[0] for line in said] == ["flash_attn", "sageattention"]
 
@@ -294,3 +295,17 @@ for device, dtype in (("cpu", torch.float32), ("cuda:0", torch.float32), ("cuda:
 def test_the_lowest_number_hides_a_whole_chunk_of_a_ring(run_on_cards):
     """On an H200 it made a chunk that no row sees the only one that counts."""
     run_on_cards(LOWEST_MASK, cards="count=1")
+
+
+ORDER = """
+from cp_runtime.engine.attention.kernels import select
+
+for card, kernels in enumerate((("cudnn", "cudnn", "efficient"), ("flash", "cudnn", "efficient"))):
+    for dtype, mask, kernel in zip((torch.bfloat16, torch.bfloat16, torch.float32), (False, True, False), kernels, strict=True):
+        q = torch.zeros(1, 2, 64, 64, device=f"cuda:{card}", dtype=dtype)
+        assert select(q, q, q[..., :64] if mask else None).name == kernel, (card, dtype, mask)
+"""
+
+
+def test_cudnn_comes_first_where_it_is_faster(run_on_cards):
+    run_on_cards(ORDER, cards='kinds=("H100", "RTX 4090")')

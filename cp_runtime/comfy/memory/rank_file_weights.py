@@ -146,7 +146,7 @@ class FileWeightsPatcher(ModelPatcher):
             yield
 
     def pin_weight_to_device(self, key: str) -> None:
-        # A read-only mapping of the file is no way out: few drivers register one (docs/testing.md).
+        # A read-only mapping of the file is no way out: few drivers register one (docs/gpu.md).
         if key not in self.cp_file_weights:
             super().pin_weight_to_device(key)
 

@@ -7,7 +7,7 @@ into a common form, and falls back to float32 matrix products.
 |---|---|---|
 | flash_attn | flash-attn is installed and runs on this device, CUDA, half precision | `[B, H, L]` |
 | sage | SageAttention 2 installed and runs on this device, CUDA, D up to 128, only on request: it quantises | `[B, H, L]` |
-| flash, cudnn | CUDA, half precision | `[B, H, L]`, cuDNN `[B, H, L, 1]` |
+| flash, cudnn | CUDA, half precision; cuDNN first on compute capability 9.0 and 10.0 | `[B, H, L]`, cuDNN `[B, H, L, 1]` |
 | efficient | CUDA, masks, float32 | `[B, H, L rounded up to 32]` |
 | cpu | CPU | `[B, H, L]` |
 | math | everywhere | `[B, H, L]` |
@@ -120,7 +120,7 @@ def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -
             raise bad_value("kernel", name, ", ".join(kernel.name for kernel in KERNELS), "Leave it open.")
         if named[0].supports(q, k, mask):
             return named[0]
-    for kernel in KERNELS:
+    for kernel in (*_preferred(q.device), *KERNELS):
         if not kernel.on_request and kernel.allowed() and kernel.supports(q, k, mask):
             return kernel
     raise ConfigError(
@@ -128,6 +128,13 @@ def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -
         f"{'' if mask is None else ', with a mask'}. Allow another one: torch.nn.attention.sdpa_kernel, or the attention backend "
         '"native" of diffusers.'
     )
+
+
+@cache
+def _preferred(device: torch.device) -> tuple[Kernel, ...]:
+    """Return what comes before the registry's order: cuDNN on Hopper and its successor, see docs/gpu.md."""
+    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    return tuple(kernel for kernel in KERNELS if fast and kernel.name == "cudnn")
 
 
 def _finite(bias: Tensor) -> Tensor:
