@@ -84,8 +84,9 @@ class Host:
         return layers * (self.layer + (self.ring if split.ring > 1 else 0.0))
 
 
-HOSTS = {"eager": Host(2.7e-3, 6e-4), "compiled": Host(1e-3, 1.5e-4)}
-"""Fitted to published runs of Flux on H100, whose other times they explain."""
+HOSTS = {"ComfyUI": Host(1.5e-3, 1e-4), "eager": Host(2.7e-3, 6e-4), "compiled": Host(1e-3, 1.5e-4)}
+"""The first: a double block of Flux with hooks and exchanges, beside an H200 (docs/gpu.md). The others are fitted to published runs of
+Flux on H100, by diffusers, whose other times they explain."""
 
 MODELS = {
     "flux": Model("Flux 1, 1024 x 1024", 12e9, 57, 24, 128, 4096 + 512),
@@ -96,7 +97,7 @@ MODELS = {
     "minimax": Model("MiniMax-H3, 768p, 124 frames", 19.3e9, 50, 56, 128, 37296 + 414 + 512),
 }
 LINKS = {
-    "nvlink": Link("NVLink 4 (H100, H200)", 300e9, 2e-5, 4e14),
+    "nvlink": Link("NVLink 4 (H100, H200)", 300e9, 2e-5, 6.7e14),
     "nvlink5": Link("NVLink 5 (GB200)", 600e9, 2e-5, 1e15),
     "pcie5": Link(
         "PCIe 5 x16 (5090)",
@@ -115,8 +116,8 @@ LINKS = {
     ),
     "pcie4x8": Link("PCIe 4 x8", 9e9, 3e-5, 6e13),
     "pcie3x8": Link("PCIe 3 x8 (3090)", 4.5e9, 4e-5, 5e13),
-    "100gbit": Link("100 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 4e14, 10e9 / PER_MACHINE),
-    "25gbit": Link("25 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 4e14, 2.5e9 / PER_MACHINE),
+    "100gbit": Link("100 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 6.7e14, 10e9 / PER_MACHINE),
+    "25gbit": Link("25 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 6.7e14, 2.5e9 / PER_MACHINE),
 }
 
 
@@ -168,7 +169,7 @@ def operations(work: CallWork) -> float:
     return work.items * (work.operations + attention)
 
 
-def forecast(work: CallWork, devices: int, link: Link, alone: float, host: Host = HOSTS["eager"]) -> Iterator[Forecast]:
+def forecast(work: CallWork, devices: int, link: Link, alone: float, host: Host = HOSTS["ComfyUI"]) -> Iterator[Forecast]:
     """Every split of a call over some devices.
 
     Args:
@@ -204,7 +205,7 @@ def main(command: Sequence[str] | None = None) -> None:
     work = work_of(model, options.tokens)
     alone, tokens = options.seconds or operations(work) / link.flops, options.tokens or model.tokens
     found: dict[int, Forecast] = {}
-    for each in forecast(work, options.devices, link, alone, HOSTS["compiled" if options.compiled else "eager"]):
+    for each in forecast(work, options.devices, link, alone, HOSTS["compiled" if options.compiled else "ComfyUI"]):
         if each.seconds < found.get(each.split.at_work, Forecast(inf, alone, each.split)).seconds:
             found[each.split.at_work] = each
     chosen = min(found.values(), key=lambda each: each.seconds)

@@ -50,8 +50,9 @@ device is fastest. Beside each link: seconds of a step on one device. Assumption
 
 {links}
 
-No step is faster than the host launches its kernels: {host:.2g} ms for each layer in eager mode, as xDiT's Flux on H100 has it, and
-{compiled:.2g} ms for compiled blocks (`forecast.py --compiled`).
+No step is faster than the host launches its kernels: {host:.2g} ms for each layer in eager mode, as beside an H200
+([gpu.md](../gpu.md)), whose step of Flux the operations per second of H100 and H200 give, too, and {compiled:.2g} ms for compiled
+blocks (`forecast.py --compiled`).
 
 Not modelled: text encoders and VAEs, links that several devices share, unequal devices, and a fast axis inside machines with a slow
 one between them: whatever ranks of several machines exchange counts as sent between machines. A device holds the whole model, or
@@ -245,7 +246,7 @@ def plot() -> str:
 def main() -> None:
     (ROOT / "docs" / "images" / "scaling.svg").write_text(plot())
     page = (
-        TEXT.format(bound=BOUND, links=links(), host=1e3 * HOSTS["eager"].layer, compiled=1e3 * HOSTS["compiled"].layer)
+        TEXT.format(bound=BOUND, links=links(), host=1e3 * HOSTS["ComfyUI"].layer, compiled=1e3 * HOSTS["compiled"].layer)
         + table()
         + AFTER.format(bound=BOUND)
         + world()
