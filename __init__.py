@@ -1,5 +1,7 @@
 """Context parallelism for ComfyUI."""
 
+from functools import partial
+
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
@@ -8,6 +10,7 @@ from .cp_runtime.comfy.model.ui_loaders import watch_loaders
 from .cp_runtime.comfy.model.ui_node_loaders import watch_node_loaders
 from .cp_runtime.comfy.panel.ui_events import start_events
 from .cp_runtime.comfy.panel.ui_routes import add_routes
+from .cp_runtime.comfy.ranks.ui import import_ahead
 from .cp_runtime.comfy.ranks.ui_machines import add_if_asked
 from .nodes import NODES
 
@@ -24,6 +27,7 @@ class ContextParallelExtension(ComfyExtension):
         if server is not None:  # none where ComfyUI's nodes run without its server
             add_routes(server)
             server.add_on_prompt_handler(watch_node_loaders)
+            server.add_on_prompt_handler(partial(import_ahead, {node.define_schema().node_id for node in NODES}))
             start_events(server)
             add_if_asked()
 

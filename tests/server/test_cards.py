@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -16,6 +17,7 @@ from support import families, stand_in
 from support.card_cases import VAES, cases
 from support.graphs import family_prompt, flux_prompt
 from support.latents import assert_close, differ
+from support.processes import descendants
 from support.server import ComfyServer
 from support.stand_in import messages
 from support.stand_in.memory import Ledger
@@ -52,6 +54,25 @@ def cached(cards, card=0):
 
 def latent(server, prompt, **options):
     return server.sample(prompt, **options).float()
+
+
+def fork_servers(server):
+    """Pids of the processes of a server that ranks are forked from."""
+    return [process.pid for process in descendants(server.pid) if "fork_server.py" in " ".join(process.cmdline())]
+
+
+def test_what_ranks_import_is_imported_while_a_prompt_loads(card_server):
+    """From the first prompt with a node of this pack on, before there are ranks; it is what they are forked from then."""
+    latent(card_server, flux_prompt())
+    assert fork_servers(card_server) == []
+    whole = flux_prompt(cp={})
+    loads = {name: whole[name] for name in ("cp_config", "loader", "cp_apply")}
+    card_server.run(loads | {"shown": {"class_type": "PreviewAny", "inputs": {"source": ["cp_apply", 0]}}}).check()
+    (early,) = fork_servers(card_server)
+    assert card_server.status()["ranks"] == []
+    latent(card_server, flux_prompt(cp=CASES["Flux"][1]))
+    assert early in {psutil.Process(rank["pid"]).ppid() for rank in card_server.status()["ranks"]}
+    assert fork_servers(card_server)[:1] == [early]
 
 
 @pytest.mark.parametrize("case", CASES)

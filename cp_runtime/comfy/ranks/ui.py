@@ -4,9 +4,11 @@ ComfyUI and its models."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Set
 from itertools import permutations
 from typing import Any
 
@@ -19,6 +21,8 @@ from comfy.cli_args import args
 from ...controller.controller import Controller
 from ...errors import ConfigError, bad_value, check_switch
 from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite
+from ...pool.forking import FORK_SERVERS
+from ...pool.launcher import child_environment
 from ...pool.peers import is_p2p_disabled, without_peer_access
 from ..memory.ui_residency import free_for_ranks
 from .ui_alone import Alone, why_alone, why_no_gpu
@@ -129,6 +133,18 @@ def worker_site() -> WorkerSite:
         # Where another program embeds ComfyUI, the command line is not ComfyUI's.
         argv=("main.py", *(sys.argv[1:] if comfy.options.args_parsing else ())),
     )
+
+
+def import_ahead(nodes: Set[str], prompt: Any) -> Any:
+    """Start the process that ranks are forked from, and return `prompt` as it is, if that has one of these nodes and there are several
+    accelerators. It imports for seconds, which a prompt spends on its text encoder. ComfyUI calls this before it queues one.
+    """
+    inventory, graph = device_inventory(), prompt.get("prompt")
+    entries = graph.values() if isinstance(graph, dict) else ()
+    if inventory.count > 1 and any(isinstance(entry, dict) and entry.get("class_type") in nodes for entry in entries):
+        with contextlib.suppress(OSError, RuntimeError):  # as the ranks will say
+            FORK_SERVERS.get(worker_site(), child_environment(inventory.type, inventory.count))
+    return prompt
 
 
 CONTROLLER = Controller(worker_site, free_for_ranks, OTHERS)
