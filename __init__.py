@@ -27,7 +27,7 @@ class ContextParallelExtension(ComfyExtension):
         if server is not None:  # none where ComfyUI's nodes run without its server
             add_routes(server)
             server.add_on_prompt_handler(watch_node_loaders)
-            server.add_on_prompt_handler(partial(import_ahead, {node.define_schema().node_id for node in NODES}))
+            server.add_on_prompt_handler(partial(import_ahead, {node.__name__ for node in NODES}))
             start_events(server)
             add_if_asked()
 
