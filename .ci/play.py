@@ -24,7 +24,7 @@ from support.architectures import SD3, ClipL
 from support.checkpoints import Checkpoint
 from support.server import PACK, ComfyServer
 
-from cp_runtime.pool.config import SETTINGS
+from cp_runtime.pool.settings import SETTINGS
 
 NAME = "tiny-model"
 """Of the template, and of the node pack without nodes that brings it: the browser opens templates of a pack by a link."""

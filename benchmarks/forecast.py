@@ -85,8 +85,8 @@ class Host:
 
 
 HOSTS = {"ComfyUI": Host(1.5e-3, 1e-4), "eager": Host(2.7e-3, 6e-4), "compiled": Host(1e-3, 1.5e-4)}
-"""The first: a double block of Flux with hooks and exchanges, beside an H200 (docs/gpu.md). The others are fitted to published runs of
-Flux on H100, by diffusers, whose other times they explain."""
+"""The first: a double block of Flux with hooks and exchanges, beside an H200 (docs/gpu.md). The others are fitted to published runs
+of Flux on H100, by diffusers, whose other times they explain."""
 
 MODELS = {
     "flux": Model("Flux 1, 1024 x 1024", 12e9, 57, 24, 128, 4096 + 512),

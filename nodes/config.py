@@ -8,7 +8,8 @@ from comfy_api.latest import io
 
 from ..cp_runtime.comfy.ranks.ui import device_inventory
 from ..cp_runtime.comfy.ranks.ui_machines import OTHERS
-from ..cp_runtime.pool.config import SETTINGS, RuntimeConfig, Setting
+from ..cp_runtime.pool.config import RuntimeConfig
+from ..cp_runtime.pool.settings import SETTINGS, Setting
 
 CPConfigType = io.Custom("CP_CONFIG")
 CATEGORY = "context parallel"

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from ..engine.weights.blocks import Sizes
 from ..errors import UnsupportedError
-from ..pool.config import OFFLOADED, PLACEMENTS, STAGED, WHOLE, RuntimeConfig
+from ..pool.config import RuntimeConfig
 from ..pool.kept import remember
+from ..pool.settings import OFFLOADED, PLACEMENTS, STAGED, WHOLE
 
 GB = 1e9
 HELD = {

@@ -16,11 +16,12 @@ from torch import nn
 from ..engine.policy import CallSplit
 from ..errors import ContextParallelError, RankOutOfMemory
 from ..pool.channel import SharedBlock
-from ..pool.config import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE, RuntimeConfig, WorkerSite
+from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.kept import KeptFile, KeptSeconds
 from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom
 from ..pool.others import OtherMachines
 from ..pool.protocol import TensorPacker, flatten
+from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
 from .calls import CallKind, ModelCall, ModelState, Pace

@@ -13,7 +13,7 @@ from support.package import load_package
 from support.server import CHECKOUT, PACK
 
 load_package()
-from cp_runtime.pool.config import SETTINGS  # noqa: E402
+from cp_runtime.pool.settings import SETTINGS  # noqa: E402
 
 NODES = ("CPConfig", "ApplyContextParallel", "CPSampler", "CPReport", "CPPipeFusion", "CPVAEDecode", "CPVAEEncode")
 LANGUAGES = ("en", "zh", "ja")

@@ -11,7 +11,7 @@ from support.package import ROOT
 
 from cp_runtime.comfyui import TESTED
 from cp_runtime.families import PLANS
-from cp_runtime.pool.config import SETTINGS
+from cp_runtime.pool.settings import SETTINGS
 from cp_runtime.version import VERSION
 
 

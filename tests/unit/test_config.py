@@ -10,7 +10,8 @@ import pytest
 from cp_runtime import errors
 from cp_runtime.engine.config import ContextParallelConfig, ParallelConfig, PipelineSettings
 from cp_runtime.errors import MAX_REMEDY, ConfigError
-from cp_runtime.pool.config import SETTINGS, DeviceInventory, RuntimeConfig
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.settings import SETTINGS
 
 PACKAGE = Path(errors.__file__).parent
 CUDA = DeviceInventory(type="cuda", count=4)

@@ -11,7 +11,7 @@ import pytest
 from cp_runtime.comfy.ranks.ui_alone import WORDS as ALONE
 from cp_runtime.controller.placement import HELD
 from cp_runtime.controller.run_stats import OBSTACLES, UNITS, WORDS
-from cp_runtime.pool.config import PLACEMENTS, STAGED
+from cp_runtime.pool.settings import PLACEMENTS, STAGED
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LANGUAGES = ("en", "zh", "ja")

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ...compat import has_hooks
 from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, UNSTAGED, class_name, plan_for
-from ...pool.config import STAGED, RuntimeConfig
+from ...pool.config import RuntimeConfig
+from ...pool.settings import STAGED
 from ..attention.ui import attention_of
 from ..compiled.wire import encode_compile
 from ..model.ui_notes import notes_of

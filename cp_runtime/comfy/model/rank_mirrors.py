@@ -36,9 +36,9 @@ from ...errors import CompileError, MirrorError
 from ...families import plan_for
 from ...families.family import FamilyPlan
 from ...nested import stored, tensors
-from ...pool.config import OFFLOADED, STAGED, WHOLE
 from ...pool.messages import AttachNetwork, Call, CallOutcome, Compiled, Load, Loaded, Staged
 from ...pool.protocol import read_tensor, unflatten
+from ...pool.settings import OFFLOADED, STAGED, WHOLE
 from ...pool.tensor_cache import owned
 from ..compiled.wire import decode_compile
 from ..forward.rank_batch import share_out, take_items
@@ -72,7 +72,7 @@ class Mirror:
     Args:
         samples: of its weights as they were loaded, without patches.
         names: of all its weights.
-        placement: of its weights, one of `pool.config.PLACEMENTS`.
+        placement: of its weights, one of `pool.settings.PLACEMENTS`.
         nbytes: of its weights.
         reserved: bytes of device memory that were left free for calls when its weights were last put there.
         compiled: its blocks, where calls ask for that.

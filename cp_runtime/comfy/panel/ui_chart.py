@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...controller.run_stats import NOT_MEASURED, Speed
 from ...errors import ContextParallelError, bad_value
-from ...pool.config import MAX_RANKS
+from ...pool.settings import MAX_RANKS
 from ...pool.typed import decode
 from .ui_report import axes
 

@@ -136,8 +136,8 @@ def worker_site() -> WorkerSite:
 
 
 def import_ahead(nodes: Set[str], prompt: Any) -> Any:
-    """Start the process that ranks are forked from, and return `prompt` as it is, if that has one of these nodes and there are several
-    accelerators. It imports for seconds, which a prompt spends on its text encoder. ComfyUI calls this before it queues one.
+    """Start the process that ranks are forked from if there are several accelerators and a prompt has one of these nodes; return
+    `prompt` as it is. It imports for seconds, which the prompt spends on its text encoder. ComfyUI calls this before it queues one.
     """
     inventory, graph = device_inventory(), prompt.get("prompt")
     entries = graph.values() if isinstance(graph, dict) else ()

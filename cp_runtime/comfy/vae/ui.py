@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from ...controller.calls import ModelCall
 from ...errors import MirrorError, PlanError, RankOutOfMemory, UnsupportedError, bad_value
 from ...nested import map_tensors
-from ...pool.config import WHOLE, RuntimeConfig
+from ...pool.config import RuntimeConfig
+from ...pool.settings import WHOLE
 from ...vaes import row_plan_for
 from ..forward.ui_obstacles import check_code
 from ..forward.ui_patcher import ContextParallelPatcher
