@@ -18,9 +18,9 @@ shares); with equal shares and heads that divide, l = 1 / P, c = 1 / R, h = 1 / 
 
 Shares are taken for the speeds of ranks: f and m of a rank are those of the mean rank times its share over the mean share. The
 choice has the least sum of attention, communication and merging; where two are equal, the higher Ulysses degree. Of the rounds in
-`ROUNDS`, the fewest are taken with which an attention takes at most `NEARLY` times the least; beside a ring, one. `a`, `w`, `f` and
-`m` are measured on the ranks when they start (`measure`) and shared, so that every rank chooses alike. `policy` says what a whole
-call costs.
+`ROUNDS`, the fewest are taken whose waiting is at most `NEARLY` of attention more than the least; beside a ring, one. `a`, `w`, `f`
+and `m` are measured on the ranks when they start (`measure`) and shared, so that every rank chooses alike. `policy` says what a
+whole call costs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .sharding import Shares, split_sizes
 
 ROUNDS = (1, 2, 4, 8)
 ROUND_LAUNCHES = 12  # operations per round: packing, two collectives, attention, unpacking
-NEARLY = 1.03  # times as long as the best
+NEARLY = 0.03  # of attention: so much longer than with the best number of rounds
 TILE = 128  # queries of one head
 
 
@@ -121,8 +121,8 @@ def cost(shape: AttentionShape, ring: int, ulysses: int, settings: SequenceSetti
 
         given = ROUNDS[:1] if ring > 1 else (settings.ulysses_rounds,) if settings.ulysses_rounds else ROUNDS
         waiting_in = {each: waits(each) for each in given if each <= most} or {1: waits(1)}
-        limit = NEARLY * (attention + min(waiting_in.values()))
-        rounds, waiting = next(found for found in waiting_in.items() if attention + found[1] <= limit)
+        limit = NEARLY * attention + min(waiting_in.values())
+        rounds, waiting = next(found for found in waiting_in.items() if found[1] <= limit)
     if ring > 1 and settings.rotate_method == "allgather":
         waiting += rates.latency + keys_sent / rates.bandwidth
     elif ring > 1:

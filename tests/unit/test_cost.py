@@ -82,6 +82,7 @@ def test_degrees_are_chosen(shape, ranks, settings, rates, degrees):
         ({"queries": 1024, "keys": 1024}, replace(SLOW, latency=1e-3), 1),
         ({"queries": 4608, "keys": 4608}, replace(SLOW, launch=5e-6), 2),  # a round is as long as the launches of one
         ({"heads": 4, "kv_heads": 4}, SLOW, 2),  # each rank has two
+        ({"heads": 8, "kv_heads": 8}, replace(SLOW, bandwidth=SLOW.bandwidth / 3, overlap=0.5), 4),  # most cannot be hidden
         ({"queries": 2048, "keys": 2048, "heads": 16, "kv_heads": 16}, replace(SLOW, bandwidth=4e10, units=128), 1),  # one wave
     ],
 )
