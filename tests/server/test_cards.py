@@ -37,7 +37,7 @@ def cards(tmp_path_factory):
 @pytest.fixture(scope="module")
 def card_server(comfyui_path, checkpoints_dir, cards, faults):
     options = {"args": ["--fp32-unet", "--fp32-vae"], "env": stand_in.environment(cards) | faults.environment}
-    with ComfyServer(comfyui_path, models=checkpoints_dir, cpu=False, **options) as running:
+    with ComfyServer(comfyui_path, models=checkpoints_dir, cpu=False, spare=False, **options) as running:
         yield running
 
 
