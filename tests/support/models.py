@@ -36,9 +36,10 @@ PREFIX = "model.diffusion_model."
 def build(spec: Model, seed: int = 1) -> nn.Module:
     """A model whose weights make every token depend on every other one."""
     name, _, cls = spec.cls.rpartition(".")
-    module = importlib.import_module(name)
-    resize(module, spec.sizes)
-    model = getattr(module, cls)(**spec.arguments, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
+    resize(spec.sizes)
+    model = getattr(importlib.import_module(name), cls)(
+        **spec.arguments, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -61,8 +62,7 @@ def write(spec: Model, path: Path) -> None:
     """Save a model in a file that says what it is."""
     tensors = {PREFIX + name: value.contiguous().clone() for name, value in build(spec).state_dict().items()}
     tensors |= {f"{PREFIX}conditioner.{name}": families.normal(*shape) for name, shape in spec.conditioner.items()}
-    entry: dict[str, Any] = {"config": spec.config, "unet_config": {**spec.arguments, **spec.unet}}
-    entry["sizes"] = spec.cls.rpartition(".")[0], spec.sizes
+    entry: dict[str, Any] = {"config": spec.config, "unet_config": {**spec.arguments, **spec.unet}, "sizes": spec.sizes}
     save_file(tensors, path, metadata={"test_model": repr(entry)})
 
 

@@ -1,31 +1,41 @@
-"""Other numbers in the code of a module: for models whose constructors leave no choice of their sizes. Imports nothing.
+"""Other numbers in the code of modules: for models whose constructors leave no choice of their sizes.
 
 `support.models` builds with it, and `support.detection` in every process of a server under test.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
 
-def resize(module: Any, sizes: Mapping[int, int]) -> None:
-    """Replace whole numbers in the functions of a module's own classes: what is done stays the same. Once is as good as twice."""
-    if sizes.keys() & {*sizes.values()}:
-        raise ValueError(f"{sizes}: a number that is replaced must not replace another one")
-    for cls in vars(module).values():
-        if isinstance(cls, type) and cls.__module__ == module.__name__:
-            for function in vars(cls).values():
-                if isinstance(function, FunctionType):
-                    function.__code__ = _resized(function.__code__, sizes)
+def resize(modules: Mapping[str, Mapping[int, int]]) -> None:
+    """Replace whole numbers in the functions of modules' own classes: what is done stays the same. Once is as good as twice.
+
+    Args:
+        modules: name -> number in its code, or default of an argument -> number to put there.
+    """
+    for name, sizes in modules.items():
+        if sizes.keys() & {*sizes.values()}:
+            raise ValueError(f"{sizes}: a number that is replaced must not replace another one")
+        for cls in vars(importlib.import_module(name)).values():
+            if isinstance(cls, type) and cls.__module__ == name:
+                for function in vars(cls).values():
+                    if isinstance(function, FunctionType):
+                        function.__code__ = _resized(function.__code__, sizes)
+                        function.__defaults__ = tuple(_other(value, sizes) for value in function.__defaults__ or ()) or None
 
 
 def _resized(code: CodeType, sizes: Mapping[int, int]) -> CodeType:
-    def other(constant: Any) -> Any:
-        if isinstance(constant, CodeType):  # of a comprehension
-            return _resized(constant, sizes)
-        return sizes.get(constant, constant) if type(constant) is int else constant
-
-    constants = tuple(map(other, code.co_consts))
+    constants = tuple(_other(constant, sizes) for constant in code.co_consts)
     return code.replace(co_consts=constants) if constants != code.co_consts else code  # compilers know code by its identity
+
+
+def _other(value: Any, sizes: Mapping[int, int]) -> Any:
+    if isinstance(value, CodeType):  # of a comprehension
+        return _resized(value, sizes)
+    if isinstance(value, tuple):  # arguments of a call
+        return tuple(_other(each, sizes) for each in value)
+    return sizes.get(value, value) if type(value) is int else value

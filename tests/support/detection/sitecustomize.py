@@ -56,9 +56,8 @@ def take_at_its_word(detection: Any) -> None:
         if entry is None:
             return detect(state_dict, unet_key_prefix, use_base_if_no_match, metadata)
         entry = ast.literal_eval(entry)
-        if entry["sizes"][1]:
-            name, sizes = entry["sizes"]
-            imported("test_sizes", SUPPORT / "sizes.py").resize(sys.modules[name], sizes)
+        if entry["sizes"]:
+            imported("test_sizes", SUPPORT / "sizes.py").resize(entry["sizes"])
         config = getattr(detection.comfy.supported_models, entry["config"])(entry["unet_config"])
         config.unet_config.update(entry["unet_config"])  # over sizes that the class has for good
         # The file has the names of the module itself, not of a published checkpoint, and what stands around it.

@@ -36,7 +36,7 @@ class Model:
             values of the usual size make the model ignore its input, or overflow. Buffers stay as they are by default.
         conditioner: shapes of further tensors of a checkpoint, which ComfyUI's model around the transformer takes.
         since: first of the tested versions of ComfyUI that has it; 0 = all have it.
-        sizes: whole numbers in the code of its module -> those to put there, where the constructor leaves no choice.
+        sizes: module -> whole numbers in its code -> those to put there, where the constructor leaves no choice.
     """
 
     cls: str
@@ -46,7 +46,7 @@ class Model:
     init: Callable[[str, Tensor, Tensor], Tensor | None] | None = None
     conditioner: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     since: str = "0"
-    sizes: Mapping[int, int] = field(default_factory=dict)
+    sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

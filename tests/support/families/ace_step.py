@@ -1,4 +1,4 @@
-"""ACE-Step 1. Its encoder of lyrics has one size only."""
+"""ACE-Step 1."""
 
 from typing import Any
 
@@ -10,10 +10,11 @@ CLASS = "comfy.ldm.ace.model.ACEStepTransformer2DModel"
 ACE = dict(
     num_layers=2, attention_head_dim=16, num_attention_heads=3, mlp_ratio=2.5, max_position=512, speaker_embedding_dim=512,
     text_embedding_dim=48, ssl_encoder_depths=[], ssl_names=[], ssl_latent_dims=[], lyric_encoder_vocab_size=40,
+    lyric_hidden_size=64,
 )  # fmt: skip
-
-
-MODELS = {"ace": Model(CLASS, ACE, "ACEStep", {"audio_model": "ace"}, fan_in)}
+# Width, inner width and layers of the encoder of lyrics.
+SIZES = {"comfy.ldm.ace.lyric_encoder": {1024: 64, 4096: 128, 6: 2}}
+MODELS = {"ace": Model(CLASS, ACE, "ACEStep", {"audio_model": "ace"}, fan_in, sizes=SIZES)}
 
 
 def ace(batch: int = 1, length: int = 24, text: int = 7, **extra: Any) -> dict[str, Any]:

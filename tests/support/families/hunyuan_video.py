@@ -23,8 +23,14 @@ IMAGE = dict(
 REFINER = dict(IMAGE, in_channels=128, patch_size=[1, 1, 1], axes_dim=[16, 24, 24], byt5=False)
 
 
+MODULE = "comfy.ldm.hunyuan_video.model"
+GLYPHS = 40
+# Widths of what takes the glyphs of a text.
+SIZES = {MODULE: {1472: GLYPHS, 2048: 72}}
+
+
 def model(arguments: dict[str, Any], config: str) -> Model:
-    return Model("comfy.ldm.hunyuan_video.model.HunyuanVideo", arguments, config, {"image_model": "hunyuan_video"})
+    return Model(MODULE + ".HunyuanVideo", arguments, config, {"image_model": "hunyuan_video"}, sizes=SIZES)
 
 
 MODELS = {
@@ -61,7 +67,7 @@ def guide(batch: int = 1) -> dict[str, Any]:
     return {"guiding_frame_index": torch.zeros(batch)}
 
 
-BYT5: dict[str, Any] = {"txt_byt5": normal(1, 5, 1472)}
+BYT5: dict[str, Any] = {"txt_byt5": normal(1, 5, GLYPHS)}
 VISION: dict[str, Any] = {"clip_fea": normal(1, 4, 40)}
 # The second of three steps; meanflow also looks at the next one.
 STEPS = {"sigmas": torch.tensor([0.6]), "sample_sigmas": torch.tensor([0.9, 0.6, 0.2])}
@@ -94,7 +100,7 @@ CASES = [
     Case("image", "image", image, options=STEPS),
     Case("image odd size", "image", lambda: image(height=5, width=7), options=STEPS),
     Case("image byt5", "image", lambda: image(**BYT5), ("txt_byt5",), options=STEPS),
-    Case("image batch 2", "image", lambda: image(batch=2, txt_byt5=normal(2, 5, 1472)), ("txt_byt5",), options=STEPS),
+    Case("image batch 2", "image", lambda: image(batch=2, txt_byt5=normal(2, 5, GLYPHS)), ("txt_byt5",), options=STEPS),
     Case("image mask", "image", lambda: image(attention_mask=text_mask(1, 7)), ("attention_mask",), options=STEPS),
     Case("image refiner", "image refiner", lambda: video_15(channels=128, disable_time_r=True)),
 ]  # fmt: skip
@@ -103,7 +109,7 @@ SERVED = [
     Served("hunyuan_video", "video", (16, 3, 8, 10), 7, 48, {**POOLED, "guidance": 6.0}),
     Served("hunyuan_video_i2v", "video i2v", (16, 3, 8, 10), 7, 48, {**POOLED, "guiding_frame_index": 0, "guidance": None}),
     Served("hunyuan_video_15", "video 1.5", (32, 3, 4, 5), 7, 48,
-        {**POOLED, "conditioning_byt5small": (1, 5, 1472), "clip_vision_output": (1, 4, 40)}),
+        {**POOLED, "conditioning_byt5small": (1, 5, GLYPHS), "clip_vision_output": (1, 4, 40)}),
     Served("hunyuan_video_15_sr", "video 1.5 sr", (32, 3, 4, 5), 7, 48, POOLED),
-    Served("hunyuan_image_21", "image", (64, 6, 5), 7, 48, {"conditioning_byt5small": (1, 5, 1472)}),
+    Served("hunyuan_image_21", "image", (64, 6, 5), 7, 48, {"conditioning_byt5small": (1, 5, GLYPHS)}),
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from . import Case, Model, Served, denoise
 
 LAYERS, HIDDEN = 8, 32  # of the language model that gives the conditioning
 # Width, width with latents and the known, inner width, hidden width, layers. Three heads.
-SIZES = {2048: 192, 2304: 448, 8192: 256, 4096: HIDDEN, 36: 2}
+SIZES = {"comfy.ldm.minimax_music.dit": {2048: 192, 2304: 448, 8192: 256, 4096: HIDDEN, 36: 2}}
 
 
 def init(name: str, tensor: Tensor, values: Tensor) -> Tensor | None:

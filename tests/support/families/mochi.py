@@ -6,16 +6,17 @@ import torch
 
 from . import Case, Model, Served, denoise, text_mask
 
-# Its blocks insist on a width of the MLP: 12288.
+# Its blocks insist on a width of the MLP.
+SIZES = {"comfy.ldm.genmo.joint_model.asymm_models_joint": {12288: 192}}
 MOCHI = dict(
-    depth=3, patch_size=2, num_heads=3, hidden_size_x=96, hidden_size_y=64, mlp_ratio_x=128.0, mlp_ratio_y=4.0, learn_sigma=False,
+    depth=3, patch_size=2, num_heads=3, hidden_size_x=96, hidden_size_y=64, mlp_ratio_x=2.0, mlp_ratio_y=4.0, learn_sigma=False,
     in_channels=12, qk_norm=True, qkv_bias=False, out_bias=True, attn_drop=0.0, patch_embed_bias=True, posenc_preserve_area=True,
     timestep_mlp_bias=True, attend_to_padding=False, timestep_scale=1000.0, use_t5=True, t5_feat_dim=48, t5_token_length=256,
     rope_theta=10000.0,
 )  # fmt: skip
 MODELS = {
     "mochi": Model("comfy.ldm.genmo.joint_model.asymm_models_joint.AsymmDiTJoint", MOCHI, "GenmoMochi",
-        {"image_model": "mochi_preview"}),
+        {"image_model": "mochi_preview"}, sizes=SIZES),
 }  # fmt: skip
 
 

@@ -9,6 +9,9 @@ from .wan import IMAGE_MODEL, WAN, wan
 from .wan import init as wan_init
 
 CLASS = "comfy.ldm.wan.model."
+# Widths of what turns sound into tokens, and of what looks at faces.
+SOUND = {"comfy.ldm.wan.model": {512: 40, 1536: 96}}
+FACE = {"comfy.ldm.wan.model_animate": {32: 8, 64: 12, 128: 16, 256: 24, 512: 48, 1024: 72}}
 
 
 def init(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
@@ -20,10 +23,10 @@ def init(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:
 MODELS = {
     "wan s2v": Model(CLASS + "WanModel_S2V", dict(WAN, model_type="s2v", audio_dim=32, audio_inject_layers=[0, 1]), "WAN22_S2V",
         IMAGE_MODEL, init),
-    "humo": Model(CLASS + "HumoWanModel", dict(WAN, model_type="humo"), "WAN21_HuMo", IMAGE_MODEL, init),
+    "humo": Model(CLASS + "HumoWanModel", dict(WAN, model_type="humo"), "WAN21_HuMo", IMAGE_MODEL, init, sizes=SOUND),
     # One face block for five blocks.
     "wan animate": Model("comfy.ldm.wan.model_animate.AnimateWanModel", dict(WAN, model_type="animate", in_dim=36, num_layers=5),
-        "WAN22_Animate", IMAGE_MODEL, init),
+        "WAN22_Animate", IMAGE_MODEL, init, sizes=FACE),
     "wan dancer": Model("comfy.ldm.wan.model_wandancer.WanDancerModel",
         dict(WAN, model_type="wandancer", in_dim=36, audio_inject_layers=[0, 1]), "WAN22_WanDancer", IMAGE_MODEL, init),
 }  # fmt: skip
@@ -96,7 +99,7 @@ SERVED = [
         "control_video": (1, 16, 3, 8, 10),
     }),
     Served("humo", "humo", LATENT, 6, 48, {"audio_embed": (1, 3, 8, 5, 1280), "reference_latents": [(1, 16, 1, 8, 10)]}),
-    # Without a face, whose encoder of 512 x 512 pixels would take longer than all other families together.
+    # Without a face: tests/ranks has it.
     Served("wan_animate", "wan animate", LATENT, 6, 48,
         {"pose_video_latent": (1, 16, 2, 8, 10), "concat_latent_image": (1, *LATENT), "clip_vision_output": (1, 257, 1280)}),
     Served("wan_dancer", "wan dancer", (16, 3, 8, 8), 6, 48, {
