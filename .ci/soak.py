@@ -34,6 +34,7 @@ TESTS = [
 AT_FULL_LENGTH = [
     "tests/server/test_families.py",  # every family, with shared weights
     "tests/ranks/families/test_stages.py",  # every case of every family
+    "tests/ranks/api/test_example.py",  # started by torchrun
     "tests/ranks/attention/test_attention.py",  # every combination on two ranks
     "tests/ranks/families/test_cards.py",  # every case of them, on fake CUDA devices
     "tests/gpu/test_gpu_check.py",  # a rehearsal of every section

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import uuid
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -60,16 +62,39 @@ def run_ranks(
     if prepare is not None and not server.prepare(preload[-1], prepare, timeout):
         server.end()
         raise AssertionError(f"{preload[-1]}.prepare({prepare}) failed, or took longer than {timeout} s")
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        commands = [[str(SCRIPTS / script), str(rank), str(world), store, *arguments] for rank in range(world)]
+        text = _outputs(server, commands, [{DEVICE: device, BACKEND: backend}] * world, deadline)
+    return [json.loads(line[1:]) for line in text.splitlines() if line.startswith("@")]
+
+
+def run_as_torchrun(program: Path, world: int, *arguments: str, timeout: float = 240, preload: tuple[str, ...] = ()) -> str:
+    """Run a program in the environment that torchrun gives its processes; return what rank 0 printed.
+
+    Args:
+        preload: as that of `run_ranks`.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    environments = [{**place, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return _outputs(_server(preload), [[str(program), *arguments]] * world, environments, time.monotonic() + timeout)
+
+
+def _outputs(
+    server: preloaded.Server, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], deadline: float
+) -> str:
+    """Run a program per rank; return what rank 0 printed. Raises AssertionError with the output of all on failure."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "rb") as nothing, contextlib.ExitStack() as stack:
-        env = {**os.environ, **ENVIRONMENT, DEVICE: device, BACKEND: backend}
-        outputs = [stack.enter_context(open(Path(folder) / f"rank{rank}", "w+", errors="replace")) for rank in range(world)]
+        outputs = [stack.enter_context(open(Path(folder) / f"rank{rank}", "w+", errors="replace")) for rank in range(len(commands))]
         ranks = [
             server.fork(
-                [str(SCRIPTS / script), str(rank), str(world), str(Path(folder) / "store"), *arguments],
-                env=env, files=(nothing.fileno(), output.fileno(), output.fileno()),
+                command, env={**os.environ, **ENVIRONMENT, **own}, files=(nothing.fileno(), output.fileno(), output.fileno())
             )
-            for rank, output in enumerate(outputs)
-        ]  # fmt: skip
+            for command, own, output in zip(commands, environments, outputs, strict=True)
+        ]
         try:
             codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
         except subprocess.TimeoutExpired:
@@ -79,8 +104,8 @@ def run_ranks(
         for output in outputs:
             output.seek(0)
         texts = [output.read() for output in outputs]
-    assert codes == [0] * world, "\n".join(f"--- rank {rank}\n{text[-4000:]}" for rank, text in enumerate(texts))
-    return [json.loads(line[1:]) for line in texts[0].splitlines() if line.startswith("@")]
+    assert codes == [0] * len(ranks), "\n".join(f"--- rank {rank}\n{text[-4000:]}" for rank, text in enumerate(texts))
+    return texts[0]
 
 
 def run_steps(script: str | Path, world: int, *arguments: str, by: str = "step", **options: Any) -> dict[str, dict[str, Any]]:
