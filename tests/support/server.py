@@ -35,7 +35,7 @@ import psutil
 import safetensors.torch
 from torch import Tensor
 
-from . import exercised, preloaded, processes
+from . import exercised, preloaded, processes, shared_models
 from .faults import SLACK
 from .server_events import Event, Listener, PromptRejected, Result, ServerError, result_of
 
@@ -162,7 +162,12 @@ class ComfyServer:
     def _start(self) -> None:
         self.port = free_port()
         command = [str(self.comfyui_path / "main.py")]
-        command += ["--base-directory", str(self.base), "--database-url", f"sqlite:///{self.base}/user/comfyui.db"]
+        database = self.base / "user" / "comfyui.db"
+        # To migrate a new one is a sixth of a start: the others begin with that of the run's first server.
+        migrated = shared_models.beside("comfyui.db")
+        if migrated is not None and migrated.exists() and not database.exists():
+            shutil.copy(migrated, database)
+        command += ["--base-directory", str(self.base), "--database-url", f"sqlite:///{database}"]
         command += ["--listen", "127.0.0.1", "--port", str(self.port), "--disable-auto-launch", "--disable-api-nodes"]
         # Neither the caller's import path nor its working directory may reach the server: both could hold this
         # checkout, whose `nodes` folder shadows ComfyUI's `nodes.py`.
@@ -189,6 +194,9 @@ class ComfyServer:
                 if time.monotonic() > deadline:
                     raise ServerError(self._with_log(f"the server did not answer within {self.startup_timeout} s")) from None
                 time.sleep(0.1)
+        if migrated is not None and not migrated.exists() and database.exists():
+            shutil.copy(database, part := migrated.with_suffix(f".{self._marker}"))
+            part.rename(migrated)
         self._listener = Listener(self.port)
 
     def exit_code(self, timeout: float) -> int:

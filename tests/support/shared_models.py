@@ -1,4 +1,4 @@
-"""The models of several runs of pytest: the first one that needs them writes them, the others copy."""
+"""The models of several runs of pytest, and the like: the first one that needs them writes them, the others copy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from pathlib import Path
 
 VARIABLE = "CP_TEST_MODELS"
 """Environment variable: the folder. `.ci/lanes.py` sets it; without it every run writes its own."""
+
+
+def beside(name: str) -> Path | None:
+    """A file that the runs of pytest share; None where there is one run only."""
+    folder = os.environ.get(VARIABLE)
+    return None if folder is None else Path(folder).with_name(name)
 
 
 def provide(models: Path, write: Callable[[Path], object]) -> None:
