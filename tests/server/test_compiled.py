@@ -105,7 +105,7 @@ def test_one_device_with_torch_compile_gives_the_stock_result(pool_server):
     assert (out == expected).all()
 
 
-@pytest.mark.parametrize("patches", [1, 3])
+@pytest.mark.parametrize("patches", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_blocks_of_stages_are_compiled(pool_server, patches):
     """The second step is in patches. The last test: what ranks have compiled is not compiled again, with other weights either."""
     stages = {"cp": {"world_size": 2}, "pipefusion": {"stages": 2, "patches": patches, "warmup_calls": 1}}

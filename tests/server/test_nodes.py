@@ -1,4 +1,5 @@
-"""ComfyUI's own nodes between loader and sampler that act above the denoise call: each before and after Apply Context Parallel.
+"""ComfyUI's own nodes between loader and sampler that act above the denoise call: each before or after Apply Context Parallel, in
+`make soak` both.
 
 They stay in ComfyUI's process, so nothing of them is known here but their names; the latent must be the stock graph's.
 """
@@ -75,8 +76,14 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(name, place, marks=[] if turn == number % 2 else pytest.mark.soak)
+        for number, name in enumerate(CASES)
+        for turn, place in enumerate(("model_nodes", "after_apply"))
+    ],
+)
 def test_node_between_loader_and_sampler(name, place, server):
     assert_stock(server, CASES[name].at(place), CP)
 

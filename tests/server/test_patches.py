@@ -97,14 +97,20 @@ def latent(server, prompt):
     return server.sample(completed(prompt, server), timeout=120, node_id="save")
 
 
+PLACES = {"model_nodes": 0, "after_apply": 1}
+"""Before Apply Context Parallel, with a batch axis, and behind it, without one."""
+
+
 @pytest.mark.parametrize(
-    ("name", "served", "world"),
-    [on_ranks(2 + i % 2, name, case.served, id=f"{name}-{2 + i % 2} ranks") for i, (name, case) in enumerate(MIRRORED.items())],
+    ("name", "served", "place", "world"),
+    [
+        on_ranks(2 + i % 2, name, case.served, place, id=f"{name}-{place}-{2 + i % 2} ranks", soak=turn != i // 2 % 2)
+        for i, (name, case) in enumerate(MIRRORED.items())
+        for turn, place in enumerate(PLACES)
+    ],
 )
-def test_mirrored_patch(name, served, world, server, family_checkpoints):
-    """Before Apply Context Parallel and behind it, with a batch axis and without one."""
-    for place, batch_degree in (("model_nodes", 0), ("after_apply", 1)):
-        assert_stock(server, MIRRORED[name].at(place), {"world_size": world, "batch_degree": batch_degree})
+def test_mirrored_patch(name, served, place, world, server, family_checkpoints):
+    assert_stock(server, MIRRORED[name].at(place), {"world_size": world, "batch_degree": PLACES[place]})
 
 
 ATTENTION = {  # other functions than the one that ComfyUI takes on a CPU
@@ -114,20 +120,26 @@ ATTENTION = {  # other functions than the one that ComfyUI takes on a CPU
 }
 
 
+COMPILED = [("TestPatch", {"kind": "compile_eager"})]
+
+
 @pytest.mark.parametrize(
-    ("name", "served", "world"),
-    [on_ranks(2 + i % 2, name, "sd15", id=f"{name}-{2 + i % 2} ranks") for i, name in enumerate(ATTENTION)],
+    ("name", "served", "prompt", "nodes", "world"),
+    [
+        on_ranks(2, name, "sd15", prompt, nodes, id=f"{name}{way}", soak=nodes and name != "as a pack sets it")
+        for name in ATTENTION
+        # One kind of block: to compile two takes twice as long.
+        for way, prompt, nodes in (("", flux_prompt, []), (", compiled", wan_prompt, COMPILED))
+    ],
 )
-def test_attention_that_a_node_chose(name, served, world, server, family_checkpoints):
-    """In the model as it is, and in compiled blocks. The functions round differently; each does so alike every time."""
-    node, compiled = ("TestAttention", ATTENTION[name]), ("TestPatch", {"kind": "compile_eager"})
-    for prompt, nodes in ((flux_prompt, []), (wan_prompt, [compiled])):  # one kind of block: to compile two takes twice as long
-        graph = partial(prompt, width=72, tokens=13)
-        expected = latent(server, graph(model_nodes=[node]))
-        cp = {"world_size": world, "ulysses_degree": world}
-        default, out = (latent(server, graph(cp=cp, after_apply=[*chosen, *nodes])) for chosen in ([], [node]))
-        assert_close(out, expected)
-        assert not torch.equal(out, default)
+def test_attention_that_a_node_chose(name, served, prompt, nodes, world, server, family_checkpoints):
+    """The functions round differently; each does so alike every time."""
+    node, graph = ("TestAttention", ATTENTION[name]), partial(prompt, width=72, tokens=13)
+    expected = latent(server, graph(model_nodes=[node]))
+    cp = {"world_size": world, "ulysses_degree": world}
+    default, out = (latent(server, graph(cp=cp, after_apply=[*chosen, *nodes])) for chosen in ([], [node]))
+    assert_close(out, expected)
+    assert not torch.equal(out, default)
 
 
 @pytest.mark.parametrize("graph", [flux_prompt, wan_prompt])

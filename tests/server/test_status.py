@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from support.faults import SLACK, Stopwatch
+from support.faults import SLACK, SOAK, Stopwatch
 from support.graphs import flux_prompt
 from support.latents import assert_close
 
@@ -177,7 +177,7 @@ def test_answers_while_the_ranks_start_and_compute(pool_server, expected, faults
 def test_ranks_and_state_agree(pool_server, expected):
     """Between two calls as well; and nothing lasts longer than the prompt."""
     assert_right(pool_server, expected)
-    prompt_id = pool_server.queue(flux_prompt(cp=CP, **{**LONG, "steps": 20}))
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, **{**LONG, "steps": 20 if SOAK else 6}))
     while prompt_id not in (history := pool_server.get(f"/history/{prompt_id}")):
         status = pool_server.status()
         assert status["state"] in {rank["state"] for rank in status["ranks"]}, status

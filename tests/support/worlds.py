@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 
-def on_ranks(world: int, *values: Any, id: str | None = None) -> Any:
-    """Parameters of a test that runs on `world` ranks, which is the last of them."""
-    return pytest.param(*values, world, marks=pytest.mark.ranks(world), id=id)
+def on_ranks(world: int, *values: Any, id: str | None = None, soak: bool = False) -> Any:
+    """Parameters of a test that runs on `world` ranks, which is the last of them; with `soak` in `make soak` only."""
+    return pytest.param(*values, world, marks=[pytest.mark.ranks(world), *([pytest.mark.soak] if soak else [])], id=id)
 
 
 def alternate(names: Iterable[str], worlds: tuple[int, ...] = (2, 3)) -> list[Any]:

@@ -11,13 +11,11 @@ from support.ranks import COMFY, run_ranks
 PLAIN, QUANTISED = ["AbsentWeight"], ["AbsentWeight", "QuantizedTensor"]
 KINDS = {
     "flux": PLAIN,
-    "flux_fp8": QUANTISED,
     "flux_fp8_plain": PLAIN,
     "flux_fp8_scaled": QUANTISED,
-    "flux_fp8_mixed": QUANTISED,
     "flux_int8_convrot": QUANTISED,
-    "flux_mxfp8": QUANTISED,
     "flux_nvfp4": QUANTISED,
+    **({"flux_fp8": QUANTISED, "flux_fp8_mixed": QUANTISED, "flux_mxfp8": QUANTISED} if SOAK else {}),
 }
 SOME = ("flux", "flux_nvfp4")  # with another number of ranks than 2; all of them in `make soak`
 CAST = {"dtype": "float8_e4m3fn"}  # weight_dtype of Load Diffusion Model: what is in the file is converted
