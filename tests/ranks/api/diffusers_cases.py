@@ -1,6 +1,6 @@
 """Calls of the tiny models of diffusers_configs.py that use what they can do, and the names of other checks.
 
-Imported by the rank scripts (which load diffusers) and by the tests (which do not): only torch here.
+Imported by the rank scripts (which load diffusers) and by the tests (which do not).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.faults import SOAK
 from torch import Tensor
 
 
@@ -297,9 +298,14 @@ TWO_AXES = ("unified alltoall", "unified allgather")
 
 
 def turns(case: Case, world: int) -> tuple[str, ...]:
-    """The modes of a case on `world` ranks, by turns: on 2 and 3 ranks it runs in two of MODES, on 4 in one of TWO_AXES."""
+    """The modes of a case on `world` ranks, by turns: on 2 and 3 ranks it runs in two of MODES, on 4 in one of TWO_AXES.
+
+    On 4 ranks half of the cases run in `make soak` only.
+    """
     turn = CASES.index(case)
-    return (TWO_AXES[turn % 2] if world == 4 else MODES[(turn + world) % len(MODES)],)
+    if world == 4:
+        return (TWO_AXES[turn // 2 % 2],) if SOAK or turn % 2 == 0 else ()
+    return (MODES[(turn + world) % len(MODES)],)
 
 
 def degrees(mode: str, world: int) -> dict[str, Any]:
@@ -320,3 +326,8 @@ ON_TWO_RANKS = (
     "applied_twice", "degrees_that_do_not_fit", "wrong_plans", "gradients", "unknown_tokens", "not_gathered", "backends",
     "plans_that_say_too_little",
 )  # fmt: skip
+
+
+def checks_on(world: int) -> tuple[str, ...]:
+    """The checks that run on `world` ranks."""
+    return (*(CHECKS if world != 3 or SOAK else ()), *(ON_TWO_RANKS if world == 2 else ()))

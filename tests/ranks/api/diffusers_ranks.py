@@ -6,7 +6,7 @@ import diffusers_applying
 import diffusers_checks
 import diffusers_tokens
 import torch
-from diffusers_cases import CASES, CHECKS, MODES, ON_TWO_RANKS, TWO_AXES, degrees, turns
+from diffusers_cases import CASES, MODES, TWO_AXES, checks_on, degrees, turns
 from diffusers_configs import MODELS
 from diffusers_models import forward, plan_of, relative
 from diffusers_stock import model as model_of
@@ -54,7 +54,7 @@ with torch.inference_mode():
                     report(case=case.name, mode=mode, difference=float("inf"), error=f"{type(error).__name__}: {error}")
             remove_context_parallel(model, plan_of(model))
     checks = vars(diffusers_applying) | vars(diffusers_tokens) | vars(diffusers_checks)
-    for name in (*CHECKS, *(ON_TWO_RANKS if world == 2 else ())):
+    for name in checks_on(world):
         error = None
         try:
             checks[name](rank, world)

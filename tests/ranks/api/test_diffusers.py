@@ -9,7 +9,7 @@ from support.ranks import DIFFUSERS, run_ranks
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
-from diffusers_cases import CASES, CHECKS, ON_TWO_RANKS, turns  # noqa: E402
+from diffusers_cases import CASES, checks_on, turns  # noqa: E402
 
 TOLERANCE = 1e-5
 WORLDS = (2, 3, 4)
@@ -55,7 +55,7 @@ def test_cases_would_show_a_missing_token_or_mask(case, reports):
 
 @pytest.mark.parametrize(
     ("check", "reports"),
-    [(check, world) for world in WORLDS for check in (*CHECKS, *(ON_TWO_RANKS if world == 2 else ()))],
+    [(check, world) for world in WORLDS for check in checks_on(world)],
     indirect=["reports"],
 )
 def test_checks(check, reports):
