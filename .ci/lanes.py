@@ -173,7 +173,11 @@ def run_job(job: Job, others: list[Job], environment: dict[str, str], running: l
             process = subprocess.Popen(job.command, cwd=ROOT, env=env, stdin=nothing, stdout=output, stderr=output)
         else:
             process = preloaded.start(
-                job.arguments(others), cwd=ROOT, env=env, files=(nothing.fileno(), output, output), spares=job.spares
+                job.arguments(others),
+                cwd=ROOT,
+                env=env,
+                files=(nothing.fileno(), output, output),
+                spares=[preloaded.FORK_SERVER] * job.spares,
             )
     running.append(process)
     lines = []

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from . import preloaded
 from .faults import SLACK
 from .package import ROOT
 from .processes import descendants, kill_all
@@ -36,10 +35,12 @@ class Joining:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._log = log
-        command = [*prefix, sys.executable, str(JOIN), code, "--name", name, "--cpu", *options]
+        command = [str(JOIN), code, "--name", name, "--cpu", *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": DETECTION, **(env or {})}
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        with log.open("ab") as out, open(os.devnull, "rb") as nothing:
+            files = (nothing.fileno(), out.fileno(), out.fileno())
+            spares = [("join.py", "join.py", *preloaded.FORK_SERVER)]  # what joins, and what this starts
+            self.process = preloaded.start(command, cwd=cwd, env=environment, files=files, spares=spares, wrapper=prefix)
 
     @property
     def text(self) -> str:

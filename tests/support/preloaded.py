@@ -59,6 +59,8 @@ _READ_ONCE = ("OMP_", "MKL_", "OPENBLAS_", "GOMP_", "MALLOC_", "LD_")
 _MESSAGE = 1 << 17
 _TAKES = 120.0  # seconds for all imports, and for a fork
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+FORK_SERVER = ("fork_server.py",)
+"""Spare of a program with a pool: what its ranks are forked from."""
 
 
 SPARES = hasattr(subprocess, "_fork_exec")
@@ -109,18 +111,21 @@ class Program:
 Process = Program | subprocess.Popen[bytes]
 
 
-def fork(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int], spares: int = 0) -> Program | None:
+def fork(
+    argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int], spares: Sequence[Sequence[str]] = ()
+) -> Program | None:
     """Run a program, in a session of its own; None where it has to be started as any other.
 
     Args:
         argv: what the interpreter gets: a file, or `-m` and a module, and arguments.
         files: descriptors of its standard input, output and errors.
-        spares: it starts pools, and the fork servers of that many need no new interpreter either (see `_Spares`).
+        spares: files of programs that need no new interpreter either, see `_Spares`: for each that it starts, this one, one that
+            this one starts, and so on.
     """
     path = os.environ.get(VARIABLE)
     if path is None or any(os.environ.get(name) != env.get(name) for name in {*os.environ, *env} if name.startswith(_READ_ONCE)):
         return None
-    return Program(_ask(path, {"argv": list(argv), "cwd": str(cwd), "env": dict(env), "spares": spares}, files))
+    return Program(_ask(path, {"argv": list(argv), "cwd": str(cwd), "env": dict(env), "spares": [*map(list, spares)]}, files))
 
 
 def _ask(path: str, request: dict[str, Any], files: Sequence[int] = ()) -> socket.socket:
@@ -136,7 +141,7 @@ def start(
     cwd: Path,
     env: Mapping[str, str],
     files: tuple[int, int, int],
-    spares: int = 0,
+    spares: Sequence[Sequence[str]] = (),
     wrapper: Sequence[str] = (),
 ) -> Process:
     """Run a program, forked where that can be. Arguments as those of `fork`, and a command in front of the interpreter."""
@@ -200,7 +205,7 @@ class Server:
 
     def fork(self, argv: Sequence[str], *, env: Mapping[str, str], files: tuple[int, int, int]) -> Program:
         """Run a program. Arguments as those of `fork`."""
-        request = {"argv": list(argv), "cwd": str(Path.cwd()), "env": dict(env), "spares": 0}
+        request = {"argv": list(argv), "cwd": str(Path.cwd()), "env": dict(env), "spares": []}
         return Program(_ask(self.path, request, files))
 
     def prepare(self, module: str, value: Any, timeout: float) -> bool:
@@ -304,26 +309,27 @@ class _Preloaded:
 
 
 class _Spares:
-    """Copies of a program from before its first line, to become the processes that the ranks of its pools are forked from.
+    """Copies of a program from before its first line, to become programs that it starts, such as what its ranks are forked from.
 
     Each of those would import for two seconds too. It has to be a child of the program; one with threads cannot be forked.
+
+    Args:
+        chains: for each copy its file, that of a copy of the copy, and so on.
     """
 
-    PROGRAM = "fork_server.py"
-
-    def __init__(self, count: int) -> None:
+    def __init__(self, chains: Sequence[Sequence[str]]) -> None:
         self._owner = os.getpid()
-        self._waiting: list[tuple[int, socket.socket]] = []
-        """Pid of a copy, and its socket."""
-        for _ in range(count):
+        self._waiting: list[tuple[str, int, socket.socket]] = []
+        """File and pid of a copy, and its socket."""
+        for program, *later in chains:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 pid = os.fork()
                 if pid == 0:
-                    for _, held in [*self._waiting, (0, ours)]:
+                    for held in [*(spare[2] for spare in self._waiting), ours]:
                         held.close()
-                    self._wait(theirs)
-            self._waiting.append((pid, ours))
+                    self._wait(theirs, program, later)
+            self._waiting.append((program, pid, ours))
         self._fork_exec = subprocess._fork_exec  # type: ignore[attr-defined]
         subprocess._fork_exec = self._start  # type: ignore[attr-defined]
 
@@ -331,13 +337,15 @@ class _Spares:
         """What `subprocess` calls to start a program: the arguments of CPython's `_posixsubprocess.fork_exec`."""
         (_, _, kept, _, env, stdin, _, _, stdout, _, stderr, _, failed, *_) = how
         start = partial(self._fork_exec, argv, *how)
-        if os.getpid() != self._owner or not self._waiting or not any(str(argument).endswith(self.PROGRAM) for argument in argv):
+        found = [spare for spare in self._waiting if any(str(argument).endswith(spare[0]) for argument in argv)]
+        if os.getpid() != self._owner or not found:
             return start()
         variables = dict(os.fsdecode(item).split("=", 1) for item in env)
         inherited = [fd for fd in kept if fd != failed]
         standard = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
         request = {"argv": list(argv), "env": variables, "cwd": os.getcwd(), "fds": [0, 1, 2, *inherited]}
-        pid, connection = self._waiting.pop()
+        self._waiting.remove(found[0])
+        _, pid, connection = found[0]
         with connection:
             try:
                 socket.send_fds(connection, [json.dumps(request).encode()], [*standard, *inherited])
@@ -345,7 +353,7 @@ class _Spares:
                 return start()
         return pid
 
-    def _wait(self, connection: socket.socket) -> NoReturn:
+    def _wait(self, connection: socket.socket, file: str, later: Sequence[str]) -> NoReturn:
         """In the copy: wait to be needed, and be that program."""
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._owner:
@@ -363,7 +371,9 @@ class _Spares:
             os.dup2(fd, wanted)
             os.close(fd)
         sys.orig_argv = request["argv"]
-        first = next(i for i, argument in enumerate(sys.orig_argv) if argument.endswith(self.PROGRAM))
+        first = next(i for i, argument in enumerate(sys.orig_argv) if argument.endswith(file))
+        if later:
+            _Spares([later])
         _run({**request, "argv": sys.orig_argv[first:]})
         os._exit(0)
 

@@ -178,7 +178,9 @@ class ComfyServer:
         command += self.args
         with self.log_file.open("ab") as log, open(os.devnull, "rb") as nothing:
             files = (nothing.fileno(), log.fileno(), log.fileno())
-            self._process = preloaded.fork(command, cwd=self.base, env=env, files=files, spares=int(self.spare))
+            self._process = preloaded.fork(
+                command, cwd=self.base, env=env, files=files, spares=[preloaded.FORK_SERVER] * self.spare
+            )
             if self._process is None:
                 launched = [sys.executable, "-c", _LAUNCHER, "-u", *command]
                 self._process = subprocess.Popen(

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -68,7 +69,9 @@ class Start:
         self.folder, self.output = folder, folder / "output"
         (folder / "sitecustomize.py").write_text("import os; os.environ['CUSTOMIZED'] = 'yes'")
 
-    def __call__(self, text: str, *arguments: str, spares: int = 0, **variables: str) -> preloaded.Program | None:
+    def __call__(
+        self, text: str, *arguments: str, spares: Sequence[Sequence[str]] = (), **variables: str
+    ) -> preloaded.Program | None:
         program = self.folder / "program.py"
         program.write_text(text)
         with open(os.devnull, "rb") as nothing, self.output.open("wb") as out:
@@ -145,7 +148,7 @@ spares = pytest.mark.skipif(not preloaded.SPARES, reason="needs Python 3.11: see
 @spares
 def test_a_spare_is_what_an_interpreter_would_be(start):
     (start.folder / "fork_server.py").write_text(FORK_SERVER)
-    program = start(OWNER, spares=1)
+    program = start(OWNER, spares=[preloaded.FORK_SERVER])
     assert program.wait(30) == 0, start.output.read_text()
     spare, interpreter = map(json.loads, start.output.read_text().splitlines())
     assert (spare.pop("imported"), interpreter.pop("imported")) == (True, False)
@@ -153,9 +156,26 @@ def test_a_spare_is_what_an_interpreter_would_be(start):
     assert (spare["right"], spare["status"]) == (True, 5)
 
 
+CHAIN = """
+import os, subprocess, sys
+print("this" in sys.modules, flush=True)
+if sys.argv[1:]:
+    subprocess.run([sys.executable, *sys.argv[1:]], env=dict(os.environ), check=True)
+"""
+
+
+@spares
+def test_a_spare_has_a_spare(start):
+    names = ["one.py", "two.py", "three.py"]
+    for name in names:
+        (start.folder / name).write_text(CHAIN)
+    assert start(CHAIN, *names, spares=[names[:2]]).wait(30) == 0
+    assert start.output.read_text().split() == ["True", "True", "True", "False"]
+
+
 @spares
 def test_a_spare_that_is_not_needed_ends_with_its_program(start):
-    program = start("import time; print('runs', flush=True); time.sleep(60)", spares=1)
+    program = start("import time; print('runs', flush=True); time.sleep(60)", spares=[preloaded.FORK_SERVER])
     while not start.output.read_text():
         time.sleep(0.01)
     (spare,) = (child for child in psutil.Process(program.pid).children())
