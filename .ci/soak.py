@@ -33,8 +33,9 @@ TESTS = [
 ]
 AT_FULL_LENGTH = [
     # Cases that are left out elsewhere.
-    *(f"tests/server/test_{name}.py" for name in ("compiled", "nodes", "patches", "quantised")),
+    *(f"tests/server/test_{name}.py" for name in ("compiled", "nodes", "patches", "quantised", "vae")),
     *(f"tests/ranks/{name}.py" for name in ("api/test_diffusers", "families/test_compiled", "vae/test_vae")),
+    "tests/browser/test_help.py",
     "tests/server/test_families.py",  # every family, with shared weights
     "tests/ranks/families/test_stages.py",  # every case of every family
     "tests/ranks/api/test_example.py",  # started by torchrun

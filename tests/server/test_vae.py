@@ -25,6 +25,7 @@ def difference(ours, stock):
 
 TINY = ("wan", "ltxv", "kl", "taesd", "taehv")
 METHODS = [(name, method) for name in TINY for method in ("decode", "encode") if (name, method) != ("kl", "encode")]
+SELDOM = [(name, "encode") for name in ("wan", "ltxv", "taesd")]  # another file is encoded in tiles as well
 
 
 @pytest.mark.usefixtures("vae_files")
@@ -34,7 +35,9 @@ class TestVAE:
         stock = run(server, name, method)
         assert difference(run(server, name, method, "auto", world=world), stock) <= BOUND
 
-    @pytest.mark.parametrize(("name", "method", "world"), [on_ranks(4 - i % 3, *m) for i, m in enumerate(METHODS)])
+    @pytest.mark.parametrize(
+        ("name", "method", "world"), [on_ranks(4 - i % 3, *m, soak=m in SELDOM) for i, m in enumerate(METHODS)]
+    )
     def test_tiles_are_bit_equal_to_the_stock_tiled_node(self, server, name, method, world):
         stock = run(server, name, method, "tiled")
         assert (run(server, name, method, "tiles", world=world) == stock).all()
