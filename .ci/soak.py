@@ -31,18 +31,19 @@ TESTS = [
     "tests/server/test_weights.py",
     "tests/ranks/weights/test_shared_weights.py",
 ]
+# Where `make test` leaves cases out, because others run the same code: `support.faults.SOAK`, and the mark `soak`.
 AT_FULL_LENGTH = [
-    # Cases that are left out elsewhere.
-    *(f"tests/server/test_{name}.py" for name in ("compiled", "nodes", "patches", "quantised", "vae")),
-    *(f"tests/ranks/{name}.py" for name in ("api/test_diffusers", "families/test_compiled", "vae/test_vae")),
+    *(
+        f"tests/server/test_{name}.py"
+        for name in ("accelerators", "compiled", "families", "host_memory", "nodes", "patches", "quantised", "vae")
+    ),
+    *(f"tests/ranks/api/test_{name}.py" for name in ("diffusers", "example")),
+    *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "stages")),
+    "tests/ranks/attention/test_attention.py",
+    "tests/ranks/vae/test_vae.py",
+    "tests/ranks/weights/test_staged_weights.py",
     "tests/browser/test_help.py",
-    "tests/server/test_families.py",  # every family, with shared weights
-    "tests/ranks/families/test_stages.py",  # every case of every family
-    "tests/ranks/api/test_example.py",  # started by torchrun
-    "tests/ranks/attention/test_attention.py",  # every combination on two ranks
-    "tests/ranks/families/test_cards.py",  # every case of them, on fake CUDA devices
-    "tests/gpu/test_gpu_check.py",  # a rehearsal of every section
-    "tests/server/test_host_memory.py",  # marked `soak`
+    "tests/gpu/test_gpu_check.py",
 ]
 HEAD = """# Reliability
 

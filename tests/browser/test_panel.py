@@ -14,7 +14,7 @@ from support.faults import SLACK
 from support.graphs import flux_prompt
 
 PATIENCE = 20_000 * SLACK  # milliseconds
-LONG = {"width": 512, "height": 512, "steps": 30 if KEEP else 16}
+LONG = {"width": 512, "height": 512, "steps": 30 if KEEP else 12}
 SHORT = {**LONG, "steps": LONG["steps"] // 2}
 WATCH = """() => {
     const panel = document.querySelector('.cp-panel');

@@ -1,9 +1,10 @@
-"""The writer of the reliability page, whose measurements take hours: the table, from lines that a run would leave."""
+"""`make soak`: the writer of the reliability page, whose measurements take hours, and what is run."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 
 from support.package import ROOT, load_script
 
@@ -32,3 +33,12 @@ def test_cases_of_one_promise_are_one_row(tmp_path, monkeypatch):
         "| 10 a loop in Python | the prompt fails | 1 s | 0.30 |",
         "| health: restart | looks (at least) | 2.50 s | **2** |",
     ]
+
+
+def test_what_make_test_leaves_out_runs_there():
+    named = (*soak.TESTS, *soak.AT_FULL_LENGTH)
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if re.search(r"\bSOAK\b|mark\.soak|soak=", file.read_text())]
+    paths = [str(file.relative_to(ROOT)) for file in files if file.name != "test_pages.py"]
+    assert len(paths) > 20
+    assert [path for path in paths if not path.startswith(named)] == []
+    assert [path for path in named if not (ROOT / path).exists()] == []
