@@ -43,6 +43,7 @@ AT_FULL_LENGTH = [
     "tests/ranks/vae/test_vae.py",
     "tests/ranks/weights/test_staged_weights.py",
     "tests/browser/test_help.py",
+    "tests/unit/test_call_times.py",
     "tests/gpu/test_gpu_check.py",
 ]
 HEAD = """# Reliability
