@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from support import families, stand_in
 from support.card_cases import VAES, cases
 from support.graphs import family_prompt, flux_prompt
+from support.joined import wait_for
 from support.latents import assert_close, differ
 from support.processes import descendants
 from support.server import ComfyServer
@@ -37,7 +38,7 @@ def cards(tmp_path_factory):
 @pytest.fixture(scope="module")
 def card_server(comfyui_path, checkpoints_dir, cards, faults):
     options = {"args": ["--fp32-unet", "--fp32-vae"], "env": stand_in.environment(cards) | faults.environment}
-    with ComfyServer(comfyui_path, models=checkpoints_dir, cpu=False, spare=False, **options) as running:
+    with ComfyServer(comfyui_path, models=checkpoints_dir, cpu=False, **options) as running:
         yield running
 
 
@@ -69,6 +70,7 @@ def test_what_ranks_import_is_imported_while_a_prompt_loads(card_server):
     whole = flux_prompt(cp={})
     loads = {name: whole[name] for name in ("cp_config", "loader", "cp_apply")}
     card_server.run(loads | {"shown": {"class_type": "PreviewAny", "inputs": {"source": ["cp_apply", 0]}}}).check()
+    wait_for(lambda: fork_servers(card_server), 10)
     (early,) = fork_servers(card_server)
     assert card_server.status()["ranks"] == []
     latent(card_server, flux_prompt(cp=CASES["Flux"][1]))
