@@ -326,8 +326,11 @@ ON_TWO_RANKS = (
     "applied_twice", "degrees_that_do_not_fit", "wrong_plans", "gradients", "unknown_tokens", "not_gathered", "backends",
     "plans_that_say_too_little",
 )  # fmt: skip
+ON_TWO_AXES = ("configs", "meshes", "other_ways", "batch_axis", "batch_axis_alone", "fsdp")
 
 
 def checks_on(world: int) -> tuple[str, ...]:
     """The checks that run on `world` ranks."""
-    return (*(CHECKS if world != 3 or SOAK else ()), *(ON_TWO_RANKS if world == 2 else ()))
+    if world == 2:
+        return CHECKS + ON_TWO_RANKS
+    return CHECKS if SOAK else ON_TWO_AXES if world == 4 else ()
