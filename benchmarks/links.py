@@ -42,7 +42,7 @@ from cp_runtime.engine.cost import ROUNDS, AttentionShape, DegreePlanner
 from cp_runtime.engine.measuring import measure
 from cp_runtime.engine.mesh import SequenceMesh
 
-NAMESPACE, BRIDGE, INTERFACE = "cp-links-{}", "cp-links", "eth0"
+NAMESPACE, BRIDGE, OUTSIDE, INTERFACE = "cp-links-{}", "cp-links", "cp-links{}", "eth0"
 CLONE_NEWNET = 0x40000000  # of the kernel's sched.h
 LINKS = {"free": 0.0, "quarter": 0.25, "half": 0.5, "equal": 1.0, "double": 2.0, "hopeless": 6.0}
 """Seconds of the exchange over those of attention."""
@@ -80,7 +80,7 @@ def namespaces(ranks: int) -> Iterator[None]:
     try:
         command("ip", "link", "set", BRIDGE, "up")
         for rank, name in enumerate(names):
-            outside = f"cp-links{rank}"
+            outside = OUTSIDE.format(rank)
             command("ip", "netns", "add", name)
             command("ip", "link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", name)
             command("ip", "link", "set", outside, "master", BRIDGE, "up")
@@ -89,9 +89,9 @@ def namespaces(ranks: int) -> Iterator[None]:
             command("ip", "-n", name, "link", "set", "lo", "up")
         yield
     finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, stderr=subprocess.DEVNULL)
-        subprocess.run(["ip", "link", "delete", BRIDGE], check=False, stderr=subprocess.DEVNULL)
+        links = [*(OUTSIDE.format(rank) for rank in range(ranks)), BRIDGE]  # a namespace's own goes some time after it
+        for what in (*(("link", link) for link in links), *(("netns", name) for name in names)):
+            subprocess.run(["ip", what[0], "delete", what[1]], check=False, stderr=subprocess.DEVNULL)
 
 
 def enter_namespace() -> None:
