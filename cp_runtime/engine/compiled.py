@@ -19,7 +19,7 @@ from torch import nn
 from ..compat import compiler_errors, compiler_settings
 from ..errors import CompileError
 from .attention.opaque import PLACE
-from .opaque_layers import make_opaque, running
+from .opaque_layers import make_opaque
 from .plan import ShardingPlan, find_modules, method_of
 from .weights.blocks import blocks_of
 
@@ -95,16 +95,12 @@ class CompiledBlocks:
             del self._wrapped.pop().forward
 
     def _run(self, module: nn.Module, compiled: Callable[..., Any], layers: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        with running(layers):
-            return self._run_block(module, compiled, args, kwargs)
-
-    def _run_block(self, module: nn.Module, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         cls = type(module)
-        if cls in self._given_up:
-            self.failed(self._given_up[cls])
-            return cls.forward(module, *args, **kwargs)
-        PLACE.in_block, PLACE.local = True, 0
+        PLACE.in_block, PLACE.local, PLACE.layers = True, 0, layers
         try:
+            if cls in self._given_up:
+                self.failed(self._given_up[cls])
+                return cls.forward(module, *args, **kwargs)
             with compiler_settings(VARIANTS):
                 return compiled(module, *args, **kwargs)
         except compiler_errors() as error:
@@ -115,7 +111,7 @@ class CompiledBlocks:
             self.failed(self._given_up[cls])
             return out
         finally:
-            PLACE.in_block, PLACE.local = False, 0
+            PLACE.in_block, PLACE.local, PLACE.layers = False, 0, ()
 
 
 @functools.cache

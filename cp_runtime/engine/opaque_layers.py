@@ -7,8 +7,6 @@ a layer by its number, and the block that is running says which one that is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import PlanError
-
-_running: list[Sequence[nn.Module]] = []
+from .attention.opaque import PLACE
 
 
 def make_opaque(block: nn.Module) -> list[nn.Module]:
@@ -27,16 +24,6 @@ def make_opaque(block: nn.Module) -> list[nn.Module]:
     for number, layer in enumerate(layers):
         layer.forward = partial(_forward, layer, number)
     return layers
-
-
-@contextmanager
-def running(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Say whose layers the operator runs. Single-threaded, as ranks are."""
-    _running.append(layers)
-    try:
-        yield
-    finally:
-        _running.pop()
 
 
 @torch.library.custom_op("context_parallel::linear", mutates_args=())
@@ -51,9 +38,9 @@ def linear(x: Tensor, layer: int, features: int) -> Tensor:
     Returns:
         `[..., features]` in x's dtype, contiguous.
     """
-    if not _running:
+    if not PLACE.in_block:
         raise PlanError("a compiled block ran outside of a sharded call")
-    module = _running[-1][layer]
+    module = PLACE.layers[layer]
     out: Tensor = type(module).forward(module, x)
     return out.contiguous()
 

@@ -7,12 +7,12 @@ module is reached, such as whether its attention is local by the plan, is an arg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import PlanError
 
@@ -27,10 +27,12 @@ class Place:
     Attributes:
         in_block: a compiled block runs, or is being compiled.
         local: depth in modules whose attention is local by the plan; 0 outside of them, and whenever nothing is compiled.
+        layers: of the block that runs, those that are operators (`opaque_layers`).
     """
 
     in_block: bool = False
     local: int = 0
+    layers: Sequence[nn.Module] = ()
 
 
 PLACE = Place()
