@@ -139,9 +139,10 @@ def import_ahead(nodes: Set[str], prompt: Any) -> Any:
     """Start the process that ranks are forked from if there are several accelerators and a prompt has one of these nodes; return
     `prompt` as it is. It imports for seconds, which the prompt spends on its text encoder. ComfyUI calls this before it queues one.
     """
-    inventory, graph = device_inventory(), prompt.get("prompt")
+    graph = prompt.get("prompt")
     entries = graph.values() if isinstance(graph, dict) else ()
-    if inventory.count > 1 and any(isinstance(entry, dict) and entry.get("class_type") in nodes for entry in entries):
+    ours = any(isinstance(entry, dict) and entry.get("class_type") in nodes for entry in entries)
+    if ours and (inventory := device_inventory()).count > 1:
         with contextlib.suppress(OSError, RuntimeError):  # as the ranks will say
             FORK_SERVERS.get(worker_site(), child_environment(inventory.type, inventory.count))
     return prompt
