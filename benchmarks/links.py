@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import common
 import diffusers_cp
@@ -46,8 +47,7 @@ NAMESPACE, BRIDGE, OUTSIDE, INTERFACE = "cp-links-{}", "cp-links", "cp-links{}",
 CLONE_NEWNET = 0x40000000  # of the kernel's sched.h
 LINKS = {"free": 0.0, "quarter": 0.25, "half": 0.5, "equal": 1.0, "double": 2.0, "hopeless": 6.0}
 """Seconds of the exchange over those of attention."""
-BOTH_WAYS = 2.0  # TCP gets half of a limit that it fills both ways
-BURST = 64 << 10  # bytes that pass at once
+BURST = 256 << 10  # bytes that pass at once; larger than what the kernel would cut into packets on the ranks' cores
 QUEUE = 64 << 20  # bytes that wait; what is dropped would be sent again
 TOKENS = 4096
 TOLERANCE = 1e-4
@@ -75,12 +75,12 @@ def command(*words: object) -> None:
 @contextmanager
 def namespaces(ranks: int) -> Iterator[None]:
     """Network namespaces, one per rank, on one bridge."""
-    names = [NAMESPACE.format(rank) for rank in range(ranks)]
-    command("ip", "link", "add", BRIDGE, "type", "bridge")
+    remove_namespaces()  # of a run that was killed
     try:
+        command("ip", "link", "add", BRIDGE, "type", "bridge")
         command("ip", "link", "set", BRIDGE, "up")
-        for rank, name in enumerate(names):
-            outside = OUTSIDE.format(rank)
+        for rank in range(ranks):
+            name, outside = NAMESPACE.format(rank), OUTSIDE.format(rank)
             command("ip", "netns", "add", name)
             command("ip", "link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", name)
             command("ip", "link", "set", outside, "master", BRIDGE, "up")
@@ -89,9 +89,15 @@ def namespaces(ranks: int) -> Iterator[None]:
             command("ip", "-n", name, "link", "set", "lo", "up")
         yield
     finally:
-        links = [*(OUTSIDE.format(rank) for rank in range(ranks)), BRIDGE]  # a namespace's own goes some time after it
-        for what in (*(("link", link) for link in links), *(("netns", name) for name in names)):
-            subprocess.run(["ip", what[0], "delete", what[1]], check=False, stderr=subprocess.DEVNULL)
+        remove_namespaces()
+
+
+def remove_namespaces() -> None:
+    """Remove what `namespaces` makes; a namespace's own end of a link goes some time after it."""
+    links = [each for each in os.listdir("/sys/class/net") if each.startswith(BRIDGE)]
+    names = [each.name for each in Path("/run/netns").glob(NAMESPACE.format("*"))]
+    for words in (*(("link", "delete", link) for link in links), *(("netns", "delete", name) for name in names)):
+        subprocess.run(["ip", *words], check=False, stderr=subprocess.DEVNULL)
 
 
 def enter_namespace() -> None:
@@ -173,7 +179,7 @@ def rank_main(what: str, repetitions: int, links: list[str]) -> None:
     sent = 4 * (world - 1) / world**2 * tokens * HEADS * HEAD_DIM * 4
     shape = AttentionShape(1, tokens, tokens, HEADS, HEADS, HEAD_DIM, 4)
     for name in links:
-        limit(BOTH_WAYS * sent / alone / LINKS[name] if LINKS[name] else math.inf)
+        limit(sent / alone / LINKS[name] if LINKS[name] else math.inf)
         rates = measure(mesh, torch.device("cpu")).of(tuple(range(world)))
         settings = SequenceSettings(ring_degree=1, ulysses_degree=world)
         chosen = f"{DegreePlanner(settings, world, rates)(shape).ulysses_rounds} rounds"

@@ -164,18 +164,15 @@ class RankGroup:
             sent, arriving: elements for and from every rank, in the order of the ranks. Both sides know them.
             kind: name in statistics and traces.
         """
-        size = send.element_size()
-        staged: list[tuple[Tensor, Tensor]] = []
+        size, staged = send.element_size(), list[tuple[Tensor, Tensor]]()
+        target, source = as_bytes(self._landing(received, staged)), as_bytes(self._leaving(send))
+        sizes = [count * size for count in arriving], [count * size for count in sent]
         with trace_range("cp." + kind):
-            work = dist.all_to_all_single(
-                as_bytes(self._landing(received, staged)),
-                as_bytes(self._leaving(send)),
-                [count * size for count in arriving],
-                [count * size for count in sent],
-                group=self.group,
-                async_op=True,
-            )
-        return Pending(self, kind, [work], send.nbytes - sent[self.rank] * size, send, staged)
+            if self.via_host:
+                works = self._by_pairs(target.split(sizes[0]), source.split(sizes[1]))
+            else:
+                works = [dist.all_to_all_single(target, source, *sizes, group=self.group, async_op=True)]
+        return Pending(self, kind, works, send.nbytes - sizes[1][self.rank], send, staged)
 
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
         """Send a tensor to the next rank, and receive one from the previous rank into `received`."""
@@ -218,16 +215,14 @@ class RankGroup:
         shards = list(zip(*(tensor.split(list(lengths)) for tensor in whole), strict=True))
         for own, tensor in zip(shards[self.rank], moved, strict=True):
             own.copy_(tensor)
-        operations: list[dist.P2POp] = []
         staged: list[tuple[Tensor, Tensor]] = []
         with trace_range("cp.all_gather"):
-            sends = [self._leaving(own) for own in shards[self.rank] if own.numel()]
-            for step in range(1, self.size):
-                to, source = self.global_rank(self.rank + step), self.global_rank(self.rank - step)
-                operations += [dist.P2POp(dist.isend, as_bytes(own), to, self.group) for own in sends]
-                arriving = [self._landing(shard, staged) for shard in shards[(self.rank - step) % self.size] if shard.numel()]
-                operations += [dist.P2POp(dist.irecv, as_bytes(shard), source, self.group) for shard in arriving]
-            works = dist.batch_isend_irecv(operations) if operations else []
+            steps, sends = range(1, self.size), [self._leaving(own) for own in shards[self.rank] if own.numel()]
+            sources = [
+                ((self.rank - step) % self.size, shard) for step in steps for shard in shards[(self.rank - step) % self.size]
+            ]
+            arriving = [(source, self._landing(shard, staged)) for source, shard in sources if shard.numel()]
+            works = self._messages(arriving, [((self.rank + step) % self.size, own) for step in steps for own in sends])
         sent = sum(own.nbytes for own in shards[self.rank]) * (self.size - 1)
         Pending(self, "all_gather", works, sent, whole[0], staged).wait()
         return [tensor.movedim(0, dim) for tensor in whole]
@@ -242,8 +237,11 @@ class RankGroup:
                 if whole.device.type != "cpu":  # there is no collective to wait for, and the waiter may use another stream
                     works.append(torch.get_device_module(whole.device).current_stream(whole.device).record_event())
             else:
-                target, source = self._landing(whole, staged), self._leaving(part)
-                works.append(dist.all_gather_into_tensor(target, source, group=self.group, async_op=True))
+                target, source = as_bytes(self._landing(whole, staged)), as_bytes(self._leaving(part))
+                if self.via_host:
+                    works = self._by_pairs(target.split(part.nbytes), [source] * self.size)
+                else:
+                    works.append(dist.all_gather_into_tensor(target, source, group=self.group, async_op=True))
         return Pending(self, "weights", works, part.nbytes * (self.size - 1), whole, staged)
 
     def largest(self, value: Tensor) -> Tensor:
@@ -255,6 +253,23 @@ class RankGroup:
             work = dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group, async_op=True)
         Pending(self, "all_reduce", [work], value.nbytes, value, ()).wait()
         return shared.to(value.device)
+
+    def _by_pairs(self, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> list[Any]:
+        """Start receiving a tensor from every rank and sending one to every rank. Empty ones are left out."""
+        arriving[self.rank].copy_(leaving[self.rank])
+        around = [(self.rank + step) % self.size for step in range(1, self.size)]
+        sources = [(rank, arriving[rank]) for rank in reversed(around) if arriving[rank].numel()]
+        return self._messages(sources, [(rank, leaving[rank]) for rank in around if leaving[rank].numel()])
+
+    def _messages(self, arriving: Sequence[tuple[int, Tensor]], leaving: Sequence[tuple[int, Tensor]]) -> list[Any]:
+        """Start receiving tensors from ranks, and sending others to ranks.
+
+        gloo asks for a message in the stream of bytes in which it sends. If it asks after it has begun a long send, as its own
+        alltoall and allgather do, the other side waits for all of that, and a link carries one direction after the other.
+        """
+        operations = [dist.P2POp(dist.irecv, as_bytes(tensor), self.global_rank(rank), self.group) for rank, tensor in arriving]
+        operations += [dist.P2POp(dist.isend, as_bytes(tensor), self.global_rank(rank), self.group) for rank, tensor in leaving]
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def _leaving(self, tensor: Tensor) -> Tensor:
         """Return the tensor that the backend sends in place of this one."""

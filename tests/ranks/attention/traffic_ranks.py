@@ -5,6 +5,7 @@ import zlib
 import torch
 import torch.distributed as dist
 from support.ranks import finish, report, start
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (makes torch know the backend)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,7 +40,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure(name, ring, ulysses, rotate_method, lengths):
+def measure(name, ring, ulysses, rotate_method, lengths, mesh=mesh):
     config = ContextParallelConfig(
         ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate_method, ulysses_anything=True, ring_anything=True
     )
@@ -67,7 +68,10 @@ def measure(name, ring, ulysses, rotate_method, lengths):
     )
 
 
+of_devices = SequenceMesh(dist.new_group(backend="fake"))  # a backend that is not gloo; it sends nothing
 for lengths in [(16, 48), (5, 13)]:
+    measure("ulysses of devices", 1, world, "allgather", lengths, of_devices)
+    measure("ring of devices", world, 1, "alltoall", lengths, of_devices)
     measure("ulysses", 1, world, "allgather", lengths)
     for method in ("alltoall", "allgather"):
         measure(f"ring {method}", world, 1, method, lengths)
