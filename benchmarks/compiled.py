@@ -46,7 +46,7 @@ def rank_main(side: int, repetitions: int) -> None:
     from support.families.flux import MODELS, flux
     from support.models import build
 
-    from cp_runtime.comfy.forward.rank_sharded import run_sharded
+    from cp_runtime.comfy.forward.rank import run_sharded
     from cp_runtime.comfy.forward.ui_interception import innermost_method
     from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
     from cp_runtime.engine.config import ContextParallelConfig

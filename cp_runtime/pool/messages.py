@@ -253,7 +253,7 @@ class Call(Packed[CallReport]):
     leading: tuple[str, ...]  # names of the arguments that change with every call
     in_place: tuple[str, ...]  # names of those that ranks leave in the memory of the message
     memory_scale: float  # times the memory that ComfyUI expects, which the call may need
-    compile: dict[str, Any] | None  # what `torch.compile` is told, see `comfy.compiled.wire`; None = nothing is compiled
+    compile: dict[str, Any] | None  # what `torch.compile` is told, see `comfy.forward.wire`; None = nothing is compiled
     compile_or_raise: bool  # a block that cannot be compiled is an error
     cancel_every: int  # planned modules between two polls for Cancel; 0 = none
     pipeline: PipelineSettings | None = None  # of a model in stages

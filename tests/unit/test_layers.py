@@ -30,7 +30,7 @@ PACKAGE = ROOT / "cp_runtime"
 
 
 def layer_of(parts):
-    """Layer of a module, or of a name in one: `comfy/vae/rank.py` and `comfy/memory/rank_room.py` are of comfy's rank side."""
+    """Layer of a module, or of a name in one: `comfy/vae/rank.py` and `comfy/memory/rank.py` are of comfy's rank side."""
     if parts[0] != "comfy":
         return parts[0] if parts[0] in LAYERS else None
     return f"comfy {parts[2].partition('_')[0]}" if len(parts) > 2 else None

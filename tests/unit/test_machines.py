@@ -11,7 +11,7 @@ import time
 import pytest
 from support.joined import wait_for
 
-from cp_runtime.comfy.model.wire_places import describe, relocate
+from cp_runtime.comfy.model.wire_recipe import describe, relocate
 from cp_runtime.errors import ConfigError, MirrorError, PoolError, ProtocolError
 from cp_runtime.machines import wire as wires
 from cp_runtime.machines.facts import differences

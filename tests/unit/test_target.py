@@ -9,7 +9,7 @@ from torch import nn
 from cp_runtime.comfy.model.ui_target import Target
 from cp_runtime.comfy.model.wire_modules import layers_of
 from cp_runtime.comfy.model.wire_recipe import Factory, Recipe
-from cp_runtime.comfy.model.wire_samples import sample_weights, weight_patches_digest
+from cp_runtime.comfy.model.wire_weights import sample_weights, weight_patches_digest
 from cp_runtime.errors import MirrorError
 from cp_runtime.pool.messages import Load, Loaded
 

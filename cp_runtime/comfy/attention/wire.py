@@ -18,8 +18,6 @@ from torch import Tensor
 from ...engine.attention.kernels import installed
 from ...errors import MirrorError
 
-OPTION = "cp_attention"  # entry of transformer_options that stands for the override
-
 _KJ = "nodes.model_optimization_nodes:"
 OVERRIDES: Mapping[str, str] = {
     # ComfyUI's own Model Attention Backend, newer than 0.30.

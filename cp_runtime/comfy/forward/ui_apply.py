@@ -21,11 +21,10 @@ from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from ..memory.ui_residency import patcher_over
 from ..model.ui_recipes import recipe_key
-from ..panel.ui_progress import executing_node, raise_or_warn
 from ..ranks.ui import CONTROLLER, default_config, nothing_to_share
 from .ui_interception import check_forward
 from .ui_obstacles import check_model, check_stages, conditions_obstacle
-from .ui_patcher import ContextParallelPatcher, plain_class
+from .ui_patcher import ContextParallelPatcher, executing_node, plain_class, raise_or_warn
 
 log = logging.getLogger("context_parallel")
 

@@ -7,30 +7,33 @@ on the instance while a patcher of ours is the loaded one, so that it does not d
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import torch
 from comfy.cli_args import args as settings
+from comfy.model_patcher import ModelPatcher
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...comfyui import unrecorded
 from ...controller.calls import ModelCall
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
 from ...nested import tensors
-from ..attention.wire import OPTION as ATTENTION
 from ..model.wire_modules import encode_module
+from ..model.wire_weights import model_dtype
 from .ui_obstacles import check_call, check_own_forward, compile_of, options_for_ranks
-from .ui_texts import weights_at
-from .wire_options import CONDITIONINGS, SENDABLE, plain_options
+from .wire import ATTENTION, CONDITIONINGS, SENDABLE, plain_options
 
 if TYPE_CHECKING:
     from .ui_patcher import ContextParallelPatcher
 
 IN_PLACE = ("control",)  # residuals: each rank copies only its part
 TEXTS = "preprocess_text_embeds"
+PREFIX = "diffusion_model."
 
 
 class Replacement:
@@ -165,12 +168,51 @@ class GuardedForward(Replacement):
 
 
 class LocalTexts(Replacement):
-    """Replacement for text processing before sampling: runs it in this process, see `ui_texts`."""
+    """Replacement for text processing that some transformers do before sampling, with weights of their own: LTX-2, Anima, MiniMax.
+
+    It runs in this process, where a model that lives on the workers has no weights but the pages of its file, unpatched and on no
+    device. The modules that it runs get their weights for the duration, patched as ComfyUI patches what it loads.
+    """
 
     def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         text = next(tensors([list(args), kwargs]), None)
         with nullcontext() if text is None else weights_at(owner, self.model, text.device):
             return self.stock(*args, **kwargs)
+
+
+@contextmanager
+def weights_at(patcher: ModelPatcher, model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give modules of the model that are called their patched weights on a device, while active."""
+    paths = {module: path for path, module in model.named_modules() if path}
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+
+    def bring(called: nn.Module, _: Any) -> None:
+        path = paths.get(called)
+        if path is None:
+            return  # another model's, or inside a module that was called before
+        for inner, module in called.named_modules(prefix=path):
+            paths.pop(module, None)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if (dtype := model_dtype(patcher.model, module, name)) != parameter.dtype:
+                        put(module._parameters, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
+                    weight = patcher.patch_weight_to_device(f"{PREFIX}{inner}.{name}", device, return_weight=True)
+                    put(module._parameters, name, nn.Parameter(weight.to(device), requires_grad=False))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    put(module._buffers, name, buffer.to(device))
+
+    def put(owner: dict[str, Any], name: str, value: torch.Tensor) -> None:
+        kept.append((owner, name, owner[name]))
+        owner[name] = value
+
+    hook = register_module_forward_pre_hook(bring)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for owner, name, value in reversed(kept):
+            owner[name] = value
 
 
 def intercept(owner: ContextParallelPatcher, model: nn.Module) -> None:

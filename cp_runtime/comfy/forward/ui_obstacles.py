@@ -19,12 +19,11 @@ from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, UNSTAGED, class_name, plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
-from ..attention.ui import attention_of
-from ..compiled.wire import encode_compile
-from ..model.ui_notes import notes_of
 from ..model.ui_recipes import recipe_of
-from ..patches.ui_nodes import PatchSet
-from ..patches.wire_weights import encode_weight_patches
+from ..model.ui_target import notes_of
+from ..patches.ui import PatchSet, attention_of
+from ..patches.wire import encode_weight_patches
+from .wire import encode_compile
 
 _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
 FORWARDS = ("forward", "_forward", "forward_orig")

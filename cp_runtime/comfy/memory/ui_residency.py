@@ -30,7 +30,7 @@ import comfy.model_patcher
 import torch
 
 from ...compat import as_parameter, parameter_slots
-from ..model.wire_dtypes import is_dynamic, model_dtype, network_of, stays_as_in_file
+from ..model.wire_weights import is_dynamic, model_dtype, network_of, stays_as_in_file
 
 _OF_PAGES = ("_v", "_v_signature", "_v_weight", "_v_bias")
 EVERYTHING = 1e32

@@ -12,8 +12,8 @@ from comfy.model_base import BaseModel
 
 from ...engine.weights.cast import settle
 from ..forward.ui_patcher import ContextParallelPatcher
-from ..model.ui_notes import notes_of
 from ..model.ui_recipes import recipe_key
+from ..model.ui_target import notes_of
 from ..ranks.ui import CONTROLLER
 
 EVERYTHING = 1e30

@@ -40,23 +40,17 @@ from ...pool.messages import AttachNetwork, Call, CallOutcome, Compiled, Load, L
 from ...pool.protocol import read_tensor, unflatten
 from ...pool.settings import OFFLOADED, STAGED, WHOLE
 from ...pool.tensor_cache import owned
-from ..compiled.wire import decode_compile
-from ..forward.rank_batch import share_out, take_items
-from ..forward.rank_sharded import run_sharded
-from ..forward.rank_staged import run_staged
-from ..memory.rank_file_weights import FileWeightsPatcher, LoadProgress, forget
+from ..forward.rank import run_sharded, run_staged, share_out, take_items
+from ..forward.wire import decode_compile
+from ..memory.rank import FileWeightsPatcher, LoadProgress, SharedWeightsPatcher, StagedWeightsPatcher, available, forget, room
 from ..memory.rank_quantised import Experts, own_formats, shared_scales
-from ..memory.rank_room import available, room
-from ..memory.rank_shared_weights import SharedWeightsPatcher
-from ..memory.rank_staged_weights import StagedWeightsPatcher
-from ..patches.rank_nodes import ATTACHED, attach_network
-from ..patches.wire_weights import decode_weight_patches
+from ..patches.rank import ATTACHED, attach_network
+from ..patches.wire import decode_weight_patches
 from .rank_factory import call_factory
-from .wire_dtypes import dtypes_of, network_of
 from .wire_loading import LoadedModel, load_recipe
 from .wire_modules import layers_of
 from .wire_recipe import Recipe, is_inside
-from .wire_samples import sample_weights, weight_patches_digest
+from .wire_weights import dtypes_of, network_of, sample_weights, weight_patches_digest
 
 log = logging.getLogger("context_parallel.worker")
 

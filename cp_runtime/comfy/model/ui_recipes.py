@@ -1,21 +1,45 @@
-"""The recipe of a model that this process has loaded."""
+"""The recipe of a model that this process has loaded.
+
+ComfyUI calls a function of a node pack (`cached_patcher_init`) itself, to make a copy of the model for another device. The ranks
+call it as well, if they have the same code and all that it was given is plain.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.machinery import SourceFileLoader
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import comfy.sd
 import torch
+from torch import Tensor
 
 from ...errors import MirrorError, UnsupportedError
-from .ui_factories import factory_recipe, node_recipe
-from .ui_notes import ModelNotes, notes_of
-from .wire_dtypes import is_dynamic
-from .wire_recipe import DECIDED_BY_WORKER, LOADERS, OPTIONS, REMEDY, VAE_LOADERS, FileStamp, Recipe, file_stamp
+from ...pool.protocol import flatten
+from ..ranks.ui import node_folders
+from .ui_loaders import NodeCall
+from .ui_target import ModelNotes, notes_of
+from .wire_recipe import (
+    DECIDED_BY_WORKER,
+    FACTORY,
+    LOADERS,
+    OPTIONS,
+    REMEDY,
+    VAE_LOADERS,
+    Factory,
+    FileStamp,
+    Recipe,
+    file_digest,
+    file_stamp,
+    texts_in,
+)
+from .wire_weights import is_dynamic
 
 VAE_REMEDY = "Use Load VAE or Load Checkpoint."
 
@@ -25,7 +49,7 @@ def recipe_of(patcher: Any) -> Recipe:
     has made the model.
 
     Where no stamp was taken when the file was loaded, as for VAEs, its present state is taken; then only the comparison of weights
-    (`target.Target.verify`) notices that the file was replaced in between.
+    (`ui_target.Target.verify`) notices that the file was replaced in between.
 
     Raises:
         MirrorError: its loader left none, or one that workers do not follow; or the file changed while ComfyUI loaded it.
@@ -106,3 +130,118 @@ def _stamp_of(path: str, notes: ModelNotes) -> FileStamp:
             "the prompt again."
         )
     return after
+
+
+def factory_recipe(init: tuple[Any, ...]) -> Recipe:
+    """Return the recipe, given a model's `cached_patcher_init`.
+
+    Raises:
+        MirrorError: the workers cannot call that function, or its file is not the one that this process has imported.
+    """
+    function, given = init[0], init[1]
+    name = getattr(function, "__qualname__", type(function).__name__)
+    module = getattr(function, "__module__", None) or ""
+    named = f"the workers cannot repeat the loader {module}.{name}"
+    if not isinstance(function, FunctionType) or vars(sys.modules.get(module, sys)).get(name) is not function:
+        raise MirrorError(f"{named}: it does not stand at the top of a module. {REMEDY}")
+    arguments = _plain(named, given)
+    models = [path for path in dict.fromkeys(texts_in(arguments)) if os.path.isabs(path)]
+    if not models:
+        raise MirrorError(f"{named}: its arguments name no model file by its whole path. {REMEDY}")
+    if not all(map(os.path.isfile, models)):
+        raise MirrorError(f"{named}: {next(path for path in models if not os.path.isfile(path))} is no file. {REMEDY}")
+    place = init[2] if len(init) > 2 else None
+    return _recipe(named, module, name, arguments, place, [(path, file_stamp(path)) for path in models])
+
+
+def node_recipe(call: NodeCall, stamp: FileStamp) -> Recipe:
+    """Return the recipe of a model that a node in NODE_LOADERS has loaded. `stamp`: of its file.
+
+    Raises:
+        MirrorError: as for `factory_recipe`.
+    """
+    name = f"{call.cls.__qualname__}.{call.method}"
+    named = f"the workers cannot repeat the node {call.node}, which is {call.cls.__module__}.{name}"
+    if getattr(sys.modules.get(call.cls.__module__), call.cls.__qualname__, None) is not call.cls:
+        raise MirrorError(f"{named}: it does not stand at the top of a module. {REMEDY}")
+    models = [(os.path.abspath(call.path), stamp)]
+    return _recipe(named, call.cls.__module__, name, _plain(named, call.arguments), 0, models, call.node)
+
+
+def _plain(named: str, given: Sequence[Any]) -> Any:
+    """Return arguments as they are sent."""
+    try:
+        return flatten([_without_devices(argument) for argument in given], _no_tensor)
+    except UnsupportedError as error:
+        raise MirrorError(f"{named}: among its arguments, {error}. {REMEDY}") from error
+
+
+def _recipe(
+    named: str,
+    module: str,
+    function: str,
+    arguments: Any,
+    place: int | None,
+    models: Sequence[tuple[str, FileStamp]],
+    node: str = "",
+) -> Recipe:
+    file = os.path.abspath(getattr(sys.modules.get(module), "__file__", None) or "")
+    folders = [folder for folder in node_folders() if file.startswith(os.path.join(folder, ""))]
+    if not folders or not file.endswith(".py"):
+        raise MirrorError(f"{named}: it is not of a node pack in ComfyUI's folder custom_nodes. {REMEDY}")
+    if os.path.basename(file) == "__init__.py":
+        raise MirrorError(f"{named}: it stands in the __init__.py of its pack, which needs ComfyUI's server. {REMEDY}")
+    sources = _sources_of(os.path.join(folders[0], os.path.relpath(file, folders[0]).split(os.sep)[0]))
+    digests = tuple((path, file_digest(path)) for path in sources)
+    factory = Factory(file, function, arguments, place, digests, tuple(models), node)
+    return Recipe(FACTORY, models[0][0], stamp=models[0][1], factory=factory)
+
+
+def _no_tensor(_: Tensor, path: str) -> Any:
+    raise UnsupportedError(f"{path} is a tensor")
+
+
+def _without_devices(argument: Any) -> Any:
+    """Return options of ComfyUI's loaders without the device, which differs from rank to rank."""
+    return {k: v for k, v in argument.items() if k not in DECIDED_BY_WORKER} if type(argument) is dict else argument
+
+
+def _sources_of(pack: str) -> list[str]:
+    """Return the files of a pack, a file or a folder, that this process has imported. Raises MirrorError where one has changed
+    since."""
+    found = []
+    for module in list(sys.modules.values()):
+        file = os.path.abspath(getattr(module, "__file__", None) or "")
+        if file.endswith(".py") and (file == pack or file.startswith(os.path.join(pack, ""))):
+            if not _is_as_imported(module, file):
+                raise MirrorError(f"{file} changed on disk after ComfyUI had imported it. Restart ComfyUI.")
+            found.append(file)
+    return sorted(set(found))
+
+
+def _is_as_imported(module: ModuleType, file: str) -> bool:
+    """Return whether the functions and methods of a module are those of its file."""
+    try:
+        on_disk = set(_codes_in(SourceFileLoader(module.__name__, file).get_code(module.__name__)))
+    except (OSError, SyntaxError):
+        return False
+    owners = [module, *_classes_in(module, module.__name__)]
+    functions = [inspect.unwrap(value) for owner in owners for value in vars(owner).values() if isinstance(value, FunctionType)]
+    return all(function.__code__ in on_disk for function in functions if function.__code__.co_filename == file)
+
+
+def _classes_in(owner: Any, module: str) -> Iterator[type]:
+    """Yield the classes of a module, and all classes inside of them."""
+    for value in list(vars(owner).values()):
+        if isinstance(value, type) and value.__module__ == module and value is not owner:
+            yield value
+            yield from _classes_in(value, module)
+
+
+def _codes_in(compiled: CodeType | None) -> Iterator[CodeType]:
+    """Yield a piece of code, and all code inside it."""
+    if compiled is not None:
+        yield compiled
+        for constant in compiled.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _codes_in(constant)

@@ -1,28 +1,30 @@
-"""A model as the UI process has it, and the check that every rank has the same one."""
+"""A model as the UI process has it: notes on it, the check that every rank has the same one, and a guard of its file."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ...controller.placement import Demand
-from ...engine.weights.blocks import sizes_of
+from ...engine.weights.blocks import Sizes, sizes_of
 from ...engine.weights.pages import give_back, mapped
 from ...errors import MirrorError
 from ...families import PLANS, UNSTAGED, class_name
 from ...pool.messages import Load, Loaded
 from ...pool.protocol import TensorPacker, flatten
-from .ui_notes import notes_of
-from .wire_dtypes import dtypes_of, model_dtype, network_of
 from .wire_modules import layers_of
-from .wire_recipe import Recipe
-from .wire_samples import differing_weight, sample_weights, weight_patches_digest
+from .wire_recipe import FileStamp, Recipe
+from .wire_weights import differing_weight, dtypes_of, model_dtype, network_of, sample_weights, weight_patches_digest
+
+if TYPE_CHECKING:
+    from .ui_loaders import NodeCall
 
 
 @dataclass(frozen=True)
@@ -121,3 +123,73 @@ class Target:
         with contextlib.suppress(OSError):  # the file is gone
             give_back(network.parameters(), mapped(self.path, unwritten=True))
         return samples
+
+
+ATTRIBUTE = "context_parallel_notes"
+
+
+@dataclass
+class ModelNotes:
+    """Notes on a `BaseModel`.
+
+    Args:
+        stamps: of its file, before and after ComfyUI loaded it; None = it was not loaded through `ui_loaders`.
+        call: of the node that loaded it, if its loader leaves no recipe.
+        recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
+        key: of the recipe, once the controller counts this model as a user of it.
+        shares_file: whether its plain weights are the pages of its file.
+        sizes: of the transformer's weights.
+        check_file: of a VAE, whose weights on the ranks are the pages of its file: see `size_check`.
+    """
+
+    stamps: tuple[FileStamp, FileStamp] | None = None
+    call: NodeCall | None = None
+    recipe: tuple[Any, Recipe] | None = None
+    key: str = ""
+    shares_file: bool = False
+    sizes: Sizes | None = None
+    check_file: Callable[[], None] | None = None
+
+
+def notes_of(model: Any) -> ModelNotes:
+    """Return the notes on a `BaseModel`; they are created at first use."""
+    notes = vars(model).get(ATTRIBUTE)
+    if not isinstance(notes, ModelNotes):
+        notes = ModelNotes()
+        setattr(model, ATTRIBUTE, notes)
+    return notes
+
+
+def guard_size(model: Any, path: str, size: int) -> None:
+    """Check whenever ComfyUI is about to use the model that its file at `path` still has `size` bytes.
+
+    ComfyUI asks a model for its dtype before it loads it and in every call, whichever patcher it uses, so `get_dtype` is where an
+    error can still be raised.
+    """
+    owner, stock, check = weakref.ref(model), type(model).get_dtype, size_check(model, path, size)
+
+    def get_dtype() -> Any:
+        check()
+        return stock(owner())
+
+    model.get_dtype = get_dtype
+
+
+def size_check(model: Any, path: str, size: int) -> Callable[[], None]:
+    """Return a check that raises MirrorError once the file at `path` has less than `size` bytes, as long as `model` lives.
+
+    A process that reads a mapped page past the end of a file gets SIGBUS and ends. If the file is cut off in the middle of a call,
+    nobody notices.
+    """
+    descriptor = os.open(path, os.O_RDONLY)  # the mapped file, even if another gets its name
+    weakref.finalize(model, os.close, descriptor).atexit = False
+
+    def check() -> None:
+        now = os.fstat(descriptor).st_size
+        if now < size:
+            raise MirrorError(
+                f"the model file {path} was cut off while ComfyUI used it: it has {now} bytes, and had {size}. Restore it, "
+                "free ComfyUI's model and node cache, and queue the prompt again."
+            )
+
+    return check

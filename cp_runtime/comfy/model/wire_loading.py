@@ -15,8 +15,8 @@ from ...compat import parameter_slots, state_dict_loader
 from ...engine.weights.cast import CastWeight, counting_as
 from ...engine.weights.files import MAPPED, mapped_tensors
 from ...errors import MirrorError
-from .wire_dtypes import network_of, stays_as_in_file
 from .wire_recipe import DTYPE_OPTIONS, FACTORY, LOADERS, OPTIONS, VAE_LOADERS, Factory, Recipe, file_stamp
+from .wire_weights import network_of, stays_as_in_file
 
 
 class LoadedModel(NamedTuple):

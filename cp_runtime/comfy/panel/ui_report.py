@@ -14,7 +14,7 @@ from ...pool.config import RuntimeConfig
 from ...version import VERSION
 from ..forward.ui_apply import apply_to_model, check_type, timed
 from ..forward.ui_patcher import ContextParallelPatcher
-from ..model.ui_notes import notes_of
+from ..model.ui_target import notes_of
 from ..ranks.ui import CONTROLLER
 
 

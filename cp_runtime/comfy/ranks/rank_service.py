@@ -32,7 +32,7 @@ def make_service(worker: Worker, arguments: Mapping[str, Any]) -> Mapping[type[R
 
     cli_args.args.cpu |= worker.device.type == "cpu"  # ComfyUI picks its device when it is imported, which is now
     forbid_recording(cli_args.args)
-    from ..memory.rank_file_weights import LoadProgress
+    from ..memory.rank import LoadProgress
     from ..model.rank_mirrors import Mirrors
 
     progress = LoadProgress(worker.loading_hook())

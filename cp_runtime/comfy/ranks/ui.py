@@ -1,5 +1,5 @@
-"""The controller of this process, the one owner of its ranks; the devices that they may use; and where they find this process's
-ComfyUI and its models."""
+"""The controller of this process, the one owner of its ranks; the devices that they may use; where they find this process's ComfyUI
+and its models; and other machines that work for it. Nothing listens or runs before someone asks for it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ import torch
 from comfy.cli_args import args
 
 from ...controller.controller import Controller
-from ...errors import ConfigError, bad_value, check_switch
+from ...errors import ConfigError, ContextParallelError, bad_value, check_switch
+from ...machines.facts import facts_of
+from ...machines.host import Machines
+from ...machines.wire import parse_address
 from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from ...pool.forking import FORK_SERVERS
 from ...pool.launcher import child_environment
 from ...pool.peers import is_p2p_disabled, without_peer_access
 from ..memory.ui_residency import free_for_ranks
+from ..model.wire_recipe import describe
 from .ui_alone import Alone, why_alone, why_no_gpu
-from .ui_machines import OTHERS
 
 log = logging.getLogger("context_parallel")
 
@@ -47,6 +50,7 @@ PRELOAD = (
 """What ComfyUI's code in a rank imports of other packages: nine tenths of its time. ComfyUI itself looks at its device when it is
 imported, so every rank does that on its own, unless the device is the CPU."""
 PRELOAD_CPU = (*PRELOAD, "cp_runtime.comfy.ranks.rank_preload")
+MACHINES = "CP_MACHINES"  # environment variable with the address and port to listen on for other machines
 NO_MODELS = ("custom_nodes", "datasets", "configs")  # folders that ComfyUI knows and keeps no weights in
 
 
@@ -148,6 +152,41 @@ def import_ahead(nodes: Set[str], prompt: Any) -> Any:
     return prompt
 
 
+def _facts() -> dict[str, Any]:
+    root = os.path.dirname(os.path.abspath(folder_paths.__file__))
+    return facts_of(root, comfy.model_management.get_torch_device().type)
+
+
+def _describe(recipe: dict[str, Any]) -> dict[str, Any]:
+    return describe(recipe, {kind: found for kind, (found, _) in folder_paths.folder_names_and_paths.items()})
+
+
+def _busy() -> bool:
+    """Return whether a prompt runs."""
+    from server import PromptServer
+
+    queue = getattr(getattr(PromptServer, "instance", None), "prompt_queue", None)
+    return bool(queue is not None and queue.currently_running)
+
+
+OTHERS = Machines(_facts, _busy, _describe, "comfy.model.wire_recipe")
 CONTROLLER = Controller(worker_site, free_for_ranks, OTHERS)
 atexit.register(OTHERS.close)
 atexit.register(CONTROLLER.close)
+
+
+def add_machines(address: str) -> str:
+    """Listen for other machines on `address:port`, and return the code for them. Raises ContextParallelError."""
+    return str(OTHERS.open(*parse_address(address)))
+
+
+def add_if_asked() -> None:
+    """Listen for other machines where ComfyUI's environment says so, and put the code into the log."""
+    if address := os.environ.get(MACHINES, "").strip():
+        try:
+            code = add_machines(address)
+        except ContextParallelError as error:
+            log.error("%s", error)
+            return
+        program = "custom_nodes/comfyui-context-parallel/cp_runtime/machines/join.py"
+        log.warning("another computer can work for this ComfyUI. In its ComfyUI's folder: python %s %s", program, code)

@@ -19,7 +19,7 @@ from ...errors import PlanError
 from ...nested import map_tensors
 from ...pool.messages import Call, CallOutcome
 from ...vaes import row_plan_for
-from ..memory.rank_room import room
+from ..memory.rank import room
 from ..model.rank_mirrors import Mirror, Mirrors
 from .wire import INPUT, TILES
 

@@ -29,13 +29,10 @@ from ...pool.config import RuntimeConfig
 from ...pool.settings import WHOLE
 from ...vaes import row_plan_for
 from ..forward.ui_obstacles import check_code
-from ..forward.ui_patcher import ContextParallelPatcher
-from ..memory.ui_file_pages import size_check
-from ..model.ui_notes import notes_of
-from ..model.ui_target import Target
+from ..forward.ui_patcher import ContextParallelPatcher, executing_node, raise_or_warn, with_cancel
+from ..model.ui_target import Target, notes_of, size_check
 from ..model.wire_loading import replaced
 from ..model.wire_modules import encode_module
-from ..panel.ui_progress import executing_node, raise_or_warn, with_cancel
 from ..ranks.ui import CONTROLLER, are_here, default_config
 from .wire import EXACT, INPUT, TILES
 

@@ -21,7 +21,7 @@ from sharded_call import in_mode  # noqa: E402
 from support import families  # noqa: E402
 from support.stand_in import messages, tensors  # noqa: E402
 
-from cp_runtime.comfy.forward.rank_sharded import run_sharded  # noqa: E402
+from cp_runtime.comfy.forward.rank import run_sharded  # noqa: E402
 from cp_runtime.comfy.forward.ui_interception import innermost_method  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402

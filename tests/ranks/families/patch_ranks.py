@@ -14,13 +14,12 @@ from support.comfy_nodes import attention as overrides
 from support.ranks import finish, report, start
 from torch import nn
 
-from cp_runtime.comfy.attention.ui import _name_of, attention_of
 from cp_runtime.comfy.attention.wire import SAGE_MODES, attention_function
-from cp_runtime.comfy.forward.rank_sharded import LocalResiduals
+from cp_runtime.comfy.forward.rank import LocalResiduals
+from cp_runtime.comfy.forward.wire import PATCHES
 from cp_runtime.comfy.model.wire_modules import decode_module, encode_module
-from cp_runtime.comfy.patches import rank_nodes as node_patches
-from cp_runtime.comfy.patches.ui_nodes import PatchSet
-from cp_runtime.comfy.patches.wire_nodes import OPTION
+from cp_runtime.comfy.patches import rank as node_patches
+from cp_runtime.comfy.patches.ui import PatchSet, _name_of, attention_of
 from cp_runtime.engine.attention.kernels import installed
 from cp_runtime.engine.state import CallState
 from cp_runtime.errors import MirrorError, UnsupportedError
@@ -107,7 +106,7 @@ class Call:
         size = 1
 
 
-rebuilt = node_patches.decode_node_patches(send(entry[OPTION]), Call)
+rebuilt = node_patches.decode_node_patches(send(entry[PATCHES]), Call)
 h, at = torch.randn(1, 2, 8, 8), {"block": ("input", 3), "sigmas": torch.tensor([0.5])}
 first, second = rebuilt["patches"]["post_input"]
 report(
@@ -126,7 +125,7 @@ report(
         for name in ("os:system", "comfy_extras.nodes_sag:SelfAttentionGuidance.execute.<locals>.attn_and_record")
     ],
     changed=refused(
-        node_patches._Decoder([{"name": entry[OPTION]["entries"][0]["name"], "data": {"other": 1}, "defaults": None}]).get, 0
+        node_patches._Decoder([{"name": entry[PATCHES]["entries"][0]["name"], "data": {"other": 1}, "defaults": None}]).get, 0
     ),
 )
 

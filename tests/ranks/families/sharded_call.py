@@ -9,9 +9,7 @@ from contextlib import contextmanager
 import torch
 from family_stock import clone
 
-from cp_runtime.comfy.forward.rank_batch import share_out, take_items
-from cp_runtime.comfy.forward.rank_sharded import run_sharded
-from cp_runtime.comfy.forward.rank_staged import run_staged
+from cp_runtime.comfy.forward.rank import run_sharded, run_staged, share_out, take_items
 from cp_runtime.comfy.forward.ui_interception import innermost_method
 from cp_runtime.engine.config import ContextParallelConfig
 from cp_runtime.engine.weights.sharded import ShardedWeights

@@ -21,7 +21,7 @@ from mirrors import flux_inputs, in_file, lora_of
 from support.live_bytes import private_bytes
 from support.ranks import finish, report, start
 
-from cp_runtime.comfy.memory import ui_host_memory as host_memory
+from cp_runtime.comfy.memory import ui_files as host_memory
 from cp_runtime.comfy.model.ui_loaders import watch_loaders
 from cp_runtime.errors import MirrorError
 

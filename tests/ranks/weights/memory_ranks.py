@@ -19,7 +19,7 @@ from mirrors import load as load_file
 from support.ranks import finish, report, start
 
 from cp_runtime.comfy.forward.ui_apply import call_memory
-from cp_runtime.comfy.memory.rank_room import room
+from cp_runtime.comfy.memory.rank import room
 from cp_runtime.comfy.model.wire_loading import file_backed_weights, weights_on_host
 from cp_runtime.engine.weights import pages
 

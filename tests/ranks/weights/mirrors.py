@@ -5,10 +5,10 @@ import comfy.utils
 import torch
 from comfy import model_management as mm
 
-from cp_runtime.comfy.memory.rank_file_weights import LoadProgress
+from cp_runtime.comfy.memory.rank import LoadProgress
 from cp_runtime.comfy.model.rank_mirrors import Mirrors
 from cp_runtime.comfy.model.wire_recipe import Recipe, file_stamp
-from cp_runtime.comfy.patches.wire_weights import encode_weight_patches
+from cp_runtime.comfy.patches.wire import encode_weight_patches
 from cp_runtime.pool.messages import Load
 from cp_runtime.pool.protocol import TensorPacker, flatten
 

@@ -20,8 +20,8 @@ from support.reports import call_report
 
 from cp_runtime.comfy.forward.ui_apply import apply_to_model, without_context_parallel
 from cp_runtime.comfy.forward.ui_interception import innermost_method, intercept, release
-from cp_runtime.comfy.memory import ui_file_pages as file_pages
-from cp_runtime.comfy.memory.rank_room import available
+from cp_runtime.comfy.memory import ui_files as file_pages
+from cp_runtime.comfy.memory.rank import available
 from cp_runtime.comfy.memory.ui_residency import free_for_ranks
 from cp_runtime.comfy.memory.ui_stock_loads import _drop_from_ranks, watch_stock_loads
 from cp_runtime.comfy.model.ui_recipes import recipe_key

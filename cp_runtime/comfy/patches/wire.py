@@ -1,8 +1,11 @@
-"""Patches that other nodes put into the transformer (`transformer_options`), rebuilt on the workers.
+"""Patches of other nodes, rebuilt on the workers: code in the transformer (`transformer_options`), and weight patches.
 
 A patch is a function inside a node's code, or an object of one of ComfyUI's classes. Its name and the data it holds are sent; a
 worker finds the same code by name in its own ComfyUI and gives it the data. Only names in MIRRORED are looked up. A patch sees what
 its rank's forward sees: this rank's tokens. If it expects anything else, MIRRORED says how it is adapted.
+
+Of weight patches (LoRA and its relatives) a patcher holds `{weight name: [(strength, patch, strength_model, offset, function)]}`. A
+patch is an adapter object of `comfy.weight_adapter`, or a tuple of a kind and tensors. Both become tuples here; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import comfy.ldm.common_dit
+import comfy.utils
+import comfy.weight_adapter
 from torch import Tensor
 
 from ...engine.call import RunningCall
+from ...errors import MirrorError
 from ..model.wire_modules import full_name
 
-OPTION = "cp_patches"  # entry of transformer_options that stands for `patches` and `patches_replace`
 LOCALS = ".<locals>."
 Prepare = Callable[[Any, Tensor], None]
 Adapt = Callable[[Any, RunningCall], Callable[..., Any]]
@@ -187,3 +192,53 @@ def map_patches(options: Mapping[str, Any], function: Callable[[str, Any], Any])
 def name_of(patch: Any) -> str:
     patch = getattr(patch, "__func__", patch)
     return full_name(patch if hasattr(patch, "__qualname__") else type(patch))
+
+
+ADAPTERS = {adapter.__name__: adapter for adapter in comfy.weight_adapter.adapters}
+FUNCTIONS = {"swap_scale_shift": comfy.utils.swap_scale_shift}
+
+
+def encode_weight_patches(patches: dict[str, list[tuple[Any, ...]]]) -> list[Any]:
+    """Encode a ModelPatcher's patches as nested lists and tuples of plain values and tensors.
+
+    Raises:
+        MirrorError: a patch is of a kind that the workers cannot rebuild; the message names it.
+    """
+    return [[key, [_encode(key, *entry) for entry in entries]] for key, entries in patches.items()]
+
+
+def decode_weight_patches(encoded: list[Any]) -> dict[str, list[tuple[Any, ...]]]:
+    """Invert `encode_weight_patches`. Raises MirrorError for an unknown adapter or function."""
+    return {key: [_decode(*entry) for entry in entries] for key, entries in encoded}
+
+
+def _encode(key: str, strength: float, patch: Any, strength_model: float, offset: Any, function: Any) -> tuple[Any, ...]:
+    name = next((name for name, known in FUNCTIONS.items() if known is function), None)
+    if function is not None and name is None:
+        raise MirrorError(f"the patch of {key} transforms the weight with {function!r}, which cannot be sent to the workers")
+    body: tuple[Any, ...]
+    if type(patch) in ADAPTERS.values():
+        body = ("adapter", type(patch).__name__, sorted(patch.loaded_keys), patch.weights)
+    elif isinstance(patch, tuple) and len(patch) == 2 and isinstance(patch[0], str):
+        body = ("tuple", *patch)
+    elif isinstance(patch, tuple) and len(patch) == 1:
+        body = ("tuple", "diff", patch)
+    else:
+        raise MirrorError(
+            f"the patch of {key} is a {type(patch).__name__}, as model merging makes it; the workers take LoRA-like patches only. "
+            "Save the merged model and load the file."
+        )
+    return (strength, body, strength_model, offset, name)
+
+
+def _decode(strength: float, body: tuple[Any, ...], strength_model: float, offset: Any, function: str | None) -> tuple[Any, ...]:
+    kind, name, *rest = body
+    if function is not None and function not in FUNCTIONS:
+        raise MirrorError(f"unknown weight function {function!r}")
+    if kind == "tuple":
+        patch: Any = (name, rest[0])
+    elif kind == "adapter" and name in ADAPTERS:
+        patch = ADAPTERS[name](set(rest[0]), rest[1])
+    else:
+        raise MirrorError(f"unknown weight adapter {name!r}")
+    return (strength, patch, strength_model, offset, FUNCTIONS[function] if function else None)

@@ -1,4 +1,4 @@
-"""A rank's model whose weights are the pages of its file: they leave the device without being copied.
+"""The memory of a rank: weights that are the pages of their file, whole, shared out or in stages; and room for calls.
 
 ComfyUI moves a model off its device by copying all of it into memory of this process, N times on N ranks, although the file holds
 the same bytes. It does so to unload a model, to make room for another one, and whenever the LoRA changes. What it noted in
@@ -6,12 +6,15 @@ the same bytes. It does so to unload a model, to make room for another one, and 
 
 For weights that stay on the host because the device has no room, it registers their memory with CUDA: the kernel then gives this
 process pages of its own, because safetensors maps files privately. Those weights cross to the device unregistered.
+
+Of weights that are shared out or in stages, ComfyUI's memory manager sees a model that is as large as what this rank keeps, and
+that is on the device or not: a part of a part cannot stay behind.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import comfy.float
@@ -24,12 +27,24 @@ from comfy.utils import get_attr, set_attr_param, string_to_seed
 from torch import Tensor, nn
 
 from ...compat import before_apply
-from ...engine.weights.cast import memory_of
-from ...engine.weights.pages import inside, mapped
+from ...engine.collectives import RankGroup
+from ...engine.mesh import Stage
+from ...engine.pipeline.stages import StagedWeights, cut, staged_blocks
+from ...engine.plan import ShardingPlan
+from ...engine.sharding import Shares
+from ...engine.weights.blocks import Block
+from ...engine.weights.cast import memory_of, plain, settle
+from ...engine.weights.pages import give_back, inside, mapped, trim_heap
+from ...engine.weights.sharded import ShardedWeights
 from ...nested import alias, is_dressed, stored
-from ..model.wire_dtypes import SMALL, STAYS
 from ..model.wire_loading import parameters_of
 from ..model.wire_recipe import Recipe
+from ..model.wire_weights import SMALL, STAYS
+
+PREFIX = "diffusion_model."
+# What to do about code that reads a weight that is not on this rank.
+SHARED = "Set weights to whole in CP Config, or remove the node that reads it."
+STAGED = "Set weights to whole in CP Config, and leave out CP PipeFusion, or remove the node that reads it."
 
 
 class LoadProgress:
@@ -188,3 +203,142 @@ def forget(patcher: ModelPatcher) -> None:
     """
     loaded = model_management.current_loaded_models
     loaded[:] = [each for each in loaded if each.model is not patcher]
+
+
+class SharedWeightsPatcher(FileWeightsPatcher):
+    """A ModelPatcher that keeps this rank's part of the blocks (`engine.weights`).
+
+    Weight patches go into a block before it is shared out, so that a rank never holds more of a model than its own part and one
+    block, and quantised weights stay quantised.
+
+    Attributes:
+        cp_ranks, cp_on_host: see `ShardedWeights`.
+        cp_weights: the parts, while they are on the device.
+        cp_size: bytes of device memory that the model takes.
+    """
+
+    cp_ranks: RankGroup
+    cp_on_host: bool
+    cp_weights: ShardedWeights | None
+    cp_size: int
+
+    @classmethod
+    def share(cls, patcher: Any, recipe: Recipe, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool) -> None:
+        """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these."""
+        cls.adopt(patcher, recipe, progress)
+        patcher.cp_ranks, patcher.cp_on_host, patcher.cp_weights, patcher.cp_size = ranks, on_host, None, size
+
+    def model_size(self) -> int:
+        return self.cp_size
+
+    def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
+        weights = ShardedWeights(self.model.diffusion_model, self.cp_ranks, device_to, on_host=self.cp_on_host, remedy=SHARED)
+        self.cp_weights = weights
+        own = self._load_without(weights.blocks.values(), device_to)
+        pages = mapped(self.cp_recipe.path)
+        for block, parameters in own.items():
+            block.put([plain(weight) for weight in parameters])
+            weights.keep(block.name, self._patched(block, device_to))
+            give_back(parameters, pages)
+            trim_heap()  # freed pieces that patching left between the weights that are kept
+            self.cp_progress.add(parameters)
+        self.model.model_loaded_weight_memory = self.cp_size
+
+    def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        if unpatch_weights and self.cp_weights is not None:
+            self.cp_weights.remove()
+            self.cp_weights = None
+        super().unpatch_model(device_to, unpatch_weights)
+
+    def partially_unload(self, *args: Any, **kwargs: Any) -> int:
+        return 0  # ComfyUI then unloads all of it
+
+    def _load_without(self, blocks: Collection[Block], device_to: torch.device) -> dict[Block, list[Tensor]]:
+        """Have ComfyUI load the weights outside of some blocks. Return those of the blocks, whose slots are empty now."""
+        left_out = {block: block.weights for block in blocks}
+        inner = {module for block in left_out for module in block.module.modules()}
+        for name, module, parameter in parameters_of(self.model):
+            if module in inner:
+                self.backup.setdefault(name, Backup(alias(getattr(module, parameter))))
+        for block in left_out:
+            block.clear()
+        elsewhere = {PREFIX + path for block in left_out for path in block.slots}
+        patches = self.patches  # type: ignore[has-type]
+        self.patches = {name: entries for name, entries in patches.items() if name not in elsewhere}
+        try:
+            super().load(device_to, full_load=True)
+        finally:
+            self.patches = patches
+        if device_to.type == "cpu":
+            settle(self.model)  # once, and not in every call
+        return left_out
+
+    def _patched(self, block: Block, device_to: torch.device) -> dict[str, Tensor]:
+        """Return the weights of a block that have patches, patched."""
+        names = [path for path in block.slots if PREFIX + path in self.patches]
+        return {path: self.patch_weight_to_device(PREFIX + path, device_to, return_weight=True) for path in names}
+
+
+class StagedWeightsPatcher(SharedWeightsPatcher):
+    """A ModelPatcher that has the blocks of one stage (`engine.pipeline`), and the weights outside of blocks.
+
+    Attributes:
+        cp_weights: its blocks and those of other stages, while they are on the device.
+        cp_cut: returns them, for a device.
+    """
+
+    @classmethod
+    def stage(cls, patcher: Any, recipe: Recipe, plan: ShardingPlan, stage: Stage, shares: Shares, progress: LoadProgress) -> None:
+        """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these. `shares`: of every stage."""
+        whole = patcher.model_size()  # by its own class
+        cls.adopt(patcher, recipe, progress)
+        blocks = staged_blocks(patcher.model.diffusion_model, plan)
+        owners = cut([block.nbytes for block in blocks], stage.lane.size, shares)
+        number = stage.lane.size - 1 - stage.lane.rank
+
+        def weights(device: torch.device) -> StagedWeights:
+            return StagedWeights(blocks, owners, number, device, STAGED)
+
+        others = sum(block.nbytes for block in weights(torch.device("cpu")).others)
+        patcher.cp_cut, patcher.cp_weights, patcher.cp_size = weights, None, whole - others
+
+    def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
+        weights = self.cp_cut(device_to)
+        others = self._load_without(weights.others, device_to)
+        pages = mapped(self.cp_recipe.path)
+        for block, parameters in others.items():
+            block.put([plain(weight) for weight in parameters])
+            self.cp_progress.add(parameters)
+        weights.leave_out()
+        for parameters in others.values():
+            give_back(parameters, pages)
+        trim_heap()
+        self.cp_weights = weights
+        self.model.model_loaded_weight_memory = self.cp_size
+
+
+def room(device: torch.device) -> int | None:
+    """Return the bytes that a call could take if all weights made way for it; None for a CPU, whose memory ComfyUI's process sees
+    as well.
+
+    Weights that every rank keeps a part of do not make way: without them nothing runs.
+    ComfyUI would rather move weights to the host than compute CFG halves one after the other: `ModelPatcher.get_free_memory`
+    counts what DynamicVRAM holds as free.
+    """
+    if device.type == "cpu":
+        return None
+    can_go = (each.model_loaded_memory() for each in _on(device) if getattr(each.model, "cp_weights", None) is None)
+    return max(0, int(model_management.get_free_memory(device) + sum(can_go)))  # below 0 with `--reserve-vram`
+
+
+def available(device: torch.device) -> int | None:
+    """Return the bytes that a model and its calls could take if all others were unloaded, less what ComfyUI keeps free; None for a
+    CPU."""
+    if device.type == "cpu":
+        return None
+    held = sum(each.model_loaded_memory() for each in _on(device))
+    return max(0, int(model_management.get_free_memory(device) + held - model_management.minimum_inference_memory()))
+
+
+def _on(device: torch.device) -> list[Any]:
+    return [each for each in model_management.current_loaded_models if each.device == device]

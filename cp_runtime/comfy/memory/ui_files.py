@@ -1,4 +1,4 @@
-"""Model files too large for this process's memory: their weights stay in the pages of the file while ComfyUI loads them.
+"""Weights of the UI process that are the pages of the model's file: those that the ranks share, and those that fit nowhere else.
 
 Without DynamicVRAM ComfyUI copies a model's weights into memory of its own. A file that fits is left to it: what is copied does not
 depend on the file any more. One that does not fit would end ComfyUI, so its weights are the mapped file, as those of the ranks are:
@@ -14,12 +14,19 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import comfy.memory_management
+import comfy.model_management
 import psutil
 
 from ...engine.weights.files import MAPPED
-from ..model.wire_loading import file_backed_weights
+from ...engine.weights.pages import give_back, mapped
+from ...errors import UnsupportedError
+from ..model.ui_target import guard_size
+from ..model.wire_loading import adopt, file_backed_weights, load_recipe, parameters_of
+from ..model.wire_recipe import DTYPE_OPTIONS, Recipe
+from ..model.wire_weights import same_weight
 
 log = logging.getLogger("context_parallel")
 
@@ -79,3 +86,39 @@ def _bytes(path: str) -> int:
     with contextlib.suppress(OSError):  # a missing file is the loader's to report
         return os.path.getsize(path)
     return 0
+
+
+def share_file_pages(patcher: Any, recipe: Recipe) -> int:
+    """Point the UI's own copy of plain weights at the mapped file; returns the bytes of private memory given back.
+
+    The UI process does not compute with them, but other branches of a graph may, so they must stay valid. What the loader converted
+    is a `CastWeight` then, until ComfyUI is about to compute with it or to save it.
+
+    Raises:
+        UnsupportedError: a weight is not the file's, so the workers do not have it.
+        MirrorError: the file is not the one that was loaded.
+    """
+    model = patcher.model
+    if comfy.memory_management.aimdo_enabled or patcher.backup or model.current_weight_patches_uuid is not None:
+        return 0  # mapped already, or in use by a branch that runs without context parallelism
+    on_device = not comfy.model_management.is_device_cpu(patcher.load_device)
+    converts = not on_device and not recipe.options.keys().isdisjoint(DTYPE_OPTIONS)
+    if recipe.factory is not None or converts or not recipe.path.lower().endswith(MAPPED):
+        return 0  # the file's pages are not the weights, or need not be
+    fresh, missing = load_recipe(recipe, cast_later=on_device)
+    weights = {name: weight for name, weight in fresh.model.diffusion_model.named_parameters() if name not in missing}
+    released = 0
+    own = parameters_of(model.diffusion_model)
+    for name, module, parameter in own:
+        current, file = getattr(module, parameter), weights.get(name)
+        if file is not None and (current.dtype, current.shape) == (file.dtype, file.shape) and not same_weight(current, file):
+            raise UnsupportedError(
+                f"something changed the weight {name} in place after ComfyUI had loaded it, and the workers have it as it is in "
+                f"{os.path.basename(recipe.path)}. Remove the node that did so and load the model again."
+            )
+    give_back(weights.values(), mapped(recipe.path))  # all of them have been read
+    guard_size(model, recipe.path, recipe.stamp[0])
+    for name, module, parameter in own:
+        if adopt(module, parameter, weights.get(name)):
+            released += weights[name].nbytes
+    return released

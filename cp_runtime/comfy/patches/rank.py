@@ -13,7 +13,7 @@ import torch
 from ...engine.call import RunningCall
 from ...errors import MirrorError
 from ..model.wire_modules import decode_module, find
-from .wire_nodes import LOCALS, MIRRORED, map_patches
+from .wire import LOCALS, MIRRORED, map_patches
 
 ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 """Networks of patches, by key."""
