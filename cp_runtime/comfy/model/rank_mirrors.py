@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -68,6 +69,7 @@ class Mirror:
         names: of all its weights.
         placement: of its weights, one of `pool.settings.PLACEMENTS`.
         nbytes: of its weights.
+        formats: quantised formats that this device multiplies them in by itself.
         reserved: bytes of device memory that were left free for calls when its weights were last put there.
         compiled: its blocks, where calls ask for that.
     """
@@ -77,11 +79,12 @@ class Mirror:
     names: frozenset[str]
     placement: str
     nbytes: int
+    formats: tuple[str, ...]
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None
     _pipeline: tuple[Any, Pipeline] | None = None  # and the weights that it is for
 
-    @property
+    @cached_property
     def model(self) -> nn.Module:
         """The transformer, or the VAE."""
         network: nn.Module = network_of(self.patcher.model)
@@ -180,12 +183,13 @@ class Mirrors:
                 SharedWeightsPatcher.share(
                     patcher, recipe, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
                 )
-            if own_formats(patcher.model, self.device):
+            formats = tuple(own_formats(patcher.model, self.device))
+            if formats:
                 Experts.find(network_of(patcher.model))
             # Weights missing from the file are not initialised, and differ from process to process.
             samples = sample_weights(network_of(patcher.model), without=missing)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
-            mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes)
+            mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes, formats)
         self._patch(mirror, request, block)
         self.entries[key] = mirror
         model = mirror.patcher.model
@@ -195,7 +199,7 @@ class Mirrors:
             patches_uuid=str(mirror.patcher.patches_uuid),
             dtype=dtype,
             cast_dtype=cast_dtype,
-            formats=tuple(own_formats(model, self.device)),
+            formats=mirror.formats,
             samples=mirror.samples,
             layers=layers_of(mirror.model),
             bytes=model_management.module_size(model),
@@ -255,7 +259,7 @@ class Mirrors:
         mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
         prelude = time.perf_counter() - began
         # Not inference_mode, which does not count changes in place: see `CallState.once`.
-        with torch.no_grad(), shared_scales(mesh.whole):
+        with torch.no_grad(), shared_scales(mesh.whole) if mirror.formats else nullcontext():
             staged: Staged | None = None
             if settings is None or stage is None:
                 out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)

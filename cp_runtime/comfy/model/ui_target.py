@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...controller.placement import Demand
-from ...engine.weights.blocks import Sizes, sizes_of
+from ...engine.weights.blocks import sizes_of
 from ...engine.weights.pages import give_back, mapped
 from ...errors import MirrorError
 from ...families import PLANS, UNSTAGED, class_name
@@ -55,11 +55,12 @@ class Target:
 
     @property
     def demand(self) -> Demand:
-        notes, model = notes_of(self.patcher.model), self.patcher.model
-        if notes.sizes is None:
-            notes.sizes = sizes_of(network_of(model), partial(model_dtype, model))
-        plan = PLANS.get(class_name(network_of(model)))
-        return Demand(notes.sizes, self.call_memory, "" if plan is None else UNSTAGED.get(plan.family, ""))
+        model, notes = self.patcher.model, notes_of(self.patcher.model)
+        if notes.demand is None:
+            plan = PLANS.get(class_name(network_of(model)))
+            unstaged = "" if plan is None else UNSTAGED.get(plan.family, "")
+            notes.demand = Demand(sizes_of(network_of(model), partial(model_dtype, model)), 0.0, unstaged)
+        return notes.demand._replace(call=self.call_memory)
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         packer = TensorPacker()
@@ -138,7 +139,7 @@ class ModelNotes:
         recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
         key: of the recipe, once the controller counts this model as a user of it.
         shares_file: whether its plain weights are the pages of its file.
-        sizes: of the transformer's weights.
+        demand: of its weights alone.
         check_file: of a VAE, whose weights on the ranks are the pages of its file: see `size_check`.
     """
 
@@ -147,7 +148,7 @@ class ModelNotes:
     recipe: tuple[Any, Recipe] | None = None
     key: str = ""
     shares_file: bool = False
-    sizes: Sizes | None = None
+    demand: Demand | None = None
     check_file: Callable[[], None] | None = None
 
 

@@ -73,10 +73,10 @@ class PatchSet:
         Raises:
             UnsupportedError: one of them cannot be mirrored.
         """
+        if not options.get("patches") and not options.get("patches_replace"):
+            return cls()
         checked: list[tuple[Any, Patch]] = []
         map_patches(options, lambda where, patch: checked.append((patch, _check(where, patch, model))))
-        if not checked:
-            return cls()
         for patch, known in checked:
             if known.prepare is not None and latent is not None:
                 known.prepare(patch, latent)
