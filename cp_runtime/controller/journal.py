@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ..engine.measuring import device_driver
 from ..errors import ContextParallelError
 from ..pool.kept import KeptFile, KeptSamples
 from .run_stats import CallRecord, Node, RunStats, Speed
@@ -171,7 +170,7 @@ class Journal:
     @property
     def _times(self) -> KeptSamples:
         """Times on a device like that of the run."""
-        machine = f"{self.run.device}, {device_driver()}"
+        machine = self.run.machine
         kept = self._one_device.get(machine)
         # Two threads may come here first: what one of them records must not be lost with a second object.
         return self._one_device.setdefault(machine, KeptSamples(self._file, machine)) if kept is None else kept

@@ -83,7 +83,7 @@ class RunStats:
 
     Args:
         key: of the model's file; None = its loader left no recipe.
-        device: on which the model would run alone, in words.
+        machine: on which the model would run alone: device and driver, in words.
         unit: what that is called, of UNITS.
 
     Attributes:
@@ -99,10 +99,10 @@ class RunStats:
             load or warm something up, is in them only while it is alone.
     """
 
-    def __init__(self, key: str | None, device: str = "", unit: str = "device") -> None:
+    def __init__(self, key: str | None, machine: str = "", unit: str = "device") -> None:
         self.calls = self.done = self.count = self.patched = 0
         self.kind: str | None = None
-        self.device, self.unit = device, unit
+        self.machine, self.unit = machine, unit
         self.difference: float | None = None
         self.steps, self.alone = 0, list[float]()
         self.last: CallRecord | None = None

@@ -16,7 +16,7 @@ from comfy.sampler_helpers import estimate_memory
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
 from ...controller.run_stats import RunStats, unit_of
-from ...engine.measuring import device_name
+from ...engine.measuring import device_driver, device_name
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from ..memory.ui_residency import patcher_over
@@ -114,7 +114,8 @@ def timed(patcher: Any) -> Any:
 
     def prepare(executor: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal timer
-        timer = CONTROLLER.journal.run = RunStats(recipe_key(model), device_name(torch.device(device)), unit)
+        machine = f"{device_name(torch.device(device))}, {device_driver()}"
+        timer = CONTROLLER.journal.run = RunStats(recipe_key(model), machine, unit)
         return executor(model, *args, **kwargs)
 
     def sample(
