@@ -33,8 +33,7 @@ for name, attributes in {missing!r}.items():
 for name in {modules!r}:
     sys.modules[name] = None
 load_package()
-import cp_runtime.comfy.panel.ui_server, cp_runtime.comfy.panel.ui_report, cp_runtime.comfy.panel.ui_chart
-import cp_runtime.comfy.panel.ui_server
+import cp_runtime.comfy.panel.ui_server, cp_runtime.comfy.panel.ui_report
 import cp_runtime.comfy.memory.ui_stock_loads
 """
 
