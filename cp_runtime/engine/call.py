@@ -213,7 +213,7 @@ class RunningCall:
         # A module with streams of its own may hold no attention, unless the plan says that some module does.
         named = any(module.attention for module in self._plan.modules.values())
         split = self.state.tokens() if named else self.state.lengths
-        if self._plan.shares_attention and self.mesh.size > 1 and split and not self._shared:
+        if self.mesh.size > 1 and split and not self._shared and self._plan.shares_attention:
             raise PlanError(
                 f"{self._model_name}: tokens were split, but no attention was shared. Attention must go through torch's "
                 "scaled_dot_product_attention, or ComfyUI's optimized_attention: matrix products and other libraries are out of "

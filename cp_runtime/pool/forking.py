@@ -309,11 +309,3 @@ def process_state(pid: int) -> str:
     except OSError:
         return "gone"
     return next((line.partition("(")[2].rstrip(")") for line in lines if line.startswith("State:")), "unknown")
-
-
-def host_bytes(pid: int) -> int:
-    """Return the host memory of a process, in bytes; 0 when it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from ..engine.weights.pages import trim_heap
 from ..errors import PoolTimeout, ProtocolError
 from .board import Board, CancelPoints, start_heartbeat
 from .channel import Channel, Closed, SharedBlock
-from .forking import host_bytes
 from .frames import Frame, pack
 from .limits import name_limit
 from .messages import (
@@ -290,6 +290,14 @@ def failure(error: Exception, stats: CommStats, device: torch.device) -> Failure
         memory=memory,
         device_lost=memory is None,
     )
+
+
+def host_bytes(pid: int) -> int:
+    """Return the host memory of a process, in bytes; 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def memory_of(device: torch.device, details: bool = False) -> Memory:

@@ -15,11 +15,10 @@ from cp_runtime.engine.collectives import CommStats
 from cp_runtime.errors import ProtocolError
 from cp_runtime.pool.board import Board, CancelPoints
 from cp_runtime.pool.channel import Channel, SharedBlock
-from cp_runtime.pool.forking import host_bytes
 from cp_runtime.pool.frames import pack, unpack
 from cp_runtime.pool.messages import CallOutcome, Echo, Shutdown, Value
 from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache, owned
-from cp_runtime.pool.worker import Worker, left_memory
+from cp_runtime.pool.worker import Worker, host_bytes, left_memory
 
 OUTCOME = CallOutcome(degrees={}, at_work=1, room=None)
 

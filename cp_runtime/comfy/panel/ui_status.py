@@ -11,7 +11,7 @@ from ...controller.journal import Failure, Journal
 from ...controller.run_stats import NOT_MEASURED, CallRecord, Node
 from ...controller.workers import Workers
 from ...pool.board import SILENT
-from ...pool.forking import host_bytes
+from ...pool.worker import host_bytes
 from ...pool.worker_pool import WorkerPool
 from ...version import VERSION
 from ..ranks.ui import CONTROLLER, nothing_to_share
