@@ -24,7 +24,7 @@ from .wire_recipe import FileStamp, Recipe
 from .wire_weights import differing_weight, dtypes_of, model_dtype, network_of, sample_weights, weight_patches_digest
 
 if TYPE_CHECKING:
-    from .ui_loaders import NodeCall
+    from .ui_recipes import NodeCall
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class ModelNotes:
     """Notes on a `BaseModel`.
 
     Args:
-        stamps: of its file, before and after ComfyUI loaded it; None = it was not loaded through `ui_loaders`.
+        stamps: of its file, before and after ComfyUI loaded it; None = no loader that `ui_recipes` watches did.
         call: of the node that loaded it, if its loader leaves no recipe.
         recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
         key: of the recipe, once the controller counts this model as a user of it.

@@ -22,7 +22,7 @@ from support.live_bytes import private_bytes
 from support.ranks import finish, report, start
 
 from cp_runtime.comfy.memory import ui_files as host_memory
-from cp_runtime.comfy.model.ui_loaders import watch_loaders
+from cp_runtime.comfy.model.ui_recipes import watch_loaders
 from cp_runtime.errors import MirrorError
 
 _, _, (checkpoint, lora) = start()
