@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..engine.batch import BatchShares
 from ..engine.mesh import BatchMesh
 from ..engine.plan import ModulePlan
+from ..engine.sharding import BatchShares
 from ..errors import PlanError
 from ..nested import rebuild, tensors
 

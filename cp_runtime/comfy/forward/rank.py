@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from ...engine.attention.opaque import serving
-from ...engine.batch import BatchShares
 from ...engine.call import Planner, RunningCall
 from ...engine.config import PipelineSettings
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import SequenceMesh
 from ...engine.pipeline.pipeline import Part, Pipeline
-from ...engine.sharding import Shares, split_sizes
+from ...engine.sharding import BatchShares, Shares, split_sizes
 from ...engine.state import CallState
 from ...engine.weights.sharded import ShardedWeights
 from ...errors import PlanError

@@ -21,7 +21,6 @@ from comfy import model_management
 from torch import Tensor, nn
 
 from ...compat import compiler_counts
-from ...engine.batch import BatchShares
 from ...engine.collectives import RankGroup
 from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
 from ...engine.cost import DegreePlanner
@@ -30,6 +29,7 @@ from ...engine.mesh import BatchMesh, SequenceMesh, Stage, reduced
 from ...engine.pipeline.pipeline import Pipeline
 from ...engine.pipeline.stages import StagedWeights, Stages
 from ...engine.policy import CallWork
+from ...engine.sharding import BatchShares
 from ...engine.state import CallState
 from ...engine.weights.pages import trim_heap
 from ...engine.weights.sharded import ShardedWeights
