@@ -299,8 +299,7 @@ def overhead() -> float:
     os.environ.setdefault("COMFYUI_PATH", "")
     from support.reports import call_report
 
-    from cp_runtime.controller.calls import CallKind
-    from cp_runtime.controller.choosing import Chooser
+    from cp_runtime.controller.calls import CallKind, Chooser
     from cp_runtime.controller.placement import Shortages
     from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 

@@ -64,7 +64,7 @@ class CallRecord:
     reports: list[CallReport]
     pids: list[int]
     node: Node | None = None  # that it ran for
-    # Of the ranks that took part, as `choosing.Chooser.note` describes it; None where there was none
+    # Of the ranks that took part, as `calls.Chooser.note` describes it; None where there was none
     choice: dict[str, Any] | None = None
 
     @property

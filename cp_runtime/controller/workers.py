@@ -24,8 +24,7 @@ from ..pool.protocol import TensorPacker, flatten
 from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
-from .calls import CallKind, ModelCall, ModelState, Pace
-from .choosing import Chooser
+from .calls import CallKind, Chooser, ModelCall, ModelState, Pace
 from .journal import Failure
 from .placement import GB, Choice, Shortages, choose, held_parts, next_smaller
 from .run_stats import CallRecord, Node, unit_of

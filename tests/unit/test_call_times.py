@@ -14,7 +14,7 @@ import pytest
 from support.faults import SOAK
 from support.machines import ALONE, FAST, all_ranks, everywhere, took, work
 
-from cp_runtime.controller.choosing import CallTimes
+from cp_runtime.controller.calls import CallTimes
 from cp_runtime.engine.policy import TRIES, CallSplit, Known, Run
 from cp_runtime.pool.kept import MAX_BYTES, MAX_ENTRIES, PATIENCE, KeptFile, KeptSeconds
 

@@ -11,8 +11,7 @@ from support import machines
 from support.machines import ALONE, FAST, GPU, SLOW, SLOW_LINK, all_ranks, everywhere, pool, took, work
 from support.reports import call_report
 
-from cp_runtime.controller.calls import CallKind
-from cp_runtime.controller.choosing import Chooser, in_words
+from cp_runtime.controller.calls import CallKind, Chooser, in_words
 from cp_runtime.controller.placement import LIMIT, Shortages
 from cp_runtime.engine.cost import Rates
 from cp_runtime.engine.policy import TRIES, CallSplit, CallWork, Known, Run, candidates, largest_part, link_of, predict

@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from ...controller.choosing import in_words
+from ...controller.calls import in_words
 from ...controller.placement import HELD
 from ...controller.run_stats import NOT_MEASURED, UNITS, CallRecord, RunStats, Speed
 from ...errors import ContextParallelError, bad_value

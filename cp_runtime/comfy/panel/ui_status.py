@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from ...controller.choosing import in_words
+from ...controller.calls import in_words
 from ...controller.journal import Failure, Journal
 from ...controller.run_stats import NOT_MEASURED, CallRecord, Node
 from ...controller.workers import Workers
