@@ -56,6 +56,7 @@ _ELSEWHERE = "a_timestep input_ids position_ids ref_image_grid_thw ref_patches r
 STACKED_ELSEWHERE, UNSTACKED_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
 UNFAIR = 1.1  # a group may get this many times its share
 COND_KINDS = "cond_or_uncond"  # in transformer_options: the kind of each of the batch's equal parts
+SHARED = ("control", "transformer_options")  # arguments that every run of a forward gets as they are
 
 
 def share_out(
@@ -225,9 +226,6 @@ class LocalResiduals(Sequence[Tensor | None]):
             raise PlanError(f"a ControlNet gave residuals for {residual.shape[1]} tokens, and this model has {layout.total}")
         parts = [residual[:, start:stop] for start, stop in segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-SHARED = ("control", "transformer_options")  # arguments that every run of a forward gets as they are
 
 
 def run_staged(

@@ -18,18 +18,6 @@ PATCHES = "cp_patches"  # for `patches` and `patches_replace`
 CONDITIONINGS = "cp_conditionings"  # for each of the batch's equal parts, a name of its conditioning
 SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, device, list, tuple, dict)
 
-
-def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that can be sent. Forwards ask what is in a set, and so it becomes a tuple."""
-    kept = {name: _sent(value) for name, value in options.items() if name not in UI_ONLY}
-    return {name: value for name, value in kept.items() if isinstance(value, SENDABLE)}
-
-
-def _sent(value: Any) -> Any:
-    is_set = isinstance(value, (set, frozenset)) and all(isinstance(item, SENDABLE) for item in value)
-    return tuple(sorted(value, key=repr)) if is_set else value
-
-
 BACKENDS = ("inductor", "aot_eager", "eager")
 MODES = (None, "default", "max-autotune-no-cudagraphs")
 # Inductor's options that only set how hard it tries. Others name compilers, files and functions.
@@ -45,6 +33,17 @@ RECORDING = (
     "records what a device does and repeats it; attention inside of a block exchanges tokens with the other ranks, which cannot be "
     "repeated like that"
 )
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that can be sent. Forwards ask what is in a set, and so it becomes a tuple."""
+    kept = {name: _sent(value) for name, value in options.items() if name not in UI_ONLY}
+    return {name: value for name, value in kept.items() if isinstance(value, SENDABLE)}
+
+
+def _sent(value: Any) -> Any:
+    is_set = isinstance(value, (set, frozenset)) and all(isinstance(item, SENDABLE) for item in value)
+    return tuple(sorted(value, key=repr)) if is_set else value
 
 
 def encode_compile(asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,8 +43,8 @@ from ..model.wire_weights import SMALL, STAYS
 
 PREFIX = "diffusion_model."
 # What to do about code that reads a weight that is not on this rank.
-SHARED = "Set weights to whole in CP Config, or remove the node that reads it."
-STAGED = "Set weights to whole in CP Config, and leave out CP PipeFusion, or remove the node that reads it."
+SHARED_REMEDY = "Set weights to whole in CP Config, or remove the node that reads it."
+STAGED_REMEDY = "Set weights to whole in CP Config, and leave out CP PipeFusion, or remove the node that reads it."
 
 
 class LoadProgress:
@@ -232,7 +232,9 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         return self.cp_size
 
     def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
-        weights = ShardedWeights(self.model.diffusion_model, self.cp_ranks, device_to, on_host=self.cp_on_host, remedy=SHARED)
+        weights = ShardedWeights(
+            self.model.diffusion_model, self.cp_ranks, device_to, on_host=self.cp_on_host, remedy=SHARED_REMEDY
+        )
         self.cp_weights = weights
         own = self._load_without(weights.blocks.values(), device_to)
         pages = mapped(self.cp_recipe.path)
@@ -297,7 +299,7 @@ class StagedWeightsPatcher(SharedWeightsPatcher):
         number = stage.lane.size - 1 - stage.lane.rank
 
         def weights(device: torch.device) -> StagedWeights:
-            return StagedWeights(blocks, owners, number, device, STAGED)
+            return StagedWeights(blocks, owners, number, device, STAGED_REMEDY)
 
         others = sum(block.nbytes for block in weights(torch.device("cpu")).others)
         patcher.cp_cut, patcher.cp_weights, patcher.cp_size = weights, None, whole - others

@@ -26,6 +26,8 @@ from .wire_weights import differing_weight, dtypes_of, model_dtype, network_of, 
 if TYPE_CHECKING:
     from .ui_recipes import NodeCall
 
+ATTRIBUTE = "context_parallel_notes"
+
 
 @dataclass(frozen=True)
 class Target:
@@ -124,9 +126,6 @@ class Target:
         with contextlib.suppress(OSError):  # the file is gone
             give_back(network.parameters(), mapped(self.path, unwritten=True))
         return samples
-
-
-ATTRIBUTE = "context_parallel_notes"
 
 
 @dataclass

@@ -22,6 +22,8 @@ from ...engine.weights.cast import memory_of, plain
 from ...nested import stored
 
 WINDOWS, WINDOW = 8, 64  # pieces of a weight, and bytes of each, at least
+SMALL = 16 << 10  # bytes: in `ModelPatcherDynamic.load`
+STAYS = "context_parallel_stays"  # attribute of modules for which `stays_as_in_file` returned True
 
 
 def sample_weights(model: nn.Module, without: Collection[str] = ()) -> dict[str, str]:
@@ -77,10 +79,6 @@ def _sample(weight: Tensor) -> str:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.cpu().contiguous().flatten().view(torch.uint8)
-
-
-SMALL = 16 << 10  # bytes: in `ModelPatcherDynamic.load`
-STAYS = "context_parallel_stays"  # attribute of modules for which `stays_as_in_file` returned True
 
 
 def is_dynamic(model: Any) -> bool:

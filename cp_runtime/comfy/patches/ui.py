@@ -43,6 +43,7 @@ _MADE_BY = {
     "make_attention_override": "BlockSparseAttention",
     "make_h3_block_patch": "BlockSparseAttention",
 }
+OVERRIDE = "optimized_attention_override"
 _keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _checked: WeakSet[nn.Module] = WeakSet()
 _numbers = itertools.count()
@@ -163,9 +164,6 @@ class _Encoder:
         if full_name(type(value)) in MIRRORED:
             return {"$patch": self.index(value)}
         return value
-
-
-OVERRIDE = "optimized_attention_override"
 
 
 def attention_of(options: Mapping[str, Any], device_type: str) -> str | None:

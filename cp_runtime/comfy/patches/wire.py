@@ -28,6 +28,8 @@ from ...errors import MirrorError
 from ..model.wire_modules import full_name
 
 LOCALS = ".<locals>."
+ADAPTERS = {adapter.__name__: adapter for adapter in comfy.weight_adapter.adapters}
+FUNCTIONS = {"swap_scale_shift": comfy.utils.swap_scale_shift}
 Prepare = Callable[[Any, Tensor], None]
 Adapt = Callable[[Any, RunningCall], Callable[..., Any]]
 
@@ -192,10 +194,6 @@ def map_patches(options: Mapping[str, Any], function: Callable[[str, Any], Any])
 def name_of(patch: Any) -> str:
     patch = getattr(patch, "__func__", patch)
     return full_name(patch if hasattr(patch, "__qualname__") else type(patch))
-
-
-ADAPTERS = {adapter.__name__: adapter for adapter in comfy.weight_adapter.adapters}
-FUNCTIONS = {"swap_scale_shift": comfy.utils.swap_scale_shift}
 
 
 def encode_weight_patches(patches: dict[str, list[tuple[Any, ...]]]) -> list[Any]:
