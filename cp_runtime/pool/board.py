@@ -166,6 +166,11 @@ class CancelPoints:
             self._word.fill_(-self._passed if asked() else self._passed)
         return False
 
+    def pass_next(self, lead: int = 1) -> bool:
+        """Return whether it is decided that all ranks pass the next place. `lead`: as for `leave`."""
+        decision = int(self._word)
+        return abs(decision) > self._passed - lead and not (decision < 0 and self._passed + 1 == lead - decision)
+
     def end(self) -> None:
         """Note that this rank has left the call. Once rank 0 has left, nothing new is decided and nobody waits."""
         if self._rank == 0 and int(self._word) >= 0:

@@ -251,11 +251,13 @@ class Worker:
 
         return on_module
 
-    def run_point(self, stages: int) -> None:
+    def run_point(self, stages: int) -> bool:
         """Leave with all ranks if the user cancelled: at a run of a forward, of several that follow each other through stages, of
-        which the first is so many runs ahead of the last. Modules are no cancel points in such a call."""
+        which the first is so many runs ahead of the last. Modules are no cancel points in such a call. Returns whether it is sure
+        that all ranks pass the next one."""
         self._runs = True
         self.cancel_point(stages)
+        return self.cancel_points.pass_next(stages)
 
     def cancel_point(self, lead: int = 1) -> None:
         """Leave with all ranks if the user cancelled. `lead`: see `CancelPoints.leave`."""

@@ -21,8 +21,12 @@ def walk(points, *, asked_at, stops_at=None, pause=lambda: None, lead=1):
             pause()
             if place == stops_at:
                 return None
-            if points.leave(lambda place=place: place == asked_at, lead):
+            leaves, sure = points.leave(lambda place=place: place == asked_at, lead), place > 1 and sure
+            if leaves:
+                assert not sure
                 return place
+            sure = points.pass_next(lead)
+            assert sure or points._rank or asked_at == place - lead + 1  # rank 0, which decides, is never unsure
     finally:
         points.end()
     return None

@@ -239,7 +239,7 @@ def run_staged(
     leading: Collection[str],
     apart: bool,
     on_module: Callable[[], None] | None = None,
-    on_run: Callable[[int], None] = lambda stages: None,
+    on_run: Callable[[int], bool] = lambda stages: True,
 ) -> tuple[Any, CallState]:
     """Call `forward` with whole arguments by name, as `run_sharded` does, item by item of the batch if these are apart.
 
@@ -257,15 +257,15 @@ def run_staged(
     shares = share_out(arguments, leading, most, most, sequence=True)
     parts = [_part(take_items(shares, arguments, number), number) for number in range(shares.groups)]
 
-    several, state = shares.groups > 1 or settings.patches > 1, CallState(0, 1)
+    several, follows, state = shares.groups > 1 or settings.patches > 1, False, CallState(0, 1)
 
     def made(named: Mapping[str, Any]) -> Any:
         def run(mesh: SequenceMesh, kind: Callable[..., RunningCall]) -> Any:
             # Forwards may change what they are given. Residuals are copied as they are asked for.
             fresh = {name: value if name in SHARED else map_tensors(value, Tensor.clone) for name, value in named.items()}
-            nonlocal state
+            nonlocal state, follows
             if several:
-                on_run(settings.stages)
+                follows = on_run(settings.stages)
             out, state = run_sharded(installed, forward, fresh, mesh, planner, on_module, kind=kind)
             return out
 
@@ -273,7 +273,7 @@ def run_staged(
 
     names = (arguments.get("transformer_options") or {}).get(CONDITIONINGS, [""])
     pipeline.begin_run(names[0].partition(" ")[0])
-    outs = pipeline.call([Part(form, names, made(named)) for named, form, names in parts], mesh, settings)
+    outs = pipeline.call([Part(form, names, made(named)) for named, form, names in parts], mesh, settings, lambda: follows)
     return together(outs), state
 
 

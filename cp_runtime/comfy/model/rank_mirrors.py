@@ -213,14 +213,14 @@ class Mirrors:
         mesh: BatchMesh,
         planner_for: Callable[[SequenceMesh, tuple[int, ...]], DegreePlanner],
         on_module: Callable[[], None],
-        on_run: Callable[[int], None] = lambda stages: None,
+        on_run: Callable[[int], bool] = lambda stages: True,
     ) -> tuple[Any, CallOutcome]:
         """Run the model's own forward with `arguments` (by name) on all ranks, or on those that the call's split names.
 
         Args:
             planner_for: mesh of the ranks that share a sequence, all ranks that take part -> planner of the call.
             on_module, on_run: called at every planned module; and, where several runs of the forward follow each other, at each of
-                them, with the number of stages.
+                them, with the number of stages, to return whether the next one is sure to take place.
 
         Returns:
             the output, and what the call did. On a rank that idles, no output.

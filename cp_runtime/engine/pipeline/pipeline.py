@@ -15,7 +15,7 @@ from ..config import PipelineSettings
 from ..mesh import SequenceMesh
 from ..state import CallState
 from .patches import Kept, PatchCall
-from .stages import StagedCall, Stages, Visit
+from .stages import Arriving, StagedCall, Stages, Visit
 
 FORMS = 32  # of calls, that are remembered
 
@@ -34,6 +34,13 @@ class Part(NamedTuple):
     run: Callable[[SequenceMesh, Callable[..., RunningCall]], Any]
 
 
+class Survey(NamedTuple):
+    """What is known of a form of calls: the runs of blocks, and what a run of them receives, by (patch, patches)."""
+
+    visits: list[Visit]
+    arriving: dict[tuple[int, int], Arriving]
+
+
 class Pipeline:
     """One rank's calls of a model in stages.
 
@@ -49,7 +56,7 @@ class Pipeline:
     def __init__(self, stages: Stages, everyone: RankGroup, room: Callable[[], int | None] = lambda: None) -> None:
         self.stages, self._everyone, self._room = stages, everyone, room
         self._alone = SequenceMesh(None)
-        self._surveys: dict[object, list[Visit]] = {}  # by form
+        self._surveys: dict[object, Survey] = {}  # by form
         self._replicates = False  # every rank holds all of some tokens
         self._kept: dict[object, tuple[object, Kept, int]] = {}  # by conditioning: form, tensors, calls that have written them
         self._run = ""
@@ -70,22 +77,29 @@ class Pipeline:
             self._run = run
             self.forget()
 
-    def call(self, parts: Sequence[Part], mesh: SequenceMesh, settings: PipelineSettings) -> list[Any]:
+    def call(
+        self, parts: Sequence[Part], mesh: SequenceMesh, settings: PipelineSettings, follows: Callable[[], bool] = lambda: True
+    ) -> list[Any]:
         """Return the result of every part, right on the last stage. All ranks of all stages call it alike.
 
-        `mesh`: the ranks of this stage that share the tokens.
+        Args:
+            mesh: the ranks of this stage that share the tokens.
+            follows: see `Stages.run`.
         """
         patches = settings.patches if self._may_be_stale(parts, settings) else 1
         results = []
         with self.stages.call():
             surveys = [self._survey(part, mesh.size, settings) for part in parts]
-            for part, visits in zip(parts, surveys, strict=True):
+            arriving = [survey.arriving.setdefault((patch, patches), []) for survey in surveys for patch in range(patches)]
+            several = len(arriving) > 1  # a single run may be left in its middle: then nothing may be on its way
+            for part, survey in zip(parts, surveys, strict=True):
                 kinds: list[Callable[..., RunningCall]] = [StagedCall]
                 if settings.patches > 1:
                     kept = self._kept_of(part, len(parts))
                     kinds = [partial(PatchCall, patch, patches, kept) for patch in range(patches)]
                 for kind in kinds:
-                    out = self.stages.run(visits, partial(part.run, mesh, kind))
+                    out = self.stages.run(survey.visits, partial(part.run, mesh, kind), arriving if several else (), follows)
+                    arriving = arriving[1:]
                 results.append(out)
         self.runs, self.patches = len(parts) * patches, patches
         return results
@@ -116,7 +130,7 @@ class Pipeline:
                 "Set patches to 1, use more stages, or make a smaller picture or video."
             )
 
-    def _survey(self, part: Part, ranks: int, settings: PipelineSettings) -> list[Visit]:
+    def _survey(self, part: Part, ranks: int, settings: PipelineSettings) -> Survey:
         """Return the runs of blocks. Raises PlanError, on all ranks and before anything is sent: they cannot run like this."""
         if part.form not in self._surveys:
             states: list[CallState] = []
@@ -128,11 +142,11 @@ class Pipeline:
 
             if len(self._surveys) == FORMS:
                 del self._surveys[next(iter(self._surveys))]
-            self._surveys[part.form] = self.stages.survey(partial(part.run, self._alone, noted))
+            self._surveys[part.form] = Survey(self.stages.survey(partial(part.run, self._alone, noted)), {})
             self._replicates |= any(state.replicates for state in states)  # some only where a block of a new kind ran
-        visits = self._surveys[part.form]
+        survey = self._surveys[part.form]
         if ranks * settings.patches > 1:
-            self.stages.check_parts(visits)
+            self.stages.check_parts(survey.visits)
         if ranks > 1 and settings.patches > 1 and self._replicates:
             raise PlanError("some tokens stay whole on every rank, so that those of a stage cannot share a patch. Use one patch.")
-        return visits
+        return survey

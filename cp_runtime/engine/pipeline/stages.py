@@ -13,6 +13,7 @@ which of its inputs have the form of its outputs.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,6 +110,10 @@ class Visit(NamedTuple):
     needed: frozenset[int]
 
 
+Arriving = list[tuple[int, torch.Size, torch.dtype]]
+"""What a run receives, in order: stage that sends it, shape, dtype. Empty = not known yet."""
+
+
 class Stages:
     """The stages of a model, of which this rank is one.
 
@@ -135,6 +140,8 @@ class Stages:
         self._forms: dict[object, Form] = {}
         self._at: Callable[..., Any] | None = None
         self._sent: list[Pending] = []
+        self._coming: deque[tuple[Tensor, Pending]] = deque()
+        self._ahead = 0  # runs, from the one under way on, all of whose tensors are among these
 
     @property
     def own_blocks(self) -> int:
@@ -154,7 +161,8 @@ class Stages:
                 del block.module.forward
                 if forward is not None:
                     block.module.forward = forward
-            sent, self._sent = self._sent, []
+            sent, self._sent, self._ahead = self._sent, [], 0
+            self._coming.clear()
             for pending in sent:  # also where all ranks leave the call: those behind still receive it
                 pending.wait()
 
@@ -182,13 +190,27 @@ class Stages:
                 "Use one rank per stage, and one patch."
             )
 
-    def run(self, visits: Sequence[Visit], run: Run) -> Any:
-        """Run the forward, and return its result, which is right on the last stage. Only in a `call`. `visits`: of the survey."""
+    def run(
+        self, visits: Sequence[Visit], run: Run, arriving: Sequence[Arriving] = (), follows: Callable[[], bool] = lambda: True
+    ) -> Any:
+        """Run the forward, and return its result, which is right on the last stage. Only in a `call`.
+
+        A run after the first of its kind receives while this rank still computes the one before: a message is under way only
+        where its receiver has asked for it.
+
+        Args:
+            visits: of the survey.
+            arriving: of this run and of those behind it in the call; filled in for this one. Empty = ask as late as possible.
+            follows: whether the next run is sure to take place, asked after this one has begun.
+        """
+        received: Arriving = []
 
         def at(block: int, stock: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.place >= len(visits) or visits[self.place].block != block:
                 raise PlanError(f"{self._blocks[block].name} ran in another order than in a call of the same form.")
-            visit, owner = visits[self.place], self._owners[block]
+            visit, owner, device = visits[self.place], self._owners[block], next(tensors((args, kwargs))).device
+            if self.place == 0 and self._group.may_overlap:
+                self._ask(arriving, follows, device)
             if owner == self.stage:
                 out = stock(*args, **kwargs)
                 for to in sorted(visit.needed):
@@ -197,10 +219,28 @@ class Stages:
                 return out
             out = visit.form.filled(list(tensors((args, kwargs))), 0.0)
             for tensor in filter(Tensor.numel, tensors(out)) if self.stage in visit.needed else ():
-                self._group.receive(tensor, self._rank(owner)).wait()
+                received.append((owner, tensor.shape, tensor.dtype))
+                target, pending = self._coming.popleft() if self._coming else (tensor, self._group.receive(tensor, self._rank(owner)))
+                pending.wait()
+                if target is not tensor:
+                    tensor.copy_(target)
             return out
 
-        return self._pass(at, run)
+        out = self._pass(at, run)
+        self._ahead = max(0, self._ahead - 1)
+        if arriving:
+            arriving[0][:] = received
+        return out
+
+    def _ask(self, arriving: Sequence[Arriving], follows: Callable[[], bool], device: torch.device) -> None:
+        """Start receiving what this run and the next one need, as far as it is known and not under way."""
+        for each in arriving[self._ahead : 2 if follows() else 1]:
+            if not each:
+                return
+            for owner, shape, dtype in each:
+                target = torch.empty(shape, dtype=dtype, device=device)
+                self._coming.append((target, self._group.receive(target, self._rank(owner))))
+            self._ahead += 1
 
     def _rank(self, stage: int) -> int:
         return self._group.size - 1 - stage

@@ -1,7 +1,7 @@
 """Rank script: the cases of some families in stages, against the stock forward in one process; rank 0, the last stage, reports.
 
-Arguments: stages, batch degree, patches, and as JSON the cases, (family, name) each. Every case runs three times with the same
-inputs: in exact stages, exact with keys and values kept, and in patches. What is stale in the third is of the same inputs, so it
+Arguments: stages, batch degree, patches, and as JSON the cases, (family, name) each. Every case runs four times with the same
+inputs: in exact stages, exact with keys and values kept, and twice in patches. What is stale in these is of the same inputs, so they
 too must equal the stock forward: whatever goes to the wrong token shows.
 """
 
@@ -25,17 +25,28 @@ from cp_runtime.families import plan_for
 rank, world, (stages, batch_degree, patches, wanted) = start()
 exact, patched = (PipelineSettings(stages=int(stages), patches=number) for number in (1, int(patches)))
 mesh = BatchMesh(dist.group.WORLD)
+lane = mesh.stage(exact.stages).lane
+receive = lane.receive
+
+
+def noted(target, source):
+    asked.add(pipeline.stages.place)
+    return receive(target, source)
+
+
+lane.receive = noted
 with torch.no_grad():
     for family, name in json.loads(wanted):
         case = families.case(family, name)
         model, inputs, (expected, _) = models(family)[case.model], case.make(), stock(family, name)
-        plan, refused, found, parts = InstalledPlan(model, plan_for(model)), "", {}, 0
+        plan, refused, found, parts, asked = InstalledPlan(model, plan_for(model)), "", {}, 0, set()
         try:
             blocks = staged_blocks(model, plan.plan)
             owners = cut([block.nbytes for block in blocks], exact.stages)
-            pipeline = Pipeline(Stages(blocks, owners, mesh.stage(exact.stages).lane), mesh.whole)
-            runs = {"exact": exact, "filling": patched, "patches": patched}
+            pipeline = Pipeline(Stages(blocks, owners, lane), mesh.whole)
+            runs = {"exact": exact, "filling": patched, "patches": patched, "again": patched}
             for what, settings in runs.items() if plan.plan.shares_sequence else [("exact", exact)]:
+                asked = set()
                 out = staged_call(plan, pipeline, inputs, case.options, mesh, settings, int(batch_degree))
                 found[what] = distance(out, expected)[0]
                 parts = parts or pipeline.runs
@@ -47,6 +58,7 @@ with torch.no_grad():
             refused=refused,
             parts=parts,
             pending=mesh.stats.pending,
+            asked=sorted(asked),
             forwards=sum("forward" in vars(module) for module in model.modules()),
             **found,
         )
