@@ -23,7 +23,7 @@ import common
 
 RANKS, PATCHES = 2, 8
 TOLERANCE = 1e-4  # in standard deviations of the output
-LINKS = {"not limited": math.inf, "1 Gbit/s": 125e6, "400 Mbit/s": 50e6}  # bytes per second
+LINKS = {"not limited": math.inf, "400 Mbit/s": 50e6, "50 Mbit/s": 6.25e6}  # bytes per second
 SIZES = dict(dim=512, num_heads=4, ffn_dim=2048, num_layers=8)
 FRAMES, SIDE, TEXT = 4, 64, 64  # of the latent; tokens
 ERRORS = ((1.0, 8), (1.0, 20), (1.0, 50), (4.0, 20))  # CFG, steps

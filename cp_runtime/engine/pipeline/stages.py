@@ -220,7 +220,9 @@ class Stages:
             out = visit.form.filled(list(tensors((args, kwargs))), 0.0)
             for tensor in filter(Tensor.numel, tensors(out)) if self.stage in visit.needed else ():
                 received.append((owner, tensor.shape, tensor.dtype))
-                target, pending = self._coming.popleft() if self._coming else (tensor, self._group.receive(tensor, self._rank(owner)))
+                target, pending = (
+                    self._coming.popleft() if self._coming else (tensor, self._group.receive(tensor, self._rank(owner)))
+                )
                 pending.wait()
                 if target is not tensor:
                     tensor.copy_(target)
