@@ -16,13 +16,13 @@ RANKS, PLACES = 3, 12
 
 def walk(points, *, asked_at, stops_at=None, pause=lambda: None, lead=1):
     """Pass all places as a rank does; rank 0 hears of Cancel at place `asked_at`. Returns the place left at, or None."""
+    sure = False
     try:
         for place in range(1, PLACES + 1):
             pause()
             if place == stops_at:
                 return None
-            leaves, sure = points.leave(lambda place=place: place == asked_at, lead), place > 1 and sure
-            if leaves:
+            if points.leave(lambda place=place: place == asked_at, lead):
                 assert not sure
                 return place
             sure = points.pass_next(lead)

@@ -1,8 +1,8 @@
 """Rank script: the cases of some families in stages, against the stock forward in one process; rank 0, the last stage, reports.
 
 Arguments: stages, batch degree, patches, and as JSON the cases, (family, name) each. Every case runs four times with the same
-inputs: in exact stages, exact with keys and values kept, and twice in patches. What is stale in these is of the same inputs, so they
-too must equal the stock forward: whatever goes to the wrong token shows.
+inputs: in exact stages, exact with keys and values kept, and twice in patches. What is stale in these is of the same inputs, so
+they too must equal the stock forward: whatever goes to the wrong token shows.
 """
 
 import json
