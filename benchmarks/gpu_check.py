@@ -10,36 +10,84 @@ installed or downloaded. docs/gpu.md says more.
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
+import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from gpu_sections import GROUPS, SECTIONS, runner
-from gpu_sections.section import Section
-from support import stand_in
+from gpu_sections import GROUPS, SECTIONS, function_of
+from gpu_sections.section import FAILED, OK, TIMED_OUT, WHOLE, Section, markdown, read
+from support import preloaded, processes, stand_in
 
+RESULTS, TABLE = "results.jsonl", "gpu.md"
+MARKER = "CP_GPU_CHECK"
+"""Environment variable that every process of a section inherits, by which those that it leaves behind are found."""
 REHEARSAL = 2.0  # times its limit that a section may take there: a CPU has less to give
 WITHOUT_CUDA = "torch sees no CUDA device. With --rehearse the sections run on fake ones, as far as they can."
 BY_SERVER = ("comfy", "vae", "faults")  # they ask a server, and are the same lines on any device
 
+Planned = tuple[float, Sequence[str]]
+"""A section to run: the seconds that it may take, and what the interpreter gets to run it, a file and arguments."""
 
-def planned(arguments: argparse.Namespace, out: Path) -> list[runner.Planned]:
-    """The sections that were asked for, each once."""
+
+def planned(arguments: argparse.Namespace, out: Path) -> dict[str, Planned]:
+    """The sections that were asked for, by name."""
     flags = [f"--{name}" for name in ("rehearse", "few") if getattr(arguments, name)]
+    names = itertools.chain.from_iterable(GROUPS.get(name, (name,)) for name in arguments.sections)
     limits = arguments.limits * (REHEARSAL if arguments.rehearse else 1)
-    return [
-        runner.Planned(
-            name=name,
-            seconds=SECTIONS[name] * limits,
-            command=(__file__, "--inside", name, "--out", str(out), "--limits", str(arguments.limits), *flags),
-        )
-        for name in dict.fromkeys(itertools.chain.from_iterable(GROUPS.get(name, (name,)) for name in arguments.sections))
-    ]
+    common = ("--out", str(out), "--limits", str(arguments.limits), *flags)
+    return {name: (SECTIONS[name] * limits, (__file__, "--inside", name, *common)) for name in names}
+
+
+def run(sections: Mapping[str, Planned], out: Path) -> bool:
+    """Run sections and write their results to `out`, where those of others stay. Returns whether nothing failed."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / RESULTS
+    kept = [line for line in read(path) if line["section"] not in sections]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+    for name, section in sections.items():
+        print(f"{name} …", end="", flush=True)
+        began = time.monotonic()
+        result, reason = run_one(*section, out / f"{name}.log")
+        seconds = round(time.monotonic() - began, 1)
+        Section(name=name, path=path).add(WHOLE, result, seconds=seconds, **({"reason": reason} if reason else {}))
+        (out / TABLE).write_text(markdown(read(path)))
+    return not any(line["result"] in (FAILED, TIMED_OUT) for line in read(path) if line["section"] in sections)
+
+
+def run_one(limit: float, command: Sequence[str], log: Path) -> tuple[str, str]:
+    """How a section ended, and why if not well. Whatever it left behind is killed."""
+    marker, temporary = uuid.uuid4().hex, tempfile.TemporaryDirectory(prefix="context-parallel-gpu-")
+    with log.open("wb") as output, open(os.devnull, "rb") as nothing, temporary as folder:
+        environment = {**os.environ, MARKER: marker, "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
+        files = (nothing.fileno(), output.fileno(), output.fileno())
+        process = preloaded.start(command, cwd=Path.cwd(), env=environment, files=files)
+        code = None
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        finally:
+            left = processes.with_environment(MARKER, marker)
+            processes.kill_all(left)
+            processes.wait_gone(left, 5.0)
+    if code == 0:
+        return OK, ""
+    how = f"ended after {limit:.0f} s" if code is None else f"exit code {code}"
+    if code is not None and code < 0:
+        how = f"signal {signal.Signals(-code).name}"
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return TIMED_OUT if code is None else FAILED, f"{how}; the last lines: {' | '.join(said[-3:])}"
 
 
 def main() -> int:
@@ -60,9 +108,8 @@ def main() -> int:
     if name:
         # What is compiled for a card is nothing that a CPU could stand in for; and a server starts sooner without cards.
         device = "cpu" if rehearse and (name == "compiled" or (few and name in BY_SERVER)) else "cuda:0"
-        path = out / runner.RESULTS
-        section = Section(name=name, path=path, rehearse=rehearse, few=few, limits=arguments.limits, device=device)
-        importlib.import_module(f"gpu_sections.{name}").run(section)
+        limits = arguments.limits
+        function_of(name)(Section(name=name, path=out / RESULTS, rehearse=rehearse, few=few, limits=limits, device=device))
         return 0
     if rehearse:
         from support.server import DETECTION  # needs packages that a section may do without
@@ -76,8 +123,8 @@ def main() -> int:
 
         if not torch.cuda.is_available():
             sys.exit(WITHOUT_CUDA)
-    good = runner.run(planned(arguments, out), out)
-    print(f"\n{(out / runner.TABLE).read_text()}\n{out}")
+    good = run(planned(arguments, out), out)
+    print(f"\n{(out / TABLE).read_text()}\n{out}")
     return 0 if good else 1
 
 

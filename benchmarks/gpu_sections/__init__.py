@@ -1,6 +1,13 @@
-"""The sections of `gpu_check.py`, a module each: `run(section)` reports what it sees."""
+"""The sections of `gpu_check.py`: a function `run(section)` each, which reports what it sees."""
 
 from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from support.package import load_package
+
+load_package()
 
 GROUPS = {
     "first": {"environment": 20, "kernels": 90, "streams": 40, "modes": 90, "nccl": 80, "nccl_ranks": 210},
@@ -11,3 +18,11 @@ GROUPS = {
 }
 """Sections of groups that end within nine minutes each, and the seconds that a section may take."""
 SECTIONS = {name: seconds for group in GROUPS.values() for name, seconds in group.items()}
+MODULES = {"modes": "ranks", "nccl_ranks": "ranks", "several": "ranks", "comfy": "graphs", "vae": "graphs", "compiled": "graphs"}
+"""Where a section is that has no module of its own name."""
+
+
+def function_of(section: str) -> Callable[..., None]:
+    """The function of a section: its name is the section's."""
+    found: Callable[..., None] = getattr(importlib.import_module(f"{__name__}.{MODULES.get(section, section)}"), section)
+    return found

@@ -11,20 +11,17 @@ from importlib import metadata
 import psutil
 import torch
 from support import families
-from support.package import load_package
 from torch.cuda import nccl
 
-from .section import NEEDS_SEVERAL, Section
-
-load_package()
-
 from cp_runtime.pool.peers import without_peer_access
+
+from .section import NEEDS_SEVERAL, Section
 
 PACKAGES = ("flash-attn", "sageattention", "triton", "xformers", "comfy-kitchen", "safetensors", "transformers", "diffusers")
 DRIVER = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
 
 
-def run(section: Section) -> None:
+def environment(section: Section) -> None:
     """One result per kind of thing."""
     memory = round(psutil.virtual_memory().total / 1e9)
     section.add("computer", cores=os.cpu_count(), memory_GB=memory, machine=platform.machine(), python=platform.python_version())

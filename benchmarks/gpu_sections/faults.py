@@ -56,7 +56,7 @@ FAULTS = {
 }
 
 
-def run(section: Section) -> None:
+def faults(section: Section) -> None:
     """Report on every fault."""
     models = new_models()
     checkpoints.write("flux", models)

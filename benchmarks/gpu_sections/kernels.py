@@ -11,15 +11,12 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from support.package import load_package
 from torch import Tensor
-
-from .section import Section, milliseconds
-
-load_package()
 
 from cp_runtime.engine.attention.kernels import KERNELS, additive, attend_with_lse, select
 from cp_runtime.engine.attention.ring import PartialAttention
+
+from .section import Section, milliseconds
 
 HEADS = 5
 HEAD_DIMS = (64, 96, 120, 128, 256)
@@ -60,7 +57,7 @@ def make(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None
 
 
 @torch.inference_mode()
-def run(section: Section) -> None:
+def kernels(section: Section) -> None:
     """All cases, then merging and torch's own attention."""
     errors: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     chosen: defaultdict[str, set[str]] = defaultdict(set)

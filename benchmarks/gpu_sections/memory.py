@@ -15,18 +15,15 @@ import psutil
 import torch
 from support import checkpoints
 from support.graphs import flux_prompt
-from support.package import load_package
 from support.processes import descendants, pss, rss
 from support.server_events import Result
 from torch import nn
 
-from .section import Section
-from .server import TIMEOUT, Server, largest, new_models, used_device_memory
-
-load_package()
-
 from cp_runtime.engine.collectives import RankGroup
 from cp_runtime.engine.weights.sharded import ShardedWeights
+
+from .section import Section
+from .server import TIMEOUT, Server, largest, new_models, used_device_memory
 
 FULL = checkpoints.Flux(hidden=3072, double_blocks=3, single_blocks=6)  # 3.8 GB in bfloat16
 SMALL = checkpoints.Flux(hidden=768, double_blocks=2, single_blocks=4)
@@ -38,7 +35,7 @@ PINNED = 1.25  # times their size that weights may take on the host
 SETTLE = 2.0  # seconds until memory that was given back is seen
 
 
-def run(section: Section) -> None:
+def memory(section: Section) -> None:
     """Report on every step."""
     checkpoints.CHECKPOINTS[BIG] = checkpoints.Checkpoint(architecture=SMALL if section.rehearse else FULL, repeated=True)
     checkpoints.LORAS[LORA] = checkpoints.Lora(base=BIG, seed=1)

@@ -16,14 +16,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from support.package import load_package
-
-from .section import NEEDS_CARD, Section, milliseconds
-
-load_package()
 
 from cp_runtime.engine.measuring import measure
 from cp_runtime.engine.mesh import SequenceMesh
+
+from .section import NEEDS_CARD, Section, milliseconds
 
 IDLE, BUSY = 3.0, 1.0  # seconds; clocks fall and rise within them
 EXCHANGE = 3 * 4608 * 24 * 128  # numbers: queries, keys and values of a Flux attention
@@ -41,7 +38,7 @@ while True:
 """
 
 
-def run(section: Section) -> None:
+def nccl(section: Section) -> None:
     """Collectives, then kills."""
     device = torch.device("cuda:0")
     torch.cuda.set_device(device)

@@ -17,12 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from support.package import load_package
 from torch import Tensor, nn
-
-from .section import Section
-
-load_package()
 
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
 from cp_runtime.engine.collectives import CommStats, Pending, RankGroup
@@ -30,6 +25,8 @@ from cp_runtime.engine.config import ContextParallelConfig, SequenceSettings
 from cp_runtime.engine.mesh import SequenceAxes, SequenceMesh
 from cp_runtime.engine.sharding import JointLayout
 from cp_runtime.engine.weights import sharded
+
+from .section import Section
 
 MODES = {
     "Ulysses": (1, 0, "allgather", 1),
@@ -50,7 +47,7 @@ DELAY_CYCLES = 2_000_000  # of the device, about a millisecond; at most this muc
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def run(section: Section) -> None:
+def streams(section: Section) -> None:
     """A result per number of ranks and mode, one more on waits of the host, and one per place of the weights."""
     lengths = (5, 96) if section.rehearse else (77, 1024)
     rounds = 2 if section.rehearse or section.few else 10

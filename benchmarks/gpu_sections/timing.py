@@ -11,28 +11,22 @@ from functools import partial
 
 import call_overhead
 import torch
-from support.package import load_package
-from support.pools import make_pool
+from support.pools import small_pool
+
+from cp_runtime.pool.worker_pool import WorkerPool
 
 from .section import Section, milliseconds
 from .server import COMFYUI
-
-load_package()
-
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from cp_runtime.pool.worker_pool import WorkerPool
 
 TEXT, IMAGE = 512, 4096
 SHARES = (1, 2, 4, 8)
 
 
-def run(section: Section) -> None:
+def timing(section: Section) -> None:
     """Calls, then blocks."""
-    with section.part("calls"):
-        _calls(section, make_pool(2), "CPU ranks", "cpu")
-    with section.part("calls, ranks on the card"):
-        inventory = DeviceInventory(type="cuda", count=torch.cuda.device_count())
-        pool = WorkerPool(RuntimeConfig.resolve(inventory=inventory, **section.ranks(2)), WorkerSite())
+    with section.part("calls"), small_pool(2) as pool:
+        _calls(section, pool, "CPU ranks", "cpu")
+    with section.part("calls, ranks on the card"), small_pool(2, on="cuda", **section.ranks(2)) as pool:
         _calls(section, pool, "ranks on the card", section.device)
     with section.part("hooks and exchanges"):
         _hooks(section)
@@ -41,14 +35,10 @@ def run(section: Section) -> None:
 
 
 def _calls(section: Section, pool: WorkerPool, kind: str, device: str) -> None:
-    pool.start()
-    try:
-        for name, (latent, text, target) in call_overhead.PAYLOADS.items():
-            times = call_overhead.measure(pool, latent, text, 10 if section.few else 50, device)
-            ms = 1e3 * statistics.median(times)
-            section.check(f"empty call, {name}, {kind}", section.rehearse or ms <= target, ms=ms, target_ms=target)
-    finally:
-        pool.close()
+    for name, (latent, text, target) in call_overhead.PAYLOADS.items():
+        times = call_overhead.measure(pool, latent, text, 10 if section.few else 50, device)
+        ms = 1e3 * statistics.median(times)
+        section.check(f"empty call, {name}, {kind}", section.rehearse or ms <= target, ms=ms, target_ms=target)
 
 
 def _hooks(section: Section) -> None:

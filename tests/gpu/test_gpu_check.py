@@ -16,8 +16,8 @@ from support.package import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-from gpu_check import planned  # noqa: E402
-from gpu_sections import GROUPS, SECTIONS, runner  # noqa: E402
+from gpu_check import RESULTS, TABLE, planned, run  # noqa: E402
+from gpu_sections import GROUPS, SECTIONS  # noqa: E402
 from gpu_sections.section import NEEDS_CARD, WHOLE, Section, anonymous, markdown, read  # noqa: E402
 
 SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
@@ -35,14 +35,14 @@ CODES = {
 def sections(folder, seconds=5.0, **codes):
     for name, code in codes.items():
         (folder / f"{name}.py").write_text(code)
-    return [runner.Planned(name=name, seconds=seconds, command=(str(folder / f"{name}.py"),)) for name in codes]
+    return {name: (seconds, [str(folder / f"{name}.py")]) for name in codes}
 
 
 def test_a_section_that_fails_or_hangs_does_not_stop_the_next(tmp_path):
     began = time.monotonic()
-    assert not runner.run(sections(tmp_path, 2.0, **CODES), tmp_path)
+    assert not run(sections(tmp_path, 2.0, **CODES), tmp_path)
     assert time.monotonic() - began < 20
-    lines = {line["section"]: line for line in read(tmp_path / runner.RESULTS)}
+    lines = {line["section"]: line for line in read(tmp_path / RESULTS)}
     assert {name: line["result"] for name, line in lines.items()} == {
         "raises": "failed", "hangs": "timed out", "dies": "failed", "is fine": "ok"
     }  # fmt: skip
@@ -51,25 +51,25 @@ def test_a_section_that_fails_or_hangs_does_not_stop_the_next(tmp_path):
     assert "SIGABRT" in lines["dies"]["reason"]
     left = [process for process in psutil.process_iter(["cmdline"]) if "time.sleep(600)" in " ".join(process.info["cmdline"] or ())]
     assert left == []
-    table = (tmp_path / runner.TABLE).read_text()
+    table = (tmp_path / TABLE).read_text()
     assert "| raises | failed |" in table
     assert "| is fine | ok |" in table
 
 
 def test_results_of_other_sections_stay(tmp_path):
     both = sections(tmp_path, first="print('fine')", second="raise RuntimeError('it went wrong')")
-    assert not runner.run(both, tmp_path)
+    assert not run(both, tmp_path)
     (tmp_path / "second.py").write_text("print('fine')")
-    assert runner.run(both[1:], tmp_path)
-    assert [(line["section"], line["result"]) for line in read(tmp_path / runner.RESULTS)] == [("first", "ok"), ("second", "ok")]
+    assert run({"second": both["second"]}, tmp_path)
+    assert [(line["section"], line["result"]) for line in read(tmp_path / RESULTS)] == [("first", "ok"), ("second", "ok")]
 
 
 def test_groups_and_sections_are_run_once_within_their_limits(tmp_path):
     asked = Namespace(sections=["fourth", "vae", "timing"], limits=2.5, rehearse=False, few=True)
     found = planned(asked, tmp_path)
-    assert [section.name for section in found] == ["compiled", "timing", "vae"]
-    assert [section.seconds for section in found] == [2.5 * SECTIONS[section.name] for section in found]
-    assert "--few" in found[0].command
+    assert list(found) == ["compiled", "timing", "vae"]
+    assert [seconds for seconds, _ in found.values()] == [2.5 * SECTIONS[name] for name in found]
+    assert "--few" in found["compiled"][1]
 
 
 def test_what_fails_inside_of_a_section_is_a_result(tmp_path):
@@ -137,17 +137,17 @@ def rehearsal(tmp_path_factory, comfyui_path):
 def test_every_section_that_is_rehearsed_reports(rehearsal):
     out, done = rehearsal
     assert done.returncode == 0, done.stdout
-    lines = read(out / runner.RESULTS)
+    lines = read(out / RESULTS)
     whole = {line["section"]: line["result"] for line in lines if line["check"] == WHOLE}
     assert whole == dict.fromkeys(REHEARSED, "ok")
     for name in REHEARSED:
         assert [line for line in lines if line["section"] == name and line["check"] != WHOLE]
     assert {line["section"] for line in lines if line["result"] == NEEDS_CARD} == {"nccl"}
-    assert (out / runner.TABLE).read_text().startswith("# GPU check")
+    assert (out / TABLE).read_text().startswith("# GPU check")
 
 
 def test_the_report_of_a_rehearsal_holds_no_paths(rehearsal, tmp_path):
-    text = json.dumps(read(rehearsal[0] / runner.RESULTS))
+    text = json.dumps(read(rehearsal[0] / RESULTS))
     for path in (ROOT, rehearsal[0], os.environ["COMFYUI_PATH"], os.path.expanduser("~/")):
         assert str(path) not in text
 
