@@ -385,7 +385,7 @@ def render(plan: FamilyPlan, remarks: Mapping[str, Sequence[str]]) -> str:
     lines += [f"{name}={value!r}," for name in ("control", "attention_names") if (value := getattr(plan, name))]
     words = [word for word in ("gathered", "side", "tokens") if any(f"{word}(" in line for line in lines)]
     head = [f'"""TODO: what {plan.family} is."""', "from ..engine.plan import ModulePlan"]
-    head.append(f"from .family import FamilyPlan, {', '.join(words)}")
+    head.append(f"from .family import {', '.join(['FamilyPlan', *words])}")
     joint = max((module.attention or () for module in plan.modules.values()), key=len, default=())
     if len(joint) > 1:
         lines = [line if line.startswith("#") else line.replace(repr(joint), "JOINT") for line in lines]

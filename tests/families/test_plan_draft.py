@@ -53,6 +53,11 @@ def test_qwen_image_lacks_what_is_no_tensor(tmp_path):
     assert "finds it right in 11 of 12 cases" in text
 
 
+def test_a_model_without_lists_of_blocks_gets_an_empty_table(tmp_path):
+    plan, _ = drafted("comfy.ldm.cascade.stage_b.StageB", tmp_path)
+    assert (plan.modules, plan.outputs) == ({}, {})
+
+
 def test_a_class_without_a_case_is_refused():
     done = preloaded.run([str(COMMAND), "comfy.ldm.new.Model"])
     assert done.returncode == 1
