@@ -46,10 +46,7 @@ def write_models(folder: Path) -> None:
     checkpoints.write("tiny_sd3", folder, checkpoint=Checkpoint(architecture=model))
     encoder = Checkpoint(architecture=ClipL(), folder="text_encoders")
     checkpoints.write("tiny_clip_l", folder, dtype=torch.float16, file_stem="tiny_clip_l", checkpoint=encoder)
-    env = {**os.environ, "PYTHONPATH": os.environ["COMFYUI_PATH"]}
-    made = preloaded.run(["-m", "support.vaes", str(folder), "sd3_kl"], cwd=ROOT / "tests", env=env)
-    if made.returncode:
-        sys.exit(made.stderr)
+    preloaded.write_models("support.vaes", folder, "sd3_kl")
 
 
 def write_templates(pack: Path) -> None:
