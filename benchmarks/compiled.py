@@ -43,37 +43,33 @@ INDUCTOR = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1
 def rank_main(side: int, repetitions: int) -> None:
     use_comfyui()
 
+    from sharded_call import call, in_mode
     from support.families.flux import MODELS, flux
     from support.models import build
 
-    from cp_runtime.comfy.forward.rank import run_sharded
-    from cp_runtime.comfy.forward.ui_interception import innermost_method
     from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
-    from cp_runtime.engine.config import ContextParallelConfig
     from cp_runtime.engine.hooks import InstalledPlan
     from cp_runtime.engine.mesh import BatchMesh
     from cp_runtime.families import plan_for
 
     spec = MODELS["flux"]
     model = build(replace(spec, arguments={**spec.arguments, **SIZE}))
-    inputs = flux(height=side, width=side, text=64)
-    installed, mesh = InstalledPlan(model, plan_for(model)), BatchMesh(dist.group.WORLD).sequence()
-    config = ContextParallelConfig(ulysses_degree=dist.get_world_size())
+    inputs, mesh = flux(height=side, width=side, text=64), BatchMesh(dist.group.WORLD)
+    installed, config = InstalledPlan(model, plan_for(model)), in_mode(1, mesh.size)
 
-    def call(compiled: bool) -> torch.Tensor:
+    def run(compiled: bool) -> torch.Tensor:
         blocks = CompiledBlocks(model, installed.plan, CompileSettings()) if compiled else None
-        arguments = {name: value.clone() for name, value in inputs.items()}
-        out, _ = run_sharded(installed, getattr(model, innermost_method(model)), arguments, mesh, lambda shape: config)
+        out, _ = call(installed, inputs, {}, mesh, config)
         if blocks is not None:
             blocks.remove()
         return out
 
-    expected = call(False)
+    expected = run(False)
     began = time.perf_counter()
-    out = call(True)
+    out = run(True)
     first = time.perf_counter() - began
     difference = check("compiled", out, expected, torch.inf, expected.std())
-    times = alternate({"eager": partial(call, False), "compiled": partial(call, True)}, repetitions)
+    times = alternate({"eager": partial(run, False), "compiled": partial(run, True)}, repetitions)
     report(first=first, difference=difference, **{name: each.median for name, each in times.items()})
 
 
