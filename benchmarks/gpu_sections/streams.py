@@ -14,6 +14,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,20 +87,16 @@ class Meeting:
         return found
 
 
+@dataclass(frozen=True)
 class Copies:
-    """Copies under way, and what they hold until they have been waited for, as NCCL's work does.
+    """Copies under way: events behind those of all threads, and what is sent, held until somebody waits, as NCCL's work does."""
 
-    Args:
-        copied: events behind the copies of all threads.
-        held: what was sent.
-    """
-
-    def __init__(self, copied: Sequence[torch.cuda.Event], held: object) -> None:
-        self._copied, self._held = copied, held
+    copied: Sequence[torch.cuda.Event]
+    held: object
 
     def wait(self) -> None:
         """Let this thread's stream wait until everything was sent and received."""
-        for event in self._copied:
+        for event in self.copied:
             torch.cuda.current_stream().wait_event(event)
 
 
