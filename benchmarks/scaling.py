@@ -73,11 +73,21 @@ milliseconds.
 """
 
 
-class Row(NamedTuple):
-    """A split and what it took, in the unit of the run."""
+class Replay(NamedTuple):
+    """A split, what it took, and what the model says, in the unit of the run."""
 
     split: CallSplit
     time: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative, positive where the model is too slow."""
+        return self.predicted / self.time - 1
+
+    def __str__(self) -> str:
+        error = f"{self.error:+.1%}"
+        return f"{self.time:g}/{float(f'{self.predicted:.3g}'):g} {f'**{error}**' if abs(self.error) > BOUND else error}"
 
 
 @dataclass(frozen=True)
@@ -107,11 +117,12 @@ class Published:
     note: str = ""
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[tuple[CallSplit, float]]:
+        """Every split, and what it took."""
         found = []
-        for split, time in (each.split() for each in self.times.split(",")):
-            batch, ring, ulysses = map(int, split.split("x"))
-            found.append(Row(CallSplit(tuple(range(batch * ring * ulysses)), batch, ring, ulysses), float(time)))
+        for text, time in (each.split() for each in self.times.split(",")):
+            batch, ring, ulysses = map(int, text.split("x"))
+            found.append((CallSplit(tuple(range(batch * ring * ulysses)), batch, ring, ulysses), float(time)))
         return found
 
     def predicted(self, split: CallSplit, flops: float) -> float:
@@ -127,38 +138,16 @@ class Published:
     @cached_property
     def replay(self) -> list[Replay]:
         """Every row but the first, predicted from the first."""
-        (first, *others), low, high = self.rows, 1e9, 1e18
+        ((first, time), *others), low, high = self.rows, 1e9, 1e18
         for _ in range(100):  # halving the interval finds the operations per second with which the model gives the first row
             flops = (low * high) ** 0.5
-            low, high = (flops, high) if self.predicted(first.split, flops) > first.time else (low, flops)
-        return [Replay(row, self.predicted(row.split, high), self) for row in others]
+            low, high = (flops, high) if self.predicted(first, flops) > time else (low, flops)
+        return [Replay(split, time, self.predicted(split, high)) for split, time in others]
 
     def errors(self) -> tuple[float, float]:
         """Return (median, worst) of the errors, without their signs."""
         found = [abs(each.error) for each in self.replay]
         return median(found), max(found)
-
-
-class Replay(NamedTuple):
-    """A row, and what the model makes of it."""
-
-    row: Row
-    predicted: float
-    run: Published
-
-    @property
-    def error(self) -> float:
-        """Relative, positive where the model is too slow."""
-        return self.predicted / self.row.time - 1
-
-    @property
-    def lacks(self) -> str:
-        """What the model does not know of, in a few words; empty for a row that it meets."""
-        return self.run.lacks.partition(":")[0] if abs(self.error) > BOUND else ""
-
-    def __str__(self) -> str:
-        error = f"**{self.error:+.1%}**" if self.lacks else f"{self.error:+.1%}"
-        return f"{self.row.time:g}/{float(f'{self.predicted:.3g}'):g} {error}"
 
 
 PUBLISHED = [Published(**each) for each in json.loads(Path(__file__).with_name("published.json").read_text())]
@@ -201,8 +190,8 @@ def table() -> str:
 def world() -> str:
     lines, notes = [], {}
     for each in PUBLISHED:
-        first = each.rows[0]
-        times = [f"{short(first.split) or '1'} {first.time:g}", *(f"{short(one.row.split)} {one}" for one in each.replay)]
+        first, time = each.rows[0]
+        times = [f"{short(first) or '1'} {time:g}", *(f"{short(one.split)} {one}" for one in each.replay)]
         middle, worst = each.errors()
         note = f" [{notes.setdefault(each.lacks, len(notes) + 1)}]" if each.lacks else ""
         lines.append(f"| {each.name}{note} | {each.source} | {', '.join(times)} | {middle:.1%}, {worst:.1%} |")
