@@ -43,6 +43,7 @@ RANKS = 2
 LIMITED = 4  # ranks with a limit on their memory
 TARGET = 1.15  # times the seconds with whole weights
 LOOK = 0.05  # seconds between two looks at a rank's memory
+CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def flux() -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -154,70 +155,51 @@ def memory_main(ranks: int, gigabytes: float) -> None:
                 common.show(f"{placement}, GB", **{name: value / 1e9 for name, value in figures.items()})
 
 
-class Groups:
-    """Control groups inside of that of this process, with a limit on the memory of the processes in each."""
-
-    def __init__(self, limit: float) -> None:
-        self._limit = int(limit)
-        named = {kinds: path.lstrip("/") for _, kinds, path in (line.split(":", 2) for line in own_groups())}
-        if "memory" in named:
-            self._parent, self._file, self._peak = CGROUPS / "memory" / named["memory"], "limit_in_bytes", "max_usage_in_bytes"
-        else:
-            self._parent, self._file, self._peak = CGROUPS / named[""], "max", "peak"
-        self._made: list[Path] = []
-
-    def take(self, pid: int) -> None:
-        """Put a process into a group of its own. What it holds already does not count."""
-        group = self._parent / f"benchmark-{pid}"
-        group.mkdir()
-        self._made.append(group)
-        (group / f"memory.{self._file}").write_text(str(self._limit))
-        (group / "cgroup.procs").write_text(str(pid))
-
-    @property
-    def most(self) -> int:
-        """Bytes that the processes of one group took, at most."""
-        return max(int((group / f"memory.{self._peak}").read_text()) for group in self._made)
-
-    def remove(self) -> None:
-        """Their processes have ended, or end."""
-        deadline = time.monotonic() + 10
-        while self._made:
-            try:
-                self._made[-1].rmdir()
-                self._made.pop()
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-
-
-CGROUPS = Path("/sys/fs/cgroup")
-
-
-def own_groups() -> list[str]:
-    """The control groups of this process: a number, kinds of resources and a path each."""
-    return Path("/proc/self/cgroup").read_text().splitlines()
-
-
 @contextlib.contextmanager
-def limited(models: Path, limit: float) -> Iterator[tuple[ComfyServer, Groups | None]]:
-    """A server whose ranks are there and may take so many bytes each; and their groups, where the kernel sees to that, too."""
-    groups = Groups(limit)
+def limited(models: Path, limit: float) -> Iterator[tuple[ComfyServer, list[Path]]]:
+    """A server whose ranks are there and may take so many bytes each; and their control groups, where the kernel sees to that, too.
+
+    The groups are inside that of this process. What a rank holds already does not count.
+    """
+    named = {kinds: path.lstrip("/") for _, kinds, path in (line.split(":", 2) for line in OWN_GROUPS.read_text().splitlines())}
+    parent = CGROUPS / "memory" / named["memory"] if "memory" in named else CGROUPS / named[""]
+    made: list[Path] = []
     try:
         with ComfyServer(common.comfyui(), models=models) as server:
             run(server, "flux", {"world_size": LIMITED})
             server.free_workers()
-            made: Groups | None = groups
             try:
                 for pid in server.worker_pids():
-                    groups.take(pid)
+                    made.append(parent / f"benchmark-{pid}")
+                    made[-1].mkdir()
+                    group_file(made[-1], "limit_in_bytes", "max").write_text(str(int(limit)))
+                    (made[-1] / "cgroup.procs").write_text(str(pid))
+                taken = made
             except OSError as error:
-                made = None
+                taken = []
                 print(f"no control group can be made ({error})")
-            yield server, made
+            yield server, taken
     finally:
-        groups.remove()
+        for group in filter(Path.exists, made):
+            remove(group)
+
+
+def group_file(group: Path, first: str, second: str) -> Path:
+    """A file about the memory of a control group, by its names in versions 1 and 2."""
+    return group / f"memory.{first if CGROUPS / 'memory' in group.parents else second}"
+
+
+def remove(group: Path) -> None:
+    """Remove a control group whose processes end."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def limit_main() -> None:
@@ -231,7 +213,7 @@ def limit_main() -> None:
             expected = server.sample(flux_prompt(**settings), timeout=900)
         for weights, memory in (("whole", 0.0), ("whole", limit / 1e9), ("auto", limit / 1e9)):
             with limited(models, limit) as (server, groups):
-                if groups is None and not memory:
+                if not groups and not memory:
                     continue
                 cp = {"world_size": LIMITED, "weights": weights, "memory_per_rank": memory}
                 result = server.run(flux_prompt(cp=cp, **settings), timeout=900)
@@ -241,7 +223,8 @@ def limit_main() -> None:
                     continue
                 difference = ((server.latent(result) - expected).abs().max() / expected.std()).item()
                 placed = server.get("/context_parallel/status")["weights"][f"{name}.safetensors"]
-                took = {"GB_of_a_rank": groups.most / 1e9} if groups else {}
+                peaks = [int(group_file(group, "max_usage_in_bytes", "peak").read_text()) for group in groups]
+                took = {"GB_of_a_rank": max(peaks) / 1e9} if peaks else {}
                 common.show(f"{weights}, limited by {by}", weights=placed, **took, std_from_one_process=difference)
 
 
