@@ -1,4 +1,4 @@
-"""The sections of `gpu_check.py`: a function `run(section)` each, which reports what it sees."""
+"""The sections of `gpu_check.py`: a function each, which reports what it sees."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ GROUPS = {
 }
 """Sections of groups that end within nine minutes each, and the seconds that a section may take."""
 SECTIONS = {name: seconds for group in GROUPS.values() for name, seconds in group.items()}
-MODULES = {"modes": "ranks", "nccl_ranks": "ranks", "several": "ranks", "comfy": "graphs", "vae": "graphs", "compiled": "graphs"}
-"""Where a section is that has no module of its own name."""
+MODULES = {"machine": ("environment", "nccl"), "ranks": ("modes", "nccl_ranks", "several"), "graphs": ("comfy", "vae", "compiled")}
+"""Sections that are not in a module of their own name."""
 
 
 def function_of(section: str) -> Callable[..., None]:
     """The function of a section: its name is the section's."""
-    found: Callable[..., None] = getattr(importlib.import_module(f"{__name__}.{MODULES.get(section, section)}"), section)
+    module = next((module for module, sections in MODULES.items() if section in sections), section)
+    found: Callable[..., None] = getattr(importlib.import_module(f"{__name__}.{module}"), section)
     return found

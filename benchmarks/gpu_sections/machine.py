@@ -1,27 +1,32 @@
-"""NCCL with one rank, what `measure` says of a card that idles, and whether the memory of a killed process comes back.
-
-The collectives are those of `engine/collectives.py`: messages to itself, uneven and empty ones too, also in groups that were
-split off.
-"""
+"""Sections about the machine: what it has, and what NCCL, its clocks and its memory do with one rank."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
+import os
+import platform
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib import metadata
 
+import psutil
 import torch
 import torch.distributed as dist
+from support import families
 
 from cp_runtime.engine.measuring import measure
 from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.pool.peers import without_peer_access
 
-from .section import NEEDS_CARD, Section, milliseconds
+from .section import NEEDS_CARD, NEEDS_SEVERAL, Section, milliseconds
 
+PACKAGES = ("flash-attn", "sageattention", "triton", "xformers", "comfy-kitchen", "safetensors", "transformers", "diffusers")
+DRIVER = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
 IDLE, BUSY = 3.0, 1.0  # seconds; clocks fall and rise within them
 EXCHANGE = 3 * 4608 * 24 * 128  # numbers: queries, keys and values of a Flux attention
 KILLS = 5
@@ -38,8 +43,48 @@ while True:
 """
 
 
+def environment(section: Section) -> None:
+    """What the machine has: one result per kind of thing."""
+    memory = round(psutil.virtual_memory().total / 1e9)
+    section.add("computer", cores=os.cpu_count(), memory_GB=memory, machine=platform.machine(), python=platform.python_version())
+    section.add("torch", version=torch.__version__, cuda=torch.version.cuda or "none")
+    section.add("ComfyUI", version=families.version() or "unknown")
+    section.add("packages", **{name: _version(name) for name in PACKAGES})
+    with section.part("libraries"):
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        section.add("libraries", nccl=version, cudnn=str(torch.backends.cudnn.version()), driver=_driver())
+    cards = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    for name in cards:
+        card, (free, total) = torch.cuda.get_device_properties(name), torch.cuda.mem_get_info(name)
+        capability = f"{card.major}.{card.minor}"
+        section.add(name, name=card.name, memory_GB=total / 1e9, free_GB=free / 1e9, capability=capability)
+    if len(cards) == 1:
+        section.add("peer-to-peer", NEEDS_SEVERAL)
+    else:
+        section.add("peer-to-peer", pairs=len(cards) * (len(cards) - 1), without=without_peer_access(cards))
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown" if importlib.util.find_spec(package.replace("-", "_")) else "none"
+
+
+def _driver() -> str:
+    """The driver's version, from the tool that comes with it."""
+    try:
+        return subprocess.run(DRIVER, capture_output=True, text=True, check=True, timeout=10).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
+
+
 def nccl(section: Section) -> None:
-    """Collectives, then kills."""
+    """NCCL with one rank, what `measure` says of a card that idles, and whether the memory of a killed process comes back.
+
+    The collectives are those of `engine/collectives.py`: messages to itself, uneven and empty ones too, also in groups that were
+    split off.
+    """
     device = torch.device("cuda:0")
     torch.cuda.set_device(device)
     with section.part("collectives of one rank"), _joined(section, device):
