@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import psutil
-import torch
 import torch.distributed as dist
+from support.ranks import of_all, worst
 from torch import Tensor
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
@@ -36,11 +36,10 @@ def check(name: str, out: Tensor | None, expected: Tensor, tolerance: float, sca
     Raises:
         RuntimeError: it is above the tolerance.
     """
-    difference = torch.zeros(()) if out is None else (out - expected).abs().max() / scale
-    dist.all_reduce(difference, dist.ReduceOp.MAX)
+    difference = worst(0.0 if out is None else (out - expected).abs().max() / scale)
     if not difference <= tolerance:
         raise RuntimeError(f"{name}: differs from one process by {difference:.1e}")
-    return difference.item()
+    return difference
 
 
 @dataclass(frozen=True)
@@ -76,17 +75,15 @@ def alternate(variants: Mapping[str, Callable[[], object]], repetitions: int) ->
             dist.barrier()
             began = time.perf_counter()
             result = variants[name]()
-            elapsed = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+            elapsed = time.perf_counter() - began
             del result  # or the next variant would find less memory in the allocator than this one
-            dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-            seconds[name] = elapsed.item()
-        worked = torch.tensor(time.process_time() - own, dtype=torch.float64)
-        dist.all_reduce(worked)
-        # Small differences of the clocks count as nothing. All ranks take what rank 0 sees.
-        others = max(0.0, _busy() - machine - worked.item() - CLOCK_SECONDS) / (time.perf_counter() - wall)
-        agreed = torch.tensor(others, dtype=torch.float64)
-        dist.broadcast(agreed, 0)
-        rounds.append((agreed.item(), seconds))
+            seconds[name] = worst(elapsed)
+        passed, busy, worked = time.perf_counter() - wall, _busy() - machine, time.process_time() - own
+        seen = of_all((passed, busy, worked))
+        passed, busy, _ = seen[0]  # what rank 0 sees
+        # Small differences of the clocks count as nothing.
+        others = max(0.0, busy - sum(worked for _, _, worked in seen) - CLOCK_SECONDS) / passed
+        rounds.append((others, seconds))
         names.reverse()
     rounds = sorted(rounds, key=lambda item: item[0])[:repetitions]
     mean = statistics.mean(others for others, _ in rounds)

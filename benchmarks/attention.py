@@ -26,7 +26,7 @@ import torch.distributed as dist
 from alternating import alternate, check, keep_freed_memory
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from support.live_bytes import LiveBytes
-from support.ranks import report
+from support.ranks import report, worst
 from torch import Tensor
 
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
@@ -114,9 +114,7 @@ def peak_extra_bytes(call: Callable[[], Tensor], inputs: Iterable[Tensor]) -> in
     meter = LiveBytes(inputs)
     with meter:
         out = call()
-    extra = torch.tensor(meter.peak - out.untyped_storage().nbytes())
-    dist.all_reduce(extra, dist.ReduceOp.MAX)
-    return int(extra)
+    return int(worst(meter.peak - out.untyped_storage().nbytes()))
 
 
 @torch.inference_mode()

@@ -105,11 +105,11 @@ def options(text: str | None, quick: str = "", command: Sequence[str] | None = N
     return parser.parse_args(command)
 
 
-def positive(kind: type[int] | type[float], most: float = 1 << 30) -> Callable[[str], float]:
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     """Return a type of option: a number above 0."""
 
     def parse(text: str) -> float:
-        if not 0 < kind(text) <= most:
+        if not 0 < kind(text) <= 1 << 30:
             raise argparse.ArgumentTypeError(f"got {text}; allowed: a number above 0")
         return kind(text)
 

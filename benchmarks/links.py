@@ -1,6 +1,6 @@
 """Attention and a step of Flux over links from free to hopeless: rounds of Ulysses, rings, the planner's choice, and diffusers.
 
-    make bench, or python benchmarks/links.py [--quick] [--ranks 2 3] [--repetitions 3]    # as root, on Linux
+    python benchmarks/links.py [--quick] [--ranks 2 3] [--repetitions 3]    # as root, on Linux
 
 Every rank is in a network namespace of its own, and `tc` limits what it sends: while messages travel, the cores are free, as on
 devices beside a network. Links are given by how long the exchange of Ulysses in one round takes, in times of its attention. All

@@ -1,6 +1,6 @@
 """Stages of a model over links of several speeds, against one device and the other ways to use two.
 
-    make bench, or python benchmarks/pipeline.py [--quick] [--repetitions 5]    # as root, on Linux
+    python benchmarks/pipeline.py [--quick] [--repetitions 5]    # as root, on Linux
     python benchmarks/pipeline.py --errors
 
 A Wan with heads of its own size, smaller in width and depth, on two CPU ranks of a thread each. Each rank is in a network

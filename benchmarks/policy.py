@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from alternating import alternate, check
 from common import show
-from support.ranks import report
+from support.ranks import of_all, report
 from torch import Tensor, nn
 
 from cp_runtime.engine.call import RunningCall
@@ -207,7 +207,7 @@ def choice(name: str, tokens: int, mesh: BatchMesh, installed: InstalledPlan[Sha
     def run(split: CallSplit) -> Run:
         """A call; every rank gets the same times."""
         team = mesh.team(split.ranks, split.groups, split.ring, split.ulysses)
-        own = torch.zeros(2, dtype=torch.float64)
+        own = (0.0, 0.0)
         dist.barrier()
         mesh.stats.reset()
         began = time.perf_counter()
@@ -217,10 +217,8 @@ def choice(name: str, tokens: int, mesh: BatchMesh, installed: InstalledPlan[Sha
             planner = DegreePlanner(forced, sequence.size, pool.measured.of(split.ranks))
             with installed.call(sequence, planner) as call:
                 installed.forward(installed.model.forward, x, call)
-            own[:] = torch.tensor([time.perf_counter() - began, mesh.stats.seconds])
-        table = [torch.zeros_like(own) for _ in range(mesh.size)]
-        dist.all_gather(table, own)
-        busy = [times.tolist() for rank, times in enumerate(table) if rank in split.ranks]
+            own = (time.perf_counter() - began, mesh.stats.seconds)
+        busy = [times for rank, times in enumerate(of_all(own)) if rank in split.ranks]
         return Run(max(s for s, _ in busy), max(s - c for s, c in busy), min(c for _, c in busy))
 
     # What the planner of a pool takes for a call that it does not know.
