@@ -100,7 +100,7 @@ def write(report: Path, options: argparse.Namespace) -> None:
         over = worst < bound if "at least" in what else worst > bound
         figure = f"**{number(worst, unit)}**" if over else number(worst, unit)
         times = "" if len(measured) == options.runs else f" (×{len(measured)})"
-        rows[place, what, show(bound, unit)].append((words, figure + times))
+        rows[place, what, f"{number(bound, unit)} {unit}".rstrip()].append((words, figure + times))
     table = [row(*promise, cases) for promise, cases in rows.items()]
     long = "none of full length" if options.short else "one of full length"
     head = HEAD.format(day=datetime.date.today().isoformat(), cores=os.cpu_count(), runs=options.runs, long=long)
@@ -128,11 +128,6 @@ def order(case: str) -> tuple[int, str]:
     """Numbered cases first, by number."""
     number = case.split()[0]
     return (int(number), case) if number.isdigit() else (10**6, case)
-
-
-def show(value: float, unit: str) -> str:
-    """A figure with its unit."""
-    return f"{number(value, unit)} {unit}".rstrip()
 
 
 def number(value: float, unit: str) -> str:
