@@ -111,22 +111,15 @@ class Crossing:
 
 def throttle() -> None:
     """Let collectives last as long as the made-up link takes, also for the ranks that receive."""
-    plain_all_to_all, plain_batch = dist.all_to_all_single, dist.batch_isend_irecv
-
-    def all_to_all_single(
-        received: Tensor, sent: Tensor, arriving: list[int], leaving: list[int], group: Any, **options: Any
-    ) -> Any:
-        began, ranks = time.perf_counter(), dist.get_process_group_ranks(group)
-        work = plain_all_to_all(received, sent, arriving, leaving, group=group, **options)
-        return Crossing(began, [work], *(dict(zip(ranks, sizes, strict=True)) for sizes in (arriving, leaving)))
+    plain = dist.batch_isend_irecv  # of which over gloo all messages are made
 
     def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
         began, sizes = time.perf_counter(), (Counter[int](), Counter[int]())
         for each in operations:
             sizes[each.op is dist.isend][each.peer] += each.tensor.nbytes
-        return [Crossing(began, plain_batch(operations), *sizes)]
+        return [Crossing(began, plain(operations), *sizes)]
 
-    dist.all_to_all_single, dist.batch_isend_irecv = all_to_all_single, batch_isend_irecv
+    dist.batch_isend_irecv = batch_isend_irecv
 
 
 class Timed(nn.Module):
