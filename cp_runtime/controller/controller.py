@@ -18,7 +18,7 @@ import torch
 from ..errors import MirrorError, PoolError, ProtocolError, RankOutOfMemory
 from ..nested import difference
 from ..pool.config import RuntimeConfig, WorkerSite
-from ..pool.others import OtherMachines
+from ..pool.forking import OtherMachines
 from ..pool.worker_pool import CallCancelled
 from .calls import ModelCall, ModelState
 from .journal import Journal

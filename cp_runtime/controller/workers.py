@@ -17,9 +17,9 @@ from ..engine.policy import CallSplit
 from ..errors import ContextParallelError, RankOutOfMemory
 from ..pool.channel import SharedBlock
 from ..pool.config import RuntimeConfig, WorkerSite
+from ..pool.forking import OtherMachines
 from ..pool.kept import KeptFile, KeptSeconds
 from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom
-from ..pool.others import OtherMachines
 from ..pool.protocol import TensorPacker, flatten
 from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE
 from ..pool.tensor_cache import CallEncoder

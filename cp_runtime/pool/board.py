@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from .channel import SharedBlock
-from .launcher import memory_file
-from .limits import starting
+from .launcher import memory_file, starting
 
 BEAT = 0.25  # seconds between two heartbeats
 MISSED = 0.4  # seconds without a heartbeat after which it is worth a look whether a signal has stopped the process

@@ -19,12 +19,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from subprocess import _args_from_interpreter_flags as interpreter_options  # type: ignore[attr-defined]  # multiprocessing uses it
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import PoolError
 from .config import WorkerSite
@@ -309,3 +309,26 @@ def process_state(pid: int) -> str:
     except OSError:
         return "gone"
     return next((line.partition("(")[2].rstrip(")") for line in lines if line.startswith("State:")), "unknown")
+
+
+class OtherMachine(Protocol):
+    """A machine that starts ranks, as a `ForkServer` does here."""
+
+    def start(self, spec: dict[str, Any], fds: dict[str, int], site: WorkerSite) -> RankProcess:
+        """Ask for a rank and return at once. It reads commands and writes reports as if it had inherited the descriptors."""
+
+
+class OtherMachines(Protocol):
+    """The machines that have joined, as `machines.host` provides them; without them all ranks are here."""
+
+    @property
+    def here(self) -> Mapping[str, OtherMachine]:
+        """Those that are there now, by name."""
+
+    @property
+    def interface(self) -> dict[str, str]:
+        """Variables by which ranks of this machine reach those of the others."""
+
+    @property
+    def store(self) -> tuple[str, int]:
+        """Address and port of the store in which ranks meet."""

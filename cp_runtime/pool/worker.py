@@ -35,7 +35,7 @@ from ..errors import PoolTimeout, ProtocolError
 from .board import Board, CancelPoints, start_heartbeat
 from .channel import Channel, Closed, SharedBlock
 from .frames import Frame, pack
-from .limits import name_limit
+from .launcher import name_limit
 from .messages import (
     KINDS,
     CallOutcome,

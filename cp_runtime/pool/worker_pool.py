@@ -25,12 +25,10 @@ from .channel import Channel, Closed
 from .collection import Collection, ModuleTimes, Outcome, SendCancel
 from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_of
 from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure, unforked
-from .forking import FORK_SERVERS, ForkServer, RankProcess, kill_all
+from .forking import FORK_SERVERS, ForkServer, OtherMachines, RankProcess, kill_all
 from .frames import all_of, name_of, pack, report_of
-from .launcher import as_host, child_environment
-from .limits import starting
+from .launcher import as_host, child_environment, starting
 from .messages import Cancel, Connect, Failure, Import, Measure, R, Ready, Report, Request, Shutdown, Value
-from .others import OtherMachines
 from .peers import Connection, look_at_peers, ways_of
 from .protocol import TensorPacker, read_tensor, unflatten
 

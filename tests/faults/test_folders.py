@@ -13,7 +13,7 @@ from support.pools import echo, hold, small_pool
 
 from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool.config import WorkerSite
-from cp_runtime.pool.stacks import KEEP, PREFIX, collect_stacks
+from cp_runtime.pool.failures import KEEP, PREFIX, collect_stacks
 from cp_runtime.version import VERSION
 
 

@@ -16,8 +16,8 @@ from support.graphs import flux_prompt
 from support.pools import echo, hold, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout
+from cp_runtime.pool.failures import collect_stacks
 from cp_runtime.pool.forking import RankProcess, process_state
-from cp_runtime.pool.stacks import collect_stacks
 
 DEADLINE = 3.5  # before a stopped rank is told for being stopped
 CP = {"world_size": 2, "step_timeout": DEADLINE}

@@ -19,8 +19,7 @@ from cp_runtime.errors import PoolError
 from cp_runtime.pool import launcher
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.forking import FORK_SERVERS, ForkServer
-from cp_runtime.pool.launcher import child_environment
-from cp_runtime.pool.limits import name_limit, starting
+from cp_runtime.pool.launcher import child_environment, name_limit, starting
 from cp_runtime.pool.peers import Connection
 from cp_runtime.pool.worker_pool import WorkerPool
 
