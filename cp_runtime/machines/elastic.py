@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .agent import OVER, PROGRAM, for_child
+from .join import OVER, PROGRAM, for_child
 
 BACKEND = "machines"  # name of our rendezvous to torch elastic
 MOST = 16  # machines

@@ -22,10 +22,10 @@ from typing import Any
 from ..errors import ContextParallelError, PoolError
 from ..pool.config import WorkerSite
 from ..pool.forking import RankProcess
-from ..pool.log_pump import LogPump
-from .agent import start_agent
+from ..pool.launcher import LogPump
 from .bridge import Bridge, MachineLost, RemoteProcess
 from .facts import differences
+from .join import start_agent
 from .wire import BEAT, Code, Refused, Wire, forget_token, interface_of, interfaces, kept_token
 
 log = logging.getLogger("context_parallel")

@@ -7,15 +7,41 @@ that joins, as long as trying again may help, and imports nothing but Python's o
 
 import importlib
 import importlib.util
+import json
+import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-PACKAGE = "cp_runtime"
+PROGRAM, PACKAGE = str(Path(__file__).resolve()), "cp_runtime"
 ROLES = {"--join": "joining", "--agent": "elastic", "--relay": "relay"}
 """By option, the module that is run: on a machine that joins, as agent on ComfyUI's, as what agents start."""
+SPEC = "CP_MACHINE"
+"""Environment variable with the spec of a child that runs this file, as JSON: other users cannot read it."""
+OVER = 75
+"""Exit status of an agent whose work is over, or was interrupted: another one may be started."""
+
+
+def start_agent(role: str, spec: dict[str, Any], **options: Any) -> "subprocess.Popen[str]":
+    """Start an agent of torch elastic as a child, which ends when this thread does. `role`: of ROLES."""
+    environment, command = {**os.environ, **for_child(spec)}, [sys.executable, "-u", PROGRAM, role]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **options)
+
+
+def for_child(spec: dict[str, Any]) -> dict[str, str]:
+    """Return what a child that runs this file needs in its environment."""
+    return {SPEC: json.dumps({**spec, "parent": os.getpid()})}
+
+
+def as_child() -> dict[str, Any]:
+    """Return the spec of this process. From here on it ends with its parent."""
+    spec: dict[str, Any] = json.loads(os.environ[SPEC])
+    module("pool.fork_server").die_with_parent(spec["parent"])
+    return spec
 
 
 def module(name: str) -> ModuleType:
@@ -30,16 +56,16 @@ def module(name: str) -> ModuleType:
         package = importlib.util.module_from_spec(spec)
         sys.modules[PACKAGE] = package
         spec.loader.exec_module(package)
-    return importlib.import_module(f"{PACKAGE}.machines.{name}")
+    return importlib.import_module(f"{PACKAGE}.{name}")
 
 
 def main() -> None:
-    agent = module("agent")
     if sys.argv[1:2] and sys.argv[1] in ROLES:
-        module(ROLES[sys.argv[1]]).run(agent.as_child())
+        spec = as_child()
+        module(f"machines.{ROLES[sys.argv[1]]}").run(spec)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     asked = {"argv": sys.argv, "typed": sys.stdin.readline() if "-" in sys.argv[1:] else ""}
-    while (status := agent.start_agent("--join", asked).wait()) == agent.OVER or status < 0:
+    while (status := start_agent("--join", asked).wait()) == OVER or status < 0:
         sys.stdout.write("the work for ComfyUI is over, or was interrupted. Trying again.\n")
         sys.stdout.flush()
         time.sleep(1)
