@@ -21,9 +21,8 @@ from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.forking import OtherMachines
 from ..pool.worker_pool import CallCancelled
 from .calls import ModelCall, ModelState
-from .journal import Journal
+from .journal import Journal, KeptPreferences
 from .placement import Shortages
-from .preferences import KeptPreferences
 from .run_stats import CallRecord, Node
 from .workers import Resident, Workers
 

@@ -1,19 +1,22 @@
 """Records behind the status and the report of CP Sampler: the last error, the last sampling run, and times on one device to compare
-it with, which outlive this process."""
+it with. Those and what a user has chosen in the panel outlive this process."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from ..errors import ContextParallelError
 from ..pool.kept import KeptFile, KeptSamples
+from ..pool.typed import decode
 from .run_stats import CallRecord, Node, RunStats, Speed
 
 ERRORS = 10  # that are kept
@@ -174,3 +177,29 @@ class Journal:
         kept = self._one_device.get(machine)
         # Two threads may come here first: what one of them records must not be lost with a second object.
         return self._one_device.setdefault(machine, KeptSamples(self._file, machine)) if kept is None else kept
+
+
+NAME = "panel"
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """What can be chosen."""
+
+    devices: str = ""  # as CP Config takes them; empty = all
+    measure: bool = True  # a long run is compared with one device by itself
+
+
+class KeptPreferences:
+    """The choices, and their file. `file`: its path, from the user's cache folder."""
+
+    def __init__(self, file: str | Path = "preferences.json") -> None:
+        self._file, self.chosen = KeptFile(file), Preferences()
+        entry = {name: value for name, value in self._file.read(NAME).get(NAME, {}).items() if name != "time"}
+        with contextlib.suppress(ValueError):
+            self.chosen = decode(Preferences, entry)
+
+    def choose(self, **changes: Any) -> None:
+        """Change some of them."""
+        self.chosen = replace(self.chosen, **changes)
+        self._file.put(NAME, NAME, asdict(self.chosen))

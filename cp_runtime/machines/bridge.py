@@ -20,9 +20,8 @@ from ..errors import ContextParallelError, PoolError, RankError
 from ..pool.board import Board
 from ..pool.channel import Channel, Closed, SharedBlock
 from ..pool.forking import RankProcess
-from ..pool.frames import Frame, pack, unpack
-from ..pool.log_pump import LogPump
-from ..pool.messages import Failure, Load
+from ..pool.launcher import LogPump
+from ..pool.messages import Failure, Frame, Load, pack, unpack
 
 if TYPE_CHECKING:
     from .host import Machine

@@ -31,9 +31,8 @@ from ..pool.config import WorkerSite
 from ..pool.failures import death
 from ..pool.fork_server import PACKAGE, import_by_name
 from ..pool.forking import FORK_SERVERS, RankProcess
-from ..pool.frames import Frame, pack, unpack
 from ..pool.launcher import child_environment
-from ..pool.messages import Failure, Load
+from ..pool.messages import Failure, Frame, Load, pack, unpack
 from .wire import BEAT, Code, Wire, interfaces
 
 log = logging.getLogger("context_parallel")

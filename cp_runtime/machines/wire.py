@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PoolError, ProtocolError, bad_value
-from ..pool.frames import MAX_HEADER
 from ..pool.launcher import cache_folder
+from ..pool.messages import MAX_HEADER
 
 BEAT = 0.25  # seconds between two signs of life of a connection
 SILENT = 5.0  # seconds without one after which the other machine counts as gone

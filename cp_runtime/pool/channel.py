@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PoolError, PoolTimeout, ProtocolError
-from .frames import MAX_HEADER, Frame, unpack
+from .messages import MAX_HEADER, Frame, unpack
 
 _LENGTH = struct.Struct("<Q")
 

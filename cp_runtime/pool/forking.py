@@ -28,8 +28,7 @@ from typing import Any, Protocol
 
 from ..errors import PoolError
 from .config import WorkerSite
-from .launcher import memory_file
-from .log_pump import LogPump
+from .launcher import LogPump, memory_file
 
 log = logging.getLogger("context_parallel")
 

@@ -1,17 +1,22 @@
-"""What ranks and their fork server are started with: files without names, folders, environment, and limits of the system."""
+"""What ranks and their fork server are started with: files without names, folders, environment, limits of the system, and a log."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from io import FileIO
 
 from ..errors import PoolError
+
+log = logging.getLogger("context_parallel")
 
 # Variables that tell gloo, NCCL, Intel's oneCCL and Ascend's HCCL where to listen.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "HCCL_SOCKET_IFNAME")
@@ -128,3 +133,55 @@ def name_limit(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and (_NO_THREAD in str(error) or "Resource temporarily unavailable" in str(error)):
         code = errno.EAGAIN
     return f" The limit is that of {_LIMITS[code]}." if code in _LIMITS else ""
+
+
+_LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
+
+
+class LogPump:
+    """A thread that copies the lines of one process to the log until it has ended, each with the process's name in front.
+
+    Args:
+        name: of the process.
+
+    Attributes:
+        fd: descriptor that the process writes to. It is this process's own while the pump is used as a context.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last: deque[str] = deque(maxlen=12)
+        read, self.fd = os.pipe()
+        self._thread = threading.Thread(target=self._run, args=(read,), name="context-parallel-log", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            os.close(read)
+            os.close(self.fd)
+            raise
+
+    def __enter__(self) -> LogPump:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+    def _run(self, read: int) -> None:
+        with open(read, "rb") as lines:
+            for line in lines:
+                self._emit(line.decode(errors="replace").rstrip())
+
+    def _emit(self, line: str) -> None:
+        if not line:
+            return
+        name, separator, text = line.partition("|")
+        level = _LEVELS.get(name) if separator else None
+        line = text if level else line
+        if not line.startswith("frame #"):  # of C++: dozens of them follow the line that says what is wrong
+            self._last.append(line)
+        log.log(level or logging.INFO, "[%s] %s", self._name, line)
+
+    def finish(self) -> list[str]:
+        """Let the last lines of a process that has ended arrive, and return them. A child of it may hold its output open."""
+        self._thread.join(0.2)
+        return list(self._last)

@@ -34,7 +34,6 @@ from ..engine.weights.pages import trim_heap
 from ..errors import PoolTimeout, ProtocolError
 from .board import Board, CancelPoints, start_heartbeat
 from .channel import Channel, Closed, SharedBlock
-from .frames import Frame, pack
 from .launcher import name_limit
 from .messages import (
     KINDS,
@@ -47,6 +46,7 @@ from .messages import (
     Done,
     Echo,
     Failure,
+    Frame,
     Import,
     Measure,
     Memory,
@@ -55,6 +55,7 @@ from .messages import (
     Request,
     Shutdown,
     Value,
+    pack,
 )  # fmt: skip
 from .peers import probe
 from .protocol import TensorPacker, flatten

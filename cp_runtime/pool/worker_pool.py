@@ -26,9 +26,8 @@ from .collection import Collection, ModuleTimes, Outcome, SendCancel
 from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_of
 from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure, unforked
 from .forking import FORK_SERVERS, ForkServer, OtherMachines, RankProcess, kill_all
-from .frames import all_of, name_of, pack, report_of
 from .launcher import as_host, child_environment, starting
-from .messages import Cancel, Connect, Failure, Import, Measure, R, Ready, Report, Request, Shutdown, Value
+from .messages import Cancel, Connect, Failure, Import, Measure, R, Ready, Report, Request, Shutdown, Value, all_of, pack
 from .peers import Connection, look_at_peers, ways_of
 from .protocol import TensorPacker, read_tensor, unflatten
 
@@ -202,7 +201,7 @@ class WorkerPool:
         """
         if not self.alive:
             raise PoolError("the worker pool is not running")
-        packer, command = packer or TensorPacker(), name_of(request)
+        packer, command = packer or TensorPacker(), request.command
         timeout = self.load_timeout if timeout is None else timeout
         before = self._seq
         with self._doing(command, request.brief), self.named_errors(command):
@@ -357,7 +356,7 @@ class WorkerPool:
                     poller.modify(fd, channel.events)
                     while (frame := channel.poll()) is not None:
                         if frame.seq == self._seq:
-                            collection.reported(rank, report_of(frame, rank))
+                            collection.reported(rank, frame.report(rank))
                 except Closed:
                     poller.unregister(fd)
                     collection.died(rank, time.monotonic())

@@ -8,7 +8,7 @@ from cp_runtime.controller.controller import Controller
 from cp_runtime.controller.placement import Choice, Shortages
 from cp_runtime.controller.workers import Resident, Workers
 from cp_runtime.pool.config import WorkerSite
-from cp_runtime.pool.frames import MAX_HEADER
+from cp_runtime.pool.messages import MAX_HEADER
 
 
 def test_unload_raises_nothing_and_ends_the_workers():

@@ -19,8 +19,7 @@ from support.processes import wait_gone
 
 from cp_runtime.errors import PoolError
 from cp_runtime.pool.channel import Channel, Closed
-from cp_runtime.pool.frames import pack
-from cp_runtime.pool.messages import Value
+from cp_runtime.pool.messages import Value, pack
 
 CP = {"world_size": 3}
 # About 1,000 tokens: steps of a few tenths of a second here, so that faults hit a running call.

@@ -25,8 +25,7 @@ from support.pools import echo, small_pool
 from cp_runtime.errors import PoolError, PoolTimeout, ProtocolError, RankError
 from cp_runtime.nested import tensors
 from cp_runtime.pool.channel import Channel, Closed
-from cp_runtime.pool.frames import MAX_HEADER, unpack
-from cp_runtime.pool.messages import Done, Echo
+from cp_runtime.pool.messages import MAX_HEADER, Done, Echo, unpack
 from cp_runtime.pool.protocol import TensorPacker, flatten, read_tensor, unflatten
 from cp_runtime.pool.worker_pool import WorkerPool
 

@@ -176,7 +176,7 @@ load_package()
 from cp_runtime.engine.config import ContextParallelConfig
 from cp_runtime.errors import ConfigError, ProtocolError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.frames import unpack
+from cp_runtime.pool.messages import unpack
 from cp_runtime.pool.protocol import tensor_view
 import torch
 

@@ -16,8 +16,7 @@ from support.faults import Stopwatch
 from support.pools import echo, make_pool, request_echo, small_pool
 
 from cp_runtime.errors import ContextParallelError, PoolError, PoolTimeout, ProtocolError, RankError
-from cp_runtime.pool.frames import MAX_HEADER
-from cp_runtime.pool.messages import Echo, Value
+from cp_runtime.pool.messages import MAX_HEADER, Echo, Value
 from cp_runtime.pool.worker_pool import KEEP_BYTES
 
 USUAL_LIMIT = 1024  # of open files

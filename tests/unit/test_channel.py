@@ -9,8 +9,7 @@ import torch
 
 from cp_runtime.errors import PoolError, PoolTimeout, ProtocolError
 from cp_runtime.pool.channel import Channel, Closed, SharedBlock
-from cp_runtime.pool.frames import pack
-from cp_runtime.pool.messages import Drop
+from cp_runtime.pool.messages import Drop, pack
 
 
 @pytest.fixture

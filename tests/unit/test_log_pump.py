@@ -2,7 +2,7 @@
 
 import os
 
-from cp_runtime.pool.log_pump import LogPump
+from cp_runtime.pool.launcher import LogPump
 
 
 def test_the_line_that_says_what_is_wrong_is_not_lost_among_frames():

@@ -16,7 +16,7 @@ from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.policy import CallSplit, CallWork
 from cp_runtime.errors import ProtocolError
 from cp_runtime.pool import messages
-from cp_runtime.pool.frames import MAX_HEADER, name_of, pack, unpack
+from cp_runtime.pool.messages import MAX_HEADER, pack, unpack
 
 RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e12, memory=1e10, overlap=0.5, linear=1e12, launch=1e-6)
 SHAPE = AttentionShape(batch=1, queries=64, keys=80, heads=4, kv_heads=4, head_dim=16, itemsize=2)
@@ -127,7 +127,7 @@ def test_what_is_too_long_or_no_number_is_not_sent():
 
 def test_commands_have_the_names_that_users_see():
     commands = messages.Available(), messages.MakeRoom(key=None, ranks=()), messages.Echo(value=1, drop=())
-    assert [name_of(each) for each in commands] == ["available", "make_room", "echo"]
+    assert [each.command for each in commands] == ["available", "make_room", "echo"]
 
 
 def test_no_other_module_writes_a_key_of_a_message():

@@ -15,8 +15,7 @@ from cp_runtime.engine.collectives import CommStats
 from cp_runtime.errors import ProtocolError
 from cp_runtime.pool.board import Board, CancelPoints
 from cp_runtime.pool.channel import Channel, SharedBlock
-from cp_runtime.pool.frames import pack, unpack
-from cp_runtime.pool.messages import CallOutcome, Echo, Shutdown, Value
+from cp_runtime.pool.messages import CallOutcome, Echo, Shutdown, Value, pack, unpack
 from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache, owned
 from cp_runtime.pool.worker import Worker, host_bytes, left_memory
 
