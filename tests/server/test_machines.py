@@ -43,7 +43,7 @@ def listeners(server):
 
 def inside(server):
     """What of other machines the server's process has: (threads, modules)."""
-    pattern = r"\.machines\.(?!facts|wire|host|agent|bridge)|^torch\.distributed\.elastic"
+    pattern = r"\.machines\.(?!facts|wire|host|join$|bridge)|^torch\.distributed\.elastic"
     result = server.run({"inside": {"class_type": "TestInside", "inputs": {"modules": pattern}}}).check()
     threads, modules = result.outputs["inside"]["text"]
     return [name for name in threads if re.match("context-parallel-(machine|bridge|beats)", name)], modules
