@@ -18,7 +18,7 @@ from ..errors import ContextParallelError, RankOutOfMemory
 from ..pool.channel import SharedBlock
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.forking import OtherMachines
-from ..pool.kept import KeptFile, KeptSeconds
+from ..pool.kept import KeptFile, KeptSamples
 from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom
 from ..pool.protocol import TensorPacker, flatten
 from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE
@@ -80,7 +80,7 @@ class Workers:
         self.sampling = False
         self.failure: Failure | None = None
         self.comparing = False
-        self._starts = KeptSeconds(KeptFile("starts.json"), ", ".join(config.devices))
+        self._starts = KeptSamples(KeptFile("starts.json"), ", ".join(config.devices))
         self._on_change = on_change
         self._model = ""  # name of the model of the last load or call
         self._resident: dict[str, Resident] = {}  # by key
@@ -95,12 +95,12 @@ class Workers:
         """Start the ranks. Raises what `WorkerPool.start` raises."""
         self.pool.start(cancelled)
         self._chooser = Chooser(self.pool, self._shortages)
-        self._starts.put(str(self.pool.imports), self.pool.seconds["start"])
+        self._starts.add(str(self.pool.imports), self.pool.seconds["start"])
 
     @property
     def last_start(self) -> float | None:
         """Seconds that such a start took the last time, in this process or one before; None where there was none."""
-        return self._starts.get(str(self.pool.imports))
+        return self._starts.get(str(self.pool.imports), (None,))[-1]
 
     @property
     def loading(self) -> tuple[str, float | None] | None:

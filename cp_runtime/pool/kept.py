@@ -30,7 +30,6 @@ MAX_BYTES = 1 << 20  # of a file that is read: twice the size of MAX_ENTRIES. No
 PATIENCE = 0.2  # seconds that a prompt waits for a file
 LONGEST = 1e9  # seconds; more are not believed
 DAY = 86400.0  # seconds
-NEWS = 0.05  # relative change of a time that makes it worth writing
 
 Entry = dict[str, Any]
 T = TypeVar("T")
@@ -143,37 +142,16 @@ def remember(known: dict[K, V], name: K, value: V, most: int = MAX_ENTRIES) -> N
         del known[next(iter(known))]
 
 
-class KeptSeconds(dict[str, float]):
-    """Seconds that things took on one machine, by name.
-
-    Args:
-        file: where it is kept.
-        machine: says in words what the times depend on.
-    """
-
-    def __init__(self, file: KeptFile, machine: str) -> None:
-        self._file, self._machine = file, machine
-        entries = {name: entry.get("seconds") for name, entry in file.read(machine).items()}
-        super().__init__({name: each for name, each in entries.items() if is_number(each) and 0 < each < LONGEST})
-        self._written = dict(self)
-
-    def know(self, name: str, seconds: float) -> None:
-        """Record the seconds in this process alone."""
-        remember(self, name, seconds)
-
-    def put(self, name: str, seconds: float) -> None:
-        """Record the seconds, and keep them on disk."""
-        self.know(name, seconds)
-        if abs(seconds - self._written.get(name, 0.0)) > NEWS * seconds:
-            self._written[name] = seconds
-            self._file.put(self._machine, name, {"seconds": seconds})
-
-
 SAMPLES = 9  # that are kept of a time: the newest
 
 
 class KeptSamples(dict[str, tuple[float, ...]]):
-    """Times on one machine that were measured again and again, in seconds, by name. `file`, `machine`: as for `KeptSeconds`."""
+    """Times of things on one machine, as often as they were measured, in seconds, by name.
+
+    Args:
+        file: where they are kept.
+        machine: says in words what the times depend on.
+    """
 
     def __init__(self, file: KeptFile, machine: str) -> None:
         self._file, self._machine = file, machine

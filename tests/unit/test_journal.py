@@ -8,7 +8,7 @@ from support.reports import call_report
 from cp_runtime.controller.journal import Journal, public_message
 from cp_runtime.controller.run_stats import CallRecord, RunStats, Speed, time_by_rank
 from cp_runtime.errors import MirrorError, PoolTimeout, RankError
-from cp_runtime.pool.kept import KeptFile, KeptSamples, KeptSeconds
+from cp_runtime.pool.kept import KeptFile, KeptSamples
 
 
 def record(*ranks):
@@ -234,20 +234,17 @@ def test_errors_are_kept_when_they_are_over():
     "content",
     [
         "{",
-        '{"version": 2, "machines": {"cpu": {"a": {"time": 1}, "b": {"time": 1, "seconds": "2"}, "c": {"time": 1, "seconds": 0}}}}',
+        '{"version": 2, "machines": {"cpu": {"a": {"time": 1}, "b": {"time": 1, "samples": "2"}, "c": {"time": 1, "samples": [0]}}}}',
     ],
 )
 def test_seconds_that_are_none_are_not_there(tmp_path, content):
     file = tmp_path / "one_device.json"
     file.write_text(content)
-    kept = KeptSeconds(KeptFile(file), "cpu")
+    kept = KeptSamples(KeptFile(file), "cpu")
     assert [kept.get(name) for name in "abc"] == [None, None, None]
-    kept.put("a", 1.5)
-    kept.put("a", 1.51)  # hardly news: every call of a run may say so
-    assert kept.get("a") == 1.51
-    assert KeptSeconds(KeptFile(file), "cpu").get("a") == 1.5
-    kept.put("a", 2.0)
-    assert KeptSeconds(KeptFile(file), "cpu").get("a") == 2.0
+    kept.add("a", 1.5)
+    kept.add("a", 1.51)
+    assert kept["a"] == KeptSamples(KeptFile(file), "cpu")["a"] == (1.5, 1.51)
 
 
 # --- messages ----------------------------------------------------------------------------------------------------------------
