@@ -104,54 +104,31 @@ def apply_context_parallel(
     _check_free(module)
     if is_vae(module):
         return _apply_to_vae(module, config, check_inputs, plan=plan, shard_weights=shard_weights or None, verify=verify)
-    if config.pipefusion_degree > 1:
-        return _apply_stages(module, plan, config, shard_weights, check_inputs=check_inputs, verify=verify is not None)
-    plan = _plan_of(module, plan, config)
-    if config.of_all_ranks.mesh_shape == (1, 1):
-        return AppliedPlan(None, SequenceMesh(None), None)
-    mesh = _mesh(module, config)
-    installed = InstalledPlan(module, plan if isinstance(plan, ShardingPlan) else plan_from_table(module, plan))
-    weights = None
-    if shard_weights:
-        try:
-            shared = SharedModel(module, mesh, device)
-        except BaseException:
-            installed.remove()
-            raise
-        weights = shared.weights
-        installed.on_remove(shared.give_back)
-    calls = ShardedCalls(
-        module, module.forward, installed, config, mesh, weights, check_inputs=check_inputs, verify=verify is not None
-    )
-    _replace_forward(module, calls, installed)
-    return AppliedPlan(installed, mesh, weights)
-
-
-def _apply_stages(
-    module: nn.Module,
-    plan: Mapping[str, Any] | ShardingPlan | None,
-    config: ContextParallelConfig,
-    shard_weights: bool,
-    **checks: bool,
-) -> AppliedPlan:
-    if shard_weights:
+    staged = config.pipefusion_degree > 1
+    if staged and shard_weights:
         raise bad_value("shard_weights", shard_weights, "False with pipefusion_degree", "Leave one of them out.")
-    plan = table_of(module) if plan is None else plan
-    if not isinstance(plan, ShardingPlan):
-        plan = replace(plan_from_table(module, plan), attention_rule=None)  # what it says holds, as tokens are not followed
-    mesh = _mesh(module, config)
-    installed = InstalledPlan(module, plan)
+    if not staged and config.of_all_ranks.mesh_shape == (1, 1):
+        return AppliedPlan(None, SequenceMesh(None), None)
+    plan = _plan_of(module, plan, config)
+    mesh, installed = _mesh(module, config), InstalledPlan(module, plan)
+    weights: ShardedWeights | None = None
     try:
-        calls = StagedCalls(module, module.forward, installed, config, mesh, **checks)
+        if shard_weights:
+            shared = SharedModel(module, mesh, device)
+            weights = shared.weights
+            installed.on_remove(shared.give_back)
+        kind = StagedCalls if staged else ShardedCalls
+        calls = kind(installed, config, mesh, weights, check_inputs=check_inputs, verify=verify is not None)
     except BaseException:
         installed.remove()
         raise
-    _replace_forward(module, calls, installed)
-    return AppliedPlan(installed, mesh, None)
+    _replace_forward(calls, installed)
+    return AppliedPlan(installed, mesh, weights)
 
 
-def _replace_forward(module: nn.Module, calls: ShardedCalls, installed: InstalledPlan[ShardingPlan]) -> None:
+def _replace_forward(calls: ShardedCalls, installed: InstalledPlan[ShardingPlan]) -> None:
     """Have the module run its calls over the ranks, and refuse to be copied or saved, until the plan is removed."""
+    module = installed.model
     had, stock = vars(module).get("forward"), module.forward
 
     @not_compiled_itself
@@ -231,21 +208,19 @@ def _check_free(module: nn.Module) -> None:
         )
 
 
-def _plan_of(
-    module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None, config: ContextParallelConfig
-) -> Mapping[str, Any] | ShardingPlan:
+def _plan_of(module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None, config: ContextParallelConfig) -> ShardingPlan:
     """Return the given plan, or the module's own."""
-    if plan is not None:
+    if isinstance(plan, ShardingPlan):
         return plan
-    own = own_table(module)
-    if own is not None:
-        return own
-    if config.mesh_shape == (1, 1):  # only the batch is shared, so no sequence is split
-        return {}
-    raise PlanError(
-        f"{type(module).__name__} has no _cp_plan. Pass a plan, or the model inside where this one wraps it, such as "
-        "model.module of DistributedDataParallel."
-    )
+    if config.pipefusion_degree > 1:  # what the table says holds, as tokens are not followed
+        return replace(plan_from_table(module, table_of(module) if plan is None else plan), attention_rule=None)
+    table = own_table(module) if plan is None else plan
+    if table is None and config.mesh_shape != (1, 1):  # else only the batch is shared, so no sequence is split
+        raise PlanError(
+            f"{type(module).__name__} has no _cp_plan. Pass a plan, or the model inside where this one wraps it, such as "
+            "model.module of DistributedDataParallel."
+        )
+    return plan_from_table(module, table or {})
 
 
 def _mesh(module: nn.Module, config: ContextParallelConfig) -> SequenceMesh:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,8 +33,7 @@ class ShardedCalls:
     """Runs a module's own forward over the ranks.
 
     Args:
-        module: a module with an installed plan.
-        stock: its own forward.
+        installed: the plan, on the module, whose forward is still its own.
         config: set up for these ranks.
         mesh: the ranks that share the sequence.
         weights: of the blocks, if every rank keeps a part of them.
@@ -44,8 +43,6 @@ class ShardedCalls:
 
     def __init__(
         self,
-        module: nn.Module,
-        stock: Callable[..., Any],
         installed: InstalledPlan[ShardingPlan],
         config: ContextParallelConfig,
         mesh: SequenceMesh,
@@ -54,7 +51,8 @@ class ShardedCalls:
         check_inputs: bool,
         verify: bool,
     ) -> None:
-        self._module, self._stock, self._installed = module, stock, installed
+        module = installed.model
+        self._module, self._stock, self._installed = module, module.forward, installed
         self._config, self._mesh, self._weights = config, mesh, weights
         self._check_inputs, self._verify = check_inputs, verify
         self._settings = (*config.compared, weights is not None, check_inputs, verify)

@@ -73,17 +73,9 @@ def table_of(module: nn.Module) -> Table:
 class StagedCalls(ShardedCalls):
     """Runs a module's own forward in stages. See `ShardedCalls`."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        stock: Callable[..., Any],
-        installed: InstalledPlan[ShardingPlan],
-        config: ContextParallelConfig,
-        mesh: SequenceMesh,
-        **checks: bool,
-    ) -> None:
-        super().__init__(module, stock, installed, config, mesh, None, **checks)
-        blocks = staged_blocks(module, installed.plan)
+    def __init__(self, installed: InstalledPlan[ShardingPlan], config: ContextParallelConfig, *given: Any, **checks: Any) -> None:
+        super().__init__(installed, config, *given, **checks)
+        blocks = staged_blocks(installed.model, installed.plan)
         for block in blocks:
             if getattr(block.module, "_compiled_call_impl", None) is not None:
                 raise bad_value(

@@ -234,7 +234,8 @@ def test_errors_are_kept_when_they_are_over():
     "content",
     [
         "{",
-        '{"version": 2, "machines": {"cpu": {"a": {"time": 1}, "b": {"time": 1, "samples": "2"}, "c": {"time": 1, "samples": [0]}}}}',
+        '{"version": 2, "machines": {"cpu": {"a": {"time": 1}, "b": {"time": 1, "samples": "2"}, '
+        '"c": {"time": 1, "samples": [0]}}}}',
     ],
 )
 def test_seconds_that_are_none_are_not_there(tmp_path, content):
