@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .diffusers.api import apply_context_parallel, remove_context_parallel
-    from .diffusers.files import map_weights
+    from .diffusers.weights import map_weights
     from .engine.config import ContextParallelConfig, ParallelConfig
     from .engine.plan import ModulePlan, ShardingPlan
     from .engine.transforms import ContextParallelInput, ContextParallelOutput
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for, and not before: a worker needs nothing of the Python API, which imports torch's compiler."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .diffusers import api, files
+    from .diffusers import api, weights
     from .engine import config, plan, transforms
 
-    return next(vars(home)[name] for home in (api, files, config, plan, transforms) if name in vars(home))
+    return next(vars(home)[name] for home in (api, weights, config, plan, transforms) if name in vars(home))

@@ -23,8 +23,7 @@ from ..nested import tensors
 from ..pool.config import RuntimeConfig
 from ..pool.kept import LONGEST, KeptFile, remember
 from ..pool.messages import CallReport, Load, Loaded
-from ..pool.protocol import TensorPacker
-from ..pool.typed import decode
+from ..pool.protocol import TensorPacker, decode
 from ..pool.worker_pool import WorkerPool
 from .placement import Demand, Shortages
 

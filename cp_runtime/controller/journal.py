@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import ContextParallelError
 from ..pool.kept import KeptFile, KeptSamples
-from ..pool.typed import decode
+from ..pool.protocol import decode
 from .run_stats import CallRecord, Node, RunStats, Speed
 
 ERRORS = 10  # that are kept

@@ -23,9 +23,9 @@ from ..errors import ConfigError, PlanError, bad_value
 from .agreement import device_of
 from .calls import ShardedCalls
 from .pipefusion import StagedCalls, table_of
-from .shared import SharedModel
 from .table import own_table, plan_from_table
 from .vae import SplitVAE, is_vae
+from .weights import SharedModel
 
 Applied = InstalledPlan[ShardingPlan] | SplitVAE
 

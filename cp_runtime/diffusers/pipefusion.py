@@ -21,8 +21,7 @@ from ..engine.plan import ModulePlan, ShardingPlan
 from ..engine.transforms import ContextParallelInput, ContextParallelOutput
 from ..errors import PlanError, bad_value
 from ..nested import form_of, map_tensors, tensors
-from .batches import map_outputs
-from .calls import ShardedCalls
+from .calls import ShardedCalls, map_outputs
 from .table import ENCODER, HIDDEN, own_table
 from .torch_function import Record, SharedAttention
 

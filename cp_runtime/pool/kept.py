@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .launcher import cache_folder
-from .typed import is_number
+from .protocol import is_number
 
 log = logging.getLogger("context_parallel")
 

@@ -23,8 +23,7 @@ from ..engine.config import PipelineSettings, SequenceSettings
 from ..engine.measuring import Measured
 from ..engine.policy import CallSplit, CallWork
 from ..errors import ProtocolError
-from .protocol import Tree
-from .typed import LARGEST, decode, encode, is_number
+from .protocol import LARGEST, Tree, decode, encode, is_number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MirrorError
-from ...pool.typed import decode
+from ...pool.protocol import decode
 
 LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
 VAE_LOADERS = ("load_vae_patcher", "load_checkpoint_vae_patcher")

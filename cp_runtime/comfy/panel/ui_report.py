@@ -19,8 +19,8 @@ from ...controller.run_stats import NOT_MEASURED, UNITS, CallRecord, RunStats, S
 from ...errors import ContextParallelError, bad_value
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
+from ...pool.protocol import decode
 from ...pool.settings import MAX_RANKS
-from ...pool.typed import decode
 from ...version import VERSION
 from ..forward.ui_apply import apply_to_model, check_type, timed
 from ..forward.ui_patcher import ContextParallelPatcher
