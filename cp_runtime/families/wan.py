@@ -1,4 +1,5 @@
-"""Wan 2.1 and 2.2: text and image to video, per-frame timesteps, in-context references, camera control, VACE, SCAIL."""
+"""Wan 2.1 and 2.2: text and image to video, per-frame timesteps, in-context references, camera control, VACE, SCAIL; sound, faces
+and music; Wan-Animate 2."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ..engine.plan import ModulePlan
+from ..engine.sharding import Split
 from ..engine.state import CallState
+from ..engine.transforms import ContextParallelInput
 from .family import FamilyPlan, gathered, side, tokens
 
 VIDEO = ("video",)
@@ -101,3 +104,153 @@ VACE = replace(
 )
 # For autoregressive sampling. Without such a sampler's state it is an ordinary Wan; with it, it is refused.
 CAUSAL_WAN = replace(WAN, family="Causal Wan", model_class="comfy.ldm.wan.ar_model.CausalWanModel")
+
+# Models that attend to sound, faces or music frame by frame: S2V, HuMo, Animate, WanDancer. Split inside each frame.
+
+# S2V: the video, then reference and shrunken motion frames: whole runs of tokens that have one modulation, and what is left.
+S2V_TOKENS = ("video", "references", "tail")
+
+
+def latent_frames(state: CallState) -> int:
+    """Return the number of latent frames, appended ones included."""
+    appended = state.arguments.get("time_dim_concat")
+    return int(state.arguments["x"].shape[2]) + (0 if appended is None else int(appended.shape[2]))
+
+
+def sound_frames(state: CallState) -> int:
+    """Return HuMo's number of frames with 16 tokens of sound each, reference frames included."""
+    sound, reference = state.arguments.get("audio_embed"), state.arguments.get("reference_latent")
+    return 1 if sound is None else sound.shape[1] + (0 if reference is None else reference.shape[2])
+
+
+def music_frames(state: CallState) -> int:
+    """Return WanDancer's number of runs with a token of music each: eight per frame."""
+    return 1 if state.arguments.get("audio_embed") is None else 8 * latent_frames(state)
+
+
+@dataclass(frozen=True)
+class VideoThenReferences(ContextParallelInput):
+    """Split S2V's tokens. The number of references follows from the length."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        x, sound, frames = state.arguments["x"], state.arguments.get("audio_embed"), latent_frames(state)
+        video = frames * -(-x.shape[3] // 2) * -(-x.shape[4] // 2)
+        if sound is not None:  # as many frames as the sound has: two convolutions halve it
+            frames = -(-min(sound.shape[3], 4 * frames) // 4)
+        # With motion frames, which are small, half a frame is such a run.
+        if state.arguments.get("reference_motion") is not None and video % (2 * frames) == 0:
+            frames *= 2
+        size = max(1, video // frames)
+        runs, tail = divmod(value.shape[1] - video, size)
+        state.define("video", video, Split(frames))
+        state.define("references", runs * size, Split(max(1, runs)))
+        state.define("tail", tail)
+        return super().__call__(state, value, where)
+
+
+def local_length(state: CallState, value: Any, where: str) -> Any:
+    """Replace the length of the video by the number of its tokens on this rank."""
+    return state.layout(("video",)).local_lengths[state.rank]
+
+
+S2V = FamilyPlan(
+    family="Wan S2V",
+    model_class="comfy.ldm.wan.model.WanModel_S2V",
+    modules={
+        "blocks.*": ModulePlan(
+            inputs={
+                "x": VideoThenReferences(split_dim=1, expected_dims=3, streams=S2V_TOKENS),
+                "freqs": replace(FREQS, streams=S2V_TOKENS),
+                "e": Repeated(streams=S2V_TOKENS, ndim=4),
+            },
+            attention=S2V_TOKENS,
+            local=("cross_attn",),
+        ),
+        "audio_injector": ModulePlan(inputs={"seq_len": local_length}),
+        "head": ModulePlan(inputs={"e": Repeated(streams=S2V_TOKENS, ndim=3)}),
+    },
+    outputs={"head": gathered(S2V_TOKENS)},
+)
+HUMO = replace(
+    WAN,
+    family="HuMo",
+    model_class="comfy.ldm.wan.model.HumoWanModel",
+    modules={"blocks.*": block(sound_frames, "audio_cross_attn_wrapper"), "head": HEAD},
+)
+ANIMATE = replace(
+    WAN,
+    family="Wan Animate",
+    model_class="comfy.ldm.wan.model_animate.AnimateWanModel",
+    modules={"blocks.*": block(latent_frames), "head": HEAD},
+)
+DANCER = replace(
+    WAN,
+    family="WanDancer",
+    model_class="comfy.ldm.wan.model_wandancer.WanDancerModel",
+    modules={
+        "blocks.*": block(music_frames),
+        "music_injector": ModulePlan(inputs={"seq_len": local_length}),
+        "head": HEAD,
+        "head_global": HEAD,
+    },
+    outputs={**WAN.outputs, "head_global": WAN.outputs["head"]},
+)
+
+# Wan-Animate 2: a video that follows another one, whose own branch feeds keys and values to every block of the first. Ranks compute
+# that branch in every step: the cache of WanAnimate2Cache stays in ComfyUI's process.
+POSES = ("poses",)
+# Each frame of the video attends alone: to the whole video, and to the frame of the poses in front of it.
+FRAME, WITH_POSE = ("frame",), ("video", "pose")
+
+
+def video_frames(state: CallState) -> int:
+    """Return the latent frames of the video, the reference image in front included."""
+    return int(state.arguments["x"].shape[2])
+
+
+def pose_frames(state: CallState) -> int:
+    """Return the latent frames of the poses: none for the reference image."""
+    return video_frames(state) - 1
+
+
+def frame_length(state: CallState, value: Any, where: str) -> Any:
+    """Replace the number of tokens of a frame by that of its tokens on this rank."""
+    for stream in (*FRAME, "pose"):
+        state.define(stream, value)
+    return state.layout(FRAME).local_lengths[state.rank]
+
+
+def buffers(state: CallState, value: tuple[Tensor, ...] | None, where: str) -> tuple[Tensor, ...] | None:
+    """Cut the buffers of a block to this rank's tokens: keys and values `[B, video + a frame, H, D]`, outputs `[B, video, C]`."""
+    if value is None:
+        return None
+    video, frame = (state.layout(streams).local_lengths[state.rank] for streams in (VIDEO, FRAME))
+    keys, values, outputs = value
+    return keys[:, : video + frame], values[:, : video + frame], outputs[:, :video]
+
+
+ANIMATE_2 = replace(
+    WAN,
+    family="Wan-Animate 2",
+    model_class="comfy.ldm.wan.model_animate2.WanAnimate2Model",
+    since="0.33.0",
+    modules={
+        "blocks.*:forward_pose": ModulePlan(
+            inputs={"x": tokens(POSES, frames=pose_frames), "freqs": side(POSES, dim=1, dims=6)},
+            attention=POSES,
+            local=("cross_attn",),
+        ),
+        "blocks.*:forward_gen": ModulePlan(
+            inputs={
+                "x": tokens(VIDEO, frames=video_frames),
+                "freqs": FREQS,
+                "e": Repeated(streams=VIDEO, ndim=4),
+                "hw": frame_length,
+                "buffers": buffers,
+            },
+            local=("cross_attn",),
+        ),
+        "head": HEAD,
+    },
+    attention=((FRAME, WITH_POSE), (FRAME, VIDEO), (VIDEO, VIDEO)),
+)
