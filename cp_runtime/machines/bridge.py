@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import threading
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextParallelError, PoolError, RankError
 from ..pool.board import Board
-from ..pool.channel import Channel, Closed, SharedBlock
+from ..pool.channel import Channel, Closed, SharedBlock, ready
 from ..pool.forking import RankProcess
 from ..pool.launcher import LogPump
 from ..pool.messages import Failure, Frame, Load, pack, unpack
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("context_parallel")
 
-_WATCHING, _IDLE = 5, 50  # milliseconds between two looks at what rank 0 decided, in a command and without one
+_WATCHING, _IDLE = 0.005, 0.05  # seconds between two looks at what rank 0 decided, in a command and without one
 
 
 class MachineLost(PoolError):
@@ -136,12 +135,8 @@ class Bridge:
                     channels = dict(self._channels)
                 if not channels:
                     break
-                poller, sockets = select.poll(), {}
-                for rank, channel in channels.items():
-                    sockets[channel.fileno()] = rank
-                    poller.register(channel, channel.events)
-                for fd, _ in poller.poll(_WATCHING if self._waiting else _IDLE):
-                    self._forward(sockets[fd], channels[sockets[fd]])
+                for rank in ready(channels, _WATCHING if self._waiting else _IDLE):
+                    self._forward(rank, channels[rank])
                 if (decision := self.board.decided) != decided:
                     decided = decision
                     self.tell(decision=decision)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -26,7 +25,7 @@ import torch.distributed as dist
 
 from ..errors import ContextParallelError, PoolError
 from ..pool.board import Inherited
-from ..pool.channel import Channel, Closed, SharedBlock
+from ..pool.channel import Channel, Closed, SharedBlock, ready
 from ..pool.config import WorkerSite
 from ..pool.failures import death
 from ..pool.fork_server import PACKAGE, import_by_name
@@ -204,15 +203,11 @@ class Relay:
             while True:
                 with self._lock:
                     channels = dict(self._ranks.channels)
-                poller, ranks = select.poll(), {}
-                for rank, channel in channels.items():
-                    poller.register(channel, channel.events)
-                    ranks[channel.fileno()] = rank
-                ready = poller.poll(20 if channels else 100)
+                heard = ready(channels, 0.02 if channels else 0.1)
                 with self._lock:
-                    for fd, _ in ready:
-                        if self._ranks.channels.get(ranks[fd]) is channels[ranks[fd]]:
-                            self._hear(ranks[fd])
+                    for rank in heard:
+                        if self._ranks.channels.get(rank) is channels[rank]:
+                            self._hear(rank)
                     self._tell_of_processes()
                     if time.monotonic() >= due:
                         due = time.monotonic() + BEAT

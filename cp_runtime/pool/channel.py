@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -55,12 +56,9 @@ class Channel:
 
     def receive(self, deadline: float | None = None) -> Frame:
         """Return the next frame (`deadline` is on the clock of time.monotonic). Raises Closed, PoolTimeout or ProtocolError."""
-        poller = select.poll()
         while (frame := self.poll()) is None:
             self.flush()
-            poller.register(self.sock, self.events)
-            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not poller.poll(None if remaining is None else remaining * 1000):
+            if not ready({0: self}, None if deadline is None else max(0.0, deadline - time.monotonic())):
                 raise PoolTimeout("no answer within the deadline")
         return frame
 
@@ -95,6 +93,15 @@ class Channel:
         data = bytes(self._received[_LENGTH.size : end])
         del self._received[:end]
         return unpack(data)
+
+
+def ready(channels: Mapping[int, Channel], timeout: float | None) -> list[int]:
+    """Return the keys of channels that can be read from, or take more of what is unsent; wait for one for `timeout` seconds, None =
+    without an end."""
+    poller, keys = select.poll(), {channel.fileno(): key for key, channel in channels.items()}
+    for channel in channels.values():
+        poller.register(channel, channel.events)
+    return [keys[fd] for fd, _ in poller.poll(None if timeout is None else timeout * 1000)]
 
 
 class SharedBlock:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from ..engine.mesh import reduced
 from ..engine.sharding import Shares
 from ..errors import ContextParallelError, PoolError, RankError
 from .board import MISSED, Inherited, Progress
-from .channel import Channel, Closed
+from .channel import Channel, Closed, ready
 from .collection import Collection, ModuleTimes, Outcome, SendCancel
 from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_of
 from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure, unforked
@@ -341,24 +340,19 @@ class WorkerPool:
         now, until = time.monotonic(), began + timeout
         collection = Collection(world_size=self.world_size, began=now, timeout=until - now, compile_timeout=self.load_timeout)
         times = ModuleTimes()
-        ranks = {channel.fileno(): rank for rank, channel in enumerate(self.channels)}
-        poller = select.poll()
-        for channel in self.channels:
-            poller.register(channel, channel.events)
+        channels = dict(enumerate(self.channels))  # those of ranks that live
         while True:
             now = time.monotonic()
-            ready = poller.poll(min(TICK, max(0.0, until - now)) * 1000)
-            for fd, _ in ready:
-                rank = ranks[fd]
-                channel = self.channels[rank]
+            heard = ready(channels, min(TICK, max(0.0, until - now)))
+            for rank in heard:
+                channel = channels[rank]
                 try:
                     channel.flush()
-                    poller.modify(fd, channel.events)
                     while (frame := channel.poll()) is not None:
                         if frame.seq == self._seq:
                             collection.reported(rank, frame.report(rank))
                 except Closed:
-                    poller.unregister(fd)
+                    del channels[rank]
                     collection.died(rank, time.monotonic())
             self.waiting_for = collection.missing
             at = {rank: self.progress(rank) for rank in self.waiting_for}
@@ -374,7 +368,7 @@ class WorkerPool:
             stopped = {rank for rank in late if self.processes[rank].state == "stopped"}
             if self._aborted:
                 collection.abort()
-            step = collection.tick(now, quiet=not ready, stopped=stopped, compiling=compiling)
+            step = collection.tick(now, quiet=not heard, stopped=stopped, compiling=compiling)
             if isinstance(step, Outcome):
                 return self._conclude(step, what, timeout)
             if cancelled is not None and cancelled():
