@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ..errors import PoolError, ProtocolError, bad_value
 from ..pool.launcher import cache_folder
 from ..pool.messages import MAX_HEADER
@@ -29,7 +31,6 @@ _PIECE = 1 << 18  # bytes that are sent at once: a slow link is no silent one
 _LENGTHS = struct.Struct("<QQ")  # of the object, and of the bytes
 _MAX_BYTES = 1 << 36
 _NONCE, _PROOF = 32, 32  # bytes
-_SIOCGIFADDR = 0x8915
 
 
 class Refused(PoolError):
@@ -109,14 +110,9 @@ def interface_of(address: str) -> str:
     """Return the name of the interface with an address. Raises PoolError: no interface has it."""
     if ipaddress.IPv4Address(address).is_loopback:
         return "lo"
-    import fcntl  # only Linux has it
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24]
-                if socket.inet_ntoa(found) == address:
-                    return name
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return str(name)
     raise PoolError(f"no interface of this computer has the address {address}; `ip addr` shows those that there are")
 
 
