@@ -22,9 +22,9 @@ from ..pool.forking import OtherMachines
 from ..pool.worker_pool import CallCancelled
 from .calls import ModelCall, ModelState
 from .journal import Journal, KeptPreferences
-from .placement import Shortages
+from .placement import Resident, Shortages
 from .run_stats import CallRecord, Node
-from .workers import Resident, Workers
+from .workers import Workers
 
 log = logging.getLogger("context_parallel")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..engine.weights.blocks import Sizes
@@ -64,6 +67,21 @@ class Choice(NamedTuple):
 
     placement: str
     reason: str
+
+
+@dataclass
+class Resident:
+    """A model that the ranks hold: which weight patches are in it, and where its weights are."""
+
+    name: str  # of its file, in its model folder
+    patches_uuid: str
+    choice: Choice
+    asked: tuple[str, float, int]  # settings at the time of the choice: weights, memory per rank, and stages
+    call_bytes: float  # that a call was expected to take then
+    device_bytes: int  # of weights, on the device of one rank
+    stages: int  # of its blocks, where it is staged
+    parts: dict[str, str]  # what it says of its memory is made of, see `held_parts`
+    aside: bool = False  # it has left the device of this process until its next call
 
 
 def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: str = WHOLE, slow_link: bool = False) -> Choice:
@@ -152,3 +170,14 @@ class Shortages:
     def forget(self) -> None:
         """Forget everything: the user starts again, perhaps with more memory."""
         self._tried.clear()
+
+
+def name_of(path: str, folders: Collection[str]) -> str:
+    """Return the name of a model file as ComfyUI's loaders show it: its path in the innermost of these folders."""
+    inside = [os.path.relpath(path, folder) for folder in folders if path.startswith(os.path.join(folder, ""))]
+    return min(inside, key=len, default=os.path.basename(path))
+
+
+def asked_of(config: RuntimeConfig) -> tuple[str, float, int]:
+    """Return the settings that decide where a model's weights are: see `Resident.asked`."""
+    return config.weights, config.memory_per_rank, 0 if config.pipeline is None else config.pipeline.stages

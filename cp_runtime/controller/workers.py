@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -26,27 +26,12 @@ from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
 from .calls import CallKind, Chooser, ModelCall, ModelState, Pace
 from .journal import Failure
-from .placement import GB, Choice, Shortages, choose, held_parts, next_smaller
+from .placement import GB, Choice, Resident, Shortages, asked_of, choose, held_parts, name_of, next_smaller
 from .run_stats import CallRecord, Node, unit_of
 
 log = logging.getLogger("context_parallel")
 
 UNLOAD_TIMEOUT = 15.0
-
-
-@dataclass
-class Resident:
-    """A model that the ranks hold: which weight patches are in it, and where its weights are."""
-
-    name: str  # of its file, in its model folder
-    patches_uuid: str
-    choice: Choice
-    asked: tuple[str, float, int]  # settings at the time of the choice: weights, memory per rank, and stages
-    call_bytes: float  # that a call was expected to take then
-    device_bytes: int  # of weights, on the device of one rank
-    stages: int  # of its blocks, where it is staged
-    parts: dict[str, str]  # what it says of its memory is made of, see `placement.held_parts`
-    aside: bool = False  # it has left the device of this process until its next call
 
 
 class Workers:
@@ -162,7 +147,7 @@ class Workers:
     def has(self, config: RuntimeConfig, target: ModelState) -> bool:
         """Return whether the ranks hold this state of a model, with a placement that suits the calls to come."""
         resident = self.held.get(target.key)
-        if resident is None or (resident.patches_uuid, resident.asked) != (target.patches_uuid, _asked(config)):
+        if resident is None or (resident.patches_uuid, resident.asked) != (target.patches_uuid, asked_of(config)):
             return False
         if config.weights != "auto" or config.pipeline is not None:
             return True
@@ -180,7 +165,7 @@ class Workers:
         resident = self.held.get(target.key)
         tried = self._shortages.of(config.devices, target.key)
         known = [next_smaller(target.demand, each, config.world_size) or each for each in tried if each != STAGED]
-        if resident is not None and resident.asked == _asked(config) and resident.choice.placement != STAGED:
+        if resident is not None and resident.asked == asked_of(config) and resident.choice.placement != STAGED:
             known.append(resident.choice.placement)  # for a larger call
         slow = target.key in self._slow and STAGED not in tried and not target.demand.unstaged
         return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE), slow)
@@ -223,7 +208,7 @@ class Workers:
         )
         if resident is not None and same and (choice.placement != STAGED or resident.stages == stages):
             # The same weights in the same place: only what they were chosen for is new.
-            resident.choice, resident.asked, resident.call_bytes = choice, _asked(config), target.demand.call
+            resident.choice, resident.asked, resident.call_bytes = choice, asked_of(config), target.demand.call
             return
         held = target.demand.on_device(choice.placement, self.pool.world_size, stages)
         request, packer = target.request(choice.placement, held)
@@ -244,7 +229,7 @@ class Workers:
             self._forget(target.key)
             raise
         parts = held_parts(choice.placement, held, target.demand.weights, unit_of(config.device_type))
-        asked, expected = _asked(config), target.demand.call
+        asked, expected = asked_of(config), target.demand.call
         self._resident[target.key] = Resident(name, target.patches_uuid, choice, asked, expected, held, stages, parts)
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
@@ -411,13 +396,3 @@ class Workers:
             self._resident[key].aside = True
             self._encoder.reset()
         self.pool.request(MakeRoom(key=key, ranks=tuple(sorted(ranks))), timeout=UNLOAD_TIMEOUT)
-
-
-def name_of(path: str, folders: Collection[str]) -> str:
-    """Return the name of a model file as ComfyUI's loaders show it: its path in the innermost of these folders."""
-    inside = [os.path.relpath(path, folder) for folder in folders if path.startswith(os.path.join(folder, ""))]
-    return min(inside, key=len, default=os.path.basename(path))
-
-
-def _asked(config: RuntimeConfig) -> tuple[str, float, int]:
-    return config.weights, config.memory_per_rank, 0 if config.pipeline is None else config.pipeline.stages

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ContextParallelError, PoolError
-from ..pool.config import WorkerSite
 from ..pool.forking import RankProcess
 from ..pool.launcher import LogPump
 from .bridge import Bridge, MachineLost, RemoteProcess
@@ -59,14 +58,8 @@ class Machine:
     def wake(self) -> None:
         """Do nothing: the relay looks after its own fork server."""
 
-    def start(self, spec: dict[str, Any], fds: dict[str, int], site: WorkerSite) -> RankProcess:
-        """Ask for a rank and return at once.
-
-        Args:
-            spec: see `worker.Worker`.
-            fds: descriptors that it would inherit here.
-            site: its code.
-        """
+    def start(self, spec: dict[str, Any], environment: dict[str, str], fds: dict[str, int]) -> RankProcess:
+        """Ask for a rank and return at once: see `ForkServer.start`. It has its own machine's environment."""
         name = str(os.fstat(fds["board_fd"]).st_ino)
         bridge = self.bridges.get(name) or Bridge(self, name, spec["world_size"], fds)
         with LogPump(f"rank {spec['rank']} on {self.name}") as pump:
@@ -76,8 +69,7 @@ class Machine:
             return process
         self.bridges[name] = bridge
         bridge.add(spec["rank"], process, fds)
-        kept = {"service": site.service, "preload": site.preload, "argv": site.argv}  # options decide how ComfyUI computes
-        bridge.tell(start=spec, site=kept)
+        bridge.tell(start=spec)
         return process
 
     def serve(self) -> None:

@@ -142,17 +142,17 @@ class Relay:
 
     def _start(self, packet: dict[str, Any]) -> None:
         """Fork a rank. The first one of another pool ends those of the one before."""
-        spec, given = packet["start"], packet["site"]
+        spec = packet["start"]
         rank, world = spec["rank"], spec["world_size"]
         if packet["pool"] != self._pool:
             self._end()
             self._pool, self._ranks = packet["pool"], Ranks(Inherited(world))
         ranks, own = self._ranks, self._spec["site"]
         site = WorkerSite(
-            service=given["service"], arguments=own["arguments"], path=tuple(own["path"]), preload=tuple(given["preload"]),
-            argv=tuple(given["argv"]),
+            service=spec["service"], arguments=own["arguments"], path=tuple(own["path"]), preload=tuple(spec["preload"]),
+            argv=tuple(spec["argv"]),  # options decide how ComfyUI computes
         )  # fmt: skip
-        spec |= {"service": site.service, "arguments": dict(site.arguments), "argv": site.argv}
+        spec["arguments"] = own["arguments"]
         environment = child_environment(self._spec["device_type"], spec["machines"].count(self._spec["name"]))
         server = FORK_SERVERS.get(site, environment)
         ours, theirs = socket.socketpair()

@@ -313,7 +313,7 @@ def process_state(pid: int) -> str:
 class OtherMachine(Protocol):
     """A machine that starts ranks, as a `ForkServer` does here."""
 
-    def start(self, spec: dict[str, Any], fds: dict[str, int], site: WorkerSite) -> RankProcess:
+    def start(self, spec: dict[str, Any], environment: dict[str, str], fds: dict[str, int]) -> RankProcess:
         """Ask for a rank and return at once. It reads commands and writes reports as if it had inherited the descriptors."""
 
 

@@ -24,7 +24,7 @@ from .channel import Channel, Closed, ready
 from .collection import Collection, ModuleTimes, Outcome, SendCancel
 from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_of
 from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure, unforked
-from .forking import FORK_SERVERS, ForkServer, OtherMachines, RankProcess, kill_all
+from .forking import FORK_SERVERS, ForkServer, OtherMachine, OtherMachines, RankProcess, kill_all
 from .launcher import as_host, child_environment, starting
 from .messages import Cancel, Connect, Failure, Import, Measure, R, Ready, Report, Request, Shutdown, Value, all_of, pack
 from .peers import Connection, look_at_peers, ways_of
@@ -44,12 +44,8 @@ class CallCancelled(Exception):
 
 
 class WorkerPool:
-    """Persistent worker ranks. One caller at a time, except for `abort` and `progress`.
-
-    Args:
-        config: devices, backend and timeouts.
-        site: where workers find ComfyUI.
-        others: machines that the config names devices of; None = it names none.
+    """Persistent worker ranks. One caller at a time, except for `abort` and `progress`. `others`: machines that the config may name
+    devices of.
 
     Attributes:
         doing: the command that runs, or "start"; empty = none. From any thread.
@@ -292,18 +288,17 @@ class WorkerPool:
             with theirs:
                 own = environment | way.environment | across | (as_host(rank) if hosts else {})
                 inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
-                started = self._start_rank(self._spec(rank, way), server, own, inherited)
+                started = self._place(rank, server).start(self._spec(rank, way), own, inherited)
                 self.processes[rank : rank + 1] = [started]  # an earlier start's until now: the status must find one
 
-    def _start_rank(
-        self, spec: dict[str, Any], server: ForkServer, environment: dict[str, str], inherited: dict[str, int]
-    ) -> RankProcess:
-        name = self.config.machines[spec["rank"]]
+    def _place(self, rank: int, server: ForkServer) -> ForkServer | OtherMachine:
+        """Return what starts a rank: the fork server of this machine, or another machine. Raises PoolError: that is gone."""
+        name = self.config.machines[rank]
         if not name or self._others is None:
-            return server.start(spec, environment, inherited)
+            return server
         if (machine := self._others.here.get(name)) is None:
             raise PoolError(f"the computer {name} is not there any more. Queue the prompt again: it runs on those that are.")
-        return machine.start(spec, inherited, self.site)
+        return machine
 
     def _wait_forked(self, deadline: float, cancelled: Callable[[], bool] | None) -> None:
         for rank, process in enumerate(self.processes):
@@ -329,6 +324,7 @@ class WorkerPool:
             "degrees": (self.config.batch_degree, self.config.sequence.ring_degree, self.config.sequence.ulysses_degree),
             "service": self.site.service,
             "arguments": self.site.arguments,
+            "preload": self.site.preload,
             "argv": self.site.argv,
             # Longer than any step, so that the controller, which can name the late rank, times out first.
             "collective_timeout": max(self.config.step_timeout, self.load_timeout) + 60,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from support.pools import make_pool
 
 from cp_runtime.controller.controller import Controller
-from cp_runtime.controller.placement import Choice, Shortages
-from cp_runtime.controller.workers import Resident, Workers
+from cp_runtime.controller.placement import Choice, Resident, Shortages
+from cp_runtime.controller.workers import Workers
 from cp_runtime.pool.config import WorkerSite
 from cp_runtime.pool.messages import MAX_HEADER
 
