@@ -85,14 +85,8 @@ class ModelState(Protocol):
         device."""
 
     def verify(self, request: Load, payload: Tensor, loaded: Sequence[Loaded], pids: Sequence[int]) -> None:
-        """Compare it with what the ranks report, by rank.
-
-        Args:
-            payload: the bytes of the request's tensors.
-
-        Raises:
-            MirrorError: naming the rank, what differs and both values.
-        """
+        """Compare it with what the ranks report, by rank. `payload`: the bytes of the request's tensors. Raises MirrorError: naming
+        the rank, what differs and both values."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,10 +43,7 @@ def public_message(error: BaseException) -> str:
 
 
 class Journal:
-    """This process's record of its runs.
-
-    Args:
-        file: of times on one device, from the user's cache folder.
+    """This process's record of its runs. `file`: of times on one device, from the user's cache folder.
 
     Attributes:
         run: the sampling run that goes on, or went on last, on one device or on the workers.
@@ -70,11 +67,7 @@ class Journal:
         self._taken: dict[str, float] = {}  # seconds of all runs that ended well, by kind
 
     def end_run(self, steps: int = 0) -> None:
-        """Note that the run has ended well. If it ran on one device, other runs can be compared with it.
-
-        Args:
-            steps: of its sampler.
-        """
+        """Note that the run has ended well, after so many steps. If it ran on one device, others can be compared with it."""
         run = self.run
         run.finish(steps)
         if run.kind is not None:

@@ -154,13 +154,8 @@ class Shortages:
         self._tried: dict[tuple[tuple[str, ...], str], frozenset[Any]] = {}
 
     def note(self, devices: tuple[str, ...], name: str, tried: Any) -> None:
-        """Note that a rank ran out of memory.
-
-        Args:
-            devices: of all ranks.
-            name: key of the model, or kind of the call.
-            tried: the placement that the model had, or the split that the call ran on.
-        """
+        """Note that a rank ran out of memory, with a model by its key or a kind of call. `devices`: of all ranks. `tried`: the
+        placement that the model had, or the split that the call ran on."""
         remember(self._tried, (devices, name), self.of(devices, name) | {tried}, LIMIT)
 
     def of(self, devices: tuple[str, ...], name: str) -> frozenset[Any]:

@@ -38,8 +38,6 @@ class Workers:
     """The ranks of one pool and what they hold. One caller at a time; any thread may read the attributes.
 
     Args:
-        config: of the pool.
-        site: what its ranks run.
         on_change: called when the status has changed.
         shortages: what ranks ran out of memory with, in this pool or one before.
 
@@ -191,15 +189,8 @@ class Workers:
             self._drop((*gone, *forgotten), cancelled=cancelled)
 
     def load(self, config: RuntimeConfig, target: ModelState, choice: Choice, cancelled: Callable[[], bool]) -> None:
-        """Make the ranks' model equal to `target`.
-
-        Args:
-            choice: where they keep its weights.
-
-        Raises:
-            MirrorError: a rank's model is not the UI's.
-            PoolError: the pool failed.
-        """
+        """Make the ranks' model equal to `target`, with its weights where `choice` says. Raises MirrorError: a rank's model is not
+        the UI's; PoolError: the pool failed."""
         resident = self.held.get(target.key)
         stages = config.staged.stages
         same = resident is not None and (resident.patches_uuid, resident.choice.placement) == (

@@ -91,15 +91,10 @@ def _sum_of(tensor: Tensor) -> int:
 
 
 class Decision(NamedTuple):
-    """What one attention is over.
+    """What one attention is over."""
 
-    Args:
-        streams: those of queries and keys; None if only their numbers can tell.
-        local: every rank has all of the keys.
-    """
-
-    streams: AttentionStreams | None
-    local: bool
+    streams: AttentionStreams | None  # those of queries and keys; None if only their numbers can tell
+    local: bool  # every rank has all of the keys
 
 
 def decide(told: Decision | PlanError, group: RankGroup, device: torch.device) -> Decision:

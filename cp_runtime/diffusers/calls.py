@@ -30,15 +30,12 @@ REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_fla
 
 
 class ShardedCalls:
-    """Runs a module's own forward over the ranks.
+    """Runs a module's own forward over the ranks: see `apply_context_parallel`.
 
     Args:
         installed: the plan, on the module, whose forward is still its own.
         config: set up for these ranks.
-        mesh: the ranks that share the sequence.
         weights: of the blocks, if every rank keeps a part of them.
-        check_inputs: compare the arguments of all ranks in every call, not only in the first one.
-        verify: in the first call every rank also runs the module alone, and compares the outputs.
     """
 
     def __init__(
@@ -164,12 +161,8 @@ FOR_ALL_ITEMS = {
 
 
 class Share:
-    """The part of a call that this rank's group computes, such as one half of CFG, while other groups compute theirs.
-
-    Args:
-        mesh: all ranks.
-        shares: how the groups share the items.
-    """
+    """The part of a call that this rank's group computes, such as one half of CFG, while other groups compute theirs. `mesh`: all
+    ranks."""
 
     def __init__(self, mesh: BatchMesh, shares: BatchShares) -> None:
         self._mesh, self._shares = mesh, shares
@@ -188,12 +181,8 @@ class Share:
     def take_call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str], whole: Collection[str]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return this group's part of the arguments of a call.
-
-        Args:
-            names: names of the positional ones.
-            whole: those that every group gets unchanged, see `for_all_items`.
-        """
+        """Return this group's part of the arguments of a call. `names`: of the positional ones. `whole`: those that every group
+        gets unchanged, see `for_all_items`."""
         positional = [value if name in whole else self.take(value) for name, value in zip(names, args, strict=False)]
         return (
             (*positional, *map(self.take, args[len(positional) :])),
@@ -214,11 +203,8 @@ class Share:
         return value
 
     def gather(self, out: Any) -> Any:
-        """Return an output of the module with the items of all groups.
-
-        Raises:
-            PlanError: a tensor in it does not have one row per item of this group.
-        """
+        """Return an output with the items of all groups. Raises PlanError: a tensor in it has not one row per item of this
+        group."""
         return map_outputs(out, self._gathered)
 
     def _gathered(self, out: Any) -> Any:

@@ -55,11 +55,7 @@ TABLES: dict[str, Table] = {
 
 
 def table_of(module: nn.Module) -> Table:
-    """Return the plan for stages of a module of diffusers.
-
-    Raises:
-        PlanError: there is none for its class.
-    """
+    """Return the plan for stages of a module of diffusers. Raises PlanError: there is none for its class."""
     name = type(module).__name__
     if name not in TABLES:
         raise PlanError(

@@ -39,11 +39,7 @@ def own_table(module: nn.Module) -> Mapping[str, Any] | None:
 
 
 def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan:
-    """Convert a table into the plan that is applied.
-
-    Raises:
-        PlanError: an entry is of an unknown kind, or the stream of an output is ambiguous.
-    """
+    """Convert a table. Raises PlanError: an entry is of an unknown kind, or the stream of an output is ambiguous."""
     modules: dict[str, ModulePlan] = {}
     outputs: dict[str, Any] = {}
     for path, entry in table.items():

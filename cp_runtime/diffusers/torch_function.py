@@ -30,14 +30,8 @@ them."""
 
 
 class SharedAttention(TorchFunctionMode):
-    """While active, shares attention over all ranks where the call needs it.
-
-    Args:
-        known: what a call of the same form has found out; None = this one finds out.
-
-    Attributes:
-        record: what it found out.
-    """
+    """While active, shares attention over all ranks where the call needs it. `known`: what a call of the same form has found out;
+    None = this one finds out, for `record`."""
 
     def __init__(self, call: RunningCall, known: Record | None) -> None:
         super().__init__()

@@ -35,14 +35,8 @@ def _class_name(module: nn.Module) -> str:
 
 
 class SplitVAE:
-    """A VAE whose encoder and decoder run on all ranks until `remove`. Their forwards keep this object alive.
-
-    Args:
-        module: the VAE.
-        mesh: the ranks.
-        settings: the arguments that it was applied with.
-        check_inputs: compare what all ranks decode or encode in every call, not only in the first one.
-    """
+    """A VAE whose encoder and decoder run on all ranks until `remove`. Their forwards keep this object alive. `settings`: the
+    arguments that context parallelism was applied with."""
 
     def __init__(self, module: nn.Module, mesh: SequenceMesh, settings: tuple[Any, ...], *, check_inputs: bool) -> None:
         self._undo: list[Callable[[], object]] = []

@@ -31,12 +31,8 @@ def class_name(model: nn.Module) -> str:
 
 
 def plan_for(model: nn.Module) -> FamilyPlan:
-    """Return the checked plan of a diffusion model.
-
-    Raises:
-        UnsupportedError: no plan was written for its class.
-        PlanError: the model is not the one that the plan was written for.
-    """
+    """Return the checked plan of a diffusion model. Raises UnsupportedError: none was written for its class; PlanError: the plan
+    was written for another model."""
     plan = PLANS.get(class_name(model))
     if plan is None:
         raise UnsupportedError(

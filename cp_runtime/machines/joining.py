@@ -25,10 +25,7 @@ NO_MODELS = ("custom_nodes", "datasets", "configs")
 
 def run(asked: dict[str, Any]) -> None:
     """Try until ComfyUI takes this computer, and be its agent. Exits with 1, and says what to do, where trying would not help.
-
-    Args:
-        asked: `argv` of `join.py`; `typed`, the code where it is none of the arguments.
-    """
+    `asked`: `argv` of `join.py`; `typed`, the code where it is none of the arguments."""
     parser = argparse.ArgumentParser(prog="join.py", description=__doc__)
     parser.add_argument(
         "code", help="what ComfyUI shows on the other computer; - reads it, and nobody sees it in a list of processes"

@@ -122,12 +122,8 @@ def interfaces(address: str) -> dict[str, str]:
 
 
 class Wire:
-    """A connection whose other end has proven that it knows the token. Any thread may send; one receives.
-
-    Attributes:
-        own, peer: addresses.
-        sent: bytes so far.
-    """
+    """A connection whose other end has proven that it knows the token. Any thread may send; one receives. `own`, `peer`: addresses.
+    `sent`: bytes so far."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._lock, self.sent = sock, threading.Lock(), 0

@@ -181,18 +181,10 @@ QUIET = 0.15  # seconds without another byte after which all is written; a rank 
 
 
 def collect_stacks(files: Sequence[int], processes: Sequence[RankProcess], title: str) -> Path:
-    """Make every rank that lives write its stacks and put them together. The ranks are to be killed afterwards.
+    """Make every rank that lives write its stacks into its file, and put them together in one that this user alone can read, in the
+    folder for temporary files. The ranks are to be killed afterwards. Raises OSError: without room or descriptors.
 
     A rank writes at a signal, from the signal's handler: it needs neither the GIL nor a rank that listens.
-
-    Args:
-        files: descriptors of the files that the ranks write to.
-
-    Returns:
-        the file, in the folder for temporary files, readable by this user.
-
-    Raises:
-        OSError: it cannot be written, such as without room or descriptors.
     """
     states = [process.state for process in processes]
     asked = []

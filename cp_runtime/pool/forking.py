@@ -60,12 +60,8 @@ class RankProcess:
         self._answered, self._ended, self._lock = threading.Event(), threading.Event(), threading.Lock()
 
     def wait_started(self, timeout: float) -> bool:
-        """Wait until it is forked; False if it is not yet.
-
-        Raises:
-            OSError: the system has no room for it.
-            PoolError: the fork server ended.
-        """
+        """Wait until it is forked; False if it is not yet. Raises OSError: the system has no room; PoolError: the fork server
+        ended."""
         answered = self._answered.wait(timeout)
         if self.error is not None and not self.pid:
             raise self.error
@@ -120,17 +116,8 @@ class RankProcess:
 
 
 class ForkServer:
-    """The process that imports what ranks need, and forks them.
-
-    Args:
-        site: what ranks run.
-        environment: theirs.
-
-    Start of the process returns at once; it imports meanwhile.
-
-    Attributes:
-        ready: it has imported all, and forked a rank.
-    """
+    """The process that imports what ranks need, and forks them. Its start returns at once; it imports meanwhile. `environment`:
+    of the ranks. `ready`: it has imported all, and forked a rank."""
 
     def __init__(self, site: WorkerSite, environment: dict[str, str]) -> None:
         self.ready = False
@@ -164,12 +151,8 @@ class ForkServer:
         return self._process.returncode is None
 
     def start(self, spec: dict[str, Any], environment: dict[str, str], fds: dict[str, int]) -> RankProcess:
-        """Ask for a rank and return at once.
-
-        Args:
-            spec: see `worker.Worker`.
-            fds: descriptors that it inherits, by their names in its spec.
-        """
+        """Ask for a rank and return at once. `spec`: see `worker.Worker`. `fds`: descriptors that it inherits, by their names
+        there."""
         content = {**spec, "environment": environment, "descriptors": list(fds)}
         with LogPump(f"rank {spec['rank']}") as log, memory_file(json.dumps(content).encode()) as file:
             number, rank = next(self._numbers), RankProcess(self, log)

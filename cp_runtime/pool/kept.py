@@ -146,12 +146,8 @@ SAMPLES = 9  # that are kept of a time: the newest
 
 
 class KeptSamples(dict[str, tuple[float, ...]]):
-    """Times of things on one machine, as often as they were measured, in seconds, by name.
-
-    Args:
-        file: where they are kept.
-        machine: says in words what the times depend on.
-    """
+    """Times of things on one machine, as often as they were measured, in seconds, by name. `machine`: says in words what they
+    depend on."""
 
     def __init__(self, file: KeptFile, machine: str) -> None:
         self._file, self._machine = file, machine

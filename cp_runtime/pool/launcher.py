@@ -139,14 +139,8 @@ _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING",
 
 
 class LogPump:
-    """A thread that copies the lines of one process to the log until it has ended, each with the process's name in front.
-
-    Args:
-        name: of the process.
-
-    Attributes:
-        fd: descriptor that the process writes to. It is this process's own while the pump is used as a context.
-    """
+    """A thread that copies the lines of one process to the log until it has ended, each with the process's name in front. `fd`:
+    what the process writes to, a descriptor of this process's own while the pump is used as a context."""
 
     def __init__(self, name: str) -> None:
         self._name = name

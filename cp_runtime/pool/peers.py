@@ -58,11 +58,7 @@ def is_p2p_disabled() -> bool:
 
 
 class Ways:
-    """The ways to connect the ranks of a config, without those that have failed.
-
-    Attributes:
-        fallback: why the first one was given up; empty = it was not.
-    """
+    """The ways to connect the ranks of a config, without those that have failed. `fallback`: why the first one was given up."""
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._ranks, self._left, self.fallback = config.world_size, connections(config), ""

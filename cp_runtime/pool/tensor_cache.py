@@ -35,11 +35,8 @@ class CallEncoder:
         self._in_step = True  # whether the ranks keep what `_kept` says
 
     def encode(self, arguments: dict[str, Any], changing: Set[str]) -> tuple[Tree, tuple[str, ...] | None, TensorPacker]:
-        """Return the arguments as a tree, keys that ranks are to forget (None: all), and the tensors to send.
-
-        Args:
-            changing: names of arguments that change with every call: ranks do not keep their tensors.
-        """
+        """Return the arguments as a tree, keys that ranks are to forget (None: all), and the tensors to send. Ranks do not keep
+        those of `changing`, arguments that change with every call."""
         start_over, self._in_step = not self._in_step, False
         if start_over:
             self._kept.clear()

@@ -198,11 +198,7 @@ class Worker:
 
     def keep(self, memory: tuple[int, int]) -> Tensor:
         """Return bytes that the controller left for all ranks; they live as long as a tensor on them. What a rank writes there
-        stays in that rank. `memory`: process id and descriptor.
-
-        Raises:
-            ProtocolError: there is no such memory.
-        """
+        stays in that rank. `memory`: process id and descriptor. Raises ProtocolError: there is no such memory."""
         try:
             with open("/proc/{}/fd/{}".format(*memory), "rb") as file:
                 return torch.frombuffer(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
