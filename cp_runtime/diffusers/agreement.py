@@ -31,8 +31,8 @@ def check_inputs(
     group: RankGroup,
     args: Any,
     kwargs: Mapping[str, Any],
-    error: PlanError | None = None,
-    settings: tuple[Any, ...] = (),
+    error: PlanError | None,
+    settings: tuple[Any, ...],
 ) -> None:
     """Raise PlanError, on all ranks alike, unless all ranks have the same arguments. One collective of some bytes.
 

@@ -69,7 +69,7 @@ class SplitVAE:
                 raise PlanError("this VAE would record gradients. Call it under torch.inference_mode() or torch.no_grad().")
             nonlocal checked
             if self._check_inputs or not checked:  # only `x`: a video VAE's cache of earlier frames is each rank's own
-                agreement.check_inputs(type(part).__name__, stock, mesh.whole, (part, x), {}, settings=self._settings)
+                agreement.check_inputs(type(part).__name__, stock, mesh.whole, (part, x), {}, None, self._settings)
             checked = True
             out = run_on_rows(part, plan, lambda rows: stock(part, rows, *args, **kwargs), x, mesh=mesh, ratio=ratio)
             if out is None:

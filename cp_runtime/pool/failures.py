@@ -115,7 +115,7 @@ def missed_deadline(
     stopped: Set[int],
     processes: Sequence[RankProcess],
     stacks: Sequence[int],
-    advice: str = "",
+    advice: str,
 ) -> PoolTimeout:
     """Return the error for ranks that did not report. It names the rank that the others wait for. The pool is to be killed.
 

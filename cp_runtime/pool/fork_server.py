@@ -62,18 +62,18 @@ def set_search_path(path: list[str]) -> None:
     sys.path[:] = [*path, *(folder for folder in sys.path if os.path.abspath(folder or os.curdir) != here)]
 
 
-def load_package(folder: str, name: str = PACKAGE) -> None:
+def load_package(folder: str) -> None:
     """Import the package from its folder without putting the folder above it, which has a `nodes/`, on sys.path."""
     init = os.path.join(folder, "__init__.py")
-    spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[folder])
+    spec = importlib.util.spec_from_file_location(PACKAGE, init, submodule_search_locations=[folder])
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {init}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[PACKAGE] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[PACKAGE]
         raise
 
 
