@@ -1,7 +1,5 @@
 """Where things are on ComfyUI's canvas, which draws its nodes itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

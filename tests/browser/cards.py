@@ -1,7 +1,5 @@
 """Pictures of the templates, drawn: what the model makes, and how devices, each a colour, share it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -6,8 +6,6 @@ Both runs are recorded in a real browser, one after the other, and shown side by
 have one core, as in `make demo`. It takes two idle cores: what other programs use of them can be seen in the clip.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

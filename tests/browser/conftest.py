@@ -4,8 +4,6 @@ Tests are skipped where there is no Chromium (`apt-get install chromium`, or its
 take the pictures anew that documentation and templates show.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

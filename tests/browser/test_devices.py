@@ -1,7 +1,5 @@
 """The cards of the devices in the panel: before anything has run, from what the machine has or from what is made up here."""
 
-from __future__ import annotations
-
 import pytest
 from browser.conftest import KEEP, MADE_UP_GPUS, THEME, THEMES
 from playwright.sync_api import expect

@@ -1,7 +1,5 @@
 """The first two minutes, in an empty profile: `make play`, its link, Run; then one's own graph, a search, one node, Run."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

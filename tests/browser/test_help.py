@@ -1,7 +1,5 @@
 """Help pages in the panel that Node Info opens: all of a page is inside it, at its default width and at others; other languages."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Other computers in the panel: a command for a new one, how each is, its removal. One joins in `tests/server/test_machines.py`."""
 
-from __future__ import annotations
-
 from playwright.sync_api import expect
 from support.server import free_port
 

@@ -1,7 +1,5 @@
 """How nodes look on ComfyUI's canvas."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.sync_api import expect
 from support.graphs import flux_prompt

@@ -1,7 +1,5 @@
 """A run as a person sees it: Queue, progress, the status panel, Measure, Cancel, a rank that dies, Restart."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

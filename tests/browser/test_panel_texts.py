@@ -1,7 +1,5 @@
 """What the status panel shows of a status that it is told, in three languages and a small window."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import time

@@ -1,7 +1,5 @@
 """Templates, tooltips and help as a person finds them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

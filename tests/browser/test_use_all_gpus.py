@@ -1,7 +1,5 @@
 """The command that puts Apply Context Parallel in front of every sampler of the open graph, and takes it out again."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from importlib import resources

@@ -1,7 +1,5 @@
 """Fixtures of the fault suite."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -5,8 +5,6 @@ Tests use `Owner`. The other half of this file runs in the process that it start
 on its way out, as `cp_runtime.controller.controller` does.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

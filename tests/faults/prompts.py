@@ -1,7 +1,5 @@
 """Prompts of the fault suite that must give the right latent, whatever happened before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from support.graphs import flux_prompt

@@ -1,7 +1,5 @@
 """Cases 39 to 41: what else happens to a process that runs for weeks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

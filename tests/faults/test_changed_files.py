@@ -1,7 +1,5 @@
 """Case 42: a model file that changes while ComfyUI runs never gives another picture, and never ends ComfyUI."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

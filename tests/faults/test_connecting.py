@@ -1,7 +1,5 @@
 """How ranks come to communicate on a machine whose GPUs do not over NCCL, with fake CUDA devices and gloo under NCCL's name."""
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager
 from pathlib import Path

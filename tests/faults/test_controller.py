@@ -1,7 +1,5 @@
 """The controller of the workers, with real pools and without ComfyUI."""
 
-from __future__ import annotations
-
 from support.pools import make_pool
 
 from cp_runtime.controller.controller import Controller

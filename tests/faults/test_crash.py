@@ -1,7 +1,5 @@
 """Cases 1 to 7: a rank that ends, whatever ends it, fails one prompt, and the next one is right."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

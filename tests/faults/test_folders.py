@@ -1,7 +1,5 @@
 """Case 36: a pool has no folder; files with stacks are private, and those of others are left alone."""
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile

@@ -1,7 +1,5 @@
 """Case 44: the process that ranks are forked from, and what may go wrong with it."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

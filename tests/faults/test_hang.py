@@ -1,7 +1,5 @@
 """Cases 8 to 14: a rank that does not go on costs one deadline, and the error names it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

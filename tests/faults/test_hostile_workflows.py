@@ -1,7 +1,5 @@
 """Case 38: a workflow cannot start anything by what it puts into a setting."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Cases 20 to 22: starting, stopping and failing leaves nothing behind; a lack of shared memory is an error and nothing more."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

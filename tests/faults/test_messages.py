@@ -1,7 +1,5 @@
 """Case 35: random, oversized, truncated and hostile messages."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

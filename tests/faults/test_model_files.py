@@ -1,7 +1,5 @@
 """Case 37: ranks read model files from the model folders only, and run nothing that is in one."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

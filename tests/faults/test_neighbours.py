@@ -1,7 +1,5 @@
 """Cases 23 to 27: other instances, other programs' settings, a bare network, `python -O`, other packs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

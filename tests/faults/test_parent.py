@@ -1,7 +1,5 @@
 """Cases 15 to 19: whatever ends the process that owns the ranks, they end with it, and nothing else ends them."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal

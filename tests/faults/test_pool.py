@@ -1,7 +1,5 @@
 """What the pool promises its caller, whatever happens to ranks and when: one kind of error, in time, and no half-dead pool."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

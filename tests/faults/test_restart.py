@@ -1,7 +1,5 @@
 """Case 43: Cancel, Ctrl-C, the status and other restarts while the restart route starts ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

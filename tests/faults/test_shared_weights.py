@@ -1,7 +1,5 @@
 """Case 46: faults with weights of which every rank keeps a part, while they are loaded and while blocks are on their way."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

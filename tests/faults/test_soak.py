@@ -1,7 +1,5 @@
 """Case 32: prompt after prompt, of several sizes and models, with a random fault now and then."""
 
-from __future__ import annotations
-
 import random
 import time
 from functools import partial

@@ -1,7 +1,5 @@
 """Case 34: nothing in the package can run what it is sent."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

@@ -3,8 +3,6 @@
 Ranks that share a device talk over gloo, through host memory: torch's accelerator backends want one device per rank.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

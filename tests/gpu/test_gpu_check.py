@@ -1,7 +1,5 @@
 """`make gpu-check`: its runner with sections of a few lines, and a rehearsal of a part of the real ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What tests on a server share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real server with two fake devices (`support/stand_in`) of Intel, or of Ascend by the names that torch_npu gives."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """A real server that sees one CUDA device: node, status and log say that there is nothing to share, and why."""
 
-from __future__ import annotations
-
 import time
 
 from support import stand_in

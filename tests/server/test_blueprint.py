@@ -1,7 +1,5 @@
 """The subgraph blueprint in `subgraphs/`: the server offers it, it fits the nodes, and it runs when expanded into plain nodes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

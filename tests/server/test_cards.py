@@ -3,8 +3,6 @@
 float32 throughout, so that the latents are those of the stock graph on one card.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ Times are put into the file that a server keeps, so that what is chosen does not
 has the formula.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

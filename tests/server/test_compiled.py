@@ -1,7 +1,5 @@
 """Torch Compile on a real server: the blocks are compiled on the ranks, and the latents are those of a graph without it."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

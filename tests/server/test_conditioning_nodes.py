@@ -3,8 +3,6 @@
 Text encoders, VAEs and CLIP vision are tiny and random (tests/support/comfy_nodes/encoders.py); the nodes are the real ones.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """ControlNets: they run in ComfyUI's process, their residuals are added on the ranks, each rank taking its own tokens."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

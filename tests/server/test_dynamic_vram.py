@@ -4,8 +4,6 @@ Files are in half precision and the server computes in float32. DynamicVRAM leav
 used, so every dtype that this pack reads off a model shows here.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from functools import partial

@@ -3,8 +3,6 @@
 Tolerance: 1e-5 of the standard deviation of the stock latent: blocks become the same numbers everywhere (docs/numerics.md).
 """
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

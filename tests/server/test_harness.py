@@ -1,7 +1,5 @@
 """The test harness itself, on stock graphs: what the other tiers take for granted about checkpoints and server."""
 
-from __future__ import annotations
-
 import socket
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real server: every node explains itself, in tooltips, on its help page and in the languages of `locales/`."""
 
-from __future__ import annotations
-
 import ast
 import re
 import urllib.request

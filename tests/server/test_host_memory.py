@@ -3,8 +3,6 @@
 A real server with four fake CUDA devices (`support/stand_in`). It takes minutes of two cores, so `make soak` runs it.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

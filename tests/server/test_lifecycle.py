@@ -1,7 +1,5 @@
 """One pool serves prompt after prompt; failures end the prompt with a clear error and the next prompt is right."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -4,8 +4,6 @@
 definitions: the comparison must notice what breaks a workflow, and only that.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -4,8 +4,6 @@
 They stay in ComfyUI's process, so nothing of them is known here but their names; the latent must be the stock graph's.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from functools import partial

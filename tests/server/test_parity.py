@@ -3,8 +3,6 @@
 Tolerance: 2e-4 of the standard deviation of the stock latent, float32 (docs/numerics.md).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

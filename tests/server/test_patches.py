@@ -1,7 +1,5 @@
 """Nodes that put code into the forward: what the ranks rebuild gives the stock latent, the rest is refused by name."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

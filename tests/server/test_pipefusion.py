@@ -1,7 +1,5 @@
 """Stages of a model on a real server: exact ones give the same latents, patches nearly the same, through whatever happens."""
 
-from __future__ import annotations
-
 import pytest
 from support.graphs import flux_prompt, wan_prompt
 from support.latents import assert_close

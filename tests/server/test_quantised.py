@@ -7,8 +7,6 @@ process does the same against itself when it only changes its attention function
 latent must stay as near to the unquantised one as the stock latent is.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

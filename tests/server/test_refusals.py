@@ -1,7 +1,5 @@
 """What cannot run sharded is refused before any process starts, with a sentence that says what to do; or runs on one device."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

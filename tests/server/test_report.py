@@ -1,7 +1,5 @@
 """What a run tells about itself: the report of CP Sampler, CP Report, and the events of the status panel."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """What users and the frontend can ask about the workers, and the restart, on ComfyUI's own server and under its rules."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

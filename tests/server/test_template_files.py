@@ -1,7 +1,5 @@
 """Node classes of ComfyUI's templates that load a second file beside the model: style models, model patches, ControlNets."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

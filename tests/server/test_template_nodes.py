@@ -1,8 +1,6 @@
 """The node classes that ComfyUI's templates put around families of pictures, shapes and sounds, on the family's tiny model: the
 latent is the stock graph's. `support.node_graphs` has the stand-ins for encoders."""
 
-from __future__ import annotations
-
 import pytest
 from support.graphs import Link, NodeSpec
 from support.node_graphs import (

@@ -1,8 +1,6 @@
 """The node classes that ComfyUI's templates put around families of videos, on the family's tiny model: the latent is the stock
 graph's. `support.node_graphs` has the stand-ins for encoders."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CP VAE Decode and CP VAE Encode on a real server, against ComfyUI's own nodes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """CP VAE Decode: what ends a call in its middle ends the prompt as promised, and the next one is right."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

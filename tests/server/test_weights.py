@@ -4,8 +4,6 @@ Weights lie at other addresses than in the file, so CPU libraries that compute w
 tests/ranks/weights/test_shared_weights.py compares bits.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

@@ -5,8 +5,6 @@ own because ComfyUI offers every JSON file directly in `workflows/` as a templat
 the browser shows for it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

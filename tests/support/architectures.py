@@ -13,8 +13,6 @@ the order of 0.3 to 0.5, and queries and keys give attention logits a spread of 
 visibly on every other token and on the text, and the output is of the order of one.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

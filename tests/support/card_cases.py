@@ -1,7 +1,5 @@
 """What several GPUs must make the same of as one: on fake CUDA devices in the tests, on real ones in the GPU check."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -8,8 +8,6 @@ Every tensor has a generator of its own, seeded by the file's seed and the tenso
 give the same values, whatever else the file holds.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

@@ -4,8 +4,6 @@ Every run of pytest ends with the table. Where CP_TEST_DURATIONS names a file, t
 started several runs prints one table of all (`.ci/lanes.py`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What must never be unpickled."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

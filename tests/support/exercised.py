@@ -7,8 +7,6 @@ With CP_COVERAGE_REPORT=<file> in the environment, a line of JSON per prompt is 
 `make coverage` reads it. ComfyServer notes prompts, the hook in conftest.py writes them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Faults for worker ranks, and how long their consequences may take."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

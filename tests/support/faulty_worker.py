@@ -7,8 +7,6 @@ when it enters that planned module of a call; `compile`, when it begins to compi
 with `"then"` another fault follows it. `slow` sleeps for `seconds` there, and at every later module.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json

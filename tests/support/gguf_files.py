@@ -1,7 +1,5 @@
 """Files for the tests' own loader of GGUF files (`gguf_pack`), which has the format: safetensors under the name of a GGUF file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -8,8 +8,6 @@ for the CP Sampler `report`.
 Sizes are in pixels, eight to a latent pixel; frames are latent frames.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A machine that joins: `join.py` in a process of its own, with another address of loopback, or in another network namespace."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

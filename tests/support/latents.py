@@ -1,7 +1,5 @@
 """Latents of two computations of the same thing, and of two things."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

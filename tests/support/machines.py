@@ -1,7 +1,5 @@
 """Made-up machines, and what calls would take on them: for the choice of ranks, without any."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ writes a checkpoint for each Served entry so named into OUT, with PYTHONPATH at 
 object with the error of each that could not be built. `support.detection` makes ComfyUI load them.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -4,8 +4,6 @@ NCCL matches operations by their order alone: ranks that share groups must enter
 must expect as many bytes as the other sends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any

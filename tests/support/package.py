@@ -1,7 +1,5 @@
 """Makes `cp_runtime` importable without the checkout's root on sys.path (its `nodes/` would hide ComfyUI's `nodes.py`)."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

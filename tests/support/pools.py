@@ -1,7 +1,5 @@
 """Pools without ComfyUI, in this process: their ranks know the commands `echo` and `shutdown`, and start in a few seconds."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ the system says about the interpreter: its command line, its parent, and the env
 The first half of this file asks for programs, the second half is the process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

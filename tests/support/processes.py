@@ -1,7 +1,5 @@
 """What a test asks about processes: which belong to a server, and what they hold."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

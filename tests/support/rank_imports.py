@@ -3,8 +3,6 @@
 torch's own threads do not survive a fork. The ranks share the seed of Python's hashes; those of a pool do not.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

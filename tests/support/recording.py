@@ -3,8 +3,6 @@
 `support.tracer` holds a family's table against such a recording, and `make plan` drafts a table from it.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """What ranks report, for tests without ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cp_runtime.pool.messages import CallOutcome, CallReport, Communication, Failure, Memory

@@ -1,7 +1,5 @@
 """The models of several runs of pytest, and the like: the first one that needs them writes them, the others copy."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -3,8 +3,6 @@
 `support.models` builds with it, and `support.detection` in every process of a server under test.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from types import CodeType, FunctionType

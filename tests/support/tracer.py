@@ -8,8 +8,6 @@ An argument that is as long as a stream and whole is no mistake in itself: an at
 So these are only listed when the forward went wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 

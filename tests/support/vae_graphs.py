@@ -1,7 +1,5 @@
 """Prompts that decode or encode with the VAE files of `support.vaes`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@
 Needs ComfyUI.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Nodes of saved workflows, as the browser makes them of what /object_info says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """How many ranks a test on the shared server asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests that need no ComfyUI share."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 from collections.abc import Callable

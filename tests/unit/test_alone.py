@@ -1,7 +1,5 @@
 """Where there is nothing to share, the reason and the remedy are said."""
 
-from __future__ import annotations
-
 import pytest
 
 from cp_runtime.comfy.ranks.ui_alone import why_alone

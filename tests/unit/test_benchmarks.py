@@ -1,7 +1,5 @@
 """Benchmarks: what they import is there, `make bench` says which ratios moved, and `make demo` who else used the cores."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

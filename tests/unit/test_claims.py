@@ -1,7 +1,5 @@
 """Figures and names that the documents give are those of the code, of the tests, and of the pages that are generated."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Links of the documents lead somewhere, anchors included, also in what the registry ships (.comfyignore)."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

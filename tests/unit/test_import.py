@@ -1,7 +1,5 @@
 """The pack loads where pools cannot run: Windows and macOS lack much of what they use."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

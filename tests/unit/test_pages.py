@@ -1,7 +1,5 @@
 """`make soak`: the writer of the reliability page, whose measurements take hours, and what is run."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

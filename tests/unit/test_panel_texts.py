@@ -1,7 +1,5 @@
 """The texts of the panel in `locales/*/main.json`: the same in every language, and those that the files in `web` ask for."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A program that `support.preloaded` forks starts and ends as any other does."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

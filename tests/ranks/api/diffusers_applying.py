@@ -1,7 +1,5 @@
 """Applying, removing, configurations, meshes and plans. Each check runs on every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import diffusers

@@ -3,8 +3,6 @@
 Imported by the rank scripts (which load diffusers) and by the tests (which do not).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

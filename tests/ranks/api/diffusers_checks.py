@@ -1,7 +1,5 @@
 """What else must hold for a model outside of ComfyUI. Run by diffusers_ranks.py on every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import diffusers

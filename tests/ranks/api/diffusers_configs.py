@@ -1,7 +1,5 @@
 """Constructor arguments of tiny models of every diffusers class that has a sharding plan. Imports nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 FLUX = dict(

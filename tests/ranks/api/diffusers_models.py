@@ -1,7 +1,5 @@
 """Tiny diffusers models with healthy random weights, for rank scripts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import diffusers

@@ -1,7 +1,5 @@
 """Makes diffusers' own context parallelism run on the CPU, for comparison with it. Only rank scripts of tests import this."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Pipelines of diffusers around tiny transformers: embeddings go in, latents come out, so that nothing else is needed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import diffusers

@@ -1,7 +1,5 @@
 """What becomes of tokens: what is shared, right or refused. Each check runs on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """What rank scripts do with a model that is context parallel, to see what becomes of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Modules of somebody's own, which are not of diffusers, and have no plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

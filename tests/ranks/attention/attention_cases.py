@@ -1,7 +1,5 @@
 """The matrix of attention cases. Imported by the rank script and by the test: only the standard library here."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator

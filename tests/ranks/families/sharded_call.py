@@ -1,7 +1,5 @@
 """A call of a family's model on the ranks of a script, as a pool makes it; `family_stock` has what it is compared with."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

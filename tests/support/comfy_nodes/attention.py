@@ -1,7 +1,5 @@
 """Attention overrides as node packs set them: closures over a function, some over others, of the packs' own names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

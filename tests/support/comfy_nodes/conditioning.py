@@ -1,7 +1,5 @@
 """Conditioning nodes: what a text encoder, a CLIP vision model, a VAE or a ControlNet would have given, at random."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

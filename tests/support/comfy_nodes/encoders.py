@@ -1,7 +1,5 @@
 """A text encoder and VAEs of ComfyUI's own classes, small and random, for nodes that encode by themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import comfy.ops

@@ -1,7 +1,5 @@
 """Latents of any shape, empty or at random, with or without a noise mask."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Networks that ComfyUI's model patch nodes put beside a transformer, in the sizes of the tiny models, at random."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

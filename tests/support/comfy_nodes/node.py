@@ -1,7 +1,5 @@
 """Nodes of ComfyUI out of functions."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

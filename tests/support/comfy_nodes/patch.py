@@ -1,7 +1,5 @@
 """One node that patches a model in every way other node packs do, to test what is refused and what is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch

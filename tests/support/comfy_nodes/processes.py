@@ -1,7 +1,5 @@
 """Nodes that show what a server and its workers did, take their memory, and leave a process behind."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

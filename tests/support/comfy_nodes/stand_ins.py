@@ -4,8 +4,6 @@ Nodes that make conditioning see only the numbers of an encoder, and its compres
 real ones in encoders.py.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

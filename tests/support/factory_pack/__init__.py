@@ -3,8 +3,6 @@
 Its files are copied for a test that changes them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import folder_paths

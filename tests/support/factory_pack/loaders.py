@@ -1,7 +1,5 @@
 """Functions that load a model, and change it on the way, so that a file that is loaded without them gives another picture."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import comfy.sd

@@ -1,7 +1,5 @@
 """What the loaders do to a weight."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 FACTOR = 0.5

@@ -6,8 +6,6 @@ A module offers `MODELS` (name -> Model), `CASES` (calls compared with the stock
 on a real server samples its models).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

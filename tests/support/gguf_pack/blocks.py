@@ -1,7 +1,5 @@
 """Reads files. `support.gguf_files` writes them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """The nodes, and the patcher of their models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import comfy.lora

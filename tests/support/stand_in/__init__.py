@@ -14,8 +14,6 @@ In one process `use(cards())`; for a server and its ranks the environment that `
 neighbour `detection` on PYTHONPATH.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

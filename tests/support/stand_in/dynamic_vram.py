@@ -6,8 +6,6 @@ are still the same. The last pages of the models that ran longest ago go first, 
 in memory of the host. Pages that were taken away are zeros, so whoever uses them all the same computes something else.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """NCCL between fake CUDA devices, or what other cards have in its place: gloo, under its name, for tensors on cards only."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

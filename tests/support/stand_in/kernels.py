@@ -3,8 +3,6 @@
 Ranks measure a card with products that take a CPU seconds, and look at nothing but the clock. These give nan at once.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -5,8 +5,6 @@ holds in all: with a context, what groups take, and what torch keeps of freed te
 much of it is pages that DynamicVRAM has mapped (`dynamic_vram`).
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

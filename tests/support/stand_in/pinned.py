@@ -5,8 +5,6 @@ a block is kept for the next one of that size, until the cache is emptied. `cuda
 The memory is really taken, and registering fetches the pages for writing: those that a process has mapped privately become its own.
 """
 
-from __future__ import annotations
-
 import bisect
 import ctypes
 import mmap

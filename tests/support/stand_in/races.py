@@ -5,8 +5,6 @@ kernel reads and writes, on which stream, and what waits for what. Two accesses 
 puts in order raise `Race` with both places. Memory that is freed goes to the next tensor that is made for the same stream.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools
