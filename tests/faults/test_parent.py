@@ -3,13 +3,12 @@
 import os
 import pty
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from faults.owner import Owner
-from support.faults import SLACK, SOAK, Faults, Stopwatch
+from support.faults import SLACK, SOAK, Faults, Stopwatch, wait_for
 from support.graphs import flux_prompt
 from support.processes import alive, descendants, wait_gone
 from support.server import ComfyServer
@@ -25,15 +24,6 @@ if any(argument.endswith("fork_server.py") for argument in sys.orig_argv):
         time.sleep(0.005)
 runpy.run_path(os.path.join({next_one!r}, "sitecustomize.py"))
 """
-
-
-def wait_for(condition, timeout=60.0):
-    """Poll until `condition()` is true, and return what it returned."""
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
-    return value
 
 
 def assert_alone(owner, watch, bound, what="no process of it is alive", ignore=()):

@@ -2,11 +2,10 @@
 
 import os
 import signal
-import time
 
 import pytest
 from faults.prompts import assert_right
-from support.faults import SLACK, Stopwatch
+from support.faults import Stopwatch
 from support.graphs import flux_prompt
 
 DEADLINE = 4.0
@@ -88,10 +87,7 @@ def test_killed_while_idle(fault_server, expected):
 def test_restart_in_a_call(fault_server, expected):
     pids = assert_right(fault_server, expected, CP)
     prompt_id = fault_server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))  # seconds per step
-    deadline = time.monotonic() + 10 * SLACK
-    while not fault_server.get("/context_parallel/status")["ranks"][0]["modules"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    fault_server.wait_status(lambda status: status["ranks"][0]["modules"])
     fault_server.post("/context_parallel/restart", timeout=60)
     assert "restarted on request" in fault_server.wait(prompt_id).error.exception_message
     assert not set(pids) & set(assert_right(fault_server, expected, CP))

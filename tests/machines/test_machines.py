@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from support import checkpoints, preloaded
-from support.faults import Faults, Stopwatch, note
+from support.faults import Faults, Stopwatch, note, wait_for
 from support.graphs import flux_prompt
-from support.joined import Joining, wait_for
+from support.joined import Joining
 from support.latents import assert_close
 from support.node_graphs import SERVED, GraphCase, completed
 from support.processes import OtherPrograms

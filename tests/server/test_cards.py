@@ -3,7 +3,6 @@
 float32 throughout, so that the latents are those of the stock graph on one card.
 """
 
-import time
 from dataclasses import replace
 
 import psutil
@@ -13,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from support import families, stand_in
 from support.card_cases import VAES, cases
+from support.faults import wait_for
 from support.graphs import family_prompt, flux_prompt
-from support.joined import wait_for
 from support.latents import assert_close, differ
 from support.processes import descendants
 from support.server import ComfyServer
@@ -153,10 +152,7 @@ def test_every_card_holds_the_model_once_and_gives_it_back(card_server, cards):
     assert not messages.disagreement(logs)
     assert all(0.9 < taken / FLUX_BYTES < 1.5 for taken in held(cards)), held(cards)
     card_server.free_workers()
-    deadline = time.monotonic() + 20
-    while held(cards)[1] > 1e6:
-        assert time.monotonic() < deadline, held(cards)
-        time.sleep(0.05)
+    wait_for(lambda: held(cards)[1] <= 1e6, 5)
 
 
 def test_what_ran_out_of_memory_is_remembered_beyond_the_pool_that_it_ended(card_server, faults):

@@ -33,10 +33,7 @@ INDUCTOR = {"after_apply": [("TorchCompileModel", {"backend": "inductor"})]}
 def test_cancel_while_the_ranks_compile(pool_server):
     """The status says that they compile. They do not leave it, and others start with the next prompt."""
     prompt_id = pool_server.queue(wan_prompt(cp=CP, **INDUCTOR))
-    deadline = time.monotonic() + 120
-    while "compiling blocks on" not in pool_server.status()["activity"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    pool_server.wait_status(lambda status: "compiling blocks on" in status["activity"], 120)
     began = time.monotonic()
     pool_server.interrupt()
     assert pool_server.wait(prompt_id, 60).status == "interrupted"

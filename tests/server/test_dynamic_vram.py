@@ -4,7 +4,6 @@ Files are in half precision and the server computes in float32. DynamicVRAM leav
 used, so every dtype that this pack reads off a model shows here.
 """
 
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from support import checkpoints, families, preloaded, stand_in
 from support.architectures import SD3, ClipL
 from support.checkpoints import Checkpoint
+from support.faults import wait_for
 from support.gguf_files import write
 from support.graphs import Graph, cp_config, family_prompt, flux_prompt
 from support.server import CUSTOM_NODES, GGUF_NODES, ComfyServer
@@ -132,10 +132,7 @@ def test_two_cards_are_as_one_with_dynamic_vram(server, ledger):
     assert all(f"Model {name} prepared for dynamic VRAM loading" in log for name in ("SD3", "SD3ClipModel_", "AutoencoderKL"))
     assert "whole: 0.0075 GB of weights" in log  # as they are on the devices, and not in the file
     server.free_workers()
-    deadline = time.monotonic() + 20
-    while any(left := [count(card) for count in (ledger.mapped, ledger.tensors) for card in range(2)]):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_for(lambda: not any(count(card) for count in (ledger.mapped, ledger.tensors) for card in range(2)), 5)
 
 
 @pytest.mark.parametrize(("weight_dtype", "strength"), [("fp8_e4m3fn", 0.0), ("fp8_e4m3fn", 1.0), ("fp8_e5m2", 1.0)])

@@ -7,9 +7,9 @@ import signal
 import psutil
 import pytest
 from support import stand_in
-from support.faults import Stopwatch
+from support.faults import Stopwatch, wait_for
 from support.graphs import flux_prompt
-from support.joined import joined, wait_for
+from support.joined import joined
 from support.server import free_port
 
 pytestmark = pytest.mark.skipif(stand_in.wanted() is not None, reason="join.py sees no fake devices")

@@ -160,10 +160,7 @@ def test_cancel_while_a_model_loads(pool_server, whole, faults):
     pool_server.free_workers()
     faults.arm(1, "slow", at="weights", seconds=0.5)
     prompt = pool_server.queue(flux_prompt(cp={**CP, "weights": "sharded"}, **DEEP))
-    deadline = time.monotonic() + 60
-    while not pool_server.status()["activity"].endswith(" %"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    pool_server.wait_status(lambda status: status["activity"].endswith(" %"), 60)
     began = time.monotonic()
     pool_server.interrupt(prompt)
     assert pool_server.wait(prompt).status == "interrupted"

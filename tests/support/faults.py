@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,9 @@ class Faults:
         """Faults that no rank has taken."""
         return sorted(path.name for path in self.folder.glob("*.json"))
 
-    def wait_taken(self, timeout: float = 60.0) -> None:
+    def wait_taken(self) -> None:
         """Wait until ranks have taken all that was armed."""
-        deadline = time.monotonic() + timeout
-        while self.waiting:
-            assert time.monotonic() < deadline, f"no rank has taken {self.waiting}"
-            time.sleep(0.01)
+        wait_for(lambda: not self.waiting)
 
     def clear(self) -> None:
         """Take back what is waiting."""
@@ -78,6 +76,15 @@ class Stopwatch:
         seconds = self.seconds if seconds is None else seconds
         note(self.case, what, bound, seconds, "s")
         assert seconds <= bound * SLACK, f"{self.case}: {what}: {seconds:.2f} s, allowed {bound} s x {SLACK}"
+
+
+def wait_for(condition: Callable[[], object], bound: float = 15.0) -> float:
+    """Wait until it is true, and return the seconds that took: at most `bound`, times SLACK."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < bound * SLACK, f"not within {bound} s x {SLACK}"
+        time.sleep(0.02)
+    return time.monotonic() - began
 
 
 def note(case: str, what: str, bound: float, measured: float, unit: str = "") -> None:

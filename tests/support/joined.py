@@ -3,15 +3,13 @@
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from . import preloaded
-from .faults import SLACK
 from .package import ROOT
 from .processes import descendants, kill_all
 
@@ -68,12 +66,3 @@ def joined(*args: Any, **kwargs: Any) -> Iterator[Joining]:
         yield made
     finally:
         made.close()
-
-
-def wait_for(what: Callable[[], object], bound: float) -> float:
-    """Wait until it is true, and return the seconds that took."""
-    began = time.monotonic()
-    while not what():
-        assert time.monotonic() - began < bound * SLACK, f"not within {bound} s x {SLACK}"
-        time.sleep(0.05)
-    return time.monotonic() - began

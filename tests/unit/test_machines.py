@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from support.joined import wait_for
+from support.faults import wait_for
 
 from cp_runtime.comfy.model.wire_recipe import describe, relocate
 from cp_runtime.errors import ConfigError, MirrorError, PoolError, ProtocolError
