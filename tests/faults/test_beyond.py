@@ -54,7 +54,7 @@ def test_comfyui_is_stopped_for_longer_than_a_deadline(weeks_server, expected):
     cp = {"world_size": 2, "step_timeout": DEADLINE}
     pids = assert_right(weeks_server, expected, cp)
     prompt_id = weeks_server.queue(flux_prompt(cp=cp, width=512, height=512, steps=12))
-    weeks_server.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2, 60)
+    weeks_server.wait_for_step(prompt_id)
     os.kill(weeks_server.pid, signal.SIGSTOP)
     time.sleep(DEADLINE + 2)
     os.kill(weeks_server.pid, signal.SIGCONT)

@@ -68,9 +68,7 @@ def latent(server: ComfyServer, **settings: object) -> torch.Tensor:
 
 
 def error(server: ComfyServer, **settings: object) -> str:
-    result = server.run(flux_prompt(**settings), timeout=120)
-    assert result.status == "error", result
-    return result.error.exception_message
+    return server.fails(flux_prompt(**settings), timeout=120).exception_message
 
 
 def by_rename(base: Path) -> None:
@@ -170,9 +168,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_loaders_of_other_packs_that_cannot_be_repeated(file_server, kind):
-    said = file_server.run(by_factory(kind, cp=CP)).error.exception_message
-    assert LOADERS[kind] in said
-    assert "Use Load Diffusion Model or Load Checkpoint" in said
+    file_server.fails(by_factory(kind, cp=CP), LOADERS[kind], "Use Load Diffusion Model or Load Checkpoint")
 
 
 @pytest.mark.parametrize("file", ["loaders.py", "scale.py"])
@@ -181,7 +177,7 @@ def test_a_loader_of_another_pack_that_changed_on_disk(file_server, pack, file):
     before = (pack / file).read_text()
     try:
         (pack / file).write_text(before.replace("weight", "wait"))
-        said = file_server.run(by_factory(cp={"world_size": 3})).error.exception_message
+        words = f"{file} changed on disk after ComfyUI had imported it. Restart ComfyUI"
+        file_server.fails(by_factory(cp={"world_size": 3}), words)
     finally:
         (pack / file).write_text(before)
-    assert f"{file} changed on disk after ComfyUI had imported it. Restart ComfyUI" in said

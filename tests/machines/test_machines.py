@@ -128,10 +128,10 @@ def test_a_vae_that_is_missing_there_is_named(two):
     file.rename(file.with_suffix(".away"))
     try:
         two.server.free_first()
-        error = two.server.run(vae_prompt("kl", "decode", "exact", devices=TWO)).error
+        words = f"pc2 has no model file kl_vae.safetensors. Copy it there, into {file}"
+        two.server.fails(vae_prompt("kl", "decode", "exact", devices=TWO), words)
     finally:
         file.with_suffix(".away").rename(file)
-    assert f"pc2 has no model file kl_vae.safetensors. Copy it there, into {file}" in error.exception_message
     two.server.run(vae_prompt("kl", "decode", "exact", devices=TWO)).check()
 
 
@@ -204,8 +204,7 @@ def test_a_rank_there_that_fails_is_named(kind, two):
     expected = two.server.sample(prompt(), timeout=120)
     pid = two.server.status()["ranks"][1]["pid"]
     two.faults.arm(1, kind, module=3)
-    message = two.server.run(prompt(), timeout=60).error.exception_message
-    assert RANK_FAULTS[kind].format(pid=pid) in message
+    message = two.server.fails(prompt(), RANK_FAULTS[kind].format(pid=pid)).exception_message
     if kind in ("sleep", "stop"):
         file = Path(re.search(r"Stacks of all ranks: (\S+\.txt)\.", message)[1])
         here, there = re.split(r"=== rank \d, ", file.read_text())[1:]

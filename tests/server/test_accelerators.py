@@ -1,7 +1,5 @@
 """A real server with two fake devices (`support/stand_in`) of Intel, or of Ascend by the names that torch_npu gives."""
 
-import time
-
 import pytest
 from support import stand_in
 from support.faults import SOAK
@@ -44,8 +42,7 @@ def test_two_devices_are_as_one(kind, backend, comfyui_path, checkpoints_dir, tm
 
         faults.arm(1, "slow", module=1, seconds=0.3)
         prompt = server.queue(flux_prompt(width=80, cp={"weights": "sharded"}))
-        while faults.waiting:  # until rank 1 begins the call
-            time.sleep(0.02)
+        faults.wait_taken()  # until rank 1 begins the call
         server.interrupt()
         assert server.wait(prompt, 30).status == "interrupted"
         right(stock, weights="sharded")

@@ -202,9 +202,8 @@ def test_a_second_apply_context_parallel_changes_nothing(gguf_server):
 
 
 def test_a_copy_of_the_loader_that_nobody_knows_is_refused(gguf_server):
-    result = gguf_server.run(graph("flux", by="OtherLoaderGGUF", cp={"world_size": 2}), timeout=60)
-    for words in ("left no recipe", "Unet Loader (GGUF)", "Load Diffusion Model"):
-        assert words in result.error.exception_message
+    prompt = graph("flux", by="OtherLoaderGGUF", cp={"world_size": 2})
+    gguf_server.fails(prompt, "left no recipe", "Unet Loader (GGUF)", "Load Diffusion Model")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +218,7 @@ def test_another_version_of_a_loader_is_refused_and_runs_on_one_device(by, input
     prompts = {name: graph("flux", cp=cp) for name, cp in (("ranks", {"world_size": 2}), ("stock", None))}
     for prompt in prompts.values():
         prompt["loader"] = {"class_type": by, "inputs": inputs}
-    assert words in gguf_server.run(prompts["ranks"], timeout=60).error.exception_message
+    gguf_server.fails(prompts["ranks"], words)
     assert_equal(gguf_server.sample(prompts["stock"]), stock(gguf_server, "flux"))
 
 
@@ -232,8 +231,7 @@ def test_a_file_that_was_replaced_is_loaded_again(gguf_server, models):
     shutil.copy(models / "other.gguf", models / "new.gguf")
     (models / "new.gguf").replace(file)
     gguf_server.post("/context_parallel/restart")
-    result = gguf_server.run(graph("flux", file.name, cp=cp, seed=2), timeout=120)
-    assert "changed on disk after ComfyUI had loaded it" in result.error.exception_message
+    gguf_server.fails(graph("flux", file.name, cp=cp, seed=2), "changed on disk after ComfyUI had loaded it", timeout=120)
     gguf_server.free_first()
     new = partial(graph, "flux", file.name, guidance=-1)
     assert_equal(gguf_server.sample(new(cp=cp), timeout=120), gguf_server.sample(new()))
@@ -242,5 +240,5 @@ def test_a_file_that_was_replaced_is_loaded_again(gguf_server, models):
 def test_a_pack_that_changed_since_it_was_imported_is_refused(gguf_server, pack):
     code = pack / "ops.py"
     code.write_text(code.read_text().replace('"target"', '"TARGET"'))
-    result = gguf_server.run(graph("flux", "other.gguf", guidance=-1, cp={"world_size": 2}), timeout=60)
-    assert f"{PACK}/ops.py changed on disk after ComfyUI had imported it. Restart ComfyUI." in result.error.exception_message
+    prompt = graph("flux", "other.gguf", guidance=-1, cp={"world_size": 2})
+    gguf_server.fails(prompt, f"{PACK}/ops.py changed on disk after ComfyUI had imported it. Restart ComfyUI.")

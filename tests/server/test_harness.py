@@ -109,12 +109,9 @@ def test_fixed_nonce_leaves_a_repeated_prompt_in_the_cache(server: ComfyServer) 
 
 
 def test_error_of_a_node_is_reported(server: ComfyServer) -> None:
-    result = server.run(flux_prompt(conditioning={"width": 32}))
-    assert result.status == "error"
-    assert result.error is not None
-    assert (result.error.node_id, result.error.exception_type) == ("sampler", "RuntimeError")
-    assert "shapes cannot be multiplied" in result.error.exception_message
-    assert "Traceback" in result.error.traceback or "File" in result.error.traceback
+    error = server.fails(flux_prompt(conditioning={"width": 32}), "shapes cannot be multiplied")
+    assert (error.node_id, error.exception_type) == ("sampler", "RuntimeError")
+    assert "Traceback" in error.traceback or "File" in error.traceback
 
 
 def test_invalid_prompt_is_rejected(server: ComfyServer) -> None:

@@ -107,4 +107,4 @@ def test_out_of_memory_on_one_rank(pool_server, exact, faults, rank):
 )
 def test_refused(pool_server, config, inputs, words):
     prompt = flux_prompt(cp=config, pipefusion={"stages": 2, "patches": 4, "warmup_calls": 1, **inputs})
-    assert words in pool_server.run(prompt).error.exception_message
+    pool_server.fails(prompt, words)

@@ -94,7 +94,7 @@ def test_no_worker_yet(off_server):
 
 def test_a_run_that_is_refused_is_an_error_of_the_node_that_refuses(off_server):
     for place, node in (("model_nodes", ("cp_apply", "ApplyContextParallel")), ("after_apply", ("sampler", "KSampler"))):
-        error = off_server.run(flux_prompt(cp=CP, **{place: [("TestPatch", {"kind": "post_input"})]})).error
+        error = off_server.fails(flux_prompt(cp=CP, **{place: [("TestPatch", {"kind": "post_input"})]}))
         shown = off_server.status()["last_error"]
         assert shown["message"] == error.exception_message.strip()
         assert shown["message"].startswith("Apply Context Parallel: ")
@@ -222,8 +222,7 @@ def test_a_stopped_rank_is_silent_and_a_dead_one_gone(pool_server, expected):
     status = pool_server.wait_status(lambda status: status["ranks"][1]["state"] == "gone")
     watch.within(1, "status says gone")
     assert status["state"] == "failed"
-    error = pool_server.run(flux_prompt(cp=CP)).error
-    assert f"rank 1 (pid {pids[1]}) failed: SIGKILL" in error.exception_message
+    pool_server.fails(flux_prompt(cp=CP), f"rank 1 (pid {pids[1]}) failed: SIGKILL")
     status = pool_server.status()
     assert status["state"] == "failed"
     failure = status["last_error"]
@@ -262,9 +261,9 @@ def test_restart_in_the_middle_of_a_step(pool_server, expected, stopped):
     watch = Stopwatch(f"health: restart while {'a rank hangs' if stopped else 'computing'}")
     code, answer = call(pool_server, RESTART, "POST")
     assert (code, answer["restarted"], answer["error"]) == (200, True, None)
-    event = pool_server.wait_event(lambda e: e.type == "execution_error" and e.data["prompt_id"] == prompt_id)
-    watch.within(1, "the prompt fails", event.time - watch.began)
-    assert "the workers were restarted on request" in event.data["exception_message"]
+    at, message = pool_server.failed_at(prompt_id)
+    watch.within(1, "the prompt fails", at - watch.began)
+    assert "the workers were restarted on request" in message
     assert not set(pids) & set(pool_server.worker_pids())
     assert len(assert_right(pool_server, expected)) == 2
 

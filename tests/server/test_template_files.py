@@ -88,7 +88,5 @@ def test_autoregressive_sampling_is_refused(served, server, family_checkpoints):
     nodes = {"vae": codec(16), "image": picture(80, 64)}
     case = GraphCase(served, nodes, {"latent_image": ["model_0", 1]}, settings, change=sampler)
     assert server.sample(completed(case.build(), server), timeout=300).std() > 1e-2
-    result = server.run(completed(case.build(cp={"world_size": 2, "batch_degree": 1}), server), timeout=120)
-    assert result.status == "error", result
-    assert "autoregressive" in result.error.exception_message
-    assert "on_unsupported" in result.error.exception_message
+    parallel = completed(case.build(cp={"world_size": 2, "batch_degree": 1}), server)
+    server.fails(parallel, "autoregressive", "on_unsupported", timeout=120)

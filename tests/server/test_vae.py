@@ -89,21 +89,14 @@ class TestVAE:
 
     @pytest.mark.parametrize("world", [on_ranks(2)])
     def test_what_cannot_run_is_refused_by_name(self, server, world):
-        def error(prompt):
-            result = server.run(prompt)
-            assert result.status == "error"
-            return result.error.exception_message
-
-        text = error(vae_prompt("taesd", "decode", "exact"))
-        assert "TAESD has no plan for mode exact" in text
-        assert "Set mode to tiles" in text
+        server.fails(vae_prompt("taesd", "decode", "exact"), "TAESD has no plan for mode exact", "Set mode to tiles")
         prompt = vae_prompt("taesd", "decode", "tiles")
         prompt["vae"] = {"class_type": "TestVae", "inputs": {"seed": 1, "channels": 4, "video": False}}
-        assert "left no recipe" in error(prompt)
+        server.fails(prompt, "left no recipe")
         prompt["vae"]["inputs"]["own_tiles"] = True
         for mode in ("auto", "tiles"):
             prompt["run"]["inputs"]["mode"] = mode
-            assert "TAESD cuts tiles by itself, which the ranks cannot share. Use VAE Decode" in error(prompt)
+            server.fails(prompt, "TAESD cuts tiles by itself, which the ranks cannot share. Use VAE Decode")
         single = vae_prompt("taesd", "decode", "exact", on_unsupported="single device")
         stock = run(server, "taesd", "decode")
         assert (server.sample(single) == stock).all()

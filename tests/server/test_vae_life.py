@@ -33,10 +33,8 @@ def test_a_killed_rank(pool_server, expected, faults, mode):
     pids = assert_right(pool_server, expected, mode)
     faults.arm(1, "kill", module=2)
     watch = Stopwatch(f"2 SIGKILL of rank 1 of 2 in a VAE, {mode}")
-    result = pool_server.run(decode(mode))
+    pool_server.fails(decode(mode), f"rank 1 (pid {pids[1]}) failed: SIGKILL")
     watch.within(2, "the prompt has ended, from its start")
-    assert result.status == "error"
-    assert f"rank 1 (pid {pids[1]}) failed: SIGKILL" in result.error.exception_message
     assert not set(pids) & set(assert_right(pool_server, expected, mode))
 
 
@@ -63,10 +61,7 @@ def test_out_of_memory(pool_server, expected, faults, mode):
     assert_right(pool_server, expected, mode)
     assert not faults.waiting
     faults.arm(1, "oom", module=2, times=2)
-    result = pool_server.run(decode(mode))
-    assert result.status == "error"
-    assert "OutOfMemoryError: injected" in result.error.exception_message
-    assert "you ran out of memory on your GPU" in result.error.exception_message  # ComfyUI's words
+    pool_server.fails(decode(mode), "OutOfMemoryError: injected", "you ran out of memory on your GPU")  # ComfyUI's words
     assert not faults.waiting
     assert_right(pool_server, expected, mode)
 
@@ -95,18 +90,17 @@ def test_a_file_that_is_cut_off_does_not_end_the_ranks(pool_server, vae_files, c
     original, file = (checkpoints_dir / "vae" / f"{name}_vae.safetensors" for name in ("kl", "cut"))
     shutil.copy(original, file)
 
-    def decoded():
-        prompt = decode("exact")
-        prompt["vae"]["inputs"]["vae_name"] = file.name
-        return pool_server.run(prompt)
+    def prompt():
+        made = decode("exact")
+        made["vae"]["inputs"]["vae_name"] = file.name
+        return made
 
-    first, pids, size = pool_server.latent(decoded().check()), pool_server.worker_pids(), file.stat().st_size
+    first, pids, size = pool_server.sample(prompt()), pool_server.worker_pids(), file.stat().st_size
     os.truncate(file, size // 2)
-    said = decoded().error.exception_message
-    assert "cut_vae.safetensors was cut off while ComfyUI used it" in said
-    assert f"it has {size // 2} bytes, and had {size}" in said
+    had = f"it has {size // 2} bytes, and had {size}"
+    pool_server.fails(prompt(), "cut_vae.safetensors was cut off while ComfyUI used it", had)
     shutil.copy(original, checkpoints_dir / "new")
     os.replace(checkpoints_dir / "new", file)
     pool_server.free_first()
-    assert (pool_server.latent(decoded().check()) == first).all()
+    assert (pool_server.sample(prompt()) == first).all()
     assert pool_server.worker_pids() == pids

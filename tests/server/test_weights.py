@@ -90,8 +90,8 @@ def test_what_was_set_before_says_nothing(pool_server, whole):
     same(out, whole["plain"])
     assert report["placement"] == "whole"
     run(pool_server, "sharded")
-    result = pool_server.run(flux_prompt(cp={**CP, "weights": "sharded", "memory_per_rank": 1e-3}))
-    assert "Got sharded, with which each of 2 ranks needs" in result.error.exception_message
+    prompt = flux_prompt(cp={**CP, "weights": "sharded", "memory_per_rank": 1e-3})
+    pool_server.fails(prompt, "Got sharded, with which each of 2 ranks needs")
 
 
 def test_what_does_not_fit_runs_on_one_device_where_that_is_set(pool_server, whole):
@@ -111,10 +111,8 @@ def test_a_larger_picture_loads_nothing_again(pool_server):
 
 
 def test_what_does_not_fit_is_refused_by_name(pool_server):
-    result = pool_server.run(flux_prompt(cp={**CP, "weights": "whole", "memory_per_rank": SHARED_FITS}, **DEEP))
-    assert result.status == "error"
-    assert "Got whole, with which each of 2 ranks needs" in result.error.exception_message
-    assert "Set it to auto" in result.error.exception_message
+    prompt = flux_prompt(cp={**CP, "weights": "whole", "memory_per_rank": SHARED_FITS}, **DEEP)
+    pool_server.fails(prompt, "Got whole, with which each of 2 ranks needs", "Set it to auto")
 
 
 def test_without_a_limit_cpu_ranks_keep_it_whole(pool_server, whole):
@@ -193,9 +191,7 @@ def test_out_of_memory_on_one_rank(pool_server, whole, faults, rank, module):
 def test_a_rank_that_fails(pool_server, whole, faults, kind):
     run(pool_server, "sharded")
     faults.arm(1, kind, module=3)
-    result = pool_server.run(flux_prompt(cp={**CP, "weights": "sharded"}))
-    assert result.status == "error"
-    assert "rank 1 (pid " in result.error.exception_message
+    pool_server.fails(flux_prompt(cp={**CP, "weights": "sharded"}), "rank 1 (pid ")
     assert not faults.waiting
     assert_right(pool_server, whole)
 

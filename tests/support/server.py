@@ -37,7 +37,7 @@ from torch import Tensor
 
 from . import exercised, preloaded, processes, shared_models
 from .faults import SLACK
-from .server_events import Event, Listener, PromptRejected, Result, ServerError, result_of
+from .server_events import Event, Listener, NodeError, PromptRejected, Result, ServerError, result_of
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACK = "comfyui-context-parallel"
@@ -295,6 +295,14 @@ class ComfyServer:
         if key not in self._sampled:
             self._sampled[key] = self.sample(prompt, timeout, node_id)
         return self._sampled[key]
+
+    def fails(self, prompt: Mapping[str, Any], *words: str, timeout: float = 60.0) -> NodeError:
+        """The error of a prompt that must fail, with these words in its message."""
+        error = self.run(prompt, timeout).error
+        assert error is not None, f"no error; expected one with {words}"
+        for each in words:
+            assert each in error.exception_message
+        return error
 
     def failed_at(self, prompt_id: str) -> tuple[float, str]:
         """When ComfyUI reported the error of a prompt, and its message."""
