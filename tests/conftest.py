@@ -109,7 +109,7 @@ def checkpoints_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def family_checkpoints(checkpoints_dir: Path, request: pytest.FixtureRequest) -> dict[str, str]:
+def family_errors(checkpoints_dir: Path, request: pytest.FixtureRequest) -> dict[str, str]:
     """Writes the checkpoints of the entries of `support.families` that the selected tests ask for, as parameter `served`.
 
     Returns the errors of those that could not be built, by name.
@@ -117,6 +117,13 @@ def family_checkpoints(checkpoints_dir: Path, request: pytest.FixtureRequest) ->
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     names = sorted({value["served"] for value in params if "served" in value})
     return json.loads(preloaded.write_models("support.models", checkpoints_dir / "diffusion_models", *names).splitlines()[-1])
+
+
+@pytest.fixture
+def family_checkpoints(family_errors: dict[str, str], request: pytest.FixtureRequest) -> None:
+    """The checkpoint that a test asks for, as parameter `served`, if it asks for one."""
+    served = request.node.callspec.params.get("served") if hasattr(request.node, "callspec") else None
+    assert served not in family_errors, family_errors[served]
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,7 @@ class Two:
 
 
 @pytest.fixture(scope="session")
-def two(comfyui_path, checkpoints_dir, family_checkpoints, tmp_path_factory):
+def two(comfyui_path, checkpoints_dir, family_errors, tmp_path_factory):
     preloaded.write_models("support.vaes", checkpoints_dir)
     checkpoints.write_flux(WIDE, checkpoints_dir, hidden=1024, double_blocks=2, single_blocks=4)
     base, faults = tmp_path_factory.mktemp("other"), Faults(tmp_path_factory.mktemp("faults"))
@@ -83,7 +83,6 @@ def two(comfyui_path, checkpoints_dir, family_checkpoints, tmp_path_factory):
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("served", FAMILIES)
 def test_parity(served, axes, weights, two, family_checkpoints):
-    assert served not in family_checkpoints, family_checkpoints[served]
     server, case = two.server, GraphCase(served, settings={"cfg": 4.0, "steps": 2, "batch": 1}, matters=False)
     if served not in two.stock:
         two.stock[served] = server.latents(server.run(completed(case.build(nonce=0), server)))

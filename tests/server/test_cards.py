@@ -118,7 +118,6 @@ def write_lora(models, served, part):
 
 @pytest.mark.parametrize("served", TEXTS)
 def test_texts_are_prepared_with_patched_weights_on_the_card(served, card_server, family_checkpoints, checkpoints_dir):
-    assert served not in family_checkpoints, family_checkpoints[served]
     conditions, part = TEXTS[served]
     entry = replace(SERVED[served], cond={**SERVED[served].cond, **conditions})
     lora = write_lora(checkpoints_dir, served, part)

@@ -146,7 +146,6 @@ CASES = here(PICTURES | SHAPES | SOUNDS | LOADED)
 
 @pytest.mark.parametrize(("name", "served"), [(name, case.served) for name, case in CASES.items()], ids=CASES)
 def test_latent_equals_the_stock_graph(name, served, server, family_checkpoints, as_checkpoint):
-    assert served not in family_checkpoints, family_checkpoints[served]
     if CASES[name].loader != "UNETLoader":
         as_checkpoint(served)
     assert_stock(server, CASES[name])

@@ -301,7 +301,6 @@ CASES = here(WAN | ANIMATE_2 | LTXV | LTX_25 | VIDEOS | MINIMAX_033)
 
 @pytest.mark.parametrize(("name", "served"), [(name, case.served) for name, case in CASES.items()], ids=CASES)
 def test_latent_equals_the_stock_graph(name, served, server, family_checkpoints, as_checkpoint):
-    assert served not in family_checkpoints, family_checkpoints[served]
     if CASES[name].loader != "UNETLoader":
         as_checkpoint(served)
     assert_stock(server, CASES[name])

@@ -363,7 +363,6 @@ def test_latent_equals_the_graph_without_context_parallel(name, server, low_nois
 
 @pytest.mark.parametrize(("name", "served"), SERVED.items())
 def test_latent_of_a_family_equals_the_graph_without_context_parallel(name, served, server, family_checkpoints, as_checkpoint):
-    assert served not in family_checkpoints, family_checkpoints[served]
     as_checkpoint(served)
     compare(name, server)
 
@@ -371,7 +370,6 @@ def test_latent_of_a_family_equals_the_graph_without_context_parallel(name, serv
 @pytest.mark.parametrize("served", ["sdxl"])
 def test_unet_shares_the_batch(served, server, family_checkpoints, as_checkpoint):
     """Two ranks compute one half of CFG each, by the CP Sampler's report."""
-    assert served not in family_checkpoints, family_checkpoints[served]
     as_checkpoint(served)
     prompt = tiny("SDXL with CFG on all GPUs", world_size=2)
     (sampler,) = [node_id for node_id, node in prompt.items() if node["class_type"] == "KSampler"]
