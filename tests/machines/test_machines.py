@@ -42,7 +42,7 @@ class Two:
     def __init__(self, server, base, log, faults):
         self.server, self.base, self._log, self.faults = server, base, log, faults
         self.code = re.search(r"join\.py (\S+)", server.log_text())[1]
-        self.other, self.stock = None, {}  # latents of the stock graph, by family
+        self.other = None
 
     def join(self, code="", **options):
         options = {"options": ("--base-directory", str(self.base)), "env": self.faults.environment, **options}
@@ -84,16 +84,15 @@ def two(comfyui_path, checkpoints_dir, family_errors, tmp_path_factory):
 @pytest.mark.parametrize("served", FAMILIES)
 def test_parity(served, axes, weights, two, family_checkpoints):
     server, case = two.server, GraphCase(served, settings={"cfg": 4.0, "steps": 2, "batch": 1}, matters=False)
-    if served not in two.stock:
-        two.stock[served] = server.latents(server.run(completed(case.build(nonce=0), server)))
+    expected = server.latents_once(completed(case.build(), server))
     cp = {"devices": FOUR, "weights": weights, "ranks_per_call": "all", **AXES[axes]}
     ran = server.run(completed(case.build(cp=cp), server), timeout=120).check()
     assert [rank["device"] for rank in ran.report["ranks"]] == FOUR.split(",")
     assert ran.report["weights"]["placement"] == weights
     found = server.latents(ran)
-    for name, stock in two.stock[served].items():
+    for name, stock in expected.items():
         assert_close(found[name], stock)
-    off = max(((found[name] - stock).abs().max() / stock.std()).item() for name, stock in two.stock[served].items())
+    off = max(((found[name] - stock).abs().max() / stock.std()).item() for name, stock in expected.items())
     note(f"{served}, {axes}, {weights} weights", "difference from the stock graph, in standard deviations", 2e-4, off)
 
 

@@ -7,9 +7,6 @@ process does the same against itself when it only changes its attention function
 latent must stay as near to the unquantised one as the stock latent is.
 """
 
-import json
-from functools import partial
-
 import pytest
 import torch
 from support.graphs import flux_prompt, wan_prompt
@@ -63,20 +60,18 @@ NATIVE_FP8 = {
 
 
 class Runs:
-    """Latents of one server, without context parallelism each sampled once."""
+    """Latents of one server."""
 
     def __init__(self, server):
-        self.server = server
-        self.stock = {}
-        self.compiled = {}
+        self.server, self.compiled = server, {}
 
     def latents(self, case, world, **nodes):
         """(unquantised, stock, sharded with `nodes`), after a check that every rank loaded the file and took part. What the report
         says about compiled blocks is in `compiled`."""
         build, quantised, shared = case
         plain = {"ckpt": "wan_t2v" if build is WAN else "flux"}
-        exact = self._stock(WAN if build is WAN else FLUX, **plain, **shared)
-        stock = self._stock(build, **{**plain, **quantised}, **shared)
+        exact = self.server.sample_once((WAN if build is WAN else FLUX)(**plain, **shared))
+        stock = self.server.sample_once(build(**{**plain, **quantised}, **shared))
         prompt = build(node="CPSampler", cp={"world_size": world}, **{**plain, **quantised}, **shared, **nodes)
         result = self.server.run(prompt, timeout=120).check()
         report = result.report
@@ -88,13 +83,6 @@ class Runs:
         out = self.server.latent(result)
         assert out.shape == stock.shape
         return exact, stock, out
-
-    def _stock(self, build, **options):
-        prompt = partial(build, **options)
-        key = json.dumps(prompt(nonce=0))
-        if key not in self.stock:
-            self.stock[key] = self.server.sample(prompt(), timeout=120)
-        return self.stock[key]
 
 
 @pytest.fixture(scope="session")

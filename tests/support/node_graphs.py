@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
 from cp_runtime.families import PLANS
 
 from . import families
@@ -156,7 +154,7 @@ def assert_stock(server: ComfyServer, case: GraphCase, cp: Mapping[str, Any] | N
     Returns:
         How the prompt on ranks ended.
     """
-    expected = _sampled_once(server, json.dumps(completed(case.build(nonce=0), server)))
+    expected = server.latents_once(completed(case.build(), server), timeout=300)
     cp = cp or {"world_size": 2, "batch_degree": 1 if case.shares_sequence else 0}
     result = server.run(completed(case.build(cp={**cp, **case.degrees}), server), timeout=300).check()
     if "report" in result.outputs:
@@ -169,15 +167,9 @@ def assert_stock(server: ComfyServer, case: GraphCase, cp: Mapping[str, Any] | N
     for name, stock in expected.items():
         assert_close(out[name], stock)
     if case.matters:
-        plain = _sampled_once(server, json.dumps(case.without().build(nonce=0)))
+        plain = server.latents_once(case.without().build(), timeout=300)
         assert any(differ(plain[name], stock) for name, stock in expected.items())
     return result
-
-
-@functools.cache
-def _sampled_once(server: ComfyServer, prompt: str) -> dict[str, Tensor]:
-    """The latents of a prompt, which is text: cases share some of those that they are compared with."""
-    return server.latents(server.run(json.loads(prompt), timeout=300))
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class ComfyServer:
         """Command lines of the processes that outlived the server and had to be killed by the last stop()."""
         self._marker = uuid.uuid4().hex
         self._prompts: dict[str, Mapping[str, Any]] = {}
-        self._sampled: dict[str, Tensor] = {}
+        self._sampled: dict[str, dict[str, Tensor]] = {}
         self._process: preloaded.Process | None = None
         self._listener: Listener | None = None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -289,11 +289,16 @@ class ComfyServer:
         """The latent of a prompt that must succeed; see `latent`."""
         return self.latent(self.run(prompt, timeout), node_id)
 
-    def sample_once(self, prompt: Mapping[str, Any], timeout: float = 120.0, node_id: str | None = None) -> Tensor:
-        """The same, sampled for the first who asks for a prompt: what several tests compare with."""
-        key = json.dumps([_without_nonce(prompt), node_id], sort_keys=True)
+    def sample_once(self, prompt: Mapping[str, Any], timeout: float = 120.0) -> Tensor:
+        """The same of a prompt that has one, from `latents_once`."""
+        (latent,) = self.latents_once(prompt, timeout).values()
+        return latent
+
+    def latents_once(self, prompt: Mapping[str, Any], timeout: float = 120.0) -> dict[str, Tensor]:
+        """Every latent of a prompt, sampled for the first who asks for it: what several tests compare with."""
+        key = json.dumps(_without_nonce(prompt), sort_keys=True)
         if key not in self._sampled:
-            self._sampled[key] = self.sample(prompt, timeout, node_id)
+            self._sampled[key] = self.latents(self.run(prompt, timeout))
         return self._sampled[key]
 
     def fails(self, prompt: Mapping[str, Any], *words: str, timeout: float = 60.0) -> NodeError:
