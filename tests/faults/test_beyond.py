@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from faults.prompts import assert_right
 from support.faults import Stopwatch
 from support.graphs import flux_prompt
+from support.node_graphs import assert_right
 from support.pools import echo, make_pool, small_pool
 from support.server import ComfyServer
 

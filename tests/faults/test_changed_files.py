@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults.prompts import assert_close
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.graphs import flux_prompt
+from support.latents import assert_close
 from support.server import CUSTOM_NODES, ComfyServer
 
 CP = {"world_size": 2}

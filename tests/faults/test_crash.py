@@ -9,9 +9,9 @@ import time
 import psutil
 import pytest
 import torch
-from faults.prompts import assert_right
 from support.faults import Stopwatch
 from support.graphs import flux_prompt
+from support.node_graphs import assert_right
 from support.pools import echo, small_pool
 from support.processes import wait_gone
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults.prompts import assert_right
 from support.faults import Stopwatch
 from support.graphs import flux_prompt
+from support.node_graphs import assert_right
 from support.pools import echo, hold, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout

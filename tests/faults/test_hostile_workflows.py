@@ -5,9 +5,9 @@ import re
 
 import pytest
 import torch
-from faults.prompts import assert_right
 from support.faults import Stopwatch, note
 from support.graphs import flux_prompt
+from support.node_graphs import assert_right
 from support.processes import descendants
 from support.server import ComfyServer
 from support.server_events import PromptRejected

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from faults.prompts import assert_right
 from support.faults import SLACK, Faults, Stopwatch
 from support.graphs import flux_prompt
+from support.node_graphs import assert_right
 from support.processes import wait_gone
 from support.server import ComfyServer
 

@@ -4,9 +4,9 @@ import os
 import signal
 
 import pytest
-from faults.prompts import assert_right
 from support.faults import Stopwatch
 from support.graphs import flux_prompt
+from support.node_graphs import assert_right
 
 DEADLINE = 4.0
 CP = {"world_size": 3, "weights": "sharded", "step_timeout": DEADLINE}

@@ -4,9 +4,9 @@ import random
 import time
 from functools import partial
 
-from faults.prompts import TOLERANCE
 from support.faults import SOAK, Stopwatch, note
 from support.graphs import flux_prompt, wan_prompt
+from support.latents import TOLERANCE, distance
 from support.processes import held
 from support.server import ComfyServer
 
@@ -51,7 +51,7 @@ def test_soak(comfyui_path, checkpoints_dir, faults):
                 failed += 1
                 continue
             out = server.latent(result.check())
-            wrong += int((out - expected[name]).abs().max() > TOLERANCE * expected[name].std())
+            wrong += distance(out, expected[name]) > TOLERANCE
             memory.append(held(server.pid))
         growth = max(memory[-len(memory) // 4 :]) / max(memory[len(memory) // 4 : len(memory) // 2])
         case = f"32 soak: {PROMPTS} prompts, {failed} faults"

@@ -12,6 +12,7 @@ from support import families
 from support.faults import SLACK, Stopwatch
 from support.graphs import family_prompt, flux_prompt, renamed, wan_prompt
 from support.latents import assert_close
+from support.node_graphs import assert_right
 from support.processes import fd_count, held, thread_count, wait_gone
 from support.server import ComfyServer
 
@@ -23,12 +24,6 @@ LONG = {"width": 512, "height": 512, "steps": 60}
 @pytest.fixture(scope="module")
 def expected(pool_server):
     return pool_server.sample(flux_prompt())
-
-
-def assert_right(server, expected):
-    """Check what two ranks sample; returns their process ids."""
-    assert_close(server.sample(flux_prompt(cp=CP)), expected)
-    return server.worker_pids()
 
 
 def test_twenty_prompts_use_the_same_workers_and_grow_nothing(pool_server, expected):

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 from support.faults import SLACK, SOAK, Stopwatch
 from support.graphs import flux_prompt
-from support.latents import assert_close
+from support.node_graphs import assert_right
 
 from cp_runtime.version import VERSION
 
@@ -39,11 +39,6 @@ def call(server, path, method, data=None, **headers):
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error) if error.headers.get_content_type() == "application/json" else None
-
-
-def assert_right(server, expected):
-    assert_close(server.sample(flux_prompt(cp=CP), timeout=120), expected)
-    return server.worker_pids()
 
 
 def test_a_machine_without_accelerators_has_cpu_ranks_to_choose_and_says_why(off_server):

@@ -2,16 +2,20 @@
 
 from torch import Tensor
 
+TOLERANCE = 2e-4
+"""Of several steps on a server: docs/numerics.md."""
 
-def assert_close(out: Tensor, expected: Tensor, bound: float = 2e-4) -> None:
-    """Check that a latent is another one up to rounding: within `bound` of its standard deviation, which must be one of a picture.
 
-    Args:
-        bound: docs/numerics.md; the default is that of several steps on a server.
-    """
+def distance(out: Tensor, expected: Tensor) -> float:
+    """The largest difference, in standard deviations of what is expected, which must be those of a picture."""
     assert out.shape == expected.shape
     assert expected.std() > 1e-2
-    off = ((out - expected).abs().max() / expected.std()).item()
+    return float((out - expected).abs().max() / expected.std())
+
+
+def assert_close(out: Tensor, expected: Tensor, bound: float = TOLERANCE) -> None:
+    """Check that a latent is another one up to rounding."""
+    off = distance(out, expected)
     assert off <= bound, f"off by {off:.1e} of the standard deviation, {bound:.1e} allowed"
 
 

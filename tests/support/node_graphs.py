@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from cp_runtime.families import PLANS
 
 from . import families
-from .graphs import GUIDED_FLUX, Link, NodeSpec, Prompt, family_prompt
+from .graphs import GUIDED_FLUX, Link, NodeSpec, Prompt, family_prompt, flux_prompt
 from .latents import assert_close, differ
 from .server import ComfyServer
 from .server_events import Result
@@ -170,6 +172,12 @@ def assert_stock(server: ComfyServer, case: GraphCase, cp: Mapping[str, Any] | N
         plain = server.latents_once(case.without().build(), timeout=300)
         assert any(differ(plain[name], stock) for name, stock in expected.items())
     return result
+
+
+def assert_right(server: ComfyServer, expected: Tensor, cp: Mapping[str, Any] | None = None, **settings: Any) -> list[int]:
+    """Check what ranks sample of Flux, by default two; return their pids, which are in their order."""
+    assert_close(server.sample(flux_prompt(cp=cp or {"world_size": 2}, **settings), timeout=120), expected)
+    return server.worker_pids()
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
