@@ -1,7 +1,7 @@
 """Rank script: the cases of some families, sharded against the stock forward in one process; rank 0 reports.
 
-Arguments: ring degree, Ulysses degree, rotate method, batch degree, and as JSON shares, the cases, (family, name) each, and the
-models whose weights are shared out, too, (family, name) each.
+Arguments: ring degree, Ulysses degree, rotate method, batch degree, and as JSON shares, the models whose weights are shared out,
+too, (family, name) each, and the cases, (family, name) each.
 """
 
 import json
@@ -19,7 +19,7 @@ from cp_runtime.families import plan_for
 from cp_runtime.nested import difference as apart
 from cp_runtime.nested import tensors
 
-rank, world, (ring, ulysses, rotate_method, batch_degree, given, wanted, shared) = start()
+rank, world, (ring, ulysses, rotate_method, batch_degree, given, shared, wanted) = start()
 
 wanted = {tuple(case) for case in json.loads(wanted)}
 shared = {tuple(model) for model in json.loads(shared)}

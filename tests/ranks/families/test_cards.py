@@ -3,12 +3,10 @@
 A card refuses operands on two devices, and what a CPU rank does in passing makes the host wait for it.
 """
 
-import json
-
 import pytest
 from support import families
 from support.faults import SOAK
-from support.ranks import COMFY, run_ranks
+from support.ranks import run_ranks
 
 from cp_runtime.families import PLANS
 
@@ -22,31 +20,13 @@ CASES = {
 }
 # The clock of a rank that has run for long: it looks at an event of 512 collectives ago.
 ADDED_UP = "event, cp_runtime/engine/collectives.py: self._events[KEPT_EVENTS // 2][1].synchronize()"
-_runs: dict[str, dict] = {}
-"""By mode: reports, or nothing where the ranks failed."""
-
-
-@pytest.fixture
-def result(key, request):
-    mode, family, name = key
-    if mode not in _runs:
-        _runs[mode] = {}
-        wanted = [item.callspec.params["key"][1:] for item in request.session.items if _is_of(item, request, mode)]
-        found = run_ranks(
-            "families/card_ranks.py", 2, *map(str, MODES[mode]), json.dumps(wanted),
-            timeout=1200 if SOAK else 300, preload=COMFY, prepare=sorted({family for family, _ in wanted}),
-            device="cuda", backend="nccl",
-        )  # fmt: skip
-        _runs[mode] = {(report["family"], report["case"]): report for report in found}
-    return _runs[mode][family, name]
-
-
-def _is_of(item, request, mode):
-    return item.fspath == request.fspath and "key" in item.fixturenames and item.callspec.params["key"][0] == mode
 
 
 @pytest.mark.parametrize("key", CASES, ids="-".join)
-def test_a_card_takes_every_step_and_no_host_waits(key, result):
+def test_a_card_takes_every_step_and_no_host_waits(key, run_cases):
+    mode, *case = key
+    options = {"timeout": 1200 if SOAK else 300, "device": "cuda", "backend": "nccl"}
+    result = run_cases(mode, "card_ranks.py", 2, *MODES[mode], **options)[tuple(case)]
     assert result["device"] == "cuda:0"
     assert result["difference"] <= CASES[key].tolerance
     assert result["waits"].keys() <= {ADDED_UP}

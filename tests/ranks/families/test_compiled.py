@@ -4,12 +4,9 @@ Most cases are captured as a compiler would have them and run by torch itself (`
 inductor, in every mode, are `benchmarks/compiled.py --matrix`. tests/server has inductor.
 """
 
-import json
-
 import pytest
 from support import families
 from support.faults import SOAK
-from support.ranks import COMFY, run_ranks
 
 # ring degree, Ulysses degree, rotate method, batch degree, backend -> cases of families
 RUNS = {
@@ -41,31 +38,12 @@ KEYS = [(run, *case) for run, cases in CASES.items() for case in cases]
 TOLERANCE = 1e-5  # standard deviations
 
 
-@pytest.fixture(scope="module")
-def reports_of(tmp_path_factory):
-    done = {}
-
-    def reports(run):
-        if run not in done:
-            ring, ulysses, _, batches, _ = RUNS[run]
-            done[run] = run_ranks(
-                "families/compiled_ranks.py",
-                ring * ulysses * batches,
-                *map(str, RUNS[run]),
-                json.dumps(CASES[run]),
-                timeout=600,
-                preload=COMFY,
-                prepare=sorted({family for family, _ in CASES[run]}),
-            )
-        return {(r["family"], r["case"]): r for r in done[run]}
-
-    return reports
-
-
 @pytest.mark.parametrize("key", KEYS, ids=" ".join)
-def test_compiled_blocks_compute_what_one_process_does(key, reports_of):
+def test_compiled_blocks_compute_what_one_process_does(key, run_cases):
     run, *case = key
-    report = reports_of(run)[tuple(case)]
+    ring, ulysses, _, batches, _ = RUNS[run]
+    reports = run_cases(run, "compiled_ranks.py", ring * ulysses * batches, *RUNS[run], timeout=600)
+    report = reports[tuple(case)]
     assert report["kinds"]
     assert not report["failures"]
     assert max(report["differences"].values()) <= TOLERANCE, report["differences"]
@@ -74,4 +52,4 @@ def test_compiled_blocks_compute_what_one_process_does(key, reports_of):
     assert 0 < first <= 2 * len(report["kinds"]) <= sum(report["kinds"].values())
     assert not any(later), f"compiled again for: {dict(zip(report['differences'], report['graphs'], strict=True))}"
     assert report["breaks"] == 0
-    assert reports_of(run)[case[0], "removed"]["forwards"] == 0
+    assert reports[case[0], "removed"]["forwards"] == 0

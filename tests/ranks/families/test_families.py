@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from support import families
-from support.ranks import COMFY, run_ranks
 
 from cp_runtime.families import PLANS
 
@@ -47,37 +46,26 @@ SHARED = {}
 for mode, family, name in CASES:
     SHARED.setdefault((family, CASES[mode, family, name].model), mode)
 
-_runs: dict[str, dict[tuple[str, str], dict]] = {}
 
-
-def reports_of(mode, request):
+@pytest.fixture
+def reports_of(selected, run_cases):
     """One run of ranks per mode, over the families that were selected."""
-    if mode not in _runs:
-        params = [
-            item.callspec.params for item in request.session.items if hasattr(item, "callspec") and item.fspath == request.fspath
-        ]
-        wanted = {p["key"][1] if "key" in p else p["family"] for p in params if p.keys() & {"key", "family"}}
-        ring, ulysses, _, batches, _ = MODES[mode]
-        names = sorted(name for name in wanted | {"wan"} if any(key[:2] == (mode, name) for key in CASES))
-        found = run_ranks(
-            "families/family_ranks.py",
-            ring * ulysses * batches,
-            *map(str, MODES[mode][:4]),
-            json.dumps(MODES[mode][4]),
-            json.dumps([key[1:] for key in CASES if key[0] == mode and key[1] in names]),
-            json.dumps([model for model in SHARED if SHARED[model] == mode and model[0] in names]),
-            timeout=600,
-            preload=COMFY,
-            prepare=names,
-        )
-        _runs[mode] = {(r["family"], r["case"]): r for r in found}
-    return _runs[mode]
+    names = {"wan", *(p["key"][1] if "key" in p else p["family"] for p in selected if p.keys() & {"key", "family"})}
+
+    def reports(mode):
+        ring, ulysses, rotate_method, batches, shares = MODES[mode]
+        wanted = [key[1:] for key in CASES if key[0] == mode and key[1] in names]
+        shared = [model for model in SHARED if SHARED[model] == mode and model[0] in names]
+        arguments = (ring, ulysses, rotate_method, batches, json.dumps(shares), json.dumps(shared))
+        return run_cases(mode, "family_ranks.py", ring * ulysses * batches, *arguments, wanted=wanted, timeout=600)
+
+    return reports
 
 
 @pytest.mark.parametrize("key", CASES, ids="-".join)
-def test_sharded_forward_equals_stock_forward(key, request):
+def test_sharded_forward_equals_stock_forward(key, reports_of):
     mode, family, case = key
-    result = reports_of(mode, request)[family, case]
+    result = reports_of(mode)[family, case]
     assert result["std"] > 1e-2
     assert result["difference"] <= CASES[key].tolerance
     assert result["collectives"] > bool(result["lengths"])  # attention and the output; or the output alone
@@ -86,21 +74,21 @@ def test_sharded_forward_equals_stock_forward(key, request):
 
 
 @pytest.mark.parametrize(("family", "model"), SHARED)
-def test_weights_of_which_every_rank_keeps_a_part(family, model, request):
+def test_weights_of_which_every_rank_keeps_a_part(family, model, reports_of):
     """The bytes are the bytes: no difference at all, in a call that fetches block after block and in one that fetches ahead."""
-    result = reports_of(SHARED[family, model], request)[family, f"weights of {model}"]
+    result = reports_of(SHARED[family, model])[family, f"weights of {model}"]
     assert result["blocks"] > 0
     assert (result["differing"], result["pending"]) == (0, 0)
 
 
 @pytest.mark.parametrize(("family", "model"), SHARED)
-def test_eight_bits_are_near(family, model, request):
-    result = reports_of(SHARED[family, model], request)[family, f"weights of {model}"]
+def test_eight_bits_are_near(family, model, reports_of):
+    result = reports_of(SHARED[family, model])[family, f"weights of {model}"]
     assert result["eight_bits"] <= 0.03
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if MODES[mode][3] == 1])
-def test_cross_attention_to_replicated_text_costs_nothing(mode, request):
+def test_cross_attention_to_replicated_text_costs_nothing(mode, reports_of):
     """Two blocks with self- and cross-attention: two shared attentions, and the output is gathered."""
     expected = {
         "ulysses 2": {"all_to_all": 4, "all_gather": 1},
@@ -109,9 +97,9 @@ def test_cross_attention_to_replicated_text_costs_nothing(mode, request):
         "ring 3": {"exchange": 4, "all_gather": 1},
         "unified 4": {"all_to_all": 4, "exchange": 2, "all_gather": 1},
     }
-    assert reports_of(mode, request)["wan", "wan t2v"]["counts"] == expected[mode]
+    assert reports_of(mode)["wan", "wan t2v"]["counts"] == expected[mode]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_removed_plans_leave_no_hooks(mode, request):
-    assert all(r["hooks"] == 0 for (_, case), r in reports_of(mode, request).items() if case == "removed")
+def test_removed_plans_leave_no_hooks(mode, reports_of):
+    assert all(r["hooks"] == 0 for (_, case), r in reports_of(mode).items() if case == "removed")

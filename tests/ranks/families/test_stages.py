@@ -3,12 +3,9 @@
 One family of each structure, and all cases of all families with CP_SOAK=1.
 """
 
-import json
-
 import pytest
 from support import families
 from support.faults import SOAK
-from support.ranks import COMFY, run_ranks
 
 from cp_runtime.families import PLANS, UNSTAGED
 
@@ -48,31 +45,18 @@ REFUSED = {
     "nothing can stand in for a part of it": ("triposplat", "unet"),
     "some tokens stay whole on every rank": ("hidream", "hunyuan_video", "mochi", "pixeldit"),  # with several ranks in a stage
 }
-_runs: dict[str, dict[tuple[str, str], dict]] = {}
-
-
-@pytest.fixture
-def result(key, request):
-    mode, *case = key
-    if mode not in _runs:
-        stages, ranks, batches, patches = MODES[mode]
-        params = [item.callspec.params for item in request.session.items if item.fspath == request.fspath]
-        wanted = [p["key"][1:] for p in params if p["key"][0] == mode]
-        found = run_ranks(
-            "families/stage_ranks.py", stages * ranks, *map(str, (stages, batches, patches)), json.dumps(wanted),
-            timeout=1800 if SOAK else 300, preload=COMFY, prepare=sorted({family for family, _ in wanted}),
-        )  # fmt: skip
-        _runs[mode] = {(r["family"], r["case"]): r for r in found}
-    return _runs[mode][tuple(case)]
 
 
 @pytest.mark.parametrize("key", CASES, ids="-".join)
-def test_a_model_in_stages(key, result):
-    mode, family, _ = key
-    alone = result["parts"] == 1 and MODES[mode][1] == 1 and family not in ELSEWHERE  # not item by item, nor by tokens
+def test_a_model_in_stages(key, run_cases):
+    mode, family, case = key
+    stages, ranks, batches, patches = MODES[mode]
+    time = 1800 if SOAK else 300
+    result = run_cases(mode, "stage_ranks.py", stages * ranks, stages, batches, patches, timeout=time)[family, case]
+    alone = result["parts"] == 1 and ranks == 1 and family not in ELSEWHERE  # not item by item, nor by tokens
     if result["refused"]:
         assert any(why in result["refused"] and family in refused for why, refused in REFUSED.items())
-    if not result["refused"] or MODES[mode][1] == 1:  # a rank per stage
+    if not result["refused"] or ranks == 1:  # a rank per stage
         assert result["exact"] <= (0 if alone else CASES[key].tolerance)
     assert result.get("filling", 0) <= CASES[key].tolerance
     assert max(result.get("patches", 0), result.get("again", 0)) <= CASES[key].tolerance
