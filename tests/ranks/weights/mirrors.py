@@ -9,7 +9,9 @@ from cp_runtime.comfy.memory.rank import LoadProgress
 from cp_runtime.comfy.model.rank_mirrors import Mirrors
 from cp_runtime.comfy.model.wire_recipe import Recipe, file_stamp
 from cp_runtime.comfy.patches.wire import encode_weight_patches
-from cp_runtime.pool.messages import Load
+from cp_runtime.engine.config import SequenceSettings
+from cp_runtime.engine.cost import DegreePlanner, Rates
+from cp_runtime.pool.messages import Call, Load
 from cp_runtime.pool.protocol import TensorPacker, flatten
 
 KEY = "k"
@@ -45,6 +47,21 @@ def flux_inputs(dtype=torch.float32, device="cpu", batch=1):
     made = {name: torch.randn(shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
     numbers = {"timestep": 0.5, "guidance": 3.5}
     return made | {name: torch.full((batch,), value, dtype=dtype, device=device) for name, value in numbers.items()}
+
+
+RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e11, memory=1e9, overlap=0.0)
+
+
+def call(mirrors, mesh, ulysses, batch=1, pipeline=None):
+    """Return the output of the model under KEY, called as by a worker."""
+    model, settings = mirrors.entries[KEY].patcher.model, SequenceSettings(ulysses_degree=ulysses, ring_degree=1)
+    request = Call(
+        key=KEY, method="_forward", sequence=settings, split=None, batch_degree=1, leading=("x", "timestep"), in_place=("control",),
+        memory_scale=1.0, compile=None, compile_or_raise=True, cancel_every=0, value=None, drop=(), pipeline=pipeline,
+    )  # fmt: skip
+    arguments = flux_inputs(model.manual_cast_dtype or model.get_dtype(), batch=batch)
+    out, _ = mirrors.call(request, arguments, mesh, lambda mesh, _: DegreePlanner(settings, mesh.size, RATES), lambda: None)
+    return out
 
 
 def make_up_memory(free):

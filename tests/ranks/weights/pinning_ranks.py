@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from comfy import model_management as mm
 from mirrors import KEY, load, make_up_memory, mirrors_on
+from support.processes import pss_where
 from support.ranks import finish, report, start
 
 rank, world, (checkpoint,) = start()
 torch.set_grad_enabled(False)
 META = torch.device("meta")
 libc = ctypes.CDLL(None, use_errno=True)
-inode = str(os.stat(checkpoint).st_ino)
 pinned = []
 
 
@@ -38,18 +38,6 @@ mm.MAX_PINNED_MEMORY = 1 << 40  # as on a device of NVIDIA
 make_up_memory(lambda: budget)
 
 
-def proportional_bytes():
-    """Of the checkpoint's mapping in this process: each page divided by the number of processes that share it."""
-    total, ours = 0, False
-    with open("/proc/self/smaps") as lines:
-        for fields in map(str.split, lines):
-            if not fields[0].endswith(":"):
-                ours = fields[4] == inode
-            elif ours and fields[0] == "Pss:":
-                total += int(fields[1]) << 10
-    return total
-
-
 def offload(options):
     """Load the model, and put half of it on the device. Returns bytes of the model, of what was pinned, and of the file's pages."""
     global budget
@@ -64,7 +52,7 @@ def offload(options):
     mirrors.to_device(mirrors.entries[KEY], 0)
     on_host = sum(weight.nbytes for weight in patcher.model.parameters() if weight.device.type == "cpu")
     dist.barrier()  # all ranks have everything mapped
-    pages = torch.tensor([proportional_bytes()])
+    pages = torch.tensor([pss_where(os.getpid(), checkpoint.__eq__)])
     dist.all_reduce(pages)
     return {"model": patcher.model_size(), "on_host": on_host, "pinned": sum(pinned), "pages": pages.item()}
 

@@ -13,20 +13,17 @@ import comfy.ops
 import torch
 import torch.distributed as dist
 from comfy import model_management as mm
-from mirrors import KEY, flux_inputs, lora_of, mirrors_on
+from mirrors import KEY, lora_of, mirrors_on
+from mirrors import call as call_model
 from mirrors import load as load_file
 from support.ranks import finish, report, start
 
-from cp_runtime.engine.config import SequenceSettings
-from cp_runtime.engine.cost import DegreePlanner, Rates
 from cp_runtime.engine.mesh import BatchMesh
 from cp_runtime.engine.weights.blocks import sizes_of
 from cp_runtime.engine.weights.sharded import ShardedWeights
-from cp_runtime.pool.messages import Call
 
 rank, world, (wanted,) = start()
 CPU = torch.device("cpu")
-RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e11, memory=1e9, overlap=0.0)
 DEVICE_BYTES = 1 << 20  # what ComfyUI's memory manager is told
 CONTEXT = "CastBiasWeightContext"  # inside which an op has its weights, since ComfyUI 0.33
 mesh = BatchMesh(dist.group.WORLD)
@@ -47,21 +44,6 @@ if hasattr(comfy.ops, CONTEXT):
     setattr(comfy.ops, CONTEXT, Watched)
 
 
-def call(mirrors):
-    model = mirrors.entries[KEY].patcher.model
-    dtype = model.manual_cast_dtype or model.get_dtype()
-    mesh.stats.reset()
-    settings = SequenceSettings(ulysses_degree=world, ring_degree=1)
-    request = Call(
-        key=KEY, method="_forward", sequence=settings, split=None, batch_degree=1, leading=("x", "timestep"), in_place=("control",),
-        memory_scale=1.0,
-        compile=None, compile_or_raise=True, cancel_every=0, value=None, drop=(),
-    )  # fmt: skip
-    arguments = flux_inputs(dtype, batch=2)
-    out, _ = mirrors.call(request, arguments, mesh, lambda mesh, _: DegreePlanner(settings, mesh.size, RATES), lambda: None)
-    return out
-
-
 def casts(mirrors):
     """Return how often an op took weights since `given` was cleared, how often it let go of them, and how many are still there."""
     own = {id(parameter) for parameter in mirrors.entries[KEY].patcher.model.parameters()}
@@ -73,15 +55,16 @@ def outputs(path, lora, options, placement):
     """The output of a call after every change of the model, and what was seen on the way."""
     progress = []
     mirrors, outs, seen = mirrors_on(CPU, progress.append), {}, {}
+    call = partial(call_model, mirrors, mesh, world, batch=2)
     load = partial(load_file, mirrors, path, options, mesh=mesh, placement=placement, device_bytes=DEVICE_BYTES)
 
     def with_lora(name, strength):
         load(lora_of(mirrors.entries[KEY].patcher, lora, strength), name)
-        outs[name] = call(mirrors)
+        outs[name] = call()
 
     load()
     given.clear(), left.clear()
-    outs["as loaded"] = call(mirrors)
+    outs["as loaded"] = call()
     seen["casts"] = casts(mirrors)
     seen["progress"] = progress == [*sorted(progress[:-1]), None] and (progress[0], progress[-2]) == (0, 1000) and len(progress) > 5
     with_lora("with a LoRA", 1.0)
@@ -90,8 +73,8 @@ def outputs(path, lora, options, placement):
         mirrors.drop([KEY])
         return outs, seen
     load()
-    outs["without it"] = call(mirrors)
-    outs["ahead of the blocks"] = call(mirrors)
+    outs["without it"] = call()
+    outs["ahead of the blocks"] = call()
     mirror = mirrors.entries[KEY]
     patcher, weights, sizes = mirror.patcher, mirror.weights, sizes_of(mirror.model)
     seen["kinds"] = sorted({type(weight).__name__ for block in weights.blocks.values() for weight in block.weights})
@@ -101,7 +84,7 @@ def outputs(path, lora, options, placement):
     patcher.detach()  # as ComfyUI's memory manager does to make room
     mm.current_loaded_models.clear()
     seen["unloaded"] = mirror.weights is None and patcher.loaded_size() == 0
-    outs["loaded again"] = call(mirrors)
+    outs["loaded again"] = call()
     mirrors.drop([KEY])
     return outs, seen
 

@@ -10,30 +10,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from comfy import model_management as mm
-from mirrors import KEY, flux_inputs, lora_of, mirrors_on
+from mirrors import KEY, call, lora_of, mirrors_on
 from mirrors import load as load_file
 from support.ranks import finish, of_all, report, start
 
-from cp_runtime.engine.config import PipelineSettings, SequenceSettings
-from cp_runtime.engine.cost import DegreePlanner, Rates
+from cp_runtime.engine.config import PipelineSettings
 from cp_runtime.engine.mesh import BatchMesh
 from cp_runtime.nested import stored
-from cp_runtime.pool.messages import Call
 
 rank, world, (folder, lora, names) = start()
-RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e11, memory=1e9, overlap=0.0)
 EXACT, PATCHES = (PipelineSettings(stages=world, patches=number) for number in (1, 3))
-
-
-def call(mirrors, mesh, pipeline=None):
-    model, settings = mirrors.entries[KEY].patcher.model, SequenceSettings(ulysses_degree=1, ring_degree=1)
-    request = Call(
-        key=KEY, method="_forward", sequence=settings, split=None, batch_degree=1, leading=("x", "timestep"), in_place=(),
-        memory_scale=1.0, compile=None, compile_or_raise=True, cancel_every=0, value=None, drop=(), pipeline=pipeline,
-    )  # fmt: skip
-    arguments = flux_inputs(model.manual_cast_dtype or model.get_dtype())
-    out, _ = mirrors.call(request, arguments, mesh, lambda mesh, _: DegreePlanner(settings, mesh.size, RATES), lambda: None)
-    return out
 
 
 def outputs(path, mesh, pipeline, **placement):
@@ -42,14 +28,14 @@ def outputs(path, mesh, pipeline, **placement):
     load = partial(load_file, mirrors, path, mesh=mesh if pipeline else None, **placement)
     for name, strength in (("as loaded", 0), ("with a LoRA", 1.0), ("without it", 0)):
         load(patches=lora_of(mirrors.entries[KEY].patcher, lora, strength), uuid=name) if strength else load()
-        outs[name] = call(mirrors, mesh, pipeline)
+        outs[name] = call(mirrors, mesh, 1, pipeline=pipeline)
     patcher = mirrors.entries[KEY].patcher
     patcher.detach()  # as ComfyUI's memory manager does to make room
     mm.current_loaded_models.clear()
-    outs["loaded again"] = call(mirrors, mesh, pipeline)
+    outs["loaded again"] = call(mirrors, mesh, 1, pipeline=pipeline)
     if pipeline:
-        outs["keys and values kept"] = call(mirrors, mesh, PATCHES)
-        outs["patches"] = call(mirrors, mesh, PATCHES)
+        outs["keys and values kept"] = call(mirrors, mesh, 1, pipeline=PATCHES)
+        outs["patches"] = call(mirrors, mesh, 1, pipeline=PATCHES)
     here = [weight for weight in patcher.model.parameters() if type(stored(weight)[0]).__name__ != "AbsentWeight"]
     held = sum(part.nbytes for weight in here for part in stored(weight))
     told = patcher.model_size()
