@@ -6,8 +6,7 @@ import diffusers
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput as DiffusersInput
 from diffusers_cases import degrees, flux, padding, qwen
-from diffusers_models import build, forward, relative
-from diffusers_trials import ANYTHING, close, fingerprint, refused
+from diffusers_models import ANYTHING, build, close, fingerprint, forward, refused, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard

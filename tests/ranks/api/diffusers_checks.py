@@ -6,8 +6,7 @@ import diffusers
 import diffusers_pipelines as pipelines
 import torch
 from diffusers_cases import CASES, MODES, degrees, flux, normal, padding, qwen
-from diffusers_models import build, forward, plan_of, relative
-from diffusers_trials import ANYTHING, close, refused
+from diffusers_models import ANYTHING, build, close, forward, plan_of, refused, relative
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 

@@ -1,15 +1,25 @@
-"""Tiny diffusers models with healthy random weights, for rank scripts."""
+"""Tiny diffusers models with healthy random weights, for rank scripts: what one process makes of them, and how ranks compare."""
 
+import functools
 from typing import Any
 
 import diffusers
 import torch
+import torch.nn.functional as F
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from diffusers_cases import CASES, Case
 from diffusers_configs import MODELS
 from support.ranks import worst
 from torch import Tensor, nn
 
-from cp_runtime import ContextParallelInput, ContextParallelOutput
+from cp_runtime import (
+    ContextParallelConfig,
+    ContextParallelInput,
+    ContextParallelOutput,
+    apply_context_parallel,
+    remove_context_parallel,
+)
+from cp_runtime.errors import ContextParallelError
 
 
 def fill(module: nn.Module, seed: int = 1) -> nn.Module:
@@ -111,3 +121,64 @@ def relative(outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float
     if [out.shape for out in outputs] != [out.shape for out in expected]:
         return worst(float("inf"))
     return worst(max(((a - b).abs().max() / b.std()).nan_to_num(float("inf")) for a, b in zip(outputs, expected, strict=True)))
+
+
+@functools.cache
+def model_of(name: str) -> nn.Module:
+    """Whoever changes it takes its changes back."""
+    return build(name)
+
+
+@functools.cache
+def stock(case: Case) -> tuple[Tensor, ...]:
+    """Outputs of a case."""
+    with torch.inference_mode():
+        return forward(model_of(case.model), case.make())
+
+
+def prepare(_: Any) -> None:
+    """Make what the ranks ask for, before they are forked (tests/support/preloaded.py): all of them find the same."""
+    for case in CASES:
+        stock(case)
+
+
+ANYTHING = dict(ulysses_anything=True, ring_anything=True)
+
+
+def fingerprint(model: nn.Module) -> list[Any]:
+    """Everything that sharding could leave behind: attributes and hooks of every module, torch's attention function."""
+    state: list[Any] = [F.scaled_dot_product_attention]
+    for name, module in model.named_modules():
+        hooks = [len(value) for key, value in sorted(vars(module).items()) if key.endswith("_hooks") and value is not None]
+        state.append((name, sorted(vars(module)), hooks, type(module), type(module).forward))
+    return state
+
+
+TOLERANCE = 1e-5
+"""Largest difference, in standard deviations: docs/numerics.md."""
+
+
+def close(difference: float, what: Any = "") -> None:
+    """Assert that a difference is one of rounding, nan not."""
+    assert difference <= TOLERANCE, f"{what}: {difference}"
+
+
+def refused(run: Any, *words: str, kind: type[Exception] = ContextParallelError) -> None:
+    """Assert that a call is refused, with these words in the message."""
+    said = None
+    try:
+        run()
+    except kind as error:
+        said = str(error)
+    assert said is not None, f"not refused: {words}"
+    assert all(word in said for word in words), f"{words} not in: {said}"
+
+
+def sharded(model: nn.Module, world: int, plan: Any, inputs: dict[str, Any], **more: Any) -> None:
+    """A call in Ulysses mode, which must give what one process gives."""
+    expected = forward(model, inputs)
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan, **more)
+    try:
+        close(relative(forward(model, inputs), expected))
+    finally:
+        remove_context_parallel(model)

@@ -8,9 +8,7 @@ import diffusers_tokens
 import torch
 from diffusers_cases import CASES, MODES, TWO_AXES, checks_on, degrees, turns
 from diffusers_configs import MODELS
-from diffusers_models import forward, plan_of, relative
-from diffusers_stock import model as model_of
-from diffusers_stock import stock
+from diffusers_models import forward, model_of, plan_of, relative, stock
 from support.ranks import finish, of_all, report, start
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel

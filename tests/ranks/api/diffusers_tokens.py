@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers_cases import MODES, degrees, flux, hunyuan, ltx_2, normal
-from diffusers_models import TOKENS, build, fill, forward, plan_of, relative
-from diffusers_trials import ANYTHING, close, fingerprint, refused, sharded
+from diffusers_models import ANYTHING, TOKENS, build, close, fill, fingerprint, forward, plan_of, refused, relative, sharded
 from own_modules import (
     Both,
     Computed,
