@@ -1,29 +1,24 @@
 """The registry of families: every plan fits ComfyUI's class, every plan is tested, and docs/generated/families.md says so."""
 
-import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 from support import families, preloaded
-from support.package import load_package
+from support.package import ROOT
+from support.ranks import COMFY, run_ranks
 
-load_package()
-from cp_runtime.families import PLANS  # noqa: E402
+from cp_runtime.families import PLANS
 
-ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
-SCRIPT = Path(__file__).with_name("plan_check.py")
+SCRIPT = Path(__file__).with_name("plan_ranks.py")
 
 
 @pytest.fixture(scope="module")
 def checked():
     """Errors of every plan against a tiny model of its class, by family module and model."""
-    env = {**os.environ, "PYTHONPATH": os.environ["COMFYUI_PATH"]}
-    done = preloaded.run([str(SCRIPT)], env=env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    (found,) = run_ranks(SCRIPT, 1, preload=COMFY)
+    return found
 
 
 MODELS = [(family, model) for family in families.NAMES for model in families.load(family).MODELS]

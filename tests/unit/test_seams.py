@@ -1,20 +1,18 @@
 """Seams that moved in newer versions of ComfyUI: each fails here if the next one moves it again."""
 
-import json
-import os
 from pathlib import Path
 
 import pytest
-from support import families, preloaded
+from support import families
+from support.ranks import COMFY, run_ranks
 
 CONTAINER = "AttentionTensorContainer"
 
 
 @pytest.fixture(scope="module")
 def found():
-    done = preloaded.run([str(Path(__file__).with_name("seams_check.py"))], env=os.environ)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    (report,) = run_ranks(Path(__file__).with_name("seams_ranks.py"), 1, preload=COMFY)
+    return report
 
 
 def test_a_function_gets_containers_where_nothing_is_exchanged(found):

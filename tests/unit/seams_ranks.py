@@ -1,28 +1,19 @@
-"""What ComfyUI's newer versions give to attention, and what they record: on the ComfyUI at hand, and on stand-ins for what only a
-newer one has. Prints a JSON object."""
+"""Rank script, one process: what ComfyUI's newer versions give to attention, and what they record: on the ComfyUI at hand, and on
+stand-ins for what only a newer one has."""
 
-import json
-import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-sys.path[:0] = [os.environ["COMFYUI_PATH"], str(Path(__file__).resolve().parents[1])]
+import comfy.memory_management
+import torch
+from comfy.cli_args import args
+from comfy.ldm.modules import attention
+from support.ranks import finish, report, start
 
-import comfy.cli_args  # noqa: E402
+from cp_runtime.comfy.attention.rank import attention_override
+from cp_runtime.comfy.ranks.rank_service import make_service
+from cp_runtime.comfyui import RECORDING, unrecorded
 
-args = comfy.cli_args.args
-args.cpu = True
-import torch  # noqa: E402
-from comfy.ldm.modules import attention  # noqa: E402
-from support.package import load_package  # noqa: E402
-
-load_package()
-import comfy.memory_management  # noqa: E402
-
-from cp_runtime.comfy.attention.rank import attention_override  # noqa: E402
-from cp_runtime.comfy.ranks.rank_service import make_service  # noqa: E402
-from cp_runtime.comfyui import RECORDING, unrecorded  # noqa: E402
+start()
 
 
 class StandIn:
@@ -94,4 +85,5 @@ rank = SimpleNamespace(device=torch.device("cpu"), rank=0, loading_hook=lambda: 
 make_service(rank, {"model_folders": ()})
 found["on a rank"] = recorded()
 found["aimdo on a rank"] = comfy.memory_management.aimdo_enabled
-print(json.dumps(found))
+report(**found)
+finish()

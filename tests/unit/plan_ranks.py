@@ -1,25 +1,16 @@
-"""Checks every plan against a tiny model of its class, and a plan against models that were changed; prints a JSON object, with
-the families in which Torch Compile leaves blocks as they are."""
+"""Rank script, one process: checks every plan against a tiny model of its class, and a plan against models that were changed; reports
+the errors, with the families in which Torch Compile leaves blocks as they are."""
 
-import json
-import os
-import sys
-from pathlib import Path
+import torch
+from support import families
+from support.models import build
+from support.ranks import finish, report, start
 
-sys.path[:0] = [os.environ["COMFYUI_PATH"], str(Path(__file__).resolve().parents[1])]
+from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
+from cp_runtime.errors import PlanError, UnsupportedError
+from cp_runtime.families import plan_for
 
-import comfy.cli_args  # noqa: E402
-
-comfy.cli_args.args.cpu = True
-import torch  # noqa: E402
-from support import families  # noqa: E402
-from support.models import build  # noqa: E402
-from support.package import load_package  # noqa: E402
-
-load_package()
-from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings  # noqa: E402
-from cp_runtime.errors import PlanError, UnsupportedError  # noqa: E402
-from cp_runtime.families import plan_for  # noqa: E402
+start()
 
 
 def error_of(model):
@@ -64,4 +55,5 @@ class Block(torch.nn.Module):
 model = build(families.load("wan").MODELS["wan t2v"])
 model.blocks = torch.nn.ModuleList(Block(block) for block in model.blocks)
 errors["renamed argument"] = error_of(model)
-sys.stdout.write(f"\n{json.dumps(errors)}\n")
+report(**errors)
+finish()
