@@ -1,5 +1,7 @@
-"""Rank script, one process: checks every plan against a tiny model of its class, and a plan against models that were changed; reports
-the errors, with the families in which Torch Compile leaves blocks as they are."""
+"""Rank script, one process: checks every plan against a tiny model of its class, and a plan against models that were changed.
+
+It reports the errors, and the families in which Torch Compile leaves blocks as they are.
+"""
 
 import torch
 from support import families
