@@ -1,12 +1,8 @@
 """Case 43: Cancel, Ctrl-C, the status and other restarts while the restart route starts ranks."""
 
-import json
 import os
 import signal
-import threading
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -21,26 +17,15 @@ CP = {"world_size": 2}
 STATUS, RESTART = "/context_parallel/status", "/context_parallel/restart"
 
 
-def restart(server):
-    """HTTP status and JSON answer; None where the server ended before it answered."""
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{RESTART}", method="POST")
-    try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=120) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-    except OSError:
-        return None
-
-
 @pytest.fixture
 def hanging_restart(comfyui_path, checkpoints_dir, tmp_path):
     """A server whose restart route waits for a rank that hangs at its start."""
     faults = Faults(tmp_path)
-    with ComfyServer(comfyui_path, models=checkpoints_dir, env=faults.environment) as server:
+    options = {"models": checkpoints_dir, "env": faults.environment}
+    with ThreadPoolExecutor(1) as thread, ComfyServer(comfyui_path, **options) as server:
         server.run(flux_prompt(cp=CP), timeout=120).check()
         faults.arm(1, "sleep", at="start")
-        threading.Thread(target=restart, args=(server,), daemon=True).start()
+        thread.submit(server.answer, RESTART, "POST")
         faults.wait_taken()
         yield server
 
@@ -67,7 +52,7 @@ def test_cancel_and_ctrl_c_while_a_restart_hangs(hanging_restart):
 def test_ten_restarts_at_once_are_one(fault_server, expected):
     before, starts = assert_right(fault_server, expected, CP), fault_server.log_text().count("starting 2 ranks")
     with ThreadPoolExecutor(10) as threads:
-        answers = [threads.submit(restart, fault_server) for _ in range(10)]
+        answers = [threads.submit(fault_server.answer, RESTART, "POST") for _ in range(10)]
         slowest = 0.0
         while not all(answer.done() for answer in answers):
             asked = time.monotonic()

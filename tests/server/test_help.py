@@ -2,7 +2,6 @@
 
 import ast
 import re
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,13 +43,8 @@ def translations(server) -> dict[str, Json]:
     return {language: texts["nodeDefs"] for language, texts in server.get("/api/i18n").items()}
 
 
-def fetch(server, path: str) -> bytes:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=30) as answer:
-        return answer.read()
-
-
 def page_of(server, name: str) -> str:
-    return fetch(server, f"/extensions/{PACK}/docs/{name}.md").decode()
+    return server.fetch(f"/extensions/{PACK}/docs/{name}.md").decode()
 
 
 def inputs_of(node: Json) -> dict[str, Json]:
@@ -159,7 +153,7 @@ def test_the_page_begins_with_what_the_node_does(node, pages, info, server):
     assert lines[0] == f"# {info[node]['display_name']}"
     assert lines[2].endswith(".")
     shown = re.fullmatch(r"!\[Graph\]\((images/\w+\.jpg)\)", lines[4])[1]
-    fetch(server, f"/extensions/{PACK}/docs/{shown}")  # the frontend puts the path of the folder before it
+    server.fetch(f"/extensions/{PACK}/docs/{shown}")  # the frontend puts the path of the folder before it
     for row in cells(pages[node]):
         assert all(cell.strip() for cell in row)
     assert all(item.strip() for item in items(pages[node]))

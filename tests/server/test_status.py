@@ -5,8 +5,7 @@ import os
 import re
 import signal
 import time
-import urllib.error
-import urllib.request
+from urllib.error import HTTPError
 
 import pytest
 from support.faults import SLACK, SOAK, Stopwatch
@@ -26,23 +25,12 @@ LONG = {"width": 512, "height": 512, "steps": 60}
 @pytest.fixture(scope="module")
 def expected(pool_server):
     """The stock latent. What other tests have left on the workers is gone."""
-    call(pool_server, RESTART, "POST")
+    pool_server.answer(RESTART, "POST")
     return pool_server.sample(flux_prompt())
 
 
-def call(server, path, method, data=None, **headers):
-    """HTTP status and JSON answer, None where it is no JSON."""
-    url = f"http://127.0.0.1:{server.port}{path}"
-    request = urllib.request.Request(url, data, method=method, headers={k.replace("_", "-"): v for k, v in headers.items()})
-    try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error) if error.headers.get_content_type() == "application/json" else None
-
-
 def test_a_machine_without_accelerators_has_cpu_ranks_to_choose_and_says_why(off_server):
-    code, found = call(off_server, "/context_parallel/devices", "GET")
+    code, found = off_server.answer("/context_parallel/devices", "GET")
     assert (code, found["reason"]["case"], found["indirect"]) == (200, "flag", None)
     assert found["devices"] == [{"name": f"cpu:{i}", "title": "", "memory": 0} for i in range(2)]
 
@@ -55,7 +43,7 @@ def test_what_the_panel_chooses_holds_for_graphs_without_a_config_and_starts_not
     del prompt["cp_config"], prompt["cp_apply"]["inputs"]["cp_config"]
     off_server.run(prompt).check()  # one device: the model passes through
     for wrong in ({"devices": "cuda:9"}, {"devices": 1}, {"measure": "no"}, {"other": 1}, ["devices"]):
-        with pytest.raises(urllib.error.HTTPError, match="400"):
+        with pytest.raises(HTTPError, match="400"):
             off_server.post(SETTINGS, wrong)
     off_server.post(SETTINGS, {"devices": "", "measure": True})
     assert off_server.worker_pids() == []
@@ -64,7 +52,7 @@ def test_what_the_panel_chooses_holds_for_graphs_without_a_config_and_starts_not
 @pytest.mark.parametrize("path", [SETTINGS, MACHINES])
 def test_a_body_that_is_no_object_is_refused(off_server, path):
     for wrong in (b"", b"{", b"\xff", b"[" * 100_000, b"null", b"1", b'"add"', b'["devices"]'):
-        code, answer = call(off_server, path, "POST", wrong, Content_Type="application/json; charset=none")
+        code, answer = off_server.answer(path, "POST", data=wrong, headers={"Content-Type": "application/json; charset=none"})
         assert code == 400
         assert answer["error"].startswith("body: Send a JSON object. Got ")
         assert answer["error"].endswith("allowed: a JSON object.")
@@ -72,7 +60,7 @@ def test_a_body_that_is_no_object_is_refused(off_server, path):
 
 @pytest.mark.parametrize("wrong", [{}, {"add": 1}, {"add": None}, {"remove": ["pc2"]}, {"add": "127.0.0.2:1", "remove": "pc2"}])
 def test_machines_are_added_or_removed_by_text(off_server, wrong):
-    code, answer = call(off_server, MACHINES, "POST", json.dumps(wrong).encode())
+    code, answer = off_server.answer(MACHINES, "POST", data=json.dumps(wrong).encode())
     assert (code, answer["error"].partition(" Got ")[0]) == (400, "machines: Send one of the two, as text.")
     assert not off_server.get(MACHINES)["listens"]
 
@@ -84,7 +72,7 @@ def test_no_worker_yet(off_server):
     nothing |= dict.fromkeys(("alone", "backend", "peer_to_peer", "pace", "last_call", "last_vae_call", "starting", "loading"))
     others = {name: off[name] for name in ("last_error", "speed", "settings")}  # whatever ran here on one device
     assert off == {"state": "off", "version": VERSION, **nothing, **others}
-    assert call(off_server, RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
+    assert off_server.answer(RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
 
 
 def test_a_run_that_is_refused_is_an_error_of_the_node_that_refuses(off_server):
@@ -146,7 +134,7 @@ def test_idle(pool_server, expected):
 
 def test_answers_while_the_ranks_start_and_compute(pool_server, expected, faults):
     assert_right(pool_server, expected)
-    assert call(pool_server, RESTART, "POST")[0] == 200
+    assert pool_server.answer(RESTART, "POST")[0] == 200
     os.kill(pool_server.worker_pids()[0], signal.SIGKILL)
     pool_server.run(flux_prompt(cp=CP))  # notices it
     faults.arm(1, "slow", at="start", seconds=1)  # rank 0 waits for it
@@ -195,7 +183,7 @@ def test_the_text_in_a_node_that_did_not_end_says_so(pool_server, expected, way,
     elif way == "kill":
         os.kill(pids[1], signal.SIGKILL)
     else:
-        call(pool_server, RESTART, "POST")
+        pool_server.answer(RESTART, "POST")
     assert pool_server.wait(prompt_id).status == ("interrupted" if way == "cancel" else "error")
     pool_server.wait_event(lambda event: event.type == "text" and event.data == ("sampler", text), since=since)
 
@@ -227,14 +215,14 @@ def test_a_stopped_rank_is_silent_and_a_dead_one_gone(pool_server, expected):
     assert "SIGKILL" in failure["message"]
     assert "INFO|" not in failure["message"]
     assert abs(failure["time"] - time.time()) < 60
-    assert call(pool_server, RESTART, "POST")[1]["status"]["last_error"] is None
+    assert pool_server.answer(RESTART, "POST")[1]["status"]["last_error"] is None
     assert_right(pool_server, expected)
     pool_server.wait_status(lambda status: status["state"] == "idle")
 
 
 def test_restart_while_idle(pool_server, expected):
     pids = assert_right(pool_server, expected)
-    code, answer = call(pool_server, RESTART, "POST")
+    code, answer = pool_server.answer(RESTART, "POST")
     assert (code, answer["restarted"], answer["error"]) == (200, True, None)
     assert answer["status"]["state"] == "idle"
     started = pool_server.worker_pids()
@@ -254,7 +242,7 @@ def test_restart_in_the_middle_of_a_step(pool_server, expected, stopped):
         os.kill(pids[1], signal.SIGSTOP)
         pool_server.wait_status(lambda status: [rank["state"] for rank in status["ranks"]] == ["computing", "silent"])
     watch = Stopwatch(f"health: restart while {'a rank hangs' if stopped else 'computing'}")
-    code, answer = call(pool_server, RESTART, "POST")
+    code, answer = pool_server.answer(RESTART, "POST")
     assert (code, answer["restarted"], answer["error"]) == (200, True, None)
     at, message = pool_server.failed_at(prompt_id)
     watch.within(1, "the prompt fails", at - watch.began)
@@ -268,7 +256,7 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
     """Cancel leaves it to the next run, unless the measurement alone is cancelled; what has no room on one device runs on all the
     same. It is one call, not the first."""
     pids = assert_right(pool_server, expected)
-    before = call(pool_server, MEASURE, "POST")[1]["status"]["last_call"]
+    before = pool_server.answer(MEASURE, "POST")[1]["status"]["last_call"]
     prompt_id = pool_server.queue(flux_prompt(cp=CP, width=768, height=640, steps=3))
     if way == "cancel":
         pool_server.wait_status(lambda status: status["activity"] == "measuring a call on one device…")
@@ -277,7 +265,7 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
         assert pool_server.status()["speed"]["measuring"]
     elif way == "stop":
         pool_server.wait_status(lambda status: status["activity"] == "measuring a call on one device…")
-        assert not call(pool_server, MEASURE, "DELETE")[1]["status"]["speed"]["measuring"]
+        assert not pool_server.answer(MEASURE, "DELETE")[1]["status"]["speed"]["measuring"]
         pool_server.wait(prompt_id).check()
         assert pool_server.status()["speed"]["words"].endswith("not compared with one process: cancelled")
     else:
@@ -296,10 +284,10 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
 @pytest.mark.parametrize(
     "path", [STATUS, RESTART, MEASURE, f"/api{STATUS}", f"/api{RESTART}", f"/api{MEASURE}", SETTINGS, MACHINES]
 )
-@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}], ids=["origin", "fetch"])
+@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}], ids=["origin", "fetch"])
 def test_other_sites_are_refused(pool_server, expected, path, headers):
     pids = assert_right(pool_server, expected)
-    assert call(pool_server, path, "GET" if path.endswith(STATUS) else "POST", **headers) == (403, None)
+    assert pool_server.answer(path, "GET" if path.endswith(STATUS) else "POST", headers=headers) == (403, None)
     assert pool_server.worker_pids() == pids
 
 
@@ -307,5 +295,5 @@ def test_other_sites_are_refused(pool_server, expected, path, headers):
 def test_what_changes_something_is_no_get(pool_server, expected, path):
     """A link or an image on a page must not do it."""
     pids = assert_right(pool_server, expected)
-    assert call(pool_server, path, "GET")[0] in (404, 405)
+    assert pool_server.answer(path, "GET")[0] in (404, 405)
     assert pool_server.worker_pids() == pids

@@ -368,6 +368,19 @@ class ComfyServer:
         """Wait until a few steps of a prompt are done."""
         self.wait_event(lambda e: e.type == "progress" and e.data["prompt_id"] == prompt_id and e.data["value"] >= 2, timeout)
 
+    def fetch(self, path: str, timeout: float = 30.0, **request: Any) -> bytes:
+        """Body of an answer. `request`: other arguments of `urllib.request.Request`."""
+        with self._open(path, timeout, **request) as answer:
+            return answer.read()
+
+    def answer(self, path: str, method: str, **request: Any) -> tuple[int, Any]:
+        """HTTP status of a request that may be refused, and the answer where it is JSON, else None."""
+        try:
+            with self._open(path, 120.0, method=method, **request) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error) if error.headers.get_content_type() == "application/json" else None
+
     def get(self, path: str, timeout: float = 30.0) -> Any:
         """Any other JSON answer of the server."""
         return self._call(path, timeout=timeout)
@@ -434,12 +447,13 @@ class ComfyServer:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _open(self, path: str, timeout: float, **request: Any) -> Any:
+        return self._opener.open(urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", **request), timeout=timeout)
+
     def _call(self, path: str, body: Any = None, timeout: float = 30.0) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if data else {}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data=data, headers=headers)
-        with self._opener.open(request, timeout=timeout) as answer:
-            text = answer.read()
+        text = self.fetch(path, timeout, data=data, headers=headers)
         return json.loads(text) if text else None
 
     def _note(self, result: Result) -> None:
