@@ -37,7 +37,7 @@ AT_FULL_LENGTH = [
         f"tests/server/test_{name}.py"
         for name in ("accelerators", "compiled", "families", "host_memory", "nodes", "patches", "quantised", "vae")
     ),
-    *(f"tests/ranks/api/test_{name}.py" for name in ("diffusers", "example")),
+    *(f"tests/ranks/api/test_{name}.py" for name in ("api", "diffusers")),
     *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "stages")),
     "tests/ranks/attention/test_attention.py",
     "tests/ranks/vae/test_vae.py",

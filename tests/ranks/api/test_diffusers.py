@@ -1,4 +1,7 @@
-"""Every diffusers model class that has a sharding plan, with that plan: the sharded model equals the model in one process."""
+"""Every diffusers model class that has a sharding plan, with that plan: the model on ranks equals the model in one process.
+
+Also of a model of which every rank keeps 1/N, and with PipeFusion as far as nothing is stale.
+"""
 
 import functools
 import sys
@@ -67,3 +70,38 @@ def test_every_example_of_the_document_gives_what_one_process_gives():
     examples = run_ranks("api/document_ranks.py", 4, preload=DIFFUSERS)
     assert len(examples) == 14
     assert {example["code"]: example["difference"] for example in examples if not example["difference"] <= TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_same_bits_and_the_weights_come_back(world):
+    """Where every rank keeps 1/N: the same bits as with whole weights, in 1/N of the memory."""
+    reports = run_ranks("api/shared_ranks.py", world, preload=DIFFUSERS)
+    assert [report["model"] for report in reports] == ["flux", "wan", "sd3"]
+    for report in reports:
+        assert report["equal"] == {"first": True, "second": True, "restored": True}, report
+        assert report["weights"], report
+        assert report["gathers"] > 0
+        assert report["held"] <= report["bound"], report
+
+
+@pytest.fixture(scope="module")
+def staged():
+    """Reports by model."""
+    return {report["model"]: report for report in run_ranks("api/pipefusion_ranks.py", 2, preload=DIFFUSERS, prepare=[])}
+
+
+@pytest.mark.parametrize("model", ["hunyuan dit", "flux", "sd3", "pixart", "wan t2v"])
+def test_a_model_staged(staged, model):
+    found = staged[model]
+    assert found["exact"] == 0
+    assert max(found["warm_up"]) <= TOLERANCE
+    assert found["same_inputs"] <= TOLERANCE
+    assert 0 < found["next_step"] < 0.2  # keys and values of later patches are of the step before
+    assert found["other_text"] <= TOLERANCE
+    assert found["next_run"] <= TOLERANCE
+    assert found["with_names"] <= TOLERANCE
+    assert found["removed"] == 0
+
+
+def test_a_class_without_a_plan_for_stages_is_refused(staged):
+    assert "has no plan for pipefusion_degree" in staged["refused"]["error"]
