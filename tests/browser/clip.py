@@ -45,7 +45,6 @@ LAYOUT = """() => {
     [app.canvas.ds.offset[0], app.canvas.ds.offset[1]] = [125, 50];
     app.canvas.setDirty(true, true);
 }"""
-RUNNING = "() => app.ui.lastQueueSize > 0"
 SEED = (
     "seed => { app.graph.nodes.find(node => node.type === 'KSampler').widgets.find(({ name }) => name === 'seed').value = seed; }"
 )
