@@ -136,10 +136,8 @@ def show_directions(repetitions: int) -> None:
     def around(*parts: tuple[slice, int]) -> Tensor:
         for step in range(world - 1):
             sent, received = chunks[step % 2], chunks[(step + 1) % 2]
-            operations = []
-            for part, way in parts:
-                operations.append(dist.P2POp(dist.isend, sent[part], (rank + way) % world))
-                operations.append(dist.P2POp(dist.irecv, received[part], (rank - way) % world))
+            operations = [dist.P2POp(dist.irecv, received[part], (rank - way) % world) for part, way in parts]
+            operations += [dist.P2POp(dist.isend, sent[part], (rank + way) % world) for part, way in parts]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
         return received

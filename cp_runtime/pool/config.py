@@ -6,15 +6,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any
 
 from ..engine.collectives import native_backend
 from ..engine.config import MAX_SHARE, PipelineSettings, SequenceSettings
 from ..engine.sharding import Shares
-from ..errors import ConfigError, bad_value, is_int, shown
+from ..errors import bad_value, is_int, shown
 from .settings import MAX_STEP_TIMEOUT, SETTINGS, STAGED
 
 DEGREES = ("ulysses_degree", "ring_degree", "batch_degree")
@@ -174,16 +173,15 @@ def _resolve_shares(shares: str, ranks: int) -> Shares:
 
 
 def _resolve_devices(world_size: int, devices: str, backend: str, inventory: DeviceInventory) -> tuple[str, ...]:
-    wrong = partial(bad_value, "devices", devices)
     if not isinstance(devices, str):
-        raise wrong("a text such as 'cuda:0,cuda:2'", "Leave it empty for the first devices.")
+        raise bad_value("devices", devices, "a text such as 'cuda:0,cuda:2'", "Leave it empty for the first devices.")
     # Ranks share an accelerator only where `devices` says so: a number alone is more likely a mistake.
     shared_by = ("gloo", "nccl") if os.environ.get(ONE_CARD) == "1" else ("gloo",)
     sharing = bool(devices.strip()) and backend in shared_by and inventory.type != "cpu"
     limit = inventory.max_ranks * (RANKS_PER_ACCELERATOR if sharing else 1)
     if not is_int(world_size) or not 0 <= world_size <= limit:
         raise bad_value("world_size", world_size, f"0 (choose) to {limit}. {_visible(inventory)}", "Lower it, or leave it at 0.")
-    names = tuple(_parse_device(part.strip(), inventory, wrong) for part in devices.split(",")) if devices.strip() else ()
+    names = tuple(_parse_device(part.strip(), devices, inventory) for part in devices.split(",")) if devices.strip() else ()
     if not names:
         count = world_size or inventory.default_ranks
         own = min(count, inventory.own(count))
@@ -192,23 +190,28 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
     if world_size not in (0, len(names)):
         raise bad_value("world_size", world_size, f"0 or {len(names)}, the number of entries in devices", "Leave it at 0.")
     if "/" in names[0]:
-        raise wrong("a device of this computer first", "Rank 0 is on the computer with ComfyUI.")
+        raise bad_value("devices", devices, "a device of this computer first", "Rank 0 is on the computer with ComfyUI.")
     places = [split_device(name)[0] for name in names]
     names = tuple(sorted(names, key=lambda name: places.index(split_device(name)[0])))  # ranks of a machine are neighbours
     if inventory.type != "cpu" and not sharing and len(set(names)) != len(names):
-        once = "each device once; with backend=gloo ranks can share an accelerator, to check results: it is slow"
-        raise wrong(once, "Name each device once.")
+        raise bad_value(
+            "devices",
+            devices,
+            "each device once; with backend=gloo ranks can share an accelerator, to check results: it is slow",
+            "Name each device once.",
+        )
     if len(names) > limit:
-        raise wrong(f"at most {limit} entries on this machine", "Name fewer devices.")
+        raise bad_value("devices", devices, f"at most {limit} entries on this machine", "Name fewer devices.")
     return names
 
 
-def _parse_device(text: str, inventory: DeviceInventory, wrong: Callable[[str, str], ConfigError]) -> str:
-    """Parse one entry of `devices`. `wrong`: makes the error, of what is allowed and what to do."""
+def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
+    """Parse one entry of `devices`."""
     if "/" in text:
         if text not in inventory.others:
-            there = f"devices of other computers: {', '.join(inventory.others) or 'none has joined'}; {shown(text)} is none of them"
-            raise wrong(there, "Let that computer join again, or leave devices empty for all that are there.")
+            words = ", ".join(inventory.others) or "none has joined"
+            raise bad_value("devices", devices, f"devices of other computers: {words}; {shown(text)} is none of them",
+                            "Let that computer join again, or leave devices empty for all that are there.")  # fmt: skip
         return text
     cpu = inventory.type == "cpu"
     match = _DEVICE.fullmatch(text)
@@ -216,8 +219,12 @@ def _parse_device(text: str, inventory: DeviceInventory, wrong: Callable[[str, s
     if match is None or match[1] != inventory.type or (index >= inventory.count and not cpu):
         last = f"{inventory.type}:{inventory.count - 1}"
         allowed = "cpu, once per rank" if cpu else f"{inventory.type}:0" + (f" to {last}" if inventory.count > 1 else "")
-        names = f"names with commas between them: {allowed}; {shown(text)} is none of them. {_visible(inventory)}"
-        raise wrong(names, "Leave it empty to use the first ones.")
+        raise bad_value(
+            "devices",
+            devices,
+            f"names with commas between them: {allowed}; {shown(text)} is none of them. {_visible(inventory)}",
+            "Leave it empty to use the first ones.",
+        )
     return "cpu" if cpu else f"{inventory.type}:{index}"
 
 
