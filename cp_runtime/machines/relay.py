@@ -222,6 +222,7 @@ class Relay:
         try:
             channel.flush()
             while (frame := channel.poll()) is not None:
+                self._beat()  # a rank that reports has cleared its notes: older ones would be taken for those of the next command
                 self._report(rank, frame.data)
         except Closed:
             del self._ranks.channels[rank]

@@ -16,10 +16,12 @@ from cp_runtime.errors import ConfigError, MirrorError, PoolError, ProtocolError
 from cp_runtime.machines import wire as wires
 from cp_runtime.machines.facts import differences
 from cp_runtime.machines.host import Machines
+from cp_runtime.machines.relay import Relay, log
 from cp_runtime.machines.wire import Code, Refused, Wire, interface_of, parse_address
 from cp_runtime.pool.board import Board, Progress
-from cp_runtime.pool.channel import SharedBlock
+from cp_runtime.pool.channel import Channel, SharedBlock
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.messages import Done, pack, unpack
 
 CODE = Code("127.0.0.1", 1234, "a token")
 FACTS = {"pack": "1", "comfyui": "0.30", "torch": "2.11", "nccl": "2.28", "comfy-kitchen": "1", "kind": "cuda", "dtypes": "float32"}
@@ -311,3 +313,19 @@ def test_nothing_runs_or_listens_before_someone_asks_and_afterwards(tmp_path, mo
         machines.open("127.0.0.3", port)
         machines.close()
     wait_for(lambda: threading.active_count() <= before, 5)
+
+
+def test_what_a_rank_noted_arrives_before_its_report(connected):
+    """Its notes are cleared by then. If they came later, those of this command would give the next one the time of a load."""
+    host, other = connected
+    relay = Relay(other, {})
+    log.removeHandler(log.handlers[-1])
+    ours, theirs = socket.socketpair()
+    relay._ranks.channels[0], rank = Channel(ours), Channel(theirs)
+    rank.send(pack(Done()))
+    relay._hear(0)
+    (first, _), (second, data) = host.receive(), host.receive()
+    assert ("board" in first, second["report"]) == (True, 0)
+    assert isinstance(unpack(bytes(data)).message, Done)
+    rank.close()
+    ours.close()
