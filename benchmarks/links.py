@@ -1,4 +1,4 @@
-"""Attention and a step of Flux over links from free to hopeless: rounds of Ulysses, rings, the planner's choice, and diffusers.
+"""Attention and a step of Flux over links from free to hopeless: rounds of Ulysses, 8 bits, rings, the planner's choice, diffusers.
 
     python benchmarks/links.py [--quick] [--ranks 2 3] [--repetitions 3]    # as root, on Linux
 
@@ -12,6 +12,7 @@ s: seconds, median; a repetition is as long as its slowest rank takes.
 one round / these: of those seconds; above 1 if these are faster.
 best / chosen: of all numbers of rounds, and those that the planner takes from what it measured on that link.
 one way / both ways: of a ring's exchanges alone; below 1 if halves of a chunk that travel in opposite directions take longer.
+exact / 8 bit: of the rounds that are chosen, and of as many as there may be.
 diffusers / best: its Ulysses against the best of ours, its ring against the best of our rings.
 """
 
@@ -38,7 +39,7 @@ from flux_step import TEXT_TOKENS, Step
 from support.ranks import report
 from torch import Tensor
 
-from cp_runtime.engine.config import SequenceSettings
+from cp_runtime.engine.config import EIGHT_BIT, SequenceSettings
 from cp_runtime.engine.cost import ROUNDS, AttentionShape, DegreePlanner
 from cp_runtime.engine.measuring import measure
 from cp_runtime.engine.mesh import SequenceMesh
@@ -50,7 +51,7 @@ LINKS = {"free": 0.0, "quarter": 0.25, "half": 0.5, "equal": 1.0, "double": 2.0,
 BURST = 256 << 10  # bytes that pass at once; larger than what the kernel would cut into packets on the ranks' cores
 QUEUE = 64 << 20  # bytes that wait; what is dropped would be sent again
 TOKENS = 4096
-TOLERANCE = 1e-4
+TOLERANCE, TOLERANCE_OF_8_BITS = 1e-4, 0.5  # largest difference, in standard deviations
 CHUNK, RATE = 3 << 20, 25e6
 """Bytes, and bytes per second, of a ring's exchanges alone."""
 MODEL = dict(
@@ -123,6 +124,7 @@ def variants_of(case: Layer | Step, world: int) -> dict[str, Callable[[], Tensor
     theirs = {"ulysses": (1, world), "ring": (world, 1)} if HEADS % world == 0 else {"ring": (world, 1)}
     return {
         **{f"{each} rounds": case.ours(1, world, ulysses_rounds=each) for each in rounds},
+        EIGHT_BIT: case.ours(1, world, ulysses_rounds=rounds[-1], exchange=EIGHT_BIT),
         **{name: case.ours(world, 1, rotate_method=method) for name, method in RINGS.items()},
         **{f"diffusers {mode}": case.theirs(*degrees) for mode, degrees in theirs.items()},
     }
@@ -169,7 +171,8 @@ def rank_main(what: str, repetitions: int, links: list[str]) -> None:
     case = Layer(tokens, mesh) if what == "attention" else Step(TOKENS, MODEL)
     variants = variants_of(case, world)
     for name, call in variants.items():
-        check(name, call(), case.expected, TOLERANCE, case.expected.std())
+        tolerance = TOLERANCE_OF_8_BITS if name == EIGHT_BIT else TOLERANCE
+        check(name, call(), case.expected, tolerance, case.expected.std())
     qkv = torch.randn(3, 1, HEADS // world, tokens, HEAD_DIM)
     attend = partial(torch.nn.functional.scaled_dot_product_attention, *qkv)
     attend()
@@ -204,6 +207,7 @@ def ratios(seconds: Mapping[str, float], chosen: str) -> dict[str, float]:
     rings = [each for name, each in seconds.items() if name.startswith("ring")]
     found = {f"one round / {name}": rounds["1 rounds"] / each for name, each in rounds.items() if name != "1 rounds"}
     found["best / chosen"] = min(rounds.values()) / rounds[chosen]
+    found["exact / 8 bit"] = rounds[chosen] / seconds[EIGHT_BIT]
     found["diffusers ring / best ring"] = seconds["diffusers ring"] / min(rings)
     if "diffusers ulysses" in seconds:
         found["diffusers ulysses / chosen"] = seconds["diffusers ulysses"] / rounds[chosen]
