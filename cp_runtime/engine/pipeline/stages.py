@@ -208,9 +208,9 @@ class Stages:
         def at(block: int, stock: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.place >= len(visits) or visits[self.place].block != block:
                 raise PlanError(f"{self._blocks[block].name} ran in another order than in a call of the same form.")
-            visit, owner, device = visits[self.place], self._owners[block], next(tensors((args, kwargs))).device
+            visit, owner = visits[self.place], self._owners[block]
             if self.place == 0 and self._group.may_overlap:
-                self._ask(arriving, follows, device)
+                self._ask(arriving, follows, next(tensors((args, kwargs))).device)
             if owner == self.stage:
                 out = stock(*args, **kwargs)
                 for to in sorted(visit.needed):
