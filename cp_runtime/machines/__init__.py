@@ -1,2 +1,1 @@
-"""Other machines: how they join, and how ranks there are reached. Before someone asks for them there is no listener, thread or
-process, and torch elastic is not imported."""
+"""Other machines: how they join, and how ranks there are reached. Before someone asks, nothing listens and no thread runs."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("context_parallel")
 
 _WATCHING, _IDLE = 0.005, 0.05  # seconds between two looks at what rank 0 decided, in a command and without one
+_STORE = 1 << 16  # bytes of the store's answers that are read at once
 
 
 class MachineLost(PoolError):
@@ -46,13 +49,14 @@ class RemoteProcess(RankProcess):
         return self.kernel if self.returncode is None else "gone"
 
     def send_signal(self, number: int) -> None:
-        self._bridge.tell(signal=number, rank=self._rank)
+        self._bridge.tell_now(signal=number, rank=self._rank)
 
     def kill(self, patience: float = 0.0) -> None:
+        self._bridge.abandoned = True  # what is on its way to ranks of a pool that is killed
         self.send_signal(signal.SIGKILL)
 
     def write_stacks(self) -> None:
-        self._bridge.tell(stacks=self._rank)
+        self._bridge.tell_now(stacks=self._rank)
 
 
 class Bridge:
@@ -65,20 +69,29 @@ class Bridge:
         self.processes: dict[int, RemoteProcess] = {}
         self._channels: dict[int, Channel] = {}
         self._stacks: dict[int, int] = {}
-        self._lock, self._seq, self.closed = threading.Lock(), -1, False
+        self._stores: dict[int, socket.socket] = {}
+        self._lock, self._seq = threading.Lock(), -1
+        self.closed = self.abandoned = False
         self._waiting = 0  # reports that are to come
 
-    def tell(self, data: Any = b"", **packet: Any) -> None:
-        """Send a packet about this pool; a machine that is gone is noticed elsewhere."""
+    def tell(self, *parts: Any, **packet: Any) -> None:
+        """Send a packet about this pool, after those before it; a machine that is gone is noticed elsewhere."""
         with contextlib.suppress(OSError):
-            self._machine.wire.send({"pool": self.name, **packet}, data)
+            self._machine.wire.send({"pool": self.name, **packet}, *parts, abandoned=lambda: self.abandoned)
+
+    def tell_now(self, **packet: Any) -> None:
+        """Send a packet about this pool before what is on its way."""
+        with contextlib.suppress(OSError):
+            self._machine.wire.send_now({"pool": self.name, **packet})
 
     def add(self, rank: int, process: RemoteProcess, fds: Mapping[str, int]) -> None:
-        """Carry for one more rank. Its channel and the file for its stacks are duplicated."""
+        """Carry for one more rank. Its sockets and the file for its stacks are duplicated."""
         with self._lock:
             self.processes[rank] = process
             self._channels[rank] = Channel(socket.socket(fileno=os.dup(fds["channel_fd"])))
+            self._stores[rank] = store = socket.socket(fileno=os.dup(fds["store_fd"]))
             self._stacks[rank] = os.dup(fds["stacks_fd"])
+            threading.Thread(target=self._answer, args=(rank, store), name="context-parallel-bridge", daemon=True).start()
             if len(self.processes) == 1:
                 threading.Thread(target=self._run, name="context-parallel-bridge", daemon=True).start()
 
@@ -95,6 +108,8 @@ class Bridge:
                 return
             elif "report" in packet:
                 self._report(packet["report"], bytes(data), offset)
+            elif "store" in packet:
+                self._stores[packet["store"]].sendall(packet["text"].encode())
             elif "board" in packet:
                 for rank, *words, kernel in packet["board"]:
                     self.board.write(rank, words)
@@ -146,7 +161,13 @@ class Bridge:
             log.error("%s: %s", self._machine.name, error)
         finally:
             self._close()
-            self.tell(end=True)
+            self.tell_now(end=True)
+
+    def _answer(self, rank: int, store: socket.socket) -> None:
+        """Send on what the store answers a rank."""
+        with contextlib.suppress(OSError):
+            while data := store.recv(_STORE):
+                self.tell_now(store=rank, text=data.decode())
 
     def _forward(self, rank: int, channel: Channel) -> None:
         frames = []
@@ -164,19 +185,28 @@ class Bridge:
     def _send(self, frame: Frame) -> None:
         if frame.kind != Load.__name__:
             tensors = self.request.view(frame.nbytes).numpy().data if frame.nbytes else b""
-            self.tell(b"".join((frame.data, tensors)), frame=len(frame.data))
+            self.tell(frame.data, tensors, frame=len(frame.data))
             return
         fd, recipe = frame.fields["memory"][1], frame.fields["recipe"]
-        tensors = os.pread(fd, os.fstat(fd).st_size, 0) if fd else b""
-        files = self._machine.owner.describe(recipe)
-        relocate = self._machine.owner.relocate
-        self.tell(b"".join((frame.data, tensors)), frame=len(frame.data), memory=True, files=files, relocate=relocate)
+        try:
+            files = self._machine.owner.describe(recipe)
+        except Exception as error:  # noqa: BLE001  (the prompt fails with it)
+            for channel in self._channels.values():
+                with contextlib.suppress(Closed):
+                    channel.send(pack(failure(error), frame.seq))
+            return
+        patches = mmap.mmap(fd, 0, prot=mmap.PROT_READ) if fd and os.fstat(fd).st_size else b""
+        self.tell(frame.data, patches, frame=len(frame.data), memory=True, files=files, relocate=self._machine.owner.relocate)
 
     def _close(self) -> None:
         with self._lock:
             if self.closed:
                 return
             self.closed = True
+            for store in self._stores.values():
+                with contextlib.suppress(OSError):
+                    store.shutdown(socket.SHUT_RDWR)  # ends the thread that reads it
+                store.close()
             for channel in self._channels.values():
                 channel.close()
             for fd in self._stacks.values():
@@ -184,3 +214,8 @@ class Bridge:
             self.board.freeze()
             self.request.close()
             self._board.close()
+
+
+def failure(error: Exception) -> Failure:
+    """Return what a rank would report of an error before it was asked."""
+    return Failure(at=time.monotonic(), kind=type(error).__name__, message=str(error), trace="")

@@ -1,6 +1,7 @@
 """The other machines, as ComfyUI's process has them: who has joined, and how the pool reaches ranks there.
 
-`Machine.start` is what `ForkServer.start` is on this machine: the pool gives it the same spec and the same descriptors, of a socket
+A machine is a connection that has proven the code: it takes part from when it has met the others until the connection ends.
+`Machine.start` is what `ForkServer.start` is on this machine: the pool gives it the same spec and the same descriptors, of sockets
 and of memory, and a `Bridge` carries what goes over them.
 """
 
@@ -9,43 +10,61 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import re
 import signal
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ContextParallelError, PoolError
+from ..errors import ContextParallelError, PoolError, ProtocolError, bad_value
 from ..pool.forking import RankProcess
 from ..pool.launcher import LogPump
 from .bridge import Bridge, MachineLost, RemoteProcess
 from .facts import differences
-from .join import start_agent
+from .meeting import MEETING, meet
 from .wire import BEAT, Code, Refused, Wire, forget_token, interface_of, interfaces, kept_token
 
 log = logging.getLogger("context_parallel")
 
-STARTS = 30.0  # seconds in which an agent opens its store
-_MOST_STRANGERS = 16  # connections whose proof is waited for
+_STRANGERS, _OF_ONE_ADDRESS = 64, 4  # connections whose proof is waited for
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,30}")
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a machine says of itself."""
+
+    name: str
+    facts: dict[str, str]
+    devices: tuple[str, ...]
+
+    @classmethod
+    def of(cls, packet: Mapping[str, Any]) -> Hello:
+        """Read it off a packet. Raises ProtocolError: it is none."""
+        match packet:
+            case {"hello": str(name), "facts": dict(facts), "devices": list(devices)}:
+                if all(isinstance(text, str) for text in (*facts.values(), *devices)):
+                    return cls(name, facts, tuple(devices))
+        raise ProtocolError("the first packet is no hello with name, facts and devices")
 
 
 @dataclass(eq=False)
 class Machine:
-    """A machine that has joined."""
+    """A machine that joins or has joined. `ready`: it has met the others. `lost`: why it is gone; empty = it is there."""
 
     owner: Machines
     name: str
     wire: Wire
     devices: tuple[str, ...]
-    pid: int  # of its relay
     bridges: dict[str, Bridge] = field(default_factory=dict)
-    ready: bool = True
-    lost: str = ""  # why it is gone; empty = it is there
+    ready: bool = False
+    lost: str = ""
+    _met: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.wire.peer})"
@@ -69,13 +88,18 @@ class Machine:
             return process
         self.bridges[name] = bridge
         bridge.add(spec["rank"], process, fds)
-        bridge.tell(start=spec)
+        bridge.tell_now(start=spec)
         return process
+
+    def meet(self, newcomer: Code) -> str:
+        """Have it meet a newcomer: see `meeting.meet`."""
+        with contextlib.suppress(OSError, queue.Empty):
+            self.wire.send_now({"meet": [newcomer.address, newcomer.port]})
+            return self._met.get(timeout=MEETING + 1)
+        return f"{self} did not say whether it reaches {newcomer.address}."
 
     def serve(self) -> None:
         """Take what it sends until it is gone."""
-        beats = threading.Thread(target=self._beat, name="context-parallel-beats", daemon=True)
-        beats.start()
         offset = float("inf")
         try:
             while True:
@@ -84,31 +108,39 @@ class Machine:
                     offset = min(offset, time.monotonic() - packet["now"])
                 if "log" in packet:
                     log.log(packet["log"], "[%s] %s", self.name, packet["line"])
+                elif "met" in packet:
+                    self._met.put(str(packet["met"]))
                 elif (bridge := self.bridges.get(packet.get("pool", ""))) is not None:
                     bridge.hear(packet, data, offset)
         except TimeoutError:
             why = "gave no sign of life for 5 s: it sleeps or is stopped, or the network between the computers is down"
-        except (OSError, ContextParallelError, LookupError, TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  (whatever it sends, it alone is gone)
             why = f"has ended, or left ({error})"
-        self.lost = self.lost or f"the computer {self} {why}. It is taken in again when it is back."
-        log.warning("%s", self.lost)
+        self.end(f"the computer {self} {why}. It is taken in again when it is back.")
+
+    def end(self, why: str) -> None:
+        """Note that it is gone, and its ranks with it, unless that is known."""
+        if self.lost:
+            return
+        self.lost = why
+        log.warning("%s", why)
         self.wire.close()
         for bridge in list(self.bridges.values()):
-            bridge.lost(MachineLost(self.lost))
+            bridge.lost(MachineLost(why))
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Give it signs of life until it is gone."""
         with contextlib.suppress(OSError):
             while not self.lost:
-                self.wire.send({"beat": True})
+                self.wire.send_now({"beat": True})
                 time.sleep(BEAT)
 
 
 class Machines:
-    """The machines that work for this ComfyUI. Nothing listens, and no thread or process is there, before `open`.
+    """The machines that work for this ComfyUI. Nothing listens, and no thread is there, before `open`.
 
     Args:
         facts: of this machine, see `facts.facts_of`.
-        busy: whether a prompt runs: a machine that comes back meanwhile waits, if others work on it.
         describe: says what file of a model another machine needs, from the recipe in a load.
         relocate: module, under the package, that finds the file there; empty = recipes go as they are.
     """
@@ -116,24 +148,22 @@ class Machines:
     def __init__(
         self,
         facts: Callable[[], dict[str, Any]],
-        busy: Callable[[], bool] = lambda: False,
         describe: Callable[[dict[str, Any]], dict[str, Any]] = lambda recipe: {},
         relocate: str = "",
     ) -> None:
-        self._facts, self._busy, self.describe, self.relocate = facts, busy, describe, relocate
+        self._facts, self.describe, self.relocate = facts, describe, relocate
         self.code: Code | None = None
-        self._here: dict[str, Machine] = {}
-        self.joining: dict[str, list[str]] = {}  # by name: what has to be changed there; empty = it is on its way
-        self._listener: socket.socket | None = None
-        self._agent: subprocess.Popen[str] | None = None
-        self._store_port = 0
+        self._machines: dict[str, Machine] = {}
+        self._refused: dict[str, list[str]] = {}  # by name: what has to be changed there
         self._removed: set[str] = set()
-        self._strangers = threading.Semaphore(_MOST_STRANGERS)
+        self._listener: socket.socket | None = None
+        self._strangers: Counter[str] = Counter()  # by address
+        self._lock, self._meeting = threading.Lock(), threading.Lock()  # of the dictionaries; of one newcomer at a time
 
     @property
     def here(self) -> dict[str, Machine]:
         """The machines that work for this ComfyUI now, by name."""
-        return {name: machine for name, machine in sorted(self._here.items()) if not machine.lost}
+        return {name: machine for name, machine in sorted(self._machines.items()) if machine.ready and not machine.lost}
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -143,28 +173,17 @@ class Machines:
     @property
     def interface(self) -> dict[str, str]:
         """Variables by which ranks of this machine reach those of the others."""
-        return interfaces(self._code.address)
-
-    @property
-    def store(self) -> tuple[str, int]:
-        """Address and port of the store in which ranks meet."""
-        return self._code.address, self._store_port
-
-    @property
-    def _code(self) -> Code:
         if self.code is None:
             raise PoolError("no other computer can work for this ComfyUI yet: press Add a computer, or set CP_MACHINES")
-        return self.code
+        return interfaces(self.code.address)
 
     def status(self) -> dict[str, Any]:
         """Return the code, and what is to be said of every machine: `state` (joining, refused, ready, lost) and `why`."""
-        said: list[dict[str, Any]] = [
-            {"name": name, "state": "refused" if why else "joining", "why": why} for name, why in self.joining.items()
-        ]
-        for name, machine in sorted(self._here.items()):
-            state = {"state": "lost", "why": [machine.lost]} if machine.lost else {"state": "ready", "why": []}
-            entry = {"name": name, **state, "address": machine.wire.peer, "devices": list(machine.devices)}
-            said.append({**entry, "sent": machine.wire.sent})
+        said: list[dict[str, Any]] = [{"name": name, "state": "refused", "why": why} for name, why in sorted(self._refused.items())]
+        for name, machine in sorted(self._machines.items()):
+            state = "lost" if machine.lost else "ready" if machine.ready else "joining"
+            entry = {"name": name, "state": state, "why": [machine.lost] if machine.lost else []}
+            said.append({**entry, "address": machine.wire.peer, "devices": list(machine.devices), "sent": machine.wire.sent})
         return {"code": None if self.code is None else str(self.code), "machines": said}
 
     def open(self, address: str, port: int) -> Code:
@@ -177,18 +196,22 @@ class Machines:
         except OSError as error:
             raise PoolError(f"cannot listen on {address}:{port}: {error.strerror}. Choose another port.") from error
         self.code = Code(address, port, kept_token())
-        for run in (self._accept, self._keep_agent):
-            threading.Thread(target=run, args=(self.code,), name="context-parallel-machines", daemon=True).start()
+        threading.Thread(target=self._accept, args=(self.code,), name="context-parallel-machines", daemon=True).start()
         return self.code
 
     def remove(self, name: str) -> None:
-        """Send a machine away, and let it not come back; with the last one, stop listening, and make the code worthless."""
-        self.joining.pop(name, None)
-        self._removed.add(name)
-        if (machine := self._here.pop(name, None)) is not None:
-            machine.lost = machine.lost or f"the computer {name} was removed"
-            machine.wire.close()
-        if not self._here:  # one that is lost may come back
+        """Send a machine away, and let it not come back; with the last one, stop listening, and make the code worthless. Without a
+        name, stop listening unless a machine is there. Raises ConfigError: there is no such machine."""
+        with self._lock:
+            if name and name not in {*self._machines, *self._refused}:
+                known = ", ".join(sorted({*self._machines, *self._refused})) or "none: no computer has joined or tried to"
+                raise bad_value("remove", name, known, "Send the name of a computer that the panel lists.")
+            self._refused.pop(name, None)
+            if (machine := self._machines.pop(name, None)) is not None:
+                self._removed.add(name)
+        if machine is not None:
+            machine.end(f"the computer {name} was removed")
+        if not self._machines:  # one that is lost may come back
             self.close()
             forget_token()
 
@@ -199,27 +222,12 @@ class Machines:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
-        if self._agent is not None:
-            self._agent.kill()
-            self._agent.wait()
-        for machine in self._here.values():
-            machine.lost = machine.lost or "ComfyUI lets no computer work for it any more"
-            machine.wire.close()
-        for kept in (self._here, self.joining, self._removed):
-            kept.clear()
-
-    def _keep_agent(self, invitation: Code) -> None:
-        """Keep torch elastic's agent of this machine running. It ends with the thread that has started it."""
-        while self.code is invitation:
-            spec = {"address": invitation.address, "host": True, "run_id": invitation.run_id}
-            self._agent = agent = start_agent("--agent", spec, stdout=subprocess.PIPE)
-            if self.code is not invitation:  # `close` may have found none yet
-                agent.kill()
-            with agent.stdout or contextlib.nullcontext() as lines:
-                self._store_port = int((lines.readline() if lines else "") or 0)
-                agent.wait()
-            self._store_port = 0
-            time.sleep(1)
+        with self._lock:
+            gone = list(self._machines.values())
+            for kept in (self._machines, self._refused, self._removed):
+                kept.clear()
+        for machine in gone:
+            machine.end("ComfyUI lets no computer work for it any more")
 
     def _accept(self, invitation: Code) -> None:
         while self.code is invitation and self._listener is not None:
@@ -227,7 +235,10 @@ class Machines:
                 sock, (address, _) = self._listener.accept()
             except OSError:
                 return
-            if not self._strangers.acquire(blocking=False):
+            with self._lock:
+                waited_for = self._strangers[address] < _OF_ONE_ADDRESS and self._strangers.total() < _STRANGERS
+                self._strangers[address] += waited_for
+            if not waited_for:
                 sock.close()
                 continue
             threading.Thread(
@@ -240,49 +251,71 @@ class Machines:
             try:
                 wire = Wire.accept(sock, invitation.token)
             finally:
-                self._strangers.release()
-            packet, _ = wire.receive()
-            if "hello" in packet:
-                self._admit(wire, packet)
-            elif "relay" in packet:
-                self._take_in(wire, packet)
+                with self._lock:
+                    self._strangers -= Counter([address])
+            hello = Hello.of(wire.receive()[0])
+            if (machine := self._admit(wire, hello, invitation)) is not None:
+                self._take_in(machine, invitation)
         except Refused as error:
             log.warning("%s, and was told nothing", error)
-        except (OSError, ContextParallelError, KeyError, TypeError, ValueError) as error:
+        except (OSError, ContextParallelError, LookupError, TypeError, ValueError) as error:
             log.info("a connection from %s has ended: %s", address, error)
         finally:
             (sock if wire is None else wire).close()
 
-    def _admit(self, wire: Wire, packet: dict[str, Any]) -> None:
-        """Compare a machine with this one, and tell it where the others meet, once that disturbs nobody."""
-        name = str(packet["hello"])
-        wrong = differences(self._facts(), packet["facts"])
+    def _admit(self, wire: Wire, hello: Hello, invitation: Code) -> Machine | None:
+        """Compare a machine with this one, and give it its name; or tell it what differs, and return None."""
+        name, again = hello.name, False
+        wrong = differences(self._facts(), hello.facts)
         if not _NAME.fullmatch(name):
             wrong.append(f"name: {name!r}; allowed: letters, digits, - and . in lower case. Choose one by --name.")
-        if name in self._removed:
-            wrong.append("name: this computer was removed. Choose another one by --name to join again.")
-        elif name in self.here:
-            wrong.append(f"name: another computer is called {name} already. Choose one by --name.")
-        self.joining[name] = wrong
-        if wrong:
+        with self._lock:
+            machine = self._machines.get(name)
+            if self.code is not invitation:
+                raise ConnectionResetError("ComfyUI does not listen any more")
+            if name in self._removed:
+                wrong.append("name: this computer was removed. Choose another one by --name to join again.")
+            elif machine is not None and not machine.lost:
+                # That may be this one, as it was before: its end is noticed in a few seconds.
+                again = not wrong
+                wrong.append(f"name: another computer is called {name} already. Choose one by --name.")
+            elif not wrong:
+                self._refused.pop(name, None)
+                self._machines[name] = machine = Machine(self, name, wire, hello.devices)
+                return machine
+            if not again:
+                self._refused[name] = wrong
+                for _ in range(len(self._refused) - _STRANGERS):
+                    del self._refused[next(iter(self._refused))]
+        if not again:
             log.warning("%s (%s) cannot work for this ComfyUI yet:\n  %s", name, wire.peer, "\n  ".join(wrong))
-            wire.send({"differ": wrong})
-            return
-        until = time.monotonic() + STARTS
-        while (self._busy() and self.here) or (not self._store_port and time.monotonic() < until):
-            wire.send({"wait": True})
-            time.sleep(BEAT)
-        wire.send({"store": self.store, "run_id": self._code.run_id})
+        wire.send({"differ": wrong, "again": again})
+        return None
 
-    def _take_in(self, wire: Wire, packet: dict[str, Any]) -> None:
-        """Have a machine work for this ComfyUI, which has exchanged something with the others, until it is gone."""
-        name = str(packet["relay"])
-        if packet["failed"]:
-            self.joining[name] = [str(packet["failed"])]
-            log.warning("%s: %s", name, packet["failed"])
-            return
-        machine = Machine(self, name, wire, tuple(map(str, packet["devices"])), int(packet["pid"]))
-        self.joining.pop(name, None)
-        self._here[name] = machine
-        log.info("%s (%s) works for this ComfyUI, with %s", name, wire.peer, ", ".join(machine.devices))
-        machine.serve()
+    def _take_in(self, machine: Machine, invitation: Code) -> None:
+        """Have a machine meet the others, and then work for this ComfyUI until it is gone."""
+        wire = machine.wire
+        try:
+            wire.send({"welcome": True})
+            port = wire.receive()[0].get("listening")
+            if not isinstance(port, int) or not 0 < port < 1 << 16:
+                raise ProtocolError(f"{machine} listens on no port: {port!r}")
+            threading.Thread(target=machine.beat, name="context-parallel-beats", daemon=True).start()
+            with self._meeting:
+                newcomer = Code(wire.peer, port, invitation.token)
+                met = [meet(wire.own, newcomer), *(each.meet(newcomer) for each in self.here.values())]
+            if failed := " ".join(filter(None, met)):
+                log.warning("%s cannot work for this ComfyUI yet: %s", machine, failed)
+                with self._lock:
+                    self._refused[machine.name] = [failed]
+            wire.send({"met": failed})
+            if failed:
+                return
+            machine.ready = True
+            log.info("%s works for this ComfyUI, with %s", machine, ", ".join(machine.devices))
+            machine.serve()
+        finally:
+            machine.end(f"the computer {machine} gave up")
+            with self._lock:
+                if not machine.ready and self._machines.get(machine.name) is machine:  # it gave up: nobody waits for it
+                    del self._machines[machine.name]

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import logging
 import os
 import re
+import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ..errors import ContextParallelError
-from . import elastic
+from ..errors import ContextParallelError, ProtocolError
 from .facts import devices_of, facts_of
+from .meeting import being_met
+from .relay import Place, Relay
 from .wire import Code, Refused, Wire
 
 NO_MODELS = ("custom_nodes", "datasets", "configs")
+_MOST = 1 << 40  # bytes of a packet from ComfyUI, such as patches of weights
 
 
-def run(asked: dict[str, Any]) -> None:
-    """Try until ComfyUI takes this computer, and be its agent. Exits with 1, and says what to do, where trying would not help.
-    `asked`: `argv` of `join.py`; `typed`, the code where it is none of the arguments."""
+def run(argv: Sequence[str]) -> NoReturn:
+    """Work for a ComfyUI whenever it is there, until Ctrl-C. Exit with 1, and a remedy, where another try would
+    not help. `argv`: of `join.py`."""
     parser = argparse.ArgumentParser(prog="join.py", description=__doc__)
     parser.add_argument(
         "code", help="what ComfyUI shows on the other computer; - reads it, and nobody sees it in a list of processes"
@@ -33,63 +38,63 @@ def run(asked: dict[str, Any]) -> None:
     parser.add_argument(
         "--name", default=re.sub("[^a-z0-9-]", "-", socket.gethostname().lower())[:30], help="of this computer there"
     )
-    given, options = parser.parse_known_args(asked["argv"][1:])
+    given, options = parser.parse_known_args(argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s|%(message)s")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        invitation = Code.parse(asked["typed"] if given.code == "-" else given.code)
-        comfyui = _comfyui_folder(asked["argv"][0])
+        invitation = Code.parse(sys.stdin.readline() if given.code == "-" else given.code)
+        comfyui = _comfyui_folder(argv[0])
     except ContextParallelError as error:
         sys.exit(str(error))
     kind = "cpu" if "--cpu" in options or not torch.accelerator.is_available() else _kind()
     folders = _model_folders(comfyui, options)
     nodes = folders.pop("custom_nodes", [])
     models = sorted({folder for name, kept in folders.items() if name not in NO_MODELS for folder in kept})
-    spec: dict[str, Any] = {
-        "host": False,
-        "code": vars(invitation),
-        "name": given.name,
-        "device_type": kind,
-        "devices": devices_of(kind),
-        "folders": folders,
-        "site": {
-            "arguments": {"model_folders": models, "node_folders": nodes},
-            "path": [comfyui],
-        },
-    }
+    place = Place(
+        name=given.name,
+        device_type=kind,
+        devices=devices_of(kind),
+        folders=folders,
+        path=(comfyui,),
+        arguments={"model_folders": models, "node_folders": nodes},
+    )
     facts, said = facts_of(comfyui, kind), ""
-    _say(f"{given.name}: {', '.join(spec['devices'])}, torch {facts['torch']}, ComfyUI {facts['comfyui']}. Ctrl-C ends it.")
+    _say(f"{place.name}: {', '.join(place.devices)}, torch {facts['torch']}, ComfyUI {facts['comfyui']}. Ctrl-C ends it.")
     while True:
         try:
-            news = _try(invitation, spec, facts)
+            news = _work(invitation, place, facts)
         except Refused as error:
             sys.exit(str(error))
         except TimeoutError:
             news = f"{invitation.address}:{invitation.port} does not answer: let the firewall there pass this port. Trying again."
-        except OSError as error:
-            news = f"ComfyUI is not there ({error.strerror or error}). Trying again."
+        except (OSError, ProtocolError) as error:
+            news = f"ComfyUI is not there ({getattr(error, 'strerror', None) or error}). Trying again."
         if news != said:
             _say(news)
         said = news
         time.sleep(1)
 
 
-def _try(invitation: Code, spec: dict[str, Any], facts: dict[str, Any]) -> str:
-    """Be the agent of this computer, and end with that. Return why where that has to wait. Raises OSError: ComfyUI is not there;
+def _work(invitation: Code, place: Place, facts: dict[str, Any]) -> str:
+    """Work for ComfyUI until the connection ends; return why it ended, or did not begin. Raises OSError: ComfyUI is not there;
     Refused: it will not have us."""
-    wire = Wire.connect(invitation)
-    try:
-        wire.send({"hello": spec["name"], "facts": facts, "devices": spec["devices"]})
-        answer: dict[str, Any] = {"wait": True}
-        while "wait" in answer:
-            answer, _ = wire.receive()
-    finally:
-        wire.close()
-    if "differ" not in answer:
+    with contextlib.closing(Wire.connect(invitation, _MOST)) as wire:
+        wire.send({"hello": place.name, "facts": facts, "devices": place.devices})
+        answer, _ = wire.receive()
+        if differ := answer.get("differ"):
+            if answer["again"]:
+                return str(differ[0])
+            sys.exit("This computer cannot work for that ComfyUI yet:\n  " + "\n  ".join(differ))
         _say(f"joining the ComfyUI on {invitation.address}…")
-        elastic.run(spec | {"address": wire.own, "store": answer["store"], "run_id": answer["run_id"]})
-    if any(text.startswith("name: another computer") for text in answer["differ"]):
-        return str(answer["differ"][0])  # this one, perhaps, as it was before: ComfyUI notices in a few seconds
-    sys.exit("This computer cannot work for that ComfyUI yet:\n  " + "\n  ".join(answer["differ"]))
+        with being_met(wire.own, invitation.token) as port:
+            wire.send({"listening": port})
+            while "met" not in answer:
+                answer, _ = wire.receive()
+        if answer["met"]:
+            return f"{answer['met']} Trying again."
+        _say(f"ready: works for the ComfyUI on {invitation.address}")
+        return f"the work for ComfyUI is over, or was interrupted ({Relay(wire, place, invitation.token).serve()}). Trying again."
 
 
 def _say(text: str) -> None:

@@ -1,5 +1,4 @@
-"""What torch elastic runs on every machine, one process each. Together they try whether the machines reach each other. On a machine
-that has joined it then starts ranks for the ComfyUI on the other one, and passes on what goes between them.
+"""Starts ranks on a machine that has joined, for the ComfyUI on another one, and passes on what goes between them.
 
 To its ranks the relay is what ComfyUI's process is to the ranks there: it has forked them, their commands come over a socket that
 they inherit, and tensors lie in memory that all of them map. So a tensor comes to a machine once, however many ranks it has.
@@ -12,16 +11,13 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..errors import ContextParallelError, PoolError
 from ..pool.board import Inherited
@@ -31,63 +27,36 @@ from ..pool.failures import death
 from ..pool.fork_server import PACKAGE, import_by_name
 from ..pool.forking import FORK_SERVERS, RankProcess
 from ..pool.launcher import child_environment
-from ..pool.messages import Failure, Frame, Load, pack, unpack
+from ..pool.messages import Frame, Load, pack, unpack
+from .bridge import failure
+from .meeting import meet
 from .wire import BEAT, Code, Wire, interfaces
 
 log = logging.getLogger("context_parallel")
 
-MEETING = 10.0  # seconds that machines have to reach each other
-_NUMBERS = 1 << 18  # that they exchange for it
 _STACKS = 0.4  # seconds that a rank gets to write its stacks
+_STORE = 1 << 16  # bytes of a rank's requests to its store that are read at once
 
 
-def run(spec: dict[str, Any]) -> None:
-    """Run a relay until its agent ends.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a machine that joins has.
 
     Args:
-        spec: see `elastic.run`; on a machine that joins also `code`, `name`, `device_type`, `devices`, and `site`, `folders`: where
-            its ComfyUI is, and its model folders by kind.
+        name: of the machine.
+        device_type: torch's type of its devices.
+        devices: their names there.
+        folders: its model folders, by kind.
+        path: what its ranks have on `sys.path` to import ComfyUI.
+        arguments: of its ranks' service.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s|%(message)s")
-    log.setLevel(logging.INFO)
-    if spec["host"]:
-        meet(spec)
-        while True:
-            signal.pause()
-    failed = ""
-    try:
-        meet(spec)
-    except (RuntimeError, OSError) as error:
-        failed = str(error)
-    wire = Wire.connect(Code(**spec["code"]))
-    wire.send({"relay": spec["name"], "failed": failed, "devices": spec["devices"], "pid": os.getpid()})
-    if failed:
-        sys.exit(failed)
-    Relay(wire, spec).serve()
 
-
-def meet(spec: dict[str, Any]) -> None:
-    """Have the machines' relays exchange something: only then do they reach each other in all directions. Raises PoolError."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world == 1:
-        return
-    own, limit = spec["address"], timedelta(seconds=MEETING)
-    os.environ.update(interfaces(own))
-    address, port = spec["store"]
-    # torch elastic draws this port anew for every set of machines; nothing listens on it.
-    round_ = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-    store = dist.PrefixStore(f"meet/{round_}", dist.TCPStore(address, port, is_master=False, timeout=limit))
-    try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-        dist.all_reduce(torch.zeros(_NUMBERS))
-    except RuntimeError as error:
-        raise PoolError(
-            f"the computers do not reach each other ({error}): ranks talk over ports that the system chooses. Let the firewalls on "
-            "both pass everything between them."
-        ) from error
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    name: str
+    device_type: str
+    devices: list[str]
+    folders: dict[str, list[str]]
+    path: tuple[str, ...]
+    arguments: dict[str, Any]
 
 
 @dataclass
@@ -97,37 +66,54 @@ class Ranks:
     inherited: Inherited
     processes: dict[int, RankProcess] = field(default_factory=dict)
     channels: dict[int, Channel] = field(default_factory=dict)
+    stores: dict[int, socket.socket] = field(default_factory=dict)  # by which they ask their pool's store
     told: set[int] = field(default_factory=set)  # ranks whose start, or whose end, ComfyUI knows of
 
 
 class Relay:
     """Serves ComfyUI over a connection. One thread takes what it sends, another what ranks report."""
 
-    def __init__(self, wire: Wire, spec: dict[str, Any]) -> None:
-        self._wire, self._spec, self._pool = wire, spec, ""
+    def __init__(self, wire: Wire, place: Place, token: str) -> None:
+        self._wire, self._place, self._token, self._pool = wire, place, token, ""
         self._ranks = Ranks(Inherited(1))
-        self._lock = threading.Lock()
-        log.addHandler(_Forwarded(wire))
+        self._lock, self._over = threading.Lock(), False
 
-    def serve(self) -> None:
-        """Serve until the connection ends; then end this process, and with it the ranks."""
+    def serve(self) -> str:
+        """Serve until the connection ends, and the ranks with it; return why it ended."""
+        forwarded = _Forwarded(self._wire)
+        log.addHandler(forwarded)
         threading.Thread(target=self._watch, name="context-parallel-ranks", daemon=True).start()
         try:
             while True:
                 packet, data = self._wire.receive()
                 with self._lock:
                     self._take(packet, data)
-        except (OSError, ContextParallelError) as error:
-            log.warning("the connection to ComfyUI has ended: %s", error)
-            os._exit(1)
+        except Exception as error:  # noqa: BLE001  (whatever ComfyUI sends, this computer tries again)
+            return f"{type(error).__name__}: {error}"
+        finally:
+            log.removeHandler(forwarded)
+            self._over = True
+            self._wire.close()
+            with self._lock:
+                self._end()
 
     def _take(self, packet: dict[str, Any], data: bytearray) -> None:
         if "start" in packet:
             self._start(packet)
+        elif "meet" in packet:
+            threading.Thread(target=self._meet, args=packet["meet"], daemon=True).start()
         elif packet.get("pool") != self._pool:
             return  # a sign of life; or for ranks that have ended
+        elif "memory" in packet:  # what takes a while must not keep a kill waiting
+            threading.Thread(target=self._load, args=(self._ranks, packet, data), daemon=True).start()
         elif "frame" in packet:
-            self._pass_on(packet, data)
+            frame, tensors = _unpack(packet, data)
+            if tensors:
+                self._ranks.inherited.request.view(len(tensors)).copy_(torch.frombuffer(tensors, dtype=torch.uint8))
+            self._pass_on(frame)
+        elif "store" in packet and (store := self._ranks.stores.get(packet["store"])) is not None:
+            with contextlib.suppress(OSError):  # its rank has ended
+                store.sendall(packet["text"].encode())
         elif "decision" in packet:
             self._ranks.inherited.board.decide(packet["decision"])
         elif "signal" in packet and (process := self._ranks.processes.get(packet["rank"])) is not None:
@@ -140,46 +126,60 @@ class Relay:
             for process in self._ranks.processes.values():
                 threading.Thread(target=process.kill).start()
 
+    def _meet(self, address: str, port: int) -> None:
+        failed = meet(self._wire.own, Code(address, port, self._token))
+        with contextlib.suppress(OSError):
+            self._wire.send({"met": failed})
+
     def _start(self, packet: dict[str, Any]) -> None:
         """Fork a rank. The first one of another pool ends those of the one before."""
-        spec = packet["start"]
+        spec, place = packet["start"], self._place
         rank, world = spec["rank"], spec["world_size"]
         if packet["pool"] != self._pool:
             self._end()
             self._pool, self._ranks = packet["pool"], Ranks(Inherited(world))
-        ranks, own = self._ranks, self._spec["site"]
+        ranks = self._ranks
         site = WorkerSite(
-            service=spec["service"], arguments=own["arguments"], path=tuple(own["path"]), preload=tuple(spec["preload"]),
+            service=spec["service"], arguments=place.arguments, path=place.path, preload=tuple(spec["preload"]),
             argv=tuple(spec["argv"]),  # options decide how ComfyUI computes
         )  # fmt: skip
-        spec["arguments"] = own["arguments"]
-        environment = child_environment(self._spec["device_type"], spec["machines"].count(self._spec["name"]))
+        spec["arguments"] = place.arguments
+        environment = child_environment(place.device_type, spec["machines"].count(place.name))
         server = FORK_SERVERS.get(site, environment)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ranks.channels[rank] = Channel(ours)
-            fds = {"channel_fd": theirs.fileno(), **ranks.inherited.descriptors(rank)}
+        (ours, theirs), (store, its) = socket.socketpair(), socket.socketpair()
+        with theirs, its:
+            ranks.channels[rank], ranks.stores[rank] = Channel(ours), store
+            fds = {**ranks.inherited.descriptors(rank), "channel_fd": theirs.fileno(), "store_fd": its.fileno()}
             ranks.processes[rank] = server.start(spec, environment | interfaces(self._wire.own), fds)
+        threading.Thread(target=self._ask_store, args=(packet["pool"], rank, store), daemon=True).start()
 
-    def _pass_on(self, packet: dict[str, Any], data: bytearray) -> None:
-        """Pass a command on to all ranks, once its tensors lie in memory that they map."""
-        head = packet["frame"]
-        frame, tensors = unpack(bytes(data[:head])), memoryview(data)[head:]
-        ranks = self._ranks
-        if "memory" in packet:  # weight patches, which ranks keep
-            try:
-                frame = self._relocated(frame, tensors, packet)
-            except ContextParallelError as error:
-                for rank in ranks.channels:
-                    failure = Failure(at=time.monotonic(), kind=type(error).__name__, message=str(error), trace="")
-                    self._report(rank, pack(failure, frame.seq))
-                return
-        elif tensors:
-            ranks.inherited.request.view(len(tensors)).copy_(torch.frombuffer(tensors, dtype=torch.uint8))
-        ranks.inherited.board.undecided()
-        for channel in ranks.channels.values():
+    def _ask_store(self, pool: str, rank: int, store: socket.socket) -> None:
+        """Pass on what a rank asks its pool's store."""
+        with contextlib.suppress(OSError):
+            while data := store.recv(_STORE):
+                self._wire.send({"pool": pool, "store": rank, "text": data.decode()})
+
+    def _pass_on(self, frame: Frame) -> None:
+        """Pass a command on to all ranks."""
+        self._ranks.inherited.board.undecided()
+        for channel in self._ranks.channels.values():
             with contextlib.suppress(Closed):
                 channel.send(frame.data)
+
+    def _load(self, ranks: Ranks, packet: dict[str, Any], data: bytearray) -> None:
+        """Pass a load on, whose file is the one on this machine."""
+        frame, tensors = _unpack(packet, data)
+        try:
+            frame = self._relocated(frame, tensors, packet)
+        except Exception as error:  # noqa: BLE001  (the prompt fails with it)
+            report = pack(failure(error), frame.seq)
+            with self._lock, contextlib.suppress(OSError):
+                for rank in ranks.channels:
+                    self._report(rank, report)
+            return
+        with self._lock:
+            if self._ranks is ranks:
+                self._pass_on(frame)
 
     def _relocated(self, frame: Frame, tensors: memoryview, packet: dict[str, Any]) -> Frame:
         """Return a load whose file is the one on this machine, and whose patches lie in this process's memory."""
@@ -187,7 +187,7 @@ class Relay:
         if not isinstance(message, Load):
             raise PoolError(f"a {frame.kind} with memory of its own")
         module = import_by_name(f"{PACKAGE}.{packet['relocate']}") if packet["relocate"] else None
-        recipe = module.relocate(message.recipe, packet["files"], self._spec["folders"], self._spec["name"]) if module else {}
+        recipe = module.relocate(message.recipe, packet["files"], self._place.folders, self._place.name) if module else {}
         self._kept = SharedBlock()  # until the next load: ranks map it while they load
         if tensors:
             self._kept.view(len(tensors)).copy_(torch.frombuffer(tensors, dtype=torch.uint8))
@@ -197,10 +197,10 @@ class Relay:
         return unpack(pack(moved, frame.seq, frame.nbytes))
 
     def _watch(self) -> None:
-        """Tell ComfyUI what ranks report, how far they are, and that they have ended. Without it, nothing works: so end with it."""
+        """Tell ComfyUI what ranks report, how far they are, and that they have ended. The connection ends with this."""
         due = 0.0
         try:
-            while True:
+            while not self._over:
                 with self._lock:
                     channels = dict(self._ranks.channels)
                 heard = ready(channels, 0.02 if channels else 0.1)
@@ -215,7 +215,7 @@ class Relay:
         except (OSError, ContextParallelError) as error:
             log.warning("the connection to ComfyUI has ended: %s", error)
         finally:
-            os._exit(1)
+            self._wire.close()
 
     def _hear(self, rank: int) -> None:
         channel = self._ranks.channels[rank]
@@ -263,14 +263,24 @@ class Relay:
             process.kill()
         for process in ranks.processes.values():
             process.wait(1)
-        self._tell_of_processes()
+        with contextlib.suppress(OSError):  # ComfyUI is gone
+            self._tell_of_processes()
         for channel in ranks.channels.values():
             channel.close()
+        for store in ranks.stores.values():
+            store.close()
+        ranks.channels.clear()
         ranks.inherited.close()
 
 
+def _unpack(packet: dict[str, Any], data: bytearray) -> tuple[Frame, memoryview]:
+    """Return a command, and the bytes of its tensors."""
+    head = packet["frame"]
+    return unpack(bytes(data[:head])), memoryview(data)[head:]
+
+
 class _Forwarded(logging.Handler):
-    """Sends what is logged here to ComfyUI as well."""
+    """Sends what is logged here to ComfyUI as well. It waits for nothing: threads log while they hold the relay's lock."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__(logging.INFO)
@@ -278,4 +288,4 @@ class _Forwarded(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):
-            self._wire.send({"log": record.levelno, "line": record.getMessage()})
+            self._wire.send_now({"log": record.levelno, "line": record.getMessage()})

@@ -10,11 +10,16 @@ import hmac
 import ipaddress
 import json
 import os
+import re
 import secrets
 import socket
+import stat
 import struct
+import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +32,13 @@ from ..pool.messages import MAX_HEADER
 
 BEAT = 0.25  # seconds between two signs of life of a connection
 SILENT = 5.0  # seconds without one after which the other machine counts as gone
-_PIECE = 1 << 18  # bytes that are sent at once: a slow link is no silent one
-_LENGTHS = struct.Struct("<QQ")  # of the object, and of the bytes
-_MAX_BYTES = 1 << 36
+_PIECE = 1 << 16  # bytes that are sent at once, in front of what is urgent: 0.13 s at 4 Mbit/s
+_HEAD = struct.Struct("<IIB")  # bytes of the object, bytes after it, and whether more follows
+_WHOLE, _MORE, _ABANDONED = range(3)
+_MOST = 1 << 26  # bytes of a packet: stacks, reports
 _NONCE, _PROOF = 32, 32  # bytes
+_TCP_NOTSENT_LOWAT = 25  # tcp(7); Python has no name for it before 3.13
+_TOKEN, _LONGEST_TOKEN = re.compile(rb"[A-Za-z0-9_-]{16,64}"), 65
 
 
 class Refused(PoolError):
@@ -47,11 +55,6 @@ class Code:
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}/{self.token}"
-
-    @property
-    def run_id(self) -> str:
-        """Name of the rendezvous, which does not give the token away."""
-        return hmac.digest(self.token.encode(), b"run", "sha256").hex()[:16]
 
     @classmethod
     def parse(cls, text: str) -> Code:
@@ -76,26 +79,39 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def kept_token() -> str:
-    """Return the token of this user, which is the same after a restart of ComfyUI; make one if there is none.
+    """Return the token of this user, which is the same after a restart of ComfyUI; make one if there is none, or if what is there
+    was not made by us or could be read by others.
 
     Where it cannot be kept, as in a container with a read-only home, the next start has another one.
     """
-    file = Path(cache_folder()) / "machines-token"
+    file = _token_file()
     with contextlib.suppress(OSError):
-        if token := file.read_text().strip():
-            return token
-    token = secrets.token_urlsafe(24)
+        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)  # a pipe under this name would block
+        try:
+            status = os.fstat(fd)
+            private = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+            if private and _TOKEN.fullmatch(token := os.read(fd, _LONGEST_TOKEN)):
+                return token.decode()
+        finally:
+            os.close(fd)
+    made = secrets.token_urlsafe(24)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-            out.write(token)
-    return token
+        fd, written = tempfile.mkstemp(dir=file.parent)  # readable by this user only
+        with open(fd, "w") as out:
+            out.write(made)
+        os.replace(written, file)
+    return made
 
 
 def forget_token() -> None:
     """Make every code that was given away worthless."""
     with contextlib.suppress(OSError):
-        (Path(cache_folder()) / "machines-token").unlink()
+        _token_file().unlink()
+
+
+def _token_file() -> Path:
+    return Path(cache_folder()) / "machines-token"
 
 
 def own_address() -> str:
@@ -122,21 +138,34 @@ def interfaces(address: str) -> dict[str, str]:
 
 
 class Wire:
-    """A connection whose other end has proven that it knows the token. Any thread may send; one receives. `own`, `peer`: addresses.
-    `sent`: bytes so far."""
+    """A connection whose other end has proven that it knows the token. Any thread may send; one receives.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket, self._lock, self.sent = sock, threading.Lock(), 0
+    What is sent in order goes in pieces, and what is urgent goes between two of them: however large a packet is, Cancel, a kill or
+    a sign of life waits for one piece at most.
+
+    Attributes:
+        own, peer: addresses.
+        sent: bytes so far.
+    """
+
+    def __init__(self, sock: socket.socket, most: int = _MOST) -> None:
+        """`most`: bytes of the largest packet that is received."""
+        self._socket, self._most, self.sent = sock, most, 0
+        self._lock, self._order = threading.Lock(), threading.Lock()  # of a piece, and of packets that keep their order
+        self._urgent: deque[bytes] = deque()
+        self._begun: tuple[dict[str, Any], bytearray] | None = None  # a packet whose pieces arrive
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Else megabytes lie in the kernel in front of what is urgent: 8 s at 4 Mbit/s.
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, 2 * _PIECE)
         sock.settimeout(SILENT)
         self.own, self.peer = sock.getsockname()[0], sock.getpeername()[0]
 
     @classmethod
-    def connect(cls, invitation: Code) -> Wire:
-        """Connect to the ComfyUI of a code. Raises Refused or OSError."""
+    def connect(cls, invitation: Code, most: int = _MOST) -> Wire:
+        """Connect to what listens where a code says. Raises Refused or OSError."""
         sock = socket.create_connection((invitation.address, invitation.port), timeout=SILENT)
         try:
-            wire, mine = cls(sock), secrets.token_bytes(_NONCE)
+            wire, mine = cls(sock, most), secrets.token_bytes(_NONCE)
             theirs = bytes(wire._read(_NONCE))
             sock.sendall(mine + _proof(invitation.token, b"join", theirs + mine))
             try:
@@ -151,38 +180,79 @@ class Wire:
             raise
 
     @classmethod
-    def accept(cls, sock: socket.socket, token: str) -> Wire:
-        """Check the other end's proof, and give ours. It is told nothing before. Raises Refused or OSError."""
-        wire, mine = cls(sock), secrets.token_bytes(_NONCE)
+    def accept(cls, sock: socket.socket, token: str, most: int = _MOST) -> Wire:
+        """Check the other end's proof, and give ours. It is told nothing before, and has SILENT seconds in all. Raises Refused or
+        OSError."""
+        wire, mine, until = cls(sock, most), secrets.token_bytes(_NONCE), time.monotonic() + SILENT
         sock.sendall(mine)
-        answer = bytes(wire._read(_NONCE + _PROOF))
+        answer = bytes(wire._read(_NONCE + _PROOF, until))
         theirs, proof = answer[:_NONCE], answer[_NONCE:]
         if not hmac.compare_digest(proof, _proof(token, b"join", mine + theirs)):
             raise Refused(f"a computer at {wire.peer} has the wrong code")
         sock.sendall(_proof(token, b"host", theirs + mine))
         return wire
 
-    def send(self, packet: Mapping[str, Any], data: Any = b"") -> None:
-        """Send an object, and bytes. Raises OSError: the other end is gone, or took none for SILENT seconds."""
-        head, body = json.dumps(packet).encode(), memoryview(data).cast("B")
-        with self._lock:
-            self._socket.sendall(_LENGTHS.pack(len(head), len(body)) + head)
-            for start in range(0, len(body), _PIECE):
-                self._socket.sendall(body[start : start + _PIECE])
-            self.sent += _LENGTHS.size + len(head) + len(body)
+    def send(self, packet: Mapping[str, Any], *parts: Any, abandoned: Callable[[], bool] = lambda: False) -> None:
+        """Send an object, and the bytes of all parts, after what was sent before. `abandoned`: whether nobody wants the rest any
+        more. Raises OSError: the other end is gone, or took none for SILENT seconds."""
+        head, pieces = json.dumps(packet).encode(), _pieces(parts)
+        with self._order:
+            piece: Any = next(pieces, b"")
+            while piece is not None:
+                following, gone = next(pieces, None), abandoned()
+                if gone and head:  # nothing of it is sent yet
+                    return
+                state = _ABANDONED if gone else _WHOLE if following is None else _MORE
+                with self._lock:
+                    self._send_urgent()
+                    self._write(_HEAD.pack(len(head), 0 if gone else len(piece), state) + head, b"" if gone else piece)
+                self._flush()
+                head, piece = b"", None if gone else following
+
+    def send_now(self, packet: Mapping[str, Any]) -> None:
+        """Send an object before whatever is on its way. Another thread may be the one that sends it, and gets its error."""
+        head = json.dumps(packet).encode()
+        self._urgent.append(_HEAD.pack(len(head), 0, _WHOLE) + head)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what is urgent, unless a thread is at it, which looks again when it is done."""
+        while self._urgent and self._lock.acquire(blocking=False):
+            try:
+                self._send_urgent()
+            finally:
+                self._lock.release()
+
+    def _send_urgent(self) -> None:
+        while self._urgent:
+            self._write(self._urgent.popleft(), b"")
+
+    def _write(self, head: bytes, piece: Any) -> None:
+        self._socket.sendall(head)
+        self._socket.sendall(piece)
+        self.sent += len(head) + len(piece)
 
     def receive(self) -> tuple[dict[str, Any], bytearray]:
         """Return the next packet. Raises OSError: the other end is gone, or silent; ProtocolError: it is malformed."""
-        head, body = _LENGTHS.unpack(self._read(_LENGTHS.size))
-        if head > MAX_HEADER or body > _MAX_BYTES:
-            raise ProtocolError(f"a packet of {head} and {body} bytes is above the limit")
-        try:
-            packet = json.loads(self._read(head))
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"a packet is not JSON: {error}") from error
-        if not isinstance(packet, dict):
-            raise ProtocolError("a packet is not a JSON object")
-        return packet, self._read(body)
+        while True:
+            length, size, state = _HEAD.unpack(self._read(_HEAD.size))
+            if length > MAX_HEADER or size > _PIECE or state not in (_WHOLE, _MORE, _ABANDONED):
+                raise ProtocolError(f"a piece of {length} and {size} bytes, state {state}: not allowed")
+            if length:
+                packet, body = _parse(self._read(length)), bytearray()
+                if state == _MORE:
+                    self._begun = packet, body
+            elif self._begun is not None:
+                packet, body = self._begun
+            else:
+                raise ProtocolError("a piece of no packet")
+            if len(body) + size > self._most:
+                raise ProtocolError(f"a packet of more than {self._most} bytes")
+            body += self._read(size)
+            if state != _MORE and not length:
+                self._begun = None
+            if state == _WHOLE:
+                return packet, body
 
     def close(self) -> None:
         """End the connection; a thread that receives gets an error."""
@@ -190,15 +260,36 @@ class Wire:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _read(self, count: int) -> bytearray:
+    def _read(self, count: int, until: float | None = None) -> bytearray:
+        """Return so many bytes. `until`: when they have to be there, on the clock of `time.monotonic`; None = each in SILENT
+        seconds."""
         data = bytearray(count)
         view, have = memoryview(data), 0
         while have < count:
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError("no proof in time")
             got = self._socket.recv_into(view[have:])
             if not got:
                 raise ConnectionResetError("the other computer has closed the connection")
             have += got
         return data
+
+
+def _pieces(parts: Iterable[Any]) -> Iterator[memoryview]:
+    for part in parts:
+        body = memoryview(part).cast("B")
+        for start in range(0, len(body), _PIECE):
+            yield body[start : start + _PIECE]
+
+
+def _parse(head: bytearray) -> dict[str, Any]:
+    try:
+        packet = json.loads(head)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a packet is not JSON: {error}") from error
+    if not isinstance(packet, dict):
+        raise ProtocolError("a packet is not a JSON object")
+    return packet
 
 
 def _proof(token: str, role: bytes, nonces: bytes) -> bytes:

@@ -310,7 +310,3 @@ class OtherMachines(Protocol):
     @property
     def interface(self) -> dict[str, str]:
         """Variables by which ranks of this machine reach those of the others."""
-
-    @property
-    def store(self) -> tuple[str, int]:
-        """Address and port of the store in which ranks meet."""

@@ -29,6 +29,7 @@ from .launcher import as_host, child_environment, starting
 from .messages import Cancel, Connect, Failure, Import, Measure, R, Ready, Report, Request, Shutdown, Value, all_of, pack
 from .peers import Connection, look_at_peers, ways_of
 from .protocol import TensorPacker, read_tensor, unflatten
+from .rendezvous import Rendezvous
 
 log = logging.getLogger("context_parallel")
 
@@ -282,12 +283,15 @@ class WorkerPool:
         server = FORK_SERVERS.get(self.site, environment)
         self.imports = not server.ready
         self.stage = "importing" if self.imports else "starting processes"
+        rendezvous = None if self._others is None else Rendezvous()
         for rank in range(self.world_size):
             ours, theirs = socket.socketpair()
             self.channels.append(Channel(ours))
-            with theirs:
+            with theirs, rendezvous.connect() if rendezvous else contextlib.nullcontext() as store:
                 own = environment | way.environment | across | (as_host(rank) if hosts else {})
-                inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
+                inherited = {**self.inherited.descriptors(rank), "channel_fd": theirs.fileno()}
+                if store is not None:
+                    inherited["store_fd"] = store.fileno()
                 started = self._place(rank, server).start(self._spec(rank, way), own, inherited)
                 self.processes[rank : rank + 1] = [started]  # an earlier start's until now: the status must find one
 
@@ -313,8 +317,6 @@ class WorkerPool:
 
     def _spec(self, rank: int, way: Connection) -> dict[str, Any]:
         return {
-            # Where ranks meet: a file that they inherit, or a store that those of other machines reach.
-            "store": None if self._others is None else (*self._others.store, f"pool/{id(self)}/{self.since}/{way}"),
             "rank": rank,
             "world_size": self.world_size,
             "machines": self.config.machines if self._others is not None else (),

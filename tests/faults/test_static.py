@@ -42,11 +42,8 @@ PROCESSES = {
     ("cp_runtime/pool/fork_server.py", "preload", "os.execv"): "its own command line, with one more name of a module",
     ("cp_runtime/pool/fork_server.py", "_start", "os.fork"): "a process with one thread and no device",
     ("cp_runtime/machines/host.py", "open", "socket.create_server"): "on one address, once the user has asked for it",
-    ("cp_runtime/machines/elastic.py", "_listening_store", "socket.create_server"): "the same",
-    ("cp_runtime/machines/elastic.py", "_listening_store", "torch.distributed.TCPStore"): "listens there, and nowhere else",
-    ("cp_runtime/machines/elastic.py", "_launch", "torch.distributed.TCPStore"): "a client",
-    ("cp_runtime/machines/relay.py", "meet", "torch.distributed.TCPStore"): "a client",
-    ("cp_runtime/pool/worker.py", "_store", "torch.distributed.TCPStore"): "a client, of a pool on several machines",
+    ("cp_runtime/machines/meeting.py", "meet", "socket.create_server"): "for a moment, while a computer joins; proves the code",
+    ("cp_runtime/machines/meeting.py", "being_met", "socket.create_server"): "the same, on the other side",
 }
 
 

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from support import checkpoints, preloaded
 from support.faults import Faults, Stopwatch, note, wait_for
 from support.graphs import flux_prompt
@@ -234,6 +236,18 @@ def test_bytes_of_a_call(two):
     assert 0.99 < ratio <= 1.02
 
 
+@pytest.fixture(scope="session")
+def lora(checkpoints_dir):
+    """A LoRA of 24 MB."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        f"diffusion_model.double_blocks.{block}.img_attn.qkv.diff": 0.01 * torch.randn(3072, 1024, generator=generator)
+        for block in range(2)
+    }
+    save_file(weights, checkpoints_dir / "loras" / "large.safetensors")
+    return "large"
+
+
 def limit(rate):
     """Limit the link, in both directions."""
     for place in ((), ("ip", "netns", "exec", THERE)):
@@ -271,6 +285,41 @@ def test_the_batch_axis_wins_on_a_slow_link(two):
     assert seconds["one rank"] < seconds["ulysses 2"]
     if busy < 0.2:  # two ranks on two cores need both
         assert gain >= LEAST
+
+
+SENDING = {
+    "Cancel": (lambda two, ranks: two.server.interrupt(), 1.25, "interrupted"),
+    "a rank here is killed": (lambda two, ranks: os.kill(ranks[0]["pid"], signal.SIGKILL), 1.7, "error"),
+    "Restart workers": (lambda two, ranks: two.server.post("/context_parallel/restart"), 1.7, "error"),
+    "ComfyUI ends": (lambda two, ranks: two.server.stop(signal.SIGINT), 5, ""),
+}
+
+
+@pytest.mark.parametrize("fault", SENDING)
+def test_nothing_waits_for_what_is_on_its_way(fault, two, lora):
+    """24 MB over 4 Mbit/s take 50 s, and would keep every signal waiting."""
+    act, bound, status = SENDING[fault]
+    cp = {"devices": TWO, "ranks_per_call": "all"}
+    two.server.run(flux_prompt(ckpt=WIDE, cp=cp, width=64, height=64, steps=1), timeout=120).check()
+    ranks, prompt = two.server.status()["ranks"], flux_prompt(ckpt=WIDE, cp=cp, width=64, height=64, steps=1, loras=[lora])
+    limit("4mbit")
+    try:
+        before = two.sent()
+        running = two.server.queue(prompt)
+        wait_for(lambda: two.sent() > before + (1 << 20), 30)
+        watch = Stopwatch(f"{fault} while 24 MB cross 4 Mbit/s")
+        act(two, ranks)
+        if status:
+            assert two.server.wait(running, 60).status == status
+        watch.within(bound, "to the end of the prompt" if status else "to its end")
+        assert two.sent() < before + (12 << 20)
+    finally:
+        limit("1gbit")
+    if not status:
+        two.server.start()
+    wait_for(lambda: two.state() == "ready", 30)
+    stock = two.server.sample(flux_prompt(ckpt=WIDE, width=64, height=64, steps=1, loras=[lora]), timeout=120)
+    assert_close(two.server.latent(two.server.run(prompt, timeout=120).check()), stock)
 
 
 def cable(up):

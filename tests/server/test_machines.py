@@ -1,5 +1,6 @@
 """Another machine joins the shared server, over loopback: `make machines` has the rest, between network namespaces."""
 
+import contextlib
 import re
 import shutil
 import signal
@@ -7,10 +8,14 @@ import signal
 import psutil
 import pytest
 from support import stand_in
+from support.evil import Stranger
 from support.faults import Stopwatch, wait_for
 from support.graphs import flux_prompt
-from support.joined import joined
+from support.joined import Joined, joined
 from support.server import free_port
+
+from cp_runtime.machines.facts import facts_of
+from cp_runtime.machines.wire import Code
 
 pytestmark = pytest.mark.skipif(stand_in.wanted() is not None, reason="join.py sees no fake devices")
 BOTH = {"devices": "cpu,pc2/cpu"}
@@ -31,11 +36,9 @@ def state(server):
 
 
 def listeners(server):
-    process = psutil.Process(server.pid)
-    family = [process, *process.children(recursive=True)]
     return {
         connection.laddr.ip
-        for one in family
+        for one in family(server.pid)
         for connection in one.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN and connection.laddr.ip != "127.0.0.1"
     }
@@ -43,10 +46,16 @@ def listeners(server):
 
 def inside(server):
     """What of other machines the server's process has: (threads, modules)."""
-    pattern = r"\.machines\.(?!facts|wire|host|join$|bridge)|^torch\.distributed\.elastic"
+    pattern = r"\.machines\.(relay|joining|join)$|^torch\.distributed\.elastic"
     result = server.run({"inside": {"class_type": "TestInside", "inputs": {"modules": pattern}}}).check()
     threads, modules = result.outputs["inside"]["text"]
-    return [name for name in threads if re.match("context-parallel-(machine|bridge|beats)", name)], modules
+    return [name for name in threads if re.match("context-parallel-(machine|bridge|beats|store|meeting)", name)], modules
+
+
+def family(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def test_a_machine_joins_computes_dies_and_is_sent_away(server, tmp_path, checkpoints_dir):
@@ -61,7 +70,12 @@ def test_a_machine_joins_computes_dies_and_is_sent_away(server, tmp_path, checkp
     # Copies: a file has another path and another inode there.
     shutil.copytree(checkpoints_dir / "diffusion_models", base / "models" / "diffusion_models")
     options = ("--base-directory", str(base))
-    with joined(answer["code"], tmp_path / "log", options=options, cwd=server.comfyui_path) as other:
+    marker, pids = tmp_path / "marker", [server.pid]
+    with (
+        Stranger(lambda: [process for pid in pids for process in family(pid)], marker, [server.port]) as stranger,
+        joined(answer["code"], tmp_path / "log", options=options, cwd=server.comfyui_path) as other,
+    ):
+        pids.append(other.process.pid)
         watch = Stopwatch("50 another machine joins")
         wait_for(lambda: state(server) == "ready", 15)
         watch.within(15, "join to ready")
@@ -72,6 +86,12 @@ def test_a_machine_joins_computes_dies_and_is_sent_away(server, tmp_path, checkp
         assert [rank["device"] for rank in ranks] == ["cpu", "pc2/cpu"]
         assert ranks[1]["pid"] in [process.pid for process in other.processes]
 
+        third = Joined(Code.parse(answer["code"]), "pc3", facts=facts_of(server.comfyui_path, "cpu"))  # nobody notices
+        again = server.run(flux_prompt(cp=BOTH, seed=2), timeout=60).check()
+        assert [rank["pid"] for rank in server.status()["ranks"]] == [rank["pid"] for rank in ranks]
+        server.post("/context_parallel/machines", {"remove": "pc3"})
+        third.close()
+
         other.signal(signal.SIGSTOP)  # as when it sleeps: nobody says goodbye
         watch = Stopwatch("51 another machine sleeps")
         server.fails(flux_prompt(cp=BOTH), "the computer pc2 (127.0.0.1) gave no sign of life")
@@ -79,6 +99,10 @@ def test_a_machine_joins_computes_dies_and_is_sent_away(server, tmp_path, checkp
         assert state(server) == "lost"
         again = server.run(flux_prompt(cp={}), timeout=60).check()  # on what is left
         assert (server.latent(again) - reference).abs().max() < 1e-4
+    # A stranger without the code was there all the time, at the listener, at those of the meeting, and at gloo's.
+    assert len(stranger.attacked) >= 4
+    assert stranger.replaced == []
+    assert not marker.exists()
     server.post("/context_parallel/machines", {"remove": "pc2"})
     assert quiet(server)
     wait_for(lambda: inside(server) == ([], []), 3)

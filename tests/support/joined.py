@@ -1,13 +1,19 @@
-"""A machine that joins: `join.py` in a process of its own, with another address of loopback, or in another network namespace."""
+"""A machine that joins: `join.py` in a process of its own, with another address of loopback, or in another network namespace; or no
+more than its connection."""
 
 import contextlib
 import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from cp_runtime.machines.meeting import being_met, meet
+from cp_runtime.machines.wire import Code, Refused, Wire
 
 from . import preloaded
 from .package import ROOT
@@ -35,7 +41,7 @@ class Joining:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": DETECTION, **(env or {})}
         with log.open("ab") as out, open(os.devnull, "rb") as nothing:
             files = (nothing.fileno(), out.fileno(), out.fileno())
-            spares = [("join.py", "join.py", *preloaded.FORK_SERVER)]  # what joins, and what this starts
+            spares = [preloaded.FORK_SERVER]
             self.process = preloaded.start(command, cwd=cwd, env=environment, files=files, spares=spares, wrapper=prefix)
 
     @property
@@ -66,3 +72,64 @@ def joined(*args: Any, **kwargs: Any) -> Iterator[Joining]:
         yield made
     finally:
         made.close()
+
+
+def pair(host_token: str, join_token: str) -> tuple[Any, Any]:
+    """(host's end or error, the other end or error) of a connection between two that know these tokens."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ends: dict[str, Any] = {}
+
+    def join() -> None:
+        try:
+            ends["join"] = Wire.connect(Code(*listener.getsockname(), join_token))
+        except Exception as error:  # noqa: BLE001
+            ends["join"] = error
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    with listener:
+        sock, _ = listener.accept()
+    host: Any = None
+    try:
+        host = Wire.accept(sock, host_token)
+    except Refused as error:
+        host = error
+        sock.close()
+    thread.join()
+    return host, ends["join"]
+
+
+def hello(code: Code, name: str, **changes: Any) -> tuple[Wire, dict[str, Any]]:
+    """A connection that has said what it is, and the answer."""
+    wire = Wire.connect(code)
+    wire.send({"hello": name, "facts": {}, "devices": ["cpu"]} | changes)
+    return wire, wire.receive()[0]
+
+
+class Joined:
+    """A machine that has joined, and does nothing but meet others. `heard`: what it was sent, except signs of life."""
+
+    def __init__(self, code: Code, name: str, **changes: Any) -> None:
+        self.wire, answer = hello(code, name, **changes)
+        assert "welcome" in answer, answer
+        with being_met(self.wire.own, code.token) as port:
+            self.wire.send({"listening": port})
+            while "met" not in answer:
+                answer, _ = self.wire.receive()
+        assert not answer["met"], answer
+        self.heard: list[dict[str, Any]] = []
+        self._thread = threading.Thread(target=self._serve, args=(code.token,), daemon=True)
+        self._thread.start()
+
+    def _serve(self, token: str) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                packet, _ = self.wire.receive()
+                if "beat" not in packet:
+                    self.heard.append(packet)
+                if "meet" in packet:
+                    self.wire.send({"met": meet(self.wire.own, Code(*packet["meet"], token))})
+
+    def close(self) -> None:
+        self.wire.close()
+        self._thread.join()

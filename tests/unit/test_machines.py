@@ -1,156 +1,36 @@
 """Other machines, as far as that takes no process: who may join, what must be alike, and which file is meant."""
 
+import contextlib
 import hashlib
-import json
 import os
 import random
 import socket
 import threading
-import time
+from unittest.mock import ANY
 
 import pytest
 from support.faults import wait_for
+from support.joined import Joined, hello, pair
 
 from cp_runtime.comfy.model.wire_recipe import describe, relocate
-from cp_runtime.errors import ConfigError, MirrorError, PoolError, ProtocolError
+from cp_runtime.errors import ConfigError, MirrorError, PoolError
 from cp_runtime.machines import wire as wires
 from cp_runtime.machines.facts import differences
 from cp_runtime.machines.host import Machines
-from cp_runtime.machines.relay import Relay, log
-from cp_runtime.machines.wire import Code, Refused, Wire, interface_of, parse_address
+from cp_runtime.machines.relay import Place, Relay
+from cp_runtime.machines.wire import Wire, interface_of
 from cp_runtime.pool.board import Board, Progress
 from cp_runtime.pool.channel import Channel, SharedBlock
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.messages import Done, pack, unpack
 
-CODE = Code("127.0.0.1", 1234, "a token")
 FACTS = {"pack": "1", "comfyui": "0.30", "torch": "2.11", "nccl": "2.28", "comfy-kitchen": "1", "kind": "cuda", "dtypes": "float32"}
-
-
-def pair(host_token, join_token):
-    """(host's end or error, the other end or error) of a connection between two that know these tokens."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    ends = {}
-
-    def join():
-        try:
-            ends["join"] = Wire.connect(Code(*listener.getsockname(), join_token))
-        except Exception as error:  # noqa: BLE001
-            ends["join"] = error
-
-    thread = threading.Thread(target=join)
-    thread.start()
-    with listener:
-        sock, _ = listener.accept()
-    try:
-        host = Wire.accept(sock, host_token)
-    except Refused as error:
-        host = error
-        sock.close()
-    thread.join()
-    return host, ends["join"]
-
-
-@pytest.fixture
-def connected():
-    ends = pair("token", "token")
-    yield ends
-    for end in ends:
-        end.close()
-
-
-def test_a_code_survives_being_copied():
-    assert Code.parse(f" {CODE}\n") == CODE
-    assert CODE.token not in CODE.run_id
-
-
-@pytest.mark.parametrize("text", ["", "pc", "1.2.3.4", "1.2.3.4:0", "1.2.3.4:99999", "0.0.0.0:80", "pc:80", "::1:80"])
-def test_an_address_is_that_of_one_interface(text):
-    with pytest.raises(ConfigError, match="the IPv4 address of one interface and a port"):
-        parse_address(text)
-    with pytest.raises(ConfigError):
-        Code.parse(f"{text}/token")
-
-
-def test_a_token_that_cannot_be_kept_is_one_all_the_same(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert wires.kept_token() != wires.kept_token()
-    wires.forget_token()
 
 
 def test_an_address_that_is_not_here_is_named():
     assert interface_of("127.0.0.2") == "lo"
     with pytest.raises(PoolError, match=r"no interface of this computer has the address 203\.0\.113\.7"):
         Machines(dict).open("203.0.113.7", 8289)
-
-
-def test_a_wrong_token_is_told_nothing():
-    host, join = pair("token", "another")
-    assert isinstance(host, Refused)
-    assert isinstance(join, Refused)
-    assert "does not accept this code" in str(join)
-
-
-def test_a_host_that_does_not_know_the_token_is_told_nothing():
-    """It could only guess the proof."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        heard = []
-
-        def pretend():
-            sock, _ = listener.accept()
-            with sock:
-                sock.sendall(bytes(32))
-                heard.append(sock.recv(1 << 10))
-                sock.sendall(bytes(32))
-                heard.append(sock.recv(1 << 10))
-
-        thread = threading.Thread(target=pretend)
-        thread.start()
-        with pytest.raises(Refused, match="is not the ComfyUI that this code is from"):
-            Wire.connect(Code(*listener.getsockname(), "token"))
-        thread.join()
-    assert [len(data) for data in heard] == [64, 0]
-    assert b"token" not in heard[0]
-
-
-def test_packets_arrive_as_they_were_sent_and_are_counted(connected):
-    host, join = connected
-    data = os.urandom(3 << 20)
-    sender = threading.Thread(target=host.send, args=({"x": "é"}, data))
-    sender.start()
-    assert join.receive() == ({"x": "é"}, data)
-    sender.join()
-    assert host.sent == 16 + len(json.dumps({"x": "é"})) + len(data)
-    join.close()
-    with pytest.raises(OSError, match="closed the connection"):
-        host.receive()
-
-
-def test_silence_is_noticed(connected):
-    connected[0]._socket.settimeout(0.1)
-    with pytest.raises(TimeoutError):
-        connected[0].receive()
-
-
-def test_garbage_is_refused(connected):
-    """As the frames inside are: see `test_messages`."""
-    host, _ = connected
-    with pytest.raises(ProtocolError, match="above the limit"):
-        _receive(host, connected[1], wires._LENGTHS.pack(1 << 62, 0))
-    draw = random.Random(0)
-    for _ in range(50):
-        ends = pair("t", "t")
-        head = draw.choice([b"[1]", b"{", b"\xff", b"[" * 9999, bytes(draw.randbytes(9))])
-        with pytest.raises((ProtocolError, OSError)):
-            _receive(*ends, wires._LENGTHS.pack(len(head), 0) + head)
-        for end in ends:
-            end.close()
-
-
-def _receive(host, join, raw):
-    join._socket.sendall(raw)
-    host.receive()
 
 
 def test_every_difference_is_said_at_once_with_its_remedy():
@@ -263,27 +143,136 @@ def test_what_a_rank_notes_crosses_clocks():
     assert here.decided == -3
 
 
-def test_a_computer_that_is_lost_is_waited_for_when_another_is_removed(tmp_path, monkeypatch):
+@pytest.fixture
+def machines(tmp_path, monkeypatch):
+    """Listens on an address of its own; leaves no thread behind."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before, machines, relays = threading.active_count(), Machines(dict), {}
+    before = threading.active_count()
+    made = Machines(dict)
     with socket.create_server(("127.0.0.4", 0)) as free:
         port = free.getsockname()[1]
-    code = machines.open("127.0.0.4", port)
-    try:
-        for name in ("pc2", "pc3"):
-            relays[name] = Wire.connect(code)
-            relays[name].send({"relay": name, "failed": "", "devices": ["cpu"], "pid": 1})
-        wait_for(lambda: [*machines.here] == ["pc2", "pc3"], 5)
-        relays["pc3"].close()
-        wait_for(lambda: [*machines.here] == ["pc2"], 5)
-        machines.remove("pc2")
-        assert machines.code == code
-        machines.remove("pc3")
-        assert machines.code is None
-    finally:
-        machines.close()
-        relays["pc2"].close()
-        wait_for(lambda: threading.active_count() <= before, 5)
+    made.open("127.0.0.4", port)
+    yield made
+    made.close()
+    wait_for(lambda: threading.active_count() <= before, 5)
+
+
+def states(machines):
+    return {each["name"]: each["state"] for each in machines.status()["machines"]}
+
+
+def test_a_computer_that_is_lost_is_waited_for_when_another_is_removed(machines):
+    code = machines.code
+    two, three = (Joined(code, name) for name in ("pc2", "pc3"))
+    wait_for(lambda: states(machines) == {"pc2": "ready", "pc3": "ready"}, 5)
+    three.close()
+    wait_for(lambda: states(machines) == {"pc2": "ready", "pc3": "lost"}, 5)
+    machines.remove("pc2")
+    assert machines.code == code
+    assert states(machines) == {"pc3": "lost"}
+    machines.remove("pc3")
+    assert machines.code is None
+    two.close()
+
+
+def test_one_of_two_computers_of_one_name_is_refused(machines):
+    """Also while the first one joins. It may be the same one, as it was before: so it is to try again."""
+    first, _ = hello(machines.code, "pc2")
+    second, answer = hello(machines.code, "pc2")
+    assert answer["again"] is True
+    assert "another computer is called pc2 already" in answer["differ"][0]
+    second.close()
+    assert states(machines) == {"pc2": "joining"}
+    first.close()
+    wait_for(lambda: states(machines) == {}, 5)  # it gave up
+    Joined(machines.code, "pc2").close()
+    wait_for(lambda: states(machines) == {"pc2": "lost"}, 5)
+    Joined(machines.code, "pc2").close()
+
+
+def test_a_computer_that_is_removed_while_it_joins_stays_away(machines):
+    kept = Joined(machines.code, "pc3")
+    wire, _ = hello(machines.code, "pc2")
+    machines.remove("pc2")
+    with pytest.raises(OSError, match=r"closed|reset"):
+        wire.receive()
+    assert states(machines) == {"pc3": "ready"}
+    again, answer = hello(machines.code, "pc2")
+    assert "was removed" in answer["differ"][0]
+    assert answer["again"] is False
+    for each in (again, wire, kept):
+        each.close()
+
+
+def test_removing_what_is_not_there_changes_nothing(machines):
+    code = machines.code
+    with pytest.raises(ConfigError, match="Got 'pc9'; allowed: none"):
+        machines.remove("pc9")
+    wire, answer = hello(code, "PC 2")
+    assert "in lower case" in answer["differ"][0]
+    with pytest.raises(ConfigError, match="allowed: PC 2"):
+        machines.remove("pc9")
+    assert machines.code == code
+    wire.close()
+    machines.remove("PC 2")  # nobody is left
+    assert machines.code is None
+
+
+def test_a_third_computer_meets_the_others_and_disturbs_nobody(machines):
+    two, three = Joined(machines.code, "pc2"), Joined(machines.code, "pc3")
+    wait_for(lambda: states(machines) == {"pc2": "ready", "pc3": "ready"}, 5)
+    assert two.heard == [{"meet": ["127.0.0.1", ANY]}]
+    two.close()
+    three.close()
+
+
+def test_computers_that_do_not_reach_each_other_are_told_so(machines):
+    """A newcomer whose ports a firewall filters."""
+    wire, _ = hello(machines.code, "pc2")
+    with socket.create_server((wire.own, 0)) as closed:
+        port = closed.getsockname()[1]
+    wire.send({"listening": port})
+    answer = {}
+    while "met" not in answer:
+        answer, _ = wire.receive()
+    assert "the computers at 127.0.0.4 and 127.0.0.1 do not reach each other" in answer["met"]
+    wait_for(lambda: states(machines) == {"pc2": "refused"}, 5)
+    wire.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"facts": "torch"}, {"facts": {"torch": 2}}, {"hello": ["pc2"]}, {"devices": {}}, {"devices": [1]}, {"listening": "x"}],
+)
+def test_a_hello_of_a_wrong_type_ends_its_connection_only(changes, machines):
+    wire = Wire.connect(machines.code)
+    wire.send({"hello": "pc2", "facts": {}, "devices": ["cpu"]} | {k: v for k, v in changes.items() if k != "listening"})
+    with pytest.raises(OSError, match=r"closed|reset"):  # noqa: PT012
+        wire.receive()
+        wire.send(changes)
+        while True:
+            wire.receive()
+    wait_for(lambda: states(machines) == {}, 5)
+    Joined(machines.code, "pc2").close()
+    wire.close()
+
+
+def test_strangers_of_one_address_keep_nobody_else_out(machines):
+    """They may hold as many connections as they like, without the code."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(80):
+            sock = opened.enter_context(socket.socket())
+            sock.bind(("127.0.0.9", 0))
+            sock.connect((machines.code.address, machines.code.port))
+        Joined(machines.code, "pc2").close()
+
+
+@pytest.mark.parametrize("packet", [{"now": "x"}, {"pool": []}, {"log": {}, "line": 1}, {"log": 20}, {"met": None, "log": "x"}])
+def test_whatever_a_computer_sends_it_alone_is_lost(packet, machines):
+    wire = Joined(machines.code, "pc2")
+    wire.wire.send(packet)
+    wait_for(lambda: states(machines) == {"pc2": "lost"}, 5)
+    wire.close()
 
 
 def test_nothing_runs_or_listens_before_someone_asks_and_afterwards(tmp_path, monkeypatch):
@@ -299,27 +288,23 @@ def test_nothing_runs_or_listens_before_someone_asks_and_afterwards(tmp_path, mo
         port = free.getsockname()[1]
     code = machines.open("127.0.0.3", port)
     assert machines.open("127.0.0.3", port) == code
-    assert threading.active_count() == before + 2
+    assert threading.active_count() == before + 1
     socket.create_connection(("127.0.0.3", port)).close()
-    while machines._agent is None:
-        time.sleep(0.01)
-    machines.remove("pc2")
+    machines.remove("")
     wait_for(lambda: threading.active_count() <= before, 5)
-    assert machines._agent.returncode is not None
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.3", port))
     assert wires.kept_token() != code.token  # the one that was given away is worthless
-    for _ in range(5):  # before its agent has started
+    for _ in range(5):
         machines.open("127.0.0.3", port)
         machines.close()
     wait_for(lambda: threading.active_count() <= before, 5)
 
 
-def test_what_a_rank_noted_arrives_before_its_report(connected):
+def test_what_a_rank_noted_arrives_before_its_report():
     """Its notes are cleared by then. If they came later, those of this command would give the next one the time of a load."""
-    host, other = connected
-    relay = Relay(other, {})
-    log.removeHandler(log.handlers[-1])
+    host, other = pair("token", "token")
+    relay = Relay(other, Place(name="pc2", device_type="cpu", devices=["cpu"], folders={}, path=(), arguments={}), "token")
     ours, theirs = socket.socketpair()
     relay._ranks.channels[0], rank = Channel(ours), Channel(theirs)
     rank.send(pack(Done()))
@@ -327,5 +312,5 @@ def test_what_a_rank_noted_arrives_before_its_report(connected):
     (first, _), (second, data) = host.receive(), host.receive()
     assert ("board" in first, second["report"]) == (True, 0)
     assert isinstance(unpack(bytes(data)).message, Done)
-    rank.close()
-    ours.close()
+    for end in (rank, ours, host, other):
+        end.close()

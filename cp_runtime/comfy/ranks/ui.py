@@ -161,15 +161,7 @@ def _describe(recipe: dict[str, Any]) -> dict[str, Any]:
     return describe(recipe, {kind: found for kind, (found, _) in folder_paths.folder_names_and_paths.items()})
 
 
-def _busy() -> bool:
-    """Return whether a prompt runs."""
-    from server import PromptServer
-
-    queue = getattr(getattr(PromptServer, "instance", None), "prompt_queue", None)
-    return bool(queue is not None and queue.currently_running)
-
-
-OTHERS = Machines(_facts, _busy, _describe, "comfy.model.wire_recipe")
+OTHERS = Machines(_facts, _describe, "comfy.model.wire_recipe")
 CONTROLLER = Controller(worker_site, free_for_ranks, OTHERS)
 atexit.register(OTHERS.close)
 atexit.register(CONTROLLER.close)
