@@ -23,6 +23,7 @@ from ..pool.channel import Channel, Closed, SharedBlock, ready
 from ..pool.forking import RankProcess
 from ..pool.launcher import LogPump
 from ..pool.messages import Failure, Frame, Load, pack, unpack
+from .store import StoreFile
 
 if TYPE_CHECKING:
     from .host import Machine
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("context_parallel")
 
 _WATCHING, _IDLE = 0.005, 0.05  # seconds between two looks at what rank 0 decided, in a command and without one
-_STORE = 1 << 16  # bytes of the store's answers that are read at once
 
 
 class MachineLost(PoolError):
@@ -69,7 +69,7 @@ class Bridge:
         self.processes: dict[int, RemoteProcess] = {}
         self._channels: dict[int, Channel] = {}
         self._stacks: dict[int, int] = {}
-        self._stores: dict[int, socket.socket] = {}
+        self._store = StoreFile(fds["store_fd"])
         self._lock, self._seq = threading.Lock(), -1
         self.closed = self.abandoned = False
         self._waiting = 0  # reports that are to come
@@ -85,13 +85,11 @@ class Bridge:
             self._machine.wire.send_now({"pool": self.name, **packet})
 
     def add(self, rank: int, process: RemoteProcess, fds: Mapping[str, int]) -> None:
-        """Carry for one more rank. Its sockets and the file for its stacks are duplicated."""
+        """Carry for one more rank. Its channel and the file for its stacks are duplicated."""
         with self._lock:
             self.processes[rank] = process
             self._channels[rank] = Channel(socket.socket(fileno=os.dup(fds["channel_fd"])))
-            self._stores[rank] = store = socket.socket(fileno=os.dup(fds["store_fd"]))
             self._stacks[rank] = os.dup(fds["stacks_fd"])
-            threading.Thread(target=self._answer, args=(rank, store), name="context-parallel-bridge", daemon=True).start()
             if len(self.processes) == 1:
                 threading.Thread(target=self._run, name="context-parallel-bridge", daemon=True).start()
 
@@ -109,7 +107,7 @@ class Bridge:
             elif "report" in packet:
                 self._report(packet["report"], bytes(data), offset)
             elif "store" in packet:
-                self._stores[packet["store"]].sendall(packet["text"].encode())
+                self._store.append(data)
             elif "board" in packet:
                 for rank, *words, kernel in packet["board"]:
                     self.board.write(rank, words)
@@ -152,6 +150,10 @@ class Bridge:
                     break
                 for rank in ready(channels, _WATCHING if self._waiting else _IDLE):
                     self._forward(rank, channels[rank])
+                with self._lock:
+                    news = b"" if self.closed else self._store.news()
+                if news:
+                    self.tell(news, store=True)
                 if (decision := self.board.decided) != decided:
                     decided = decision
                     self.tell(decision=decision)
@@ -162,12 +164,6 @@ class Bridge:
         finally:
             self._close()
             self.tell_now(end=True)
-
-    def _answer(self, rank: int, store: socket.socket) -> None:
-        """Send on what the store answers a rank."""
-        with contextlib.suppress(OSError):
-            while data := store.recv(_STORE):
-                self.tell_now(store=rank, text=data.decode())
 
     def _forward(self, rank: int, channel: Channel) -> None:
         frames = []
@@ -203,10 +199,6 @@ class Bridge:
             if self.closed:
                 return
             self.closed = True
-            for store in self._stores.values():
-                with contextlib.suppress(OSError):
-                    store.shutdown(socket.SHUT_RDWR)  # ends the thread that reads it
-                store.close()
             for channel in self._channels.values():
                 channel.close()
             for fd in self._stacks.values():
@@ -214,6 +206,7 @@ class Bridge:
             self.board.freeze()
             self.request.close()
             self._board.close()
+            self._store.close()
 
 
 def failure(error: Exception) -> Failure:

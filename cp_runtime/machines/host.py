@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,24 +33,6 @@ log = logging.getLogger("context_parallel")
 
 _STRANGERS, _OF_ONE_ADDRESS = 64, 4  # connections whose proof is waited for
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,30}")
-
-
-@dataclass(frozen=True)
-class Hello:
-    """What a machine says of itself."""
-
-    name: str
-    facts: dict[str, str]
-    devices: tuple[str, ...]
-
-    @classmethod
-    def of(cls, packet: Mapping[str, Any]) -> Hello:
-        """Read it off a packet. Raises ProtocolError: it is none."""
-        match packet:
-            case {"hello": str(name), "facts": dict(facts), "devices": list(devices)}:
-                if all(isinstance(text, str) for text in (*facts.values(), *devices)):
-                    return cls(name, facts, tuple(devices))
-        raise ProtocolError("the first packet is no hello with name, facts and devices")
 
 
 @dataclass(eq=False)
@@ -253,8 +235,7 @@ class Machines:
             finally:
                 with self._lock:
                     self._strangers -= Counter([address])
-            hello = Hello.of(wire.receive()[0])
-            if (machine := self._admit(wire, hello, invitation)) is not None:
+            if (machine := self._admit(wire, wire.receive()[0], invitation)) is not None:
                 self._take_in(machine, invitation)
         except Refused as error:
             log.warning("%s, and was told nothing", error)
@@ -263,10 +244,12 @@ class Machines:
         finally:
             (sock if wire is None else wire).close()
 
-    def _admit(self, wire: Wire, hello: Hello, invitation: Code) -> Machine | None:
+    def _admit(self, wire: Wire, hello: dict[str, Any], invitation: Code) -> Machine | None:
         """Compare a machine with this one, and give it its name; or tell it what differs, and return None."""
-        name, again = hello.name, False
-        wrong = differences(self._facts(), hello.facts)
+        name, facts, devices = hello.get("hello"), hello.get("facts"), hello.get("devices")
+        if not (isinstance(name, str) and isinstance(facts, dict) and isinstance(devices, list)):
+            raise ProtocolError("the first packet is no hello with name, facts and devices")
+        wrong, again = differences(self._facts(), facts), False
         if not _NAME.fullmatch(name):
             wrong.append(f"name: {name!r}; allowed: letters, digits, - and . in lower case. Choose one by --name.")
         with self._lock:
@@ -281,12 +264,10 @@ class Machines:
                 wrong.append(f"name: another computer is called {name} already. Choose one by --name.")
             elif not wrong:
                 self._refused.pop(name, None)
-                self._machines[name] = machine = Machine(self, name, wire, hello.devices)
-                return machine
-            if not again:
+                self._machines[name] = Machine(self, name, wire, tuple(map(str, devices)))
+                return self._machines[name]
+            if not again and len(self._refused) < _STRANGERS:
                 self._refused[name] = wrong
-                for _ in range(len(self._refused) - _STRANGERS):
-                    del self._refused[next(iter(self._refused))]
         if not again:
             log.warning("%s (%s) cannot work for this ComfyUI yet:\n  %s", name, wire.peer, "\n  ".join(wrong))
         wire.send({"differ": wrong, "again": again})

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import ContextParallelError, ProtocolError
+from ..pool.config import WorkerSite
 from .facts import devices_of, facts_of
 from .meeting import being_met
 from .relay import Place, Relay
@@ -51,14 +52,8 @@ def run(argv: Sequence[str]) -> NoReturn:
     folders = _model_folders(comfyui, options)
     nodes = folders.pop("custom_nodes", [])
     models = sorted({folder for name, kept in folders.items() if name not in NO_MODELS for folder in kept})
-    place = Place(
-        name=given.name,
-        device_type=kind,
-        devices=devices_of(kind),
-        folders=folders,
-        path=(comfyui,),
-        arguments={"model_folders": models, "node_folders": nodes},
-    )
+    site = WorkerSite(service="", arguments={"model_folders": models, "node_folders": nodes}, path=(comfyui,))
+    place = Place(given.name, kind, devices_of(kind), folders, site)
     facts, said = facts_of(comfyui, kind), ""
     _say(f"{place.name}: {', '.join(place.devices)}, torch {facts['torch']}, ComfyUI {facts['comfyui']}. Ctrl-C ends it.")
     while True:

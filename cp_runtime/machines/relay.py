@@ -30,33 +30,24 @@ from ..pool.launcher import child_environment
 from ..pool.messages import Frame, Load, pack, unpack
 from .bridge import failure
 from .meeting import meet
+from .store import StoreFile
 from .wire import BEAT, Code, Wire, interfaces
 
 log = logging.getLogger("context_parallel")
 
 _STACKS = 0.4  # seconds that a rank gets to write its stacks
-_STORE = 1 << 16  # bytes of a rank's requests to its store that are read at once
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Place:
-    """What a machine that joins has.
-
-    Args:
-        name: of the machine.
-        device_type: torch's type of its devices.
-        devices: their names there.
-        folders: its model folders, by kind.
-        path: what its ranks have on `sys.path` to import ComfyUI.
-        arguments: of its ranks' service.
-    """
+    """What a machine that joins has: its name, torch's type of its devices, their names, and its model folders by kind. `site`: its
+    ComfyUI."""
 
     name: str
     device_type: str
     devices: list[str]
     folders: dict[str, list[str]]
-    path: tuple[str, ...]
-    arguments: dict[str, Any]
+    site: WorkerSite
 
 
 @dataclass
@@ -66,8 +57,11 @@ class Ranks:
     inherited: Inherited
     processes: dict[int, RankProcess] = field(default_factory=dict)
     channels: dict[int, Channel] = field(default_factory=dict)
-    stores: dict[int, socket.socket] = field(default_factory=dict)  # by which they ask their pool's store
+    store: StoreFile = field(init=False)
     told: set[int] = field(default_factory=set)  # ranks whose start, or whose end, ComfyUI knows of
+
+    def __post_init__(self) -> None:
+        self.store = StoreFile(self.inherited.store)
 
 
 class Relay:
@@ -111,9 +105,8 @@ class Relay:
             if tensors:
                 self._ranks.inherited.request.view(len(tensors)).copy_(torch.frombuffer(tensors, dtype=torch.uint8))
             self._pass_on(frame)
-        elif "store" in packet and (store := self._ranks.stores.get(packet["store"])) is not None:
-            with contextlib.suppress(OSError):  # its rank has ended
-                store.sendall(packet["text"].encode())
+        elif "store" in packet:
+            self._ranks.store.append(data)
         elif "decision" in packet:
             self._ranks.inherited.board.decide(packet["decision"])
         elif "signal" in packet and (process := self._ranks.processes.get(packet["rank"])) is not None:
@@ -139,25 +132,16 @@ class Relay:
             self._end()
             self._pool, self._ranks = packet["pool"], Ranks(Inherited(world))
         ranks = self._ranks
-        site = WorkerSite(
-            service=spec["service"], arguments=place.arguments, path=place.path, preload=tuple(spec["preload"]),
-            argv=tuple(spec["argv"]),  # options decide how ComfyUI computes
-        )  # fmt: skip
-        spec["arguments"] = place.arguments
+        # ComfyUI's options decide how it computes.
+        site = replace(place.site, service=spec["service"], preload=tuple(spec["preload"]), argv=tuple(spec["argv"]))
+        spec["arguments"] = site.arguments
         environment = child_environment(place.device_type, spec["machines"].count(place.name))
         server = FORK_SERVERS.get(site, environment)
-        (ours, theirs), (store, its) = socket.socketpair(), socket.socketpair()
-        with theirs, its:
-            ranks.channels[rank], ranks.stores[rank] = Channel(ours), store
-            fds = {**ranks.inherited.descriptors(rank), "channel_fd": theirs.fileno(), "store_fd": its.fileno()}
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ranks.channels[rank] = Channel(ours)
+            fds = {"channel_fd": theirs.fileno(), **ranks.inherited.descriptors(rank)}
             ranks.processes[rank] = server.start(spec, environment | interfaces(self._wire.own), fds)
-        threading.Thread(target=self._ask_store, args=(packet["pool"], rank, store), daemon=True).start()
-
-    def _ask_store(self, pool: str, rank: int, store: socket.socket) -> None:
-        """Pass on what a rank asks its pool's store."""
-        with contextlib.suppress(OSError):
-            while data := store.recv(_STORE):
-                self._wire.send({"pool": pool, "store": rank, "text": data.decode()})
 
     def _pass_on(self, frame: Frame) -> None:
         """Pass a command on to all ranks."""
@@ -209,6 +193,8 @@ class Relay:
                         if self._ranks.channels.get(rank) is channels[rank]:
                             self._hear(rank)
                     self._tell_of_processes()
+                    if news := self._ranks.store.news():
+                        self._wire.send({"pool": self._pool, "store": True}, news)
                     if time.monotonic() >= due:
                         due = time.monotonic() + BEAT
                         self._beat()
@@ -267,9 +253,8 @@ class Relay:
             self._tell_of_processes()
         for channel in ranks.channels.values():
             channel.close()
-        for store in ranks.stores.values():
-            store.close()
         ranks.channels.clear()
+        ranks.store.close()
         ranks.inherited.close()
 
 

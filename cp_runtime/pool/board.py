@@ -182,7 +182,8 @@ class Inherited:
     Attributes:
         request, response: messages to the ranks, and results of rank 0.
         board: what ranks note while they work.
-        stacks: descriptors of the files for their stacks, by rank.
+        store: descriptor of the file that they meet in.
+        stacks: those of the files for their stacks, by rank.
 
     Raises:
         PoolError: the system has no descriptors or no memory for it.
@@ -190,7 +191,7 @@ class Inherited:
 
     def __init__(self, world_size: int) -> None:
         with contextlib.ExitStack() as opened, starting():
-            self._store, *self.stacks = (opened.enter_context(memory_file()).fileno() for _ in range(1 + world_size))
+            self.store, *self.stacks = (opened.enter_context(memory_file()).fileno() for _ in range(1 + world_size))
             self.request, self.response, self._board = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(3))
             self.board = Board(self._board, world_size)
             self._cleanup = opened.pop_all()
@@ -201,7 +202,7 @@ class Inherited:
             "request_fd": self.request.fd,
             "response_fd": self.response.fd,
             "board_fd": self._board.fd,
-            "store_fd": self._store,
+            "store_fd": self.store,
             "stacks_fd": self.stacks[rank],
         }
 

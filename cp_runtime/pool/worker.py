@@ -59,7 +59,6 @@ from .messages import (
 )  # fmt: skip
 from .peers import probe
 from .protocol import TensorPacker, flatten
-from .rendezvous import RankStore
 from .tensor_cache import TensorCache
 
 log = logging.getLogger("context_parallel.worker")
@@ -118,10 +117,9 @@ class Worker:
         backend = self.spec["backend"]
         if not dist.is_backend_available(backend):
             raise dist.DistBackendError(f"this torch has no {backend}")
-        self._store = self._meet()  # torch holds its part in C++ only, and groups are made later
         dist.init_process_group(
             backend,
-            store=self._store,
+            store=dist.FileStore(f"/proc/self/fd/{self.spec['store_fd']}", self.world_size),
             rank=self.rank,
             world_size=self.world_size,
             timeout=self.timeout,
@@ -130,13 +128,6 @@ class Worker:
         self.mesh = BatchMesh(dist.group.WORLD, self.timeout, self.stats)
         if backend != "gloo":
             probe(self.mesh.whole, self.device)
-
-    def _meet(self) -> dist.Store:
-        """Return where the ranks meet: a file without a name, or what ranks on several machines have sockets to."""
-        fd = self.spec["store_fd"]
-        if self.spec["machines"]:
-            return RankStore(socket.socket(fileno=fd), self.timeout)
-        return dist.FileStore(f"/proc/self/fd/{fd}", self.world_size)
 
     def _measure(self, *_: Any) -> Ready:
         name = device_name(self.device)

@@ -29,7 +29,6 @@ from .launcher import as_host, child_environment, starting
 from .messages import Cancel, Connect, Failure, Import, Measure, R, Ready, Report, Request, Shutdown, Value, all_of, pack
 from .peers import Connection, look_at_peers, ways_of
 from .protocol import TensorPacker, read_tensor, unflatten
-from .rendezvous import Rendezvous
 
 log = logging.getLogger("context_parallel")
 
@@ -283,15 +282,12 @@ class WorkerPool:
         server = FORK_SERVERS.get(self.site, environment)
         self.imports = not server.ready
         self.stage = "importing" if self.imports else "starting processes"
-        rendezvous = None if self._others is None else Rendezvous()
         for rank in range(self.world_size):
             ours, theirs = socket.socketpair()
             self.channels.append(Channel(ours))
-            with theirs, rendezvous.connect() if rendezvous else contextlib.nullcontext() as store:
+            with theirs:
                 own = environment | way.environment | across | (as_host(rank) if hosts else {})
-                inherited = {**self.inherited.descriptors(rank), "channel_fd": theirs.fileno()}
-                if store is not None:
-                    inherited["store_fd"] = store.fileno()
+                inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
                 started = self._place(rank, server).start(self._spec(rank, way), own, inherited)
                 self.processes[rank : rank + 1] = [started]  # an earlier start's until now: the status must find one
 

@@ -9,6 +9,7 @@ import subprocess
 import time
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -56,6 +57,10 @@ class Two:
 
     def sent(self):
         return self.server.get("/context_parallel/machines")["machines"][0]["sent"]
+
+    def restart(self):
+        """Ask for it. The answer comes with the new workers, which measure the link."""
+        Thread(target=self.server.post, args=("/context_parallel/restart",)).start()
 
     def run(self, steps=2, devices=TWO, **settings):
         return self.server.run(flux_prompt(cp={"devices": devices, "ranks_per_call": "all"}, steps=steps, **settings), timeout=120)
@@ -290,7 +295,12 @@ def test_the_batch_axis_wins_on_a_slow_link(two):
 SENDING = {
     "Cancel": (lambda two, ranks: two.server.interrupt(), 1.25, "interrupted"),
     "a rank here is killed": (lambda two, ranks: os.kill(ranks[0]["pid"], signal.SIGKILL), 1.7, "error"),
-    "Restart workers": (lambda two, ranks: two.server.post("/context_parallel/restart"), 1.7, "error"),
+    # The answer comes with the new workers, which measure the slow link.
+    "Restart workers": (
+        lambda two, ranks: Thread(target=two.server.post, args=("/context_parallel/restart",)).start(),
+        1.7,
+        "error",
+    ),
     "ComfyUI ends": (lambda two, ranks: two.server.stop(signal.SIGINT), 5, ""),
 }
 
@@ -312,7 +322,7 @@ def test_nothing_waits_for_what_is_on_its_way(fault, two, lora):
         if status:
             assert two.server.wait(running, 60).status == status
         watch.within(bound, "to the end of the prompt" if status else "to its end")
-        assert two.sent() < before + (12 << 20)
+        assert not status or two.sent() < before + (12 << 20)  # the rest does not follow
     finally:
         limit("1gbit")
     if not status:

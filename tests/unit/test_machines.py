@@ -21,7 +21,7 @@ from cp_runtime.machines.relay import Place, Relay
 from cp_runtime.machines.wire import Wire, interface_of
 from cp_runtime.pool.board import Board, Progress
 from cp_runtime.pool.channel import Channel, SharedBlock
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.messages import Done, pack, unpack
 
 FACTS = {"pack": "1", "comfyui": "0.30", "torch": "2.11", "nccl": "2.28", "comfy-kitchen": "1", "kind": "cuda", "dtypes": "float32"}
@@ -242,7 +242,7 @@ def test_computers_that_do_not_reach_each_other_are_told_so(machines):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"facts": "torch"}, {"facts": {"torch": 2}}, {"hello": ["pc2"]}, {"devices": {}}, {"devices": [1]}, {"listening": "x"}],
+    [{"facts": "torch"}, {"hello": ["pc2"]}, {"devices": {}}, {"devices": 1}, {"listening": "x"}, {"listening": 1 << 16}],
 )
 def test_a_hello_of_a_wrong_type_ends_its_connection_only(changes, machines):
     wire = Wire.connect(machines.code)
@@ -304,7 +304,7 @@ def test_nothing_runs_or_listens_before_someone_asks_and_afterwards(tmp_path, mo
 def test_what_a_rank_noted_arrives_before_its_report():
     """Its notes are cleared by then. If they came later, those of this command would give the next one the time of a load."""
     host, other = pair("token", "token")
-    relay = Relay(other, Place(name="pc2", device_type="cpu", devices=["cpu"], folders={}, path=(), arguments={}), "token")
+    relay = Relay(other, Place("pc2", "cpu", ["cpu"], {}, WorkerSite()), "token")
     ours, theirs = socket.socketpair()
     relay._ranks.channels[0], rank = Channel(ours), Channel(theirs)
     rank.send(pack(Done()))
