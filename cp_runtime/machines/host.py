@@ -75,6 +75,7 @@ class Machine:
 
     def meet(self, newcomer: Code) -> str:
         """Have it meet a newcomer: see `meeting.meet`."""
+        self._met = queue.SimpleQueue()  # an answer that came too late is not one to this
         with contextlib.suppress(OSError, queue.Empty):
             self.wire.send_now({"meet": [newcomer.address, newcomer.port]})
             return self._met.get(timeout=MEETING + 1)
