@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from ...errors import MirrorError, UnsupportedError
 from ...pool.protocol import flatten
-from ..memory.ui_files import weights_in_file
+from ..memory.ui_files import guard, weights_in_file
 from ..ranks.ui import node_folders
-from .ui_target import ModelNotes, guard_size, notes_of
+from .ui_target import ModelNotes, notes_of
+from .wire_files import ModelFiles
 from .wire_recipe import (
     DECIDED_BY_WORKER,
     FACTORY,
@@ -74,7 +75,7 @@ def _stamping(loader: Callable[..., Any]) -> Callable[..., Any]:
         if patcher is not None:  # a checkpoint may be loaded for its text encoder only
             notes_of(patcher.model).stamps = before, _stamp(path)
             if in_file and before:
-                guard_size(patcher.model, path, before[0])
+                guard(patcher.model, ModelFiles([(path, before)]))
         return loaded
 
     return load
