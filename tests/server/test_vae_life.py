@@ -96,6 +96,16 @@ def test_a_file_that_is_written_to_is_an_error(pool_server, vae_files, checkpoin
         made["vae"]["inputs"]["vae_name"] = file.name
         return made
 
+    stock = prompt()
+    stock["run"] = {"class_type": "VAEDecode", "inputs": {name: stock["run"]["inputs"][name] for name in ("vae", "samples")}}
+    pool_server.run(stock).check()
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        opened.write(b"x")
+    pool_server.fails(prompt(), changed)  # ComfyUI holds the old one
+    shutil.copy(original, checkpoints_dir / "new")
+    os.replace(checkpoints_dir / "new", file)
+    pool_server.free_first()
     first, pids, size = pool_server.sample(prompt()), pool_server.worker_pids(), file.stat().st_size
     with file.open("r+b") as opened:
         opened.seek(-4096, os.SEEK_END)
