@@ -15,6 +15,7 @@ from support.server import CUSTOM_NODES, ComfyServer
 CP = {"world_size": 2}
 FACTORY_PACK = Path(__file__).parents[1] / "support" / "factory_pack"
 FP8 = {"weight_dtype": "fp8_e4m3fn"}
+CHANGED = "flux.safetensors changed on disk after ComfyUI had loaded it"
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +23,14 @@ def models(checkpoints_dir, tmp_path_factory):
     """A folder with a model file, and others beside it to replace it with."""
     base = tmp_path_factory.mktemp("changing")
     (base / "diffusion_models").mkdir()
+    (base / "loras").mkdir()
+    shutil.copy(checkpoints_dir / "loras" / "flux_lora.safetensors", base / "loras")
     source = checkpoints_dir / "diffusion_models" / "flux.safetensors"
     shutil.copy(source, base / "original")
     with safe_open(source, "pt") as opened:
         tensors = {key: opened.get_tensor(key).flip(0).contiguous() for key in opened.keys()}  # noqa: SIM118
         save_file(tensors, base / "other", metadata=opened.metadata())
+        save_file(tensors, base / "longer", metadata={**(opened.metadata() or {}), "more": "x" * 5000})
     assert (base / "other").stat().st_size == (base / "original").stat().st_size
     shutil.copy(base / "original", model_file(base))
     return base
@@ -97,10 +101,8 @@ def test_a_file_that_is_replaced_before_the_ranks_load_it(file_server, models, c
     old = latent(file_server, **weights)
     change(models)
     said = error(file_server, cp=CP, **weights)
-    assert "flux.safetensors changed on disk after ComfyUI had loaded it" in said
+    assert CHANGED in said
     assert "node changed" not in said
-    assert (latent(file_server, **weights) == old).all()  # of its own copy
-    file_server.free_first()
     new = latent(file_server, **weights)
     assert (new - old).abs().max() > 0.5 * old.std()  # or nothing would be proved
     assert_close(latent(file_server, cp=CP, **weights), new)
@@ -130,15 +132,117 @@ def test_a_file_that_is_cut_off_does_not_end_comfyui(file_server, models, placem
     latent(file_server, cp=cp)
     size = model_file(models).stat().st_size
     os.truncate(model_file(models), size // 2)
-    for settings in ({}, {"cp": cp}):
-        said = error(file_server, **settings)
-        assert "flux.safetensors was cut off while ComfyUI used it" in said
-        assert f"it has {size // 2} bytes, and had {size}" in said
+    said = error(file_server, cp=cp) if placement == "whole" else error(file_server)
+    assert CHANGED in said
+    assert f"it has {size // 2} bytes" in said
+    assert f"it had {size} bytes" in said
     replace(models, "original")
-    assert "was cut off" in error(file_server)  # it is another file, and the pages are of the old one
-    file_server.free_first()
     assert (latent(file_server) == stock).all()
     assert_close(latent(file_server, cp=cp), stock)
+
+
+def in_place(base: Path, source: str = "other") -> None:
+    """Write into the file, which never is shorter than what is mapped."""
+    with open(model_file(base), "r+b") as file:
+        file.write((base / source).read_bytes())
+
+
+OVERWRITTEN = {
+    "same size": in_place,
+    "another size": lambda base: in_place(base, "longer"),
+    "its time put back": in_place_with_the_same_time,
+}
+PLACEMENTS = ["whole", "sharded", "offloaded", "staged"]
+
+
+@pytest.fixture(scope="module")
+def pictures(models, file_server):
+    """The latents of the original and of the other file, as ComfyUI alone computes them."""
+    made = []
+    for name in ("other", "original"):
+        replace(models, name)
+        file_server.free_first()
+        made.insert(0, latent(file_server))
+    assert (made[0] - made[1]).abs().max() > 0.5 * made[0].std()
+    return made
+
+
+def every(*changes: str) -> list:
+    """Every placement with one of the changes; the soak has all."""
+    return [
+        pytest.param(placement, change, marks=() if change == changes[number % len(changes)] else pytest.mark.soak)
+        for number, placement in enumerate(PLACEMENTS)
+        for change in changes
+    ]
+
+
+@pytest.mark.parametrize(("placement", "change"), every("its time put back", "same size", "another size"))
+def test_a_file_that_is_overwritten_while_ranks_use_it(file_server, models, pictures, placement, change):
+    """In place, between two prompts: an error with its name, and then the new content everywhere."""
+    cp = {**CP, "weights": placement}
+    assert_close(latent(file_server, cp=cp), pictures[0])
+    OVERWRITTEN[change](models)
+    assert CHANGED in error(file_server, cp=cp)
+    assert_close(latent(file_server, cp=cp), pictures[1])
+    assert_close(latent(file_server), pictures[1])
+
+
+@pytest.mark.parametrize("first", [None, CP], ids=["stock", "ranks"])
+def test_comfyui_alone_uses_no_mixture_either(file_server, models, pictures, first):
+    """What it has to itself stays as it is; what it shares with the ranks is pages of the file."""
+    latent(file_server, cp=first)
+    in_place(models)
+    if first is None:
+        assert (latent(file_server) == pictures[0]).all()
+    else:
+        assert CHANGED in error(file_server)
+        assert (latent(file_server) == pictures[1]).all()
+
+
+LONG = {"steps": 900, "width": 128, "height": 128}
+
+
+@pytest.mark.parametrize(("placement", "change"), every("same size", "its time put back"))
+def test_a_file_that_is_overwritten_between_two_calls_of_a_prompt(file_server, models, pictures, placement, change):
+    cp = {**CP, "weights": placement}
+    running = file_server.queue(flux_prompt(cp=cp, **LONG))
+    file_server.wait_for_step(running)
+    OVERWRITTEN[change](models)
+    failed = file_server.wait(running, timeout=60)
+    assert failed.error is not None
+    assert CHANGED in failed.error.exception_message
+    assert_close(latent(file_server, cp=cp), pictures[1])
+
+
+def test_a_file_that_is_copied_over_in_the_middle_of_a_call(file_server, models, pictures):
+    """It is empty for a moment, which may end ranks that read it. The error names the file all the same."""
+    running = file_server.queue(flux_prompt(cp=CP, **LONG))
+    file_server.wait_for_step(running)
+    shutil.copyfile(models / "other", model_file(models))
+    failed = file_server.wait(running, timeout=60)
+    assert failed.error is not None
+    assert CHANGED in failed.error.exception_message
+    assert_close(latent(file_server, cp=CP), pictures[1])
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_ranks_keep_a_file_that_another_one_replaces(file_server, models, placement):
+    """To the end, also when they read it again for a LoRA."""
+    cp, loras = {**CP, "weights": placement}, [("flux_lora", 0.7)]
+    expected, patched = latent(file_server), latent(file_server, loras=loras)
+    assert_close(latent(file_server, cp=cp), expected)
+    by_rename(models)
+    assert_close(latent(file_server, cp=cp, loras=loras), patched)
+    assert_close(latent(file_server, cp=cp), expected)
+
+
+def test_ranks_keep_a_lora_whose_file_is_overwritten(file_server, models):
+    cp = {"cp": CP, "loras": [("flux_lora", 0.7)]}
+    before = latent(file_server, **cp)
+    with open(models / "loras" / "flux_lora.safetensors", "r+b") as file:
+        file.seek(-4096, os.SEEK_END)
+        file.write(bytes(4096))
+    assert (latent(file_server, **cp) == before).all()
 
 
 def by_factory(kind: str = "plain", weight_dtype: str = "default", cp: dict | None = None) -> dict:

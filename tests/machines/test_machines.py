@@ -139,6 +139,26 @@ def test_a_vae_that_is_missing_there_is_named(two):
     two.server.run(vae_prompt("kl", "decode", "exact", devices=TWO)).check()
 
 
+@pytest.mark.parametrize("weights", ["whole", "sharded"])
+def test_a_model_file_that_is_overwritten_there(weights, two):
+    """While its ranks use it, and with its time put back. Then it is another one than here, until it is copied again."""
+    prompt = flux(TWO, weights=weights)
+    file, expected = two.base / "models" / "diffusion_models" / "flux.safetensors", two.server.sample(prompt(), timeout=120)
+    before, content = file.stat(), file.read_bytes()
+    with file.open("r+b") as opened:
+        opened.seek(-4096, os.SEEK_END)
+        opened.write(bytes(4096))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    error = two.server.fails(prompt(), f"{file} changed on disk after ComfyUI had loaded it", timeout=60).exception_message
+    assert "(on the computer pc2 (10.77.0.2))" in error
+    error = two.server.fails(prompt(), "pc2 has another model file flux.safetensors than ComfyUI's", timeout=60).exception_message
+    copy = re.search(r"Copy it again: scp (\S+) pc2:(\S+\.new) && ssh pc2 'mv (\S+) (\S+)'", error)
+    assert copy.groups()[1:] == (f"{file}.new", f"{file}.new", str(file))
+    file.with_suffix(".new").write_bytes(content)
+    file.with_suffix(".new").rename(file)
+    assert_close(two.server.sample(prompt(), timeout=120), expected)
+
+
 def flux(devices, cfg=1.0, **cp):
     return partial(flux_prompt, cfg=cfg, cp={"devices": devices, "ranks_per_call": "all", **cp})
 

@@ -242,3 +242,18 @@ def test_a_pack_that_changed_since_it_was_imported_is_refused(gguf_server, pack)
     code.write_text(code.read_text().replace('"target"', '"TARGET"'))
     prompt = graph("flux", "other.gguf", guidance=-1, cp={"world_size": 2})
     gguf_server.fails(prompt, f"{PACK}/ops.py changed on disk after ComfyUI had imported it. Restart ComfyUI.")
+
+
+@pytest.mark.parametrize("weights", ["whole", "sharded"])
+def test_a_file_that_is_overwritten(weights, gguf_server, models):
+    """In place, while ComfyUI and the ranks have it mapped."""
+    name, expected = f"{weights}.gguf", stock(gguf_server, "flux")
+    shutil.copy(models / "flux.gguf", models / name)
+    cp = {"world_size": 2, "weights": weights}
+    assert_equal(gguf_server.sample(graph("flux", name, cp=cp), timeout=120), expected)
+    with open(models / name, "r+b") as file:
+        file.seek(-4096, 2)
+        file.write(bytes(4096))
+    words = f"{name} changed on disk after ComfyUI had loaded it"
+    gguf_server.fails(graph("flux", name, cp=cp), words)
+    assert_equal(gguf_server.sample(graph("flux", name, cp=cp), timeout=120), gguf_server.sample(graph("flux", name)))

@@ -85,22 +85,36 @@ def test_progress_counts_tiles_and_convolutions(pool_server, expected, faults):
         assert values == sorted(values)
 
 
-def test_a_file_that_is_cut_off_does_not_end_the_ranks(pool_server, vae_files, checkpoints_dir):
+def test_a_file_that_is_written_to_is_an_error(pool_server, vae_files, checkpoints_dir):
     """A rank's weights are the file's pages; ComfyUI's are not."""
     original, file = (checkpoints_dir / "vae" / f"{name}_vae.safetensors" for name in ("kl", "cut"))
     shutil.copy(original, file)
+    changed = "cut_vae.safetensors changed on disk after ComfyUI had loaded it"
 
     def prompt():
         made = decode("exact")
         made["vae"]["inputs"]["vae_name"] = file.name
         return made
 
-    first, pids, size = pool_server.sample(prompt()), pool_server.worker_pids(), file.stat().st_size
-    os.truncate(file, size // 2)
-    had = f"it has {size // 2} bytes, and had {size}"
-    pool_server.fails(prompt(), "cut_vae.safetensors was cut off while ComfyUI used it", had)
+    stock = prompt()
+    stock["run"] = {"class_type": "VAEDecode", "inputs": {name: stock["run"]["inputs"][name] for name in ("vae", "samples")}}
+    pool_server.run(stock).check()
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        opened.write(b"x")
+    pool_server.fails(prompt(), changed)  # ComfyUI holds the old one
     shutil.copy(original, checkpoints_dir / "new")
     os.replace(checkpoints_dir / "new", file)
     pool_server.free_first()
+    first, pids, size = pool_server.sample(prompt()), pool_server.worker_pids(), file.stat().st_size
+    with file.open("r+b") as opened:
+        opened.seek(-4096, os.SEEK_END)
+        opened.write(bytes(4096))
+    pool_server.fails(prompt(), changed)
+    assert not (pool_server.sample(prompt()) == first).all()
+    os.truncate(file, size // 2)
+    pool_server.fails(prompt(), changed, f"it has {size // 2} bytes")
+    shutil.copy(original, checkpoints_dir / "new")
+    os.replace(checkpoints_dir / "new", file)
     assert (pool_server.sample(prompt()) == first).all()
     assert pool_server.worker_pids() == pids

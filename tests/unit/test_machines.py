@@ -12,7 +12,7 @@ import pytest
 from support.faults import wait_for
 from support.joined import Joined, hello, pair
 
-from cp_runtime.comfy.model.wire_recipe import describe, relocate
+from cp_runtime.comfy.model.wire_recipe import describe, file_stamp, relocate
 from cp_runtime.errors import ConfigError, MirrorError, PoolError
 from cp_runtime.machines import wire as wires
 from cp_runtime.machines.facts import differences
@@ -43,20 +43,17 @@ def test_every_difference_is_said_at_once_with_its_remedy():
 
 
 @pytest.fixture
-def folders(tmp_path):
+def folders(tmp_path, monkeypatch):
     """Model folders of two machines, with the same file in both, and its recipe."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = []
     for name in ("one", "two"):
         folder = tmp_path / name / "diffusion_models"
         (folder / "flux").mkdir(parents=True)
         (folder / "flux" / "dev.safetensors").write_bytes(random.Random(0).randbytes(3 << 20))
         made.append({"diffusion_models": [str(folder)]})
-    recipe = {
-        "loader": "load_diffusion_model",
-        "path": f"{made[0]['diffusion_models'][0]}/flux/dev.safetensors",
-        "stamp": [1, 2, 3, 4],
-    }
-    return *made, recipe
+    path = f"{made[0]['diffusion_models'][0]}/flux/dev.safetensors"
+    return *made, {"loader": "load_diffusion_model", "path": path, "stamp": list(file_stamp(path))}
 
 
 def test_a_file_is_found_by_its_name(folders):

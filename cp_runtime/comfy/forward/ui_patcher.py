@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import comfy.model_management
@@ -35,9 +35,10 @@ from ..memory.ui_files import share_file_pages
 from ..memory.ui_residency import convert, give_back, make_way
 from ..model.ui_recipes import recipe_of
 from ..model.ui_target import Target, notes_of
+from ..model.wire_files import ModelFiles
 from ..model.wire_weights import is_dynamic
 from ..patches.wire import encode_weight_patches
-from ..ranks.ui import CONTROLLER
+from ..ranks.ui import CONTROLLER, reloading_changed_files
 from .ui_interception import OnOneDevice, intercept, release
 from .ui_obstacles import check_model, check_stages
 
@@ -135,6 +136,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             return room * self.cp_config.ranks_per_stage
         return room * min(2, self.cp_config.batch_degree or self.cp_config.ranks_per_stage)  # a rank takes half of two items
 
+    @reloading_changed_files()
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
         self.cp_local = False
         release(self, self.model.diffusion_model)
@@ -159,9 +161,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def load_on_ranks(self) -> int:
         """Load the model onto the ranks, to which this process's devices make way. Returns the bytes that it newly takes on its own
         device. Raises UnsupportedError where no placement fits."""
-        before, target = self.loaded_size(), self.claim_target()
+        before = self.loaded_size()
         make_way(self.model)
-        with_cancel(lambda cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
+        self.on_ranks(lambda target, cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
         return self.loaded_size() - before
 
     def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
@@ -213,9 +215,14 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     def call_workers(self, call: ModelCall) -> Any:
         """Run a call of the transformer on all ranks."""
         comfy.model_management.throw_exception_if_processing_interrupted()
-        return with_cancel(
-            lambda cancelled: CONTROLLER.call(self.cp_config, self.claim_target(), call, executing_node(), cancelled)
-        )
+        return self.on_ranks(lambda target, cancelled: CONTROLLER.call(self.cp_config, target, call, executing_node(), cancelled))
+
+    @reloading_changed_files()
+    def on_ranks(self, run: Callable[[Target, Callable[[], bool]], Any], steps: int = 0) -> Any:
+        """Run something with the ranks' copy of the model. See `with_cancel`. Raises ChangedFileError: its file changed."""
+        target = self.claim_target()
+        with target.files.unchanged():
+            return with_cancel(partial(run, target), steps)
 
     def _load_here(self, device: torch.device, extra_memory: float, force_patch_weights: bool = False) -> int:
         """Load the model onto a device of this process, as ComfyUI's ModelPatcher does."""
@@ -227,8 +234,11 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def claim_target(self) -> Target:
         """Return what the ranks' copy must equal. From now on they keep it for as long as the model of this process is there."""
-        target = Target(self, recipe_of(self), self.cp_call_memory, encode_weight_patches)
-        notes_of(self.model).key = target.key
+        recipe, notes = recipe_of(self), notes_of(self.model)
+        if notes.files is None or notes.files[0] is not recipe:
+            notes.files = recipe, ModelFiles(recipe.files.items())
+        target = Target(self, recipe, notes.files[1], self.cp_call_memory, encode_weight_patches)
+        notes.key = target.key
         CONTROLLER.own(target.key, self.model)
         return target
 

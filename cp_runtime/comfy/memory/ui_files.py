@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ import psutil
 from ...engine.weights.files import MAPPED
 from ...engine.weights.pages import give_back, mapped
 from ...errors import UnsupportedError
-from ..model.ui_target import guard_size
+from ..model.wire_files import ModelFiles
 from ..model.wire_loading import adopt, file_backed_weights, load_recipe, parameters_of
 from ..model.wire_recipe import DTYPE_OPTIONS, Recipe
 from ..model.wire_weights import same_weight
+from ..ranks.ui import reloading_changed_files
 
 log = logging.getLogger("context_parallel")
 
@@ -96,7 +98,7 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
 
     Raises:
         UnsupportedError: a weight is not the file's, so the workers do not have it.
-        MirrorError: the file is not the one that was loaded.
+        ChangedFileError: the file is not the one that was loaded.
     """
     model = patcher.model
     if comfy.memory_management.aimdo_enabled or patcher.backup or model.current_weight_patches_uuid is not None:
@@ -105,7 +107,7 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
     converts = not on_device and not recipe.options.keys().isdisjoint(DTYPE_OPTIONS)
     if recipe.factory is not None or converts or not recipe.path.lower().endswith(MAPPED):
         return 0  # the file's pages are not the weights, or need not be
-    fresh, missing = load_recipe(recipe, cast_later=on_device)
+    fresh, missing, files = load_recipe(recipe, cast_later=on_device)
     weights = {name: weight for name, weight in fresh.model.diffusion_model.named_parameters() if name not in missing}
     released = 0
     own = parameters_of(model.diffusion_model)
@@ -117,8 +119,28 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
                 f"{os.path.basename(recipe.path)}. Remove the node that did so and load the model again."
             )
     give_back(weights.values(), mapped(recipe.path))  # all of them have been read
-    guard_size(model, recipe.path, recipe.stamp[0])
+    guard(model, files)
     for name, module, parameter in own:
         if adopt(module, parameter, weights.get(name)):
             released += weights[name].nbytes
     return released
+
+
+def guard(model: Any, files: ModelFiles) -> None:
+    """Check before ComfyUI uses a model, and after each of its calls, that its files are as they were loaded.
+
+    ComfyUI asks a model for its dtype before it loads it and in every call, whichever patcher it uses.
+    """
+    owner, stock = weakref.ref(model), type(model)
+
+    @reloading_changed_files()
+    def get_dtype() -> Any:
+        files.check()
+        return stock.get_dtype(owner())
+
+    @reloading_changed_files()
+    def apply_model(*args: Any, **kwargs: Any) -> Any:
+        with files.unchanged():
+            return stock.apply_model(owner(), *args, **kwargs)
+
+    model.get_dtype, model.apply_model = get_dtype, apply_model

@@ -48,6 +48,7 @@ from ..memory.rank_quantised import Experts, own_formats, shared_scales
 from ..patches.rank import ATTACHED, attach_network
 from ..patches.wire import decode_weight_patches
 from .rank_factory import call_factory
+from .wire_files import ModelFiles
 from .wire_loading import LoadedModel, load_recipe
 from .wire_modules import layers_of
 from .wire_recipe import Recipe, is_inside
@@ -70,6 +71,7 @@ class Mirror:
         placement: of its weights, one of `pool.settings.PLACEMENTS`.
         nbytes: of its weights.
         formats: quantised formats that this device multiplies them in by itself.
+        files: that its weights are pages of.
         reserved: bytes of device memory that were left free for calls when its weights were last put there.
         compiled: its blocks, where calls ask for that.
     """
@@ -80,6 +82,7 @@ class Mirror:
     placement: str
     nbytes: int
     formats: tuple[str, ...]
+    files: ModelFiles
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None
     _pipeline: tuple[Any, Pipeline] | None = None  # and the weights that it is for
@@ -173,7 +176,8 @@ class Mirrors:
             recipe = Recipe.from_json(request.recipe)
             ranks = None if placement == WHOLE else mesh.sequence().weights
             # Where calls compute on the host they would convert again and again.
-            patcher, missing = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
+            patcher, missing, files = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
+            recipe = replace(recipe, path=files.path)  # another file may get its name
             if placement == STAGED and mesh is not None:
                 stage, plan = mesh.stage(request.stages), plan_for(network_of(patcher.model))
                 StagedWeightsPatcher.stage(patcher, recipe, plan, stage, mesh.stage_shares(request.stages), self.progress)
@@ -189,7 +193,7 @@ class Mirrors:
             # Weights missing from the file are not initialised, and differ from process to process.
             samples = sample_weights(network_of(patcher.model), without=missing)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
-            mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes, formats)
+            mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes, formats, files)
         self._patch(mirror, request, block)
         self.entries[key] = mirror
         model = mirror.patcher.model

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from ...errors import MirrorError, UnsupportedError
 from ...pool.protocol import flatten
-from ..memory.ui_files import weights_in_file
+from ..memory.ui_files import guard, weights_in_file
 from ..ranks.ui import node_folders
-from .ui_target import ModelNotes, guard_size, notes_of
+from .ui_target import ModelNotes, notes_of
+from .wire_files import ModelFiles
 from .wire_recipe import (
     DECIDED_BY_WORKER,
     FACTORY,
@@ -41,6 +42,7 @@ from .wire_recipe import (
     VAE_LOADERS,
     Factory,
     FileStamp,
+    NodeLoader,
     Recipe,
     file_digest,
     file_stamp,
@@ -49,6 +51,8 @@ from .wire_recipe import (
 from .wire_weights import is_dynamic
 
 VAE_REMEDY = "Use Load VAE or Load Checkpoint."
+NOTED = {**NODE_LOADERS, "VAELoader": NodeLoader("vae_name", "vae")}
+"""Nodes whose calls are noted, with the state of the file."""
 
 
 def watch_loaders() -> None:
@@ -70,11 +74,11 @@ def _stamping(loader: Callable[..., Any]) -> Callable[..., Any]:
         before = _stamp(path)
         with weights_in_file(path) as in_file:
             loaded = loader(*args, **kwargs)
-        patcher = loaded[0] if isinstance(loaded, tuple) else loaded
-        if patcher is not None:  # a checkpoint may be loaded for its text encoder only
-            notes_of(patcher.model).stamps = before, _stamp(path)
-            if in_file and before:
-                guard_size(patcher.model, path, before[0])
+        patcher, _, vae, *_ = loaded if isinstance(loaded, tuple) else (loaded, None, None)
+        for each in filter(None, (patcher, vae and vae.patcher)):  # a checkpoint may be loaded for its text encoder only
+            notes_of(each.model).stamps = before, _stamp(path)
+        if patcher is not None and in_file and before:
+            guard(patcher.model, ModelFiles([(path, before)]))
         return loaded
 
     return load
@@ -121,7 +125,7 @@ def watch_node_loaders(prompt: Any) -> Any:
     packs have been imported.
     """
     nodes = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
-    for name in NODE_LOADERS:
+    for name in NOTED:
         cls: Any = nodes.get(name)
         method = getattr(cls, "FUNCTION", "")
         load = getattr(cls, method, None)
@@ -131,7 +135,7 @@ def watch_node_loaders(prompt: Any) -> Any:
 
 
 def _noting(node: str, cls: type, method: str, load: Callable[..., Any]) -> Callable[..., Any]:
-    signature, loader = inspect.signature(load), NODE_LOADERS[node]
+    signature, loader = inspect.signature(load), NOTED[node]
 
     @functools.wraps(load)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,8 +144,9 @@ def _noting(node: str, cls: type, method: str, load: Callable[..., Any]) -> Call
         before = file_stamp(path) if path else ()
         out = load(self, *args, **kwargs)
         given.apply_defaults()
-        if isinstance(out, tuple) and out and hasattr(out[0], "model"):
-            notes = notes_of(out[0].model)
+        patcher: Any = getattr(out[0], "patcher", out[0]) if isinstance(out, tuple) and out else None
+        if hasattr(patcher, "model"):
+            notes = notes_of(patcher.model)
             notes.call = NodeCall(node, cls, method, given.args[1:], path)
             notes.stamps = (before, file_stamp(path)) if path else None
         return out
@@ -154,8 +159,8 @@ def recipe_of(patcher: Any) -> Recipe:
     """Return the recipe of the ModelPatcher of a diffusion model or a VAE. It is read once per model, and again once another loader
     has made the model.
 
-    Where no stamp was taken when the file was loaded, as for VAEs, its present state is taken; then only the comparison of weights
-    (`ui_target.Target.verify`) notices that the file was replaced in between.
+    Where no stamp was taken when the file was loaded, as by a pack that imported a loader by name, its present state is taken; then
+    only the comparison of weights (`ui_target.Target.verify`) notices that the file was replaced in between.
 
     Raises:
         MirrorError: its loader left none, or one that workers do not follow; or the file changed while ComfyUI loaded it.

@@ -1,10 +1,9 @@
-"""A model as the UI process has it: notes on it, the check that every rank has the same one, and a guard of its file."""
+"""A model as the UI process has it: notes on it, and the check that every rank has the same one."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from ...errors import MirrorError
 from ...families import PLANS, UNSTAGED, class_name
 from ...pool.messages import Load, Loaded
 from ...pool.protocol import TensorPacker, flatten
+from .wire_files import ModelFiles
 from .wire_modules import layers_of
 from .wire_recipe import FileStamp, Recipe
 from .wire_weights import differing_weight, dtypes_of, model_dtype, network_of, sample_weights, weight_patches_digest
@@ -34,12 +34,14 @@ class Target:
     """A diffusion model or a VAE as the UI process has it: what the workers' mirror must equal. A `ModelState` of the controller.
 
     Args:
+        files: of the recipe, open.
         call_memory: bytes that ComfyUI expects a call to take on one device.
         encode: makes plain data and tensors of weight patches. Raises MirrorError: one cannot be sent.
     """
 
     patcher: Any
     recipe: Recipe
+    files: ModelFiles
     call_memory: float
     encode: Callable[[Any], list[Any]]
 
@@ -137,18 +139,18 @@ class ModelNotes:
         call: of the node that loaded it, if its loader leaves no recipe.
         recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
         key: of the recipe, once the controller counts this model as a user of it.
+        files: of the recipe that the ranks have loaded it by, or are to; and that recipe.
         shares_file: whether its plain weights are the pages of its file.
         demand: of its weights alone.
-        check_file: of a VAE, whose weights on the ranks are the pages of its file: see `size_check`.
     """
 
     stamps: tuple[FileStamp, FileStamp] | None = None
     call: NodeCall | None = None
     recipe: tuple[Any, Recipe] | None = None
     key: str = ""
+    files: tuple[Recipe, ModelFiles] | None = None
     shares_file: bool = False
     demand: Demand | None = None
-    check_file: Callable[[], None] | None = None
 
 
 def notes_of(model: Any) -> ModelNotes:
@@ -158,38 +160,3 @@ def notes_of(model: Any) -> ModelNotes:
         notes = ModelNotes()
         setattr(model, ATTRIBUTE, notes)
     return notes
-
-
-def guard_size(model: Any, path: str, size: int) -> None:
-    """Check whenever ComfyUI is about to use the model that its file at `path` still has `size` bytes.
-
-    ComfyUI asks a model for its dtype before it loads it and in every call, whichever patcher it uses, so `get_dtype` is where an
-    error can still be raised.
-    """
-    owner, stock, check = weakref.ref(model), type(model).get_dtype, size_check(model, path, size)
-
-    def get_dtype() -> Any:
-        check()
-        return stock(owner())
-
-    model.get_dtype = get_dtype
-
-
-def size_check(model: Any, path: str, size: int) -> Callable[[], None]:
-    """Return a check that raises MirrorError once the file at `path` has less than `size` bytes, as long as `model` lives.
-
-    A process that reads a mapped page past the end of a file gets SIGBUS and ends. If the file is cut off in the middle of a call,
-    nobody notices.
-    """
-    descriptor = os.open(path, os.O_RDONLY)  # the mapped file, even if another gets its name
-    weakref.finalize(model, os.close, descriptor).atexit = False
-
-    def check() -> None:
-        now = os.fstat(descriptor).st_size
-        if now < size:
-            raise MirrorError(
-                f"the model file {path} was cut off while ComfyUI used it: it has {now} bytes, and had {size}. Restore it, "
-                "free ComfyUI's model and node cache, and queue the prompt again."
-            )
-
-    return check

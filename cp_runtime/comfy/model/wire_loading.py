@@ -15,7 +15,8 @@ from ...compat import parameter_slots, state_dict_loader
 from ...engine.weights.cast import CastWeight, counting_as
 from ...engine.weights.files import MAPPED, mapped_tensors
 from ...errors import MirrorError
-from .wire_recipe import DTYPE_OPTIONS, FACTORY, LOADERS, OPTIONS, VAE_LOADERS, Factory, Recipe, file_stamp
+from .wire_files import ModelFiles
+from .wire_recipe import DTYPE_OPTIONS, FACTORY, LOADERS, OPTIONS, VAE_LOADERS, Factory, Recipe
 from .wire_weights import network_of, stays_as_in_file
 
 
@@ -24,10 +25,12 @@ class LoadedModel(NamedTuple):
 
     Args:
         missing: names of the weights of its network that its file does not have.
+        files: its files.
     """
 
     patcher: Any
     missing: frozenset[str]
+    files: ModelFiles
 
 
 _LOADING = threading.RLock()  # two threads that load at once would put functions back in the wrong order
@@ -41,13 +44,14 @@ def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Fac
         make: calls a function of a node pack; None = no such recipes.
 
     Raises:
-        MirrorError: the file is not the one that the UI process loaded, or the recipe is not one that it makes.
+        ChangedFileError: the file is not the one that the UI process loaded.
+        MirrorError: it is gone, or the recipe is not one that the UI process makes.
     """
     import comfy.sd  # picks the device, so only once that is known
 
     if recipe.loader not in ((*LOADERS, *VAE_LOADERS) if recipe.factory is None or make is None else (FACTORY,)):
         raise MirrorError(f"unknown loader {recipe.loader!r}")
-    _check_stamp(recipe)
+    ModelFiles(recipe.files.items())
     options = {name: _option(name, value) for name, value in recipe.options.items()}
     with weights_on_host(), file_backed_weights(cast_later, recipe.dynamic) as missing:
         if recipe.factory is not None and make is not None:
@@ -60,18 +64,8 @@ def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Fac
             patcher = comfy.sd.load_checkpoint_guess_config(
                 recipe.path, output_vae=False, output_clip=False, model_options=options, disable_dynamic=True
             )[0]
-    _check_stamp(recipe)
-    return LoadedModel(patcher, frozenset(missing.get(network_of(patcher.model), ())))
-
-
-def _check_stamp(recipe: Recipe) -> None:
-    others = recipe.factory.models if recipe.factory is not None else ()
-    for path, stamp in ((recipe.path, recipe.stamp), *others):
-        if file_stamp(path) != tuple(stamp):
-            raise MirrorError(
-                f"{path} changed on disk after ComfyUI had loaded it. Free ComfyUI's model and node cache, or restart it, "
-                "so that it loads the new file."
-            )
+    files = ModelFiles(recipe.files.items())  # the names still lead to what was mapped
+    return LoadedModel(patcher, frozenset(missing.get(network_of(patcher.model), ())), files)
 
 
 def _option(name: str, value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The way to load a model again: the loader that ComfyUI used, the file, and plain options.
 
 Read off a model in the UI process (`ui_recipes`), followed by the ranks (`wire_loading`, `rank_factory`). On other machines the
-file is named by its place in the model folders, and compared by its size and samples of its bytes.
+file is named by its place in the model folders, and compared by its size and a digest of all its bytes.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...errors import MirrorError
+from ...errors import ChangedFileError, MirrorError
+from ...pool.digests import content_digest
 from ...pool.protocol import decode
 
 LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
@@ -114,6 +118,11 @@ class Recipe:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def files(self) -> dict[str, FileStamp]:
+        """All model files that it names."""
+        return {self.path: self.stamp} | dict(self.factory.models if self.factory is not None else ())
+
     @cached_property
     def key(self) -> str:
         """Identifies recipe and file content."""
@@ -142,32 +151,54 @@ def texts_in(tree: Any) -> list[str]:
     return [text for item in inner for text in texts_in(item)]
 
 
-def file_stamp(path: str) -> FileStamp:
-    """Return the state of a file. Raises MirrorError when it is gone."""
+def file_stamp(file: str | int) -> FileStamp:
+    """Return the state of a file, by path or descriptor. Raises MirrorError when it is gone."""
+    with readable(file):
+        found = os.stat(file)
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
+def date(nanoseconds: int) -> str:
+    """Return a time of a file as it is shown, the same on all machines."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(nanoseconds / 1e9))
+
+
+@contextmanager
+def readable(path: str | int) -> Iterator[None]:
+    """Raise MirrorError with the name of a model file, where the system raises OSError."""
     try:
-        stat = os.stat(path)
+        yield
     except OSError as error:
         raise MirrorError(f"the model file {path} cannot be read: {error.strerror}. Load a model that is there.") from error
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
-HEAD, WINDOWS, WINDOW = 1 << 20, 64, 1 << 12  # bytes of the file's begin, where its header is; samples of the rest
 Folders = Mapping[str, Sequence[str]]
 """ComfyUI's model folders by kind."""
 
 
 def describe(recipe: Mapping[str, Any], folders: Folders) -> dict[str, Any]:
-    """Return what another machine needs to find the file of a recipe: kind of folder, name in it, size and digest."""
+    """Return what another machine needs to find the file of a recipe: kind of folder, name in it, size, time and digest.
+
+    In any thread. A file that is new here is read as a whole: a minute for 60 GB on a fast disk.
+
+    Raises:
+        MirrorError: it is gone.
+        ChangedFileError: it is not the one that ComfyUI loaded.
+    """
     path = str(recipe["path"])
     kind, name = _place(path, folders)
-    return {"kind": kind, "name": name, "size": os.path.getsize(path), "digest": _sampled_digest(path, file_stamp(path))}
+    stamp, digest = _digested(path)
+    if list(stamp) != list(recipe["stamp"]):
+        raise ChangedFileError(f"{path} changed on disk after ComfyUI had loaded it. Queue the prompt again: it is loaded anew.")
+    return {"kind": kind, "name": name, "size": stamp[0], "written": stamp[1], "digest": digest}
 
 
 def relocate(recipe: Mapping[str, Any], file: Mapping[str, Any], folders: Folders, machine: str) -> dict[str, Any]:
-    """Return a recipe with the path and stamp that its file has on this machine.
+    """Return a recipe with the path and stamp that its file has on this machine. In any thread; it takes as long as `describe`.
 
     Raises:
         MirrorError: it is not here, or another one; or the recipe cannot be followed on another machine.
+        ChangedFileError: it is written to now.
     """
     name, kind = str(file["name"]), str(file["kind"])
     if recipe["loader"] == FACTORY:
@@ -180,28 +211,38 @@ def relocate(recipe: Mapping[str, Any], file: Mapping[str, Any], folders: Folder
     if not kind or not paths:
         where = inside[0][1] if inside else f"the model folder {kind!r}"
         raise MirrorError(
-            f"{machine} has no model file {name}. Copy it there, into {where}: for example, from the computer with ComfyUI, scp "
-            f"{recipe['path']} {machine}:{where}"
+            f"{machine} has no model file {name}. Copy it there, into {where}: for example, from the computer with ComfyUI, "
+            f"{_copy(recipe['path'], machine, where)}"
         )
-    path, stamp = paths[0], file_stamp(paths[0])
-    if stamp[0] != file["size"] or _sampled_digest(path, stamp) != file["digest"]:
+    path, stamp, digest = paths[0], file_stamp(paths[0]), ""
+    if stamp[0] == file["size"]:
+        stamp, digest = _digested(path)
+    if digest != file["digest"]:
         raise MirrorError(
-            f"{machine} has another model file {name} ({stamp[0]} bytes) than ComfyUI's computer ({file['size']} bytes). Copy "
-            f"it again: scp {recipe['path']} {machine}:{path}"
+            f"{machine} has another model file {name} than ComfyUI's computer: {_shown(stamp[0], stamp[1], digest)}; there "
+            f"{_shown(file['size'], file['written'], file['digest'])}. Copy it again: {_copy(recipe['path'], machine, path)}"
         )
     return {**recipe, "path": path, "stamp": list(stamp)}
 
 
-@lru_cache(maxsize=64)
-def _sampled_digest(path: str, stamp: FileStamp) -> str:
-    """Return the SHA-256 of a file's begin and of samples of the rest."""
-    size, digest = stamp[0], hashlib.sha256()
-    with open(path, "rb") as file:
-        digest.update(file.read(HEAD))
-        for window in range(WINDOWS):
-            file.seek(max(0, size - WINDOW) * window // (WINDOWS - 1))
-            digest.update(file.read(WINDOW))
-    return digest.hexdigest()
+def _digested(path: str) -> tuple[FileStamp, str]:
+    """Return the state of a file, and the digest of its content. Raises ChangedFileError: it is written to meanwhile."""
+    stamp = file_stamp(path)
+    with readable(path):
+        digest = content_digest(path, stamp)
+    if file_stamp(path) != stamp:
+        raise ChangedFileError(f"{path} changed on disk while it was read. Wait until it is complete, and queue the prompt again.")
+    return stamp, digest
+
+
+def _shown(size: int, written: int, digest: str) -> str:
+    return f"{size} bytes, written {date(written)}" + (f", digest {digest[:12]}" if digest else "")
+
+
+def _copy(path: str, machine: str, where: str) -> str:
+    """Return commands that copy a file to another machine. Ranks there may use what it replaces: so that is not written to."""
+    rename = shlex.join(["mv", f"{where}.new", where])
+    return f"{shlex.join(['scp', path, f'{machine}:{where}.new'])} && {shlex.join(['ssh', machine, rename])}"
 
 
 def _place(path: str, folders: Folders) -> tuple[str, str]:

@@ -80,7 +80,7 @@ class ModelService:
             on_compilation(worker.compiling)
             self._told_when_compiling = True
         on_module = worker.module_hook(request.cancel_every)
-        with self._traces.call():
+        with self._traces.call(), self._mirrors.mirror_of(request.key).files.unchanged():
             if request.method in VAE_METHODS:
                 from ..vae.rank import call_vae  # brings up ComfyUI, as the mirrors have
 

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from itertools import permutations
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from comfy.cli_args import args
 
 from ...controller.controller import Controller
-from ...errors import ConfigError, ContextParallelError, bad_value, check_switch
+from ...errors import ChangedFileError, ConfigError, ContextParallelError, RankError, bad_value, check_switch
 from ...machines.facts import facts_of
 from ...machines.host import Machines
 from ...machines.wire import parse_address
@@ -159,6 +159,20 @@ def _facts() -> dict[str, Any]:
 
 def _describe(recipe: dict[str, Any]) -> dict[str, Any]:
     return describe(recipe, {kind: found for kind, (found, _) in folder_paths.folder_names_and_paths.items()})
+
+
+@contextlib.contextmanager
+def reloading_changed_files() -> Iterator[None]:
+    """Have ComfyUI drop all models after this prompt, as for `/free`, if inside the context a model file is found to have changed.
+    What is left of it here or on the ranks may be a mixture; the next prompt loads it anew."""
+    try:
+        yield
+    except (ChangedFileError, RankError) as error:
+        kind = error.kind if isinstance(error, RankError) else type(error).__name__
+        served = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+        if kind == ChangedFileError.__name__ and served is not None:
+            served.prompt_queue.set_flag("free_memory", True)
+        raise
 
 
 OTHERS = Machines(_facts, _describe, "comfy.model.wire_recipe")

@@ -29,8 +29,9 @@ from ...pool.config import RuntimeConfig
 from ...pool.settings import WHOLE
 from ...vaes import row_plan_for
 from ..forward.ui_obstacles import check_code
-from ..forward.ui_patcher import ContextParallelPatcher, executing_node, raise_or_warn, with_cancel
-from ..model.ui_target import Target, notes_of, size_check
+from ..forward.ui_patcher import ContextParallelPatcher, executing_node, raise_or_warn
+from ..model.ui_recipes import recipe_of
+from ..model.ui_target import notes_of
 from ..model.wire_loading import replaced
 from ..model.wire_modules import encode_module
 from ..ranks.ui import CONTROLLER, are_here, default_config
@@ -128,7 +129,7 @@ class RankedVAE:
         self.patcher: VAEPatcher = kept
         self.patcher.cp_config = self._config = config
         try:
-            self._target = self.patcher.claim_target()
+            self._key = recipe_of(self.patcher).key
         except MirrorError as error:
             raise UnsupportedError(f"{error} {_REMEDY}") from error
 
@@ -212,8 +213,10 @@ class RankedVAE:
         if mode == TILES:
             steps = math.ceil(len(given) / config.world_size)
         else:
-            steps = 0 if workers is None else workers.pace.modules(call.kind(self._target.key))
-        return with_cancel(lambda cancelled: CONTROLLER.call(config, self._target, call, executing_node(), cancelled), steps)
+            steps = 0 if workers is None else workers.pace.modules(call.kind(self._key))
+        return self.patcher.on_ranks(
+            lambda target, cancelled: CONTROLLER.call(config, target, call, executing_node(), cancelled), steps
+        )
 
 
 class VAEPatcher(ContextParallelPatcher):
@@ -234,14 +237,6 @@ class VAEPatcher(ContextParallelPatcher):
         if unpatch_all:
             CONTROLLER.make_room(self.load_device, notes_of(self.model).key)
         return self.model
-
-    def claim_target(self) -> Target:
-        """Return what the ranks' copy must equal, as for other models. Raises MirrorError if its file was truncated."""
-        target, notes = super().claim_target(), notes_of(self.model)
-        if notes.check_file is None:
-            notes.check_file = size_check(self.model, target.path, target.recipe.stamp[0])
-        notes.check_file()
-        return target
 
 
 class Network:

@@ -23,7 +23,7 @@ from support.ranks import finish, report, start
 
 from cp_runtime.comfy.memory import ui_files as host_memory
 from cp_runtime.comfy.model.ui_recipes import watch_loaders
-from cp_runtime.errors import MirrorError
+from cp_runtime.errors import ChangedFileError
 
 _, _, (checkpoint, lora) = start()
 torch.set_grad_enabled(False)
@@ -94,7 +94,7 @@ def cut(patcher):
     os.truncate(model_file, len(whole) // 2)
     try:
         patcher.model.get_dtype()
-    except MirrorError as error:
+    except ChangedFileError as error:
         return str(error)
     finally:
         model_file.write_bytes(whole)

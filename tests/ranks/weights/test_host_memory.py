@@ -24,7 +24,7 @@ def test_a_mapped_model_serves_as_a_copied_one(steps):
 
 def test_a_file_that_was_cut_off_is_an_error_and_no_signal(steps):
     assert steps["cut"]["stock"] == ""
-    assert "was cut off while ComfyUI used it" in steps["cut"]["mapped"]
+    assert "changed on disk after ComfyUI had loaded it" in steps["cut"]["mapped"]
 
 
 def test_what_the_loader_converts_is_copied(steps):
