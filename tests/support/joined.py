@@ -77,11 +77,12 @@ def joined(*args: Any, **kwargs: Any) -> Iterator[Joining]:
 def pair(host_token: str, join_token: str) -> tuple[Any, Any]:
     """(host's end or error, the other end or error) of a connection between two that know these tokens."""
     listener = socket.create_server(("127.0.0.1", 0))
+    address, port = listener.getsockname()
     ends: dict[str, Any] = {}
 
     def join() -> None:
         try:
-            ends["join"] = Wire.connect(Code(*listener.getsockname(), join_token))
+            ends["join"] = Wire.connect(Code(address, port, join_token))
         except Exception as error:  # noqa: BLE001
             ends["join"] = error
 
@@ -128,7 +129,8 @@ class Joined:
                 if "beat" not in packet:
                     self.heard.append(packet)
                 if "meet" in packet:
-                    self.wire.send({"met": meet(self.wire.own, Code(*packet["meet"], token))})
+                    address, port = packet["meet"]
+                    self.wire.send({"met": meet(self.wire.own, Code(address, port, token))})
 
     def close(self) -> None:
         self.wire.close()
