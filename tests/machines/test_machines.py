@@ -159,6 +159,24 @@ def test_a_model_file_that_is_overwritten_there(weights, two):
     assert_close(two.server.sample(prompt(), timeout=120), expected)
 
 
+def test_a_model_file_that_is_gone_here_is_named(two, checkpoints_dir):
+    """Between queueing and loading: ComfyUI has the model by then."""
+    file = checkpoints_dir / "diffusion_models" / "flux.safetensors"
+    two.server.run(flux_prompt(ckpt=WIDE, cp={"devices": TWO}, width=64, height=64, steps=1), timeout=120).check()
+    first = two.server.queue(flux_prompt(cp={"world_size": 1}, steps=900, width=256, height=256))
+    two.server.wait_for_step(first)
+    second = two.server.queue(flux_prompt(cp={"devices": TWO, "ranks_per_call": "all"}))
+    file.rename(file.with_suffix(".away"))
+    try:
+        two.server.interrupt()
+        error = two.server.wait(second, 60).error
+        assert error is not None
+        assert "flux.safetensors cannot be read" in error.exception_message
+    finally:
+        file.with_suffix(".away").rename(file)
+    two.run().check()
+
+
 def flux(devices, cfg=1.0, **cp):
     return partial(flux_prompt, cfg=cfg, cp={"devices": devices, "ranks_per_call": "all", **cp})
 
