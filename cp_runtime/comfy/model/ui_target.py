@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from .ui_recipes import NodeCall
 
 ATTRIBUTE = "context_parallel_notes"
+ON_RANKS = "context_parallel_on_ranks"
+"""In the place of the id of the weight patches that are in a model (`current_weight_patches_uuid`): its weights are on the ranks.
+Whichever of ComfyUI's patchers loads the model then, takes this for another state of the weights and puts its own one there."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class Target:
         It takes about 50 µs per weight. The kernel maps 64 KB of the file around each sample: they are given back.
         """
         patcher, network = self.patcher, network_of(self.patcher.model)
-        if patcher.model.current_weight_patches_uuid is not None:
+        if patcher.model.current_weight_patches_uuid not in (None, ON_RANKS):
             return {}
         patched = {key.removeprefix("diffusion_model.") for backup in (patcher.backup, patcher.hook_backup) for key in backup}
         samples = sample_weights(network, without=patched)
@@ -137,6 +140,7 @@ class ModelNotes:
         call: of the node that loaded it, if its loader leaves no recipe.
         recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
         key: of the recipe, once the controller counts this model as a user of it.
+        local: it runs in this process on one device, although the graph has ranks for it.
         shares_file: whether its plain weights are the pages of its file.
         demand: of its weights alone.
         check_file: of a VAE, whose weights on the ranks are the pages of its file: see `size_check`.
@@ -146,6 +150,7 @@ class ModelNotes:
     call: NodeCall | None = None
     recipe: tuple[Any, Recipe] | None = None
     key: str = ""
+    local: bool = False
     shares_file: bool = False
     demand: Demand | None = None
     check_file: Callable[[], None] | None = None
@@ -158,6 +163,11 @@ def notes_of(model: Any) -> ModelNotes:
         notes = ModelNotes()
         setattr(model, ATTRIBUTE, notes)
     return notes
+
+
+def on_ranks(model: Any) -> bool:
+    """Return whether the weights of a `BaseModel` are on the ranks, so that nothing of it may be computed here."""
+    return bool(model.current_weight_patches_uuid == ON_RANKS)
 
 
 def guard_size(model: Any, path: str, size: int) -> None:
