@@ -44,6 +44,7 @@ from .ui_obstacles import check_model, check_stages
 
 log = logging.getLogger("context_parallel")
 
+READ_HERE = (PREFIX + "x_embedder.", PREFIX + "y_embedder.")  # by ControlNets for SD3.5
 FEW_STEPS = 8
 QUIET = 1.0  # seconds that loading takes before it is worth a bar; samplers count their steps with the same one
 FULL = 100
@@ -206,10 +207,10 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return added
 
     def _patch_what_acts_here(self) -> None:
-        """Patch those weights that ComfyUI computes with in this process, outside of the transformer, and those whose shape decides
-        what it passes to the transformer (`BaseModel.concat_cond`)."""
+        """Patch those weights that ComfyUI computes with in this process, outside of the transformer or for a ControlNet, and those
+        whose shape decides what it passes to the transformer (`BaseModel.concat_cond`)."""
         for name in self.patches:
-            if not name.startswith(PREFIX) or changes_shape(self, name):
+            if not name.startswith(PREFIX) or name.startswith(READ_HERE) or changes_shape(self, name):
                 self.patch_weight_to_device(name)
         self.model.current_weight_patches_uuid = ON_RANKS
 
