@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from comfy import model_management as mm
 from comfy.cli_args import args
 from comfy.model_patcher import ModelPatcher
@@ -164,7 +165,8 @@ def _clone_to_sample(model: ModelPatcher, change: Callable[[ModelPatcher], Any] 
 
 def _changed_input(model: ModelPatcher) -> None:
     name = "diffusion_model.img_in.weight"
-    model.add_patches({name: ("diff", ((FACTOR - 1) * model.model_state_dict(name)[name].float(),))})
+    shape = model.model_state_dict(name)[name].shape  # not what is in it: that may be patched already
+    model.add_patches({name: ("diff", (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * (1 - FACTOR),))})
 
 
 def _unload_while_sampling(model: ModelPatcher) -> None:
