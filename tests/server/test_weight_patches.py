@@ -22,8 +22,8 @@ REFUSED_IN_A_CALL = ("TestPatch", {"kind": "for_a_call"})
 
 @pytest.fixture(scope="module")
 def loras(checkpoints_dir):
-    """LoRA files of kinds that `support.checkpoints` does not write: with a change of weights that ComfyUI leaves as they are, and
-    one for control images in the format of Black Forest Labs, which makes the input layer wider."""
+    """LoRA files of kinds that `support.checkpoints` does not write: with a change of weights that ComfyUI leaves as they are, of
+    one that it reads, and for control images in the format of Black Forest Labs, which makes the input layer wider."""
     inits = {init.name: init for name in ("wan_t2v", "flux") for init in CHECKPOINTS[name].architecture.tensors()}
 
     def like(name):

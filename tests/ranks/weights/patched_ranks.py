@@ -19,9 +19,10 @@ from comfy import weight_adapter as adapters
 from mirrors import call, flux_inputs, load, mirrors_on
 from support.ranks import finish, report, start
 
-from cp_runtime.comfy.patches.wire import applied_patches
+from cp_runtime.comfy.patches.wire import applied_patches, encode_weight_patches
 from cp_runtime.engine.config import PipelineSettings
 from cp_runtime.engine.mesh import BatchMesh
+from cp_runtime.errors import MirrorError
 from cp_runtime.nested import stored
 
 rank, world, (folder, names) = start()
@@ -142,7 +143,24 @@ def inputs_of(model):
     return {name: drawn(name, *shape) for name, shape in shapes.items()} | {"timestep": torch.tensor([500.0])}
 
 
+class OfAPack(adapters.LoRAAdapter):
+    """A kind of patch that no ComfyUI knows."""
+
+
+class Stored(torch.nn.Parameter):
+    """A weight of a loader of another pack."""
+
+
+def refusal(patch, function=None):
+    try:
+        return encode_weight_patches({"a.weight": [(1.0, patch, 1.0, None, function)]})
+    except MirrorError as error:
+        return str(error)
+
+
 torch.set_grad_enabled(False)
+other_weight = [(torch.zeros(2).as_subclass(Stored), lambda weight, **_: weight)]
+report(model="", form="refused", said=[refusal(OfAPack(set(), ())), refusal(other_weight), refusal(("diff", ()), torch.neg)])
 for own, others in json.loads(names):
     paths = [os.path.join(folder, f"{name}.safetensors") for name in (own, others)]
     stock, other = (comfy.sd.load_diffusion_model(path, disable_dynamic=True) for path in paths)

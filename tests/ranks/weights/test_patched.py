@@ -34,3 +34,10 @@ def test_patched_weights_are_stock(model, form, reports):
     assert all(off <= BOUND for off in report["off"].values()), report
     if form != "none":
         assert (report["matters"] > 1e-2) == (form not in NOTHING.get(model, ())), report
+
+
+def test_patches_that_cannot_be_sent_are_refused_by_name(reports):
+    adapter, weight, function = reports["", "refused"]["said"]
+    assert "the patch of a.weight is a OfAPack of another node pack" in adapter
+    assert "the other model of a merge has a.weight as a Stored of another node pack" in weight
+    assert "the patch of a.weight transforms the weight with" in function
