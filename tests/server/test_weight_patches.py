@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.checkpoints import CHECKPOINTS, random_tensor
 from support.graphs import MODEL, flux_prompt, sampling_prompt, wan_prompt
 from support.latents import assert_close, differ
@@ -140,6 +140,19 @@ def test_lora_for_control_images(weights, server, loras):
     one, *others = [server.sample(prompt) for prompt in prompts]
     for other in others:
         assert_close(other, one)
+
+
+def test_a_patched_model_is_saved_once_patched(server, loras):
+    """ComfyUI's process has some of its weights patched already."""
+    saved = []
+    for name, cp in (("stock", None), ("ranks", CP)):
+        prompt = flux_prompt(loras=["flux_control", "flux_lora"], cp=cp)
+        inputs = {"model": prompt["sampler"]["inputs"]["model"], "filename_prefix": f"saved/{name}"}
+        server.run({**prompt, "save_model": {"class_type": "ModelSave", "inputs": inputs}}, timeout=120).check()
+        saved.append(load_file(server.base / "output" / "saved" / f"{name}_00001_.safetensors"))
+    stock, ours = saved
+    assert stock["model.diffusion_model.img_in.weight"].shape == (256, 128)
+    assert {name for name in stock if not torch.equal(stock[name], ours[name])} == stock.keys() ^ ours.keys() == set()
 
 
 # --- merges -----------------------------------------------------------------------------------------------------------

@@ -137,10 +137,6 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         """Whether the model runs in this process on one device, because on_unsupported says so."""
         return notes_of(self.model).local
 
-    @cp_local.setter
-    def cp_local(self, local: bool) -> None:
-        notes_of(self.model).local = local
-
     def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., Any]) -> None:
         if key == COMPILE_KEY and not isinstance(wrapper, OnOneDevice):
             wrapper = OnOneDevice(wrapper)
@@ -184,7 +180,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return room * min(2, self.cp_config.batch_degree or self.cp_config.ranks_per_stage)  # a rank takes half of two items
 
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
-        self.cp_local = False
+        notes_of(self.model).local = False
         release(self.model.diffusion_model)
         try:
             if self.cp_run.obstacle is not None:
@@ -207,10 +203,15 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return added
 
     def _patch_what_acts_here(self) -> None:
-        """Patch those weights that ComfyUI computes with in this process, outside of the transformer or for a ControlNet, and those
-        whose shape decides what it passes to the transformer (`BaseModel.concat_cond`)."""
+        """Patch those modules that ComfyUI computes with in this process, outside of the transformer or for a ControlNet, and those
+        whose weight decides by its shape what ComfyUI passes to the transformer (`BaseModel.concat_cond`)."""
+        here = {
+            path_of(name)
+            for name in self.patches
+            if not name.startswith(PREFIX) or name.startswith(READ_HERE) or changes_shape(self, name)
+        }
         for name in self.patches:
-            if not name.startswith(PREFIX) or name.startswith(READ_HERE) or changes_shape(self, name):
+            if path_of(name) in here:
                 self.patch_weight_to_device(name)
         self.model.current_weight_patches_uuid = ON_RANKS
 
@@ -243,14 +244,22 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
         settle(self.model)
-        return super().state_dict_for_saving(*args, **kwargs)
+        # ComfyUI patches weights when it writes them, but not in modules that say that theirs are.
+        patched = {comfy.utils.get_attr(self.model, path_of(name)) for name in self.backup} if on_ranks(self.model) else set()
+        for module in patched:
+            module.comfy_patched_weights = True
+        try:
+            return super().state_dict_for_saving(*args, **kwargs)
+        finally:
+            for module in patched:
+                del module.comfy_patched_weights
 
     # --- one denoise call ------------------------------------------------------------------------------------------------
 
     def refuse(self, error: UnsupportedError) -> None:
         """Raise, or switch to ComfyUI's own path on one device with a warning, as on_unsupported says."""
         raise_or_warn(error, self.cp_config, "running on a single device", raised_by="Apply Context Parallel")
-        self.cp_local = True
+        notes_of(self.model).local = True
         CONTROLLER.unload(notes_of(self.model).key)
         settle(self.model)
 
@@ -303,6 +312,11 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def _on_device(self) -> bool:
         return CONTROLLER.on_device(notes_of(self.model).key)
+
+
+def path_of(weight: str) -> str:
+    """Return the path of the module that has a weight."""
+    return weight.rpartition(".")[0]
 
 
 @cache

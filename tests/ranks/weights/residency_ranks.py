@@ -25,7 +25,7 @@ from cp_runtime.comfy.memory.rank import available
 from cp_runtime.comfy.memory.ui_residency import free_for_ranks
 from cp_runtime.comfy.memory.ui_stock_loads import _drop_from_ranks, watch_stock_loads
 from cp_runtime.comfy.model.ui_recipes import recipe_key
-from cp_runtime.comfy.model.ui_target import ON_RANKS
+from cp_runtime.comfy.model.ui_target import ON_RANKS, notes_of
 from cp_runtime.comfy.ranks import ui as devices
 from cp_runtime.comfy.ranks.ui import CONTROLLER
 from cp_runtime.controller.placement import Shortages
@@ -130,10 +130,10 @@ whole = stock.model_size()
 elsewhere = apply_to_model(stock, RuntimeConfig.resolve(inventory=CUDA, devices="cuda:1,cuda:2"))
 hold(recipe_key(stock), whole // 2)
 sizes = {"sharded": parallel.model_size(), "on other devices": elsewhere.model_size()}
-parallel.cp_local = True
+notes_of(model).local = True
 clone, removed = parallel.clone(), without_context_parallel(parallel.clone())
 report(step="sizes", whole=whole, **sizes, clone_on_one_device=clone.model_size(), removed=removed.model_size())
-parallel.cp_local = False
+notes_of(model).local = False
 held.clear()
 
 # A wrapper of a node pack may name all arguments of the forward.
