@@ -3,7 +3,7 @@
 A form is tried on every weight of a model that can take it at once: also on those that ComfyUI leaves as they are, such as the
 modulation of Wan's blocks, which are parameters of modules with modules inside.
 
-Arguments: folder of checkpoints, and as JSON for every model its file and that of another one, to be merged with it.
+Arguments: folder of checkpoints, and as JSON for every model its file, that of another one to be merged with it, and the forms.
 """
 
 import json
@@ -23,7 +23,6 @@ from cp_runtime.comfy.patches.wire import applied_patches, encode_weight_patches
 from cp_runtime.engine.config import PipelineSettings
 from cp_runtime.engine.mesh import BatchMesh
 from cp_runtime.errors import MirrorError
-from cp_runtime.nested import stored
 
 rank, world, (folder, names) = start()
 mesh = BatchMesh(dist.group.WORLD)
@@ -122,16 +121,20 @@ def merged(one, other, own=0.6, others=0.4):
     return clone
 
 
-def merges(one, other):
-    with_lora, other_with_lora = patched(one, "lora"), patched(other, "lora")
-    yield "merge", merged(one, other)
-    yield "difference", merged(one, other, 1.0, -0.5)
-    yield "merge of LoRAs", merged(with_lora, other_with_lora)
-    yield "LoRA on a merge of merges", patched(merged(with_lora, merged(other, merged(other, other_with_lora))), "lora")
-
-
-def weights_of(patcher):
-    return {name: [part.clone() for part in stored(weight)] for name, weight in patcher.model.named_parameters()}
+def with_form(one, other, form):
+    """A clone of `one` with the form; of a merge, with `other`."""
+    if form == "none":
+        return one.clone()
+    if form == "merge":
+        return merged(one, other)
+    if form == "difference":
+        return merged(one, other, 1.0, -0.5)
+    if form == "merge of LoRAs":
+        return merged(patched(one, "lora"), patched(other, "lora"))
+    if form == "LoRA on a merge of merges":
+        inner = merged(other, merged(other, patched(other, "lora")))
+        return patched(merged(patched(one, "lora"), inner), "lora")
+    return patched(one, form)
 
 
 def inputs_of(model):
@@ -161,15 +164,13 @@ def refusal(patch, function=None):
 torch.set_grad_enabled(False)
 other_weight = [(torch.zeros(2).as_subclass(Stored), lambda weight, **_: weight)]
 report(model="", form="refused", said=[refusal(OfAPack(set(), ())), refusal(other_weight), refusal(("diff", ()), torch.neg)])
-for own, others in json.loads(names):
+for own, others, forms in json.loads(names):
     paths = [os.path.join(folder, f"{name}.safetensors") for name in (own, others)]
     stock, other = (comfy.sd.load_diffusion_model(path, disable_dynamic=True) for path in paths)
     mirrors = {placement: mirrors_on("cpu") for placement in PLACEMENTS}
-    quantised = any(len(stored(weight)) > 1 for weight in stock.model.parameters())
-    forms = ("diff", "set", "lora") if quantised else (*FORMS, ROWS, SWAPPED)
-    cases = [("none", stock.clone()), *((form, patched(stock, form)) for form in forms), *merges(stock, other)]
     plain = None
-    for form, patcher in cases:
+    for form in forms:
+        patcher = with_form(stock, other, form)
         mm.load_models_gpu([patcher])
         arguments = inputs_of(patcher.model.diffusion_model)
         expected = patcher.model.diffusion_model(**arguments)
