@@ -42,6 +42,9 @@ def models(comfyui_path, tmp_path_factory):
         checkpoints.write("lora", folder)
     checkpoints.write("flux", folder, dtype=torch.bfloat16)
     checkpoints.write("flux_lora", folder)
+    shapes = {"lora_A.weight": (4, 128), "lora_B.weight": (256, 4)}
+    wider = {f"diffusion_model.img_in.{name}": 0.2 * torch.randn(shape) for name, shape in shapes.items()}
+    save_file({**wider, "diffusion_model.img_in.reshape_weight": torch.tensor([256, 128])}, folder / "loras" / "wider.safetensors")
     write(folder / "diffusion_models" / "flux-bfloat16.safetensors", folder / "diffusion_models" / "flux.gguf")
     checkpoints.write("model", folder, dtype=torch.bfloat16, file_stem="model", checkpoint=MODEL)
     encoder = Checkpoint(architecture=ClipL(), folder="text_encoders")
@@ -149,6 +152,21 @@ def test_weights_that_are_rounded_to_8_bits(server, weight_dtype, strength):
     latent(1)
     stock = latent(2)
     assert difference(latent(2, cp={}), stock) <= HALF_BOUND
+
+
+def test_a_lora_that_makes_the_input_layer_wider(server):
+    """ComfyUI's process has that layer patched, until one that pages loads the model."""
+
+    def latent(lora, **settings):
+        loras = [("wider", lora)] if lora else []
+        return [server.sample(flux_prompt(ckpt="flux-bfloat16", loras=loras, **settings), timeout=120).float()]
+
+    plain = latent(0.0)
+    for weights in ("whole", "sharded"):
+        assert difference(latent(1.0, cp={"weights": weights}), latent(1.0)) <= LORA_BOUND
+        assert difference(latent(0.0, cp={"weights": weights}), plain) <= BOUND
+    assert difference(latent(1.0), plain) > 0.1
+    assert difference(latent(0.0), plain) <= BOUND
 
 
 def test_a_model_whose_loader_does_without_dynamic_vram(server):

@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from support.graphs import MODEL, flux_prompt, wan_prompt
+from support.graphs import flux_prompt, wan_prompt
 from support.latents import assert_close
 from support.node_graphs import POSITIVE, GraphCase, completed, node
 from support.server_events import PromptRejected
@@ -124,17 +124,8 @@ HOOKS = {
     "hook": node("CreateHookLoraModelOnly", lora_name="flux_lora.safetensors", strength_model=1.0),
     "hooked": node("ConditioningSetProperties", cond_NEW=POSITIVE, hooks=["hook", 0]),
 }
-MERGE = node("ModelMergeSimple", model1=MODEL, model2=["other", 0], ratio=0.5)
 WHOLE_MODELS = {
     "weight hooks": (GraphCase(flux_prompt, HOOKS, {"positive": ["hooked", 0]}), ["weight hooks"]),
-    "merging with another checkpoint": (
-        GraphCase(
-            flux_prompt,
-            {"other": node("UNETLoader", unet_name="flux.safetensors", weight_dtype="fp8_e4m3fn")},
-            settings={"after_apply": [MERGE]},
-        ),
-        ["model merging", "Save the merged model"],
-    ),
     "another family": (
         GraphCase(
             partial(flux_prompt, ckpt="flux_schnell", guidance=-1),

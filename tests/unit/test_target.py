@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cp_runtime.comfy.model.ui_target import Target
+from cp_runtime.comfy.model.ui_target import ON_RANKS, Target
 from cp_runtime.comfy.model.wire_modules import layers_of
 from cp_runtime.comfy.model.wire_recipe import Factory, Recipe
 from cp_runtime.comfy.model.wire_weights import sample_weights, weight_patches_digest
@@ -64,6 +64,7 @@ CASES = {
     ),
     # Weights that are not as they were loaded are not compared.
     "patched": ({"seed": 1, "patches_in": "u0"}, {}, None),
+    "on the ranks": ({"seed": 1, "patches_in": ON_RANKS}, {}, r"rank 0 \(pid 10\) read another weight 0.weight from"),
     "backed up": ({"seed": 1, "backup": ["diffusion_model.0.weight", "diffusion_model.0.bias"]}, {}, None),
     # Nor are those that a rank's device holds in another format. That all compute in the same dtype is checked beside it.
     "another format": ({}, {"samples": sample_weights(transformer(1).to(torch.bfloat16))}, None),

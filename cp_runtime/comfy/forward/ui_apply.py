@@ -24,7 +24,7 @@ from ..model.ui_recipes import recipe_key
 from ..ranks.ui import CONTROLLER, default_config, nothing_to_share
 from .ui_interception import check_forward
 from .ui_obstacles import check_model, check_stages, conditions_obstacle
-from .ui_patcher import ContextParallelPatcher, executing_node, plain_class, raise_or_warn
+from .ui_patcher import ContextParallelPatcher, Run, executing_node, plain_class, raise_or_warn
 
 log = logging.getLogger("context_parallel")
 
@@ -93,9 +93,7 @@ def _wrap(patcher: Any, key: str, wrappers: Mapping[str, Callable[..., Any]]) ->
 def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any, conds: dict[str, Any], **kwargs: Any) -> Any:
     """Look at the conditions before the model is loaded, when it can still be loaded in this process instead."""
     if isinstance(model, ContextParallelPatcher):
-        model.cp_conditions_obstacle = conditions_obstacle(conds)
-        model.cp_run = next(RUNS)
-        model.cp_call_memory, model.cp_memory_scale = call_memory(model, noise_shape, conds)
+        model.cp_run = Run(next(RUNS), conditions_obstacle(conds), *call_memory(model, noise_shape, conds))
     return executor(model, noise_shape, conds, **kwargs)
 
 

@@ -1,7 +1,8 @@
 """Send the transformer's innermost forward, in the UI process, to the workers.
 
 It is the innermost one, so that wrappers which skip or repeat it (step caches, seam smoothing) keep their meaning. It is installed
-on the instance while a patcher of ours is the loaded one, so that it does not depend on what samplers and guiders hand on.
+on the instance when a patcher of ours is loaded, so that it does not depend on what samplers and guiders hand on, and stays until
+weights are loaded in this process: without patches, as they are meanwhile, nothing here may compute with them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...comfyui import unrecorded
 from ...controller.calls import ModelCall
-from ...errors import UnsupportedError
+from ...errors import MirrorError, UnsupportedError
 from ...families import PLANS, class_name
 from ...nested import tensors
+from ..model.ui_target import on_ranks
 from ..model.wire_modules import encode_module
 from ..model.wire_weights import model_dtype
+from ..patches.wire import applied_patches
 from .ui_obstacles import check_call, check_own_forward, compile_of, options_for_ranks
 from .wire import ATTENTION, CONDITIONINGS, SENDABLE, plain_options
 
@@ -37,10 +40,10 @@ PREFIX = "diffusion_model."
 
 
 class Replacement:
-    """Replacement for a method of one transformer instance.
+    """Replacement for a method of one transformer instance, while the model's weights are on the ranks.
 
     Args:
-        owner: the patcher; held weakly, because it holds the model.
+        owner: the patcher as it was loaded; held weakly, because of what the patches of a graph may refer to.
         model: the transformer.
         method: name of the method.
     """
@@ -48,12 +51,20 @@ class Replacement:
     sends_to_workers = True
 
     def __init__(self, owner: ContextParallelPatcher, model: nn.Module, method: str) -> None:
-        self.owner, self.model, self.method = ref(owner), model, method
+        self.owner, self.base, self.model, self.method = ref(owner), ref(owner.model), model, method
         self.stock: Callable[..., Any] = getattr(type(model), method).__get__(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self.owner()
-        return self.stock(*args, **kwargs) if owner is None else self.run(owner, args, kwargs)
+        """Run the method. Raises MirrorError where nothing is left of the MODEL that was loaded, and its patches are lost."""
+        base, owner = self.base(), self.owner()
+        if base is not None and not on_ranks(base):  # ComfyUI has loaded the weights, and their patches, in this process
+            return self.stock(*args, **kwargs)
+        if owner is None:
+            raise MirrorError(
+                f"a node called {type(self.model).__name__}.{self.method} of a model that is on the workers, after it had dropped "
+                "the MODEL that it was given. Remove that node, or Apply Context Parallel."
+            )
+        return self.run(owner, args, kwargs)
 
     def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what the method does."""
@@ -83,7 +94,7 @@ class WorkerForward(Replacement):
             return self.stock(*args, **kwargs)
         chosen: dict[str, Any] = {} if attention is None else {ATTENTION: attention}
         if owner.cp_config.pipeline is not None and options.get("uuids"):
-            chosen[CONDITIONINGS] = [f"{owner.cp_run} {name}" for name in options["uuids"]]
+            chosen[CONDITIONINGS] = [f"{owner.cp_run.number} {name}" for name in options["uuids"]]
             owner.note_steps(len(options.get("sample_sigmas", ())) - 1)
         arguments["transformer_options"] = {**plain_options(options), **chosen, **patches.encoded}
         return owner.call_workers(
@@ -94,7 +105,7 @@ class WorkerForward(Replacement):
                 device=latent.device,
                 in_place=IN_PLACE,
                 mixes_batch=patches.mixes_batch,
-                memory_scale=owner.cp_memory_scale,
+                memory_scale=owner.cp_run.memory_scale,
                 compile=compiled,
                 networks=patches.networks,
                 encode_network=encode_module,
@@ -184,6 +195,7 @@ class LocalTexts(Replacement):
 def weights_at(patcher: ModelPatcher, model: nn.Module, device: torch.device) -> Iterator[None]:
     """Give modules of the model that are called their patched weights on a device, while active."""
     paths = {module: path for path, module in model.named_modules() if path}
+    patched = applied_patches(patcher)
     kept: list[tuple[dict[str, Any], str, Any]] = []
 
     def bring(called: nn.Module, _: Any) -> None:
@@ -196,7 +208,9 @@ def weights_at(patcher: ModelPatcher, model: nn.Module, device: torch.device) ->
                 if parameter is not None:
                     if (dtype := model_dtype(patcher.model, module, name)) != parameter.dtype:
                         put(module._parameters, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
-                    weight = patcher.patch_weight_to_device(f"{PREFIX}{inner}.{name}", device, return_weight=True)
+                    key, weight = f"{PREFIX}{inner}.{name}", module._parameters[name]
+                    if key in patched and key not in patcher.backup:  # where it is not patched already
+                        weight = patcher.patch_weight_to_device(key, device, return_weight=True)
                     put(module._parameters, name, nn.Parameter(weight.to(device), requires_grad=False))
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -227,8 +241,8 @@ def intercept(owner: ContextParallelPatcher, model: nn.Module) -> None:
         setattr(model, method, replacement(owner, model, method))
 
 
-def release(owner: ContextParallelPatcher, model: nn.Module) -> None:
-    """Undo `intercept`, unless another owner has taken over."""
+def release(model: nn.Module) -> None:
+    """Undo `intercept`, before weights are loaded in this process."""
     for method, installed in list(vars(model).items()):
-        if isinstance(installed, Replacement) and installed.owner() in (owner, None):
+        if isinstance(installed, Replacement):
             delattr(model, method)

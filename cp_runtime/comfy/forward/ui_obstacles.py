@@ -22,7 +22,7 @@ from ...pool.settings import STAGED
 from ..model.ui_recipes import recipe_of
 from ..model.ui_target import notes_of
 from ..patches.ui import PatchSet, attention_of
-from ..patches.wire import encode_weight_patches
+from ..patches.wire import applied_patches, encode_weight_patches
 from .wire import encode_compile
 
 _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
@@ -40,7 +40,7 @@ def check_model(patcher: Any, device_type: str) -> None:
     try:
         plan_for(model)
         recipe_of(patcher)
-        encode_weight_patches(patcher.patches)
+        encode_weight_patches(applied_patches(patcher))
     except (PlanError, MirrorError) as error:
         raise UnsupportedError(str(error)) from error
     options_for_ranks(patcher.model_options.get("transformer_options", {}), model, device_type)

@@ -12,7 +12,8 @@ import logging
 import time
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import comfy.model_management
 import comfy.model_patcher
@@ -34,40 +35,56 @@ from ...pool.worker_pool import CallCancelled
 from ..memory.ui_files import share_file_pages
 from ..memory.ui_residency import convert, give_back, make_way
 from ..model.ui_recipes import recipe_of
-from ..model.ui_target import Target, notes_of
+from ..model.ui_target import ON_RANKS, Target, notes_of, on_ranks
 from ..model.wire_files import ModelFiles
 from ..model.wire_weights import is_dynamic
-from ..patches.wire import encode_weight_patches
+from ..patches.wire import applied_patches, changes_shape, encode_weight_patches
 from ..ranks.ui import CONTROLLER, reloading_changed_files
-from .ui_interception import OnOneDevice, intercept, release
+from .ui_interception import PREFIX, OnOneDevice, intercept, release
 from .ui_obstacles import check_model, check_stages
 
 log = logging.getLogger("context_parallel")
 
+READ_HERE = (PREFIX + "x_embedder.", PREFIX + "y_embedder.")  # by ControlNets for SD3.5
 FEW_STEPS = 8
 QUIET = 1.0  # seconds that loading takes before it is worth a bar; samplers count their steps with the same one
 FULL = 100
 
 
+class Run(NamedTuple):
+    """A sampling run.
+
+    Args:
+        number: of the run in this process.
+        obstacle: what in its conditions cannot be sent to the workers.
+        call_memory: bytes that ComfyUI expects a call to take on one device.
+        memory_scale: see `ModelCall.memory_scale`.
+    """
+
+    number: int = 0
+    obstacle: str | None = None
+    call_memory: float = 0.0
+    memory_scale: float = 1.0
+
+
 class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     """A ModelPatcher whose weights live on the worker pool.
 
+    What was loaded last is what computes, as with ComfyUI's own patchers, whose patches are in the weights then: also where a node
+    loads a clone and drops it at once. `cp_loaded`, which the clone and all that it was made from hold, is a copy of it without the
+    model: so nothing that the model refers to keeps it alive.
+
     Attributes:
         cp_config: pool and sharding.
-        cp_local: the model runs in the UI process on one device, because on_unsupported says so.
-        cp_conditions_obstacle: what in the conditions of the sampling run cannot be sent to the workers.
-        cp_run: number of the sampling run in this process.
-        cp_memory_scale: see `ModelCall.memory_scale`; of the sampling run.
-        cp_call_memory: bytes that ComfyUI expects a call of it to take on one device.
+        cp_run: the sampling run.
+        cp_loaded: see above.
     """
 
     cp_config: RuntimeConfig
-    cp_local: bool = False
-    cp_conditions_obstacle: str | None = None
-    cp_run: int = 0
+    cp_run = Run()
+    cp_loaded: ContextParallelPatcher | None = None
+    patches: dict[str, Any]
     _noted_run: int = 0
-    cp_memory_scale: float = 1.0
-    cp_call_memory: float = 0.0
 
     @classmethod
     def over(cls, patcher: comfy.model_patcher.ModelPatcher, config: RuntimeConfig) -> Any:
@@ -91,8 +108,35 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         if type(clone) is plain_class(type(self)):  # some packs' patchers make one of their own class, whatever they are
             clone.__class__ = type(self)
         if isinstance(clone, ContextParallelPatcher):
-            clone.cp_config, clone.size = self.cp_config, self.size  # not `model_size`, as it may run on one device
+            # Not `model_size`, as it may run on one device.
+            clone.cp_config, clone.cp_run, clone.size = self.cp_config, self.cp_run, self.size
         return clone
+
+    def __getattr__(self, name: str) -> Any:
+        model = vars(self).get("_model", lambda: None)() if name == "model" else None
+        if model is None:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return model
+
+    def __del__(self) -> None:
+        if "model" in vars(self):
+            super().__del__()
+
+    def _as_loaded(self) -> Any:
+        """Return what `cp_loaded` shall be."""
+        loaded = object.__new__(type(self))
+        changed = {"patches": applied_patches(self), "parent": None, "cp_loaded": None, "_model": ref(self.model)}
+        loaded.__dict__ = {**vars(self), **changed}
+        del loaded.model
+        holder: Any = self
+        while isinstance(holder, ContextParallelPatcher):
+            holder.cp_loaded, holder = loaded, holder.parent
+        return loaded
+
+    @property
+    def cp_local(self) -> bool:
+        """Whether the model runs in this process on one device, because on_unsupported says so."""
+        return notes_of(self.model).local
 
     def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., Any]) -> None:
         if key == COMPILE_KEY and not isinstance(wrapper, OnOneDevice):
@@ -138,25 +182,40 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     @reloading_changed_files()
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
-        self.cp_local = False
-        release(self, self.model.diffusion_model)
+        notes_of(self.model).local = False
+        release(self.model.diffusion_model)
         try:
-            if self.cp_conditions_obstacle is not None:
-                raise UnsupportedError(self.cp_conditions_obstacle)
+            if self.cp_run.obstacle is not None:
+                raise UnsupportedError(self.cp_run.obstacle)
             check_model(self, self.cp_config.device_type)
             check_stages(self, self.cp_config)
-            if self.model.current_weight_patches_uuid is not None:  # another branch has loaded them on a device of this process
-                super().unpatch_model(self.offload_device, unpatch_weights=True)
+            if self.model.current_weight_patches_uuid is not None:  # else another branch has them on a device of this process
+                super().unpatch_model(None if on_ranks(self.model) else self.offload_device, unpatch_weights=True)
             # Object patches, such as model sampling, act in this process.
             super().unpatch_model(None, unpatch_weights=False)
             super().patch_model(load_weights=False)
             self._share_file()
-            added = self.load_on_ranks()
+            loaded = self._as_loaded()
+            added = loaded.load_on_ranks()
         except UnsupportedError as error:
             self.refuse(error)
             return self._load_here(device_to, extra_memory, force_patch_weights)
-        intercept(self, self.model.diffusion_model)
+        loaded._patch_what_acts_here()
+        intercept(loaded, self.model.diffusion_model)
         return added
+
+    def _patch_what_acts_here(self) -> None:
+        """Patch those modules that ComfyUI computes with in this process, outside of the transformer or for a ControlNet, and those
+        whose weight decides by its shape what ComfyUI passes to the transformer (`BaseModel.concat_cond`)."""
+        here = {
+            path_of(name)
+            for name in self.patches
+            if not name.startswith(PREFIX) or name.startswith(READ_HERE) or changes_shape(self, name)
+        }
+        for name in self.patches:
+            if path_of(name) in here:
+                self.patch_weight_to_device(name)
+        self.model.current_weight_patches_uuid = ON_RANKS
 
     def load_on_ranks(self) -> int:
         """Load the model onto the ranks, to which this process's devices make way. Returns the bytes that it newly takes on its own
@@ -174,7 +233,6 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return freed
 
     def detach(self, unpatch_all: bool = True) -> nn.Module:
-        release(self, self.model.diffusion_model)
         if self.cp_local:
             return super().detach(unpatch_all)
         self.eject_model()
@@ -188,28 +246,36 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
         settle(self.model)
-        return super().state_dict_for_saving(*args, **kwargs)
+        # ComfyUI patches weights when it writes them, but not in modules that say that theirs are.
+        patched = {comfy.utils.get_attr(self.model, path_of(name)) for name in self.backup} if on_ranks(self.model) else set()
+        for module in patched:
+            module.comfy_patched_weights = True
+        try:
+            return super().state_dict_for_saving(*args, **kwargs)
+        finally:
+            for module in patched:
+                del module.comfy_patched_weights
 
     # --- one denoise call ------------------------------------------------------------------------------------------------
 
     def refuse(self, error: UnsupportedError) -> None:
         """Raise, or switch to ComfyUI's own path on one device with a warning, as on_unsupported says."""
         raise_or_warn(error, self.cp_config, "running on a single device", raised_by="Apply Context Parallel")
-        self.cp_local = True
+        notes_of(self.model).local = True
         CONTROLLER.unload(notes_of(self.model).key)
         settle(self.model)
 
     def refuse_call(self, error: UnsupportedError) -> None:
         """Refuse after sampling has begun: the weights are loaded into this process now."""
         self.refuse(error)
-        release(self, self.model.diffusion_model)
+        release(self.model.diffusion_model)
         self._load_here(self.load_device, 1e32)
 
     def note_steps(self, steps: int) -> None:
         """Say once per run in patches that warm-up is a large part of few steps."""
         pipeline = self.cp_config.pipeline
-        if pipeline is not None and pipeline.patches > 1 and 0 < steps <= FEW_STEPS and self.cp_run != self._noted_run:
-            self._noted_run = self.cp_run
+        if pipeline is not None and pipeline.patches > 1 and 0 < steps <= FEW_STEPS and self.cp_run.number != self._noted_run:
+            self._noted_run = self.cp_run.number
             log.info("CP PipeFusion: %d of %d steps are exact, so patches gain little", min(steps, pipeline.warmup_calls), steps)
 
     def call_workers(self, call: ModelCall) -> Any:
@@ -230,14 +296,18 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             super().unpatch_model(self.offload_device, unpatch_weights=True)
         if is_dynamic(self.model):
             convert(self.model)
-        return super().partially_load(device, extra_memory, force_patch_weights)
+        patches, self.patches = self.patches, applied_patches(self)
+        try:
+            return super().partially_load(device, extra_memory, force_patch_weights)
+        finally:
+            self.patches = patches
 
     def claim_target(self) -> Target:
         """Return what the ranks' copy must equal. From now on they keep it for as long as the model of this process is there."""
         recipe, notes = recipe_of(self), notes_of(self.model)
         if notes.files is None or notes.files[0] is not recipe:
             notes.files = recipe, ModelFiles(recipe.files.items())
-        target = Target(self, recipe, notes.files[1], self.cp_call_memory, encode_weight_patches)
+        target = Target(self, recipe, notes.files[1], self.cp_run.call_memory, encode_weight_patches)
         notes.key = target.key
         CONTROLLER.own(target.key, self.model)
         return target
@@ -252,6 +322,11 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def _on_device(self) -> bool:
         return CONTROLLER.on_device(notes_of(self.model).key)
+
+
+def path_of(weight: str) -> str:
+    """Return the path of the module that has a weight."""
+    return weight.rpartition(".")[0]
 
 
 @cache

@@ -40,6 +40,7 @@ from ...nested import alias, is_dressed, stored
 from ..model.wire_loading import parameters_of
 from ..model.wire_recipe import Recipe
 from ..model.wire_weights import SMALL, STAYS
+from ..patches.wire import changes_shape
 
 PREFIX = "diffusion_model."
 # What to do about code that reads a weight that is not on this rank.
@@ -178,12 +179,15 @@ def _as_dynamic(patcher: Any, key: str, device: torch.device | None) -> Tensor |
     Where it rounds a patched weight to 8 bits, it does so by the name of the module; ComfyUI's other patchers, by that of the
     weight. It keeps what it has rounded for later calls with a weight (`comfy.ops.resolve_cast_module_with_vbar`).
     """
-    path, _, parameter = key.rpartition(".")
+    path = key.rpartition(".")[0]
     module = get_attr(patcher.model, path)
     weight = get_key_weight(patcher.model, key)[0]
     quantised = hasattr(weight, "requantize_from_float")
     small = model_management.module_size(module) <= SMALL if quantised else STAYS in vars(module)
-    if small or parameter not in ("weight", "bias") or not hasattr(module, "comfy_cast_weights"):
+    own = [f"{path}.{name}" for name in ("weight", "bias")]
+    if small or key not in own or not hasattr(module, "comfy_cast_weights"):
+        return None
+    if any(changes_shape(patcher, name) for name in own if name in patcher.patches):
         return None
     device, dtype, seed = device or weight.device, patcher.model.get_dtype_inference(), string_to_seed(path)
     if isinstance(module, comfy.ops.fp8_ops.Linear) and weight.dtype == torch.float8_e4m3fn:

@@ -11,9 +11,11 @@ import torch
 from comfy.model_base import BaseModel
 
 from ...engine.weights.cast import settle
+from ..forward.ui_interception import release
 from ..forward.ui_patcher import ContextParallelPatcher
 from ..model.ui_recipes import recipe_key
 from ..model.ui_target import notes_of
+from ..model.wire_weights import network_of
 from ..ranks.ui import CONTROLLER
 
 EVERYTHING = 1e30
@@ -30,6 +32,7 @@ def watch_stock_loads() -> None:
             if isinstance(getattr(patcher, "model", None), BaseModel) and not isinstance(patcher, ContextParallelPatcher):
                 _drop_from_ranks(patcher)
                 settle(patcher.model)
+                release(network_of(patcher.model))
         return stock(models, *args, **kwargs)
 
     @functools.wraps(stock_free)

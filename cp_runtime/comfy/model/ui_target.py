@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from .ui_recipes import NodeCall
 
 ATTRIBUTE = "context_parallel_notes"
+ON_RANKS = "context_parallel_on_ranks"
+"""In the place of the id of the weight patches that are in a model (`current_weight_patches_uuid`): its weights are on the ranks.
+Whichever of ComfyUI's patchers loads the model then, takes this for another state of the weights and puts its own one there."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Target:
         It takes about 50 µs per weight. The kernel maps 64 KB of the file around each sample: they are given back.
         """
         patcher, network = self.patcher, network_of(self.patcher.model)
-        if patcher.model.current_weight_patches_uuid is not None:
+        if patcher.model.current_weight_patches_uuid not in (None, ON_RANKS):
             return {}
         patched = {key.removeprefix("diffusion_model.") for backup in (patcher.backup, patcher.hook_backup) for key in backup}
         samples = sample_weights(network, without=patched)
@@ -140,6 +143,7 @@ class ModelNotes:
         recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
         key: of the recipe, once the controller counts this model as a user of it.
         files: of the recipe that the ranks have loaded it by, or are to; and that recipe.
+        local: it runs in this process on one device, although the graph has ranks for it.
         shares_file: whether its plain weights are the pages of its file.
         demand: of its weights alone.
     """
@@ -149,6 +153,7 @@ class ModelNotes:
     recipe: tuple[Any, Recipe] | None = None
     key: str = ""
     files: tuple[Recipe, ModelFiles] | None = None
+    local: bool = False
     shares_file: bool = False
     demand: Demand | None = None
 
@@ -160,3 +165,8 @@ def notes_of(model: Any) -> ModelNotes:
         notes = ModelNotes()
         setattr(model, ATTRIBUTE, notes)
     return notes
+
+
+def on_ranks(model: Any) -> bool:
+    """Return whether the weights of a `BaseModel` are on the ranks, so that nothing of it may be computed here."""
+    return bool(model.current_weight_patches_uuid == ON_RANKS)

@@ -5,7 +5,8 @@ worker finds the same code by name in its own ComfyUI and gives it the data. Onl
 its rank's forward sees: this rank's tokens. If it expects anything else, MIRRORED says how it is adapted.
 
 Of weight patches (LoRA and its relatives) a patcher holds `{weight name: [(strength, patch, strength_model, offset, function)]}`. A
-patch is an adapter object of `comfy.weight_adapter`, or a tuple of a kind and tensors. Both become tuples here; nothing is pickled.
+patch is an adapter object of `comfy.weight_adapter`, a tuple of a kind and tensors, or, of a merge, a list: a weight of the other
+model, beside a function that makes numbers of it, and the patches of that model. All become tuples here; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import comfy.ldm.common_dit
+import comfy.lora
 import comfy.utils
 import comfy.weight_adapter
-from torch import Tensor
+from comfy.model_patcher import key_param_name_to_key
+from torch import Tensor, nn
 
 from ...engine.call import RunningCall
+from ...engine.weights.cast import CastWeight, counting_as, memory_of
 from ...errors import MirrorError
 from ..model.wire_modules import full_name
+from ..model.wire_weights import is_dynamic
 
 LOCALS = ".<locals>."
 ADAPTERS = {adapter.__name__: adapter for adapter in comfy.weight_adapter.adapters}
+CONVERTING = ("comfy.model_patcher", "comfy.ops")  # modules of functions that change no weight unless it is quantised
 FUNCTIONS = {"swap_scale_shift": comfy.utils.swap_scale_shift}
+Entry = tuple[Any, ...]
 Prepare = Callable[[Any, Tensor], None]
 Adapt = Callable[[Any, RunningCall], Callable[..., Any]]
 
@@ -196,7 +203,29 @@ def name_of(patch: Any) -> str:
     return full_name(patch if hasattr(patch, "__qualname__") else type(patch))
 
 
-def encode_weight_patches(patches: dict[str, list[tuple[Any, ...]]]) -> list[Any]:
+def applied_patches(patcher: Any) -> dict[str, list[Entry]]:
+    """Return those of a ModelPatcher's patches that ComfyUI puts into weights: it leaves out modules with weights in modules inside
+    of them, and with DynamicVRAM all that do not cast what they compute with."""
+    if not patcher.patches:
+        return {}
+    dynamic = is_dynamic(patcher.model)
+    loaded = (entry[-3:] for entry in patcher._load_list())
+    applied = {
+        key_param_name_to_key(path, name)
+        for path, module, weights in loaded
+        for name in weights
+        if not dynamic or hasattr(module, "comfy_cast_weights")
+    }
+    return {name: entries for name, entries in patcher.patches.items() if name in applied}
+
+
+def changes_shape(patcher: Any, name: str) -> bool:
+    """Return whether a weight gets another shape by its patches, as the input layer by a LoRA for control images."""
+    weight = comfy.utils.get_attr(patcher.model, name)
+    return bool(comfy.lora.calculate_shape(patcher.patches.get(name, ()), weight, name) != weight.shape)
+
+
+def encode_weight_patches(patches: dict[str, list[Entry]]) -> list[Any]:
     """Encode a ModelPatcher's patches as nested lists and tuples of plain values and tensors.
 
     Raises:
@@ -205,12 +234,12 @@ def encode_weight_patches(patches: dict[str, list[tuple[Any, ...]]]) -> list[Any
     return [[key, [_encode(key, *entry) for entry in entries]] for key, entries in patches.items()]
 
 
-def decode_weight_patches(encoded: list[Any]) -> dict[str, list[tuple[Any, ...]]]:
+def decode_weight_patches(encoded: list[Any]) -> dict[str, list[Entry]]:
     """Invert `encode_weight_patches`. Raises MirrorError for an unknown adapter or function."""
     return {key: [_decode(*entry) for entry in entries] for key, entries in encoded}
 
 
-def _encode(key: str, strength: float, patch: Any, strength_model: float, offset: Any, function: Any) -> tuple[Any, ...]:
+def _encode(key: str, strength: float, patch: Any, strength_model: float, offset: Any, function: Any) -> Entry:
     name = next((name for name, known in FUNCTIONS.items() if known is function), None)
     if function is not None and name is None:
         raise MirrorError(f"the patch of {key} transforms the weight with {function!r}, which cannot be sent to the workers")
@@ -221,15 +250,34 @@ def _encode(key: str, strength: float, patch: Any, strength_model: float, offset
         body = ("tuple", *patch)
     elif isinstance(patch, tuple) and len(patch) == 1:
         body = ("tuple", "diff", patch)
+    elif isinstance(patch, list):
+        (weight, convert), *entries = patch
+        body = ("merge", _encode_weight(key, weight, convert), [_encode(key, *entry) for entry in entries])
     else:
         raise MirrorError(
-            f"the patch of {key} is a {type(patch).__name__}, as model merging makes it; the workers take LoRA-like patches only. "
-            "Save the merged model and load the file."
+            f"the patch of {key} is a {type(patch).__name__} of another node pack, which cannot be sent to the workers. Remove the "
+            "node that made it, or save the patched model and load the file."
         )
     return (strength, body, strength_model, offset, name)
 
 
-def _decode(strength: float, body: tuple[Any, ...], strength_model: float, offset: Any, function: str | None) -> tuple[Any, ...]:
+def _encode_weight(key: str, weight: Tensor, convert: Any) -> tuple[Any, ...]:
+    """Encode a weight of the other model of a merge: its numbers as they lie in memory, and its dtype. ComfyUI merges no quantised
+    ones (`ModelPatcher.get_key_patches`)."""
+    if type(weight) in (Tensor, nn.Parameter, CastWeight) and getattr(convert, "__module__", "") in CONVERTING:
+        return memory_of(weight), weight.dtype
+    raise MirrorError(
+        f"the other model of a merge has {key} as a {type(weight).__name__} of another node pack, which cannot be sent to the "
+        "workers. Load that model with Load Diffusion Model or Load Checkpoint, or save the merged model and load the file."
+    )
+
+
+def _as_it_is(weight: Tensor, **_: Any) -> Tensor:
+    """Return the numbers of a weight that is not quantised, as the functions do that stand beside it in ComfyUI's process."""
+    return weight
+
+
+def _decode(strength: float, body: tuple[Any, ...], strength_model: float, offset: Any, function: str | None) -> Entry:
     kind, name, *rest = body
     if function is not None and function not in FUNCTIONS:
         raise MirrorError(f"unknown weight function {function!r}")
@@ -237,6 +285,8 @@ def _decode(strength: float, body: tuple[Any, ...], strength_model: float, offse
         patch: Any = (name, rest[0])
     elif kind == "adapter" and name in ADAPTERS:
         patch = ADAPTERS[name](set(rest[0]), rest[1])
+    elif kind == "merge":
+        patch = [(counting_as(*name), _as_it_is), *(_decode(*entry) for entry in rest[0])]
     else:
         raise MirrorError(f"unknown weight adapter {name!r}")
     return (strength, patch, strength_model, offset, FUNCTIONS[function] if function else None)

@@ -25,6 +25,7 @@ from cp_runtime.comfy.memory.rank import available
 from cp_runtime.comfy.memory.ui_residency import free_for_ranks
 from cp_runtime.comfy.memory.ui_stock_loads import _drop_from_ranks, watch_stock_loads
 from cp_runtime.comfy.model.ui_recipes import recipe_key
+from cp_runtime.comfy.model.ui_target import ON_RANKS, notes_of
 from cp_runtime.comfy.ranks import ui as devices
 from cp_runtime.comfy.ranks.ui import CONTROLLER
 from cp_runtime.controller.placement import Shortages
@@ -128,21 +129,22 @@ step("ranks load behind --highvram", lambda: mm.load_models_gpu([parallel]))
 whole = stock.model_size()
 elsewhere = apply_to_model(stock, RuntimeConfig.resolve(inventory=CUDA, devices="cuda:1,cuda:2"))
 hold(recipe_key(stock), whole // 2)
-clone = parallel.clone()
 sizes = {"sharded": parallel.model_size(), "on other devices": elsewhere.model_size()}
-clone.cp_local = True
-removed = without_context_parallel(parallel.clone())
+notes_of(model).local = True
+clone, removed = parallel.clone(), without_context_parallel(parallel.clone())
 report(step="sizes", whole=whole, **sizes, clone_on_one_device=clone.model_size(), removed=removed.model_size())
+notes_of(model).local = False
 held.clear()
 
 # A wrapper of a node pack may name all arguments of the forward.
 sent = []
 parallel.call_workers = sent.append
+model.current_weight_patches_uuid = ON_RANKS
 intercept(parallel, model.diffusion_model)
 named = {"x": torch.zeros(1, 16, 8, 8), "timestep": torch.ones(1), "context": torch.zeros(1, 3, 64), "y": torch.zeros(1, 64)}
 getattr(model.diffusion_model, innermost_method(model.diffusion_model))(**named)
 report(step="called by keywords", sent=[[call.leading, str(call.device)] for call in sent])
-release(parallel, model.diffusion_model)
+release(model.diffusion_model)
 del parallel.call_workers
 
 # A second Apply Context Parallel, behind a node that cannot run on ranks.

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from comfy import model_management as mm
 from comfy.cli_args import args
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
@@ -151,6 +153,40 @@ def _recorded(model: ModelPatcher) -> None:
     model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, wrapper)
 
 
+def _clone_to_sample(model: ModelPatcher, change: Callable[[ModelPatcher], Any] = lambda clone: None) -> None:
+    # As KJNodes' Model Memory Usage Factor Override: what is loaded is a clone that nothing refers to afterwards.
+    def wrapper(executor: Any, patcher: ModelPatcher, *args: Any, **kwargs: Any) -> Any:
+        clone = patcher.clone()
+        change(clone)
+        return executor(clone, *args, **kwargs)
+
+    model.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, wrapper)
+
+
+def _changed_input(model: ModelPatcher) -> None:
+    name = "diffusion_model.img_in.weight"
+    shape = model.model_state_dict(name)[name].shape  # not what is in it: that may be patched already
+    model.add_patches({name: ("diff", (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * (1 - FACTOR),))})
+
+
+def _unload_while_sampling(model: ModelPatcher) -> None:
+    # As a node that needs the memory in the middle of a run.
+    def wrapper(apply_model: Any, args: Any) -> Any:
+        mm.unload_all_models()
+        return apply_model(args["input"], args["timestep"], **args["c"])
+
+    model.set_model_unet_function_wrapper(wrapper)
+
+
+def _reads_embedder(model: ModelPatcher) -> None:
+    # As a ControlNet for SD3.5 takes the weights of the model that it is used with.
+    def wrapper(apply_model: Any, args: Any) -> Any:
+        weight = model.model.diffusion_model.x_embedder.proj.weight.float()
+        return apply_model(args["input"], args["timestep"], **args["c"]) * weight.std()
+
+    model.set_model_unet_function_wrapper(wrapper)
+
+
 KINDS: dict[str, Callable[[ModelPatcher], Any]] = {
     "attn1_patch": _attn1_patch,
     "attn1_output_patch": lambda model: model.set_model_attn1_output_patch(lambda attn, extra_options: attn * FACTOR),
@@ -180,6 +216,10 @@ KINDS: dict[str, Callable[[ModelPatcher], Any]] = {
     "compile_option": lambda model: set_torch_compile_wrapper(model=model, backend="inductor", options={"cpp.cxx": "/tmp/evil"}),
     "compile_alone": lambda model: model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "torch.compile", _unchanged),
     "recorded": _recorded,
+    "clone_to_sample": _clone_to_sample,
+    "changed_clone_to_sample": lambda model: _clone_to_sample(model, _changed_input),
+    "unload_while_sampling": _unload_while_sampling,
+    "reads_embedder": _reads_embedder,
     "sparse_block": lambda model: model.set_model_patch_replace(sparse_block(), "dit", "double_block", 0),
 }
 
@@ -194,7 +234,10 @@ def TestPatch(model: Any, kind: str) -> Any:
     model look as other loaders and MultiGPU CFG Split leave it; `changed_weight` changes a weight in place, for good,
     and `other_class` the class of the transformer. `unstamped` makes it a model that a pack loaded by a function which it had
     imported before.
-    `recorded` fails where ComfyUI records what is allocated. `unknown_option` adds an object to the transformer options that no
+    `recorded` fails where ComfyUI records what is allocated. `clone_to_sample` has ComfyUI load a clone that is gone at once,
+    `changed_clone_to_sample` one with another input layer; `unload_while_sampling` has it unload all models before every call;
+    `reads_embedder` reads a weight of SD3.
+    `unknown_option` adds an object to the transformer options that no
     model reads, so the output does not change.
     """
     patched = model.clone()

@@ -1,0 +1,197 @@
+"""Rank script: every form of weight patch in every placement, against ComfyUI's own ModelPatcher. Rank 0 reports.
+
+A form is tried on every weight of a model that can take it at once: also on those that ComfyUI leaves as they are, such as the
+modulation of Wan's blocks, which are parameters of modules with modules inside.
+
+Arguments: folder of checkpoints, and as JSON for every model its file, that of another one to be merged with it, and the forms.
+"""
+
+import json
+import os
+import zlib
+
+import comfy.sd
+import comfy.utils
+import torch
+import torch.distributed as dist
+from comfy import model_management as mm
+from comfy import weight_adapter as adapters
+from mirrors import call, flux_inputs, load, mirrors_on
+from support.ranks import finish, report, start
+
+from cp_runtime.comfy.patches.wire import applied_patches, encode_weight_patches
+from cp_runtime.engine.config import PipelineSettings
+from cp_runtime.engine.mesh import BatchMesh
+from cp_runtime.errors import MirrorError
+
+rank, world, (folder, names) = start()
+mesh = BatchMesh(dist.group.WORLD)
+STAGED = PipelineSettings(stages=world, patches=1)
+PLACEMENTS = ("whole", "sharded", "offloaded", "staged")
+INPUTS = ("img_in.weight", "patch_embedding.weight")
+RANK = 4
+
+
+def drawn(name, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+
+
+def changed(name, weight):
+    """A change of a weight, as large as its own numbers."""
+    return drawn(name, *weight.shape) * max(weight.float().std().item(), 0.05)
+
+
+def low_rank(adapter):
+    def patch(name, weight):
+        if weight.ndim != 2:
+            return None
+        (rows, columns), scale = weight.shape, weight.float().std().item()
+        up, down = drawn(name + "up", rows, RANK), drawn(name + "down", RANK, columns)
+        part, other = scale * drawn(name + "a", rows // 4, 4), drawn(name + "b", 4, columns // 4)
+        dora = 0.5 + drawn(name + "dora", rows, 1).abs()
+        blocks = 0.2 * drawn(name + "blocks", 4, rows // 4, rows // 4)
+        return {
+            "lora": lambda: adapters.LoRAAdapter(set(), (scale * up, down, 2.0, None, None, None)),
+            "dora": lambda: adapters.LoRAAdapter(set(), (scale * up, down, 2.0, None, dora, None)),
+            "loha": lambda: adapters.LoHaAdapter(set(), (scale * up, down, 2.0, up, down, None, None, None)),
+            "lokr": lambda: adapters.LoKrAdapter(set(), (drawn(name, 4, 4), part @ other, 2.0, None, None, None, None, None, None)),
+            "glora": lambda: adapters.GLoRAAdapter(
+                set(), (0.1 * drawn(name + "a", columns, RANK), 0.1 * drawn(name + "b", RANK, columns), scale * up, down, 2.0, None)
+            ),
+            "oft": lambda: adapters.OFTAdapter(set(), (blocks, None, 0.5, None)),
+            "boft": lambda: adapters.BOFTAdapter(set(), (blocks[None], None, 0.5, None)),
+        }[adapter]()
+
+    return patch
+
+
+def of_first_rows(name, weight):
+    return ("diff", (changed(name, weight)[: len(weight) // 2],))
+
+
+def wider(weight):
+    return [weight.shape[0], 2 * weight.shape[1], *weight.shape[2:]]
+
+
+def widened_by_lora(name, weight):
+    shape = wider(weight)
+    up, down = 0.2 * drawn(name, shape[0], RANK), drawn(name + "down", RANK, torch.Size(shape[1:]).numel())
+    return adapters.LoRAAdapter(set(), (up, down, None, None, None, shape))
+
+
+def only(names, patch):
+    return lambda name, weight: patch(name, weight) if name.endswith(names) else None
+
+
+FORMS = {
+    "diff": lambda name, weight: ("diff", (changed(name, weight),)),
+    "set": lambda name, weight: ("set", (weight.float() + changed(name, weight),)),
+    "weights outside of .weight and .bias": lambda name, weight: (
+        None if name.endswith((".weight", ".bias")) else ("diff", (changed(name, weight),))
+    ),
+    "biases": only(".bias", lambda name, weight: ("diff", (changed(name, weight),))),
+    **{adapter: low_rank(adapter) for adapter in ("lora", "dora", "loha", "lokr", "glora", "oft", "boft")},
+    "a wider input, padded": only(INPUTS, lambda name, weight: ("diff", (0.2 * drawn(name, *wider(weight)), {"pad_weight": True}))),
+    "a wider input by LoRA": only(INPUTS, widened_by_lora),
+}
+ROWS, SWAPPED = "of the first rows", "with a function"
+
+
+def patched(patcher, form):
+    """A clone with the form on every weight that takes it."""
+    clone, patches = patcher.clone(), {}
+    for name, weight in patcher.model.named_parameters():
+        if form == ROWS:
+            key, patch = (name, (0, 0, len(weight) // 2)), of_first_rows(name, weight) if weight.ndim == 2 else None
+        elif form == SWAPPED:
+            key, patch = (name, None, comfy.utils.swap_scale_shift), ("diff", (changed(name, weight),))
+            patch = patch if weight.ndim == 2 and not len(weight) % 2 else None
+        else:
+            key, patch = name, FORMS[form](name, weight)
+        if patch is not None:
+            patches[key] = patch
+    clone.add_patches(patches, 0.7)
+    return clone
+
+
+def merged(one, other, own=0.6, others=0.4):
+    """As ModelMergeSimple, ModelAdd and ModelSubtract merge."""
+    clone = one.clone()
+    clone.add_patches(other.get_key_patches("diffusion_model."), others, own)
+    return clone
+
+
+def with_form(one, other, form):
+    """A clone of `one` with the form; of a merge, with `other`."""
+    if form == "none":
+        return one.clone()
+    if form == "merge":
+        return merged(one, other)
+    if form == "difference":
+        return merged(one, other, 1.0, -0.5)
+    if form == "merge of LoRAs":
+        return merged(patched(one, "lora"), patched(other, "lora"))
+    if form == "LoRA on a merge of merges":
+        inner = merged(other, merged(other, patched(other, "lora")))
+        return patched(merged(patched(one, "lora"), inner), "lora")
+    return patched(one, form)
+
+
+def inputs_of(model):
+    """Arguments of the forward that fit the input layer as it is now."""
+    dtype, weight = torch.float32, model.img_in.weight if hasattr(model, "img_in") else model.patch_embedding.weight
+    if hasattr(model, "img_in"):
+        return {**flux_inputs(dtype), "x": drawn("x", 1, weight.shape[1] // 4, 6, 10).to(dtype)}
+    shapes = {"x": (1, weight.shape[1], 3, 6, 10), "context": (1, 11, 64)}
+    return {name: drawn(name, *shape) for name, shape in shapes.items()} | {"timestep": torch.tensor([500.0])}
+
+
+class OfAPack(adapters.LoRAAdapter):
+    """A kind of patch that no ComfyUI knows."""
+
+
+class Stored(torch.nn.Parameter):
+    """A weight of a loader of another pack."""
+
+
+def refusal(patch, function=None):
+    try:
+        return encode_weight_patches({"a.weight": [(1.0, patch, 1.0, None, function)]})
+    except MirrorError as error:
+        return str(error)
+
+
+torch.set_grad_enabled(False)
+other_weight = [(torch.zeros(2).as_subclass(Stored), lambda weight, **_: weight)]
+report(model="", form="refused", said=[refusal(OfAPack(set(), ())), refusal(other_weight), refusal(("diff", ()), torch.neg)])
+for own, others, forms in json.loads(names):
+    paths = [os.path.join(folder, f"{name}.safetensors") for name in (own, others)]
+    stock, other = (comfy.sd.load_diffusion_model(path, disable_dynamic=True) for path in paths)
+    mirrors = {placement: mirrors_on("cpu") for placement in PLACEMENTS}
+    plain = None
+    for form in forms:
+        patcher = with_form(stock, other, form)
+        mm.load_models_gpu([patcher])
+        arguments = inputs_of(patcher.model.diffusion_model)
+        expected = patcher.model.diffusion_model(**arguments)
+        plain = expected if plain is None else plain
+        patcher.detach()
+        mm.current_loaded_models.clear()
+        off = {}
+        for placement, own_mirrors in mirrors.items():
+            staged = placement == "staged"
+            more = {"stages": world} if staged else {"device_bytes": 1 << 20}
+            load(own_mirrors, paths[0], patches=applied_patches(patcher), uuid=form, mesh=mesh, placement=placement, **more)
+            ulysses, pipeline = (1, STAGED) if staged else (world, None)
+            out = call(own_mirrors, mesh, ulysses, pipeline=pipeline, arguments=arguments)
+            off[placement] = ((out.float() - expected.float()).abs().max() / expected.float().std()).item()
+        report(
+            model=own,
+            form=form,
+            off=off,
+            std=expected.float().std().item(),
+            matters=((expected - plain).abs().max() / plain.std()).item(),
+            weights=len(patcher.patches),
+            left_out=len(patcher.patches) - len(applied_patches(patcher)),
+        )
+finish()
