@@ -328,7 +328,7 @@ class WorkerPool:
             "argv": self.site.argv,
             # Longer than any step, so that the controller, which can name the late rank, times out first.
             "collective_timeout": max(self.config.step_timeout, self.load_timeout) + 60,
-            "log_level": logging.getLevelName(log.getEffectiveLevel()),
+            "log_level": log.getEffectiveLevel(),
         }
 
     def _collect(self, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None) -> list[Report]:
