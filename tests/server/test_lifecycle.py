@@ -77,6 +77,7 @@ def test_changes_between_prompts_give_right_results(pool_server, expected):
     assert len(assert_right(pool_server, expected)) == 2
 
 
+@pytest.mark.bits("the same patches and shares of tokens")
 def test_lora_before_and_after_apply_is_the_same(pool_server):
     outs = [pool_server.sample(flux_prompt(cp=CP, loras=[("flux_lora", 0.5)], apply_after_lora=after)) for after in (True, False)]
     assert (outs[0] == outs[1]).all()
@@ -251,6 +252,7 @@ def own_models_server(comfyui_path, own_models):
         yield running
 
 
+@pytest.mark.bits("the same call twice")
 def test_a_file_that_changes_after_loading(own_models_server, own_models):
     """The workers never mix the UI's model with the file's new content."""
     server = own_models_server
