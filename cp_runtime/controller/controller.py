@@ -19,6 +19,7 @@ from ..errors import MirrorError, PoolError, ProtocolError, RankOutOfMemory
 from ..nested import difference
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.forking import OtherMachines
+from ..pool.peers import forget_ways
 from ..pool.worker_pool import CallCancelled
 from .calls import ModelCall, ModelState
 from .journal import Journal, KeptPreferences
@@ -285,6 +286,7 @@ class Controller:
             if self.workers is workers:  # else the next prompt was faster
                 self.journal.node = None  # no node waits for them
                 self._shortages.forget()
+                forget_ways()
                 with self._noted():
                     self._start(workers.pool.config)
                 self.journal.last_error = None
