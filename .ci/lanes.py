@@ -88,9 +88,9 @@ JOBS = (
         paths=(
             *files("unit", "shared_weights", "cast_weights"),
             *files("ranks/weights", "quantised", "staged_weights"),
-            *files("ranks/families", "stages", "families", "patches"),
+            *files("ranks/families", "stages", "patches"),
         ),
-        options=("-m", "bits"),
+        options=("-m", "bits", "-k", "not another_stream"),
         environment=tuple(preloaded.ANOTHER_PROCESSOR.items()),
     ),
     Job(name="tables", paths=("tests/families", "tests/gpu", "tests/machines")),
