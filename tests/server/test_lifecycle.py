@@ -47,6 +47,19 @@ def test_twenty_prompts_use_the_same_workers_and_grow_nothing(pool_server, expec
     assert memory_after <= memory * 1.05
 
 
+@pytest.mark.parametrize("kind", ["error", "kill"])
+def test_a_comparison_that_fails_ends_no_prompt(kind, pool_server, expected, faults):
+    """The second step is repeated on rank 0."""
+    assert_right(pool_server, expected)
+    assert pool_server.post("/context_parallel/measure")["status"]["speed"]["measuring"]
+    faults.arm(0, "slow", at="call", seconds=0, times=2, then={"kind": kind, "at": "call"})
+    assert_right(pool_server, expected)
+    assert not faults.waiting
+    status = pool_server.status()
+    assert (status["speed"]["measuring"], status["speed"]["parts"]["obstacle"]) == (False, "failed")
+    assert "a call was not compared with one device" in pool_server.log_text()
+
+
 def test_idle_workers_do_not_spin(pool_server, expected):
     """A rank that polls uses a whole core. gloo's own threads wake up now and then: a percent or two of one."""
     workers = [psutil.Process(pid) for pid in assert_right(pool_server, expected)]
