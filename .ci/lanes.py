@@ -45,6 +45,7 @@ class Job:
         options: for pytest.
         spares: how many pools of its own process start no interpreter (see `support.preloaded`).
         command: another command than pytest.
+        environment: more variables. Such a job runs once more what others run.
     """
 
     name: str
@@ -52,10 +53,12 @@ class Job:
     options: tuple[str, ...] = ()
     spares: int = 0
     command: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
     def arguments(self, others: Iterable[Job]) -> list[str]:
         """What the interpreter gets to run pytest, without files that other jobs name."""
-        inside = [path for job in others for path in job.paths if any(path.startswith(f"{mine}/") for mine in self.paths)]
+        paths = [path for job in others if not job.environment for path in job.paths]
+        inside = [path for path in paths if any(path.startswith(f"{mine}/") for mine in self.paths)]
         return [PYTEST, *self.paths, *(f"--ignore={path}" for path in inside), *self.options]
 
 
@@ -79,6 +82,16 @@ JOBS = (
             *("nodes", "conditioning_nodes", "template_nodes", "template_videos", "template_files"),
             *("families", "workflows", "blueprint"),
         ),
+    ),
+    Job(
+        name="bits",
+        paths=(
+            *files("unit", "shared_weights", "cast_weights"),
+            *files("ranks/weights", "quantised", "staged_weights"),
+            *files("ranks/families", "stages", "patches"),
+        ),
+        options=("-m", "bits", "-k", "not another_stream"),
+        environment=tuple(preloaded.ANOTHER_PROCESSOR.items()),
     ),
     Job(name="tables", paths=("tests/families", "tests/gpu", "tests/machines")),
     Job(name="unit", paths=("tests/unit",)),
@@ -165,7 +178,7 @@ def run(jobs: tuple[Job, ...], lanes: int, environment: dict[str, str]) -> list[
 def run_job(job: Job, others: list[Job], environment: dict[str, str], running: list[preloaded.Process]) -> Outcome:
     """Run one job, and show its progress: pytest's lines of dots, one per file."""
     began = time.monotonic()
-    env = {**os.environ, **environment}
+    env = {**os.environ, **environment, **dict(job.environment)}
     printed, output = os.pipe()
     with open(os.devnull, "rb") as nothing, os.fdopen(output, "wb"):
         process: preloaded.Process

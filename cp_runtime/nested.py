@@ -39,8 +39,9 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 def difference(value: Any, expected: Any) -> float:
     """Return by how much results differ, root mean square, in standard deviations of the expected one; of several tensors the
     largest."""
-    pairs = zip(tensors(value), tensors(expected), strict=True)
-    return max(((a - b).double().square().mean().sqrt() / b.double().std()).item() for a, b in pairs)
+    # On the host: some GPUs have no float64.
+    pairs = [(a.cpu().double(), b.cpu().double()) for a, b in zip(tensors(value), tensors(expected), strict=True)]
+    return max(((a - b).square().mean().sqrt() / b.std()).item() for a, b in pairs)
 
 
 def form_of(value: Any) -> object:

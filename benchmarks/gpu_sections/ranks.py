@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from support import card_cases, checkpoints, preloaded
-from support.graphs import flux_prompt
+from support import card_cases, checkpoints, families, preloaded
+from support.graphs import family_prompt, flux_prompt
 from support.package import ROOT
 from support.ranks import run_ranks
 from support.vae_graphs import vae_prompt
@@ -126,9 +127,13 @@ def serve(section: Section, ranks: int, cp: dict[str, Any]) -> None:
     with section.part("server"):
         models = new_models()
         checkpoints.write_all(card_cases.CHECKPOINTS, models)
+        preloaded.write_models("support.models", models / "diffusion_models", "wan_vace")
         preloaded.write_models("support.vaes", models, *sorted({name for name, _ in card_cases.VAES}))
         with StruckServer(section, models, "--fp32-unet", "--fp32-vae", cp=cp, env={ONE_CARD: "1"}) as server:
-            server.compare_cases(card_cases.cases(ranks))
+            # Blocks beside blocks: of all families this one sends most beside the usual order.
+            vace = partial(family_prompt, families.served()["wan_vace"][1], cfg=4.0)
+            staged = {"weights": "staged", "world_size": ranks}
+            server.compare_cases({**card_cases.cases(ranks), "VACE, stages": (vace, staged)})
             for file, method in card_cases.VAES:
                 shared = vae_prompt(file, method, "exact", world=0, **cp)
                 server.compare(f"{file}, {method} by rows", vae_prompt(file, method), shared)

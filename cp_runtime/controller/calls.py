@@ -27,9 +27,14 @@ from ..pool.protocol import TensorPacker, decode
 from ..pool.worker_pool import WorkerPool
 from .placement import Demand, Shortages
 
-LEFT_OUT = ("context", "mask", "txt", "text", "llama", "t5", "clip", "embed", "num_tokens", "transformer_options")
+LEFT_OUT = ("mask", "txt", "text", "llama", "t5", "clip", "embed", "num_tokens", "transformer_options")
 """Parts of the names of arguments whose shapes do not tell kinds of calls apart: text, whose length changes with every prompt and
-hardly counts, and what ComfyUI notes, such as all sigmas of the run."""
+hardly counts, and what ComfyUI notes, such as all sigmas of the run. So is `context`; `context_latents` and the like are tokens."""
+
+
+def _counts(name: str) -> bool:
+    rest = name.replace("context", "")
+    return bool(rest) and ("latents" in rest or not any(part in rest for part in LEFT_OUT))
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class CallKind:
     @classmethod
     def of(cls, what: object, arguments: Mapping[str, Any]) -> CallKind:
         """Return the kind of a call with these arguments."""
-        given = ((name, value) for name, value in sorted(arguments.items()) if not any(part in name for part in LEFT_OUT))
+        given = ((name, value) for name, value in sorted(arguments.items()) if _counts(name))
         return cls(repr(what), tuple((name, *tensor.shape) for name, value in given for tensor in tensors(value)))
 
     @property

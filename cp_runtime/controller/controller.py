@@ -19,6 +19,7 @@ from ..errors import MirrorError, PoolError, ProtocolError, RankOutOfMemory
 from ..nested import difference
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.forking import OtherMachines
+from ..pool.peers import forget_ways
 from ..pool.worker_pool import CallCancelled
 from .calls import ModelCall, ModelState
 from .journal import Journal, KeptPreferences
@@ -191,29 +192,26 @@ class Controller:
             journal.measured(None, "sizes")
             return 0.0
         staged, began = record.reports[0].outcome.staged, time.monotonic()
-        if staged is not None:
-            if staged.patches == config.staged.patches:  # no warm-up call
-                approximate = staged.patches > 1
-                journal.measured(
-                    None, "staged", difference(out, workers.run_exact(config, target, call, cancelled)) if approximate else None
-                )
-            return time.monotonic() - began
-        log.info("running this call once more, on one device, to compare with")
         try:
-            alone = workers.run_alone(config, target, call, lambda: cancelled() or not journal.measuring)
+            if staged is None:
+                log.info("running this call once more, on one device, to compare with")
+                alone = workers.run_alone(config, target, call, lambda: cancelled() or not journal.measuring)
+                if alone is None:
+                    journal.measured(None, "memory")
+                else:
+                    journal.measured(alone[1], difference=difference(out, alone[0]))
+            elif staged.patches == config.staged.patches:  # no warm-up call
+                exact = workers.run_exact(config, target, call, cancelled) if staged.patches > 1 else out
+                journal.measured(None, "staged", difference(out, exact) if staged.patches > 1 else None)
         except CallCancelled:
             if cancelled():  # the prompt; the next one measures, if the user asked for it
                 journal.measuring = asked
                 raise
             journal.measured(None, "cancelled")
-        except PoolError:  # the next run need not fail as well
+        except Exception as error:  # noqa: BLE001  (the prompt has what it asked for; the next run need not fail as well)
             journal.measured(None, "failed")
-            raise
-        else:
-            if alone is None:
-                journal.measured(None, "memory")
-            else:
-                journal.measured(alone[1], difference=difference(out, alone[0]))
+            self._failed(error)
+            log.warning("a call was not compared with one device: %s: %s", type(error).__name__, error)
         return time.monotonic() - began
 
     def _make_room(self, config: RuntimeConfig, target: ModelState) -> None:
@@ -285,6 +283,7 @@ class Controller:
             if self.workers is workers:  # else the next prompt was faster
                 self.journal.node = None  # no node waits for them
                 self._shortages.forget()
+                forget_ways()
                 with self._noted():
                     self._start(workers.pool.config)
                 self.journal.last_error = None
@@ -308,7 +307,7 @@ class Controller:
         """Record an error of the workers for the status."""
         try:
             yield
-            if self.workers is not None:
+            if self.workers is not None and self.workers.pool.alive:  # a comparison may have ended it
                 self.workers.failure = None
         except (PoolError, MirrorError, ProtocolError) as error:
             self._failed(error)

@@ -29,7 +29,7 @@ class Demand(NamedTuple):
 
     sizes: Sizes  # of its transformer's weights
     call: float  # bytes that ComfyUI expects a call to take on one device, without weights
-    unstaged: str = ""  # why it cannot be divided into stages, in words
+    stages: int = 0  # at most, that it can be divided into
 
     @property
     def weights(self) -> int:

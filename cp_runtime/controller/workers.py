@@ -149,7 +149,7 @@ class Workers:
             return False
         if config.weights != "auto" or config.pipeline is not None:
             return True
-        if target.key in self._slow and resident.choice.placement in (SHARDED, OFFLOADED) and not target.demand.unstaged:
+        if self._wants_stages(target) and resident.choice.placement in (SHARDED, OFFLOADED):
             return False
         return target.demand.call <= resident.call_bytes or resident.choice.placement in (OFFLOADED, STAGED)
 
@@ -165,8 +165,12 @@ class Workers:
         known = [next_smaller(target.demand, each, config.world_size) or each for each in tried if each != STAGED]
         if resident is not None and resident.asked == asked_of(config) and resident.choice.placement != STAGED:
             known.append(resident.choice.placement)  # for a larger call
-        slow = target.key in self._slow and STAGED not in tried and not target.demand.unstaged
+        slow = self._wants_stages(target) and STAGED not in tried
         return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE), slow)
+
+    def _wants_stages(self, target: ModelState) -> bool:
+        """Return whether a link was too slow for a model's weights, and there are blocks for a stage per rank."""
+        return target.key in self._slow and target.demand.stages >= self.pool.world_size
 
     def use_less_memory(self, target: ModelState) -> None:
         """Note that a rank ran out of memory: from its next load on, the model takes less of it where it can."""

@@ -7,6 +7,7 @@ import pkgutil
 
 from torch import nn
 
+from ..engine.pipeline.stages import staged_blocks
 from ..errors import UnsupportedError
 from .family import FamilyPlan
 
@@ -23,6 +24,12 @@ UNSTAGED = {
     "Wan-Animate 2": "the model calls other methods of its blocks than forward",
 }
 """Families whose blocks cannot be divided into stages, and why."""
+
+
+def most_stages(model: nn.Module) -> int:
+    """Return the number of stages that a model can be divided into at most; 0 = it cannot, or has no plan."""
+    plan = PLANS.get(class_name(model))
+    return 0 if plan is None or plan.family in UNSTAGED else len(staged_blocks(model, plan))
 
 
 def class_name(model: nn.Module) -> str:

@@ -262,15 +262,16 @@ def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tu
     return chosen
 
 
-TIMEOUTS = {"CP_STARTUP_TIMEOUT": 300.0, "CP_CONNECT_TIMEOUT": 20.0, "CP_LOAD_TIMEOUT": 1800.0}
-"""Seconds that ranks may take, by environment variable: to start; to connect over their devices' library and exchange something,
+TIMEOUTS = {"CP_STARTUP_TIMEOUT": (300.0, 0.0), "CP_CONNECT_TIMEOUT": (60.0, 5.0), "CP_LOAD_TIMEOUT": (1800.0, 0.0)}
+"""Seconds that ranks may take, and more for each rank, by environment variable: to start; to connect over their devices' library,
 before they try another; to load a model, and for a call in which they bring it to their devices."""
 
 
-def timeout_of(name: str) -> float:
+def timeout_of(name: str, ranks: int) -> float:
     """Return one of TIMEOUTS, as the environment says or by default; empty counts as not set. Read when needed: a bad value must
     not stop an import. Raises ConfigError: it is not a number, or out of range."""
-    text, default = os.environ.get(name, "").strip(), TIMEOUTS[name]
+    text, (seconds, more) = os.environ.get(name, "").strip(), TIMEOUTS[name]
+    default = seconds + more * ranks
     try:
         value = float(text or default)
     except ValueError:

@@ -24,8 +24,7 @@ from .peers import shm_advice
 
 _FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # their messages need no trace
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
-_NCCL_ERROR = "DistBackendError"
-_COMMUNICATION = (_NCCL_ERROR, "DistNetworkError", "DistStoreError")  # of torch.distributed
+_COMMUNICATION = ("DistBackendError", "DistNetworkError", "DistStoreError")  # of torch.distributed
 _ACCELERATOR = "AcceleratorError"  # of torch 2.8 and later, for any error of a device
 _NO_MEMORY = re.compile("out of memory|failed to cuda calloc", re.IGNORECASE)  # the second is NCCL's, for a buffer of a group
 _DEVICE_FULL = re.compile(r"(CUDA|XPU|NPU)( error:)? out of memory")  # torch before 2.8, and torch_npu: with RuntimeError
@@ -56,7 +55,9 @@ def connect_failure(error: PoolError) -> str:
     """Return in short why the ranks did not connect, where another way may work; empty where it would not help."""
     if isinstance(error, PoolTimeout) and not error.stopped:
         return "no answer in time"
-    if isinstance(error, RankError) and error.kind in (*_COMMUNICATION, *_CRASHES) and not isinstance(error, RankOutOfMemory):
+    if isinstance(error, RankOutOfMemory):
+        return ""
+    if isinstance(error, RankError) and (error.kind in _CRASHES or _of_communication(error.kind, error.message)):
         return f"{error.kind}: {error.message.partition(chr(10))[0][:MAX_SHOWN]}"
     return ""
 
@@ -64,15 +65,21 @@ def connect_failure(error: PoolError) -> str:
 def reported_failure(rank: int, pid: int, failure: Failure, replies: Mapping[int, Report], advice: str = "") -> RankError:
     """Return the error for a rank that reported a failure; with the advice if the ranks' communication failed."""
     kind, message, trace = failure.kind, failure.message, failure.trace
-    full = _NO_MEMORY.search(message) if kind in (_ACCELERATOR, _NCCL_ERROR) else _DEVICE_FULL.match(message)
+    communication = _of_communication(kind, message)
+    full = _NO_MEMORY.search(message) if communication or kind == _ACCELERATOR else _DEVICE_FULL.match(message)
     if kind == _OUT_OF_MEMORY or full:
         message += _describe_memory(replies)
         return RankOutOfMemory(rank=rank, pid=pid, kind=kind, message=message, trace=trace)
-    if advice and kind in _COMMUNICATION:
+    if advice and communication:
         message += f" {advice}"
     if "busy or unavailable" in message:
         message += f" {_EXCLUSIVE}"
     return RankError(rank=rank, pid=pid, kind=kind, message=message, trace="" if kind in _FOR_USERS else trace)
+
+
+def _of_communication(kind: str, message: str) -> bool:
+    """Return whether an error is one of torch.distributed; that of NCCL is a RuntimeError since torch 2.15."""
+    return kind in _COMMUNICATION or (kind == RuntimeError.__name__ and "NCCL" in message)
 
 
 def death(

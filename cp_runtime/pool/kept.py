@@ -1,13 +1,15 @@
 """Files in the user's cache folder that save ComfyUI from measuring the same things again.
 
-A file is a convenience: what cannot be read, or is no entry of this version, counts as absent and is replaced. Several processes
-may write one: each reads it anew under a lock, puts its own entry in, and renames a new file over it. A home on a network may hang,
-and another process may hold the lock, so reading and writing have a moment: after it nothing is known, and new entries are dropped.
+A file is a convenience: what is no entry of this version counts as absent and is replaced; one that cannot be read now stays.
+Several processes may write one: each reads it anew under a lock, puts its own entry in, and renames a new file over it. A home on a
+network may hang, and another process may hold the lock, so reading and writing have a moment: after it nothing is known, and new
+entries are dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -85,7 +87,11 @@ class KeptFile:
                 }
                 for machine, entries in machines.items()
             }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP):
+                raise
+            return {}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ Nothing is ever unpickled.
 
 | Sent by | Messages |
 |---|---|
-| the controller, to every rank | `Request`: `Import`, `Connect`, `Measure`; `Echo`, `Load`, `Call`, `AttachNetwork`, `Drop`, `MakeRoom`, `Available`; `Shutdown` |
+| the controller, to every rank | `Request`: `Import`, `Connect`, `Probe`, `Measure`; `Echo`, `Load`, `Call`, `AttachNetwork`, `Drop`, `MakeRoom`, `Available`; `Shutdown` |
 | the controller, out of turn, to rank 0 | `Cancel` |
 | every rank, once per command | `Report`: what its request names, or `Cancelled`, or `Failure` |
 """  # noqa: E501  (a table)
@@ -210,6 +210,11 @@ class Connect(Request[Done]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Probe(Request[Done]):
+    """Send something to every other rank, and check what arrives."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measure(Request[Ready]):
     """Measure devices and links: the last step of a start."""
 
@@ -305,7 +310,7 @@ class Available(Request[Room]):
 KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
-        Import, Connect, Measure, Shutdown, Cancel, Echo, Load, Call, AttachNetwork, Drop, MakeRoom, Available,
+        Import, Connect, Probe, Measure, Shutdown, Cancel, Echo, Load, Call, AttachNetwork, Drop, MakeRoom, Available,
         Done, Cancelled, Failure, Ready, Value, Loaded, Room, CallReport,
     )
 }  # fmt: skip

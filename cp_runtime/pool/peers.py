@@ -85,6 +85,11 @@ def ways_of(config: RuntimeConfig) -> Ways:
     return _of_machines.setdefault((config.devices, *connections(config)), Ways(config))
 
 
+def forget_ways() -> None:
+    """Try everything again: the user starts again, perhaps after a repair."""
+    _of_machines.clear()
+
+
 def without_peer_access(devices: Sequence[str]) -> list[str]:
     """Return the pairs of CUDA devices where the driver does not let the first reach the memory of the second."""
     reaches = torch.cuda.can_device_access_peer

@@ -50,6 +50,7 @@ from .messages import (
     Import,
     Measure,
     Memory,
+    Probe,
     Ready,
     Report,
     Request,
@@ -102,6 +103,7 @@ class Worker:
         self._handlers: dict[type[Request[Any]], Handler] = {
             Import: self._import,
             Connect: self._connect,
+            Probe: self._probe,
             Measure: self._measure,
             Echo: lambda request, block: self.result(self.cache.unpack(request, block)["x"]),
         }
@@ -126,8 +128,9 @@ class Worker:
             device_id=None if backend == "gloo" else self.device,  # connect now, and not inside the first call
         )
         self.mesh = BatchMesh(dist.group.WORLD, self.timeout, self.stats)
-        if backend != "gloo":
-            probe(self.mesh.whole, self.device)
+
+    def _probe(self, *_: Any) -> None:
+        probe(self.mesh.whole, self.device)
 
     def _measure(self, *_: Any) -> Ready:
         name = device_name(self.device)

@@ -26,7 +26,7 @@ from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_o
 from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure, unforked
 from .forking import FORK_SERVERS, ForkServer, OtherMachine, OtherMachines, RankProcess, kill_all
 from .launcher import as_host, child_environment, starting
-from .messages import Cancel, Connect, Failure, Import, Measure, R, Ready, Report, Request, Shutdown, Value, all_of, pack
+from .messages import Cancel, Connect, Failure, Import, Measure, Probe, R, Ready, Report, Request, Shutdown, Value, all_of, pack
 from .peers import Connection, look_at_peers, ways_of
 from .protocol import TensorPacker, read_tensor, unflatten
 
@@ -34,6 +34,7 @@ log = logging.getLogger("context_parallel")
 
 CONNECTING = "connecting"
 ACROSS = 9.0  # seconds that ranks of several machines have to connect: a firewall that drops packets gives no other answer
+PROBING = 10.0  # seconds that ranks have for the first messages over their devices' library
 TICK = 0.02  # seconds between two looks at the caller's Cancel
 SHUTDOWN_GRACE = 5.0
 KEEP_BYTES = 64 << 20  # of shared memory for messages, and for results; more is given back
@@ -76,7 +77,7 @@ class WorkerPool:
         self.waiting_for: list[int] = []
         self.stage, self.since, self.imports = "starting processes", time.time(), True
         self.seconds: dict[str, float] = {}
-        self._startup_timeout, self._connect_timeout, self.load_timeout = map(timeout_of, TIMEOUTS)
+        self._startup_timeout, self._connect_timeout, self.load_timeout = (timeout_of(name, self.world_size) for name in TIMEOUTS)
         self._seq = self._sent = 0
         self._aborted = ""
         self.ways = ways_of(config)
@@ -129,12 +130,11 @@ class WorkerPool:
         self.stage = CONNECTING
         self.peer_to_peer = look_at_peers(self.config.local, way) if way.backend == "nccl" else None
         self._send(Connect())
-        if self._others is not None:
-            ended("connect", CONNECTING, min(ACROSS, self._connect_timeout))
-        elif way.backend == self.config.native:
-            ended("connect", CONNECTING, self._connect_timeout)
-        else:
-            ended("connect")
+        limit = min(self._connect_timeout, math.inf if self._others is None else ACROSS)
+        ended("connect", *((CONNECTING, limit) if self._others is not None or way.backend == self.config.native else ()))
+        if way.backend != "gloo":
+            self._send(Probe())
+            ended("probe", CONNECTING, min(PROBING, self._connect_timeout))
         self._send(Measure())
         ready = all_of(Ready, ended("measure"))
         self.backend, self.measured, self.device_names = way.backend, ready[0].measured, [each.name for each in ready]
@@ -326,7 +326,7 @@ class WorkerPool:
             "argv": self.site.argv,
             # Longer than any step, so that the controller, which can name the late rank, times out first.
             "collective_timeout": max(self.config.step_timeout, self.load_timeout) + 60,
-            "log_level": logging.getLevelName(log.getEffectiveLevel()),
+            "log_level": log.getEffectiveLevel(),
         }
 
     def _collect(self, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None) -> list[Report]:

@@ -92,6 +92,7 @@ def in_place_with_the_same_time(base: Path) -> None:
     assert model_file(base).stat().st_ino == before.st_ino
 
 
+@pytest.mark.bits("the stock path twice")
 @pytest.mark.parametrize(
     ("change", "weights"),
     [(by_rename, {}), (by_rename_with_the_same_time, {}), (in_place_with_the_same_time, {}), (in_place_with_the_same_time, FP8)],
@@ -124,6 +125,7 @@ def test_a_weight_that_a_node_changed_in_place_with_a_weight_dtype(file_server):
     assert "read another weight img_in.bias" in error(file_server, cp=CP, **changed)
 
 
+@pytest.mark.bits("the stock path twice")
 @pytest.mark.parametrize("placement", ["whole", "sharded"])
 def test_a_file_that_is_cut_off_does_not_end_comfyui(file_server, models, placement):
     """ComfyUI's own weights are the file's pages once the ranks have them."""

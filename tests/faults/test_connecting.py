@@ -9,8 +9,12 @@ import torch
 from support import stand_in
 from support.pools import echo, make_pool, small_pool
 
+from cp_runtime.controller.controller import Controller
+from cp_runtime.controller.placement import Shortages
+from cp_runtime.controller.workers import Workers
 from cp_runtime.errors import RankError
 from cp_runtime.pool import peers, worker_pool
+from cp_runtime.pool.config import WorkerSite
 
 DETECTION = Path(stand_in.__file__).parents[1] / "detection"
 
@@ -59,6 +63,23 @@ def test_ranks_that_nccl_does_not_bring_together_use_gloo_and_so_do_the_next_one
     with started() as pool:
         assert (pool.backend, pool.ways.fallback) == ("gloo", why)
     assert "trying" not in caplog.text
+
+
+def test_a_restart_tries_again_what_was_given_up(machine, monkeypatch):
+    """It connects slowly now, which is no fault: the first messages have a limit of their own."""
+    machine("garble")
+    controller, config = Controller(WorkerSite, lambda devices: None), make_pool(on="cuda").config
+    workers = controller.workers = Workers(config, WorkerSite(), controller.journal.changed.set, Shortages())
+    workers.pool.start()
+    assert workers.pool.backend == "gloo"
+    machine("slow")
+    monkeypatch.setattr(worker_pool, "PROBING", 2.5)
+    assert controller.restart().result(60)
+    pool = controller.workers.pool
+    try:
+        assert (pool.backend, pool.peer_to_peer, pool.ways.fallback) == ("nccl", True, "")
+    finally:
+        controller.close()
 
 
 def test_nccl_that_was_asked_for_is_not_replaced(machine, caplog):

@@ -102,6 +102,7 @@ def test_a_model_that_is_no_model_is_refused(node, model, graph_server):
     assert said.startswith(f"model: Connect Load Diffusion Model or Load Checkpoint. Got {model!r}; allowed: a MODEL.")
 
 
+@pytest.mark.bits("the stock path")
 def test_unknown_settings_have_no_effect(graph_server):
     """ComfyUI hands a node the inputs that it declares, and no others."""
     prompt = flux_prompt(cp={"world_size": 1})

@@ -44,6 +44,13 @@ def test_a_rank_dies_after_its_report_while_another_hangs():
         assert not pool.alive
 
 
+def test_a_level_without_a_name(caplog):
+    """Nodes silence the log with one while they work."""
+    caplog.set_level(51)
+    with small_pool() as pool:
+        assert torch.equal(echo(pool, torch.ones(3)), torch.ones(3))
+
+
 def test_a_rank_dies_right_after_its_hello():
     """Its hello and its death are noticed together, with the hellos of all others."""
     pool, killed = make_pool(), []

@@ -106,6 +106,7 @@ STOCK = {"exact": None, "tiles": "tiled"}
 VAES = [("wan", {}), ("kl", {"batch": 2}), ("ltxv", {}), ("taehv", {})]
 
 
+@pytest.mark.bits("in mode tiles the same tiles, on the same processor")
 @pytest.mark.parametrize("devices", [TWO, FOUR])
 @pytest.mark.parametrize(
     ("name", "method", "mode", "size"),
@@ -217,6 +218,7 @@ def test_cancel_in_the_middle_of_a_call(case, rank, two):
         assert [rank["pid"] for rank in server.status()["ranks"]] == ranks
 
 
+@pytest.mark.bits("the repeated call is thrown away")
 @pytest.mark.parametrize("weights", ["whole", "sharded"])
 @pytest.mark.parametrize("devices", [TWO, FOUR])
 def test_measure(devices, weights, two):

@@ -98,6 +98,7 @@ def test_an_unknown_call_runs_on_all_ranks_first_and_a_broken_file_is_replaced(s
 # --- a call on one device, to compare with ---------------------------------------------------------------------------------
 
 
+@pytest.mark.bits("the repeated call is thrown away")
 @pytest.mark.parametrize(
     "changes",
     [{}, {"cp": {"weights": "sharded"}}, {"cfg": 4.0, "batch": 3}, {"cp": {"ring_degree": 2, "shares": "3,1"}}],
@@ -117,6 +118,7 @@ def test_a_call_that_is_repeated_on_one_device_changes_no_bit(changes, server):
     assert run(server, 2, **changes)[0]["seconds_per_call_on_one_device"] == report["seconds_per_call_on_one_device"]
 
 
+@pytest.mark.bits("the repeated call is thrown away")
 def test_a_few_usual_runs_are_measured_by_themselves_once(server):
     """Twenty steps each: `tests/unit/test_journal.py` says in which of them. It changes no bit."""
     runs = [run(server, 2, steps=20, batch=2, tokens=20, cp={"ranks_per_call": "all"}) for _ in range(4)]

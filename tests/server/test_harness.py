@@ -46,6 +46,7 @@ SAMPLED: dict[str, tuple[partial[Prompt], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.bits("the same call twice")
 @pytest.mark.parametrize("ckpt", SAMPLED)
 def test_every_checkpoint_samples_and_repeats_exactly(server: ComfyServer, ckpt: str) -> None:
     build, shape = SAMPLED[ckpt]
@@ -97,6 +98,7 @@ def test_every_option_changes_the_output(server: ComfyServer, option: str) -> No
     assert (plain - other).abs().max() > 0.05 * plain.std()
 
 
+@pytest.mark.bits("the same calls by another node")
 @pytest.mark.parametrize("node", ["KSamplerAdvanced", "SamplerCustomAdvanced", "CPSampler"])
 def test_sampler_nodes_agree(server: ComfyServer, node: Any) -> None:
     # Without a CP configuration, the graph of the CP Sampler is that of KSampler.

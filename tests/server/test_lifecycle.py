@@ -47,6 +47,19 @@ def test_twenty_prompts_use_the_same_workers_and_grow_nothing(pool_server, expec
     assert memory_after <= memory * 1.05
 
 
+@pytest.mark.parametrize("kind", ["error", "kill"])
+def test_a_comparison_that_fails_ends_no_prompt(kind, pool_server, expected, faults):
+    """The second step is repeated on rank 0."""
+    assert_right(pool_server, expected)
+    assert pool_server.post("/context_parallel/measure")["status"]["speed"]["measuring"]
+    faults.arm(0, "slow", at="call", seconds=0, times=2, then={"kind": kind, "at": "call"})
+    assert_right(pool_server, expected)
+    assert not faults.waiting
+    status = pool_server.status()
+    assert (status["speed"]["measuring"], status["speed"]["parts"]["obstacle"]) == (False, "failed")
+    assert "a call was not compared with one device" in pool_server.log_text()
+
+
 def test_idle_workers_do_not_spin(pool_server, expected):
     """A rank that polls uses a whole core. gloo's own threads wake up now and then: a percent or two of one."""
     workers = [psutil.Process(pid) for pid in assert_right(pool_server, expected)]
@@ -77,6 +90,7 @@ def test_changes_between_prompts_give_right_results(pool_server, expected):
     assert len(assert_right(pool_server, expected)) == 2
 
 
+@pytest.mark.bits("the same patches and shares of tokens")
 def test_lora_before_and_after_apply_is_the_same(pool_server):
     outs = [pool_server.sample(flux_prompt(cp=CP, loras=[("flux_lora", 0.5)], apply_after_lora=after)) for after in (True, False)]
     assert (outs[0] == outs[1]).all()
@@ -251,6 +265,7 @@ def own_models_server(comfyui_path, own_models):
         yield running
 
 
+@pytest.mark.bits("the same call twice")
 def test_a_file_that_changes_after_loading(own_models_server, own_models):
     """The workers never mix the UI's model with the file's new content."""
     server = own_models_server

@@ -103,6 +103,7 @@ def test_conditions_of_the_cases_matter(server):
         assert differ(plain, other), case
 
 
+@pytest.mark.bits("the stock path")
 def test_world_of_one_is_bit_identical(server):
     expected = server.sample(flux_prompt(steps=3, cfg=4.0))
     out = server.sample(flux_prompt(steps=3, cfg=4.0, cp={"world_size": 1}))

@@ -4,7 +4,7 @@ import pytest
 from support.graphs import flux_prompt, wan_prompt
 from support.latents import assert_close
 
-CP = {"world_size": 2}
+CP, MANY = {"world_size": 2}, {"world_size": 8}
 STEPS, MOST = 20, 0.02  # largest error of such a run, in standard deviations of the latent
 FEW, MOST_OF_FEW = 6, 0.06
 
@@ -103,8 +103,14 @@ def test_out_of_memory_on_one_rank(pool_server, exact, faults, rank):
     [
         (CP, {"stages": 3}, "Got 3; allowed: a number from 2 that divides the 2 ranks"),
         ({**CP, "ulysses_degree": 2}, {}, "Got 2; allowed: 0 or 1 where the model is staged"),
+        (MANY, {"stages": 8}, "Set stages of CP PipeFusion to at most"),
+        ({**MANY, "weights": "staged"}, None, "Flux cannot be divided into 8 stages: this model has"),
+        ({**MANY, "weights": "staged"}, None, "Set world_size of CP Config to at most"),
     ],
 )
 def test_refused(pool_server, config, inputs, words):
-    prompt = flux_prompt(cp=config, pipefusion={"stages": 2, "patches": 4, "warmup_calls": 1, **inputs})
-    pool_server.fails(prompt, words)
+    """Before a rank starts."""
+    pids = pool_server.worker_pids()
+    patches = {} if inputs is None else {"pipefusion": {"stages": 2, "patches": 4, "warmup_calls": 1, **inputs}}
+    pool_server.fails(flux_prompt(cp=config, **patches), words)
+    assert pool_server.worker_pids() == pids

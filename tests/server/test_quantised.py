@@ -156,6 +156,7 @@ QUANTISERS = {
 }
 
 
+@pytest.mark.bits("every token by itself, no product")
 @pytest.mark.parametrize("layout", QUANTISERS)
 def test_activations_are_rounded_token_by_token(layout):
     """So a rank that holds some tokens rounds them as one process does that holds them all."""

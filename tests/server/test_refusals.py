@@ -82,6 +82,7 @@ def test_patches_inside_the_transformer_are_refused(kind, place, off_server):
     assert error.node_type == ("ApplyContextParallel" if place == "model_nodes" else "KSampler")
 
 
+@pytest.mark.bits("the stock path")
 @pytest.mark.parametrize("kind", INSIDE)
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
 def test_patches_inside_run_on_a_single_device_when_asked(kind, place, off_server):
@@ -137,6 +138,7 @@ WHOLE_MODELS = {
 }
 
 
+@pytest.mark.bits("the stock path")
 @pytest.mark.parametrize("name", WHOLE_MODELS)
 def test_what_is_refused_runs_on_a_single_device_when_asked(name, off_server):
     case, words = WHOLE_MODELS[name]
@@ -165,7 +167,7 @@ def test_controlnet_for_a_family_without_residuals(server):
     server.fails(wan_prompt(control={}, cp={"world_size": 2}), *words)
     expected = server.sample(wan_prompt(control={}))
     out = server.sample(wan_prompt(control={}, cp=SINGLE))
-    assert (out == expected).all()
+    assert_close(out, expected)  # found out in the first call, when the weights have moved to the file
     # and back: the fallback of one prompt does not stick to the next one
     expected = server.sample(flux_prompt())
     assert_close(server.sample(flux_prompt(cp=SINGLE)), expected)

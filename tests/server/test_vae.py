@@ -33,6 +33,7 @@ class TestVAE:
         stock = run(server, name, method)
         assert difference(run(server, name, method, "auto", world=world), stock) <= BOUND
 
+    @pytest.mark.bits("the same tiles, blended by the same node")
     @pytest.mark.parametrize(
         ("name", "method", "world"), [on_ranks(4 - i % 3, *m, soak=m in SELDOM) for i, m in enumerate(METHODS)]
     )
@@ -87,6 +88,7 @@ class TestVAE:
             assert now["pace"] == (now["speed"]["seconds_per_call"] or now["last_call"]["seconds"])
             assert now["speed"]["parts"]["ranks"] == 2
 
+    @pytest.mark.bits("the stock path")
     @pytest.mark.parametrize("world", [on_ranks(2)])
     def test_what_cannot_run_is_refused_by_name(self, server, world):
         server.fails(vae_prompt("taesd", "decode", "exact"), "TAESD has no plan for mode exact", "Set mode to tiles")

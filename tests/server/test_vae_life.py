@@ -85,6 +85,7 @@ def test_progress_counts_tiles_and_convolutions(pool_server, expected, faults):
         assert values == sorted(values)
 
 
+@pytest.mark.bits("the same decode, of a file with the same bytes")
 def test_a_file_that_is_written_to_is_an_error(pool_server, vae_files, checkpoints_dir):
     """A rank's weights are the file's pages; ComfyUI's are not."""
     original, file = (checkpoints_dir / "vae" / f"{name}_vae.safetensors" for name in ("kl", "cut"))

@@ -42,6 +42,9 @@ ENVIRONMENT = {
 with as many as cores, on cores that are taken, a server needs four times the seconds. And inductor asks the processor what it can
 do, without compiling a program for every set of instructions first; it compiles where it is called; and what it has compiled is
 kept for the next run."""
+ANOTHER_PROCESSOR = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
+"""Has torch, oneDNN and MKL compute as on a processor with the narrowest vectors. MKL then rounds products of 1 to 7 rows otherwise
+than those of more, and takes no notice of addresses."""
 MODULES = (
     "comfy_kitchen", "torchaudio", "torchsde", "spandrel", "kornia",
     "scipy.integrate", "scipy.ndimage", "scipy.signal", "scipy.stats",
@@ -53,7 +56,7 @@ MODULES = (
 """What ComfyUI's server imports of other packages, and the compiler when it is first used. ComfyUI's own code looks at the command
 line while it is imported."""
 # Read when a library is loaded: a program that sets them otherwise is not forked.
-_READ_ONCE = ("OMP_", "MKL_", "OPENBLAS_", "GOMP_", "MALLOC_", "LD_")
+_READ_ONCE = ("OMP_", "MKL_", "OPENBLAS_", "GOMP_", "MALLOC_", "LD_", "ATEN_", "ONEDNN_")
 _MESSAGE = 1 << 17
 _TAKES = 120.0  # seconds for all imports, and for a fork
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15

@@ -52,6 +52,14 @@ def test_without_a_sequence_groups_are_uneven(items, ranks, owned):
     assert all(stop > start for start, stop in map(made.held, range(made.groups)))
 
 
+def test_a_batch_that_is_not_shared_is_told_once(caplog):
+    for said in (False, True, True):
+        share_out(call(told_once=torch.zeros(3, 1)), LEADING, 2, 0, True, says=said)
+        assert len(caplog.records) == int(said), caplog.text
+    share_out(call(another=torch.zeros(3, 1)), LEADING, 2, 0, True)
+    assert len(caplog.records) == 2
+
+
 def test_every_argument_by_its_own_rule():
     """Sizes that equal the batch by chance decide nothing."""
     residual = torch.arange(4.0)

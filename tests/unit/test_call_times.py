@@ -1,5 +1,6 @@
 """What is kept on disk of what calls took: by machine, for several processes, and whatever lies there instead."""
 
+import errno
 import fcntl
 import json
 import math
@@ -53,6 +54,16 @@ def keep(file, kind="flux", known=None, machine="m"):
 def kept(file, kind="flux", machine="m"):
     """What another process finds."""
     return CallTimes(machine, 4, file).get(kind)
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_keeps_its_entries(file, monkeypatch):
+    keep(file)
+    with monkeypatch.context() as patch:
+        patch.setattr("cp_runtime.pool.kept.json.loads", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "a network's disk")))
+        assert kept(file) is None
+        keep(file, "wan")
+    assert kept(file) is not None
+    assert kept(file, "wan") is None
 
 
 def test_times_are_kept_by_machine(tmp_path):

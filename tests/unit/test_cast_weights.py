@@ -66,6 +66,7 @@ def test_what_is_changed_in_place_is_changed_for_everybody_who_has_it(pages, cha
     assert same(pages, before)
 
 
+@pytest.mark.bits("the same product")
 def test_on_the_host_it_computes_and_is_saved_like_a_plain_one(pages):
     weight, x = cast(pages, torch.float32), torch.randn(3, 32)
     assert torch.equal(F.linear(x, weight), F.linear(x, pages.float()))

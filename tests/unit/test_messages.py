@@ -25,6 +25,7 @@ MESSAGES = [
     messages.Shutdown(),
     messages.Import(),
     messages.Connect(),
+    messages.Probe(),
     messages.Measure(),
     messages.Cancel(),
     messages.Available(),

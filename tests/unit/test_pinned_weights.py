@@ -1,5 +1,7 @@
 """Parts of weights that are kept in the host's memory for a device, in a process with a fake CUDA device: torch stays changed."""
 
+import pytest
+
 PROGRAM = """
 from cp_runtime.engine.collectives import RankGroup
 from cp_runtime.engine.weights.sharded import ShardedWeights, pinned_zeros
@@ -31,5 +33,6 @@ else:
 """
 
 
+@pytest.mark.bits("the same products, of weights whose bytes came back")
 def test_exactly_what_a_rank_keeps_is_pinned_and_all_of_it_given_back(run_on_cards):
     run_on_cards(PROGRAM)

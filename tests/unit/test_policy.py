@@ -118,6 +118,17 @@ def test_a_split_that_ran_out_of_memory_is_not_taken_again():
     assert known.alternative(SLOW, 1) is None  # the only one on one rank: nobody knows what it would take
 
 
+@pytest.mark.parametrize(
+    ("name", "told_apart"),
+    [("context_latents", True), ("ref_contexts", True), ("vace_context", True), ("ref_mask_latents", True), ("x", True),
+     ("context", False), ("attention_mask", False), ("clip_text_pooled", False), ("txt_byt5", False)],
+)  # fmt: skip
+def test_what_tells_kinds_of_calls_apart(name, told_apart):
+    """Tokens of pictures, whatever they are called; not texts."""
+    one, other = (CallKind.of("model", {"x": torch.zeros(1, 4), name: [torch.zeros(1, 4, size)]}) for size in (8, 16))
+    assert (one.name != other.name, one.elements != other.elements) == (told_apart, told_apart)
+
+
 def chooser(ranks, shortages=None, devices=(0, 1, 2, 3)):
     """(the chooser of a new pool, config)."""
     config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cuda", count=8), devices=",".join(f"cuda:{n}" for n in devices))

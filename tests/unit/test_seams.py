@@ -15,6 +15,7 @@ def found():
     return report
 
 
+@pytest.mark.bits("the same attention")
 def test_a_function_gets_containers_where_nothing_is_exchanged(found):
     name = CONTAINER if found["has containers"] else "StandIn"
     assert found["has containers"] == families.exists("0.32.0")

@@ -6,7 +6,7 @@ from support.pools import make_pool
 from cp_runtime.errors import ConfigError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, timeout_of
 
-SETTINGS = {"CP_STARTUP_TIMEOUT": 300.0, "CP_LOAD_TIMEOUT": 1800.0, "CP_CONNECT_TIMEOUT": 20.0}
+SETTINGS = {"CP_STARTUP_TIMEOUT": 300.0, "CP_LOAD_TIMEOUT": 1800.0, "CP_CONNECT_TIMEOUT": 80.0}  # of 4 ranks
 IMPORT = """
 from support.package import load_package
 load_package()
@@ -22,7 +22,7 @@ def test_seconds(monkeypatch, name, text, seconds):
     monkeypatch.delenv(name, raising=False)
     if text is not None:
         monkeypatch.setenv(name, text)
-    assert timeout_of(name) == (SETTINGS[name] if seconds is None else seconds)
+    assert timeout_of(name, 4) == (SETTINGS[name] if seconds is None else seconds)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -18,6 +18,8 @@ from cp_runtime.errors import PlanError
 
 CPU = torch.device("cpu")
 
+pytestmark = pytest.mark.bits("the same products, of weights whose bytes came back")
+
 
 class TwoTensors(torch.Tensor):
     """A weight that wraps others, as quantised ones do."""

@@ -321,6 +321,11 @@ CASES = {
         assert "wait for each other" in agrees([[a, b], [b, (c := a._replace(group="c"))], [c, a]])
         assert "launch 1 of group a" in agrees([[a, a], [a, a._replace(nbytes=16)]])
         assert "launch 0 of group a" in agrees([[a], [a._replace(operation="batch")]])
+        to, of = (lambda peer, what=what: messages.Launch("a", (0, 1), what, 8, peer) for what in messages.PAIR)
+        assert not agrees([[to(1), of(1)], [of(0), to(0)]])
+        assert not agrees([[to(1), of(2)], [of(0), to(2)], [of(1), to(0)]])
+        assert "from 0 to 1" in agrees([[of(1), to(1)], [of(0), to(0)]])
+        assert "message 1 of group a from 0 to 1: on one" in agrees([[to(1), to(1)], [of(0)]])
     """,
     "races between streams": """
         from support.stand_in.races import Race
@@ -412,3 +417,18 @@ UNOPENED = {"memory of other processes", "a fork of a process that has a device 
 @pytest.mark.parametrize("case", CASES)
 def test_a_fake_device(case, run_program, tmp_path):
     run_program(START + ("" if case in UNOPENED else CARD) + textwrap.dedent(CASES[case]), str(tmp_path / "ledger"))
+
+
+def test_a_comparison_needs_no_float64_on_the_device(run_on_cards):
+    program = """
+from cp_runtime.nested import difference
+a, b = torch.ones(8, device="xpu"), torch.arange(8.0, device="xpu")
+try:
+    a.double()
+except RuntimeError as error:
+    assert "fp64" in str(error)
+else:
+    raise AssertionError("not refused")
+assert difference(a, b) == difference(a.cpu(), b.cpu()) > 0.1
+"""
+    run_on_cards(program, 'type="xpu"')

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def share_out(
     degree: int,
     sequence: bool,
     group_shares: Callable[[int], Shares] = lambda groups: (),
+    says: bool = True,
 ) -> BatchShares:
     """Decide how a call is shared out. All ranks decide alike.
 
@@ -78,6 +80,7 @@ def share_out(
             ranks of each share its sequence. If not, only the batch can be shared: groups may be of uneven sizes, and a group
             without items computes a copy of the first item.
         group_shares: number of groups -> their shares. Groups with unequal shares must get nearly proportional items.
+        says: this rank logs why a batch is not shared.
     """
     stacked = STACKED | STACKED_ELSEWHERE | frozenset(leading)
     items = next((t.shape[0] for name in leading for t in tensors(arguments[name])), 1)
@@ -85,13 +88,18 @@ def share_out(
     most = degree or ranks
     problem = next(_unshareable(arguments, stacked, items, unit), None)
     if problem is not None:
-        if items > unit and most > 1:
-            log.warning("the batch axis is not used: %s", problem)
+        if items > unit and most > 1 and says:
+            _warn_once(problem)
         return BatchShares(1, items, items, stacked)
     count = items // unit
     shares = {n: group_shares(n) for n in range(1, most + 1) if not ranks % n} if sequence else {most: group_shares(most)}
     groups = max((n for n in shares if not most % n and _is_fair(count, n, shares[n])), default=1) if sequence else most
     return BatchShares(groups, items, unit, stacked, shares[groups])
+
+
+@lru_cache(maxsize=64)
+def _warn_once(problem: str) -> None:
+    log.warning("the batch axis is not used: %s", problem)
 
 
 def _is_fair(items: int, groups: int, shares: Shares) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...compat import has_hooks
 from ...errors import MirrorError, PlanError, UnsupportedError
-from ...families import PLANS, UNSTAGED, class_name, plan_for
+from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
 from ..model.ui_recipes import recipe_of
@@ -56,6 +56,13 @@ def check_stages(patcher: Any, config: RuntimeConfig) -> None:
         raise UnsupportedError(
             f"{plan.family} cannot be divided into stages: {UNSTAGED[plan.family]}. Set weights of CP Config to auto, and remove "
             "CP PipeFusion."
+        )
+    stages, most = config.staged.stages, most_stages(patcher.model.diffusion_model)
+    if (config.weights == STAGED or pipeline is not None) and stages > most:
+        setting = "world_size of CP Config" if pipeline is None else "stages of CP PipeFusion"
+        raise UnsupportedError(
+            f"{plan.family} cannot be divided into {stages} stages: this model has {most} blocks. Set {setting} to at most {most}, "
+            "or weights of CP Config to auto without CP PipeFusion."
         )
     if pipeline is not None and pipeline.patches > 1 and not plan.shares_sequence:
         raise UnsupportedError(f"{plan.family} has no tokens that could be divided into patches. Set patches to 1.")

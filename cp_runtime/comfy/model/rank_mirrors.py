@@ -178,7 +178,7 @@ class Mirrors:
             # Where calls compute on the host they would convert again and again.
             patcher, missing, files = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
             recipe = replace(recipe, path=files.path)  # another file may get its name
-            if placement == STAGED and mesh is not None:
+            if placement == STAGED:
                 stage, plan = mesh.stage(request.stages), plan_for(network_of(patcher.model))
                 StagedWeightsPatcher.stage(patcher, recipe, plan, stage, mesh.stage_shares(request.stages), self.progress)
             elif ranks is None:
@@ -240,7 +240,7 @@ class Mirrors:
         may_share = plan.batch_is_shared(arguments) and request.batch_degree != 1
         split, members = request.split, tuple(range(mesh.size))
         degree = request.batch_degree if may_share else 1
-        shares = share_out(arguments, leading, mesh.size, degree, plan.shares_sequence, mesh.group_shares)
+        shares = share_out(arguments, leading, mesh.size, degree, plan.shares_sequence, mesh.group_shares, everyone.rank == 0)
         items = shares.items // shares.unit if may_share else 1
         if split is not None and split.batch <= items:
             team = mesh.team(split.ranks, split.groups, split.ring, split.ulysses)

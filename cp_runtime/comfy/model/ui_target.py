@@ -15,7 +15,7 @@ from ...controller.placement import Demand
 from ...engine.weights.blocks import sizes_of
 from ...engine.weights.pages import give_back, mapped
 from ...errors import MirrorError
-from ...families import PLANS, UNSTAGED, class_name
+from ...families import most_stages
 from ...pool.messages import Load, Loaded
 from ...pool.protocol import TensorPacker, flatten
 from .wire_files import ModelFiles
@@ -64,9 +64,8 @@ class Target:
     def demand(self) -> Demand:
         model, notes = self.patcher.model, notes_of(self.patcher.model)
         if notes.demand is None:
-            plan = PLANS.get(class_name(network_of(model)))
-            unstaged = "" if plan is None else UNSTAGED.get(plan.family, "")
-            notes.demand = Demand(sizes_of(network_of(model), partial(model_dtype, model)), 0.0, unstaged)
+            network = network_of(model)
+            notes.demand = Demand(sizes_of(network, partial(model_dtype, model)), 0.0, most_stages(network))
         return notes.demand._replace(call=self.call_memory)
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:

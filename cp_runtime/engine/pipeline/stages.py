@@ -195,8 +195,9 @@ class Stages:
     ) -> Any:
         """Run the forward, and return its result, which is right on the last stage. Only in a `call`.
 
-        A run after the first of its kind receives while this rank still computes the one before: a message is under way only
-        where its receiver has asked for it.
+        Over gloo a run after the first of its kind receives while this rank still computes the one before: a message is under way
+        only where its receiver has asked for it. NCCL has one stream per group for messages of two ranks: there all ranks send and
+        receive in the order of the blocks.
 
         Args:
             visits: of the survey.
@@ -209,7 +210,7 @@ class Stages:
             if self.place >= len(visits) or visits[self.place].block != block:
                 raise PlanError(f"{self._blocks[block].name} ran in another order than in a call of the same form.")
             visit, owner = visits[self.place], self._owners[block]
-            if self.place == 0 and self._group.may_overlap:
+            if self.place == 0 and self._group.via_host:  # other backends: one that waits holds back what is behind it
                 self._ask(arriving, follows, next(tensors((args, kwargs))).device)
             if owner == self.stage:
                 out = stock(*args, **kwargs)
@@ -286,12 +287,13 @@ class Stages:
             for leaf in leaves(out):
                 if not isinstance(leaf, (Tensor, *PLAIN)):
                     raise PlanError(f"{block.name} returns a {type(leaf).__name__}, for which nothing can stand in.")
-            parts = tuple(
-                next((i for i, value in enumerate(inputs) if value is tensor), None)
-                or (forms.index(form) if (form := (tensor.shape, tensor.dtype)) in forms else form)
-                for tensor in tensors(out)
-            )
-            self._forms[key] = Form(map_tensors(out, lambda tensor: tensor.new_empty(0)), parts)
+
+            def part(tensor: Tensor) -> int | tuple[torch.Size, torch.dtype]:
+                form = tensor.shape, tensor.dtype
+                same = next((i for i, value in enumerate(inputs) if value is tensor), None)
+                return (forms.index(form) if form in forms else form) if same is None else same
+
+            self._forms[key] = Form(map_tensors(out, lambda tensor: tensor.new_empty(0)), tuple(map(part, tensors(out))))
         return self._forms[key]
 
 

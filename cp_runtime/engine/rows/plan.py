@@ -132,7 +132,7 @@ def _shared_budget(own: Callable[..., int], layout: JointLayout, group: RankGrou
     held = layout.local_lengths
 
     def share(*args: Any, **kwargs: Any) -> int:
-        budget = torch.tensor([-float(own(*args, **kwargs))], dtype=torch.float64, device=group.device)
+        budget = torch.tensor([-int(own(*args, **kwargs))], device=group.device)
         least = -int(group.largest(budget).item())
         # A multiple of this rank's rows, as its tensors are, so that the quotient is the same integer on every rank.
         return max(1, least // max(held)) * held[group.rank]

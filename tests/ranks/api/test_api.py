@@ -12,6 +12,7 @@ from support.ranks import DIFFUSERS, run_as_torchrun, run_ranks
 EXAMPLE = ROOT / "docs" / "examples" / "diffusers_torchrun.py"
 
 
+@pytest.mark.bits("the same shares of tokens, with whole weights or parts")
 @pytest.mark.parametrize("world", [2, 4])
 def test_use_and_misuse(world):
     reports = run_ranks("api/api_ranks.py", world)

@@ -72,6 +72,7 @@ def test_every_example_of_the_document_gives_what_one_process_gives():
     assert {example["code"]: example["difference"] for example in examples if not example["difference"] <= TOLERANCE} == {}
 
 
+@pytest.mark.bits("the same shares of tokens, with whole weights or parts")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_same_bits_and_the_weights_come_back(world):
     """Where every rank keeps 1/N: the same bits as with whole weights, in 1/N of the memory."""
@@ -90,6 +91,7 @@ def staged():
     return {report["model"]: report for report in run_ranks("api/pipefusion_ranks.py", 2, preload=DIFFUSERS, prepare=[])}
 
 
+@pytest.mark.bits("a stage runs whole blocks on whole tokens")
 @pytest.mark.parametrize("model", ["hunyuan dit", "flux", "sd3", "pixart", "wan t2v"])
 def test_a_model_staged(staged, model):
     found = staged[model]

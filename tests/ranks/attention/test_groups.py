@@ -7,6 +7,7 @@ from support.pools import small_pool
 from support.ranks import COMFY, run_ranks
 
 
+@pytest.mark.bits("the same products, of weights whose bytes came back")
 @pytest.mark.parametrize("mode", ["fresh", "once"])
 def test_every_order_of_calls_loads_and_decodes(mode):
     """With the right results, and the same operations on every group on all of its ranks, in one order."""

@@ -1,30 +1,36 @@
 """Rank script: cases of families on fake CUDA devices (`support/stand_in`), one per rank, with a stand-in for NCCL.
 
 The sharded forward against the stock forward on the CPU. Rank 0 reports both, what of this project made a host wait for its
-card, and where ranks differed in what they launched. Arguments: ring degree, Ulysses degree, rotate method, and as JSON the
-cases, (family, name) each.
+card, and where ranks differed in what they launched. Arguments: ring degree, Ulysses degree, rotate method, stages (0: sharded,
+else every case in exact stages and three times in patches), and as JSON the cases, (family, name) each.
 """
 
 import json
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from support.ranks import finish, of_all, report, start, use_comfyui
 
-rank, world, (ring, ulysses, rotate_method, wanted) = start(cards=True)
+rank, world, (ring, ulysses, rotate_method, stages, wanted) = start(cards=True)
 wanted = [tuple(case) for case in json.loads(wanted)]
 use_comfyui()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from family_stock import clone, distance, models, stock  # noqa: E402
-from sharded_call import in_mode  # noqa: E402
+from sharded_call import in_mode, staged_call  # noqa: E402
 from support import families  # noqa: E402
 from support.stand_in import messages, tensors  # noqa: E402
 
 from cp_runtime.comfy.forward.rank import run_sharded  # noqa: E402
 from cp_runtime.comfy.forward.ui_interception import innermost_method  # noqa: E402
+from cp_runtime.engine.config import PipelineSettings  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
+from cp_runtime.engine.pipeline.pipeline import Pipeline  # noqa: E402
+from cp_runtime.engine.pipeline.stages import Stages, cut, staged_blocks  # noqa: E402
+from cp_runtime.errors import PlanError  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.nested import map_tensors  # noqa: E402
 
@@ -34,6 +40,18 @@ configs = [in_mode(ring, ulysses, rotate_method, rounds) for rounds in (1, 2)]
 
 def on_card(value):
     return map_tensors(value, lambda tensor: tensor.to("cuda", copy=True))
+
+
+def in_stages(plan, arguments, options):
+    """A call in exact stages, and three more in patches, where the model can: the first result."""
+    blocks, settings = staged_blocks(plan.model, plan.plan), PipelineSettings(stages=world, patches=1)
+    stages = Stages(blocks, cut([block.nbytes for block in blocks], world), mesh.stage(world).lane)
+    pipeline = Pipeline(stages, mesh.whole)
+    out = staged_call(plan, pipeline, arguments, options, mesh, settings, batches=2)
+    with suppress(PlanError):
+        for _ in range(3):
+            staged_call(plan, pipeline, arguments, options, mesh, replace(settings, patches=3), batches=2)
+    return out
 
 
 def own_waits():
@@ -61,7 +79,10 @@ with torch.no_grad():
             arguments["control"] = control
         plan = InstalledPlan(model, plan_for(model))
         tensors.waits.clear()
-        out, _ = run_sharded(plan, getattr(model, innermost_method(model)), arguments, mesh.sequence(), planner)
+        if int(stages):
+            out = in_stages(plan, arguments, arguments.pop("transformer_options"))
+        else:
+            out, _ = run_sharded(plan, getattr(model, innermost_method(model)), arguments, mesh.sequence(), planner)
         waits = own_waits()
         plan.remove()
         on_host = map_tensors(out, torch.Tensor.cpu)

@@ -21,6 +21,7 @@ MODES = {
 # tracer (tests/families) has one rank of two of every case.
 PLAN_MODES = ("ulysses 2", "ring 3")
 EVERY_MODE = ("flux", "qwen_image", "wan")
+SAME_SHARES = pytest.mark.bits("the same shares of tokens, with whole weights or parts")
 
 
 def applies(mode, family, number, case):
@@ -73,7 +74,9 @@ def test_sharded_forward_equals_stock_forward(key, reports_of):
         assert difference > 1e-2, f"{name} does not matter"
 
 
-@pytest.mark.parametrize(("family", "model"), SHARED)
+@pytest.mark.parametrize(
+    ("family", "model"), [pytest.param(*key, marks=[SAME_SHARES] if key[0] in EVERY_MODE else []) for key in SHARED]
+)
 def test_weights_of_which_every_rank_keeps_a_part(family, model, reports_of):
     """The bytes are the bytes: no difference at all, in a call that fetches block after block and in one that fetches ahead."""
     result = reports_of(SHARED[family, model])[family, f"weights of {model}"]

@@ -9,6 +9,7 @@ def reports():
     return run_steps("families/patch_ranks.py", 1, by="name", preload=COMFY)
 
 
+@pytest.mark.bits("the same products on one rank")
 @pytest.mark.parametrize("name", ["network", "patches", "residuals", "attention read", "attention called"])
 def test_rebuilt(name, reports):
     for what, value in reports[name].items():

@@ -47,6 +47,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.bits("one rank per stage runs whole blocks on whole tokens")
 @pytest.mark.parametrize("key", CASES, ids="-".join)
 def test_a_model_in_stages(key, run_cases):
     mode, family, case = key

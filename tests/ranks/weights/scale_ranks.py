@@ -15,8 +15,8 @@ from cp_runtime.engine.plan import ShardingPlan
 
 rank, world, _ = start()
 
-tokens = torch.randn(24, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.01, 30.0, 24)[:, None]
-own = slice(rank * 8, rank * 8 + 8)
+tokens = torch.randn(21, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.01, 30.0, 21)[:, None]
+own = slice(rank * 7, rank * 7 + 7)
 
 
 def quantised(values, scale=None):
@@ -73,8 +73,8 @@ def experts(cls, *args, **kwargs):
     block = cls(64, *args, operations=Operations, **kwargs).eval()
     wanted = torch.stack([torch.eye(4)[expert] + torch.eye(4)[expert + 1] for expert in range(world)])
     block.gate.weight = nn.Parameter(torch.cat([9 * torch.eye(4), torch.zeros(4, 60)], 1))
-    x = tokens.view(1, 24, 64).clone()
-    x[..., :4] = wanted.repeat_interleave(8, 0) + 0.01 * torch.randn(24, 4)
+    x = tokens.view(1, 21, 64).clone()
+    x[..., :4] = wanted.repeat_interleave(7, 0) + 0.01 * torch.randn(21, 4)
     right, _ = block(x), Experts.find(block)
     began = ranks.stats.counts["all_reduce"]
     with shared_scales(ranks):

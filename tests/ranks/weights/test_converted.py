@@ -14,6 +14,7 @@ def steps(request, flux):
     return run_steps("weights/converted_ranks.py", 1, *flux, options, preload=COMFY, device="cuda", backend="nccl")
 
 
+@pytest.mark.bits("the same products on one rank")
 def test_bits_are_those_of_comfyui(steps):
     """On the device, with one LoRA and another and none, half of it moved away, evicted, and half of it loaded."""
     assert len(steps) == STEPS

@@ -17,6 +17,7 @@ def test_a_file_that_fits_is_copied_and_one_that_does_not_is_mapped(steps):
     assert steps["loaded"]["kept"] <= 0.05 * total
 
 
+@pytest.mark.bits("one rank, weights at their old addresses")
 def test_a_mapped_model_serves_as_a_copied_one(steps):
     """The same numbers through a LoRA in place, without it, unloaded and loaded again; the same file when it is saved."""
     assert steps["life"] == {"same": [True, True, True], "file": True}

@@ -15,6 +15,7 @@ def found(tmp_path_factory):
     return report
 
 
+@pytest.mark.bits("the same shares of tokens, with whole weights or parts")
 def test_memory_of_ranks_that_load_a_model_and_call_it(found):
     blocks, block, rest = found["blocks"], found["largest"], found["rest"]
     assert found["equal"] == [True, True]

@@ -40,6 +40,7 @@ def reports(all_reports):
     return all_reports[1:]
 
 
+@pytest.mark.bits("the same products")
 def test_a_rank_that_loads_its_model_again_while_its_peers_do_not(all_reports):
     assert all_reports[0] == {"right": [True] * 4}
 
@@ -48,6 +49,7 @@ def differing(reports):
     return sum(len(report["differing"]) for report in reports)
 
 
+@pytest.mark.bits("whole weights were the same bytes, and calls the same shapes")
 def test_bit_by_bit(reports):
     """As loaded, with a LoRA, with another one, without one, ahead of the blocks, and unloaded and loaded again."""
     assert len(reports) in (len(KINDS) + 2, len(SOME) + 2)

@@ -18,6 +18,7 @@ def reports(checkpoints_dir):
     return {report["model"]: report for report in found}
 
 
+@pytest.mark.bits("a stage runs whole blocks on whole tokens")
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_of_a_model(kind, reports):
     report = reports[kind]

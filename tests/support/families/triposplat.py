@@ -36,10 +36,13 @@ def triposplat(batch: int = 1, latent: int = 29, image: int = 13, **extra: Any) 
     ) | extra  # fmt: skip
 
 
+# Norms of queries and keys make sharp scores, which amplify rounding: 1.06e-5 with the narrowest vectors.
+SHARP = 2e-5
+
 CASES = [
-    Case("triposplat", "triposplat", triposplat, ("ref_latents",)),
-    Case("triposplat batch 2", "triposplat", lambda: triposplat(2, image=14), ("ref_latents",)),
-    Case("triposplat without reference", "triposplat", lambda: triposplat(ref_latents=None)),
+    Case("triposplat", "triposplat", triposplat, ("ref_latents",), tolerance=SHARP),
+    Case("triposplat batch 2", "triposplat", lambda: triposplat(2, image=14), ("ref_latents",), tolerance=SHARP),
+    Case("triposplat without reference", "triposplat", lambda: triposplat(ref_latents=None), tolerance=SHARP),
     Case("triposplat 3 heads", "triposplat 3 heads", lambda: triposplat(latent=12)),
     Case("triposplat 3 heads batch 2", "triposplat 3 heads", lambda: triposplat(2, latent=12)),
 ]

@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from . import LINK, memory, messages
 
+SLOW = "slow"  # to connect
 _of_nccl: set[str] = set()
 """Names of process groups."""
 
@@ -17,7 +18,7 @@ _of_nccl: set[str] = set()
 def _broken(tensors: list[torch.Tensor]) -> None:
     """Do what a machine does on which NCCL's messages do not arrive."""
     what, _, only = os.environ.get(LINK, "").partition(" ")
-    if not what or (only == "p2p" and os.environ.get("NCCL_P2P_DISABLE") == "1"):
+    if what in ("", SLOW) or (only == "p2p" and os.environ.get("NCCL_P2P_DISABLE") == "1"):
         return
     if what == "hang":
         time.sleep(3600)
@@ -67,6 +68,8 @@ def install() -> None:
     join, make, tell, send = c10d.init_process_group, c10d.new_group, c10d.get_backend, c10d.batch_isend_irecv
 
     def init_process_group(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+        if os.environ.get(LINK) == SLOW and backend == native:
+            time.sleep(3)
         join("gloo" if backend == native else backend, *args, **kwargs)
         _note(dist.group.WORLD, backend)
 

@@ -12,6 +12,7 @@ import json
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,8 @@ from . import memory, races
 NOT_THERE = 0xFF  # in every byte
 EVEN = {"allreduce_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_", "reduce_"}
 """Operations to which all ranks bring as many bytes."""
-PAIR = dict.fromkeys(("send", "recv_"), "message of two ranks")
-"""What is another operation on the other rank."""
+PAIR = ("send", "recv_")
+"""A message: one rank launches the first and the other one the second, in their own order among messages of these two."""
 ROOTED = {"broadcast_": 2, "reduce_": 3}
 """Whose argument says which rank of the group writes, or reads, alone."""
 
@@ -39,6 +40,7 @@ class Launch(NamedTuple):
     Attributes:
         group, members: name of the process group, and its ranks in the world.
         nbytes: of what it receives, or sends alone.
+        peer: the other rank of a message.
         beside: groups of some of the same ranks whose messages were under way, with nothing that has NCCL launch both in one order.
     """
 
@@ -46,8 +48,12 @@ class Launch(NamedTuple):
     members: tuple[int, ...]
     operation: str
     nbytes: int
+    peer: int | None = None
     beside: tuple[str, ...] = ()
 
+
+Node = tuple[str, tuple[int, ...], int]
+"""A launch of all ranks of a group, or a message from one to another: group, the two ranks or (), which one of them."""
 
 log: list[Launch] = []
 """Of this rank, in the order of its program."""
@@ -117,7 +123,7 @@ def launch(func: Any, args: Any, kwargs: Any, group: Any) -> Any:
     stream = _streams.setdefault(group.group_name, races.new_number())
     caller = memory.LEDGER.module.current_stream().cuda_stream
     with (
-        one(group, name, sum(tensor.nbytes for tensor in races.flat(args[0]))) as noted,
+        one(group, name, sum(tensor.nbytes for tensor in races.flat(args[0])), args[2] if name in PAIR else None) as noted,
         _disable_current_modes(),
         torch.inference_mode(False),
     ):
@@ -146,8 +152,8 @@ def _on_host(value: Any, stand_ins: dict[int, Tensor]) -> Any:
 
 
 @contextlib.contextmanager
-def one(group: Any, operation: str, nbytes: int = 0) -> Iterator[Launch]:
-    """Log one launch; what is launched inside is a part of it."""
+def one(group: Any, operation: str, nbytes: int = 0, peer: int | None = None) -> Iterator[Launch]:
+    """Log one launch; what is launched inside is a part of it. `peer`: its rank in the group."""
     outer: Launch | None = getattr(_local, "outer", None)
     if outer is not None:
         yield outer
@@ -156,7 +162,8 @@ def one(group: Any, operation: str, nbytes: int = 0) -> Iterator[Launch]:
     ordered = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1" and memory.LEDGER.backend == "nccl"
     others = () if ordered else [work.launch for work in _under_way if work.launch.group != group.group_name]
     beside = {other.group for other in others if len({*other.members} & {*members}) > 1}
-    entry = Launch(group.group_name, members, operation, nbytes, tuple(sorted(beside)))
+    other = None if peer is None else members[peer]
+    entry = Launch(group.group_name, members, operation, nbytes, other, tuple(sorted(beside)))
     log.append(entry)
     if files is not None:
         with files.with_name(f"{files.name}.{os.getpid()}").open("a", encoding="utf-8") as file:
@@ -182,33 +189,51 @@ def _sides(name: str, args: Any, group: Any) -> tuple[list[Any], list[Any]]:
 def logged(ledger: Path, pid: int) -> list[Launch]:
     """What a process has launched whose cards have this ledger."""
     lines = ledger.with_name(f"{ledger.name}.{pid}").read_text().splitlines()
-    return [Launch(name, tuple(members), what, size, tuple(beside)) for name, members, what, size, beside in map(json.loads, lines)]
+    return [
+        Launch(name, tuple(members), what, size, peer, tuple(beside))
+        for name, members, what, size, peer, beside in map(json.loads, lines)
+    ]
 
 
 def disagreement(logs: Sequence[Sequence[Launch]]) -> str:
-    """Say where the ranks of a world differ in what they launched on a group, or in the order in which they went through groups.
+    """Say where the ranks of a world differ in what they launched on a group, or launched it in orders that wait for each other: a
+    rank's kernels run in the order of its launches, one at a time, and one that has begun waits for its counterparts.
 
     Args:
         logs: of every rank.
     """
-    before: dict[tuple[str, int], set[tuple[str, int]]] = {}
-    known: dict[tuple[str, int], tuple[str, int]] = {}
-    for entries in logs:
-        counts: dict[str, int] = {}
-        last: set[tuple[str, int]] = set()
+    before: dict[Node, set[Node]] = {}
+    known: dict[Node, tuple[str, int]] = {}
+    ends: Counter[Node] = Counter()
+    for rank, entries in enumerate(logs):
+        counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        last: set[Node] = set()
         for entry in entries:
-            node = entry.group, counts.setdefault(entry.group, 0)
-            counts[entry.group] += 1
-            what = PAIR.get(entry.operation, entry.operation), entry.nbytes if entry.operation in EVEN else 0
+            way: tuple[int, ...] = ()
+            what = entry.operation, entry.nbytes if entry.operation in EVEN else 0
+            if entry.peer is not None:
+                way = (rank, entry.peer) if entry.operation == "send" else (entry.peer, rank)
+                what = "message", entry.nbytes
+            node = entry.group, way, counts[entry.group, way]
+            counts[entry.group, way] += 1
+            ends[node] += 1
             if known.setdefault(node, what) != what:
-                return f"launch {node[1]} of group {node[0]}: {known[node]} on one rank, {what} on another"
+                return f"{_named(node)}: {known[node]} on one rank, {what} on another"
             before.setdefault(node, set()).update(last)
             last = {node}
+    for node, count in ends.items():
+        if node[1] and count == 1:
+            return f"{_named(node)}: on one of the two ranks only"
     try:
         graphlib.TopologicalSorter(before).prepare()
     except graphlib.CycleError as error:
-        return f"ranks launch in orders that wait for each other: {error.args[1]}"
+        return f"ranks launch in orders that wait for each other: {[*map(_named, error.args[1])]}"
     return ""
+
+
+def _named(node: Node) -> str:
+    group, way, number = node
+    return f"message {number} of group {group} from {way[0]} to {way[1]}" if way else f"launch {number} of group {group}"
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

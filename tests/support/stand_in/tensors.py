@@ -183,6 +183,11 @@ def install() -> None:
     def with_number(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return to(self, *map(_numbered, args), **{name: _numbered(value) for name, value in kwargs.items()})
 
+    of_numbers: Any = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+        return of_numbers(data, device=_numbered(device), **kwargs)
+
     as_subclass: Any = Tensor.as_subclass
     make_subclass: Any = Tensor._make_subclass
 
@@ -193,6 +198,7 @@ def install() -> None:
     changed.as_subclass = lambda self, cls: _worn(self, cls, as_subclass)
     changed._make_subclass = staticmethod(make)
     changed.to = with_number
+    vars(torch)["tensor"] = tensor
     changed.pin_memory = pin_memory
     changed.is_pinned = lambda self, *_: _is_pinned(self)
     setattr(changed, kind, lambda self, device=None, non_blocking=False, **_: self.to(device or kind, non_blocking=non_blocking))
@@ -318,6 +324,12 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
 
     results = _mapped(out, result)
     made = [tensor for tensor in races.flat(results) if isinstance(tensor, OnCard)]
+    if (
+        kind == "xpu"
+        and any(tensor.dtype == torch.float64 for tensor in made)
+        and not all(t.dtype == torch.float64 for t in theirs)
+    ):
+        raise RuntimeError("Required aspect fp64 is not supported on the device")  # of Arc
     cards = dict.fromkeys(tensor.device.index for tensor in (*theirs, *made))
     if streams := [current_stream(each).cuda_stream for each in cards]:
         races.kernel(func, args, kwargs, [tensor.numbers for tensor in made], streams)
