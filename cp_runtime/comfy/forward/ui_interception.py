@@ -77,7 +77,7 @@ class WorkerForward(Replacement):
         try:
             check_call(owner, arguments.get("control"))
             compiled = compile_of(owner)
-            patches, attention = options_for_ranks(options, self.model, owner.cp_config.device_type, latent)
+            patches, attention = options_for_ranks(options, owner, owner.cp_config, latent)
         except UnsupportedError as error:
             owner.refuse_call(error)
             return self.stock(*args, **kwargs)
@@ -161,7 +161,7 @@ class GuardedForward(Replacement):
 
     def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            options_for_ranks(kwargs.get("transformer_options") or {}, self.model, owner.cp_config.device_type)
+            options_for_ranks(kwargs.get("transformer_options") or {}, owner, owner.cp_config)
         except UnsupportedError as error:
             owner.refuse_call(error)
         return self.stock(*args, **kwargs)

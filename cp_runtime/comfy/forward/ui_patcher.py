@@ -141,7 +141,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         try:
             if self.cp_conditions_obstacle is not None:
                 raise UnsupportedError(self.cp_conditions_obstacle)
-            check_model(self, self.cp_config.device_type)
+            check_model(self, self.cp_config)
             check_stages(self, self.cp_config)
             if self.model.current_weight_patches_uuid is not None:  # another branch has loaded them on a device of this process
                 super().unpatch_model(self.offload_device, unpatch_weights=True)
