@@ -41,7 +41,7 @@ AT_FULL_LENGTH = [
     *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "stages")),
     "tests/ranks/attention/test_attention.py",
     "tests/ranks/vae/test_vae.py",
-    "tests/ranks/weights/test_staged_weights.py",
+    *(f"tests/ranks/weights/test_{name}.py" for name in ("patched", "staged_weights")),
     "tests/browser/test_help.py",
     "tests/unit/test_call_times.py",
     "tests/gpu/test_gpu_check.py",

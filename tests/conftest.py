@@ -129,11 +129,12 @@ def family_checkpoints(family_errors: dict[str, str], request: pytest.FixtureReq
 @pytest.fixture(scope="session")
 def server(comfyui_path: Path, checkpoints_dir: Path) -> Iterator[ComfyServer]:
     """A real server, shared by all tests that neither end it nor need options of their own; with cards if the caller has some."""
-    from support.server import CUSTOM_NODES, GGUF_NODES, ComfyServer
+    from support.server import CUSTOM_NODES, GGUF_NODES, WAN_NODES, ComfyServer
 
     cards, options = stand_in.wanted(), {}
     if cards is not None:
         ledger = checkpoints_dir / "cards"
         options = {"cpu": False, "args": stand_in.FLOAT32, "env": stand_in.environment(replace(cards, ledger=ledger))}
-    with ComfyServer(comfyui_path, models=checkpoints_dir, custom_nodes=CUSTOM_NODES | GGUF_NODES, **options) as running:
+    nodes = CUSTOM_NODES | GGUF_NODES | WAN_NODES
+    with ComfyServer(comfyui_path, models=checkpoints_dir, custom_nodes=nodes, **options) as running:
         yield running

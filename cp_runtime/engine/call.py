@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import PlanError, UnknownStreamError
 from .attention.context_parallel import Attend, context_parallel_attention
+from .attention.ulysses import HeadExchange
 from .config import ContextParallelConfig
 from .cost import AttentionShape
 from .mesh import SequenceMesh
@@ -187,6 +188,18 @@ class RunningCall:
     def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
         """Return the tokens of all ranks, given this rank's tokens of a stream along `dim`."""
         return self._all_tokens(self._model_name, (stream,), dim, value)
+
+    def to_heads(self, tensors_BLHD: Sequence[Tensor]) -> list[Tensor]:
+        """Return all tokens of this rank's share of the heads, `[B, heads, tokens, D]`, given all heads of its own tokens, which
+        are those that attention at this point of the forward is over."""
+        if self.attention_is_local:
+            return [tensor.transpose(1, 2) for tensor in tensors_BLHD]
+        first, mesh = tensors_BLHD[0], self.mesh
+        layout = self.state.layout(self._streams(first.shape[1], first.shape[1], None)[0])
+        owned = layout.owned_positions(self.state.rank, first.device)
+        own = tensors_BLHD if owned is None else [tensor.index_select(1, owned) for tensor in tensors_BLHD]
+        whole = HeadExchange(mesh.whole, first.shape[2], mesh.shares).to_heads(own, layout.owned_lengths)()
+        return [layout.to_joint(tensor, 2) for tensor in whole]
 
     def whole_output(self, name: str, output: ContextParallelOutput, value: Tensor) -> Tensor:
         """Return a module's output with the tokens of all ranks. `name`: of the module, for messages."""

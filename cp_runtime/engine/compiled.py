@@ -25,6 +25,8 @@ from .weights.blocks import blocks_of
 
 VARIANTS = 64  # compiled versions per kind of block, for other dtypes, numbers of dimensions, masks
 Failed = Callable[[CompileError], None]
+AS_THEY_ARE: set[nn.Module] = set()
+"""Blocks that are not compiled in the running call, because something inside of them is another thing in every call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,8 @@ class CompiledBlocks:
         cls = type(module)
         PLACE.in_block, PLACE.local, PLACE.layers = True, 0, layers
         try:
+            if module in AS_THEY_ARE:
+                return cls.forward(module, *args, **kwargs)
             if cls in self._given_up:
                 self.failed(self._given_up[cls])
                 return cls.forward(module, *args, **kwargs)

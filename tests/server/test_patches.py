@@ -32,6 +32,17 @@ SHRINK = {"block_number": 1, "end_percent": 1.0, "upscale_method": "bilinear"}
 RADIANCE = {"start_sigma": 1.0, "nerf_tile_size": 0, "force_sequential_txt_ids": True}
 ODD_FLUX = {"width": 72, "height": 104, "tokens": 13}
 WAN_160 = partial(wan_prompt, ckpt="wan_160", width=72, height=56)
+WAN_72 = partial(wan_prompt, width=72, height=56)
+AWAY = {"away": node("TestConditioning", seed=300, tokens=16, width=64)}
+GUIDANCE = {
+    "conditioning": ["away", 0], "nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5, "input_type": "default", "inplace": False,
+}  # fmt: skip
+INSIDE_WAN = [
+    ("WanVideoNAG", GUIDANCE),
+    ("WanVideoEnhanceAVideoKJ", {"latent": ["latent", 0], "weight": 4.0}),
+    ("WanChunkFeedForward", {"chunks": 2, "dim_threshold": 8}),
+    ("ApplyRifleXRoPE_WanVideo", {"latent": ["latent", 0], "k": 2}),
+]
 UNET = family("sd15", cfg=4.0, batch=2)
 
 MIRRORED = {
@@ -84,6 +95,20 @@ MIRRORED = {
     "AnimaLLLiteApply": NodeCase(
         "AnimaLLLiteApply", {"strength": 3.0}, family("cosmos predict2", cfg=4.0), network("lllite"), served="cosmos predict2"
     ),
+    "WanVideoNAG": NodeCase("WanVideoNAG", GUIDANCE, WAN_72, AWAY),
+    "WanVideoNAG, half of a batch": NodeCase("WanVideoNAG", {**GUIDANCE, "inplace": True}, partial(WAN_72, cfg=4.0, batch=2), AWAY),
+    "WanVideoNAG, a batch": NodeCase("WanVideoNAG", {**GUIDANCE, "input_type": "batch"}, partial(WAN_72, batch=2), AWAY),
+    "WanVideoNAG, from an image": NodeCase(
+        "WanVideoNAG", GUIDANCE, partial(WAN_72, ckpt="wan_i2v", cfg=4.0, clip_vision=True, concat_latent=True), AWAY
+    ),
+    "WanVideoEnhanceAVideoKJ": NodeCase("WanVideoEnhanceAVideoKJ", {"weight": 4.0}, partial(WAN_72, cfg=4.0, batch=2)),
+    "WanVideoEnhanceAVideoKJ, one head to three ranks": NodeCase(
+        "WanVideoEnhanceAVideoKJ", {"weight": 4.0}, partial(WAN_72, frames=5)
+    ),
+    "WanChunkFeedForward": NodeCase(
+        "WanChunkFeedForward", {"chunks": 3, "dim_threshold": 8}, partial(WAN_72, cfg=4.0), matters=False
+    ),
+    "ApplyRifleXRoPE_WanVideo": NodeCase("ApplyRifleXRoPE_WanVideo", {"k": 2}, partial(WAN_72, cfg=4.0)),
     "InfiniteTalk": NodeCase("TestMultiTalk", {"speakers": 1}, WAN_160, MULTI_TALK),
     "InfiniteTalk, two speakers": NodeCase("TestMultiTalk", {"speakers": 2}, WAN_160, MULTI_TALK),
 }
@@ -109,6 +134,34 @@ PLACES = {"model_nodes": 0, "after_apply": 1}
 )
 def test_mirrored_patch(name, served, place, world, server, family_checkpoints):
     assert_stock(server, MIRRORED[name].at(place), {"world_size": world, "batch_degree": PLACES[place]})
+
+
+IN_BLOCKS = {
+    "ring": {"ring_degree": 2},
+    "sharded": {"weights": "sharded"},
+    "offloaded": {"weights": "offloaded"},
+    "staged": {"weights": "staged"},
+    "exchanged in rounds": {"ulysses_degree": 2},
+}
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.ranks(2)) for mode in IN_BLOCKS])
+def test_several_forwards_inside_of_wan(mode, server):
+    """On ranks, and gone where the next prompt has none."""
+    settings = {"world_size": 2, **IN_BLOCKS[mode]}
+    graph = partial(WAN_72, cfg=4.0, others=AWAY)
+    expected, plain = (server.sample_once(graph(model_nodes=nodes)) for nodes in (INSIDE_WAN, []))
+    assert_close(latent(server, graph(cp=settings, model_nodes=INSIDE_WAN)), expected)
+    assert_close(latent(server, graph(cp=settings)), plain)
+    assert differ(expected, plain)
+
+
+def test_forwards_inside_of_compiled_blocks(server):
+    graph = partial(WAN_72, others=AWAY, cp={"world_size": 2})
+    expected = server.sample_once(WAN_72(others=AWAY, model_nodes=INSIDE_WAN))
+    plain = server.sample_once(WAN_72(others=AWAY))
+    for nodes, stock in ((COMPILED, plain), ([*COMPILED, *INSIDE_WAN], expected), (COMPILED, plain)):
+        assert_close(latent(server, graph(model_nodes=nodes)), stock)
 
 
 ATTENTION = {  # other functions than the one that ComfyUI takes on a CPU
@@ -187,7 +240,31 @@ REFUSED = {
     ),
     "a node of another pack": (
         NodeCase("TestPatch", {"kind": "attn1_output_patch"}),
-        ["a node of context-parallel-test-nodes", "attn1_output_patch"],
+        ["TestPatch patched the transformer (patches: attn1_output_patch)"],
+    ),
+    "another field": (
+        NodeCase("TestOtherVersion", {"kind": "another field"}, wan_prompt),
+        [
+            "TestOtherVersion replaced diffusion_model.blocks.0.ffn.forward",
+            "holds int as overlap, and the workers know one with nothing",
+        ],
+    ),
+    "another type": (
+        NodeCase("TestOtherVersion", {"kind": "another type"}, wan_prompt),
+        ["holds float as num_chunks, and the workers know one with int"],
+    ),
+    "another closure": (
+        NodeCase("TestOtherVersion", {"kind": "another closure"}, wan_prompt),
+        ["not the function of one object, for the module"],
+    ),
+    "another place": (NodeCase("TestOtherVersion", {"kind": "another place"}, wan_prompt), ["at blocks.0.cross_attn.forward"]),
+    "another module": (
+        NodeCase("TestOtherVersion", {"kind": "another module"}, wan_prompt),
+        ["not the function of one object, for the module"],
+    ),
+    "a frequency that there is not": (
+        NodeCase("ApplyRifleXRoPE_WanVideo", {"k": 50}, wan_prompt),
+        ["got k 50 and 3 frames; allowed: k of 1 to"],
     ),
     "a forward for the time of a call": (NodeCase("TestPatch", {"kind": "for_a_call"}), ["a node replaced the forward of Flux"]),
     "the outer forward for the time of a call": (
@@ -215,6 +292,28 @@ REFUSED = {
 def test_refused_by_name(name, served, place, server, family_checkpoints):
     case, words = REFUSED[name]
     server.fails(completed(case.at(place).build(cp={"world_size": 2}), server), *words, "Remove that node", "on_unsupported")
+
+
+TITLES = {
+    "in front": ("WanVideoNAG", "another field", "My chunks (TestOtherVersion) replaced diffusion_model.blocks.0.ffn.forward"),
+    "twice": ("TestOtherVersion", "another field", "TestOtherVersion replaced diffusion_model.blocks.0.ffn.forward"),
+}
+
+
+@pytest.mark.parametrize("case", TITLES)
+def test_a_refusal_has_the_title_of_the_node_where_that_is_certain(case, server):
+    other, kind, words = TITLES[case]
+    nodes = [(other, GUIDANCE if other == "WanVideoNAG" else {"kind": kind}), ("TestOtherVersion", {"kind": kind})]
+    prompt = completed(wan_prompt(cp={"world_size": 2}, after_apply=nodes, others=AWAY), server)
+    for each in prompt.values():
+        if each["class_type"] == "TestOtherVersion":
+            each["_meta"] = {"title": "My chunks"}
+    assert words in server.fails(prompt).exception_message
+
+
+def test_enhancement_needs_all_tokens_at_once(server):
+    prompt = wan_prompt(cp={"world_size": 2}, pipefusion={"patches": 2}, model_nodes=INSIDE_WAN, others=AWAY)
+    server.fails(completed(prompt, server), "WanVideoEnhanceAVideoKJ needs all tokens at once", "Set patches of CP PipeFusion to 1")
 
 
 def test_a_second_apply_context_parallel_changes_nothing(server):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 from support.graphs import flux_prompt, wan_prompt
-from support.latents import assert_close
+from support.latents import assert_close, differ
 from support.node_graphs import POSITIVE, GraphCase, completed, node
 from support.server_events import PromptRejected
 
@@ -105,6 +105,41 @@ def test_patches_inside_run_on_a_single_device_when_asked(kind, place, off_serve
 )
 def test_models_that_the_workers_cannot_have(kind, words, off_server):
     off_server.fails(flux_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": kind})]), words)
+
+
+def test_classes_that_a_pack_changed(off_server):
+    """The pack is named, before any process starts, also by a graph without a node of it; one device computes as without us."""
+    plain, changed = wan_prompt(), {"model_nodes": [("TestPatch", {"kind": "class"})]}
+    before = off_server.sample(plain)
+    words = (
+        "the node pack context-parallel-test-nodes replaced comfy.ldm.wan.model.WanModel.forward_orig",
+        "Disable that node pack",
+    )
+    try:
+        error = off_server.fails(wan_prompt(cp={"world_size": 2}, **changed), *words, "on_unsupported")
+        assert error.node_type == "ApplyContextParallel"
+        off_server.fails(wan_prompt(cp={"world_size": 2}), *words)
+        expected = off_server.sample(wan_prompt())
+        assert differ(expected, before)
+        assert (off_server.sample(wan_prompt(cp=SINGLE)) == expected).all()
+    finally:
+        off_server.run(wan_prompt(model_nodes=[("TestPatch", {"kind": "class_restored"})])).check()
+    assert (off_server.sample(wan_prompt()) == before).all()
+
+
+MODULES = {
+    "module": ("wan_t2v_low", "the node pack context-parallel-test-nodes put its Scaled in the place of head.head.1"),
+    "chosen_attention": (
+        "wan_i2v",
+        "chooses an attention of its own for blocks.0.self_attn.comfy_attention ({'attention': 'comfy_kitchen_int8'})",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_modules_that_the_ranks_would_not_have(kind, off_server):
+    ckpt, words = MODULES[kind]
+    off_server.fails(wan_prompt(ckpt=ckpt, cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": kind})]), words)
 
 
 COMPILING = {

@@ -44,6 +44,8 @@ PACK = "comfyui-context-parallel"
 CUSTOM_NODES = {PACK: CHECKOUT, "context-parallel-test-nodes": Path(__file__).parent / "comfy_nodes"}
 GGUF_NODES = {"ComfyUI-GGUF": Path(__file__).parent / "gguf_pack"}
 """A pack of the tests' own under the name of one that loads GGUF files."""
+WAN_NODES = {"comfyui-kjnodes": Path(__file__).parent / "kj_pack"}
+"""A pack of the tests' own under the name of one that replaces forwards inside of Wan."""
 
 _RANDOM = random.SystemRandom()  # runs of pytest are copies of one process, with one seed
 _WITHOUT_MODELS = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +31,7 @@ from ...families.family import FamilyPlan
 from ...nested import form_of, map_tensors, tensors
 from ..attention.rank import attention_by_name, attention_override, compiled_attention
 from ..attention.wire import attention_function
-from .wire import ATTENTION, CONDITIONINGS, PATCHES
+from .wire import ATTENTION, CONDITIONINGS, OBJECTS, PATCHES
 
 log = logging.getLogger("context_parallel.worker")
 
@@ -157,11 +158,17 @@ def run_sharded(
             from ..patches.rank import decode_node_patches  # which needs ComfyUI; the rest of this file does not
 
             options |= decode_node_patches(options.pop(PATCHES), call)
+        in_place: AbstractContextManager[None] = nullcontext()
+        if OBJECTS in options:
+            from ..patches.rank_objects import objects_in_place
+
+            in_place = objects_in_place(options.pop(OBJECTS), installed.model, call)
         named = {**arguments, "transformer_options": options}
         call.state.arguments = named
         if arguments.get("control") is not None:
             named["control"] = _local_control(arguments, call.state, plan)
-        with attention_by_name(plan.attention_names, attention_override(call)), serving(compiled_attention(call)):
+        override = attention_override(call)
+        with in_place, attention_by_name(plan.attention_names, override), serving(compiled_attention(call)):
             return installed.forward(forward, **named), call.state
 
 

@@ -59,7 +59,7 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
         log.info("context parallelism over one device: the model passes through")
         return timed(without_context_parallel(model).clone())
     try:
-        check_model(model, config.device_type)
+        check_model(model, config)
         check_stages(model, config)
     except UnsupportedError as error:
         raise_or_warn(error, config, "the model passes through on a single device", raised_by="Apply Context Parallel")

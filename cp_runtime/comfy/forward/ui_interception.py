@@ -27,6 +27,7 @@ from ...nested import tensors
 from ..model.ui_target import on_ranks
 from ..model.wire_modules import encode_module
 from ..model.wire_weights import model_dtype
+from ..patches.ui_objects import PREFIX
 from ..patches.wire import applied_patches
 from .ui_obstacles import check_call, check_own_forward, compile_of, options_for_ranks
 from .wire import ATTENTION, CONDITIONINGS, SENDABLE, plain_options
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 IN_PLACE = ("control",)  # residuals: each rank copies only its part
 TEXTS = "preprocess_text_embeds"
-PREFIX = "diffusion_model."
 
 
 class Replacement:
@@ -88,7 +88,7 @@ class WorkerForward(Replacement):
         try:
             check_call(owner, arguments.get("control"))
             compiled = compile_of(owner)
-            patches, attention = options_for_ranks(options, self.model, owner.cp_config.device_type, latent)
+            patches, attention = options_for_ranks(options, owner, owner.cp_config, latent)
         except UnsupportedError as error:
             owner.refuse_call(error)
             return self.stock(*args, **kwargs)
@@ -172,7 +172,7 @@ class GuardedForward(Replacement):
 
     def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            options_for_ranks(kwargs.get("transformer_options") or {}, self.model, owner.cp_config.device_type)
+            options_for_ranks(kwargs.get("transformer_options") or {}, owner, owner.cp_config)
         except UnsupportedError as error:
             owner.refuse_call(error)
         return self.stock(*args, **kwargs)

@@ -6,7 +6,7 @@ in the UI process, and must be refused: a sharded forward would silently run wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import comfy.controlnet
@@ -19,9 +19,12 @@ from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
+from ..model.ui_code import changes_of
 from ..model.ui_recipes import recipe_of
+from ..model.ui_sources import file_of, is_comfy, pack_of
 from ..model.ui_target import notes_of
 from ..patches.ui import PatchSet, attention_of
+from ..patches.ui_objects import PREFIX
 from ..patches.wire import applied_patches, encode_weight_patches
 from .wire import encode_compile
 
@@ -29,24 +32,23 @@ _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single devic
 FORWARDS = ("forward", "_forward", "forward_orig")
 _KNOWN_PATCHERS = ("ModelPatcher", "ModelPatcherDynamic", "ContextParallelPatcher")
 _READING_WEIGHTS = (comfy.controlnet.ControlLora, comfy.controlnet.QwenFunControlNet)
-_BASE_PATCHES_REFUSED = ("diffusion_model", "manual_cast_dtype")
 
 
-def check_model(patcher: Any, device_type: str) -> None:
-    """Refuse a ModelPatcher that cannot run on ranks of a device type. Known before sampling starts."""
+def check_model(patcher: Any, config: RuntimeConfig) -> None:
+    """Refuse a ModelPatcher that cannot run on the ranks of a config. Known before sampling starts."""
     model = patcher.model.diffusion_model
     if hasattr(model, "_orig_mod"):
         raise UnsupportedError(f"the model was compiled with torch.compile, which the workers do not repeat. {_REMEDY}")
     try:
         plan_for(model)
-        recipe_of(patcher)
+        recipe = recipe_of(patcher)
         encode_weight_patches(applied_patches(patcher))
     except (PlanError, MirrorError) as error:
         raise UnsupportedError(str(error)) from error
-    options_for_ranks(patcher.model_options.get("transformer_options", {}), model, device_type)
+    options_for_ranks(patcher.model_options.get("transformer_options", {}), patcher, config)
     _check_attached(patcher)
     compile_of(patcher)
-    check_code(model)
+    check_code(model, patcher.object_patches_backup, made_by_pack=recipe.factory is not None)
 
 
 def check_stages(patcher: Any, config: RuntimeConfig) -> None:
@@ -73,16 +75,19 @@ def check_call(patcher: Any, control: Mapping[str, Any] | None) -> None:
     _check_attached(patcher)
     _check_control(patcher.model.diffusion_model, control)
     check_own_forward(patcher.model.diffusion_model)
+    _check_imported(patcher.model.diffusion_model, again=False)
 
 
 def options_for_ranks(
-    options: Mapping[str, Any], model: nn.Module, device_type: str, latent: Tensor | None = None
+    options: Mapping[str, Any], patcher: Any, config: RuntimeConfig, latent: Tensor | None = None
 ) -> tuple[PatchSet, str | None]:
     """Take what the workers need out of `transformer_options`: see `PatchSet.of` and `attention_of`. Refuse the rest."""
     try:
         if options.get("ar_state") is not None:
             raise UnsupportedError("autoregressive sampling keeps state inside the transformer.")
-        return PatchSet.of(options, model, latent), attention_of(options, device_type)
+        in_patches = config.pipeline is not None and config.pipeline.patches > 1
+        patches = PatchSet.of(options, patcher.model.diffusion_model, latent, patcher, in_patches)
+        return patches, attention_of(options, config.device_type)
     except UnsupportedError as error:
         raise UnsupportedError(f"{error} {_REMEDY}") from error
 
@@ -112,19 +117,49 @@ def check_own_forward(model: nn.Module) -> None:
     _check_forward_of(model, type(model).__name__)
 
 
-def check_code(model: nn.Module) -> None:
-    """Refuse what other nodes put into modules of a model."""
+def check_code(model: nn.Module, patched: Collection[str] = (), made_by_pack: bool = False) -> None:
+    """Refuse what node packs put into modules of a model, or into the classes and functions that it computes with.
+
+    Args:
+        patched: names of what ComfyUI has put there for a patcher, and takes out again.
+        made_by_pack: a pack's loader made the model, which the ranks call as well.
+    """
+    packs = {} if made_by_pack else {cls: pack_of(file_of(cls.__module__)) for cls in {type(module) for module in model.modules()}}
     for name, module in model.named_modules():
-        _check_forward_of(module, name or type(model).__name__)
+        where, cls = name or type(model).__name__, type(module)
+        if PREFIX + name in patched:
+            continue
+        _check_forward_of(module, where, patched and [m for m in FORWARDS if f"{PREFIX}{name}.{m}" in patched])
         if has_hooks(module):
-            raise UnsupportedError(f"a node put hooks on {name or type(model).__name__}. {_REMEDY}")
+            raise UnsupportedError(f"a node put hooks on {where}. {_REMEDY}")
+        if pack := packs.get(cls):
+            raise UnsupportedError(f"the node pack {pack} put its {cls.__name__} in the place of {where}. {_REMEDY}")
+        if callable(getattr(module, "function", None)) and hasattr(module, "config"):  # ComfyAttention, since 0.38
+            raise UnsupportedError(
+                f"the model file chooses an attention of its own for {where} ({module.config}), which the workers do not have. Set "
+                "on_unsupported of CP Config to 'single device', or load a file without it."
+            )
+    _check_imported(model)
 
 
-def _check_forward_of(module: nn.Module, name: str) -> None:
+def _check_imported(model: nn.Module, again: bool = True) -> None:
+    """Refuse code in this process that is not ComfyUI's where a model computes with it. `again`: see `changes_of`."""
+    for change in changes_of(model, again):
+        pack = pack_of(change.file)
+        if is_comfy(change.file):
+            raise UnsupportedError(f"{change.file} changed on disk after ComfyUI had imported it ({change.what}). Restart ComfyUI.")
+        by = f"the node pack {pack}" if pack else change.file or "a node pack or a script"
+        raise UnsupportedError(
+            f"{by} replaced {change.what}, which the workers import from ComfyUI as it is. Disable that node pack, or set "
+            "on_unsupported of CP Config to 'single device'."
+        )
+
+
+def _check_forward_of(module: nn.Module, name: str, patched: Collection[str] = ()) -> None:
     """Refuse a forward of an instance that is not its class's. ComfyUI leaves the stock method there when it undoes a patch."""
     for method in FORWARDS:
         own = vars(module).get(method)
-        if own is None or getattr(own, "sends_to_workers", False):  # ours, see ui_interception.py
+        if own is None or method in patched or getattr(own, "sends_to_workers", False):  # ours, see ui_interception.py
             continue
         if getattr(own, "__func__", None) is not getattr(type(module), method, None):
             raise UnsupportedError(f"a node replaced the forward of {name}. {_REMEDY}")
@@ -162,9 +197,8 @@ def _attached(patcher: Any) -> Iterator[str]:
         yield "weight hooks change the model's weights while sampling."
     if patcher.weight_wrapper_patches:
         yield f"a node wrapped weights ({next(iter(patcher.weight_wrapper_patches))})."
-    for name in patcher.object_patches:
-        if name.split(".")[0] in _BASE_PATCHES_REFUSED:
-            yield f"a node replaced {name} of the model, which the workers do not repeat."
+    if "manual_cast_dtype" in patcher.object_patches:
+        yield "a node replaced manual_cast_dtype of the model, which the workers do not repeat."
     for kind, wrappers in patcher.wrappers.items():
         known = {COMPILE_KEY} if kind == WrappersMP.APPLY_MODEL and TORCH_COMPILE_KWARGS in patcher.model_options else set()
         if {key for key, functions in wrappers.items() if functions and str(key).startswith("torch.compile")} - known:

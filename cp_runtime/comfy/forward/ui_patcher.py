@@ -38,9 +38,10 @@ from ..model.ui_recipes import recipe_of
 from ..model.ui_target import ON_RANKS, Target, notes_of, on_ranks
 from ..model.wire_files import ModelFiles
 from ..model.wire_weights import is_dynamic
+from ..patches.ui_objects import PREFIX
 from ..patches.wire import applied_patches, changes_shape, encode_weight_patches
 from ..ranks.ui import CONTROLLER, reloading_changed_files
-from .ui_interception import PREFIX, OnOneDevice, intercept, release
+from .ui_interception import OnOneDevice, intercept, release
 from .ui_obstacles import check_model, check_stages
 
 log = logging.getLogger("context_parallel")
@@ -187,7 +188,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         try:
             if self.cp_run.obstacle is not None:
                 raise UnsupportedError(self.cp_run.obstacle)
-            check_model(self, self.cp_config.device_type)
+            check_model(self, self.cp_config)
             check_stages(self, self.cp_config)
             if self.model.current_weight_patches_uuid is not None:  # else another branch has them on a device of this process
                 super().unpatch_model(None if on_ranks(self.model) else self.offload_device, unpatch_weights=True)

@@ -15,6 +15,7 @@ UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "pref
 # Entries that only ranks get.
 ATTENTION = "cp_attention"  # name of a function, for `optimized_attention_override`
 PATCHES = "cp_patches"  # for `patches` and `patches_replace`
+OBJECTS = "cp_objects"  # for object patches
 CONDITIONINGS = "cp_conditionings"  # for each of the batch's equal parts, a name of its conditioning
 SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, device, list, tuple, dict)
 

@@ -17,8 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.machinery import SourceFileLoader
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import comfy.sd
@@ -30,6 +29,7 @@ from ...errors import MirrorError, UnsupportedError
 from ...pool.protocol import flatten
 from ..memory.ui_files import guard, weights_in_file
 from ..ranks.ui import node_folders
+from .ui_sources import Source
 from .ui_target import ModelNotes, notes_of
 from .wire_files import ModelFiles
 from .wire_recipe import (
@@ -333,7 +333,7 @@ def _sources_of(pack: str) -> list[str]:
 def _is_as_imported(module: ModuleType, file: str) -> bool:
     """Return whether the functions and methods of a module are those of its file."""
     try:
-        on_disk = set(_codes_in(SourceFileLoader(module.__name__, file).get_code(module.__name__)))
+        on_disk = {code for codes in Source(module.__name__, file).codes.values() for code in codes}
     except (OSError, SyntaxError):
         return False
     owners = [module, *_classes_in(module, module.__name__)]
@@ -347,12 +347,3 @@ def _classes_in(owner: Any, module: str) -> Iterator[type]:
         if isinstance(value, type) and value.__module__ == module and value is not owner:
             yield value
             yield from _classes_in(value, module)
-
-
-def _codes_in(compiled: CodeType | None) -> Iterator[CodeType]:
-    """Yield a piece of code, and all code inside it."""
-    if compiled is not None:
-        yield compiled
-        for constant in compiled.co_consts:
-            if isinstance(constant, CodeType):
-                yield from _codes_in(constant)

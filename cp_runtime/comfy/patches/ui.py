@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -21,11 +19,13 @@ from torch import Tensor, nn
 from ...errors import UnsupportedError
 from ...pool.protocol import flatten
 from ..attention.wire import FLASH_OF_PACK, ON_CUDA, OVERRIDES, SAGE_MODES, SAGE_OF_PACK, missing_for
-from ..forward.wire import PATCHES
+from ..forward.wire import OBJECTS, PATCHES
 from ..model.wire_modules import encode_module, full_name
+from .ui_nodes import display_name, made_by, name_in_pack, node_of
+from .ui_objects import encode_objects
 from .wire import MIRRORED, Patch, map_patches, name_of
 
-# Nodes whose patches cannot be mirrored, and why. _MADE_BY: name of what they install, if it is not a function of their own.
+# Nodes whose patches cannot be mirrored, and why.
 REFUSED: Mapping[str, str] = {
     "HyperTile": "draws random tiles inside the model",
     "TomePatchModel": "draws random tokens inside the model",
@@ -35,13 +35,6 @@ REFUSED: Mapping[str, str] = {
     "HypernetworkLoader": "puts networks into the attention of the model",
     "SDPoseKeypointExtractor": "reads features out of the model",
     "BlockSparseAttention": "chooses which of all tokens a block of them attends to",  # since 0.36
-}
-_MADE_BY = {
-    "KV_Attn_Input": "FluxKVCache",
-    "SUPIRPatch": "SUPIRApply",
-    "load_hypernetwork_patch": "HypernetworkLoader",
-    "make_attention_override": "BlockSparseAttention",
-    "make_h3_block_patch": "BlockSparseAttention",
 }
 OVERRIDE = "optimized_attention_override"
 _keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -64,28 +57,41 @@ class PatchSet:
     mixes_batch: bool = False
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], model: nn.Module, latent: Tensor | None = None) -> PatchSet:
-        """Take the patches out of `transformer_options`.
+    def of(
+        cls,
+        options: Mapping[str, Any],
+        model: nn.Module,
+        latent: Tensor | None = None,
+        patcher: Any = None,
+        in_patches: bool = False,
+    ) -> PatchSet:
+        """Take the patches out of `transformer_options`, and the object patches inside the transformer out of its patcher.
 
         Args:
             model: the transformer that they patch.
             latent: the call's, for whose size patches encode their images; None = only check that they can be mirrored.
+            patcher: of the model; None = it has no object patches.
+            in_patches: the tokens pass through the stages of PipeFusion in several patches.
 
         Raises:
             UnsupportedError: one of them cannot be mirrored.
         """
-        if not options.get("patches") and not options.get("patches_replace"):
-            return cls()
         checked: list[tuple[Any, Patch]] = []
         map_patches(options, lambda where, patch: checked.append((patch, _check(where, patch, model))))
+        objects, kinds = encode_objects(patcher) if patcher is not None else ({}, [])
+        for kind in kinds:
+            if kind.all_tokens and in_patches:
+                raise UnsupportedError(f"{display_name(kind.node)} needs all tokens at once. Set patches of CP PipeFusion to 1.")
         for patch, known in checked:
             if known.prepare is not None and latent is not None:
                 known.prepare(patch, latent)
         encoder = _Encoder()
         indices = map_patches(options, lambda _, patch: encoder.index(patch))  # all are prepared, as one may refer to another
-        encoded = {PATCHES: {"entries": encoder.entries, **indices}}
+        encoded = {PATCHES: {"entries": encoder.entries, **indices}} if encoder.entries else {}
+        encoded |= {OBJECTS: objects} if objects else {}
         _check_plain(encoded, encoder.modules)
-        mixes_batch = any(MIRRORED[entry["name"]].mixes_batch for entry in encoder.entries)
+        mixes_batch = any(kind.mixes_batch for kind in kinds)
+        mixes_batch |= any(MIRRORED[entry["name"]].mixes_batch for entry in encoder.entries)
         return cls(encoded=encoded, networks=encoder.modules, mixes_batch=mixes_batch)
 
 
@@ -93,11 +99,10 @@ def _check(where: str, patch: Any, model: nn.Module) -> Patch:
     """Return how a patch is mirrored. Raise UnsupportedError if it cannot be."""
     known = MIRRORED.get(name_of(patch))
     if known is None:
-        node = node_of(patch)
-        reason = REFUSED.get(node, "the workers do not have that code")
-        raise UnsupportedError(f"{display_name(node)} patched the transformer ({where}) and {reason}.")
+        reason = REFUSED.get(node_of(patch) or "", "the workers do not have that code")
+        raise UnsupportedError(f"{made_by(patch)} patched the transformer ({where}) and {reason}.")
     if type(model).__name__ in known.unless:
-        node = display_name(known.node or node_of(patch))
+        node = made_by(patch, known.node)
         raise UnsupportedError(f"{node} ({where}) cannot be applied to a part of the tokens of {type(model).__name__}.")
     return known
 
@@ -111,24 +116,6 @@ def _check_plain(encoded: dict[str, Any], networks: Mapping[str, nn.Module]) -> 
                 _checked.add(network)
     except UnsupportedError as error:
         raise UnsupportedError(f"a patch of the transformer holds something else than plain data: {error}.") from error
-
-
-def node_of(patch: Any) -> str:
-    """Return the id of the node that made a patch, or the pack or file it comes from if that is unknown."""
-    module, _, path = name_of(patch).partition(":")
-    head = path.split(".")[0]
-    if head in _MADE_BY and module.startswith("comfy"):
-        return _MADE_BY[head]
-    nodes = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
-    found = (name for name, cls in nodes.items() if cls.__qualname__ == head and full_name(cls) == f"{module}:{head}")
-    pack = module.partition("custom_nodes")[2].strip("/.").replace(".", "/").split("/")[0]
-    return next(found, f"a node of {pack or module}")
-
-
-def display_name(node: str) -> str:
-    """Return the name under which users know a node."""
-    names = getattr(sys.modules.get("nodes"), "NODE_DISPLAY_NAME_MAPPINGS", {})
-    return str(names.get(node) or node)
 
 
 class _Encoder:
@@ -175,8 +162,7 @@ def attention_of(options: Mapping[str, Any], device_type: str) -> str | None:
     override = options.get(OVERRIDE)
     if override is None:
         return None
-    node = display_name(node_of(override))
-    name = _name_of(override)
+    node, name = made_by(override), _name_of(override)
     if name is None:
         raise UnsupportedError(
             f"{node} replaced the attention function by one of its own, which the workers do not have. They have ComfyUI's and "
@@ -195,7 +181,7 @@ def attention_of(options: Mapping[str, Any], device_type: str) -> str | None:
 
 def _name_of(override: Any) -> str | None:
     """Return the function's name, or None if it is unknown: an override that holds anything else has conditions of its own."""
-    variable = OVERRIDES.get(_name_in_pack(override))
+    variable = OVERRIDES.get(name_in_pack(override))
     held = _held(override)
     if variable is None or set(held) != {variable}:
         return None
@@ -203,7 +189,7 @@ def _name_of(override: Any) -> str | None:
     for name, function in functions.REGISTERED_ATTENTION_FUNCTIONS.items():
         if chosen is inspect.unwrap(function):
             return str(name) if chosen.__module__ == functions.__name__ else None  # packs may register their own
-    made_by = _name_in_pack(chosen)
+    made_by = name_in_pack(chosen)
     if made_by == FLASH_OF_PACK:
         return "flash"
     return _sage_mode(chosen) if made_by == SAGE_OF_PACK else None
@@ -225,11 +211,3 @@ def _sage_mode(attention: Callable[..., Any]) -> str | None:
 def _held(function: Any) -> Mapping[str, Any]:
     """Return the variables of a closure, by name."""
     return inspect.getclosurevars(function).nonlocals if isinstance(function, FunctionType) else {}
-
-
-def _name_in_pack(function: Any) -> str:
-    """Return `module:qualified.name` without the pack's folder, which ComfyUI puts in front of module names."""
-    module = getattr(function, "__module__", None) or ""
-    if os.path.isabs(module):
-        module = module.rpartition(os.sep)[2].partition(".")[2]
-    return f"{module}:{getattr(function, '__qualname__', '')}"

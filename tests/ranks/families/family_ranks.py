@@ -13,6 +13,7 @@ from sharded_call import call, in_mode, shared_out
 from support import families
 from support.ranks import finish, report, start, worst
 
+from cp_runtime.comfy.model.ui_code import changes_of
 from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.mesh import BatchMesh
 from cp_runtime.families import plan_for
@@ -77,5 +78,6 @@ with torch.no_grad():
             hooks=sum(
                 len(m._forward_hooks) + len(m._forward_pre_hooks) for model in models(family).values() for m in model.modules()
             ),
+            changes=[change for model in models(family).values() for change in changes_of(model)],
         )
 finish()

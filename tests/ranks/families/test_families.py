@@ -106,3 +106,8 @@ def test_cross_attention_to_replicated_text_costs_nothing(mode, reports_of):
 @pytest.mark.parametrize("mode", MODES)
 def test_removed_plans_leave_no_hooks(mode, reports_of):
     assert all(r["hooks"] == 0 for (_, case), r in reports_of(mode).items() if case == "removed")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_class_of_comfyui_is_taken_for_a_changed_one(mode, reports_of):
+    assert [change for (_, case), r in reports_of(mode).items() if case == "removed" for change in r["changes"]] == []

@@ -7,6 +7,8 @@ from unittest.mock import patch
 import torch
 from comfy import model_management as mm
 from comfy.cli_args import args
+from comfy.ldm.modules.attention import attention_pytorch
+from comfy.ldm.wan.model import WanModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
@@ -133,6 +135,38 @@ def _other_class(model: ModelPatcher) -> None:
         transformer.__class__ = type("OtherTransformer", (type(transformer),), {})
 
 
+def _class(model: ModelPatcher) -> None:
+    # For good and for all models of the class, as packs do at import.
+    stock = WanModel.forward_orig
+
+    def forward_orig(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(self, *args, **kwargs) * FACTOR
+
+    vars(forward_orig)["stock"] = stock
+    WanModel.forward_orig = forward_orig
+
+
+def _class_restored(model: ModelPatcher) -> None:
+    WanModel.forward_orig = vars(WanModel.forward_orig).pop("stock", WanModel.forward_orig)
+
+
+def _module(model: ModelPatcher) -> None:
+    head = model.model.diffusion_model.head
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x * FACTOR
+
+    head.head = torch.nn.Sequential(head.head, Scaled())
+
+
+def _chosen_attention(model: ModelPatcher) -> None:
+    # As ComfyUI 0.38 makes it of an entry in a model file.
+    chosen: Any = torch.nn.Module()
+    chosen.config, chosen.function = {"attention": "comfy_kitchen_int8"}, attention_pytorch
+    model.model.diffusion_model.blocks[0].self_attn.comfy_attention = chosen
+
+
 def _compile_eager(model: ModelPatcher) -> None:
     # As packs do whose nodes have more inputs than ComfyUI's own: blocks where they know their name, else the whole model.
     transformer = model.model.diffusion_model
@@ -212,6 +246,10 @@ KINDS: dict[str, Callable[[ModelPatcher], Any]] = {
     "multigpu": lambda model: model.set_additional_models("multigpu", [model.clone()]),
     "other_class": _other_class,
     "unknown_option": lambda model: model.model_options["transformer_options"].update(test_option=object()),
+    "class": _class,
+    "class_restored": _class_restored,
+    "module": _module,
+    "chosen_attention": _chosen_attention,
     "compile_eager": _compile_eager,
     "compile_option": lambda model: set_torch_compile_wrapper(model=model, backend="inductor", options={"cpp.cxx": "/tmp/evil"}),
     "compile_alone": lambda model: model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "torch.compile", _unchanged),
@@ -232,7 +270,8 @@ def TestPatch(model: Any, kind: str) -> Any:
     `diffusion_model_wrapper`. Inside it: all others. `attn2_patch` and `double_block` are called by Wan,
     `attn1_output_patch` and `post_input` by Flux. `no_recipe`, `foreign_recipe`, `subclass` and `multigpu` make the
     model look as other loaders and MultiGPU CFG Split leave it; `changed_weight` changes a weight in place, for good,
-    and `other_class` the class of the transformer. `unstamped` makes it a model that a pack loaded by a function which it had
+    and `other_class` the class of the transformer, `class` a method of all Wan models until `class_restored`, `module` and
+    `chosen_attention` modules of the transformer. `unstamped` makes it a model that a pack loaded by a function which it had
     imported before.
     `recorded` fails where ComfyUI records what is allocated. `clone_to_sample` has ComfyUI load a clone that is gone at once,
     `changed_clone_to_sample` one with another input layer; `unload_while_sampling` has it unload all models before every call;
