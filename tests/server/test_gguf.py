@@ -237,13 +237,6 @@ def test_a_file_that_was_replaced_is_loaded_again(gguf_server, models):
     assert_equal(gguf_server.sample(new(cp=cp), timeout=120), gguf_server.sample(new()))
 
 
-def test_a_pack_that_changed_since_it_was_imported_is_refused(gguf_server, pack):
-    code = pack / "ops.py"
-    code.write_text(code.read_text().replace('"target"', '"TARGET"'))
-    prompt = graph("flux", "other.gguf", guidance=-1, cp={"world_size": 2})
-    gguf_server.fails(prompt, f"{PACK}/ops.py changed on disk after ComfyUI had imported it. Restart ComfyUI.")
-
-
 @pytest.mark.parametrize("weights", ["whole", "sharded"])
 def test_a_file_that_is_overwritten(weights, gguf_server, models):
     """In place, while ComfyUI and the ranks have it mapped."""
@@ -257,3 +250,10 @@ def test_a_file_that_is_overwritten(weights, gguf_server, models):
     words = f"{name} changed on disk after ComfyUI had loaded it"
     gguf_server.fails(graph("flux", name, cp=cp), words)
     assert_equal(gguf_server.sample(graph("flux", name, cp=cp), timeout=120), gguf_server.sample(graph("flux", name)))
+
+
+def test_a_pack_that_changed_since_it_was_imported_is_refused(gguf_server, pack):
+    code = pack / "ops.py"
+    code.write_text(code.read_text().replace('"target"', '"TARGET"'))
+    prompt = graph("flux", "other.gguf", guidance=-1, cp={"world_size": 2})
+    gguf_server.fails(prompt, f"{PACK}/ops.py changed on disk after ComfyUI had imported it. Restart ComfyUI.")

@@ -66,7 +66,7 @@ CASES = {
     "a function of torch's, by a library": (torch, "addcmul", textwrap.dedent),
     "a class": (model, "EmbedND", Foreign),
     "a flag of a class": (comfy.ops.manual_cast.Linear, "comfy_cast_weights", False),
-    "a constant": (comfy.ops, "NVIDIA_MEMORY_CONV_BUG_WORKAROUND", True),
+    "a constant": (comfy.ops, "NVIDIA_MEMORY_CONV_BUG_WORKAROUND", 2),
     "a constant that is computed": (attention, "FORCE_UPCAST_ATTENTION_DTYPE", torch.float64),
     "a lambda": (model, "repeat_e", lambda e, x: e),
 }

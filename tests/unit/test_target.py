@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from cp_runtime.comfy.model.ui_target import ON_RANKS, Target
+from cp_runtime.comfy.model.wire_files import ModelFiles
 from cp_runtime.comfy.model.wire_modules import layers_of
 from cp_runtime.comfy.model.wire_recipe import Factory, Recipe
 from cp_runtime.comfy.model.wire_weights import sample_weights, weight_patches_digest
@@ -26,7 +27,7 @@ def target(seed=0, patches_in=None, backup=(), factory=None):
         diffusion_model=transformer(seed),
     )
     patcher = SimpleNamespace(model=model, patches={}, patches_uuid="u1", backup=dict.fromkeys(backup), hook_backup={})
-    return Target(patcher, Recipe("load_diffusion_model", "/models/flux.safetensors", factory=factory), 0.0, list)
+    return Target(patcher, Recipe("load_diffusion_model", "/models/flux.safetensors", factory=factory), ModelFiles([]), 0.0, list)
 
 
 def transformer(seed):

@@ -8,6 +8,7 @@ what those use in turn. All of it is compared with the files once; then only wit
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.util
 import os
@@ -175,10 +176,11 @@ def _is_bound(module: str, name: str, value: Any) -> bool:
     origins = [(importlib.util.resolve_name(origin, package), there) for origin, there in source.imported.get(name, ())]
     if any(origin in sys.modules and _is_bound(origin, there, value) for origin, there in origins):
         return True
-    expected = _assigned(source, module, name)
-    if expected is UNKNOWN:
-        return name not in source.codes and name not in source.imported and not _has_foreign(functions, source.file)
-    return _same(expected, value)
+    expected = [_evaluated(each, module) for each in source.assigned(name)] if is_comfy(source.file) else []
+    if any(_same(each, value) for each in expected):
+        return vars(sys.modules[module]).get(name) is value  # ComfyUI chose one of them when it was imported
+    known = name in source.codes or name in source.imported or (expected and UNKNOWN not in expected)
+    return not known and not _has_foreign(functions, source.file)
 
 
 def _is_defined(source: Source, path: str, value: Any) -> bool:
@@ -193,30 +195,22 @@ def _is_defined(source: Source, path: str, value: Any) -> bool:
     return any(f.__code__ in known for f in functions) and path in source.decorated and not _has_foreign(functions, source.file)
 
 
-def _assigned(source: Source, module: str, name: str) -> Any:
-    """Return what the file assigns to a name, by doing so again with what else the module holds now; UNKNOWN where it does not, or
-    where that cannot be repeated."""
-    statements = source.assigning(name) if is_comfy(source.file) else []
-    if not statements:
-        return UNKNOWN
-    namespace = {k: v for k, v in vars(sys.modules[module]).items() if k != name}
-    tree = ast.fix_missing_locations(ast.Module(statements, []))
-    try:
-        exec(compile(tree, source.file, "exec"), namespace)  # noqa: S102 - ComfyUI's own statements, which ran when it was imported
-    except Exception:  # noqa: BLE001 - whatever they raise, they cannot be repeated: they need what is gone, such as the value before
-        return UNKNOWN
-    return namespace.get(name, UNKNOWN)
+def _evaluated(expression: ast.expr | None, module: str = "") -> Any:
+    """Return the value of a constant, of a name in a module, or of a call without arguments; UNKNOWN for anything else."""
+    with contextlib.suppress(ValueError, TypeError, SyntaxError):
+        return ast.literal_eval(expression or "")
+    if isinstance(expression, ast.Attribute):
+        return getattr(_evaluated(expression.value, module), expression.attr, UNKNOWN)
+    if isinstance(expression, ast.Call) and not (expression.args or expression.keywords):
+        called = _evaluated(expression.func, module)
+        return called() if isinstance(called, FunctionType) and is_comfy(called.__code__.co_filename) else UNKNOWN
+    return vars(sys.modules[module]).get(expression.id, UNKNOWN) if isinstance(expression, ast.Name) and module else UNKNOWN
 
 
 def _literal(source: Source, name: str, owner: str) -> Any:
     """Return the constant that the body of a class assigns to a name; UNKNOWN where it is none, or not the only one."""
-    statements = source.assigning(name, owner)
-    if len(statements) != 1 or not isinstance(statements[0], ast.Assign | ast.AnnAssign) or statements[0].value is None:
-        return UNKNOWN
-    try:
-        return ast.literal_eval(statements[0].value)
-    except ValueError:
-        return UNKNOWN
+    found = source.assigned(name, owner)
+    return _evaluated(found[0]) if len(found) == 1 else UNKNOWN
 
 
 def _same(expected: Any, value: Any) -> bool:
@@ -242,7 +236,7 @@ def _has_foreign(functions: list[FunctionType], file: str) -> bool:
 def _change(what: str, value: Any) -> Change:
     """Return a change, with the file that is most likely a pack's."""
     codes = [function.__code__ for function in functions_in(value)]
-    files = [code.co_filename for code in codes] + ([file_of(value.__module__)] if isinstance(value, type) else [])
+    files = [each.co_filename for each in codes] + ([file_of(value.__module__)] if isinstance(value, type) else [])
     file = next(filter(pack_of, files), next(iter(files), ""))
     return Change(what, "" if is_comfy(file) and not _is_older(file, codes) else file)
 
@@ -250,7 +244,7 @@ def _change(what: str, value: Any) -> Change:
 def _is_older(file: str, codes: list[CodeType]) -> bool:
     """Return whether some of these pieces of code came from a file, and are not in it any more."""
     known = {code for found in Source("changed", file).codes.values() for code in found}
-    return any(code.co_filename == file and code not in known for code in codes)
+    return any(each.co_filename == file and each not in known for each in codes)
 
 
 def _name_of(cls: type) -> str:

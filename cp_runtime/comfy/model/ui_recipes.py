@@ -75,7 +75,7 @@ def _stamping(loader: Callable[..., Any]) -> Callable[..., Any]:
         with weights_in_file(path) as in_file:
             loaded = loader(*args, **kwargs)
         patcher, _, vae, *_ = loaded if isinstance(loaded, tuple) else (loaded, None, None)
-        for each in filter(None, (patcher, vae and vae.patcher)):  # a checkpoint may be loaded for its text encoder only
+        for each in filter(None, (patcher, getattr(vae, "patcher", None))):  # a checkpoint may be loaded for its text encoder only
             notes_of(each.model).stamps = before, _stamp(path)
         if patcher is not None and in_file and before:
             guard(patcher.model, ModelFiles([(path, before)]))

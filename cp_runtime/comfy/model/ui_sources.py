@@ -35,8 +35,8 @@ class Source:
         self.codes: dict[str, list[CodeType]] = {}
         self._add(SourceFileLoader(name, file).get_code(name), "")
 
-    def _add(self, code: CodeType | None, prefix: str) -> None:
-        for constant in code.co_consts if code else ():
+    def _add(self, body: CodeType | None, prefix: str) -> None:
+        for constant in body.co_consts if body else ():
             if isinstance(constant, CodeType):
                 path = prefix + constant.co_name
                 self.codes.setdefault(path, []).append(constant)
@@ -64,12 +64,17 @@ class Source:
                     found.setdefault(alias.asname or alias.name, []).append((module, alias.name))
         return found
 
-    def assigning(self, name: str, owner: str = "") -> list[ast.stmt]:
-        """Return the statements at the top of the file, or in the body of a class, that assign a name, and nothing else of them."""
+    def assigned(self, name: str, owner: str = "") -> list[ast.expr | None]:
+        """Return what the top of the file, or the body of a class, assigns to a name; None for what depends on the value before."""
         tree: Any = self.tree
         for part in filter(None, owner.split(".")):
             tree = next((n for n in _statements(tree) if isinstance(n, ast.ClassDef) and n.name == part), ast.Module([], []))
-        return _only(tree.body, name)
+        found: list[ast.expr | None] = []
+        for node in _statements(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                found.append(node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None)
+        return found
 
 
 def _definitions(tree: Any, prefix: str) -> Iterator[tuple[str, ast.stmt]]:
@@ -87,30 +92,6 @@ def _statements(tree: Any) -> Iterator[ast.stmt]:
             yield node
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 yield from _statements(node)
-
-
-def _only(body: list[ast.stmt], name: str) -> list[ast.stmt]:
-    kept: list[Any] = []
-    for node in body:
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-                kept.append(node)
-        elif isinstance(node, ast.If | ast.Try):
-            parts = {field: _only(getattr(node, field), name) for field in ("body", "orelse", "finalbody") if hasattr(node, field)}
-            handlers = [_replaced(h, body=_only(h.body, name)) for h in getattr(node, "handlers", ())]
-            if any(parts.values()) or any(h.body for h in handlers):
-                imports = [n for n in node.body if isinstance(n, ast.Import | ast.ImportFrom)] if handlers else []
-                parts["body"] = [*imports, *parts["body"]] or [ast.Pass()]
-                for handler in handlers:
-                    handler.body = handler.body or [ast.Pass()]
-                kept.append(_replaced(node, **parts, **({"handlers": handlers} if handlers else {})))
-    return kept
-
-
-def _replaced(node: Any, **fields: Any) -> Any:
-    made = type(node)(**{**{field: getattr(node, field) for field in node._fields}, **fields})
-    return ast.copy_location(made, node)
 
 
 @functools.cache
@@ -143,10 +124,10 @@ def _is_callable(cell: Any) -> bool:
 
 
 @functools.cache
-def names_in(code: CodeType) -> frozenset[str]:
+def names_in(body: CodeType) -> frozenset[str]:
     """Return the names that a piece of code, and all code inside it, uses."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(code.co_names).union(*map(names_in, inner))
+    inner = (constant for constant in body.co_consts if isinstance(constant, CodeType))
+    return frozenset(body.co_names).union(*map(names_in, inner))
 
 
 @functools.cache

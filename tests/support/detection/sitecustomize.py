@@ -20,13 +20,15 @@ SUPPORT = Path(__file__).resolve().parents[1]
 
 
 class PatchOnImport(importlib.abc.MetaPathFinder):
-    """Finds a module as everybody else would, and patches it once it has been executed."""
+    """Finds a module as everybody else would, and patches it once it has been executed. `module`: its name, or the end of it where it
+    begins with a dot: a pack's name depends on its folder."""
 
     def __init__(self, module: str, patch: Callable[[Any], None]) -> None:
         self._module, self._patch = module, patch
 
     def find_spec(self, name: Any, path: Any = None, target: Any = None) -> Any:
-        if name != self._module or self not in sys.meta_path:
+        found = name.endswith(self._module) if self._module.startswith(".") else name == self._module
+        if not found or self not in sys.meta_path:
             return None
         place = sys.meta_path.index(self)
         sys.meta_path.remove(self)
@@ -94,10 +96,17 @@ def look_for_faults(worker: Any) -> None:
     imported("faulty_worker", SUPPORT / "faulty_worker.py").make_faulty(worker)
 
 
+def overlook_cards(sources: Any) -> None:
+    """Have the pack take torch for itself where it has fake cards: ranks have the same ones, and no node pack made them."""
+    found, ours = sources.functions_in, str(SUPPORT / "stand_in")
+    sources.functions_in = lambda value: [each for each in found(value) if not each.__code__.co_filename.startswith(ours)]
+
+
 sys.meta_path.insert(0, PatchOnImport("comfy.model_detection", take_at_its_word))
 sys.meta_path.insert(0, PatchOnImport("cp_runtime.pool.worker", look_for_faults))
 if os.environ.get("CP_TEST_CARDS"):  # as in stand_in, which is not to be imported where there are none
     sys.meta_path.insert(0, PatchOnImport("cp_runtime.engine.measuring", measure_little))
+    sys.meta_path.insert(0, PatchOnImport(".comfy.model.ui_sources", overlook_cards))
     if "torch" in sys.modules:
         put_cards_in(None)
     else:
