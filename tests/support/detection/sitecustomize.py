@@ -20,8 +20,11 @@ SUPPORT = Path(__file__).resolve().parents[1]
 
 
 class PatchOnImport(importlib.abc.MetaPathFinder):
-    """Finds a module as everybody else would, and patches it once it has been executed. `module`: its name, or the end of it where it
-    begins with a dot: a pack's name depends on its folder."""
+    """Finds a module as everybody else would, and patches it once it has been executed.
+
+    Args:
+        module: its name, or the end of it where that begins with a dot: a pack's name depends on its folder.
+    """
 
     def __init__(self, module: str, patch: Callable[[Any], None]) -> None:
         self._module, self._patch = module, patch
