@@ -83,7 +83,11 @@ def test_reports_that_wait_count_after_the_deadline(monkeypatch):
         assert pool.alive
 
 
-@pytest.mark.parametrize("stops", [[0.5 * DEADLINE + 1], [DEADLINE + 1, 0.5 * DEADLINE + 1]], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    "stops",
+    [[DEADLINE + 1, 0.5 * DEADLINE + 1], pytest.param([0.5 * DEADLINE + 1], marks=pytest.mark.soak)],
+    ids=["twice", "once"],
+)
 def test_time_that_the_process_stands_still_is_given_back(stops):
     """The ranks had none of it where it began before they got their work, or where they were stopped as well.
 
@@ -116,7 +120,7 @@ def start_fails() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("spare", [0, 3, 6, 9, 13])
+@pytest.mark.parametrize("spare", [0, 6, *(pytest.param(spare, marks=pytest.mark.soak) for spare in (3, 9, 13))])
 def test_no_more_descriptors(spare):
     """Wherever the start of a pool runs out of them: one clear error, nothing kept, and the next start works."""
     with small_pool() as pool:

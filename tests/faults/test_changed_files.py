@@ -227,7 +227,9 @@ def test_a_file_that_is_copied_over_in_the_middle_of_a_call(file_server, models,
     assert_close(latent(file_server, cp=CP), pictures[1])
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "placement", [pytest.param(each, marks=() if each in ("whole", "sharded") else pytest.mark.soak) for each in PLACEMENTS]
+)
 def test_ranks_keep_a_file_that_another_one_replaces(file_server, models, placement):
     """To the end, also when they read it again for a LoRA."""
     cp, loras = {**CP, "weights": placement}, [("flux_lora", 0.7)]

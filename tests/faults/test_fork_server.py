@@ -109,7 +109,10 @@ def test_our_own_variables_reach_ranks_without_another_one(monkeypatch):
         assert parent(pool.pids[0]).pid == first.pid
 
 
-@pytest.mark.parametrize("moment", ["before a start", "before a rank dies", "before a Cancel", "before the end"])
+LATER = [pytest.param(moment, marks=pytest.mark.soak) for moment in ("before a rank dies", "before a Cancel", "before the end")]
+
+
+@pytest.mark.parametrize("moment", ["before a start", *LATER])
 def test_one_that_is_stopped_runs_on_when_it_is_needed(moment, caplog):
     """It can neither fork a rank nor say that one has ended."""
     with small_pool(1 if moment == "before a start" else 3) as pool:
@@ -163,7 +166,7 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("what", UNFIT)
+@pytest.mark.parametrize("what", ["a thread", pytest.param("a device", marks=pytest.mark.soak)])
 def test_a_module_that_makes_it_unfit_is_left_out(tmp_path, what):
     """The others are imported; ranks run."""
     mark = "import os, pathlib\npathlib.Path(__file__).with_suffix(f'.{os.getpid()}').touch()\n"

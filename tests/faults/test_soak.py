@@ -4,6 +4,7 @@ import random
 import time
 from functools import partial
 
+import pytest
 from support.faults import SOAK, Stopwatch, note
 from support.graphs import flux_prompt, wan_prompt
 from support.latents import TOLERANCE, distance
@@ -24,6 +25,7 @@ WORK = {
 }
 
 
+@pytest.mark.soak
 def test_soak(comfyui_path, checkpoints_dir, faults):
     """No prompt hangs, none is wrong, and what fails is a prompt with a fault. ComfyUI's memory stays where it is."""
     rng = random.Random(32)
