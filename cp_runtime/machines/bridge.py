@@ -54,6 +54,7 @@ class RemoteProcess(RankProcess):
     def kill(self, patience: float = 0.0) -> None:
         self._bridge.abandoned = True  # what is on its way to ranks of a pool that is killed
         self.send_signal(signal.SIGKILL)
+        self._bridge.ended(self._rank)  # nobody waits for an answer over a slow link: what follows comes after the signal
 
     def write_stacks(self) -> None:
         self._bridge.tell_now(stacks=self._rank)
@@ -97,11 +98,11 @@ class Bridge:
         """Take a packet from the machine. `offset`: seconds that its clock is behind this one's."""
         with self._lock:
             if "pid" in packet:
-                self.processes[packet["rank"]].started(packet["pid"])
+                self.processes[packet["rank"]].started(int(packet["pid"]))
             elif "status" in packet:
                 rank, message = packet["rank"], f"on the computer {self._machine}: {packet['message']}"
-                error = RankError(rank=rank, pid=self.processes[rank].pid, kind=packet["kind"], message=message)
-                self._ended(rank, packet["status"], error)
+                error = RankError(rank=rank, pid=self.processes[rank].pid, kind=str(packet["kind"]), message=message)
+                self._ended(rank, int(packet["status"]), error)
             elif self.closed:
                 return
             elif "report" in packet:
@@ -110,8 +111,8 @@ class Bridge:
                 self._store.append(data)
             elif "board" in packet:
                 for rank, *words, kernel in packet["board"]:
+                    self.processes[rank].kernel = str(kernel)
                     self.board.write(rank, words)
-                    self.processes[rank].kernel = kernel
             elif "closed" in packet and (channel := self._channels.pop(packet["closed"], None)) is not None:
                 channel.close()
             elif "stacks" in packet:
@@ -123,6 +124,11 @@ class Bridge:
             for rank in self.processes:
                 self._ended(rank, -signal.SIGKILL, error)
         self._close()
+
+    def ended(self, rank: int) -> None:
+        """Note that a rank was killed."""
+        with self._lock:
+            self._ended(rank, -signal.SIGKILL, None)
 
     def _ended(self, rank: int, status: int, error: Exception | None) -> None:
         if self.processes[rank].returncode is None:
@@ -157,7 +163,7 @@ class Bridge:
                 if (decision := self.board.decided) != decided:
                     decided = decision
                     self.tell(decision=decision)
-        except (Closed, ValueError):  # the pool has closed the channels; or they were, because the machine is gone
+        except (Closed, OSError, ValueError):  # the pool has closed the channels; or they were, because the machine is gone
             pass
         except ContextParallelError as error:
             log.error("%s: %s", self._machine.name, error)
@@ -183,7 +189,9 @@ class Bridge:
             tensors = self.request.view(frame.nbytes).numpy().data if frame.nbytes else b""
             self.tell(frame.data, tensors, frame=len(frame.data))
             return
-        fd, recipe = frame.fields["memory"][1], frame.fields["recipe"]
+        recipe, fd = frame.fields["recipe"], frame.fields["memory"][1]
+        # Before the file is read: the pool may give the load up meanwhile, and close its memory.
+        patches = mmap.mmap(fd, 0, prot=mmap.PROT_READ) if fd and os.fstat(fd).st_size else b""
         try:
             files = self._machine.owner.describe(recipe)
         except Exception as error:  # noqa: BLE001  (the prompt fails with it)
@@ -191,7 +199,6 @@ class Bridge:
                 with contextlib.suppress(Closed):
                     channel.send(pack(failure(error), frame.seq))
             return
-        patches = mmap.mmap(fd, 0, prot=mmap.PROT_READ) if fd and os.fstat(fd).st_size else b""
         self.tell(frame.data, patches, frame=len(frame.data), memory=True, files=files, relocate=self._machine.owner.relocate)
 
     def _close(self) -> None:

@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import re
-import signal
 import socket
 import threading
 import time
@@ -31,7 +30,10 @@ from .wire import BEAT, Code, Refused, Wire, forget_token, interface_of, interfa
 
 log = logging.getLogger("context_parallel")
 
+_LONGEST_NAME = 256
 _STRANGERS, _OF_ONE_ADDRESS = 64, 4  # connections whose proof is waited for
+_LINE = 1 << 13  # characters of a line of its log
+_DEVICE = re.compile(r"cpu|[a-z]{1,15}:[0-9]{1,3}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,30}")
 
 
@@ -65,12 +67,11 @@ class Machine:
         bridge = self.bridges.get(name) or Bridge(self, name, spec["world_size"], fds)
         with LogPump(f"rank {spec['rank']} on {self.name}") as pump:
             process = RemoteProcess(self, bridge, spec["rank"], pump)
-        if self.lost:
-            process.ended(-signal.SIGKILL, MachineLost(self.lost))
-            return process
         self.bridges[name] = bridge
         bridge.add(spec["rank"], process, fds)
         bridge.tell_now(start=spec)
+        if self.lost:  # before, or meanwhile
+            bridge.lost(MachineLost(self.lost))
         return process
 
     def meet(self, newcomer: Code) -> str:
@@ -90,7 +91,8 @@ class Machine:
                 if "now" in packet:
                     offset = min(offset, time.monotonic() - packet["now"])
                 if "log" in packet:
-                    log.log(packet["log"], "[%s] %s", self.name, packet["line"])
+                    line = str(packet["line"])[:_LINE].encode(errors="replace").decode().replace("\n", "\n  ")
+                    log.log(packet["log"], "[%s] %s", self.name, line)
                 elif "met" in packet:
                     self._met.put(str(packet["met"]))
                 elif (bridge := self.bridges.get(packet.get("pool", ""))) is not None:
@@ -141,7 +143,8 @@ class Machines:
         self._removed: set[str] = set()
         self._listener: socket.socket | None = None
         self._strangers: Counter[str] = Counter()  # by address
-        self._lock, self._meeting = threading.Lock(), threading.Lock()  # of the dictionaries; of one newcomer at a time
+        self._lock, self._opening = threading.Lock(), threading.Lock()  # of the dictionaries; of the code
+        self._meeting = threading.Lock()  # of one newcomer at a time
 
     @property
     def here(self) -> dict[str, Machine]:
@@ -171,8 +174,10 @@ class Machines:
 
     def open(self, address: str, port: int) -> Code:
         """Listen for machines on one address. Raises PoolError: it cannot be listened on."""
-        if self.code is not None:
-            return self.code
+        with self._opening:
+            return self.code or self._open(address, port)
+
+    def _open(self, address: str, port: int) -> Code:
         try:
             interface_of(address)
             self._listener = socket.create_server((address, port))
@@ -194,9 +199,10 @@ class Machines:
                 self._removed.add(name)
         if machine is not None:
             machine.end(f"the computer {name} was removed")
-        if not self._machines:  # one that is lost may come back
-            self.close()
-            forget_token()
+        with self._opening:
+            if not self._machines:  # one that is lost may come back
+                forget_token()
+                self.close()
 
     def close(self) -> None:
         """Stop listening, and let go of all machines."""
@@ -217,7 +223,8 @@ class Machines:
             try:
                 sock, (address, _) = self._listener.accept()
             except OSError:
-                return
+                time.sleep(BEAT)  # no more descriptors, for now; or it is closed
+                continue
             with self._lock:
                 waited_for = self._strangers[address] < _OF_ONE_ADDRESS and self._strangers.total() < _STRANGERS
                 self._strangers[address] += waited_for
@@ -248,7 +255,8 @@ class Machines:
     def _admit(self, wire: Wire, hello: dict[str, Any], invitation: Code) -> Machine | None:
         """Compare a machine with this one, and give it its name; or tell it what differs, and return None."""
         name, facts, devices = hello.get("hello"), hello.get("facts"), hello.get("devices")
-        if not (isinstance(name, str) and isinstance(facts, dict) and isinstance(devices, list)):
+        known = isinstance(devices, list) and all(isinstance(each, str) and _DEVICE.fullmatch(each) for each in devices)
+        if not (known and isinstance(name, str) and len(name) < _LONGEST_NAME and isinstance(facts, dict)):
             raise ProtocolError("the first packet is no hello with name, facts and devices")
         wrong, again = differences(self._facts(), facts), False
         if not _NAME.fullmatch(name):
@@ -265,7 +273,7 @@ class Machines:
                 wrong.append(f"name: another computer is called {name} already. Choose one by --name.")
             elif not wrong:
                 self._refused.pop(name, None)
-                self._machines[name] = Machine(self, name, wire, tuple(map(str, devices)))
+                self._machines[name] = Machine(self, name, wire, tuple(devices or ()))
                 return self._machines[name]
             if not again and len(self._refused) < _STRANGERS:
                 self._refused[name] = wrong
@@ -289,7 +297,8 @@ class Machines:
             if failed := " ".join(filter(None, met)):
                 log.warning("%s cannot work for this ComfyUI yet: %s", machine, failed)
                 with self._lock:
-                    self._refused[machine.name] = [failed]
+                    if self._machines.get(machine.name) is machine:  # else it was removed meanwhile
+                        self._refused[machine.name] = [failed]
             wire.send({"met": failed})
             if failed:
                 return

@@ -247,8 +247,9 @@ class Relay:
         ranks = self._ranks
         for process in ranks.processes.values():
             process.kill()
+        until = time.monotonic() + 1
         for process in ranks.processes.values():
-            process.wait(1)
+            process.wait(max(0.0, until - time.monotonic()))
         with contextlib.suppress(OSError):  # ComfyUI is gone
             self._tell_of_processes()
         for channel in ranks.channels.values():

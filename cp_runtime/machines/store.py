@@ -10,6 +10,10 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from ..errors import ProtocolError
+
+_MOST = 1 << 24  # bytes; a group takes some kilobytes per rank
+
 
 class StoreFile:
     """What one connection has not told the other end of a file that ranks meet in. `fd`: of the file, which stays the caller's."""
@@ -28,6 +32,8 @@ class StoreFile:
 
     def append(self, data: bytes | bytearray) -> None:
         """Append what the other end has told."""
+        if self._seen + len(data) > _MOST:
+            raise ProtocolError(f"ranks that meet have told each other more than {_MOST} bytes")
         with self._locked():
             self._look()
             self._seen += os.pwrite(self._fd, data, self._seen)

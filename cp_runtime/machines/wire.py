@@ -167,12 +167,15 @@ class Wire:
         try:
             wire, mine = cls(sock, most), secrets.token_bytes(_NONCE)
             theirs = bytes(wire._read(_NONCE))
-            sock.sendall(mine + _proof(invitation.token, b"join", theirs + mine))
+            where = f"{invitation.address}:{invitation.port}"
+            sock.sendall(mine + _proof(invitation.token, "join", where, theirs + mine))
             try:
                 answer = bytes(wire._read(_PROOF))
+            except TimeoutError:  # it is stopped, or busy
+                raise
             except OSError as error:
                 raise Refused("ComfyUI does not accept this code: it has another one now, which its log and panel show") from error
-            if not hmac.compare_digest(answer, _proof(invitation.token, b"host", mine + theirs)):
+            if not hmac.compare_digest(answer, _proof(invitation.token, "host", where, mine + theirs)):
                 raise Refused(f"what listens on {invitation.address}:{invitation.port} is not the ComfyUI that this code is from")
             return wire
         except BaseException:
@@ -184,12 +187,14 @@ class Wire:
         """Check the other end's proof, and give ours. It is told nothing before, and has SILENT seconds in all. Raises Refused or
         OSError."""
         wire, mine, until = cls(sock, most), secrets.token_bytes(_NONCE), time.monotonic() + SILENT
+        where = "{}:{}".format(*sock.getsockname())
         sock.sendall(mine)
         answer = bytes(wire._read(_NONCE + _PROOF, until))
+        sock.settimeout(SILENT)
         theirs, proof = answer[:_NONCE], answer[_NONCE:]
-        if not hmac.compare_digest(proof, _proof(token, b"join", mine + theirs)):
+        if not hmac.compare_digest(proof, _proof(token, "join", where, mine + theirs)):
             raise Refused(f"a computer at {wire.peer} has the wrong code")
-        sock.sendall(_proof(token, b"host", theirs + mine))
+        sock.sendall(_proof(token, "host", where, theirs + mine))
         return wire
 
     def send(self, packet: Mapping[str, Any], *parts: Any, abandoned: Callable[[], bool] = lambda: False) -> None:
@@ -228,8 +233,12 @@ class Wire:
             self._write(self._urgent.popleft(), b"")
 
     def _write(self, head: bytes, piece: Any) -> None:
-        self._socket.sendall(head)
-        self._socket.sendall(piece)
+        try:
+            self._socket.sendall(head)
+            self._socket.sendall(piece)
+        except OSError:
+            self.close()  # the other end may have half of it: nothing may follow, and who receives is to know
+            raise
         self.sent += len(head) + len(piece)
 
     def receive(self) -> tuple[dict[str, Any], bytearray]:
@@ -266,8 +275,10 @@ class Wire:
         data = bytearray(count)
         view, have = memoryview(data), 0
         while have < count:
-            if until is not None and time.monotonic() > until:
-                raise TimeoutError("no proof in time")
+            if until is not None:
+                if (left := until - time.monotonic()) <= 0:
+                    raise TimeoutError("no proof in time")
+                self._socket.settimeout(left)
             got = self._socket.recv_into(view[have:])
             if not got:
                 raise ConnectionResetError("the other computer has closed the connection")
@@ -292,5 +303,6 @@ def _parse(head: bytearray) -> dict[str, Any]:
     return packet
 
 
-def _proof(token: str, role: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(token.encode(), role + nonces, "sha256")
+def _proof(token: str, role: str, where: str, nonces: bytes) -> bytes:
+    """Return a proof for whoever listens at one address and port: passed on to another listener it is worth nothing."""
+    return hmac.digest(token.encode(), f"{role} {where} ".encode() + nonces, "sha256")

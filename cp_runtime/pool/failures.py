@@ -18,7 +18,7 @@ from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, 
 from ..version import VERSION
 from .board import SILENT, Progress
 from .config import RuntimeConfig
-from .forking import ForkServer, RankProcess
+from .forking import ForkServer, OtherMachine, RankProcess
 from .messages import Failure, Report
 from .peers import shm_advice
 
@@ -106,8 +106,13 @@ def death(
     return RankError(rank=rank, pid=process.pid, kind=kind, message=message)
 
 
-def unforked(rank: int, server: ForkServer, timeout: float) -> PoolTimeout:
-    """Return the error for a rank that its fork server did not fork in time."""
+def unforked(rank: int, server: ForkServer | OtherMachine, timeout: float) -> PoolTimeout:
+    """Return the error for a rank that was not forked in time, by the fork server here or on another machine."""
+    if not isinstance(server, ForkServer):
+        return PoolTimeout(
+            f"the workers did not finish start within {timeout:g} s; the computer {server} has not started rank {rank}. They are "
+            f"restarted on next use. {_SLOW['start']}"
+        )
     doing = "does not answer" if server.ready else "still imports what they need"
     return PoolTimeout(
         f"the workers did not finish start within {timeout:g} s; the process that they are forked from (pid {server.pid}, "

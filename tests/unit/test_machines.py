@@ -239,7 +239,7 @@ def test_computers_that_do_not_reach_each_other_are_told_so(machines):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"facts": "torch"}, {"hello": ["pc2"]}, {"devices": {}}, {"devices": 1}, {"listening": "x"}, {"listening": 1 << 16}],
+    [{"facts": "torch"}, {"hello": ["pc2"]}, {"devices": {}}, {"devices": ["a/cpu"]}, {"listening": "x"}, {"listening": 1 << 16}],
 )
 def test_a_hello_of_a_wrong_type_ends_its_connection_only(changes, machines):
     wire = Wire.connect(machines.code)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from support.evil import attack
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from cp_runtime.errors import ProtocolError
 from cp_runtime.machines.store import StoreFile
 from cp_runtime.pool.launcher import memory_file
 
@@ -79,6 +80,11 @@ def test_many_at_once_lose_nothing(copies):
     for fd in copies:
         reader = store(fd)
         assert all(reader.get(f"{each} {number}") == str(number).encode() * 50 for each in copies for number in range(200))
+
+
+def test_what_a_computer_tells_is_limited(copies):
+    with pytest.raises(ProtocolError, match="more than 16777216 bytes"):
+        StoreFile(copies[0]).append(bytes((1 << 24) + 1))
 
 
 def test_a_group_forms(copies):

@@ -114,6 +114,34 @@ def test_silence_is_noticed(connected):
         connected[0].receive()
 
 
+def test_a_proof_that_is_passed_on_to_another_port_is_worth_nothing():
+    """A stranger listens where somebody with the code connects to, and connects to who knows it as well."""
+    with socket.create_server(("127.0.0.1", 0)) as true, socket.create_server(("127.0.0.1", 0)) as false:
+        ends = {}
+
+        def run(name, function, *args):
+            try:
+                ends[name] = function(*args)
+            except (Refused, OSError) as error:
+                ends[name] = error
+
+        victim = threading.Thread(target=run, args=("join", Wire.connect, Code(*false.getsockname(), "token")))
+        victim.start()
+        to_victim, _ = false.accept()
+        with to_victim, socket.create_connection(true.getsockname()) as to_host:
+            sock, _ = true.accept()
+            host = threading.Thread(target=run, args=("host", Wire.accept, sock, "token"))
+            host.start()
+            to_victim.sendall(to_host.recv(32))
+            to_host.sendall(to_victim.recv(64, socket.MSG_WAITALL))
+            host.join()
+            sock.close()
+            assert to_host.recv(32) == b""
+        victim.join()
+    assert isinstance(ends["host"], Refused)
+    assert isinstance(ends["join"], Refused)
+
+
 def slow(host, join):
     """Let little lie in the kernel between two ends, as on a slow link."""
     host._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)
@@ -176,7 +204,7 @@ def test_a_stranger_has_one_deadline_in_all(monkeypatch):
 
         thread = threading.Thread(target=drip)
         thread.start()
-        with sock, pytest.raises(TimeoutError, match="no proof in time"):
+        with sock, pytest.raises(TimeoutError):
             Wire.accept(sock, "token")
         stop.set()
         thread.join()
