@@ -26,8 +26,7 @@ from ...families import PLANS, class_name
 from ...nested import tensors
 from ..model.ui_target import on_ranks
 from ..model.wire_modules import encode_module
-from ..model.wire_weights import model_dtype
-from ..patches.ui_objects import PREFIX
+from ..model.wire_weights import PREFIX, model_dtype
 from ..patches.wire import applied_patches
 from .ui_obstacles import check_call, check_own_forward, compile_of, options_for_ranks
 from .wire import ATTENTION, CONDITIONINGS, SENDABLE, plain_options

@@ -23,8 +23,8 @@ from ..model.ui_code import changes_of
 from ..model.ui_recipes import recipe_of
 from ..model.ui_sources import file_of, is_comfy, pack_of
 from ..model.ui_target import notes_of
+from ..model.wire_weights import PREFIX
 from ..patches.ui import PatchSet, attention_of
-from ..patches.ui_objects import PREFIX
 from ..patches.wire import applied_patches, encode_weight_patches
 from .wire import encode_compile
 

@@ -37,8 +37,7 @@ from ..memory.ui_residency import convert, give_back, make_way
 from ..model.ui_recipes import recipe_of
 from ..model.ui_target import ON_RANKS, Target, notes_of, on_ranks
 from ..model.wire_files import ModelFiles
-from ..model.wire_weights import is_dynamic
-from ..patches.ui_objects import PREFIX
+from ..model.wire_weights import PREFIX, is_dynamic
 from ..patches.wire import applied_patches, changes_shape, encode_weight_patches
 from ..ranks.ui import CONTROLLER, reloading_changed_files
 from .ui_interception import OnOneDevice, intercept, release

@@ -39,10 +39,9 @@ from ...engine.weights.sharded import ShardedWeights
 from ...nested import alias, is_dressed, stored
 from ..model.wire_loading import parameters_of
 from ..model.wire_recipe import Recipe
-from ..model.wire_weights import SMALL, STAYS
+from ..model.wire_weights import PREFIX, SMALL, STAYS
 from ..patches.wire import changes_shape
 
-PREFIX = "diffusion_model."
 # What to do about code that reads a weight that is not on this rank.
 SHARED_REMEDY = "Set weights to whole in CP Config, or remove the node that reads it."
 STAGED_REMEDY = "Set weights to whole in CP Config, and leave out CP PipeFusion, or remove the node that reads it."

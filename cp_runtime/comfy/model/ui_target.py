@@ -21,7 +21,7 @@ from ...pool.protocol import TensorPacker, flatten
 from .wire_files import ModelFiles
 from .wire_modules import layers_of
 from .wire_recipe import FileStamp, Recipe
-from .wire_weights import differing_weight, dtypes_of, model_dtype, network_of, sample_weights, weight_patches_digest
+from .wire_weights import PREFIX, differing_weight, dtypes_of, model_dtype, network_of, sample_weights, weight_patches_digest
 
 if TYPE_CHECKING:
     from .ui_recipes import NodeCall
@@ -125,7 +125,7 @@ class Target:
         patcher, network = self.patcher, network_of(self.patcher.model)
         if patcher.model.current_weight_patches_uuid not in (None, ON_RANKS):
             return {}
-        patched = {key.removeprefix("diffusion_model.") for backup in (patcher.backup, patcher.hook_backup) for key in backup}
+        patched = {key.removeprefix(PREFIX) for backup in (patcher.backup, patcher.hook_backup) for key in backup}
         samples = sample_weights(network, without=patched)
         with contextlib.suppress(OSError):  # the file is gone
             give_back(network.parameters(), mapped(self.path, unwritten=True))

@@ -21,6 +21,7 @@ from ...compat import parameter_slots
 from ...engine.weights.cast import memory_of, plain
 from ...nested import stored
 
+PREFIX = "diffusion_model."  # of the names that ComfyUI has for weights and modules of the transformer
 WINDOWS, WINDOW = 8, 64  # pieces of a weight, and bytes of each, at least
 SMALL = 16 << 10  # bytes: in `ModelPatcherDynamic.load`
 STAYS = "context_parallel_stays"  # attribute of modules for which `stays_as_in_file` returned True

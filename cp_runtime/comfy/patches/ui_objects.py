@@ -10,10 +10,10 @@ from comfy.ldm.flux.layers import EmbedND
 from torch import Tensor, nn
 
 from ...errors import MirrorError, UnsupportedError
+from ..model.wire_weights import PREFIX
 from .ui_nodes import made_by, name_in_pack
 from .wire_objects import RIFLEX, ObjectPatch, check_data, object_patch
 
-PREFIX = "diffusion_model."
 _STANDARD = frozenset(vars(nn.Module()))
 
 
