@@ -265,10 +265,10 @@ def test_events_follow_the_workers(fresh_server):
     assert [rank["pid"] for rank in last["ranks"]] == server.worker_pids()
     assert all(rank["tokens"] for rank in last["ranks"])
 
+    server.wait_event(lambda event: event.type == "text" and event.data[1].startswith("4 steps in "), 10 * SLACK)
     texts = [event.data for event in server.events if event.type == "text"]
     assert {node for node, _ in texts} == {"sampler"}
     assert texts[0][1].startswith("starting 2 workers: ")
-    assert texts[-1][1].startswith("4 steps in ")
     assert texts[-1][1].endswith(" s per call · 2 ranks (ulysses 2)")
 
     # Another node must not show what this one did, while its own first call is under way.
@@ -278,6 +278,7 @@ def test_events_follow_the_workers(fresh_server):
     prompt["save"]["inputs"]["samples"] = ["other", 0]
     server.run(prompt, timeout=120).check()
     server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "idle", 10 * SLACK, since=since)
+    server.wait_event(lambda event: event.type == "text" and event.data[0] == "other", 10 * SLACK, since=since)  # sent after it
     seconds = server.status()["last_call"]["seconds"]
     shown = {event.data[1] for event in server.events if event.type == "text" and event.time >= since and event.data[0] == "other"}
     assert shown == {f"not compared with one process yet · {seconds:.3g} s per call · 2 ranks (ulysses 2)"}

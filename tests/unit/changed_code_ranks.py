@@ -16,7 +16,7 @@ from support import families
 from support.models import build
 from support.ranks import finish, report, start
 
-from cp_runtime.comfy.model import ui_code
+from cp_runtime.comfy.model import ui_code, ui_sources
 from cp_runtime.comfy.model.ui_sources import functions_in
 
 start()
@@ -107,6 +107,15 @@ report(name="harmless", changes=found)
 # What torch does to itself when it compiles.
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
 report(name="compiled", changes=ui_code.changes_of(wan))
+
+# Packages of PYTHONPATH, of `pip install --target`, and editable ones are in none of Python's folders.
+for function in (ui_sources.in_library, ui_sources.is_comfy):
+    function.cache_clear()
+with patch.object(ui_sources, "LIBRARY_PATHS", ("stdlib",)), patch.object(ui_sources.site, "getsitepackages", list):
+    changes = ui_code.Comparison({type(module) for module in wan.modules()}).changes
+    outside = [ui_sources.in_library(file) for file in (torch.nn.__file__, model.__file__, __file__)]
+report(name="packages elsewhere", changes=changes, libraries=outside)
+ui_sources.in_library.cache_clear()
 
 vae = comfy.ldm.wan.vae.WanVAE(dim=16, z_dim=4)
 clean = ui_code.changes_of(vae)

@@ -21,6 +21,11 @@ def test_what_ranks_would_not_do_otherwise_is_no_change(found):
     assert found["compiled"]["changes"] == []
 
 
+def test_packages_may_be_anywhere(found):
+    """One H100's had a folder of their own: every prompt was refused there."""
+    assert found["packages elsewhere"] == {"changes": [], "libraries": [True, False, False]}
+
+
 def test_vaes(found):
     assert found["a VAE"]["clean"] == []
     assert [what for what, _ in found["a VAE"]["changes"]] == ["comfy.ldm.wan.vae.WanVAE.decode"]

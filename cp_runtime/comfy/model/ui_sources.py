@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
+from importlib.metadata import packages_distributions
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -146,7 +147,16 @@ def is_comfy(file: str) -> bool:
 def in_library(file: str) -> bool:
     """Return whether a file is of Python or an installed package. Code without a file was made by one: dataclasses, torch.fx."""
     folders = {*map(sysconfig.get_path, LIBRARY_PATHS), *site.getsitepackages(), site.getusersitepackages()}
-    return file.startswith(("<", *(os.path.join(folder, "") for folder in folders)))
+    usual = file.startswith(("<", *(os.path.join(folder, "") for folder in folders)))
+    return usual or (file.startswith(_elsewhere()) and not pack_of(file))
+
+
+@functools.cache
+def _elsewhere() -> tuple[str, ...]:
+    """Return the folders of installed packages, wherever they are: by PYTHONPATH, `pip install --target`, or as editable."""
+    names = (name for name in packages_distributions() if name != comfy.__name__)
+    packages = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), "__path__")]
+    return tuple(os.path.join(os.path.abspath(folder), "") for package in packages for folder in package.__path__)
 
 
 def pack_of(file: str) -> str:
