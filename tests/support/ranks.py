@@ -187,11 +187,20 @@ def use_comfyui() -> None:
 def finish() -> None:
     """In a rank script: end, all ranks together.
 
-    Without gloo's destructors, as worker ranks do: its threads now and then abort the process while peers leave.
+    Without gloo's destructors, as worker ranks do: its threads now and then abort the process while peers leave. NCCL's do so where
+    a peer has closed its sockets before their own barrier is over.
     """
     import torch.distributed as dist
 
     dist.barrier()
+    if dist.get_backend() == "nccl":
+        import torch
+
+        torch.cuda.synchronize()
+        store = dist.distributed_c10d._get_default_store()
+        store.add("done", 1)
+        while store.add("done", 0) < dist.get_world_size():
+            time.sleep(0.01)
     sys.stdout.flush()
     os._exit(0)
 
