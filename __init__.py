@@ -5,10 +5,10 @@ from functools import partial
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
-from .cp_runtime.comfy.memory.ui_stock_loads import watch_stock_loads
-from .cp_runtime.comfy.model.ui_recipes import watch_loaders, watch_node_loaders
-from .cp_runtime.comfy.panel.ui_server import add_routes, start_events
-from .cp_runtime.comfy.ranks.ui import add_if_asked, import_ahead
+from .cp_runtime.comfy.ui.recipes import watch_loaders, watch_node_loaders
+from .cp_runtime.comfy.ui.runtime import add_if_asked, import_ahead
+from .cp_runtime.comfy.ui.server import add_routes, start_events
+from .cp_runtime.comfy.ui.stock_loads import watch_stock_loads
 from .nodes import NODES
 
 WEB_DIRECTORY = "./web"

@@ -37,7 +37,7 @@ load_package()
 from support.recording import AttentionCall, ModuleCall, Recording, copied, numbers, record
 from support.tracer import trace
 
-from cp_runtime.comfy.forward.ui_interception import innermost_method
+from cp_runtime.comfy.ui.interception import innermost_method
 from cp_runtime.engine.plan import ModulePlan
 from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput
 from cp_runtime.families.family import FamilyPlan, gathered, side, tokens

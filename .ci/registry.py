@@ -48,7 +48,7 @@ REFUSALS = """
 - ControlNet residuals for a family that adds none, and ControlNets that compute with the model's own weights (ControlLoRA, Qwen's
   Fun ControlNet).
 - SamplerARVideo (autoregressive sampling of Causal Wan) and FluxKVCache: they keep keys and values of earlier frames or steps
-  inside the transformer. `cp_runtime/comfy/patches/wire.py` lists other nodes that patch the transformer.
+  inside the transformer. `cp_runtime/comfy/shared/patches.py` lists other nodes that patch the transformer.
 - The batch axis, always or in some calls, where one item depends on another: {batch}. Their sequence is still shared.
 """
 VAES = """

@@ -27,7 +27,7 @@ from support.pools import small_pool
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cp_runtime.comfy.attention.rank import attention_override
+from cp_runtime.comfy.rank.attention import attention_override
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates
 from cp_runtime.engine.hooks import InstalledPlan

@@ -6,8 +6,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..cp_runtime.comfy.forward.ui_apply import apply_to_model
-from ..cp_runtime.comfy.ranks.ui import OTHERS
+from ..cp_runtime.comfy.ui.apply import apply_to_model
+from ..cp_runtime.comfy.ui.runtime import OTHERS
 from ..cp_runtime.pool.config import RuntimeConfig
 from .config import ALIASES, CATEGORY, WANTED, CPConfigType
 

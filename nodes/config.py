@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..cp_runtime.comfy.ranks.ui import OTHERS, device_inventory
+from ..cp_runtime.comfy.ui.runtime import OTHERS, device_inventory
 from ..cp_runtime.pool.config import RuntimeConfig
 from ..cp_runtime.pool.settings import SETTINGS, Setting
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io, ui
 
-from ..cp_runtime.comfy.panel.ui_report import draw, read_report, summarise
+from ..cp_runtime.comfy.ui.report import draw, read_report, summarise
 from .config import ALIASES, CATEGORY
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import comfy.samplers
 from comfy_api.latest import io
 
-from ..cp_runtime.comfy.panel.ui_report import run_with_report
+from ..cp_runtime.comfy.ui.report import run_with_report
 from ..cp_runtime.pool.config import RuntimeConfig
 from .config import ALIASES, CATEGORY, CPConfigType
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..cp_runtime.comfy.vae.ui import AUTO, MODES, run_vae
+from ..cp_runtime.comfy.ui.vae import AUTO, MODES, run_vae
 from ..cp_runtime.pool.config import RuntimeConfig
 from .config import ALIASES, CATEGORY, CPConfigType
 

@@ -10,7 +10,7 @@ const ACTIVE = 0; // mode of a node
 let found = null;
 let configs = null; // CP Config nodes of the open graph; null = nobody has looked since it changed
 
-/** What the server found: see `found_devices` in cp_runtime/comfy/ranks/ui.py. Asked for once, and again where that failed. */
+/** What the server found: see `found_devices` in cp_runtime/comfy/ui/runtime.py. Asked for once, and again where that failed. */
 export function foundDevices() {
   found ??= api.fetchApi(DEVICES).then((answer) => answer.json());
   found.catch(() => (found = null));

@@ -1,5 +1,5 @@
 // The tab "Context Parallel" in ComfyUI's sidebar: what every rank is doing. Fed by events of the server, see
-// cp_runtime/comfy/panel/ui_server.py; it asks only once when the page opens and after a lost connection.
+// cp_runtime/comfy/ui/server.py; it asks only once when the page opens and after a lost connection.
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";

@@ -34,7 +34,7 @@ from support.package import load_package
 
 load_package()
 
-from cp_runtime.comfy.model.wire_recipe import NODE_LOADERS
+from cp_runtime.comfy.shared.recipe import NODE_LOADERS
 from cp_runtime.comfyui import TESTED
 
 PAGE = ROOT / "docs" / "generated" / "coverage.md"

@@ -247,7 +247,7 @@ class Load(Request[Loaded]):
 
     report: ClassVar[type[Any]] = Loaded
     key: str  # of the recipe
-    recipe: dict[str, Any]  # `comfy.model.wire_recipe.Recipe` as JSON
+    recipe: dict[str, Any]  # `comfy.shared.recipe.Recipe` as JSON
     patches: Tree
     patches_uuid: str
     placement: str = "whole"
@@ -269,7 +269,7 @@ class Call(Packed[CallReport]):
     leading: tuple[str, ...]  # names of the arguments that change with every call
     in_place: tuple[str, ...]  # names of those that ranks leave in the memory of the message
     memory_scale: float  # times the memory that ComfyUI expects, which the call may need
-    compile: dict[str, Any] | None  # what `torch.compile` is told, see `comfy.forward.wire`; None = nothing is compiled
+    compile: dict[str, Any] | None  # what `torch.compile` is told, see `comfy.shared.forward`; None = nothing is compiled
     compile_or_raise: bool  # a block that cannot be compiled is an error
     cancel_every: int  # planned modules between two polls for Cancel; 0 = none
     pipeline: PipelineSettings | None = None  # of a model in stages

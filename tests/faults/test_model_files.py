@@ -19,7 +19,7 @@ from support.faults import note
 from support.graphs import flux_prompt
 from support.pools import small_pool
 
-from cp_runtime.comfy.model.wire_recipe import file_digest, file_stamp
+from cp_runtime.comfy.shared.recipe import file_digest, file_stamp
 from cp_runtime.controller.placement import Choice, Demand, Shortages
 from cp_runtime.controller.workers import Workers
 from cp_runtime.engine.weights.blocks import Sizes
@@ -48,10 +48,10 @@ def write_evil(folder: Path, marker: Path) -> list[Path]:
 def model_ranks(comfyui_path, shelf):
     """Ranks with ComfyUI, which may read models from one folder."""
     site = WorkerSite(
-        service="comfy.ranks.rank_service",
+        service="comfy.rank.service",
         arguments={"model_folders": [str(shelf / "models" / "diffusion_models")], "node_folders": [str(shelf / "packs")]},
         path=(str(comfyui_path),),
-        preload=("torch", "cp_runtime.comfy.ranks.rank_preload"),
+        preload=("torch", "cp_runtime.comfy.rank.preload"),
         argv=("main.py", "--cpu", "--base-directory", str(shelf)),
     )
     with small_pool(site=site) as pool:
@@ -192,7 +192,7 @@ import comfy.cli_args
 comfy.cli_args.args.cpu = True
 from support.package import load_package
 load_package()
-from cp_runtime.comfy.ranks.ui import worker_site
+from cp_runtime.comfy.ui.runtime import worker_site
 print(json.dumps(worker_site().arguments["model_folders"]))
 """
 

@@ -27,15 +27,15 @@ FORBIDDEN_METHODS = {
 }  # fmt: skip
 # Code by name, each with its reason.
 DYNAMIC_IMPORTS = {
-    ("cp_runtime/comfy/model/wire_modules.py", "find"): "callers let names in PACKAGES and MIRRORED through, and no others",
-    ("cp_runtime/comfy/model/rank_factory.py", "_imported"): "a file of a node pack, by the digest of what ComfyUI has",
+    ("cp_runtime/comfy/shared/modules.py", "find"): "callers let names in PACKAGES and MIRRORED through, and no others",
+    ("cp_runtime/comfy/rank/factory.py", "_imported"): "a file of a node pack, by the digest of what ComfyUI has",
     ("cp_runtime/engine/attention/kernels.py", "installed"): "callers pass literals, or a name of SAGE_MODES",
     ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
     ("cp_runtime/machines/join.py", "module"): "this package itself, and literals",
     ("cp_runtime/pool/fork_server.py", "import_by_name"): "a constant, or what the owner of the pool names",
     ("cp_runtime/pool/fork_server.py", "load_package"): "this package itself",
     ("cp_runtime/pool/worker.py", "_import"): "the owner of the pool names the module, among those of this package",
-    ("cp_runtime/comfy/attention/rank.py", "attention_by_name"): "the names are in the plan tables",
+    ("cp_runtime/comfy/rank/attention.py", "attention_by_name"): "the names are in the plan tables",
 }
 # Uses of FORBIDDEN_CALLS, each with its reason.
 PROCESSES = {

@@ -47,7 +47,7 @@ def resize(modules: Mapping[str, Mapping[int, int]]) -> None:
 def _forget() -> None:
     SourceFileLoader.get_code = _get_code  # type: ignore[assignment, method-assign]
     for name, module in list(sys.modules.items()):
-        if name.endswith(".ui_sources"):
+        if name.endswith(".comfy.ui.sources"):
             module.source_of.cache_clear()
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from cp_runtime.comfy.forward.rank import run_sharded
-from cp_runtime.comfy.forward.ui_interception import innermost_method
+from cp_runtime.comfy.rank.forward import run_sharded
+from cp_runtime.comfy.ui.interception import innermost_method
 from cp_runtime.engine.call import RunningCall
 from cp_runtime.engine.collectives import RankGroup
 from cp_runtime.engine.config import ContextParallelConfig

@@ -16,14 +16,14 @@ from support import families
 from support.models import build
 from support.ranks import finish, report, start
 
-from cp_runtime.comfy.model import ui_code, ui_sources
-from cp_runtime.comfy.model.ui_sources import functions_in
+from cp_runtime.comfy.ui import changed_code, sources
+from cp_runtime.comfy.ui.sources import functions_in
 
 start()
 wan = build(families.load("wan").MODELS["wan t2v"])
 wan.head.head = comfy.ops.manual_cast.Linear(96, 64)
-first = ui_code.changes_of(wan)
-report(name="stock", changes=first, again=ui_code.changes_of(wan, again=False) is first)
+first = changed_code.changes_of(wan)
+report(name="stock", changes=first, again=changed_code.changes_of(wan, again=False) is first)
 
 
 def foreign(*args, **kwargs):
@@ -75,19 +75,19 @@ CASES = {
 def changed(name, value):
     own = functions_in(value)
     files = {function.__code__.co_filename for function in own}
-    quick, changes = ui_code.changes_of(wan, again=False), ui_code.changes_of(wan)
+    quick, changes = changed_code.changes_of(wan, again=False), changed_code.changes_of(wan)
     return {"name": name, "quick": quick == changes, "changes": changes, "foreign": __file__ if __file__ in files else None}
 
 
 for name, (owner, attribute, value) in CASES.items():
     with patch.object(owner, attribute, value):
         seen = changed(name, value)
-    report(**seen, after=ui_code.changes_of(wan))
+    report(**seen, after=changed_code.changes_of(wan))
 code = Wan.unpatchify.__code__
 Wan.unpatchify.__code__ = foreign.__code__.replace(co_name="unpatchify")
 seen = changed("code inside a method", foreign)
 Wan.unpatchify.__code__ = code
-report(**seen, after=ui_code.changes_of(wan))
+report(**seen, after=changed_code.changes_of(wan))
 
 # What packs do to ComfyUI, and no rank would do otherwise.
 harmless = [
@@ -101,24 +101,24 @@ harmless = [
 found = []
 for owner, attribute, value in harmless:
     with patch.object(owner, attribute, value, create=True):
-        found += ui_code.changes_of(wan)
+        found += changed_code.changes_of(wan)
 report(name="harmless", changes=found)
 
 # What torch does to itself when it compiles.
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-report(name="compiled", changes=ui_code.changes_of(wan))
+report(name="compiled", changes=changed_code.changes_of(wan))
 
 # Packages of PYTHONPATH, of `pip install --target`, and editable ones are in none of Python's folders.
-for function in (ui_sources.in_library, ui_sources.is_comfy):
+for function in (sources.in_library, sources.is_comfy):
     function.cache_clear()
-with patch.object(ui_sources, "LIBRARY_PATHS", ("stdlib",)), patch.object(ui_sources.site, "getsitepackages", list):
-    changes = ui_code.Comparison({type(module) for module in wan.modules()}).changes
-    outside = [ui_sources.in_library(file) for file in (torch.nn.__file__, model.__file__, __file__)]
+with patch.object(sources, "LIBRARY_PATHS", ("stdlib",)), patch.object(sources.site, "getsitepackages", list):
+    changes = changed_code.Comparison({type(module) for module in wan.modules()}).changes
+    outside = [sources.in_library(file) for file in (torch.nn.__file__, model.__file__, __file__)]
 report(name="packages elsewhere", changes=changes, libraries=outside)
-ui_sources.in_library.cache_clear()
+sources.in_library.cache_clear()
 
 vae = comfy.ldm.wan.vae.WanVAE(dim=16, z_dim=4)
-clean = ui_code.changes_of(vae)
+clean = changed_code.changes_of(vae)
 with patch.object(comfy.ldm.wan.vae.WanVAE, "decode", foreign):
-    report(name="a VAE", clean=clean, changes=ui_code.changes_of(vae))
+    report(name="a VAE", clean=clean, changes=changed_code.changes_of(vae))
 finish()

@@ -9,8 +9,8 @@ from comfy.cli_args import args
 from comfy.ldm.modules import attention
 from support.ranks import finish, report, start
 
-from cp_runtime.comfy.attention.rank import attention_override
-from cp_runtime.comfy.ranks.rank_service import make_service
+from cp_runtime.comfy.rank.attention import attention_override
+from cp_runtime.comfy.rank.service import make_service
 from cp_runtime.comfyui import RECORDING, unrecorded
 
 start()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cp_runtime.comfy.ranks.ui_alone import why_alone
+from cp_runtime.comfy.ui.alone import why_alone
 from cp_runtime.pool.config import DeviceInventory
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cp_runtime.comfy.model.wire_weights import sample_weights
+from cp_runtime.comfy.shared.weights import sample_weights
 from cp_runtime.engine.weights.cast import CastWeight, counting_as, settle
 
 DTYPES = [torch.float16, torch.float32, torch.float8_e4m3fn]

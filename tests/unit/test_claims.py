@@ -106,11 +106,11 @@ def test_environment_variables_that_the_documents_name_are_read():
 def test_routes_that_the_documents_name_are_served():
     named = set(re.findall(r"(?<![\w/])(?:http://127.0.0.1:8188)?(/context_parallel/\w+)", WRITTEN))
     assert len(named) == 6
-    assert [route for route in sorted(named) if f'"{route}"' not in read("cp_runtime/comfy/panel/ui_server.py")] == []
+    assert [route for route in sorted(named) if f'"{route}"' not in read("cp_runtime/comfy/ui/server.py")] == []
 
 
 def test_every_key_of_the_status_is_documented():
-    module = ast.parse(read("cp_runtime/comfy/panel/ui_status.py"))
+    module = ast.parse(read("cp_runtime/comfy/ui/status.py"))
     (status,) = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "status"]
     written = [node for node in ast.walk(status) if isinstance(node, ast.Dict)]
     keys = {key.value for node in written for key in node.keys if isinstance(key, ast.Constant)}

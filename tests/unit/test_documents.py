@@ -57,7 +57,7 @@ def test_links(document):
     assert lost_links((CHECKOUT / document).read_text(), document) == []
 
 
-# `pool/worker.py`, `engine/sharding.split_ranges`, `comfy/vae/ui.Network`, `tests/ranks/api/test_api.py`
+# `pool/worker.py`, `engine/sharding.split_ranges`, `comfy/ui/vae.Network`, `tests/ranks/api/test_api.py`
 FEATURES = "|".join(folder.name for folder in (CHECKOUT / "cp_runtime" / "comfy").iterdir() if folder.is_dir())
 REFERENCE = re.compile(
     rf"`((?:cp_runtime/)?(?:engine|diffusers|families|vaes|pool|controller|comfy/(?:{FEATURES})|nodes|tests|benchmarks|\.ci)(?:/\w+)*)"

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from cp_runtime.comfy.model.wire_files import ModelFiles
-from cp_runtime.comfy.model.wire_recipe import describe, file_stamp, relocate
+from cp_runtime.comfy.shared.files import ModelFiles
+from cp_runtime.comfy.shared.recipe import describe, file_stamp, relocate
 from cp_runtime.errors import ChangedFileError, MirrorError
 from cp_runtime.pool import digests
 
@@ -253,6 +253,6 @@ def test_a_file_that_changes_while_it_is_read(folders, monkeypatch):
             file.write(b"other")
         return ""
 
-    monkeypatch.setattr("cp_runtime.comfy.model.wire_recipe.content_digest", digest)
+    monkeypatch.setattr("cp_runtime.comfy.shared.recipe.content_digest", digest)
     with pytest.raises(ChangedFileError, match="changed on disk while it was read"):
         describe(folders[2], folders[0])

@@ -31,8 +31,8 @@ for name, attributes in {missing!r}.items():
 for name in {modules!r}:
     sys.modules[name] = None
 load_package()
-import cp_runtime.comfy.panel.ui_server, cp_runtime.comfy.panel.ui_report
-import cp_runtime.comfy.memory.ui_stock_loads
+import cp_runtime.comfy.ui.server, cp_runtime.comfy.ui.report
+import cp_runtime.comfy.ui.stock_loads
 """
 
 

@@ -21,19 +21,17 @@ LAYERS = {
     "pool": {*ENGINE, "pool"},
     "machines": {*ENGINE, "pool", "machines"},
     "controller": {*ENGINE, "pool", "controller"},
-    "comfy wire": {*BELOW_COMFY, "comfy wire"},
-    "comfy rank": {*BELOW_COMFY, "comfy wire", "comfy rank"},
-    "comfy ui": {*BELOW_COMFY, "machines", "controller", "comfy wire", "comfy ui"},
+    "comfy/shared": {*BELOW_COMFY, "comfy/shared"},
+    "comfy/rank": {*BELOW_COMFY, "comfy/shared", "comfy/rank"},
+    "comfy/ui": {*BELOW_COMFY, "machines", "controller", "comfy/shared", "comfy/ui"},
 }
-"""Files of comfy/ say in their names which side they are: `ui`, `wire` or `rank`, and a name after it where there are more."""
 PACKAGE = ROOT / "cp_runtime"
 
 
 def layer_of(parts):
-    """Layer of a module, or of a name in one: `comfy/vae/rank.py` and `comfy/memory/rank.py` are of comfy's rank side."""
-    if parts[0] != "comfy":
-        return parts[0] if parts[0] in LAYERS else None
-    return f"comfy {parts[2].partition('_')[0]}" if len(parts) > 2 else None
+    """Layer of a module, or of a name in one: a folder, below `comfy` one of its folders."""
+    layer = "/".join(parts[:2]) if parts[0] == "comfy" else parts[0]
+    return layer if layer in LAYERS else None
 
 
 def imports(file):
@@ -61,4 +59,4 @@ def test_layer(file):
         if own:
             assert layer_of(parts) in LAYERS[layer], f"{layer} must not import {'.'.join(parts)}"
         elif parts[0].startswith(("comfy", "folder_paths", "server", "nodes", "execution")):
-            assert layer.startswith("comfy "), f"{layer} must not know ComfyUI: {'.'.join(parts)}"
+            assert layer.startswith("comfy/"), f"{layer} must not know ComfyUI: {'.'.join(parts)}"

@@ -12,7 +12,7 @@ import pytest
 from support.faults import wait_for
 from support.joined import Joined, hello, pair
 
-from cp_runtime.comfy.model.wire_recipe import describe, file_stamp, relocate
+from cp_runtime.comfy.shared.recipe import describe, file_stamp, relocate
 from cp_runtime.errors import ConfigError, MirrorError, PoolError
 from cp_runtime.machines import wire as wires
 from cp_runtime.machines.facts import differences

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cp_runtime.comfy.attention.rank import attention_by_name
+from cp_runtime.comfy.rank.attention import attention_by_name
 from cp_runtime.engine.collectives import RankGroup
 from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.mesh import SequenceMesh

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from cp_runtime.comfy.model.ui_target import ON_RANKS, Target
-from cp_runtime.comfy.model.wire_files import ModelFiles
-from cp_runtime.comfy.model.wire_modules import layers_of
-from cp_runtime.comfy.model.wire_recipe import Factory, Recipe
-from cp_runtime.comfy.model.wire_weights import sample_weights, weight_patches_digest
+from cp_runtime.comfy.shared.files import ModelFiles
+from cp_runtime.comfy.shared.modules import layers_of
+from cp_runtime.comfy.shared.recipe import Factory, Recipe
+from cp_runtime.comfy.shared.weights import sample_weights, weight_patches_digest
+from cp_runtime.comfy.ui.target import ON_RANKS, Target
 from cp_runtime.errors import MirrorError
 from cp_runtime.pool.messages import Load, Loaded
 

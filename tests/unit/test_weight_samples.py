@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cp_runtime.comfy.model.wire_weights import differing_weight, same_weight, sample_weights
+from cp_runtime.comfy.shared.weights import differing_weight, same_weight, sample_weights
 
 QuantizedTensor = pytest.importorskip("comfy_kitchen.tensor").QuantizedTensor
 

@@ -13,7 +13,7 @@ from support.ranks import finish, report, start
 from torch import nn
 
 from cp_runtime import ContextParallelInput, ContextParallelOutput, ModulePlan, ShardingPlan
-from cp_runtime.comfy.attention.rank import attention_override
+from cp_runtime.comfy.rank.attention import attention_override
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import DegreePlanner, Rates
 from cp_runtime.engine.hooks import InstalledPlan

@@ -30,10 +30,10 @@ torch.accelerator.synchronize = partial(noted, "synchronize", torch.accelerator.
 from family_stock import clone, distance, models, stock  # noqa: E402
 from support import families  # noqa: E402
 
-from cp_runtime.comfy.forward.rank import run_sharded  # noqa: E402
-from cp_runtime.comfy.forward.ui_interception import innermost_method  # noqa: E402
-from cp_runtime.comfy.memory.rank import room  # noqa: E402
-from cp_runtime.comfy.memory.rank_quantised import shared_scales  # noqa: E402
+from cp_runtime.comfy.rank.forward import run_sharded  # noqa: E402
+from cp_runtime.comfy.rank.memory import room  # noqa: E402
+from cp_runtime.comfy.rank.quantised import shared_scales  # noqa: E402
+from cp_runtime.comfy.ui.interception import innermost_method  # noqa: E402
 from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
 from cp_runtime.engine.measuring import measure  # noqa: E402

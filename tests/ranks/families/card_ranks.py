@@ -23,8 +23,8 @@ from sharded_call import in_mode, staged_call  # noqa: E402
 from support import families  # noqa: E402
 from support.stand_in import messages, tensors  # noqa: E402
 
-from cp_runtime.comfy.forward.rank import run_sharded  # noqa: E402
-from cp_runtime.comfy.forward.ui_interception import innermost_method  # noqa: E402
+from cp_runtime.comfy.rank.forward import run_sharded  # noqa: E402
+from cp_runtime.comfy.ui.interception import innermost_method  # noqa: E402
 from cp_runtime.engine.config import PipelineSettings  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
 from cp_runtime.engine.mesh import BatchMesh  # noqa: E402

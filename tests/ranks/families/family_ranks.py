@@ -13,7 +13,7 @@ from sharded_call import call, in_mode, shared_out
 from support import families
 from support.ranks import finish, report, start, worst
 
-from cp_runtime.comfy.model.ui_code import changes_of
+from cp_runtime.comfy.ui.changed_code import changes_of
 from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.mesh import BatchMesh
 from cp_runtime.families import plan_for

@@ -10,7 +10,7 @@ import torch
 from support import families
 from support.models import build
 
-from cp_runtime.comfy.forward.ui_interception import innermost_method
+from cp_runtime.comfy.ui.interception import innermost_method
 from cp_runtime.nested import map_tensors
 
 

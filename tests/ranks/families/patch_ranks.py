@@ -14,12 +14,12 @@ from support.comfy_nodes import attention as overrides
 from support.ranks import finish, report, start
 from torch import nn
 
-from cp_runtime.comfy.attention.wire import SAGE_MODES, attention_function
-from cp_runtime.comfy.forward.rank import LocalResiduals
-from cp_runtime.comfy.forward.wire import PATCHES
-from cp_runtime.comfy.model.wire_modules import decode_module, encode_module
-from cp_runtime.comfy.patches import rank as node_patches
-from cp_runtime.comfy.patches.ui import PatchSet, _name_of, attention_of
+from cp_runtime.comfy.rank import patches as node_patches
+from cp_runtime.comfy.rank.forward import LocalResiduals
+from cp_runtime.comfy.shared.attention import SAGE_MODES, attention_function
+from cp_runtime.comfy.shared.forward import PATCHES
+from cp_runtime.comfy.shared.modules import decode_module, encode_module
+from cp_runtime.comfy.ui.patches import PatchSet, _name_of, attention_of
 from cp_runtime.engine.attention.kernels import installed
 from cp_runtime.engine.state import CallState
 from cp_runtime.errors import MirrorError, UnsupportedError

@@ -21,8 +21,8 @@ from mirrors import flux_inputs, in_file, lora_of
 from support.live_bytes import private_bytes
 from support.ranks import finish, report, start
 
-from cp_runtime.comfy.memory import ui_files as host_memory
-from cp_runtime.comfy.model.ui_recipes import watch_loaders
+from cp_runtime.comfy.ui import files as host_memory
+from cp_runtime.comfy.ui.recipes import watch_loaders
 from cp_runtime.errors import ChangedFileError
 
 _, _, (checkpoint, lora) = start()

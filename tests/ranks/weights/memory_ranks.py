@@ -18,9 +18,9 @@ from mirrors import in_file, make_up_memory, mirrors_on
 from mirrors import load as load_file
 from support.ranks import finish, report, start
 
-from cp_runtime.comfy.forward.ui_apply import call_memory
-from cp_runtime.comfy.memory.rank import room
-from cp_runtime.comfy.model.wire_loading import file_backed_weights, weights_on_host
+from cp_runtime.comfy.rank.memory import room
+from cp_runtime.comfy.shared.loading import file_backed_weights, weights_on_host
+from cp_runtime.comfy.ui.apply import call_memory
 from cp_runtime.engine.weights import pages
 
 _, _, (checkpoint,) = start()

@@ -5,10 +5,10 @@ import comfy.utils
 import torch
 from comfy import model_management as mm
 
-from cp_runtime.comfy.memory.rank import LoadProgress
-from cp_runtime.comfy.model.rank_mirrors import Mirrors
-from cp_runtime.comfy.model.wire_recipe import Recipe, file_stamp
-from cp_runtime.comfy.patches.wire import encode_weight_patches
+from cp_runtime.comfy.rank.memory import LoadProgress
+from cp_runtime.comfy.rank.mirrors import Mirrors
+from cp_runtime.comfy.shared.patches import encode_weight_patches
+from cp_runtime.comfy.shared.recipe import Recipe, file_stamp
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import DegreePlanner, Rates
 from cp_runtime.pool.messages import Call, Load

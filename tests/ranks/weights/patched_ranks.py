@@ -19,7 +19,7 @@ from comfy import weight_adapter as adapters
 from mirrors import call, flux_inputs, load, mirrors_on
 from support.ranks import finish, report, start
 
-from cp_runtime.comfy.patches.wire import applied_patches, encode_weight_patches
+from cp_runtime.comfy.shared.patches import applied_patches, encode_weight_patches
 from cp_runtime.engine.config import PipelineSettings
 from cp_runtime.engine.mesh import BatchMesh
 from cp_runtime.errors import MirrorError

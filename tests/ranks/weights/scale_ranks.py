@@ -8,7 +8,7 @@ from comfy.quant_ops import QuantizedTensor
 from support.ranks import finish, report, start, worst
 from torch import nn
 
-from cp_runtime.comfy.memory.rank_quantised import Experts, shared_scales
+from cp_runtime.comfy.rank.quantised import Experts, shared_scales
 from cp_runtime.engine.collectives import RankGroup
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
 from cp_runtime.engine.plan import ShardingPlan

@@ -1,4 +1,4 @@
-"""Who holds memory of a device that ranks share with ComfyUI's process, a test per row of the table in `comfy/memory/ui_residency`;
+"""Who holds memory of a device that ranks share with ComfyUI's process, a test per row of the table in `comfy/ui/residency`;
 and what a sampler takes for free memory."""
 
 import pytest

@@ -10,7 +10,7 @@ import comfy.model_management as mm
 
 from .node import node
 
-CONTROLLER = "cp_runtime.comfy.ranks.ui"
+CONTROLLER = "cp_runtime.comfy.ui.runtime"
 
 
 @node(latent="LATENT")

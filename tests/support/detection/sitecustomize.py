@@ -109,7 +109,7 @@ sys.meta_path.insert(0, PatchOnImport("comfy.model_detection", take_at_its_word)
 sys.meta_path.insert(0, PatchOnImport("cp_runtime.pool.worker", look_for_faults))
 if os.environ.get("CP_TEST_CARDS"):  # as in stand_in, which is not to be imported where there are none
     sys.meta_path.insert(0, PatchOnImport("cp_runtime.engine.measuring", measure_little))
-    sys.meta_path.insert(0, PatchOnImport(".comfy.model.ui_sources", overlook_cards))
+    sys.meta_path.insert(0, PatchOnImport(".comfy.ui.sources", overlook_cards))
     if "torch" in sys.modules:
         put_cards_in(None)
     else:

@@ -1,0 +1,180 @@
+"""ComfyUI's attention override: shares planned self-attention over the ranks, and leaves all other attention alone.
+
+The user's attention backend is used wherever no log-sum-exp is needed: it arrives as the function to call. Where one is needed
+(ring attention, alltoall), the kernel of the same name is used if there is one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.attention.context_parallel import Attend
+from ...engine.attention.opaque import PLACE, Server, attention
+from ...engine.call import RunningCall
+from ..shared.attention import SAGE_MODES, attention_function
+
+KERNEL_OF = {
+    "attention_sage": "sage",
+    "attention_flash": "flash_attn",
+    **{name: mode.kernel for name, mode in SAGE_MODES.items()},
+}
+CHOOSES = "()"  # at the end of a name: the function returns the attention to call
+# These add boolean masks to the scores as 0 and 1, others hide keys; a ring must do what the user's backend does.
+ADD_BOOLEAN_MASKS = ("attention_sub_quad", "attention_split")
+
+
+def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+    """Return a function for `transformer_options["optimized_attention_override"]`.
+
+    It has the signature of ComfyUI's attention functions: q, k, v are `[B, L, heads * D]`, or `[B, heads, L, D]` with
+    `skip_reshape`; the output is `[B, L, heads * D]`, or `[B, heads, L, D]` with `skip_output_reshape`. In compiled blocks it
+    becomes the operator that `compiled_attention` serves, independent of the call.
+
+    Args:
+        chosen: the function to attend with, if a node chose one for this model; None = the one that the model asks for.
+
+    Returns:
+        With `container_function`, which ComfyUI 0.32 calls where a model gives q, k and v away, each in a container: a function
+        that can free them early gets them so where nothing is exchanged.
+    """
+
+    def attend(
+        func: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        attn_precision: torch.dtype | None = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        func = chosen or func
+        compiling = torch.compiler.is_compiling()
+        if not compiling and call.attention_is_local:
+            return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
+        if skip_reshape:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            head_dim = q.shape[-1] // heads
+            q, k, v = (t.reshape(*t.shape[:2], -1, head_dim) for t in (q, k, v))  # SD3 leaves v `[B, L, heads, D]`
+        if compiling:
+            out_BLHD = attention(
+                q, k, v, mask, func.__name__, kwargs.get("scale"), attn_precision, kwargs.get("enable_gqa", False),
+                kwargs.get("low_precision_attention", True), PLACE.local > 0,
+            )  # fmt: skip
+        else:
+            out_BLHD = _shared(call, func, q, k, v, mask, attn_precision, kwargs)
+        return out_BLHD.transpose(1, 2) if skip_output_reshape else out_BLHD.flatten(2)
+
+    # Two functions over that one, of which none refers to itself: nothing of a call may outlive it.
+    def override(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return attend(func, *args, **kwargs)
+
+    def of_containers(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Tensor:
+        func = chosen or functions().optimized_attention  # the only one that models hand containers to
+        takes = getattr(func, "container_function", None)
+        if takes is not None and not torch.compiler.is_compiling() and call.attention_is_local:
+            out: Tensor = takes(q, k, v, *args, **kwargs)
+            return out
+        return attend(func, q.take(), k.take(), v.take(), *args, **kwargs)
+
+    override.container_function = of_containers  # type: ignore[attr-defined]
+    return override
+
+
+@contextmanager
+def attention_by_name(names: Sequence[str], override: Callable[..., Tensor]) -> Iterator[None]:
+    """Replace functions that modules call by name (`FamilyPlan.attention_names`), without transformer_options, while active."""
+    with ExitStack() as undo:
+        for name in names:
+            module, _, function = name.removesuffix(CHOOSES).rpartition(".")
+            owner = importlib.import_module(module)
+            original = getattr(owner, function)
+            undo.callback(setattr, owner, function, original)
+            chooses = name.endswith(CHOOSES)
+            setattr(owner, function, partial(_of_chosen, override, original) if chooses else partial(override, original))
+        yield
+
+
+def _of_chosen(override: Callable[..., Tensor], choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Tensor]:
+    """Return what stands for the attention that `choose` returns."""
+    return partial(override, choose(*args, **kwargs))
+
+
+def functions() -> Any:
+    """Return ComfyUI's module of attention functions. Not imported at the top, as benchmarks run the override without ComfyUI."""
+    import comfy.ldm.modules.attention as functions
+
+    return functions
+
+
+def compiled_attention(call: RunningCall) -> Server:
+    """Return what serves the attention of compiled blocks in a call."""
+    known = functions()
+
+    def attend(
+        q_BLHD: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        mask: Tensor | None,
+        *,
+        backend: str,
+        scale: float | None,
+        precision: torch.dtype | None,
+        grouped: bool,
+        low_precision: bool,
+        local: bool,
+    ) -> Tensor:
+        func = getattr(known, backend, None) or attention_function(backend)
+        kwargs: dict[str, Any] = {"low_precision_attention": low_precision}
+        if scale is not None:
+            kwargs["scale"] = scale
+        if grouped:
+            kwargs["enable_gqa"] = True
+        if not local and not call.attention_is_local:
+            return _shared(call, func, q_BLHD, k_BLKD, v_BLKD, mask, precision, kwargs)
+        q_BHLD, k_BKLD, v_BKLD = (t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD))
+        return _attend_with(func, precision, kwargs)(q_BHLD, k_BKLD, v_BKLD, mask).transpose(1, 2)
+
+    return attend
+
+
+def _shared(
+    call: RunningCall,
+    func: Callable[..., Tensor],
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    mask: Tensor | None,
+    precision: torch.dtype | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attend over the tokens of all ranks, with the kernel that `func` stands for."""
+    if mask is not None and mask.ndim == 3:  # ComfyUI: [batch, rows, keys]
+        mask = call.state.once("heads", mask, partial(mask.unsqueeze, 1))
+    backend = getattr(func, "__name__", "")
+    if mask is not None and mask.dtype == torch.bool and backend in ADD_BOOLEAN_MASKS:
+        mask = call.state.once("numbers", mask, partial(mask.to, q_BLHD.dtype))
+    attend = _attend_with(func, precision, kwargs)
+    return call.attend(q_BLHD, k_BLKD, v_BLKD, mask=mask, scale=kwargs.get("scale"), attend=attend, kernel=KERNEL_OF.get(backend))
+
+
+def _attend_with(func: Callable[..., Tensor], precision: torch.dtype | None, kwargs: dict[str, Any]) -> Attend:
+    """Adapt one of ComfyUI's attention functions to `(q_BHLD, k_BKSD, v_BKSD, mask) -> out_BHLD`."""
+
+    def attend(q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
+        return func(
+            q_BHLD, k_BKSD, v_BKSD, q_BHLD.shape[1], mask=mask, attn_precision=precision,
+            skip_reshape=True, skip_output_reshape=True, **kwargs,
+        )  # fmt: skip
+
+    return attend

@@ -1,0 +1,309 @@
+"""One run of a ComfyUI model's own forward on this rank: which arguments and items are its own, and the run, sharded or in stages.
+
+A call has everything to be computed at once (CFG halves, batch items, areas) stacked along dimension 0. The name of an argument
+tells whether it is stacked: ComfyUI's conditioning classes (`CONDRegular`, `CONDConstant`, ...) say so for each of them, and
+`tests/unit/test_batch.py` compares the tables below with ComfyUI.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.attention.opaque import serving
+from ...engine.call import Planner, RunningCall
+from ...engine.config import PipelineSettings
+from ...engine.hooks import InstalledPlan
+from ...engine.mesh import SequenceMesh
+from ...engine.pipeline.pipeline import Part, Pipeline
+from ...engine.sharding import BatchShares, Shares, split_sizes
+from ...engine.state import CallState
+from ...engine.weights.sharded import ShardedWeights
+from ...errors import PlanError
+from ...families.family import FamilyPlan
+from ...nested import form_of, map_tensors, tensors
+from ..shared.attention import attention_function
+from ..shared.forward import ATTENTION, CONDITIONINGS, OBJECTS, PATCHES
+from .attention import attention_by_name, attention_override, compiled_attention
+
+log = logging.getLogger("context_parallel.worker")
+
+
+_STACKED = """
+    attention_mask audio_codes audio_denoise_mask audio_embed c_ar c_size camera_conditions clip clip_fea clip_fea_pose
+    clip_fea_ref clip_img clip_text clip_text_pooled condition conditioning_scale context context_latents context_pose
+    control control_video cross_attn_cond crossattn_controlnet crp degrade_sigma denoise_mask effnet embeds
+    encoder_hidden_states_llama3 encoder_hidden_states_t5 face_pixel_values global_embed guidance guiding_frame_index
+    image_cond image_meta_size keyframe_idxs local_add_cond lq_latent lyric_embed lyric_token_idx ofs pose_latents
+    ref_contexts ref_latent ref_latents ref_mask_latents refer_audio reference_latent reference_motion sam_latents sca
+    siglip_feats speaker_embeds t5xxl_ids t5xxl_weights text_embedding_mask text_embedding_mask_t5 time_context
+    time_dim_concat time_dim_replace txt_byt5 vace_context y
+"""
+_UNSTACKED = """
+    audio_inject_scale disable_time_r fps frame_rate generated_keyframes guide_attention_entries is_covers latent_shapes
+    lyrics_strength minimax_payload num_tokens num_video_frames pose_strength ref_audio ref_latents_method ref_mask_flag
+    reference_strength replace_with_null_embeds return_info transformer_options trellis2_coord_counts trellis2_coords
+    trellis2_generation_mode trellis2_model_frame trellis2_proj_feats trellis2_shape_slat vace_strength
+"""
+STACKED, UNSTACKED = frozenset(_STACKED.split()), frozenset(_UNSTACKED.split())
+# Names that model_base does not have: HiDream-O1's conditioning, LTX-2's second timestep.
+_ELSEWHERE = "a_timestep input_ids position_ids ref_image_grid_thw ref_patches ref_pixel_values token_types vinput_mask"
+STACKED_ELSEWHERE, UNSTACKED_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
+UNFAIR = 1.1  # a group may get this many times its share
+COND_KINDS = "cond_or_uncond"  # in transformer_options: the kind of each of the batch's equal parts
+SHARED = ("control", "transformer_options")  # arguments that every run of a forward gets as they are
+
+
+def share_out(
+    arguments: Mapping[str, Any],
+    leading: Collection[str],
+    ranks: int,
+    degree: int,
+    sequence: bool,
+    group_shares: Callable[[int], Shares] = lambda groups: (),
+    says: bool = True,
+) -> BatchShares:
+    """Decide how a call is shared out. All ranks decide alike.
+
+    Args:
+        arguments: arguments of the innermost forward, by name.
+        leading: names of the first two, latent and timestep.
+        ranks: number of ranks of the pool.
+        degree: number of groups that the user asked for; 0 = choose.
+        sequence: whether the ranks of a group can share a sequence. If so, there are as many groups as divide the batch, and the
+            ranks of each share its sequence. If not, only the batch can be shared: groups may be of uneven sizes, and a group
+            without items computes a copy of the first item.
+        group_shares: number of groups -> their shares. Groups with unequal shares must get nearly proportional items.
+        says: this rank logs why a batch is not shared.
+    """
+    stacked = STACKED | STACKED_ELSEWHERE | frozenset(leading)
+    items = next((t.shape[0] for name in leading for t in tensors(arguments[name])), 1)
+    unit = int(arguments.get("num_video_frames") or 1)
+    most = degree or ranks
+    problem = next(_unshareable(arguments, stacked, items, unit), None)
+    if problem is not None:
+        if items > unit and most > 1 and says:
+            _warn_once(problem)
+        return BatchShares(1, items, items, stacked)
+    count = items // unit
+    shares = {n: group_shares(n) for n in range(1, most + 1) if not ranks % n} if sequence else {most: group_shares(most)}
+    groups = max((n for n in shares if not most % n and _is_fair(count, n, shares[n])), default=1) if sequence else most
+    return BatchShares(groups, items, unit, stacked, shares[groups])
+
+
+@lru_cache(maxsize=64)
+def _warn_once(problem: str) -> None:
+    log.warning("the batch axis is not used: %s", problem)
+
+
+def _is_fair(items: int, groups: int, shares: Shares) -> bool:
+    """Return whether no group gets (much) more of the items than its share."""
+    parts = zip(split_sizes(items, groups, shares), shares or (1,) * groups, strict=True)
+    return max(own / share for own, share in parts) * (sum(shares) or groups) <= items * (UNFAIR if shares else 1)
+
+
+def _unshareable(arguments: Mapping[str, Any], stacked: frozenset[str], items: int, unit: int) -> Iterator[str]:
+    for name, value in arguments.items():
+        if name not in stacked | UNSTACKED | UNSTACKED_ELSEWHERE and value is not None:
+            yield f"no rule says whether {name} is stacked"
+        if name in stacked and (sizes := {t.shape[0] if t.ndim else 0 for t in tensors(value)} - {items}):
+            yield f"{name} has {sizes.pop()} items, the latent {items}"
+    if items % unit:
+        yield f"{items} items are not videos of {unit} frames"
+
+
+def take_items(shares: BatchShares, arguments: Mapping[str, Any], group: int) -> dict[str, Any]:
+    """Return a group's part of a call's arguments, and of the lists of the kinds and conditionings of items, as views."""
+    part = shares.take(arguments, group)
+    options, held = dict(part.get("transformer_options") or {}), range(*shares.held(group))
+    if shares.groups > 1 and options.get(COND_KINDS):
+        each = shares.items // len(options[COND_KINDS])
+        kinds = [options[COND_KINDS][item // each] for item in held]
+        options[COND_KINDS] = kinds[:1] if len(set(kinds)) == 1 else kinds
+        if CONDITIONINGS in options:
+            each = shares.items // len(options[CONDITIONINGS])
+            options[CONDITIONINGS] = [f"{options[CONDITIONINGS][item // each]} {item % each}" for item in held]
+        part["transformer_options"] = options
+    return part
+
+
+def run_sharded(
+    installed: InstalledPlan[FamilyPlan],
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    mesh: SequenceMesh,
+    planner: Planner,
+    on_module: Callable[[], None] | None = None,
+    weights: ShardedWeights | None = None,
+    kind: Callable[..., RunningCall] = RunningCall,
+) -> tuple[Any, CallState]:
+    """Call `forward`, a method of the model, with whole arguments by name. Return (whole output, state after the call).
+
+    Args:
+        mesh, planner, on_module, weights, kind: see `InstalledPlan.call`.
+    """
+    plan = installed.plan
+    with installed.call(mesh, planner, on_module, weights, kind) as call:
+        options = {**(arguments.get("transformer_options") or {})}
+        chosen = options.pop(ATTENTION, None)
+        options["optimized_attention_override"] = attention_override(call, chosen and attention_function(chosen))
+        if PATCHES in options:
+            from .patches import decode_node_patches  # which needs ComfyUI; the rest of this file does not
+
+            options |= decode_node_patches(options.pop(PATCHES), call)
+        in_place: AbstractContextManager[None] = nullcontext()
+        if OBJECTS in options:
+            from .pack_objects import objects_in_place
+
+            in_place = objects_in_place(options.pop(OBJECTS), installed.model, call)
+        named = {**arguments, "transformer_options": options}
+        call.state.arguments = named
+        if arguments.get("control") is not None:
+            named["control"] = _local_control(arguments, call.state, plan)
+        override = attention_override(call)
+        with in_place, attention_by_name(plan.attention_names, override), serving(compiled_attention(call)):
+            return installed.forward(forward, **named), call.state
+
+
+def _local_control(arguments: Mapping[str, Any], state: CallState, plan: FamilyPlan) -> dict[str, Any]:
+    """Return the ControlNet residuals for this rank's forward. They may lie in memory shared with other processes."""
+    device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+    local: dict[str, Any] = {}
+    for kind, residuals in arguments["control"].items():
+        streams = plan.control.get(kind) if plan.shares_sequence else None
+        if streams:
+            local[kind] = LocalResiduals(residuals, state, (streams,) if isinstance(streams, str) else streams, device)
+        else:
+            local[kind] = [_copied(r, device) if isinstance(r, Tensor) else r for r in residuals]
+    return local
+
+
+def _copied(residual: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device. That is asynchronous from pinned memory; from any other it makes the host wait."""
+    if device.type != "cpu":
+        return residual.pin_memory().to(device, non_blocking=True)
+    return residual.to(device, copy=True)
+
+
+class LocalResiduals(Sequence[Tensor | None]):
+    """ControlNet residuals `[B, tokens, D]`. A rank's part is copied to its device when the forward asks for it.
+
+    Args:
+        residuals: of every block, over the first tokens of the streams (reference tokens behind them get none). Blocks may share
+            one, which is copied once.
+        state: of the running call; by the time a residual is asked for, the streams are known.
+        streams: streams that they are added to, in joint order; once these are gathered, the whole residual is.
+        device: of this rank.
+    """
+
+    def __init__(
+        self, residuals: Sequence[Tensor | None], state: CallState, streams: tuple[str, ...], device: torch.device
+    ) -> None:
+        self._residuals, self._state, self._streams, self._device = list(residuals), state, streams, device
+        self._due = Counter(residual.data_ptr() for residual in residuals if residual is not None)
+        self._copies: dict[tuple[int, bool], Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._residuals)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._local(self._residuals[index])
+
+    def pop(self) -> Any:
+        """Remove and return the last one, as some forwards do."""
+        return self._local(self._residuals.pop())
+
+    def _local(self, residual: Tensor | None) -> Tensor | None:
+        if residual is None:
+            return None
+        # Whole once the tokens are gathered, and before any are split: a patch may skip the first blocks.
+        known = self._state.lengths.keys() >= set(self._streams)
+        key, whole = residual.data_ptr(), not known or self._state.whole.issuperset(self._streams)
+        local = self._copies.pop((key, whole), None)
+        if local is None:
+            local = _copied(residual if whole else self._take(residual), self._device)
+        self._due[key] -= 1
+        if self._due[key] > 0:
+            self._copies[key, whole] = local
+        return local
+
+    def _take(self, residual: Tensor) -> Tensor:
+        layout = self._state.layout(self._streams)
+        segments = [segment for stream in layout.held[self._state.rank] for segment in stream]
+        if len(segments) > 1 and residual.shape[1] != layout.total:
+            raise PlanError(f"a ControlNet gave residuals for {residual.shape[1]} tokens, and this model has {layout.total}")
+        parts = [residual[:, start:stop] for start, stop in segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def run_staged(
+    installed: InstalledPlan[FamilyPlan],
+    pipeline: Pipeline,
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    mesh: SequenceMesh,
+    planner: Planner,
+    settings: PipelineSettings,
+    leading: Collection[str],
+    apart: bool,
+    on_module: Callable[[], None] | None = None,
+    on_run: Callable[[int], bool] = lambda stages: True,
+) -> tuple[Any, CallState]:
+    """Call `forward` with whole arguments by name, as `run_sharded` does, item by item of the batch if these are apart.
+
+    Args:
+        mesh: the ranks of this stage that share the tokens.
+        leading: names of the latent and the timestep.
+        apart: items are independent.
+        on_module, on_run: see `Mirrors.call`.
+
+    Returns:
+        the whole output, right on the last stage, and the state after the last run.
+    """
+    items = next(value.shape[0] for name in leading for value in tensors(arguments[name]))
+    most = items if apart else 1
+    shares = share_out(arguments, leading, most, most, sequence=True)
+    parts = [_part(take_items(shares, arguments, number), number) for number in range(shares.groups)]
+
+    several, follows, state = shares.groups > 1 or settings.patches > 1, False, CallState(0, 1)
+
+    def made(named: Mapping[str, Any]) -> Any:
+        def run(mesh: SequenceMesh, kind: Callable[..., RunningCall]) -> Any:
+            # Forwards may change what they are given. Residuals are copied as they are asked for.
+            fresh = {name: value if name in SHARED else map_tensors(value, Tensor.clone) for name, value in named.items()}
+            nonlocal state, follows
+            if several:
+                follows = on_run(settings.stages)
+            out, state = run_sharded(installed, forward, fresh, mesh, planner, on_module, kind=kind)
+            return out
+
+        return run
+
+    names = (arguments.get("transformer_options") or {}).get(CONDITIONINGS, [""])
+    pipeline.begin_run(names[0].partition(" ")[0])
+    outs = pipeline.call([Part(form, names, made(named)) for named, form, names in parts], mesh, settings, lambda: follows)
+    return together(outs), state
+
+
+def _part(arguments: dict[str, Any], number: int) -> tuple[dict[str, Any], object, object]:
+    """Return a part of a call without the names of its conditionings, a key of its form, and these names."""
+    options = dict(arguments.get("transformer_options") or {})
+    names = options.pop(CONDITIONINGS, number)
+    named = {**arguments, "transformer_options": options}
+    told = {name: value for name, value in options.items() if name != COND_KINDS}
+    return named, form_of({**named, "transformer_options": told}), form_of(names)
+
+
+def together(outs: list[Any]) -> Any:
+    """Concatenate results along dimension 0: tensors, or lists and tuples of them."""
+    if len(outs) == 1:
+        return outs[0]
+    parts = iter(zip(*map(tensors, outs), strict=True))
+    return map_tensors(outs[0], lambda _: torch.cat(next(parts)))

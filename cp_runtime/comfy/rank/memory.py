@@ -1,0 +1,349 @@
+"""The memory of a rank: weights that are the pages of their file, whole, shared out or in stages; and room for calls.
+
+ComfyUI moves a model off its device by copying all of it into memory of this process, N times on N ranks, although the file holds
+the same bytes. It does so to unload a model, to make room for another one, and whenever the LoRA changes. What it noted in
+`ModelPatcher.backup`, as it does for weights that a LoRA changes, it takes from there instead.
+
+For weights that stay on the host because the device has no room, it registers their memory with CUDA: the kernel then gives this
+process pages of its own, because safetensors maps files privately. Those weights cross to the device unregistered.
+
+Of weights that are shared out or in stages, ComfyUI's memory manager sees a model that is as large as what this rank keeps, and
+that is on the device or not: a part of a part cannot stay behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import comfy.float
+import comfy.lora
+import comfy.ops
+import torch
+from comfy import model_management
+from comfy.model_patcher import ModelPatcher, get_key_weight
+from comfy.utils import get_attr, set_attr_param, string_to_seed
+from torch import Tensor, nn
+
+from ...compat import before_apply
+from ...engine.collectives import RankGroup
+from ...engine.mesh import Stage
+from ...engine.pipeline.stages import StagedWeights, cut, staged_blocks
+from ...engine.plan import ShardingPlan
+from ...engine.sharding import Shares
+from ...engine.weights.blocks import Block
+from ...engine.weights.cast import memory_of, plain, settle
+from ...engine.weights.pages import give_back, inside, mapped, trim_heap
+from ...engine.weights.sharded import ShardedWeights
+from ...nested import alias, is_dressed, stored
+from ..shared.loading import parameters_of
+from ..shared.patches import changes_shape
+from ..shared.recipe import Recipe
+from ..shared.weights import PREFIX, SMALL, STAYS
+
+# What to do about code that reads a weight that is not on this rank.
+SHARED_REMEDY = "Set weights to whole in CP Config, or remove the node that reads it."
+STAGED_REMEDY = "Set weights to whole in CP Config, and leave out CP PipeFusion, or remove the node that reads it."
+
+
+class LoadProgress:
+    """Counts bytes of weights that are patched and there, or on their way. `tell`: told how many thousandths of a model that is,
+    and None once it is loaded."""
+
+    def __init__(self, tell: Callable[[int | None], None]) -> None:
+        self._tell = tell
+        self._done = self._of = 0
+
+    @contextlib.contextmanager
+    def loading(self, nbytes: int) -> Iterator[None]:
+        """Tell the progress of a load that happens inside the context. `nbytes`: of the model's weights."""
+        self._done, self._of = 0, nbytes
+        self._tell(0)
+        try:
+            yield
+        finally:
+            self._tell(None)
+
+    def add(self, weights: Iterable[Tensor]) -> None:
+        """Note that these weights are loaded."""
+        self._done += sum(part.nbytes for weight in weights for part in stored(weight))
+        self._tell(min(1000, 1000 * self._done // max(1, self._of)))
+
+
+class Backup(NamedTuple):
+    """An entry of `ModelPatcher.backup`."""
+
+    weight: Tensor
+    inplace_update: bool = False
+
+
+class FileWeightsPatcher(ModelPatcher):
+    """A ModelPatcher that goes back to the file's pages.
+
+    Attributes:
+        cp_recipe: by which the model was loaded.
+        cp_plain: class of the patcher that its loader made.
+        cp_file_weights: those weights whose memory is the file, by name.
+        cp_progress: told what is on the device.
+    """
+
+    cp_recipe: Recipe
+    cp_plain: type[ModelPatcher]
+    cp_file_weights: dict[str, Tensor]
+    cp_progress: LoadProgress
+
+    @classmethod
+    def adopt(cls, patcher: Any, recipe: Recipe, progress: LoadProgress) -> None:
+        """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these."""
+        patcher.cp_plain, patcher.__class__ = type(patcher), cls
+        patcher.cp_recipe, patcher.cp_progress = recipe, progress
+        ranges = mapped(recipe.path)
+        patcher.cp_file_weights = {
+            # Not the parameter itself: a module that moves to a device puts another tensor into it.
+            name: alias(getattr(module, parameter))
+            for name, module, parameter in parameters_of(patcher.model)
+            # Scales may be copies, and are small.
+            if inside(memory_of(max(stored(getattr(module, parameter)), key=lambda part: part.nbytes)), ranges)
+        }
+
+    def load(self, *args: Any, **kwargs: Any) -> None:
+        for name, weight in self.cp_file_weights.items():
+            self.backup.setdefault(name, Backup(alias(weight)))
+        if any(patches_itself(get_attr(self.model, name)) for name in self.patches):  # also where it stays on the host
+            kwargs["force_patch_weights"] = True
+        with self._counted():
+            super().load(*args, **kwargs)
+
+    def patch_weight_to_device(self, key: str, device_to: Any = None, *args: Any, **kwargs: Any) -> Any:
+        weight = None
+        if key in self.patches:
+            if patches_itself(get_attr(self.model, key)):
+                weight = self._as_its_loader(key, device_to)
+            elif self.cp_recipe.dynamic:
+                weight = _as_dynamic(self, key, device_to)
+        if weight is None:
+            weight = super().patch_weight_to_device(key, device_to, *args, **kwargs)
+        elif not kwargs.get("return_weight"):
+            self.backup.setdefault(key, Backup(get_attr(self.model, key)))
+            set_attr_param(self.model, key, weight)
+        if key in self.patches and not kwargs.get("return_weight"):
+            self.cp_progress.add([get_attr(self.model, key)])
+        return weight
+
+    def _as_its_loader(self, key: str, device: Any) -> Tensor:
+        """Return a weight with its patches in the form that its layers expect, which the patcher of its loader knows."""
+        weight, own = get_attr(self.model, key), self.__class__
+        set_attr_param(self.model, key, alias(weight))  # the weight itself gets no patches
+        self.__class__ = self.cp_plain
+        try:
+            self.patch_weight_to_device(key, device)
+            made: Tensor = get_attr(self.model, key)
+            return made
+        finally:
+            self.__class__ = own
+            set_attr_param(self.model, key, weight)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Note when ComfyUI moves a module to the device. What has patches was noted when they went in."""
+        own: dict[nn.Module, list[Tensor]] = {}
+        for name, module, parameter in parameters_of(self.model):
+            if name not in self.patches:
+                own.setdefault(module, []).append(getattr(module, parameter))
+
+        def note(module: nn.Module) -> Callable[[object], None]:
+            return lambda _: self.cp_progress.add(own.pop(module, []))
+
+        with contextlib.ExitStack() as undone:
+            for module in list(own):
+                undone.callback(before_apply(module, note(module)))
+            yield
+
+    def pin_weight_to_device(self, key: str) -> None:
+        # A read-only mapping of the file is no way out: few drivers register one (docs/gpu.md).
+        if key not in self.cp_file_weights:
+            super().pin_weight_to_device(key)
+
+
+def patches_itself(weight: Tensor) -> bool:
+    """Return whether a weight takes patches as an attribute, and its layer applies them whenever it makes numbers of its bytes."""
+    return is_dressed(weight) and hasattr(weight, "patches") and not stored(weight)[0].is_floating_point()
+
+
+def _as_dynamic(patcher: Any, key: str, device: torch.device | None) -> Tensor | None:
+    """Return a weight on a device with its patches as DynamicVRAM puts them in, which has loaded the model in ComfyUI's process;
+    None where it patches a module as the other patchers do.
+
+    Where it rounds a patched weight to 8 bits, it does so by the name of the module; ComfyUI's other patchers, by that of the
+    weight. It keeps what it has rounded for later calls with a weight (`comfy.ops.resolve_cast_module_with_vbar`).
+    """
+    path = key.rpartition(".")[0]
+    module = get_attr(patcher.model, path)
+    weight = get_key_weight(patcher.model, key)[0]
+    quantised = hasattr(weight, "requantize_from_float")
+    small = model_management.module_size(module) <= SMALL if quantised else STAYS in vars(module)
+    own = [f"{path}.{name}" for name in ("weight", "bias")]
+    if small or key not in own or not hasattr(module, "comfy_cast_weights"):
+        return None
+    if any(changes_shape(patcher, name) for name in own if name in patcher.patches):
+        return None
+    device, dtype, seed = device or weight.device, patcher.model.get_dtype_inference(), string_to_seed(path)
+    if isinstance(module, comfy.ops.fp8_ops.Linear) and weight.dtype == torch.float8_e4m3fn:
+        dtype = model_management.lora_compute_dtype(device)
+    numbers = model_management.cast_to_device(weight, device, dtype, copy=True)
+    numbers = numbers.dequantize() if quantised else numbers
+    made: Tensor = comfy.lora.calculate_weight(patcher.patches[key], numbers, key, intermediate_dtype=dtype)
+    if quantised:
+        return weight.to(device).requantize_from_float(made, scale="recalculate", stochastic_rounding=seed)
+    return comfy.float.stochastic_rounding(made, weight.dtype, seed=seed)
+
+
+def forget(patcher: ModelPatcher) -> None:
+    """Take a model from ComfyUI's memory manager as it is: its memory is free once nothing refers to it.
+
+    ComfyUI's own way to unload a model copies what is on the device to the host first.
+    """
+    loaded = model_management.current_loaded_models
+    loaded[:] = [each for each in loaded if each.model is not patcher]
+
+
+class SharedWeightsPatcher(FileWeightsPatcher):
+    """A ModelPatcher that keeps this rank's part of the blocks (`engine.weights`).
+
+    Weight patches go into a block before it is shared out, so that a rank never holds more of a model than its own part and one
+    block, and quantised weights stay quantised.
+
+    Attributes:
+        cp_ranks, cp_on_host: see `ShardedWeights`.
+        cp_weights: the parts, while they are on the device.
+        cp_size: bytes of device memory that the model takes.
+    """
+
+    cp_ranks: RankGroup
+    cp_on_host: bool
+    cp_weights: ShardedWeights | None
+    cp_size: int
+
+    @classmethod
+    def share(cls, patcher: Any, recipe: Recipe, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool) -> None:
+        """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these."""
+        cls.adopt(patcher, recipe, progress)
+        patcher.cp_ranks, patcher.cp_on_host, patcher.cp_weights, patcher.cp_size = ranks, on_host, None, size
+
+    def model_size(self) -> int:
+        return self.cp_size
+
+    def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
+        weights = ShardedWeights(
+            self.model.diffusion_model, self.cp_ranks, device_to, on_host=self.cp_on_host, remedy=SHARED_REMEDY
+        )
+        self.cp_weights = weights
+        own = self._load_without(weights.blocks.values(), device_to)
+        pages = mapped(self.cp_recipe.path)
+        for block, parameters in own.items():
+            block.put([plain(weight) for weight in parameters])
+            weights.keep(block.name, self._patched(block, device_to))
+            give_back(parameters, pages)
+            trim_heap()  # freed pieces that patching left between the weights that are kept
+            self.cp_progress.add(parameters)
+        self.model.model_loaded_weight_memory = self.cp_size
+
+    def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        if unpatch_weights and self.cp_weights is not None:
+            self.cp_weights.remove()
+            self.cp_weights = None
+        super().unpatch_model(device_to, unpatch_weights)
+
+    def partially_unload(self, *args: Any, **kwargs: Any) -> int:
+        return 0  # ComfyUI then unloads all of it
+
+    def _load_without(self, blocks: Collection[Block], device_to: torch.device) -> dict[Block, list[Tensor]]:
+        """Have ComfyUI load the weights outside of some blocks. Return those of the blocks, whose slots are empty now."""
+        left_out = {block: block.weights for block in blocks}
+        inner = {module for block in left_out for module in block.module.modules()}
+        for name, module, parameter in parameters_of(self.model):
+            if module in inner:
+                self.backup.setdefault(name, Backup(alias(getattr(module, parameter))))
+        for block in left_out:
+            block.clear()
+        elsewhere = {PREFIX + path for block in left_out for path in block.slots}
+        patches = self.patches  # type: ignore[has-type]
+        self.patches = {name: entries for name, entries in patches.items() if name not in elsewhere}
+        try:
+            super().load(device_to, full_load=True)
+        finally:
+            self.patches = patches
+        if device_to.type == "cpu":
+            settle(self.model)  # once, and not in every call
+        return left_out
+
+    def _patched(self, block: Block, device_to: torch.device) -> dict[str, Tensor]:
+        """Return the weights of a block that have patches, patched."""
+        names = [path for path in block.slots if PREFIX + path in self.patches]
+        return {path: self.patch_weight_to_device(PREFIX + path, device_to, return_weight=True) for path in names}
+
+
+class StagedWeightsPatcher(SharedWeightsPatcher):
+    """A ModelPatcher that has the blocks of one stage (`engine.pipeline`), and the weights outside of blocks.
+
+    Attributes:
+        cp_weights: its blocks and those of other stages, while they are on the device.
+        cp_cut: returns them, for a device.
+    """
+
+    @classmethod
+    def stage(cls, patcher: Any, recipe: Recipe, plan: ShardingPlan, stage: Stage, shares: Shares, progress: LoadProgress) -> None:
+        """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these. `shares`: of every stage."""
+        whole = patcher.model_size()  # by its own class
+        cls.adopt(patcher, recipe, progress)
+        blocks = staged_blocks(patcher.model.diffusion_model, plan)
+        owners = cut([block.nbytes for block in blocks], stage.lane.size, shares)
+        number = stage.lane.size - 1 - stage.lane.rank
+
+        def weights(device: torch.device) -> StagedWeights:
+            return StagedWeights(blocks, owners, number, device, STAGED_REMEDY)
+
+        others = sum(block.nbytes for block in weights(torch.device("cpu")).others)
+        patcher.cp_cut, patcher.cp_weights, patcher.cp_size = weights, None, whole - others
+
+    def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
+        weights = self.cp_cut(device_to)
+        others = self._load_without(weights.others, device_to)
+        pages = mapped(self.cp_recipe.path)
+        for block, parameters in others.items():
+            block.put([plain(weight) for weight in parameters])
+            self.cp_progress.add(parameters)
+        weights.leave_out()
+        for parameters in others.values():
+            give_back(parameters, pages)
+        trim_heap()
+        self.cp_weights = weights
+        self.model.model_loaded_weight_memory = self.cp_size
+
+
+def room(device: torch.device) -> int | None:
+    """Return the bytes that a call could take if all weights made way for it; None for a CPU, whose memory ComfyUI's process sees
+    as well.
+
+    Weights that every rank keeps a part of do not make way: without them nothing runs.
+    ComfyUI would rather move weights to the host than compute CFG halves one after the other: `ModelPatcher.get_free_memory`
+    counts what DynamicVRAM holds as free.
+    """
+    if device.type == "cpu":
+        return None
+    can_go = (each.model_loaded_memory() for each in _on(device) if getattr(each.model, "cp_weights", None) is None)
+    return max(0, int(model_management.get_free_memory(device) + sum(can_go)))  # below 0 with `--reserve-vram`
+
+
+def available(device: torch.device) -> int | None:
+    """Return the bytes that a model and its calls could take if all others were unloaded, less what ComfyUI keeps free; None for a
+    CPU."""
+    if device.type == "cpu":
+        return None
+    held = sum(each.model_loaded_memory() for each in _on(device))
+    return max(0, int(model_management.get_free_memory(device) + held - model_management.minimum_inference_memory()))
+
+
+def _on(device: torch.device) -> list[Any]:
+    return [each for each in model_management.current_loaded_models if each.device == device]

@@ -1,0 +1,398 @@
+"""The models on a worker rank: loaded from the recipe of the UI's model, patched with its weight patches.
+
+Importing this brings up ComfyUI: see `service`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import comfy.sd  # noqa: F401  (slow: now, and not at the first load)
+import torch
+from comfy import model_management
+from torch import Tensor, nn
+
+from ...compat import compiler_counts
+from ...engine.collectives import RankGroup
+from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
+from ...engine.cost import DegreePlanner
+from ...engine.hooks import InstalledPlan
+from ...engine.mesh import BatchMesh, SequenceMesh, Stage, reduced
+from ...engine.pipeline.pipeline import Pipeline
+from ...engine.pipeline.stages import StagedWeights, Stages
+from ...engine.policy import CallWork
+from ...engine.sharding import BatchShares
+from ...engine.state import CallState
+from ...engine.weights.pages import trim_heap
+from ...engine.weights.sharded import ShardedWeights
+from ...errors import CompileError, MirrorError
+from ...families import plan_for
+from ...families.family import FamilyPlan
+from ...nested import stored, tensors
+from ...pool.messages import AttachNetwork, Call, CallOutcome, Compiled, Load, Loaded, Staged
+from ...pool.protocol import read_tensor, unflatten
+from ...pool.settings import OFFLOADED, STAGED, WHOLE
+from ...pool.tensor_cache import owned
+from ..shared.files import ModelFiles
+from ..shared.forward import decode_compile
+from ..shared.loading import LoadedModel, load_recipe
+from ..shared.modules import layers_of
+from ..shared.patches import decode_weight_patches
+from ..shared.recipe import Recipe, is_inside
+from ..shared.weights import dtypes_of, network_of, sample_weights, weight_patches_digest
+from .factory import call_factory
+from .forward import run_sharded, run_staged, share_out, take_items
+from .memory import FileWeightsPatcher, LoadProgress, SharedWeightsPatcher, StagedWeightsPatcher, available, forget, room
+from .patches import ATTACHED, attach_network
+from .quantised import Experts, own_formats, shared_scales
+
+log = logging.getLogger("context_parallel.worker")
+
+SPARE = 4  # weights get memory back once calls need less than 1/SPARE of what they have. Calls of one run differ by less
+METHODS = ("forward", "_forward")
+ALONE = {"ulysses": 1, "ring": 1, "batch": 1}
+
+
+@dataclass
+class Mirror:
+    """One model on this rank.
+
+    Args:
+        samples: of its weights as they were loaded, without patches.
+        names: of all its weights.
+        placement: of its weights, one of `pool.settings.PLACEMENTS`.
+        nbytes: of its weights.
+        formats: quantised formats that this device multiplies them in by itself.
+        files: that its weights are pages of.
+        reserved: bytes of device memory that were left free for calls when its weights were last put there.
+        compiled: its blocks, where calls ask for that.
+    """
+
+    patcher: Any
+    samples: dict[str, str]
+    names: frozenset[str]
+    placement: str
+    nbytes: int
+    formats: tuple[str, ...]
+    files: ModelFiles
+    reserved: float = 0.0
+    compiled: CompiledBlocks | None = None
+    _pipeline: tuple[Any, Pipeline] | None = None  # and the weights that it is for
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The transformer, or the VAE."""
+        network: nn.Module = network_of(self.patcher.model)
+        return network
+
+    @cached_property
+    def installed(self) -> InstalledPlan[FamilyPlan]:
+        """Its plan, from the first call on."""
+        return InstalledPlan(self.model, plan_for(self.model))
+
+    @property
+    def weights(self) -> ShardedWeights | None:
+        """Weights that this rank keeps a part of, once they are on the device."""
+        weights: ShardedWeights | None = getattr(self.patcher, "cp_weights", None)
+        return weights if isinstance(weights, ShardedWeights) else None
+
+    def pipeline(self, stage: Stage, everyone: RankGroup, device: torch.device) -> Pipeline:
+        """Its calls in stages, since its weights were last put on the device."""
+        weights: StagedWeights = self.patcher.cp_weights
+        if self._pipeline is None or self._pipeline[0] is not weights:
+            stages = Stages(weights.blocks, weights.owners, stage.lane, weights.lent)
+            self._pipeline = weights, Pipeline(stages, everyone, partial(room, device))
+        return self._pipeline[1]
+
+    def free_buffers(self) -> None:
+        """Give back memory that its next call can do without."""
+        if self.weights is not None:
+            self.weights.free_buffers()
+        if self._pipeline is not None:
+            self._pipeline[1].forget()
+
+    def compile(self, settings: CompileSettings | None, failed: Failed) -> None:
+        """Have the blocks compiled from now on, or not. See `CompiledBlocks`."""
+        if self.compiled is not None and self.compiled.settings != settings:
+            self.compiled.remove()
+            self.compiled = None
+        if self.compiled is None and settings is not None:
+            self.compiled = CompiledBlocks(self.model, self.installed.plan, settings)
+        if self.compiled is not None:
+            self.compiled.failed = failed
+
+    @property
+    def compilation(self) -> Compiled:
+        """Which blocks are compiled, and what this process has compiled so far."""
+        blocks = self.compiled
+        return Compiled() if blocks is None else Compiled(kinds=blocks.kinds, left=blocks.left, counts=compiler_counts())
+
+    def drop(self) -> None:
+        """Take the plan off, and with it what its transforms keep, and what was compiled."""
+        if self.compiled is not None:
+            self.compiled.remove()
+        if "installed" in vars(self):
+            self.installed.remove()
+        forget(self.patcher)
+
+
+class Mirrors:
+    """All models on this rank, by the key of their recipe.
+
+    Args:
+        folders: from which alone models are loaded.
+        progress: of bringing weights to the device.
+        node_folders: from which alone loaders of node packs are called.
+    """
+
+    def __init__(
+        self, device: torch.device, folders: Sequence[str], progress: LoadProgress, node_folders: Sequence[str] = ()
+    ) -> None:
+        self.device, self.progress = device, progress
+        self.folders, self.node_folders = folders, node_folders
+        self.entries: dict[str, Mirror] = {}
+
+    def load(self, request: Load, block: Tensor, mesh: BatchMesh) -> Loaded:
+        """Load the model of a request if it is new, and take its weight patches. The next call moves both to the device.
+
+        Args:
+            block: with tensors of the patches, which stay in it.
+            mesh: the ranks, where they share the weights out.
+        """
+        began = time.perf_counter()
+        key, placement = request.key, request.placement
+        if key in self.entries and self.entries[key].placement != placement:
+            self.drop([key])
+        mirror = self.entries.get(key)
+        if mirror is None:
+            recipe = Recipe.from_json(request.recipe)
+            ranks = None if placement == WHOLE else mesh.sequence().weights
+            # Where calls compute on the host they would convert again and again.
+            patcher, missing, files = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
+            recipe = replace(recipe, path=files.path)  # another file may get its name
+            if placement == STAGED:
+                stage, plan = mesh.stage(request.stages), plan_for(network_of(patcher.model))
+                StagedWeightsPatcher.stage(patcher, recipe, plan, stage, mesh.stage_shares(request.stages), self.progress)
+            elif ranks is None:
+                FileWeightsPatcher.adopt(patcher, recipe, self.progress)
+            else:
+                SharedWeightsPatcher.share(
+                    patcher, recipe, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
+                )
+            formats = tuple(own_formats(patcher.model, self.device))
+            if formats:
+                Experts.find(network_of(patcher.model))
+            # Weights missing from the file are not initialised, and differ from process to process.
+            samples = sample_weights(network_of(patcher.model), without=missing)
+            nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
+            mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes, formats, files)
+        self._patch(mirror, request, block)
+        self.entries[key] = mirror
+        model = mirror.patcher.model
+        dtype, cast_dtype = dtypes_of(model)
+        return Loaded(
+            digest=weight_patches_digest(request.patches, block),
+            patches_uuid=str(mirror.patcher.patches_uuid),
+            dtype=dtype,
+            cast_dtype=cast_dtype,
+            formats=mirror.formats,
+            samples=mirror.samples,
+            layers=layers_of(mirror.model),
+            bytes=model_management.module_size(model),
+            seconds=time.perf_counter() - began,
+        )
+
+    def call(
+        self,
+        request: Call,
+        arguments: dict[str, Any],
+        mesh: BatchMesh,
+        planner_for: Callable[[SequenceMesh, tuple[int, ...]], DegreePlanner],
+        on_module: Callable[[], None],
+        on_run: Callable[[int], bool] = lambda stages: True,
+    ) -> tuple[Any, CallOutcome]:
+        """Run the model's own forward with `arguments` (by name) on all ranks, or on those that the call's split names.
+
+        Args:
+            planner_for: mesh of the ranks that share a sequence, all ranks that take part -> planner of the call.
+            on_module, on_run: called at every planned module; and, where several runs of the forward follow each other, at each of
+                them, with the number of stages, to return whether the next one is sure to take place.
+
+        Returns:
+            the output, and what the call did. On a rank that idles, no output.
+        """
+        began = time.perf_counter()
+        if request.method not in METHODS:
+            raise MirrorError(f"a call of {request.method!r}, which is no forward")
+        mirror = self.mirror_of(request.key)
+        forward = getattr(mirror.model, request.method)
+        plan, leading, settings, everyone = mirror.installed.plan, request.leading, request.pipeline, mesh.whole
+        stage = None if settings is None else mesh.stage(settings.stages)
+        mesh = mesh if stage is None else stage.ranks
+        may_share = plan.batch_is_shared(arguments) and request.batch_degree != 1
+        split, members = request.split, tuple(range(mesh.size))
+        degree = request.batch_degree if may_share else 1
+        shares = share_out(arguments, leading, mesh.size, degree, plan.shares_sequence, mesh.group_shares, everyone.rank == 0)
+        items = shares.items // shares.unit if may_share else 1
+        if split is not None and split.batch <= items:
+            team = mesh.team(split.ranks, split.groups, split.ring, split.ulysses)
+            if team is None:
+                return None, CallOutcome(
+                    idle=True, degrees=ALONE, at_work=split.at_work, room=room(self.device), compiled=mirror.compilation
+                )
+            mesh, members = team, split.ranks
+            own = mesh.group_shares(split.groups)[: split.batch]  # with copies, the results of the first groups count
+            shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
+        sequence = mesh.sequence(shares.taking_part)
+        part = take_items(shares, arguments, mesh.index(shares.taking_part))
+        in_place = {name: part.pop(name) for name in request.in_place if name in part}  # `LocalResiduals` copies even less
+        part = {**owned(part, self.device), **in_place}
+        planner = planner_for(sequence, members)
+        latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
+        needed = mirror.patcher.memory_required(list(latent)) * request.memory_scale * sequence.part
+        self.free_buffers(keep=mirror)
+        self.to_device(mirror, needed)
+        mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
+        prelude = time.perf_counter() - began
+        # Not inference_mode, which does not count changes in place: see `CallState.once`.
+        with torch.no_grad(), shared_scales(mesh.whole) if mirror.formats else nullcontext():
+            staged: Staged | None = None
+            if settings is None or stage is None:
+                out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
+            else:
+                pipeline = mirror.pipeline(stage, everyone, self.device)
+                out, state = run_staged(
+                    mirror.installed, pipeline, forward, part, sequence, planner, settings, leading, may_share, on_module, on_run
+                )
+                staged = Staged(**pipeline.described(settings))
+            ring, ulysses = planner.chosen or (1, 1)
+            return shares.gather(out, mesh), CallOutcome(
+                degrees={"ulysses": ulysses, "ring": ring, "batch": shares.groups, **(staged.degrees if staged else {})},
+                at_work=shares.groups * planner.ranks * (1 if settings is None else settings.stages),
+                tokens={name: held for name, (_, held) in state.tokens().items()},
+                room=room(self.device),
+                compiled=mirror.compilation,
+                predicted_seconds=planner.seconds,
+                predicted_bytes=planner.bytes_sent,
+                work=self._work(mirror, shares, items, planner, state) if staged is None else None,
+                prelude=prelude,
+                staged=staged,
+            )
+
+    def free_buffers(self, keep: Mirror | None = None) -> None:
+        """Have all models give back memory that their next call can do without, except one where `keep` names it."""
+        for mirror in self.entries.values():
+            if mirror is not keep:
+                mirror.free_buffers()
+
+    def _work(self, mirror: Mirror, shares: BatchShares, items: int, planner: DegreePlanner, state: CallState) -> CallWork:
+        """Return the work of a call, independent of who computes it."""
+        start, stop = shares.held(0)
+        own = max(1, (stop - start) // shares.unit) if items > 1 else 1  # items that were computed here
+        weights = mirror.nbytes / mirror.patcher.model.get_dtype().itemsize
+        return CallWork(
+            items=items,
+            sequence=mirror.installed.plan.shares_sequence,
+            attentions=tuple((replace(shape, batch=shape.batch / own), count) for shape, count in planner.attentions.items()),
+            operations=2 * weights * sum(total for total, _ in state.tokens().values()),
+        )
+
+    def available(self) -> int | None:
+        """Return the bytes of this rank's device that a model and its calls could take; None for a CPU."""
+        return available(self.device)
+
+    def to_device(self, mirror: Mirror, needed: float, *, networks: bool = True) -> None:
+        """Put weights, patches and networks on the device where they are not, and leave `needed` bytes free for a call.
+
+        Args:
+            networks: of patches of other nodes, too.
+        """
+        patcher = mirror.patcher
+        wanted = [patcher, *(ATTACHED.values() if networks else ())]
+        loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
+        there = patcher.model.current_weight_patches_uuid == patcher.patches_uuid and all(id(each) in loaded for each in wanted)
+        if not there or room_changes(mirror.reserved, needed, patcher.model.model_lowvram):
+            with self.progress.loading(mirror.nbytes):
+                model_management.load_models_gpu(wanted, memory_required=needed)
+            mirror.reserved = needed
+
+    def attach_network(self, request: AttachNetwork, block: Tensor) -> None:
+        """Take a network that patches of other nodes refer to. The next call moves it to the device."""
+        tree = unflatten(request.network, lambda leaf: read_tensor(block, leaf).clone())
+        attach_network(request.key, tree, self.device)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Drop models and networks of patches. Host and device memory is freed; files stay in the page cache."""
+        for key in keys:  # without names for them: what a name holds cannot be collected
+            if key in self.entries:
+                self.entries.pop(key).drop()
+            if key in ATTACHED:
+                forget(ATTACHED.pop(key))
+        gc.collect()  # modules and hooks refer to each other
+        model_management.soft_empty_cache()
+        trim_heap()
+
+    def make_room(self, key: str | None) -> None:
+        """Give back what is kept of freed memory of the device.
+
+        Args:
+            key: of a model that leaves the device until its next call, and all networks of patches with it; None = of none.
+        """
+        self.free_buffers()
+        leaving = [] if key is None else [self.mirror_of(key).patcher, *ATTACHED.values()]
+        for loaded in list(model_management.current_loaded_models):
+            if any(loaded.model is patcher for patcher in leaving):
+                loaded.model_unload()
+                model_management.current_loaded_models.remove(loaded)
+        model_management.soft_empty_cache()
+
+    def mirror_of(self, key: str) -> Mirror:
+        """Return the model of a call."""
+        mirror = self.entries.get(key)
+        if mirror is None:
+            raise MirrorError("the model of this call is not loaded on the workers")
+        return mirror
+
+    def _load_file(self, recipe: Recipe, *, cast_later: bool) -> LoadedModel:
+        path = os.path.abspath(recipe.path)
+        if self.folders and not is_inside(path, self.folders):
+            raise MirrorError(
+                f"{path} is outside of ComfyUI's model folders. Move the file into one, or add its folder to ComfyUI's."
+            )
+        log.info("loading %s", os.path.basename(path))
+        recipe = replace(recipe, path=path)  # what was checked: behind a link, `..` leads elsewhere
+        make = partial(call_factory, node_folders=self.node_folders, model_folders=self.folders)
+        return load_recipe(recipe, cast_later=cast_later, make=make)
+
+    def _patch(self, mirror: Mirror, request: Load, block: Tensor) -> None:
+        patches = decode_weight_patches(unflatten(request.patches, lambda leaf: read_tensor(block, leaf)))
+        unknown = patches.keys() - mirror.names
+        if unknown:
+            raise MirrorError(f"{len(unknown)} patched weights do not exist on the workers, the first is {min(unknown)}")
+        mirror.patcher.patches, mirror.patcher.patches_uuid = patches, request.patches_uuid
+
+
+def room_changes(reserved: float, needed: float, offloaded: bool) -> bool:
+    """Return whether the weights have to be divided anew between device and host.
+
+    Args:
+        reserved, needed: bytes for calls, then and now.
+        offloaded: some weights are on the host, from where every call fetches them.
+    """
+    return needed > reserved or (offloaded and needed * SPARE < reserved)
+
+
+def _raise(error: CompileError) -> None:
+    raise error
+
+
+def _go_on(error: CompileError) -> None:
+    """Go on without compiling: the report of the call says which blocks are not compiled."""

@@ -1,0 +1,7 @@
+"""ComfyUI's code, imported before ranks are forked: that of a ComfyUI for CPUs, which looks at no device while it is imported."""
+
+import comfy.options
+
+comfy.options.enable_args_parsing()  # of the UI process's arguments
+
+from . import mirrors  # noqa: E402, F401

@@ -1,0 +1,98 @@
+"""A rank's work for ComfyUI: the commands of the pool's service. Imported in worker processes only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import comfy.options
+from torch import Tensor
+
+from ...comfyui import forbid_recording
+from ...compat import on_compilation
+from ...engine.cost import DegreePlanner
+from ...engine.profiling import CallTraces
+from ...pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Request, Room
+from ...pool.worker import Handler, Worker
+from ..shared.vae import VAE_METHODS
+
+if TYPE_CHECKING:
+    from .mirrors import Mirrors
+
+
+def make_service(worker: Worker, arguments: Mapping[str, Any]) -> Mapping[type[Request[Any]], Handler]:
+    """Make the service of a rank and return its handlers by kind of request.
+
+    Args:
+        arguments: `model_folders`, the only ones that models are loaded from; `node_folders` of node packs.
+    """
+    comfy.options.enable_args_parsing()  # of the UI process's arguments
+    from comfy import cli_args
+
+    cli_args.args.cpu |= worker.device.type == "cpu"  # ComfyUI picks its device when it is imported, which is now
+    forbid_recording(cli_args.args)
+    from .memory import LoadProgress
+    from .mirrors import Mirrors
+
+    progress = LoadProgress(worker.loading_hook())
+    mirrors = Mirrors(worker.device, arguments["model_folders"], progress, arguments.get("node_folders", ()))
+    return ModelService(worker, mirrors).handlers
+
+
+class ModelService:
+    """Loads models and runs their forward. `worker`: the rank. `mirrors`: its models."""
+
+    def __init__(self, worker: Worker, mirrors: Mirrors) -> None:
+        self._worker, self._mirrors = worker, mirrors
+        self._traces = CallTraces(worker.rank)
+        self._told_when_compiling = False
+
+    @property
+    def handlers(self) -> Mapping[type[Request[Any]], Handler]:
+        """Handlers by kind of request."""
+        worker, mirrors = self._worker, self._mirrors
+        return {
+            Load: lambda request, _: mirrors.load(request, worker.keep(request.memory), worker.mesh),
+            AttachNetwork: mirrors.attach_network,
+            Drop: self._drop,
+            Call: self._call,
+            MakeRoom: self._make_room,
+            Available: lambda *_: Room(available=mirrors.available()),
+        }
+
+    def _drop(self, request: Drop, _: Tensor) -> None:
+        self._worker.cache.clear()
+        self._mirrors.drop(request.keys)
+
+    def _make_room(self, request: MakeRoom, _: Tensor) -> None:
+        if request.key is not None:
+            self._worker.cache.clear()
+        if self._worker.rank in request.ranks:
+            self._mirrors.make_room(request.key)
+
+    def _call(self, request: Call, block: Tensor) -> CallReport:
+        worker = self._worker
+        began = time.perf_counter()
+        arguments = worker.cache.unpack(request, block)
+        worker.begin_figures()
+        if request.compile and not self._told_when_compiling:
+            on_compilation(worker.compiling)
+            self._told_when_compiling = True
+        on_module = worker.module_hook(request.cancel_every)
+        with self._traces.call(), self._mirrors.mirror_of(request.key).files.unchanged():
+            if request.method in VAE_METHODS:
+                from .vae import call_vae  # brings up ComfyUI, as the mirrors have
+
+                out, outcome = call_vae(self._mirrors, request, arguments, worker.mesh, on_module)
+            else:
+                out, outcome = self._mirrors.call(
+                    request,
+                    arguments,
+                    worker.mesh,
+                    lambda mesh, members: DegreePlanner(request.sequence, mesh.size, worker.measured.of(members), mesh.shares),
+                    on_module,
+                    worker.run_point,
+                )
+            result = worker.result(out)
+        return worker.report(result, outcome, began)

@@ -1,0 +1,292 @@
+"""Patches of other nodes, rebuilt on the workers: code in the transformer (`transformer_options`), and weight patches.
+
+A patch is a function inside a node's code, or an object of one of ComfyUI's classes. Its name and the data it holds are sent; a
+worker finds the same code by name in its own ComfyUI and gives it the data. Only names in MIRRORED are looked up. A patch sees what
+its rank's forward sees: this rank's tokens. If it expects anything else, MIRRORED says how it is adapted.
+
+Of weight patches (LoRA and its relatives) a patcher holds `{weight name: [(strength, patch, strength_model, offset, function)]}`. A
+patch is an adapter object of `comfy.weight_adapter`, a tuple of a kind and tensors, or, of a merge, a list: a weight of the other
+model, beside a function that makes numbers of it, and the patches of that model. All become tuples here; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import comfy.ldm.common_dit
+import comfy.lora
+import comfy.utils
+import comfy.weight_adapter
+from comfy.model_patcher import key_param_name_to_key
+from torch import Tensor, nn
+
+from ...engine.call import RunningCall
+from ...engine.weights.cast import CastWeight, counting_as, memory_of
+from ...errors import MirrorError
+from .modules import full_name
+from .weights import is_dynamic
+
+LOCALS = ".<locals>."
+ADAPTERS = {adapter.__name__: adapter for adapter in comfy.weight_adapter.adapters}
+CONVERTING = ("comfy.model_patcher", "comfy.ops")  # modules of functions that change no weight unless it is quantised
+FUNCTIONS = {"swap_scale_shift": comfy.utils.swap_scale_shift}
+Entry = tuple[Any, ...]
+Prepare = Callable[[Any, Tensor], None]
+Adapt = Callable[[Any, RunningCall], Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """How a patch is mirrored.
+
+    Args:
+        node: id of the node that makes it, where its code does not tell.
+        without: attributes that the workers do not need: None there.
+        prepare: called in the UI process before every call, with the patch and the latent: encodes images, which takes a VAE.
+        adapt: (patch, the running call) -> what the forward calls in its place.
+        mixes_batch: it needs all items of a batch; no batch axis.
+        unless: classes of transformers whose forward does not give it what it expects, once tokens are split.
+    """
+
+    node: str = ""
+    without: tuple[str, ...] = ()
+    prepare: Prepare | None = None
+    adapt: Adapt | None = None
+    mixes_batch: bool = False
+    unless: tuple[str, ...] = ()
+
+
+def _on_whole_tokens(stream: str, *names: str) -> Adapt:
+    """Run the patch on all tokens on every rank: gather the arguments `names`, and split what it returns."""
+
+    def adapt(patch: Any, call: RunningCall) -> Callable[..., Any]:
+        def adapted(arguments: dict[str, Any]) -> Any:
+            if stream not in call.state.lengths:
+                return patch(arguments)
+            layout = call.state.layout((stream,))
+            out = patch({**arguments, **{n: call.gather(arguments[n], stream, 1) for n in names}})
+            if isinstance(out, Tensor):
+                return layout.take_local(out, call.state.rank, 1)
+            return {k: layout.take_local(v, call.state.rank, 1) if k in names else v for k, v in out.items()}
+
+        return adapted
+
+    return adapt
+
+
+def _with_local_hint(patch: Any, call: RunningCall) -> Callable[..., Any]:
+    """Add the hint for this rank's tokens only."""
+
+    def adapted(arguments: dict[str, Any]) -> Any:
+        hint = patch.encoded_image
+        start, stop = call.state.layout(("img",)).window(call.state.rank)
+        local = copy.copy(patch)
+        local.encoded_image = hint[:, start : min(stop, hint.shape[1])]
+        return local(arguments)
+
+    return adapted
+
+
+def _with_local_embedding(patch: Any, call: RunningCall) -> Callable[..., Any]:
+    """Show the patch this rank's part of what it embedded before the first block."""
+    data = "model_patch_data"
+
+    def localised(options: dict[str, Any]) -> dict[str, Any]:
+        state = call.state
+        layout = state.layout(("video",))
+        local = {k: state.once(data, v, lambda v=v: layout.take_local(v, state.rank, 1)) for k, v in options[data].items()}
+        return {**options, data: local}
+
+    def attention(*args: Any, extra_options: dict[str, Any], **kwargs: Any) -> Any:
+        return patch(*args, extra_options=localised(extra_options), **kwargs)
+
+    def mlp(arguments: dict[str, Any]) -> Any:
+        return patch({**arguments, "transformer_options": localised(arguments["transformer_options"])})
+
+    return attention if "extra_options" in inspect.signature(patch).parameters else mlp
+
+
+def _encode_qwen_hint(patch: Any, x: Tensor) -> None:
+    # The patch encodes its image inside the forward, once it knows the size. Here it runs with a network that adds nothing.
+    alone, network = copy.copy(patch), patch.model_patch.model
+    alone.model_patch = SimpleNamespace(
+        model=SimpleNamespace(
+            additional_in_dim=network.additional_in_dim,
+            process_input_latent_image=network.process_input_latent_image,
+            control_block=lambda img, *_: img,
+        )
+    )
+    alone({"x": x, "img": x.new_zeros(1, 1, 1), "block_index": 0})
+    patch.encoded_image, patch.encoded_image_size = alone.encoded_image, alone.encoded_image_size
+
+
+def _encode_z_image_hint(patch: Any, x: Tensor) -> None:
+    # After its last block the patch only encodes its image. The forward passes it whole image patches.
+    x = comfy.ldm.common_dit.pad_to_patch_size(x, (2, 2))
+    patch({"x": x, "img": x, "txt": x, "block_index": sys.maxsize})
+
+
+def _encode_render(patch: Any, x: Tensor) -> None:
+    x = comfy.ldm.common_dit.pad_to_patch_size(x, (1, 2, 2))
+    patch.build_controlnet_input(x, x.dtype, x.shape[0])
+
+
+_EXTRAS = "comfy_extras."
+_MODEL_PATCH = _EXTRAS + "nodes_model_patch:"
+_LLLITE = "comfy.ldm.anima.lllite:AnimaLLLite"
+_MULTITALK = "comfy.ldm.wan.model_multitalk:MultiTalk"
+_IMAGES = ("image", "inpaint_image", "mask", "render_video", "latent_format", "temp_data")
+MIRRORED: Mapping[str, Patch] = {
+    _EXTRAS + "nodes_slg:SkipLayerGuidanceDiT.execute.<locals>.skip": Patch(),
+    _EXTRAS + "nodes_slg:SkipLayerGuidanceDiTSimple.execute.<locals>.skip": Patch(),
+    _EXTRAS + "nodes_pag:PerturbedAttentionGuidance.execute.<locals>.perturbed_attention": Patch(),
+    _EXTRAS + "nodes_freelunch:FreeU.execute.<locals>.output_block_patch": Patch(),
+    _EXTRAS + "nodes_freelunch:FreeU_V2.execute.<locals>.output_block_patch": Patch(),
+    _EXTRAS + "nodes_model_downscale:PatchModelAddDownscale.execute.<locals>.input_block_patch": Patch(),
+    _EXTRAS + "nodes_model_downscale:PatchModelAddDownscale.execute.<locals>.output_block_patch": Patch(),
+    # Krea 2 counts the image's tokens from the start of all tokens.
+    _EXTRAS + "nodes_nag:NAGuidance.execute.<locals>.nag_attention_output_patch": Patch(
+        mixes_batch=True, unless=("SingleStreamDiT",)
+    ),
+    _MODEL_PATCH + "UsoStyleProjectorPatch": Patch(node="USOStyleReference", mixes_batch=True),
+    _MODEL_PATCH + "DiffSynthCnetPatch": Patch(
+        node="QwenImageDiffsynthControlnet", without=_IMAGES, prepare=_encode_qwen_hint, adapt=_with_local_hint, mixes_batch=True
+    ),
+    # The forward separates text and image between blocks: with this patch, Lumina's plan gathers what blocks return.
+    _MODEL_PATCH + "ZImageControlPatch": Patch(
+        node="ZImageFunControlnet",
+        without=_IMAGES,
+        prepare=_encode_z_image_hint,
+        mixes_batch=True,
+        unless=("NextDiTPixelSpace",),
+    ),
+    _MODEL_PATCH + "WanUni3CCnetPatch": Patch(
+        node="WanUni3CControlnetApply",
+        without=_IMAGES,
+        prepare=_encode_render,
+        adapt=_on_whole_tokens("video", "img"),
+        mixes_batch=True,
+    ),
+    _LLLITE + "Patch": Patch(node="AnimaLLLiteApply", mixes_batch=True),
+    _LLLITE + "AttentionPatch": Patch(node="AnimaLLLiteApply", adapt=_with_local_embedding, mixes_batch=True),
+    _LLLITE + "MLPPatch": Patch(node="AnimaLLLiteApply", adapt=_with_local_embedding, mixes_batch=True),
+    _MULTITALK + "CrossAttnPatch": Patch(
+        node="WanInfiniteTalkToVideo", adapt=_on_whole_tokens("video", "x"), mixes_batch=True
+    ),
+    _MULTITALK + "GetAttnMapPatch": Patch(
+        node="WanInfiniteTalkToVideo", adapt=_on_whole_tokens("video", "x", "q", "k"), mixes_batch=True
+    ),
+}  # fmt: skip
+
+
+def map_patches(options: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return `patches` and `patches_replace` of transformer_options with what the function makes of every patch in its place, given
+    the option and the name under which it stands there, in words, and the patch."""
+    added, replacing = options.get("patches", {}), options.get("patches_replace", {})
+    return {
+        "patches": {name: [function(f"patches: {name}", each) for each in patches] for name, patches in added.items()},
+        "patches_replace": {
+            name: {place: function(f"patches_replace: {name}", each) for place, each in patches.items()}
+            for name, patches in replacing.items()
+        },
+    }
+
+
+def name_of(patch: Any) -> str:
+    patch = getattr(patch, "__func__", patch)
+    return full_name(patch if hasattr(patch, "__qualname__") else type(patch))
+
+
+def applied_patches(patcher: Any) -> dict[str, list[Entry]]:
+    """Return those of a ModelPatcher's patches that ComfyUI puts into weights: it leaves out modules with weights in modules inside
+    of them, and with DynamicVRAM all that do not cast what they compute with."""
+    if not patcher.patches:
+        return {}
+    dynamic = is_dynamic(patcher.model)
+    loaded = (entry[-3:] for entry in patcher._load_list())
+    applied = {
+        key_param_name_to_key(path, name)
+        for path, module, weights in loaded
+        for name in weights
+        if not dynamic or hasattr(module, "comfy_cast_weights")
+    }
+    return {name: entries for name, entries in patcher.patches.items() if name in applied}
+
+
+def changes_shape(patcher: Any, name: str) -> bool:
+    """Return whether a weight gets another shape by its patches, as the input layer by a LoRA for control images."""
+    weight = comfy.utils.get_attr(patcher.model, name)
+    return bool(comfy.lora.calculate_shape(patcher.patches.get(name, ()), weight, name) != weight.shape)
+
+
+def encode_weight_patches(patches: dict[str, list[Entry]]) -> list[Any]:
+    """Encode a ModelPatcher's patches as nested lists and tuples of plain values and tensors.
+
+    Raises:
+        MirrorError: a patch is of a kind that the workers cannot rebuild; the message names it.
+    """
+    return [[key, [_encode(key, *entry) for entry in entries]] for key, entries in patches.items()]
+
+
+def decode_weight_patches(encoded: list[Any]) -> dict[str, list[Entry]]:
+    """Invert `encode_weight_patches`. Raises MirrorError for an unknown adapter or function."""
+    return {key: [_decode(*entry) for entry in entries] for key, entries in encoded}
+
+
+def _encode(key: str, strength: float, patch: Any, strength_model: float, offset: Any, function: Any) -> Entry:
+    name = next((name for name, known in FUNCTIONS.items() if known is function), None)
+    if function is not None and name is None:
+        raise MirrorError(f"the patch of {key} transforms the weight with {function!r}, which cannot be sent to the workers")
+    body: tuple[Any, ...]
+    if type(patch) in ADAPTERS.values():
+        body = ("adapter", type(patch).__name__, sorted(patch.loaded_keys), patch.weights)
+    elif isinstance(patch, tuple) and len(patch) == 2 and isinstance(patch[0], str):
+        body = ("tuple", *patch)
+    elif isinstance(patch, tuple) and len(patch) == 1:
+        body = ("tuple", "diff", patch)
+    elif isinstance(patch, list):
+        (weight, convert), *entries = patch
+        body = ("merge", _encode_weight(key, weight, convert), [_encode(key, *entry) for entry in entries])
+    else:
+        raise MirrorError(
+            f"the patch of {key} is a {type(patch).__name__} of another node pack, which cannot be sent to the workers. Remove the "
+            "node that made it, or save the patched model and load the file."
+        )
+    return (strength, body, strength_model, offset, name)
+
+
+def _encode_weight(key: str, weight: Tensor, convert: Any) -> tuple[Any, ...]:
+    """Encode a weight of the other model of a merge: its numbers as they lie in memory, and its dtype. ComfyUI merges no quantised
+    ones (`ModelPatcher.get_key_patches`)."""
+    if type(weight) in (Tensor, nn.Parameter, CastWeight) and getattr(convert, "__module__", "") in CONVERTING:
+        return memory_of(weight), weight.dtype
+    raise MirrorError(
+        f"the other model of a merge has {key} as a {type(weight).__name__} of another node pack, which cannot be sent to the "
+        "workers. Load that model with Load Diffusion Model or Load Checkpoint, or save the merged model and load the file."
+    )
+
+
+def _as_it_is(weight: Tensor, **_: Any) -> Tensor:
+    """Return the numbers of a weight that is not quantised, as the functions do that stand beside it in ComfyUI's process."""
+    return weight
+
+
+def _decode(strength: float, body: tuple[Any, ...], strength_model: float, offset: Any, function: str | None) -> Entry:
+    kind, name, *rest = body
+    if function is not None and function not in FUNCTIONS:
+        raise MirrorError(f"unknown weight function {function!r}")
+    if kind == "tuple":
+        patch: Any = (name, rest[0])
+    elif kind == "adapter" and name in ADAPTERS:
+        patch = ADAPTERS[name](set(rest[0]), rest[1])
+    elif kind == "merge":
+        patch = [(counting_as(*name), _as_it_is), *(_decode(*entry) for entry in rest[0])]
+    else:
+        raise MirrorError(f"unknown weight adapter {name!r}")
+    return (strength, patch, strength_model, offset, FUNCTIONS[function] if function else None)

@@ -1,0 +1,140 @@
+"""Apply context parallelism to a MODEL, and undo it; measure its sampling runs, on one device or on several."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import torch
+from comfy.patcher_extension import WrappersMP
+from comfy.sampler_helpers import estimate_memory
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
+
+from ...controller.run_stats import RunStats, unit_of
+from ...engine.measuring import device_driver, device_name
+from ...errors import UnsupportedError, bad_value
+from ...pool.config import RuntimeConfig
+from .interception import check_forward
+from .obstacles import check_model, check_stages, conditions_obstacle
+from .patcher import ContextParallelPatcher, Run, executing_node, plain_class, raise_or_warn
+from .recipes import recipe_key
+from .residency import patcher_over
+from .runtime import CONTROLLER, default_config, nothing_to_share
+
+log = logging.getLogger("context_parallel")
+
+RUNS = itertools.count(1)
+WRAPPER, TIMER = "context_parallel", "context_parallel_timer"
+
+
+def check_type(model: Any) -> None:
+    """Raise ConfigError for anything but a MODEL: ComfyUI takes any JSON in the place of a link."""
+    if not isinstance(model, comfy.model_patcher.ModelPatcher):
+        raise bad_value("model", model, "a MODEL", "Connect Load Diffusion Model or Load Checkpoint.")
+
+
+def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
+    """Return a MODEL that computes on `config`'s ranks, or on all devices without one; unchanged if there is nothing to do.
+
+    Raises:
+        ConfigError: an argument is of another type.
+        UnsupportedError: the model cannot run sharded and on_unsupported is "error".
+    """
+    check_type(model)
+    config = default_config() if config is None else config
+    if not isinstance(config, RuntimeConfig):  # ComfyUI accepts any JSON in place of a link
+        raise bad_value("cp_config", config, "the output of a CP Config node, or nothing", "Connect one, or none for all devices.")
+    alone = nothing_to_share()
+    if alone is not None and (config.world_size == 1 or sys.platform != "linux"):
+        log.warning("the model passes through: %s", alone.words)
+        CONTROLLER.journal.pass_through(executing_node())
+    if sys.platform != "linux":
+        return model
+    if config.world_size == 1:
+        log.info("context parallelism over one device: the model passes through")
+        return timed(without_context_parallel(model).clone())
+    try:
+        check_model(model, config)
+        check_stages(model, config)
+    except UnsupportedError as error:
+        raise_or_warn(error, config, "the model passes through on a single device", raised_by="Apply Context Parallel")
+        return timed(without_context_parallel(model).clone())
+    patcher = ContextParallelPatcher.over(model, config)
+    for wrapper in patcher.wrappers.get(WrappersMP.APPLY_MODEL, {}).pop(COMPILE_KEY, []):
+        patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, wrapper)
+    _wrap(patcher, WRAPPER, {WrappersMP.PREPARE_SAMPLING: prepare_sampling, WrappersMP.APPLY_MODEL: check_forward})
+    return timed(patcher)
+
+
+def without_context_parallel(model: Any) -> Any:
+    """Return the model as it was before `apply_to_model`."""
+    if not isinstance(model, ContextParallelPatcher):
+        return model
+    plain = model.clone()
+    plain.__class__ = plain_class(type(plain))
+    _wrap(plain, WRAPPER, {})
+    _wrap(plain, TIMER, {})
+    return patcher_over(plain)
+
+
+def _wrap(patcher: Any, key: str, wrappers: Mapping[str, Callable[..., Any]]) -> None:
+    """Have ComfyUI call these wrappers, by kind, in place of those that the patcher has under the key."""
+    for kind in list(patcher.wrappers):
+        patcher.remove_wrappers_with_key(kind, key)
+    for kind, wrapper in wrappers.items():
+        patcher.add_wrapper_with_key(kind, key, wrapper)
+
+
+def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any, conds: dict[str, Any], **kwargs: Any) -> Any:
+    """Look at the conditions before the model is loaded, when it can still be loaded in this process instead."""
+    if isinstance(model, ContextParallelPatcher):
+        model.cp_run = Run(next(RUNS), conditions_obstacle(conds), *call_memory(model, noise_shape, conds))
+    return executor(model, noise_shape, conds, **kwargs)
+
+
+def call_memory(model: Any, noise_shape: Any, conds: dict[str, Any]) -> tuple[float, float]:
+    """Return the bytes that ComfyUI expects a call to take, and their ratio to what it expects for the latent alone."""
+    alone = model.memory_required(list(noise_shape))
+    _, together = estimate_memory(model, noise_shape, conds)
+    return together, max(1.0, together / alone) if alone > 0 else 1.0
+
+
+def timed(patcher: Any) -> Any:
+    """Have a patcher's sampling runs measured for the journal, also those on one device, for comparison. Return the patcher."""
+    device = patcher.cp_config.devices[0] if isinstance(patcher, ContextParallelPatcher) else str(patcher.load_device)
+    unit = unit_of(torch.device(device).type)
+    timer = RunStats(None)
+
+    def prepare(executor: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal timer
+        machine = f"{device_name(torch.device(device))}, {device_driver()}"
+        timer = CONTROLLER.journal.run = RunStats(recipe_key(model), machine, unit)
+        return executor(model, *args, **kwargs)
+
+    def sample(
+        executor: Callable[..., Any], noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        out = executor(noise, latent, sampler, sigmas, *args, **kwargs)
+        if CONTROLLER.journal.run is timer:
+            if timer.last is None:  # ranks are done when they return
+                comfy.model_management.synchronize()
+            CONTROLLER.journal.end_run(len(sigmas) - 1)
+        return out
+
+    def call(
+        executor: Callable[..., Any], x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        # Without the text, whose length varies with every prompt and hardly matters.
+        timer.enter({"x": x, "concat": c_concat, "control": control, **kwargs})
+        out = executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
+        timer.leave()
+        return out
+
+    _wrap(patcher, TIMER, {WrappersMP.PREPARE_SAMPLING: prepare, WrappersMP.OUTER_SAMPLE: sample, WrappersMP.APPLY_MODEL: call})
+    return patcher

@@ -1,0 +1,247 @@
+"""Send the transformer's innermost forward, in the UI process, to the workers.
+
+It is the innermost one, so that wrappers which skip or repeat it (step caches, seam smoothing) keep their meaning. It is installed
+on the instance when a patcher of ours is loaded, so that it does not depend on what samplers and guiders hand on, and stays until
+weights are loaded in this process: without patches, as they are meanwhile, nothing here may compute with them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from comfy.cli_args import args as settings
+from comfy.model_patcher import ModelPatcher
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ...comfyui import unrecorded
+from ...controller.calls import ModelCall
+from ...errors import MirrorError, UnsupportedError
+from ...families import PLANS, class_name
+from ...nested import tensors
+from ..shared.forward import ATTENTION, CONDITIONINGS, SENDABLE, plain_options
+from ..shared.modules import encode_module
+from ..shared.patches import applied_patches
+from ..shared.weights import PREFIX, model_dtype
+from .obstacles import check_call, check_own_forward, compile_of, options_for_ranks
+from .target import on_ranks
+
+if TYPE_CHECKING:
+    from .patcher import ContextParallelPatcher
+
+IN_PLACE = ("control",)  # residuals: each rank copies only its part
+TEXTS = "preprocess_text_embeds"
+
+
+class Replacement:
+    """Replacement for a method of one transformer instance, while the model's weights are on the ranks.
+
+    Args:
+        owner: the patcher as it was loaded; held weakly, because of what the patches of a graph may refer to.
+        model: the transformer.
+        method: name of the method.
+    """
+
+    sends_to_workers = True
+
+    def __init__(self, owner: ContextParallelPatcher, model: nn.Module, method: str) -> None:
+        self.owner, self.base, self.model, self.method = ref(owner), ref(owner.model), model, method
+        self.stock: Callable[..., Any] = getattr(type(model), method).__get__(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method. Raises MirrorError where nothing is left of the MODEL that was loaded, and its patches are lost."""
+        base, owner = self.base(), self.owner()
+        if base is not None and not on_ranks(base):  # ComfyUI has loaded the weights, and their patches, in this process
+            return self.stock(*args, **kwargs)
+        if owner is None:
+            raise MirrorError(
+                f"a node called {type(self.model).__name__}.{self.method} of a model that is on the workers, after it had dropped "
+                "the MODEL that it was given. Remove that node, or Apply Context Parallel."
+            )
+        return self.run(owner, args, kwargs)
+
+    def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what the method does."""
+        raise NotImplementedError
+
+
+class WorkerForward(Replacement):
+    """Replacement for the innermost forward: sends its calls to the workers."""
+
+    def __init__(self, owner: ContextParallelPatcher, model: nn.Module, method: str) -> None:
+        super().__init__(owner, model, method)
+        self.signature = inspect.signature(self.stock)
+        self.leading = tuple(self.signature.parameters)[:2]  # the latent and the timestep
+        plan = PLANS.get(class_name(model))
+        self.rebuilt = [path.split(".") for path in plan.rebuilt] if plan else []
+
+    def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = self._named(args, kwargs)
+        options = arguments.get("transformer_options") or {}
+        latent = next(tensors(arguments[self.leading[0]]))  # nested: video, audio
+        try:
+            check_call(owner, arguments.get("control"))
+            compiled = compile_of(owner)
+            patches, attention = options_for_ranks(options, owner, owner.cp_config, latent)
+        except UnsupportedError as error:
+            owner.refuse_call(error)
+            return self.stock(*args, **kwargs)
+        chosen: dict[str, Any] = {} if attention is None else {ATTENTION: attention}
+        if owner.cp_config.pipeline is not None and options.get("uuids"):
+            chosen[CONDITIONINGS] = [f"{owner.cp_run.number} {name}" for name in options["uuids"]]
+            owner.note_steps(len(options.get("sample_sigmas", ())) - 1)
+        arguments["transformer_options"] = {**plain_options(options), **chosen, **patches.encoded}
+        return owner.call_workers(
+            ModelCall(
+                method=self.method,
+                arguments=arguments,
+                leading=self.leading,
+                device=latent.device,
+                in_place=IN_PLACE,
+                mixes_batch=patches.mixes_batch,
+                memory_scale=owner.cp_run.memory_scale,
+                compile=compiled,
+                networks=patches.networks,
+                encode_network=encode_module,
+            )
+        )
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name, extra keywords included."""
+        bound = dict(self.signature.bind(*args, **kwargs).arguments)
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                bound.update(bound.pop(name, {}))
+            elif bound.get(name) is parameter.default and not isinstance(parameter.default, SENDABLE):
+                del bound[name]  # an object; the workers have the same default
+        for name, key in self.rebuilt:
+            if isinstance(bound.get(name), dict):
+                bound[name] = {k: v for k, v in bound[name].items() if k != key}
+        return bound
+
+
+def innermost_method(model: nn.Module) -> str:
+    """Return `_forward` if the class calls it through ComfyUI's wrappers, else `forward`."""
+    return "_forward" if hasattr(type(model), "_forward") else "forward"
+
+
+def is_intercepted(model: nn.Module) -> bool:
+    """Return whether a model's calls go to the workers."""
+    return isinstance(vars(model).get(innermost_method(model)), WorkerForward)
+
+
+def check_forward(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse a forward that a node has put in place of the transformer's: it may never reach the intercepted one. And have ComfyUI
+    record no call of the intercepted one, of which it may call more than the innermost part that is replaced.
+
+    This ComfyUI wrapper is around every call. Nodes that replace a forward for a single call, as step caches do, do so outside it.
+    """
+    model = executor.class_obj.diffusion_model  # type: ignore[attr-defined]
+    installed = vars(model).get(innermost_method(model))
+    owner = installed.owner() if isinstance(installed, WorkerForward) else None
+    if owner is None:
+        return executor(*args, **kwargs)
+    try:
+        check_own_forward(model)
+    except UnsupportedError as error:
+        owner.refuse_call(error)
+    with unrecorded(settings):
+        return executor(*args, **kwargs)
+
+
+class OnOneDevice:
+    """ComfyUI's wrapper that replaces a model's modules by compiled ones, unless the model's calls go to the ranks."""
+
+    def __init__(self, wrapper: Callable[..., Any]) -> None:
+        self.wrapper = wrapper
+
+    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_intercepted(executor.class_obj.diffusion_model):
+            return executor(*args, **kwargs)
+        return self.wrapper(executor, *args, **kwargs)
+
+
+class GuardedForward(Replacement):
+    """Replacement for a `forward` that may bypass the innermost method: refuses what would then run in this process."""
+
+    def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            options_for_ranks(kwargs.get("transformer_options") or {}, owner, owner.cp_config)
+        except UnsupportedError as error:
+            owner.refuse_call(error)
+        return self.stock(*args, **kwargs)
+
+
+class LocalTexts(Replacement):
+    """Replacement for text processing that some transformers do before sampling, with weights of their own: LTX-2, Anima, MiniMax.
+
+    It runs in this process, where a model that lives on the workers has no weights but the pages of its file, unpatched and on no
+    device. The modules that it runs get their weights for the duration, patched as ComfyUI patches what it loads.
+    """
+
+    def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        text = next(tensors([list(args), kwargs]), None)
+        with nullcontext() if text is None else weights_at(owner, self.model, text.device):
+            return self.stock(*args, **kwargs)
+
+
+@contextmanager
+def weights_at(patcher: ModelPatcher, model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give modules of the model that are called their patched weights on a device, while active."""
+    paths = {module: path for path, module in model.named_modules() if path}
+    patched = applied_patches(patcher)
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+
+    def bring(called: nn.Module, _: Any) -> None:
+        path = paths.get(called)
+        if path is None:
+            return  # another model's, or inside a module that was called before
+        for inner, module in called.named_modules(prefix=path):
+            paths.pop(module, None)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if (dtype := model_dtype(patcher.model, module, name)) != parameter.dtype:
+                        put(module._parameters, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
+                    key, weight = f"{PREFIX}{inner}.{name}", module._parameters[name]
+                    if key in patched and key not in patcher.backup:  # where it is not patched already
+                        weight = patcher.patch_weight_to_device(key, device, return_weight=True)
+                    put(module._parameters, name, nn.Parameter(weight.to(device), requires_grad=False))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    put(module._buffers, name, buffer.to(device))
+
+    def put(owner: dict[str, Any], name: str, value: torch.Tensor) -> None:
+        kept.append((owner, name, owner[name]))
+        owner[name] = value
+
+    hook = register_module_forward_pre_hook(bring)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for owner, name, value in reversed(kept):
+            owner[name] = value
+
+
+def intercept(owner: ContextParallelPatcher, model: nn.Module) -> None:
+    """Send the model's calls to the workers."""
+    innermost, own = innermost_method(model), vars(type(model))
+    replacements: dict[str, type[Replacement]] = {innermost: WorkerForward}
+    if innermost == "_forward" and "forward" in own and "_forward" not in own:  # may bypass `_forward`
+        replacements["forward"] = GuardedForward
+    if hasattr(type(model), TEXTS):
+        replacements[TEXTS] = LocalTexts
+    for method, replacement in replacements.items():
+        setattr(model, method, replacement(owner, model, method))
+
+
+def release(model: nn.Module) -> None:
+    """Undo `intercept`, before weights are loaded in this process."""
+    for method, installed in list(vars(model).items()):
+        if isinstance(installed, Replacement):
+            delattr(model, method)

@@ -1,0 +1,205 @@
+"""Refuses what keeps a model, as the graph built it, from running on the workers: UnsupportedError, one sentence with a remedy.
+
+The workers hold the model, its weight patches and stock forwards. Anything else that another node attached to the model exists only
+in the UI process, and must be refused: a sharded forward would silently run without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import comfy.controlnet
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
+from torch import Tensor, nn
+
+from ...compat import has_hooks
+from ...errors import MirrorError, PlanError, UnsupportedError
+from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
+from ...pool.config import RuntimeConfig
+from ...pool.settings import STAGED
+from ..shared.forward import encode_compile
+from ..shared.patches import applied_patches, encode_weight_patches
+from ..shared.weights import PREFIX
+from .changed_code import changes_of
+from .patches import PatchSet, attention_of
+from .recipes import recipe_of
+from .sources import file_of, is_comfy, pack_of
+from .target import notes_of
+
+_REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
+FORWARDS = ("forward", "_forward", "forward_orig")
+_KNOWN_PATCHERS = ("ModelPatcher", "ModelPatcherDynamic", "ContextParallelPatcher")
+_READING_WEIGHTS = (comfy.controlnet.ControlLora, comfy.controlnet.QwenFunControlNet)
+
+
+def check_model(patcher: Any, config: RuntimeConfig) -> None:
+    """Refuse a ModelPatcher that cannot run on the ranks of a config. Known before sampling starts."""
+    model = patcher.model.diffusion_model
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedError(f"the model was compiled with torch.compile, which the workers do not repeat. {_REMEDY}")
+    try:
+        plan_for(model)
+        recipe = recipe_of(patcher)
+        encode_weight_patches(applied_patches(patcher))
+    except (PlanError, MirrorError) as error:
+        raise UnsupportedError(str(error)) from error
+    options_for_ranks(patcher.model_options.get("transformer_options", {}), patcher, config)
+    _check_attached(patcher)
+    compile_of(patcher)
+    check_code(model, patcher.object_patches_backup, made_by_pack=recipe.factory is not None)
+
+
+def check_stages(patcher: Any, config: RuntimeConfig) -> None:
+    """Refuse a model that cannot run in the stages, or in the patches, that a config asks for."""
+    plan, pipeline = PLANS[class_name(patcher.model.diffusion_model)], config.pipeline
+    if (config.weights == STAGED or pipeline is not None) and plan.family in UNSTAGED:
+        raise UnsupportedError(
+            f"{plan.family} cannot be divided into stages: {UNSTAGED[plan.family]}. Set weights of CP Config to auto, and remove "
+            "CP PipeFusion."
+        )
+    stages, most = config.staged.stages, most_stages(patcher.model.diffusion_model)
+    if (config.weights == STAGED or pipeline is not None) and stages > most:
+        setting = "world_size of CP Config" if pipeline is None else "stages of CP PipeFusion"
+        raise UnsupportedError(
+            f"{plan.family} cannot be divided into {stages} stages: this model has {most} blocks. Set {setting} to at most {most}, "
+            "or weights of CP Config to auto without CP PipeFusion."
+        )
+    if pipeline is not None and pipeline.patches > 1 and not plan.shares_sequence:
+        raise UnsupportedError(f"{plan.family} has no tokens that could be divided into patches. Set patches to 1.")
+
+
+def check_call(patcher: Any, control: Mapping[str, Any] | None) -> None:
+    """Refuse a call for what is attached to the model now, or for its ControlNet residuals. Cheap."""
+    _check_attached(patcher)
+    _check_control(patcher.model.diffusion_model, control)
+    check_own_forward(patcher.model.diffusion_model)
+    _check_imported(patcher.model.diffusion_model, again=False)
+
+
+def options_for_ranks(
+    options: Mapping[str, Any], patcher: Any, config: RuntimeConfig, latent: Tensor | None = None
+) -> tuple[PatchSet, str | None]:
+    """Take what the workers need out of `transformer_options`: see `PatchSet.of` and `attention_of`. Refuse the rest."""
+    try:
+        if options.get("ar_state") is not None:
+            raise UnsupportedError("autoregressive sampling keeps state inside the transformer.")
+        in_patches = config.pipeline is not None and config.pipeline.patches > 1
+        patches = PatchSet.of(options, patcher.model.diffusion_model, latent, patcher, in_patches)
+        return patches, attention_of(options, config.device_type)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error} {_REMEDY}") from error
+
+
+def compile_of(patcher: Any) -> dict[str, Any] | None:
+    """Return what the ranks shall pass to `torch.compile`, in wire form; None if no node asks for it. Refuse what they cannot."""
+    asked = patcher.model_options.get(TORCH_COMPILE_KWARGS)
+    try:
+        return None if asked is None else encode_compile(asked)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error} {_REMEDY}") from error
+
+
+def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:
+    """Return what in the conditions of a sampling run needs the model's weights in this process, or None."""
+    for cond in (cond for part in conds.values() for cond in part or ()):
+        control = cond.get("control")
+        while control is not None:
+            if isinstance(control, _READING_WEIGHTS):
+                return f"a ControlNet ({type(control).__name__}) computes with the model's own weights. {_REMEDY}"
+            control = control.previous_controlnet
+    return None
+
+
+def check_own_forward(model: nn.Module) -> None:
+    """Refuse a forward that is not the transformer's own. Cheap: some nodes replace it for the time of a call."""
+    _check_forward_of(model, type(model).__name__)
+
+
+def check_code(model: nn.Module, patched: Collection[str] = (), made_by_pack: bool = False) -> None:
+    """Refuse what node packs put into modules of a model, or into the classes and functions that it computes with.
+
+    Args:
+        patched: names of what ComfyUI has put there for a patcher, and takes out again.
+        made_by_pack: a pack's loader made the model, which the ranks call as well.
+    """
+    packs = {} if made_by_pack else {cls: pack_of(file_of(cls.__module__)) for cls in {type(module) for module in model.modules()}}
+    for name, module in model.named_modules():
+        where, cls = name or type(model).__name__, type(module)
+        if PREFIX + name in patched:
+            continue
+        _check_forward_of(module, where, patched and [m for m in FORWARDS if f"{PREFIX}{name}.{m}" in patched])
+        if has_hooks(module):
+            raise UnsupportedError(f"a node put hooks on {where}. {_REMEDY}")
+        if pack := packs.get(cls):
+            raise UnsupportedError(f"the node pack {pack} put its {cls.__name__} in the place of {where}. {_REMEDY}")
+        if callable(getattr(module, "function", None)) and hasattr(module, "config"):  # ComfyAttention, since 0.38
+            raise UnsupportedError(
+                f"the model file chooses an attention of its own for {where} ({module.config}), which the workers do not have. Set "
+                "on_unsupported of CP Config to 'single device', or load a file without it."
+            )
+    _check_imported(model)
+
+
+def _check_imported(model: nn.Module, again: bool = True) -> None:
+    """Refuse code in this process that is not ComfyUI's where a model computes with it. `again`: see `changes_of`."""
+    for change in changes_of(model, again):
+        pack = pack_of(change.file)
+        if is_comfy(change.file):
+            raise UnsupportedError(f"{change.file} changed on disk after ComfyUI had imported it ({change.what}). Restart ComfyUI.")
+        by = f"the node pack {pack}" if pack else change.file or "a node pack or a script"
+        raise UnsupportedError(
+            f"{by} replaced {change.what}, which the workers import from ComfyUI as it is. Disable that node pack, or set "
+            "on_unsupported of CP Config to 'single device'."
+        )
+
+
+def _check_forward_of(module: nn.Module, name: str, patched: Collection[str] = ()) -> None:
+    """Refuse a forward of an instance that is not its class's. ComfyUI leaves the stock method there when it undoes a patch."""
+    for method in FORWARDS:
+        own = vars(module).get(method)
+        if own is None or method in patched or getattr(own, "sends_to_workers", False):  # ours, see interception.py
+            continue
+        if getattr(own, "__func__", None) is not getattr(type(module), method, None):
+            raise UnsupportedError(f"a node replaced the forward of {name}. {_REMEDY}")
+
+
+def _check_control(model: nn.Module, control: Mapping[str, Any] | None) -> None:
+    given = {kind for kind, residuals in (control or {}).items() if any(residual is not None for residual in residuals)}
+    if not given:
+        return
+    plan = PLANS[class_name(model)]
+    if not plan.shares_sequence or given <= plan.control.keys():
+        return
+    takes = f"adds those of kind {' and '.join(plan.control)} only" if plan.control else "takes none"
+    raise UnsupportedError(
+        f"a ControlNet gave residuals of kind {' and '.join(sorted(given))}, and {plan.family} {takes}. "
+        "Remove the ControlNet, or load one that was made for this model."
+    )
+
+
+def _check_attached(patcher: Any) -> None:
+    for obstacle in _attached(patcher):
+        raise UnsupportedError(f"{obstacle} {_REMEDY}")
+
+
+def _attached(patcher: Any) -> Iterator[str]:
+    if type(patcher).__name__ not in _KNOWN_PATCHERS and notes_of(patcher.model).call is None:
+        yield f"the model is a {type(patcher).__name__} of another node pack, which the workers cannot rebuild."
+    if patcher.get_all_callbacks(CallbacksMP.ON_LOAD):
+        yield "a node runs code whenever the model is loaded, which the workers do not have."
+    if patcher.get_additional_models_with_key("multigpu"):
+        yield "MultiGPU CFG Split made clones of the model; it and context parallelism exclude each other."
+    if any(patcher.injections.values()):
+        yield f"a node injected code into the model ({', '.join(patcher.injections)}), as bypass LoRA does."
+    if patcher.hook_patches or patcher.current_hooks is not None:
+        yield "weight hooks change the model's weights while sampling."
+    if patcher.weight_wrapper_patches:
+        yield f"a node wrapped weights ({next(iter(patcher.weight_wrapper_patches))})."
+    if "manual_cast_dtype" in patcher.object_patches:
+        yield "a node replaced manual_cast_dtype of the model, which the workers do not repeat."
+    for kind, wrappers in patcher.wrappers.items():
+        known = {COMPILE_KEY} if kind == WrappersMP.APPLY_MODEL and TORCH_COMPILE_KWARGS in patcher.model_options else set()
+        if {key for key, functions in wrappers.items() if functions and str(key).startswith("torch.compile")} - known:
+            yield "a node compiles the model in a way of its own, which the workers do not repeat."

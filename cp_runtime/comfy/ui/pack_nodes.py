@@ -1,0 +1,119 @@
+"""Which node put something into a model: by where its code stands, and by the graph that is being run, under the title that users
+gave it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from comfy_execution.progress import get_progress_state
+from comfy_execution.utils import get_executing_context
+
+from ..shared.modules import full_name
+from ..shared.patches import name_of
+from .sources import functions_in, names_in
+
+# Nodes of what is not made by a function of their own: name of what they install, of ComfyUI.
+_MADE_BY = {
+    "KV_Attn_Input": "FluxKVCache",
+    "SUPIRPatch": "SUPIRApply",
+    "load_hypernetwork_patch": "HypernetworkLoader",
+    "make_attention_override": "BlockSparseAttention",
+    "make_h3_block_patch": "BlockSparseAttention",
+}
+
+
+def node_of(thing: Any) -> str | None:
+    """Return the id of the node that made a patch, or None if that is not certain."""
+    kinds = {kind for kind, _ in _in_graph(thing)} or set(_makers(thing))
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def made_by(thing: Any, node: str | None = None) -> str:
+    """Return the name of the node that put something into the model, as users see it.
+
+    Args:
+        node: its id, where the code does not tell.
+    """
+    kind, titles = node or node_of(thing), [title for each, title in _in_graph(thing, node)]
+    if kind is None:
+        module = name_of(thing).partition(":")[0]
+        return "a node" if module == "builtins" else f"a node of {_pack(thing) or module}"
+    name = display_name(kind)
+    return f"{titles[0]} ({name})" if len(titles) == 1 and titles[0] not in ("", name) else name
+
+
+def _in_graph(thing: Any, node: str | None = None) -> list[tuple[str, str]]:
+    """Return id of the kind, and title, of the nodes in front of the one that runs which may have made a patch."""
+    makers, upstream = [node] if node else _makers(thing), list(_upstream())
+    if not makers and (pack := _pack(thing)):  # then it is any node of that pack that returns a model
+        nodes = {kind: _nodes()[kind] for kind, _ in upstream if _pack_of_node(kind) == pack}
+        makers = [kind for kind, cls in nodes.items() if "MODEL" in getattr(cls, "RETURN_TYPES", ())]
+    return [(kind, title) for kind, title in upstream if kind in makers]
+
+
+def _makers(thing: Any) -> list[str]:
+    """Return the ids of the nodes that may make a patch: the one in whose class its code stands, else those of its module whose
+    method names it."""
+    module, _, path = name_of(thing).partition(":")
+    head = path.split(".")[0]
+    if head in _MADE_BY and module.startswith("comfy"):
+        return [_MADE_BY[head]]
+    near = {id: cls for id, cls in _nodes().items() if full_name(cls).partition(":")[0] == module}
+    own = [id for id, cls in near.items() if cls.__qualname__ == head]
+    return own or [id for id, cls in near.items() if head in _used_by(cls)]
+
+
+def _used_by(cls: Any) -> frozenset[str]:
+    """Return the names that the method of a node uses."""
+    methods = functions_in(getattr(cls, getattr(cls, "FUNCTION", ""), None)) + functions_in(vars(cls).get("execute"))
+    return frozenset().union(*(names_in(method.__code__) for method in methods))
+
+
+def _upstream() -> Iterator[tuple[str, str]]:
+    """Yield id of the kind, and title, of every node in front of the one that runs in this thread."""
+    context = get_executing_context()
+    if context is None:
+        return
+    graph: Any = get_progress_state().dynprompt
+    left, seen = [context.node_id], set[str]()
+    while left:
+        id = left.pop()
+        if id in seen or not graph.has_node(id):
+            continue
+        seen.add(id)
+        node = graph.get_node(id)
+        if id != context.node_id and node["class_type"] in _nodes():
+            yield node["class_type"], str((node.get("_meta") or {}).get("title") or "")
+        left += [str(link[0]) for link in node["inputs"].values() if isinstance(link, list) and len(link) == 2]
+
+
+def _nodes() -> dict[str, Any]:
+    return getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
+
+
+def _pack_of_node(kind: str) -> str:
+    parent, _, name = getattr(_nodes()[kind], "RELATIVE_PYTHON_MODULE", "").partition(".")
+    return name if parent == "custom_nodes" else ""
+
+
+def _pack(thing: Any) -> str:
+    """Return the folder of the node pack that something's code stands in; "" for other code."""
+    module = name_of(thing).partition(":")[0].partition("custom_nodes")[2].strip("/.")
+    return module.replace(".", "/").split("/")[0].replace("_x_", ".")
+
+
+def display_name(node: str) -> str:
+    """Return the name under which users know a kind of node."""
+    names = getattr(sys.modules.get("nodes"), "NODE_DISPLAY_NAME_MAPPINGS", {})
+    return str(names.get(node) or node)
+
+
+def name_in_pack(thing: Any) -> str:
+    """Return `module:qualified.name` without the pack's folder, which ComfyUI puts in front of module names."""
+    module = getattr(thing, "__module__", None) or ""
+    if os.path.isabs(module):
+        module = module.rpartition(os.sep)[2].partition(".")[2]
+    return f"{module}:{getattr(thing, '__qualname__', '')}"

@@ -1,0 +1,407 @@
+"""The MODEL that Apply Context Parallel returns. To ComfyUI's memory manager and samplers it is an ordinary ModelPatcher; its
+weights are on the workers, and denoise calls go there. Also the node of a graph that waits for them: which one it is, its progress
+bar, and Cancel.
+
+Everything of the UI process's `BaseModel` but the transformer's forward is used as it is: model sampling, conditioning, latent
+format, object patches on them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+from weakref import ref
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.utils
+import torch
+from comfy.patcher_extension import CallbacksMP
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
+from comfy_execution.progress import get_progress_state
+from comfy_execution.utils import get_executing_context
+from torch import nn
+
+from ...controller.calls import ModelCall
+from ...controller.run_stats import Node
+from ...engine.weights.cast import settle
+from ...errors import UnsupportedError
+from ...families import PLANS, class_name
+from ...pool.config import RuntimeConfig
+from ...pool.worker_pool import CallCancelled
+from ..shared.files import ModelFiles
+from ..shared.patches import applied_patches, changes_shape, encode_weight_patches
+from ..shared.weights import PREFIX, is_dynamic
+from .files import share_file_pages
+from .interception import OnOneDevice, intercept, release
+from .obstacles import check_model, check_stages
+from .recipes import recipe_of
+from .residency import convert, give_back, make_way
+from .runtime import CONTROLLER, reloading_changed_files
+from .target import ON_RANKS, Target, notes_of, on_ranks
+
+log = logging.getLogger("context_parallel")
+
+READ_HERE = (PREFIX + "x_embedder.", PREFIX + "y_embedder.")  # by ControlNets for SD3.5
+FEW_STEPS = 8
+QUIET = 1.0  # seconds that loading takes before it is worth a bar; samplers count their steps with the same one
+FULL = 100
+
+
+class Run(NamedTuple):
+    """A sampling run.
+
+    Args:
+        number: of the run in this process.
+        obstacle: what in its conditions cannot be sent to the workers.
+        call_memory: bytes that ComfyUI expects a call to take on one device.
+        memory_scale: see `ModelCall.memory_scale`.
+    """
+
+    number: int = 0
+    obstacle: str | None = None
+    call_memory: float = 0.0
+    memory_scale: float = 1.0
+
+
+class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
+    """A ModelPatcher whose weights live on the worker pool.
+
+    What was loaded last is what computes, as with ComfyUI's own patchers, whose patches are in the weights then: also where a node
+    loads a clone and drops it at once. `cp_loaded`, which the clone and all that it was made from hold, is a copy of it without the
+    model: so nothing that the model refers to keeps it alive.
+
+    Attributes:
+        cp_config: pool and sharding.
+        cp_run: the sampling run.
+        cp_loaded: see above.
+    """
+
+    cp_config: RuntimeConfig
+    cp_run = Run()
+    cp_loaded: ContextParallelPatcher | None = None
+    patches: dict[str, Any]
+    _noted_run: int = 0
+
+    @classmethod
+    def over(cls, patcher: comfy.model_patcher.ModelPatcher, config: RuntimeConfig) -> Any:
+        """Make one over the same model, whatever ComfyUI's management of its memory: what is on the ranks is not ComfyUI's to page.
+
+        Raises:
+            UnsupportedError: this ComfyUI pages the memory of every model.
+        """
+        made: Any = patcher.clone(disable_dynamic=True, model_override=patcher.get_clone_model_override())
+        if made.is_dynamic():
+            raise UnsupportedError(
+                "ComfyUI made no static copy of the model for the workers. Start it with --disable-dynamic-vram, or update this "
+                "extension."
+            )
+        made.__class__ = _over(cls, plain_class(type(made)))  # type: ignore[arg-type]
+        made.cp_config = config
+        return made
+
+    def clone(self, *args: Any, **kwargs: Any) -> ContextParallelPatcher:
+        clone: Any = super().clone(*args, **kwargs)
+        if type(clone) is plain_class(type(self)):  # some packs' patchers make one of their own class, whatever they are
+            clone.__class__ = type(self)
+        if isinstance(clone, ContextParallelPatcher):
+            # Not `model_size`, as it may run on one device.
+            clone.cp_config, clone.cp_run, clone.size = self.cp_config, self.cp_run, self.size
+        return clone
+
+    def __getattr__(self, name: str) -> Any:
+        model = vars(self).get("_model", lambda: None)() if name == "model" else None
+        if model is None:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return model
+
+    def __del__(self) -> None:
+        if "model" in vars(self):
+            super().__del__()
+
+    def _as_loaded(self) -> Any:
+        """Return what `cp_loaded` shall be."""
+        loaded = object.__new__(type(self))
+        changed = {"patches": applied_patches(self), "parent": None, "cp_loaded": None, "_model": ref(self.model)}
+        loaded.__dict__ = {**vars(self), **changed}
+        del loaded.model
+        holder: Any = self
+        while isinstance(holder, ContextParallelPatcher):
+            holder.cp_loaded, holder = loaded, holder.parent
+        return loaded
+
+    @property
+    def cp_local(self) -> bool:
+        """Whether the model runs in this process on one device, because on_unsupported says so."""
+        return notes_of(self.model).local
+
+    def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., Any]) -> None:
+        if key == COMPILE_KEY and not isinstance(wrapper, OnOneDevice):
+            wrapper = OnOneDevice(wrapper)
+        super().add_wrapper_with_key(wrapper_type, key, wrapper)
+
+    # --- what the memory manager asks and tells -------------------------------------------------------------------------
+
+    def model_size(self) -> int:
+        """Return the bytes that the model takes on this process's device: 0 if no rank uses that device, and less than the whole if
+        the ranks share the weights out.
+        """
+        if not self.cp_local and str(self.load_device) not in self.cp_config.devices:
+            return 0
+        resident = None if self.cp_local else CONTROLLER.resident(notes_of(self.model).key)
+        return super().model_size() if resident is None else resident.device_bytes
+
+    def loaded_size(self) -> int:
+        if self.cp_local:
+            return super().loaded_size()
+        return self.model_size() if self._on_device() else 0
+
+    def current_loaded_device(self) -> torch.device:
+        if self.cp_local:
+            return super().current_loaded_device()
+        return self.load_device if self._on_device() else self.offload_device
+
+    def lowvram_patch_counter(self) -> int:
+        return super().lowvram_patch_counter() if self.cp_local else 0
+
+    def get_free_memory(self, device: torch.device) -> int:
+        """Return the bytes that a call may take. From it samplers decide how many CFG halves, items and areas to compute at once.
+
+        This process only sees rank 0's device, where memory that rank 0 has freed but keeps counts as taken.
+        """
+        workers = CONTROLLER.workers
+        room = workers.room if not self.cp_local and workers is not None and workers.serves(self.cp_config) else None
+        if room is None:
+            return super().get_free_memory(device)
+        if PLANS[class_name(self.model.diffusion_model)].shares_sequence:
+            return room * self.cp_config.ranks_per_stage
+        return room * min(2, self.cp_config.batch_degree or self.cp_config.ranks_per_stage)  # a rank takes half of two items
+
+    @reloading_changed_files()
+    def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
+        notes_of(self.model).local = False
+        release(self.model.diffusion_model)
+        try:
+            if self.cp_run.obstacle is not None:
+                raise UnsupportedError(self.cp_run.obstacle)
+            check_model(self, self.cp_config)
+            check_stages(self, self.cp_config)
+            if self.model.current_weight_patches_uuid is not None:  # else another branch has them on a device of this process
+                super().unpatch_model(None if on_ranks(self.model) else self.offload_device, unpatch_weights=True)
+            # Object patches, such as model sampling, act in this process.
+            super().unpatch_model(None, unpatch_weights=False)
+            super().patch_model(load_weights=False)
+            self._share_file()
+            loaded = self._as_loaded()
+            added = loaded.load_on_ranks()
+        except UnsupportedError as error:
+            self.refuse(error)
+            return self._load_here(device_to, extra_memory, force_patch_weights)
+        loaded._patch_what_acts_here()
+        intercept(loaded, self.model.diffusion_model)
+        return added
+
+    def _patch_what_acts_here(self) -> None:
+        """Patch those modules that ComfyUI computes with in this process, outside of the transformer or for a ControlNet, and those
+        whose weight decides by its shape what ComfyUI passes to the transformer (`BaseModel.concat_cond`)."""
+        here = {
+            path_of(name)
+            for name in self.patches
+            if not name.startswith(PREFIX) or name.startswith(READ_HERE) or changes_shape(self, name)
+        }
+        for name in self.patches:
+            if path_of(name) in here:
+                self.patch_weight_to_device(name)
+        self.model.current_weight_patches_uuid = ON_RANKS
+
+    def load_on_ranks(self) -> int:
+        """Load the model onto the ranks, to which this process's devices make way. Returns the bytes that it newly takes on its own
+        device. Raises UnsupportedError where no placement fits."""
+        before = self.loaded_size()
+        make_way(self.model)
+        self.on_ranks(lambda target, cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
+        return self.loaded_size() - before
+
+    def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
+        if self.cp_local:
+            return super().partially_unload(device_to, memory_to_free, force_patch_weights)
+        freed = self.loaded_size()
+        CONTROLLER.make_room(self.load_device, notes_of(self.model).key)
+        return freed
+
+    def detach(self, unpatch_all: bool = True) -> nn.Module:
+        if self.cp_local:
+            return super().detach(unpatch_all)
+        self.eject_model()
+        self.model_patches_to(self.offload_device)
+        if unpatch_all:
+            super().unpatch_model(None, unpatch_weights=False)
+            CONTROLLER.make_room(self.load_device, notes_of(self.model).key)
+        for callback in self.get_all_callbacks(CallbacksMP.ON_DETACH):
+            callback(self, unpatch_all)
+        return self.model
+
+    def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        settle(self.model)
+        # ComfyUI patches weights when it writes them, but not in modules that say that theirs are.
+        patched = {comfy.utils.get_attr(self.model, path_of(name)) for name in self.backup} if on_ranks(self.model) else set()
+        for module in patched:
+            module.comfy_patched_weights = True
+        try:
+            return super().state_dict_for_saving(*args, **kwargs)
+        finally:
+            for module in patched:
+                del module.comfy_patched_weights
+
+    # --- one denoise call ------------------------------------------------------------------------------------------------
+
+    def refuse(self, error: UnsupportedError) -> None:
+        """Raise, or switch to ComfyUI's own path on one device with a warning, as on_unsupported says."""
+        raise_or_warn(error, self.cp_config, "running on a single device", raised_by="Apply Context Parallel")
+        notes_of(self.model).local = True
+        CONTROLLER.unload(notes_of(self.model).key)
+        settle(self.model)
+
+    def refuse_call(self, error: UnsupportedError) -> None:
+        """Refuse after sampling has begun: the weights are loaded into this process now."""
+        self.refuse(error)
+        release(self.model.diffusion_model)
+        self._load_here(self.load_device, 1e32)
+
+    def note_steps(self, steps: int) -> None:
+        """Say once per run in patches that warm-up is a large part of few steps."""
+        pipeline = self.cp_config.pipeline
+        if pipeline is not None and pipeline.patches > 1 and 0 < steps <= FEW_STEPS and self.cp_run.number != self._noted_run:
+            self._noted_run = self.cp_run.number
+            log.info("CP PipeFusion: %d of %d steps are exact, so patches gain little", min(steps, pipeline.warmup_calls), steps)
+
+    def call_workers(self, call: ModelCall) -> Any:
+        """Run a call of the transformer on all ranks."""
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        return self.on_ranks(lambda target, cancelled: CONTROLLER.call(self.cp_config, target, call, executing_node(), cancelled))
+
+    @reloading_changed_files()
+    def on_ranks(self, run: Callable[[Target, Callable[[], bool]], Any], steps: int = 0) -> Any:
+        """Run something with the ranks' copy of the model. See `with_cancel`. Raises ChangedFileError: its file changed."""
+        target = self.claim_target()
+        with target.files.unchanged():
+            return with_cancel(partial(run, target), steps)
+
+    def _load_here(self, device: torch.device, extra_memory: float, force_patch_weights: bool = False) -> int:
+        """Load the model onto a device of this process, as ComfyUI's ModelPatcher does."""
+        if give_back(self.model):
+            super().unpatch_model(self.offload_device, unpatch_weights=True)
+        if is_dynamic(self.model):
+            convert(self.model)
+        patches, self.patches = self.patches, applied_patches(self)
+        try:
+            return super().partially_load(device, extra_memory, force_patch_weights)
+        finally:
+            self.patches = patches
+
+    def claim_target(self) -> Target:
+        """Return what the ranks' copy must equal. From now on they keep it for as long as the model of this process is there."""
+        recipe, notes = recipe_of(self), notes_of(self.model)
+        if notes.files is None or notes.files[0] is not recipe:
+            notes.files = recipe, ModelFiles(recipe.files.items())
+        target = Target(self, recipe, notes.files[1], self.cp_run.call_memory, encode_weight_patches)
+        notes.key = target.key
+        CONTROLLER.own(target.key, self.model)
+        return target
+
+    def _share_file(self) -> None:
+        notes = notes_of(self.model)
+        if not notes.shares_file:
+            released = share_file_pages(self, recipe_of(self))
+            notes.shares_file = True
+            if released:
+                log.info("this process shares %.0f MB of weights with the workers through the file", released / 1e6)
+
+    def _on_device(self) -> bool:
+        return CONTROLLER.on_device(notes_of(self.model).key)
+
+
+def path_of(weight: str) -> str:
+    """Return the path of the module that has a weight."""
+    return weight.rpartition(".")[0]
+
+
+@cache
+def _over(cls: type[Any], plain: type[Any]) -> type[Any]:
+    """Return a class of patchers of ours over the class of the model's own patcher, which loads it on one device."""
+    return cls if plain is comfy.model_patcher.ModelPatcher else type(cls.__name__, (cls, plain), {})
+
+
+def plain_class(cls: type[Any]) -> type[Any]:
+    """Return the class of patchers that a model has without us."""
+    return next(base for base in cls.__mro__ if not issubclass(base, ContextParallelPatcher))
+
+
+def executing_node() -> Node | None:
+    """Return the node of the graph that runs in this thread."""
+    context = get_executing_context()
+    if context is None:
+        return None
+    graph = get_progress_state().dynprompt
+    kind = graph.get_node(context.node_id)["class_type"] if graph.has_node(context.node_id) else None
+    return Node(context.prompt_id, context.node_id, kind)
+
+
+def raise_or_warn(error: UnsupportedError, config: RuntimeConfig, instead: str, raised_by: str = "") -> None:
+    """Raise an error with which a run is refused, and record it in the status; or log a warning, as on_unsupported says.
+
+    Args:
+        instead: what happens where nothing is raised, for the log.
+        raised_by: the node that raises, in front of the error's text.
+    """
+    if config.on_unsupported == "error":
+        error = UnsupportedError(f"{raised_by}: {error}") if raised_by else error
+        CONTROLLER.journal.fail(error, executing_node())
+        raise error from None
+    log.warning("%s: %s", instead, error)
+
+
+def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any:
+    """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt. `steps`: of
+    the call, shown with every poll; 0 = they are not known, or the caller counts them."""
+    try:
+        return run(WorkBar(steps).poll)
+    except CallCancelled:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        raise comfy.model_management.InterruptProcessingException from None
+
+
+class WorkBar:
+    """ComfyUI's progress bar of a node: the loaded percentage of a model, and the steps of a call."""
+
+    def __init__(self, steps: int) -> None:
+        self._done = 0
+        self._bar = comfy.utils.ProgressBar(steps) if steps else None
+        self._began: float | None = None
+        self._shown: int | None = None  # percentage
+
+    def poll(self) -> bool:
+        """Show how far the ranks are; a bar goes back to the start when no model is loaded any more. Return whether the user has
+        cancelled."""
+        if comfy.model_management.processing_interrupted():
+            return True
+        workers = CONTROLLER.workers
+        loaded, done = (None, 0) if workers is None else (workers.loaded, workers.modules)
+        if loaded is None:
+            value, self._began = (None if self._shown is None else 0), None
+        else:
+            self._began = self._began or time.monotonic()
+            value = round(FULL * loaded) if time.monotonic() - self._began >= QUIET else None
+        try:
+            if value not in (None, self._shown):
+                comfy.utils.ProgressBar(FULL).update_absolute(value)  # a new one shows its first value at once
+                self._shown = value
+            if self._bar is not None and done > self._done:
+                self._done = done
+                self._bar.update_absolute(done)
+        except comfy.model_management.InterruptProcessingException:  # cancelled since
+            return True
+        return False

@@ -1,0 +1,319 @@
+"""The report of CP Sampler on a run; for people, as text, and as bars that show where each rank spent its time."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from ...controller.calls import in_words
+from ...controller.placement import HELD
+from ...controller.run_stats import NOT_MEASURED, UNITS, CallRecord, RunStats, Speed
+from ...errors import ContextParallelError, bad_value
+from ...families import plan_for
+from ...pool.config import RuntimeConfig
+from ...pool.protocol import decode
+from ...pool.settings import MAX_RANKS
+from ...version import VERSION
+from .apply import apply_to_model, check_type, timed
+from .patcher import ContextParallelPatcher
+from .runtime import CONTROLLER
+from .target import notes_of
+
+WIDTH, MARGIN, LABEL = 640, 20, 150  # pixels: nodes show it a third smaller
+BAR, GAP, LINE = 32, 12, 28
+ROOM = WIDTH - 2 * MARGIN
+TEXT, HEADLINE = 20, 28
+BARS = 32  # ranks that are drawn
+DESCRIBED = 8  # ranks that get a line in the picture; the text has all
+COLOURS = {"compute": "#3b82f6", "communication": "#f59e0b", "wait": "#9ca3af"}
+PAPER, INK = "#1f2937", "#f9fafb"  # to be read on a light page and on a dark one
+INK_IN_BARS = "#111827"
+LONGEST = 1 << 20  # characters of a report
+LONGEST_TEXT, MOST_NAMES = 300, 100  # characters of a name or of words in it; streams, or axes
+HOW_TO_MEASURE = "To compare with one device, press Measure in the panel Context Parallel, or run once on one GPU."
+
+
+_ONE_DEVICE = {"world_size": float, "speed": str | None, "seconds_per_step": float, "seconds_per_call": float | None}
+_SEVERAL = {
+    **_ONE_DEVICE, "family": str, "degrees": dict[str, float], "at_work": float | None, "communication_share": float,
+    "seconds_per_call_on_one_device": float | None, "speedup": float | None,
+}  # fmt: skip
+_RANK = {
+    "rank": float, "device": str, "tokens": dict[str, float], "host_memory": float, "device_memory": float,
+    "seconds": dict[str, float],
+}  # fmt: skip
+_NEWER = {"speed", "at_work"}  # than the first reports
+
+
+def run_with_report(
+    model: Any, config: RuntimeConfig | None, steps: int, sample: Callable[[Any], Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Apply `config` to `model` (or keep what it has), run `sample(model)`, return its result and the report."""
+    journal = CONTROLLER.journal
+    check_type(model)
+    if config is not None:
+        model = apply_to_model(model, config)
+    if not isinstance(model, ContextParallelPatcher):
+        model = timed(model.clone())
+    journal.run = RunStats(None)  # there may be nothing to sample
+    began = time.monotonic()
+    result = sample(model)
+    ended = time.monotonic()
+    run, speed = journal.run, journal.speed
+    per_call = run.per_call
+    report = {
+        "version": VERSION,
+        "world_size": 1,
+        "speed": None if speed is None else speed.words,
+        "steps": steps,
+        "calls": run.calls,
+        "seconds": round(ended - began, 4),
+        # Both without the first call, which may load or warm something up, if there are more.
+        "seconds_per_step": round((ended - began if per_call is None else per_call * run.calls) / steps, 4),
+        "seconds_per_call": _rounded(per_call),
+    }
+    if isinstance(model, ContextParallelPatcher) and not model.cp_local and run.last is not None and speed is not None:
+        report |= {
+            # Of the same model and sizes, where they ran on one device: by world_size 1, by choice, or to be measured.
+            "seconds_per_call_on_one_device": _rounded(speed.on_one_device),
+            "speedup": None if speed.times is None else round(speed.times, 2),
+            **_of_ranks(model, run, run.last),
+        }
+    return result, report
+
+
+def axes(degrees: Mapping[str, float], at_work: float | None) -> str:
+    """Put the mesh of a call into words. `degrees`: a rank's, by axis. `at_work`: ranks that shared the call; None = not known."""
+    named = " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    return named or ("one at work" if at_work in (None, 1) else f"{at_work} at work")
+
+
+def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) -> dict[str, Any]:
+    config, outcome = model.cp_config, last.reports[0].outcome
+    degrees, compiled = outcome.degrees, outcome.compiled
+    mean = {name: total / run.count for name, total in run.rank_0.items()}
+    return {
+        "world_size": config.world_size,
+        "devices": list(config.devices),
+        "degrees": degrees,
+        "at_work": last.at_work,
+        # Of the last call: ranks at work, and what the other number of ranks would take. None where all had to take part.
+        "choice": None if last.choice is None else {**last.choice, "words": in_words(last.choice)},
+        "shares": list(CONTROLLER.workers.pool.shares) if CONTROLLER.workers is not None else [],
+        # Of a result from that on one device, in standard deviations, root mean square; None where it was not measured.
+        "exchange": {"mode": config.sequence.exchange, "difference_from_one_device": run.difference},
+        "rotate_method": config.sequence.rotate_method if degrees["ring"] > 1 else None,
+        "family": plan_for(model.model.diffusion_model).family,
+        "weights": _weights(model, last),
+        "pipeline": _pipeline(model.cp_config, run, last),
+        # Of the last call: kinds of compiled blocks, those that are not and why, and what rank 0 has compiled since it started.
+        "compiled": {"kinds": compiled.kinds, "left": compiled.left, **compiled.counts},
+        "communication_share": round(run.waiting_share, 4),
+        # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
+        "communication": {
+            "seconds": round(mean["communication_seconds"], 6),
+            "predicted_seconds": round(mean["predicted_seconds"], 6),
+            "bytes": round(mean["communication_bytes"]),
+            "predicted_bytes": round(mean["predicted_bytes"]),
+        },
+        "ranks": [
+            {
+                "rank": rank,
+                "pid": pid,
+                "device": config.devices[rank],
+                "tokens": report.outcome.tokens,
+                "seconds": {part: round(total / run.count, 4) for part, total in run.times[rank].items()},
+                "host_memory": report.memory.host,
+                "device_memory": report.memory.device,
+            }
+            for rank, (pid, report) in enumerate(zip(last.pids, last.reports, strict=True))
+        ],
+    }
+
+
+def _weights(model: ContextParallelPatcher, last: CallRecord) -> dict[str, Any] | None:
+    """Return where the ranks keep the weights; None where the ranks have been lost since."""
+    resident = CONTROLLER.resident(notes_of(model.model).key)
+    if resident is None:
+        return None
+    return {
+        "placement": resident.choice.placement,
+        "reason": resident.choice.reason,
+        "words": HELD[resident.parts["case"]].format(**{**resident.parts, "unit": UNITS[resident.parts["unit"]]}),
+        "device_bytes": resident.device_bytes,
+        "bytes_sent": last.reports[0].bytes.get("weights", 0),  # in a call; part of the bytes of communication
+    }
+
+
+def _pipeline(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[str, Any] | None:
+    """Return how the last call passed through stages, and how many calls of the run were exact; None where there are none."""
+    staged = [report.outcome.staged for report in last.reports if report.outcome.staged is not None]
+    if not staged:
+        return None
+    settings = config.staged
+    return {
+        "stages": settings.stages,
+        "patches": settings.patches,
+        "warmup_calls": settings.warmup_calls,
+        "exact_calls": run.done + (run.done < run.calls) - run.patched,
+        "approximate_calls": run.patched,
+        "difference_from_exact": run.difference,  # of the call that Measure looked at
+        "bubble": round(settings.bubble(staged[0].runs), 4),
+        "bytes_sent": [report.bytes.get("send", 0) for report in last.reports],
+        "stage_of_rank": [each.stage for each in staged],
+        "kept_bytes": [each.kept for each in staged],
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
+
+
+def read_report(text: str) -> dict[str, Any]:
+    """Parse a report of CP Sampler and return the part that is shown. Raises ConfigError: it is no report. Any workflow may put any
+    text here."""
+    error: ContextParallelError = bad_value("report", text, "the JSON report of a CP Sampler", "Connect its report output.")
+    if len(text) > LONGEST:
+        raise error
+    try:
+        sent = json.loads(text)
+        if sent["world_size"] == 1:
+            report = _taken(_ONE_DEVICE, sent)
+        else:
+            report = _taken(_SEVERAL, sent)
+            # None where there was no choice, and in reports from before there was one.
+            report["memory"] = decode(str, (sent.get("weights") or {}).get("words", ""))
+            report["choice"] = decode(str, sent["choice"]["words"]) if sent.get("choice") else ""
+            ranks = report["ranks"] = [_taken(_RANK, rank) for rank in sent["ranks"]]
+            if not 1 <= len(ranks) <= MAX_RANKS or any(rank["seconds"].keys() != COLOURS.keys() for rank in ranks):
+                raise error
+        _check_texts(report)
+        return report
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise error from None
+
+
+def _taken(kinds: dict[str, Any], sent: dict[str, Any]) -> dict[str, Any]:
+    return {name: decode(kind, sent.get(name) if name in _NEWER else sent[name]) for name, kind in kinds.items()}
+
+
+def _check_texts(value: Any) -> None:
+    """Raise ValueError for texts, or numbers of them, that no line has room for."""
+    if isinstance(value, dict) and len(value) <= MOST_NAMES:
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for each in value:
+            _check_texts(each)
+    elif isinstance(value, dict) or (isinstance(value, str) and not (len(value) <= LONGEST_TEXT and value.isprintable())):
+        raise ValueError(value)
+
+
+def summarise(report: dict[str, Any]) -> list[str]:
+    """Summarise what `read_report` returned in a few lines, and a line per rank at the end if there are ranks."""
+    seconds = f"{report['seconds_per_step']:.3g} s per step"
+    if report["seconds_per_call"] is not None:
+        seconds += f", {report['seconds_per_call']:.3g} s per call"
+    if report["world_size"] == 1:
+        return ["one device", seconds]
+    alone = report["seconds_per_call_on_one_device"]
+    if alone is not None:
+        seconds += f" (one device: {alone:.3g} s)"
+    lines = [
+        report["speed"] or _older_speed(report),
+        *([HOW_TO_MEASURE] if alone is None else []),
+        seconds,
+        f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'], report['at_work'])})",
+        *([report["memory"]] if report["memory"] else []),
+        *([f"this call ran on {report['choice']}"] if report["choice"] else []),
+        f"{report['communication_share']:.0%} of a call waiting for other devices and for the link",
+    ]
+    if report["seconds_per_call"] is not None:
+        outside = report["seconds_per_call"] - max(sum(rank["seconds"].values()) for rank in report["ranks"])
+        lines.append(f"{max(0.0, outside):.2g} s of a call in ComfyUI, outside of the ranks")
+    for rank in report["ranks"]:
+        tokens = ", ".join(f"{count} {name}" for name, count in rank["tokens"].items())
+        memory = f"host {_gib(rank['host_memory'])}" + (f", device {_gib(rank['device_memory'])}" if rank["device_memory"] else "")
+        lines.append(f"rank {rank['rank']} on {rank['device']}: {f'tokens {tokens}; ' if tokens else ''}{memory}")
+    return lines
+
+
+def _older_speed(report: dict[str, Any]) -> str:
+    """Return the speed of an old report, which had no text for it."""
+    times = report["speedup"]
+    return NOT_MEASURED if times is None else Speed(ranks=report["world_size"], per_call=1.0, alone=(times,)).words
+
+
+def draw(report: dict[str, Any]) -> Tensor:
+    """Draw the summary, and a bar per rank. Returns `[1, H, W, 3]` in 0..1, as ComfyUI's images are."""
+    lines, ranks = [line.replace("×", "x") for line in summarise(report)], report.get("ranks", [])  # the font has no ×
+    if len(ranks) > DESCRIBED:
+        lines = lines[: len(lines) - len(ranks)]
+    if len(ranks) > BARS:
+        lines.append(f"the first {BARS} ranks of {len(ranks)}:")
+        ranks = ranks[:BARS]
+    font, large = ImageFont.load_default(TEXT), ImageFont.load_default(HEADLINE)
+    headline = [(part, large, HEADLINE + GAP) for part in _wrap(lines[0], large)]
+    rows = headline + [(part, font, LINE) for line in lines[1:] for part in _wrap(line, font)]
+    bars = len(ranks) * (BAR + GAP) + LINE + 2 * GAP if ranks else 0
+    height = 2 * MARGIN + sum(step for _, _, step in rows) + bars
+    picture = Image.new("RGB", (WIDTH, height), PAPER)
+    pen = ImageDraw.Draw(picture)
+    y = MARGIN
+    for text, used, step in rows:
+        pen.text((MARGIN, y), text, INK, used)
+        y += step
+    if ranks:
+        y += GAP
+        scale = (WIDTH - 2 * MARGIN - LABEL) / max(sum(rank["seconds"].values()) or 1.0 for rank in ranks)
+        for rank in ranks:
+            pen.text((MARGIN, y + 4), _fit(f"rank {rank['rank']}  {rank['device']}", font, LABEL - GAP), INK, font)
+            x = float(MARGIN + LABEL)
+            for part, colour in COLOURS.items():
+                end = x + rank["seconds"][part] * scale
+                if end - x >= 1:
+                    pen.rectangle((x, y, end, y + BAR), colour)
+                    text = f"{rank['seconds'][part]:.3g} s"
+                    left_over = end - x - font.getlength(text)
+                    if left_over >= 8:
+                        pen.text((x + left_over / 2, y + 4), text, INK_IN_BARS, font)
+                x = end
+            y += BAR + GAP
+        x = float(MARGIN + LABEL)
+        for part, colour in COLOURS.items():
+            pen.rectangle((x, y + 4, x + 18, y + 22), colour)
+            pen.text((x + 26, y), part, INK, font)
+            x += 48 + font.getlength(part)
+    return torch.from_numpy(np.asarray(picture, dtype=np.float32) / 255)[None]
+
+
+def _wrap(text: str, font: Any) -> list[str]:
+    """Split a text between words into lines that fit."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > ROOM:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return [_fit(line, font, ROOM) for line in lines]
+
+
+def _fit(text: str, font: Any, width: int) -> str:
+    """Return the text, cut at the end if there is no room for all of it."""
+    if len(text) <= width and font.getlength(text) <= width:
+        return text
+    # A character is at least a pixel wide.
+    longest = bisect.bisect_right(range(width), width, key=lambda count: int(font.getlength(f"{text[:count]}...")))
+    return f"{text[: longest - 1]}..."
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,96 @@
+"""Devices that ranks share with this process: neither side can use memory that the other holds there, or see whose it is.
+
+| This process holds | given back |
+|---|---|
+| what DynamicVRAM has of a model, left by a run without context parallelism | `make_way`, before the ranks load the model |
+| the model itself, with --highvram and --gpu-only | `make_way` |
+| what torch keeps of freed memory | `make_way` |
+| models that do not sample now | ComfyUI's own memory manager, or `free_for_ranks` once a rank has run out of memory |
+
+| The ranks hold | given back |
+|---|---|
+| a model that is loaded without them | `stock_loads`, before ComfyUI loads it |
+| what torch keeps of freed memory | `stock_loads`, before ComfyUI's memory manager looks at the device |
+| a model while ComfyUI loads another one | that memory manager, which sees an ordinary model (`patcher`), until its next call |
+| all models, with `/free` | `stock_loads` |
+
+With DynamicVRAM the weights stay as they are in the mapped file, which cannot be written to, and get the model's dtype where they
+are used. A module knows its place among the pages of a device (`_v`) and which state of these it has filled (`_v_signature`);
+copies of its weights are in pinned memory of the host. ComfyUI makes all of it again when it reloads the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import torch
+
+from ...compat import as_parameter, parameter_slots
+from ..shared.weights import is_dynamic, model_dtype, network_of, stays_as_in_file
+
+_OF_PAGES = ("_v", "_v_signature", "_v_weight", "_v_bias")
+EVERYTHING = 1e32
+
+
+def give_back(model: Any) -> bool:
+    """Give back what DynamicVRAM holds of a model: pages of devices, and copies in pinned memory. Returns whether it held pages.
+
+    Modules forget their pages as well. What is in them may have weight patches in it, and ComfyUI would no longer know which.
+    """
+    for device in vars(model).get("dynamic_pins", {}):
+        owner = SimpleNamespace(model=model, load_device=device)
+        comfy.model_patcher.ModelPatcherDynamic.partially_unload_ram(owner, EVERYTHING)
+    held = vars(model).get("dynamic_vbars", {})
+    if not held:
+        return False
+    for pages in held.values():
+        pages.free_memory(pages.loaded_size())
+    held.clear()
+    for module in model.modules():
+        for name in _OF_PAGES:
+            vars(module).pop(name, None)
+    return True
+
+
+def convert(model: Any) -> None:
+    """Give the weights of a model the dtype that they are to be used in: what computes without DynamicVRAM does not do so."""
+    for module in model.modules():
+        slots = parameter_slots(module)
+        for name, weight in {} if stays_as_in_file(module, slots.values()) else slots.items():
+            if weight is not None and not weight.is_meta and (dtype := model_dtype(model, module, name)) != weight.dtype:
+                slots[name] = as_parameter(weight.to(dtype), weight.requires_grad)
+
+
+def patcher_over(plain: Any) -> Any:
+    """Return a patcher of the kind that ComfyUI makes for this model: a dynamic one where DynamicVRAM has loaded it."""
+    if not is_dynamic(plain.model):
+        return plain
+    kind = comfy.model_patcher.ModelPatcherDynamic
+    made = kind(plain.model, plain.load_device, plain.offload_device, plain.size, plain.weight_inplace_update)
+    vars(made).update(vars(plain))
+    return made
+
+
+def make_way(model: Any) -> None:
+    """Give back what this process holds of a `BaseModel` or a VAE on any device, and what torch keeps there of freed memory.
+
+    Its weights stay valid, in host memory: where they are not the pages of the file, with --highvram, they are copied there.
+    """
+    give_back(model)
+    network_of(model).to("cpu")
+    model.device = torch.device("cpu")
+    comfy.model_management.soft_empty_cache()
+
+
+def free_for_ranks(devices: Iterable[str]) -> None:
+    """Have ComfyUI unload what it does not sample with, from devices (torch's names), and give back what torch keeps there."""
+    models = comfy.model_management.current_loaded_models
+    in_use = [loaded for loaded in models if loaded.currently_used]
+    # ComfyUI asks a device how much is free. If this process has not used the device yet, that takes memory for a context.
+    for device in {torch.device(name) for name in devices} & {loaded.device for loaded in models}:
+        comfy.model_management.free_memory(1e30, device, keep_loaded=in_use)
+    comfy.model_management.soft_empty_cache()

@@ -1,0 +1,198 @@
+"""The controller of this process, the one owner of its ranks; the devices that they may use; where they find this process's ComfyUI
+and its models; and other machines that work for it. Nothing listens or runs before someone asks for it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Set
+from itertools import permutations
+from typing import Any
+
+import comfy.model_management
+import comfy.options
+import folder_paths
+import torch
+from comfy.cli_args import args
+
+from ...controller.controller import Controller
+from ...errors import ChangedFileError, ConfigError, ContextParallelError, RankError, bad_value, check_switch
+from ...machines.facts import facts_of
+from ...machines.host import Machines
+from ...machines.wire import parse_address
+from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite
+from ...pool.forking import FORK_SERVERS
+from ...pool.launcher import child_environment
+from ...pool.peers import is_p2p_disabled, without_peer_access
+from ..shared.recipe import describe
+from .alone import Alone, why_alone, why_no_gpu
+from .residency import free_for_ranks
+
+log = logging.getLogger("context_parallel")
+
+PRELOAD = (
+    "torch",
+    "torchvision",
+    "torchaudio",
+    "scipy.integrate",
+    "scipy.ndimage",
+    "transformers.models.clip.tokenization_clip",
+    "transformers.models.t5.tokenization_t5",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "einops",
+    "psutil",
+    "safetensors.torch",
+    "yaml",
+)
+"""What ComfyUI's code in a rank imports of other packages: nine tenths of its time. ComfyUI itself looks at its device when it is
+imported, so every rank does that on its own, unless the device is the CPU."""
+PRELOAD_CPU = (*PRELOAD, "cp_runtime.comfy.rank.preload")
+MACHINES = "CP_MACHINES"  # environment variable with the address and port to listen on for other machines
+NO_MODELS = ("custom_nodes", "datasets", "configs")  # folders that ComfyUI knows and keeps no weights in
+
+
+def device_inventory() -> DeviceInventory:
+    """Return the devices of the type that ComfyUI itself runs on, and those of other machines."""
+    kind = comfy.model_management.get_torch_device().type
+    try:
+        count = 0 if kind == "cpu" else torch.get_device_module(kind).device_count()
+    except RuntimeError:  # a device type that torch has no module for
+        count = 1
+    return DeviceInventory(type=kind, count=count, others=OTHERS.devices)
+
+
+def are_here(config: RuntimeConfig) -> bool:
+    """Return whether all machines of a config are still there."""
+    return set(filter(None, config.machines)) <= OTHERS.here.keys()
+
+
+def default_config() -> RuntimeConfig:
+    """Return the config of a node without a CP Config: the devices that were chosen in the panel, or every device where these are
+    gone, and all choices automatic."""
+    try:
+        return RuntimeConfig.resolve(inventory=device_inventory(), devices=CONTROLLER.preferences.chosen.devices)
+    except ConfigError as error:
+        log.warning("all devices are used instead of those that were chosen in the panel: %s", error)
+        return RuntimeConfig.resolve(inventory=device_inventory())
+
+
+def prefer(changes: dict[str, Any]) -> None:
+    """Keep what was chosen in the panel: some of the fields of `Preferences`. Raises ConfigError: they are wrong."""
+    if not changes.keys() <= {"devices", "measure"}:
+        raise bad_value("settings", changes, "devices, measure or both", "Send these only.")
+    RuntimeConfig.resolve(inventory=device_inventory(), devices=changes.get("devices", ""))
+    check_switch("measure", changes.get("measure", True))
+    CONTROLLER.preferences.choose(**changes)
+    CONTROLLER.journal.changed.set()
+
+
+def nothing_to_share() -> Alone | None:
+    """Return why one device computes alone here; None = there are several, or CPU ranks."""
+    return why_alone(device_inventory())
+
+
+def found_devices() -> dict[str, Any]:
+    """Return what the panel and CP Config offer to choose from. It opens no device that ComfyUI has not opened.
+
+    `devices`: for each the `name` as CP Config takes it, the `title` that torch has for it and its `memory` in bytes, 0 where that
+    is not known. `indirect`: pairs of GPUs that do not reach each other's memory, None where nobody knows. `reason`: why there are
+    no GPUs, None where there are.
+    """
+    inventory = device_inventory()
+    names = [f"{inventory.type}:{index}" for index in range(inventory.count or inventory.default_ranks)]
+    pairs = [f"{one} to {other}" for one, other in permutations(names, 2)] if is_p2p_disabled() else None
+    reason = why_no_gpu(inventory, args.cpu, bool(torch.version.cuda or torch.version.hip))
+    own = [{"name": name, **_description(inventory.type, index)} for index, name in enumerate(names)]
+    return {
+        "devices": own + [{"name": name, "title": "", "memory": 0} for name in inventory.others],
+        "indirect": (pairs or without_peer_access(names)) if inventory.type == "cuda" else None,
+        "reason": None if reason is None else reason.described,
+    }
+
+
+def _description(kind: str, index: int) -> dict[str, Any]:
+    """Return what torch knows of a device, which may be nothing."""
+    properties = getattr(getattr(torch, kind, None), "get_device_properties", None)
+    found = None if properties is None or kind == "cpu" else properties(index)
+    return {"title": str(getattr(found, "name", "")), "memory": int(getattr(found, "total_memory", 0))}
+
+
+def node_folders() -> list[str]:
+    """Return the folders of ComfyUI's node packs."""
+    return sorted(map(os.path.abspath, folder_paths.get_folder_paths("custom_nodes")))
+
+
+def worker_site() -> WorkerSite:
+    """Return the site of the ranks: their code, their ComfyUI, and the folders that they may load models from."""
+    registered = {name: folders for name, (folders, _) in folder_paths.folder_names_and_paths.items() if name not in NO_MODELS}
+    folders = {os.path.abspath(folder) for folders in registered.values() for folder in folders}
+    return WorkerSite(
+        service="comfy.rank.service",
+        arguments={"model_folders": sorted(folders), "node_folders": node_folders()},
+        path=(os.path.dirname(os.path.dirname(os.path.abspath(comfy.model_management.__file__))),),
+        preload=PRELOAD_CPU if args.cpu else PRELOAD,
+        # Where another program embeds ComfyUI, the command line is not ComfyUI's.
+        argv=("main.py", *(sys.argv[1:] if comfy.options.args_parsing else ())),
+    )
+
+
+def import_ahead(nodes: Set[str], prompt: Any) -> Any:
+    """Start the process that ranks are forked from if there are several accelerators and a prompt has one of these nodes; return
+    `prompt` as it is. It imports for seconds, which the prompt spends on its text encoder. ComfyUI calls this before it queues one.
+    """
+    graph = prompt.get("prompt")
+    entries = graph.values() if isinstance(graph, dict) else ()
+    ours = any(isinstance(entry, dict) and entry.get("class_type") in nodes for entry in entries)
+    if ours and (inventory := device_inventory()).count > 1:
+        with contextlib.suppress(OSError, RuntimeError):  # as the ranks will say
+            FORK_SERVERS.get(worker_site(), child_environment(inventory.type, inventory.count))
+    return prompt
+
+
+def _facts() -> dict[str, Any]:
+    root = os.path.dirname(os.path.abspath(folder_paths.__file__))
+    return facts_of(root, comfy.model_management.get_torch_device().type)
+
+
+def _describe(recipe: dict[str, Any]) -> dict[str, Any]:
+    return describe(recipe, {kind: found for kind, (found, _) in folder_paths.folder_names_and_paths.items()})
+
+
+@contextlib.contextmanager
+def reloading_changed_files() -> Iterator[None]:
+    """Have ComfyUI drop all models after this prompt, as for `/free`, if inside the context a model file is found to have changed.
+    What is left of it here or on the ranks may be a mixture; the next prompt loads it anew."""
+    try:
+        yield
+    except (ChangedFileError, RankError) as error:
+        kind = error.kind if isinstance(error, RankError) else type(error).__name__
+        served = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+        if kind == ChangedFileError.__name__ and served is not None:
+            served.prompt_queue.set_flag("free_memory", True)
+        raise
+
+
+OTHERS = Machines(_facts, _describe, "comfy.shared.recipe")
+CONTROLLER = Controller(worker_site, free_for_ranks, OTHERS)
+atexit.register(OTHERS.close)
+atexit.register(CONTROLLER.close)
+
+
+def add_machines(address: str) -> str:
+    """Listen for other machines on `address:port`, and return the code for them. Raises ContextParallelError."""
+    return str(OTHERS.open(*parse_address(address)))
+
+
+def add_if_asked() -> None:
+    """Listen for other machines where ComfyUI's environment says so, and put the code into the log."""
+    if address := os.environ.get(MACHINES, "").strip():
+        try:
+            code = add_machines(address)
+        except ContextParallelError as error:
+            log.error("%s", error)
+            return
+        program = "custom_nodes/comfyui-context-parallel/cp_runtime/machines/join.py"
+        log.warning("another computer can work for this ComfyUI. In its ComfyUI's folder: python %s %s", program, code)

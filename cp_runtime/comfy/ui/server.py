@@ -1,0 +1,197 @@
+"""What the panel gets from ComfyUI's own server: routes, under its rules about origins and with no port of our own; and events over
+its websocket, whenever what the workers are doing changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import threading
+import time
+from typing import Any
+
+from aiohttp import web
+
+from ...controller.journal import public_message
+from ...controller.run_stats import Node
+from ...errors import ContextParallelError, bad_value
+from ...machines.wire import own_address
+from .runtime import CONTROLLER, OTHERS, add_machines, found_devices, prefer
+from .status import ending, said_of, status
+
+log = logging.getLogger("context_parallel")
+
+EVENT = "context_parallel.status"
+LOOK = 1.0  # seconds between two looks: a rank that has died and a prompt without workers tell nobody
+PAUSE = 0.2  # seconds at least between two events
+GRAIN = 16 << 20  # bytes; less is not worth an event
+SAMPLING = ("ApplyContextParallel", "CPSampler")
+"""Nodes of this pack without which a prompt samples without it."""
+BYPASSED = "without Context Parallel in this run"
+
+
+def add_routes(server: Any) -> None:
+    """Add them to ComfyUI's `PromptServer`; ComfyUI serves each under `/api` as well."""
+    routes: web.RouteTableDef = server.routes
+
+    async def answer(code: int = 200, **more: Any) -> web.Response:
+        return web.json_response({**more, "status": await asyncio.to_thread(status, server)}, status=code)
+
+    @routes.get("/context_parallel/status")
+    async def get_status(_: web.Request) -> web.Response:
+        """Return the state of the workers: see `status`."""
+        return web.json_response(await asyncio.to_thread(status, server))
+
+    @routes.post("/context_parallel/restart")
+    async def post_restart(_: web.Request) -> web.Response:
+        """Kill the workers and start them again: `{"restarted": …, "error": …, "status": {…}}`; 500 where they did not start."""
+        try:
+            return await answer(restarted=await asyncio.wrap_future(CONTROLLER.restart()), error=None)
+        except ContextParallelError as error:
+            return await answer(500, restarted=False, error=public_message(error))
+
+    @routes.post("/context_parallel/measure")
+    async def post_measure(_: web.Request) -> web.Response:
+        """Have the next run repeat one call on one device, to compare with: `{"status": {…}}`. Its result stays the same."""
+        CONTROLLER.journal.measure()
+        return await answer()
+
+    @routes.delete("/context_parallel/measure")
+    async def delete_measure(_: web.Request) -> web.Response:
+        """Have it measure nothing, or stop: `{"status": {…}}`. The run goes on."""
+        CONTROLLER.journal.cancel_measuring()
+        return await answer()
+
+    @routes.get("/context_parallel/devices")
+    async def get_devices(_: web.Request) -> web.Response:
+        """Return the devices to choose from: see `found_devices`."""
+        return web.json_response(await asyncio.to_thread(found_devices))
+
+    @routes.post("/context_parallel/settings")
+    async def post_settings(request: web.Request) -> web.Response:
+        """Keep what the panel's switches say, see `prefer`: `{"error": …, "status": {…}}`; 400 where it is wrong."""
+        try:
+            await asyncio.to_thread(prefer, await _asked(request))
+        except ContextParallelError as error:
+            return await answer(400, error=public_message(error))
+        return await answer(error=None)
+
+    @routes.get("/context_parallel/machines")
+    async def get_machines(_: web.Request) -> web.Response:
+        """Return other machines that work for this ComfyUI, or try to: `{"listens": …, "address": …, "machines": […]}`, without the
+        code. `address`: this computer's in its network."""
+        found = OTHERS.status()
+        return web.json_response({"listens": found["code"] is not None, "address": own_address(), "machines": found["machines"]})
+
+    @routes.post("/context_parallel/machines")
+    async def post_machines(request: web.Request) -> web.Response:
+        """`{"add": "address:port"}` listens there and answers with the code for the other machine; `{"remove": name}` sends one
+        away, and with the last one stops listening. 400 where that fails: `{"error": …}`."""
+        try:
+            asked = await _asked(request)
+            if asked.keys() not in ({"add"}, {"remove"}) or not all(isinstance(value, str) for value in asked.values()):
+                raise bad_value("machines", asked, '{"add": "address:port"} or {"remove": name}', "Send one of the two, as text.")
+            if "remove" in asked:
+                await asyncio.to_thread(OTHERS.remove, asked["remove"])
+                return web.json_response({"code": None})
+            return web.json_response({"code": await asyncio.to_thread(add_machines, asked["add"])})
+        except ContextParallelError as error:
+            return web.json_response({"error": public_message(error)}, status=400)
+
+
+async def _asked(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object in a request's body. Raises ConfigError: there is none."""
+    found: Any = await request.read()
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(found)
+    if not isinstance(found, dict):
+        raise bad_value("body", found, "a JSON object", "Send a JSON object.")
+    return found
+
+
+def start_events(server: Any) -> None:
+    """Send what `status` returns as `EVENT` to every client of ComfyUI's `PromptServer`, and what happens now as text in the node
+    that waits for it, to the client that queued it. Where its prompt fails there or is cancelled, the text says so. Nothing is sent
+    while there are no workers."""
+
+    def run() -> None:
+        events = Events(server)
+        while True:
+            CONTROLLER.journal.changed.wait(LOOK)
+            CONTROLLER.journal.changed.clear()
+            try:
+                events.send()
+            except Exception:
+                if server.loop.is_closed():  # ComfyUI ends
+                    return
+                log.exception("the status of the workers could not be sent")
+                time.sleep(LOOK)
+            time.sleep(PAUSE)
+
+    threading.Thread(target=run, name="context parallel events", daemon=True).start()
+
+
+class Events:
+    """The state of the events: the last one sent, and the one to send now."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self._sent = news(status(server))
+        self._user: tuple[Node | None, str | None] = None, None  # the last node that used the pool, and the client that queued it
+        self._said: tuple[str, Node | None] = "", None
+        self._prompt = ""  # id of the last one that was seen
+
+    def send(self) -> None:
+        """Send an event if the status has changed, and texts to the nodes."""
+        self._look_at_the_prompt()
+        now = status(self._server)
+        new = news(now)
+        if new != self._sent:
+            self._sent = new
+            self._server.send_sync(EVENT, now)
+        before, node = self._user, CONTROLLER.journal.node
+        if node not in (None, before[0]):
+            self._user = node, self._server.client_id
+        for user, client in (before, self._user):
+            # The browser leaves a text where it is, and takes no empty one.
+            # One that is followed at once by another says how it ended, too.
+            self._say(ending(self._server, user) or (now["activity"] if user == node else said_of(user)), user, client)
+
+    def _look_at_the_prompt(self) -> None:
+        """Clear the status of the last run, once a prompt has begun that samples without this pack."""
+        run, newest = CONTROLLER.journal.run, newest_prompt(self._server)
+        if newest is None or newest[0] == self._prompt:
+            return
+        self._prompt, graph = newest
+        # A link to a model, of whatever sampler or guider.
+        samples = any(isinstance(each["inputs"].get("model"), list) for each in graph.values())
+        if not samples or any(each["class_type"] in SAMPLING for each in graph.values()):
+            return
+        CONTROLLER.journal.bypassed(run)
+        (node, client), self._user = self._user, (None, None)
+        if node is not None and graph.get(node.node_id, {}).get("class_type") == node.kind:
+            self._say(BYPASSED, node, client)
+
+    def _say(self, text: str, node: Node | None, client: str | None) -> None:
+        if text and node is not None and client is not None and (text, node) != self._said:
+            self._said = text, node
+            self._server.send_progress_text(text.encode(errors="replace"), node.node_id, client)
+
+
+def newest_prompt(server: Any) -> tuple[str, dict[str, Any]] | None:
+    """Return id and graph of the prompt that runs now, or ran last."""
+    queue = server.prompt_queue
+    with queue.mutex:
+        last = next(reversed(queue.history.values()), {"prompt": None})["prompt"]
+        begun = next(reversed(queue.currently_running.values()), last)
+    return None if begun is None else (begun[1], begun[2])
+
+
+def news(now: dict[str, Any]) -> Any:
+    """Return the part of a status that is worth an event: all but heartbeats, and memory in large steps."""
+    ranks = [
+        {**rank, "seconds_since_heartbeat": None, "modules": None, "memory": {k: v // GRAIN for k, v in rank["memory"].items()}}
+        for rank in now["ranks"]
+    ]
+    return {**now, "ranks": ranks}

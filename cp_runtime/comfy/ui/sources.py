@@ -1,0 +1,167 @@
+"""Files with Python source: what they define, import and assign; and whose files they are."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from importlib.metadata import packages_distributions
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import comfy
+from torch import nn
+
+from .runtime import node_folders
+
+COMFY = os.path.dirname(os.path.abspath(next(iter(comfy.__path__))))
+WRAPPED = ("__func__", "__wrapped__", "func", "fget", "_torchdynamo_orig_callable", "_orig_mod")  # what holds another function
+LIBRARY_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
+
+
+class Source:
+    """A file with Python source.
+
+    Attributes:
+        codes: of everything that it defines, by qualified name; alternatives under one name are all there.
+    """
+
+    def __init__(self, name: str, file: str) -> None:
+        self.file = file
+        self.codes: dict[str, list[CodeType]] = {}
+        self._add(SourceFileLoader(name, file).get_code(name), "")
+
+    def _add(self, body: CodeType | None, prefix: str) -> None:
+        for constant in body.co_consts if body else ():
+            if isinstance(constant, CodeType):
+                path = prefix + constant.co_name
+                self.codes.setdefault(path, []).append(constant)
+                is_function = constant.co_flags & 1  # CO_OPTIMIZED; bodies of classes are not
+                self._add(constant, path + (".<locals>." if is_function else "."))
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        with open(self.file, "rb") as file:
+            return ast.parse(file.read())
+
+    @functools.cached_property
+    def decorated(self) -> set[str]:
+        """Names of decorated functions, without those inside of functions."""
+        return {path for path, node in _definitions(self.tree, "") if getattr(node, "decorator_list", ())}
+
+    @functools.cached_property
+    def imported(self) -> dict[str, list[tuple[str, str]]]:
+        """What names at the top of the file are imported from: (module, as it stands there, and name in it)."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        for node in _statements(self.tree):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    module = "." * node.level + (node.module or "")
+                    found.setdefault(alias.asname or alias.name, []).append((module, alias.name))
+        return found
+
+    def assigned(self, name: str, owner: str = "") -> list[ast.expr | None]:
+        """Return what the top of the file, or the body of a class, assigns to a name; None for what depends on the value before."""
+        tree: Any = self.tree
+        for part in filter(None, owner.split(".")):
+            tree = next((n for n in _statements(tree) if isinstance(n, ast.ClassDef) and n.name == part), ast.Module([], []))
+        found: list[ast.expr | None] = []
+        for node in _statements(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                found.append(node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None)
+        return found
+
+
+def _definitions(tree: Any, prefix: str) -> Iterator[tuple[str, ast.stmt]]:
+    for node in _statements(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from _definitions(node, f"{prefix}{node.name}.")
+
+
+def _statements(tree: Any) -> Iterator[ast.stmt]:
+    """Yield the statements of a body, and those below them that belong to the same scope."""
+    for field in ("body", "orelse", "handlers", "finalbody"):
+        for node in getattr(tree, field, ()):
+            yield node
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from _statements(node)
+
+
+@functools.cache
+def source_of(module: str) -> Source | None:
+    """Return the source of an imported module; None for one without."""
+    file = os.path.abspath(getattr(sys.modules.get(module), "__file__", None) or "")
+    return Source(module, file) if file.endswith(".py") and os.path.isfile(file) else None
+
+
+def functions_in(value: Any) -> list[FunctionType]:
+    """Return a function and all that its decorators have put around each other."""
+    found, seen, left = list[FunctionType](), set[int](), [value]
+    while left:
+        each = left.pop(0)
+        if id(each) in seen or each is None or isinstance(each, type | ModuleType | nn.Module):
+            continue
+        seen.add(id(each))
+        if isinstance(each, FunctionType):
+            found.append(each)
+            left += [cell.cell_contents for cell in each.__closure__ or () if _is_callable(cell)]
+        left += [inner for name in WRAPPED if (inner := getattr(each, name, None)) is not None and callable(inner)]
+    return found
+
+
+def _is_callable(cell: Any) -> bool:
+    try:
+        return callable(cell.cell_contents)
+    except ValueError:  # empty
+        return False
+
+
+@functools.cache
+def names_in(body: CodeType) -> frozenset[str]:
+    """Return the names that a piece of code, and all code inside it, uses."""
+    inner = (constant for constant in body.co_consts if isinstance(constant, CodeType))
+    return frozenset(body.co_names).union(*map(names_in, inner))
+
+
+@functools.cache
+def file_of(module: str) -> str:
+    """Return the file of an imported module; "" for one without."""
+    return os.path.abspath(file) if (file := getattr(sys.modules.get(module), "__file__", None)) else ""
+
+
+@functools.cache
+def is_comfy(file: str) -> bool:
+    """Return whether a file is ComfyUI's, below its package `comfy`."""
+    return file.startswith(os.path.join(COMFY, "")) and not pack_of(file) and not in_library(file)
+
+
+@functools.cache
+def in_library(file: str) -> bool:
+    """Return whether a file is of Python or an installed package. Code without a file was made by one: dataclasses, torch.fx."""
+    folders = {*map(sysconfig.get_path, LIBRARY_PATHS), *site.getsitepackages(), site.getusersitepackages()}
+    usual = file.startswith(("<", *(os.path.join(folder, "") for folder in folders)))
+    return usual or (file.startswith(_elsewhere()) and not pack_of(file))
+
+
+@functools.cache
+def _elsewhere() -> tuple[str, ...]:
+    """Return the folders of installed packages, wherever they are: by PYTHONPATH, `pip install --target`, or as editable."""
+    names = (name for name in packages_distributions() if name != comfy.__name__)
+    packages = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), "__path__")]
+    return tuple(os.path.join(os.path.abspath(folder), "") for package in packages for folder in package.__path__)
+
+
+def pack_of(file: str) -> str:
+    """Return the name of the node pack that a file belongs to; "" for another file."""
+    for folder in node_folders():
+        if file.startswith(os.path.join(folder, "")):
+            return os.path.relpath(file, folder).split(os.sep)[0]
+    return ""

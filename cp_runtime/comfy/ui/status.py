@@ -1,0 +1,226 @@
+"""Status of the workers, for the status route and the panel. Only reads: it waits for no lock, no rank and no device."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from ...controller.calls import in_words
+from ...controller.journal import Failure, Journal
+from ...controller.run_stats import NOT_MEASURED, CallRecord, Node
+from ...controller.workers import Workers
+from ...pool.board import SILENT
+from ...pool.worker import host_bytes
+from ...pool.worker_pool import WorkerPool
+from ...version import VERSION
+from .report import axes
+from .runtime import CONTROLLER, nothing_to_share
+
+LINGER = 1.0
+"""Seconds. Between two commands of a prompt the ranks have nothing to do for a moment: a state lasts that much longer, within the
+prompt."""
+
+STATES = {"start": "starting", "load": "loading", "attach_network": "loading", "call": "computing"}
+"""State by command. The others take no time: the ranks stay in the state that they are in."""
+
+UNFINISHED = {"execution_error": "failed", "execution_interrupted": "cancelled"}
+"""How a prompt did not reach its end, by the message that ComfyUI keeps in its history."""
+
+
+def status(server: Any) -> dict[str, Any]:
+    """Return the state of the pool and of every rank as plain data: see docs/failures.md. `server`: ComfyUI's `PromptServer`.
+
+    A rank is "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it
+    since), "failed" or "ended" (with the one that failed). Times are seconds, memory is bytes: `host` is resident now, `device` the
+    peak of the last call. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
+    """
+    workers, journal, alone = CONTROLLER.workers, CONTROLLER.journal, nothing_to_share()
+    speed = _speed(journal)  # read once: no two figures of a status are of different moments
+    found: dict[str, Any] = {
+        "state": "off", "activity": "" if alone is None else alone.words, "starting": None, "loading": None, "compiling": False,
+        "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {}, "memory": {},
+        "pace": None, "last_call": None, "last_vae_call": None, "ranks": [], "version": VERSION, "speed": speed,
+        "last_error": _failure(journal.last_error), "errors": [_failure(each) for each in list(journal.errors)],
+        "alone": alone and alone.described,
+        "settings": asdict(CONTROLLER.preferences.chosen),
+    }  # fmt: skip
+    if workers is None:
+        return found
+    pool, last = workers.pool, journal.run.last
+    loading, waiting = workers.loading, pool.waiting_for  # read once: state and words are to agree
+    # Of the last sampling run, if these ranks computed it.
+    record = last if last is not None and last.pids == pool.pids else None
+    vae = workers.last_vae_call
+    work = _work(server, pool) if loading is None else "loading"
+    # One that has reported is done, while others are not; at the start it waits for them.
+    done = set(range(pool.world_size)).difference(waiting) if waiting and work != "starting" else ()
+    ranks = [_rank(workers, record, rank, "idle" if rank in done else work) for rank in range(len(pool.processes))]
+    sampling = work == "computing" and workers.sampling
+    return found | {
+        "state": _state(pool, ranks, work),
+        "activity": _activity(workers, loading),
+        "starting": None if pool.doing != "start" else {"since": pool.since, "stage": pool.stage, "last_took": workers.last_start},
+        # Finer, the part would be news too often.
+        "loading": loading and {"model": loading[0], "part": None if loading[1] is None else round(loading[1], 2)},
+        "compiling": bool(_compiling(pool)),
+        "world_size": pool.world_size,
+        "backend": pool.backend,
+        "peer_to_peer": pool.peer_to_peer,
+        "fallback": pool.ways.fallback,
+        "models": workers.models,
+        "weights": workers.placements,
+        "memory": workers.memory,
+        "pace": (speed and speed["seconds_per_call"]) or last.seconds if sampling and last else None,
+        "last_call": None if record is None else _described(record),
+        "last_vae_call": None if vae is None else _described(vae),
+        "ranks": ranks,
+    }
+
+
+def _activity(workers: Workers, loading: tuple[str, float | None] | None) -> str:
+    """Return in words what the workers do at the moment, or did last."""
+    pool = workers.pool
+    waiting = pool.waiting_for
+    if pool.doing == "start":
+        before = "" if workers.last_start is None else f" (took {workers.last_start:.0f} s last time)"
+        return f"starting {pool.world_size} workers: {pool.stage}{before}…"
+    if loading is not None:
+        model, loaded = loading
+        return f"loading {model} on {_ranks(pool, waiting)}…" + ("" if loaded is None else f" {100 * loaded:.0f} %")
+    if compiling := _compiling(pool):
+        return f"compiling blocks on {_ranks(pool, compiling)}…"
+    if workers.comparing:
+        return "measuring a call on one device…"
+    record = workers.last_call
+    if record is None or record.node != CONTROLLER.journal.node or not pool.alive:
+        return ""  # what another node did says nothing about this one
+    return _in_words(record, pool.world_size)
+
+
+def said_of(node: Node | None) -> str:
+    """Return what the last sampling run took, in words, if it was that of a node; else an empty text."""
+    workers, record = CONTROLLER.workers, CONTROLLER.journal.run.last
+    if workers is None or record is None or record.node != node:
+        return ""
+    return _in_words(record, workers.pool.world_size)
+
+
+def _in_words(record: CallRecord, world_size: int) -> str:
+    outcome, speed = record.reports[0].outcome, CONTROLLER.journal.speed
+    ranks = f"{world_size} ranks ({axes(outcome.degrees, outcome.at_work)})"
+    if record.choice is not None and record.choice["ranks"] < world_size:
+        ranks = in_words(record.choice)  # else it looks as if the others did not work
+    if speed is None or record is not CONTROLLER.journal.run.last:  # of a VAE
+        return f"{ranks}, {record.seconds:.3g} s per call"
+    return f"{speed.words} · {speed.per_call or record.seconds:.3g} s per call · {ranks}"
+
+
+def _compiling(pool: WorkerPool) -> list[int]:
+    return [rank for rank in pool.waiting_for if pool.progress(rank).compiling]
+
+
+def ending(server: Any, node: Node | None) -> str | None:
+    """Return how the prompt of a node ended before the node did: "failed" or "cancelled"; empty where the node was done, None while
+    it runs."""
+    entry = None if node is None else server.prompt_queue.history.get(node.prompt_id)
+    if node is None or entry is None:
+        return None
+    for name, data in (entry["status"] or {"messages": []})["messages"]:
+        if name in UNFINISHED and node.node_id not in data["executed"]:
+            return UNFINISHED[name]
+    return ""
+
+
+def _speed(journal: Journal) -> dict[str, Any] | None:
+    speed = journal.speed
+    if speed is None and not journal.measuring:
+        return None
+    return {
+        "times": speed and speed.times,
+        # Alike for both, so that they can be compared: with what the sampler does between two calls.
+        "seconds_per_call": speed and speed.per_call,
+        "seconds_per_call_on_one_device": speed and speed.on_one_device,
+        "difference_from_one_device": journal.run.difference,
+        "measuring": journal.measuring,
+        "words": speed.words if speed else NOT_MEASURED,
+        # For texts in other languages.
+        "parts": speed.parts if speed else {"cases": ["not_measured"], "unit": "device"},
+    }
+
+
+def _failure(error: Failure | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    node = None if error.node is None else {"id": error.node.node_id, "type": error.node.kind}
+    return {"time": error.time, "rank": error.rank, "device": error.device, "message": error.message, "node": node}
+
+
+def _ranks(pool: WorkerPool, waiting: list[int]) -> str:
+    if len(waiting) in (0, pool.world_size):
+        return f"{pool.world_size} ranks"
+    return "rank " + ", ".join(map(str, waiting))
+
+
+def _described(record: CallRecord) -> dict[str, Any]:
+    run = CONTROLLER.journal.run
+    return {
+        "degrees": record.reports[0].outcome.degrees,
+        "at_work": sum(not report.outcome.idle for report in record.reports),
+        "choice": in_words(record.choice),
+        "seconds": record.seconds,
+        # Of the run that the call belongs to, as the report has it; a call of a VAE belongs to none.
+        "waiting_share": run.waiting_share if record is run.last else record.waiting_share,
+    }
+
+
+def _work(server: Any, pool: WorkerPool) -> str:
+    """Return the state of ranks that are well."""
+    node = CONTROLLER.journal.node
+    recent = node is not None and ending(server, node) is None and time.monotonic() - pool.did_until < LINGER
+    return STATES.get(pool.doing) or STATES.get(pool.did if recent else "", "idle")
+
+
+def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
+    if not pool.alive:
+        return "starting" if pool.doing == "start" else "failed"
+    # A rank that imports or loads may hold the GIL for longer than SILENT.
+    lost = ("gone",) if pool.doing and (pool.doing != "call" or work == "loading") else ("gone", "silent")
+    if any(rank["state"] in lost for rank in ranks):
+        return "failed"
+    return work
+
+
+def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) -> dict[str, Any]:
+    pool, failure = workers.pool, workers.failure
+    at, pid = pool.progress(rank), pool.pids[rank]
+    since = time.monotonic() - at.beat if at.beat else None
+    kernel = pool.processes[rank].state if pid else "not forked yet"
+    culprit = failure is not None and failure.rank == rank
+    if kernel in ("gone", "zombie", "dead"):
+        state = "gone"
+        if not pool.alive and pool.doing != "start":  # somebody has noticed, and ended the others
+            state = "failed" if culprit else "ended"
+    elif since is not None and since > SILENT:
+        state = "silent"
+    # What a rank has of a sequence is of the sampling run; what it held, and whether it was left out, of the last call of its kind.
+    last = workers.last_call
+    host = host_bytes(pid)
+    if pool.config.machines[rank]:  # its process id is another machine's
+        host = last.reports[rank].memory.host if last else 0
+    same = last is not None and (last is not workers.last_vae_call) == workers.sampling
+    return {
+        "rank": rank,
+        "device": pool.config.devices[rank],
+        "pid": pid,
+        "state": state,
+        "culprit": culprit,
+        "idle": bool(last and same and last.reports[rank].outcome.idle),
+        "process": kernel,
+        "modules": at.modules,
+        "seconds_since_heartbeat": since,
+        "memory": {"host": host, "device": last.reports[rank].memory.device if last else 0},
+        "tokens": record.reports[rank].outcome.tokens if record else {},
+        "models": workers.models if state in ("idle", "computing") else [],
+        "last_error": failure.message if failure is not None and culprit else None,
+    }

@@ -1,0 +1,61 @@
+"""Device memory that ranks give back when this process loads or frees something on the same device: see `residency`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.model_base import BaseModel
+
+from ...engine.weights.cast import settle
+from ..shared.weights import network_of
+from .interception import release
+from .patcher import ContextParallelPatcher
+from .recipes import recipe_key
+from .runtime import CONTROLLER
+from .target import notes_of
+
+EVERYTHING = 1e30
+"""Bytes that ComfyUI asks for when it means all that a device has, as for `/free`."""
+
+
+def watch_stock_loads() -> None:
+    """Wrap the functions by which ComfyUI loads models onto devices and frees devices. Call it once."""
+    stock, stock_free = comfy.model_management.load_models_gpu, comfy.model_management.free_memory
+
+    @functools.wraps(stock)
+    def load_models_gpu(models: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        for patcher in models:
+            if isinstance(getattr(patcher, "model", None), BaseModel) and not isinstance(patcher, ContextParallelPatcher):
+                _drop_from_ranks(patcher)
+                settle(patcher.model)
+                release(network_of(patcher.model))
+        return stock(models, *args, **kwargs)
+
+    @functools.wraps(stock_free)
+    def free_memory(memory_required: float, device: torch.device, keep_loaded: Sequence[Any] = (), **kwargs: Any) -> Any:
+        if memory_required >= EVERYTHING:
+            _drop_all_but(keep_loaded, device)
+        elif comfy.model_management.get_free_memory(device) < memory_required:
+            CONTROLLER.make_room(device)  # before any model has to go
+        return stock_free(memory_required, device, keep_loaded, **kwargs)
+
+    comfy.model_management.load_models_gpu, comfy.model_management.free_memory = load_models_gpu, free_memory
+
+
+def _drop_from_ranks(patcher: Any) -> None:
+    workers = CONTROLLER.workers
+    if workers is not None and str(patcher.load_device) in workers.pool.config.devices:
+        CONTROLLER.unload(recipe_key(patcher) or "")
+
+
+def _drop_all_but(kept: Sequence[Any], device: torch.device) -> None:
+    """Have the ranks drop what they hold, when this process frees the device that it books their models on."""
+    workers = CONTROLLER.workers
+    if workers is not None and device == comfy.model_management.get_torch_device():
+        used = {notes_of(loaded.model.model).key for loaded in kept if isinstance(loaded.model, ContextParallelPatcher)}
+        for key in set(workers.held) - used:
+            CONTROLLER.unload(key)
