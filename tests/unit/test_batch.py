@@ -9,7 +9,7 @@ import torch
 from support.package import load_package
 
 load_package()
-from cp_runtime.comfy.rank.forward import STACKED, UNSTACKED, share_out, take_items  # noqa: E402
+from cp_runtime.comfy.rank.batch import STACKED, UNSTACKED, share_out, take_items  # noqa: E402
 from cp_runtime.comfy.shared.forward import CONDITIONINGS  # noqa: E402
 from cp_runtime.families.trellis2 import TRELLIS_2  # noqa: E402
 

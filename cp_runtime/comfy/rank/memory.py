@@ -43,7 +43,7 @@ from ..shared.recipe import Recipe
 from ..shared.weights import PREFIX, SMALL, STAYS
 
 # What to do about code that reads a weight that is not on this rank.
-SHARED_REMEDY = "Set weights to whole in CP Config, or remove the node that reads it."
+SHARDED_REMEDY = "Set weights to whole in CP Config, or remove the node that reads it."
 STAGED_REMEDY = "Set weights to whole in CP Config, and leave out CP PipeFusion, or remove the node that reads it."
 
 
@@ -208,55 +208,32 @@ def forget(patcher: ModelPatcher) -> None:
     loaded[:] = [each for each in loaded if each.model is not patcher]
 
 
-class SharedWeightsPatcher(FileWeightsPatcher):
-    """A ModelPatcher that keeps this rank's part of the blocks (`engine.weights`).
-
-    Weight patches go into a block before it is shared out, so that a rank never holds more of a model than its own part and one
-    block, and quantised weights stay quantised.
+class PartialWeightsPatcher(FileWeightsPatcher):
+    """A ModelPatcher of which this rank has the weights outside of blocks, and some of the blocks' own.
 
     Attributes:
-        cp_ranks, cp_on_host: see `ShardedWeights`.
-        cp_weights: the parts, while they are on the device.
-        cp_size: bytes of device memory that the model takes.
+        cp_size: bytes of device memory that it takes.
+        cp_there: they are on the device.
     """
 
-    cp_ranks: RankGroup
-    cp_on_host: bool
-    cp_weights: ShardedWeights | None
     cp_size: int
-
-    @classmethod
-    def share(cls, patcher: Any, recipe: Recipe, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool) -> None:
-        """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these."""
-        cls.adopt(patcher, recipe, progress)
-        patcher.cp_ranks, patcher.cp_on_host, patcher.cp_weights, patcher.cp_size = ranks, on_host, None, size
+    cp_there = False
 
     def model_size(self) -> int:
         return self.cp_size
 
-    def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
-        weights = ShardedWeights(
-            self.model.diffusion_model, self.cp_ranks, device_to, on_host=self.cp_on_host, remedy=SHARED_REMEDY
-        )
-        self.cp_weights = weights
-        own = self._load_without(weights.blocks.values(), device_to)
-        pages = mapped(self.cp_recipe.path)
-        for block, parameters in own.items():
-            block.put([plain(weight) for weight in parameters])
-            weights.keep(block.name, self._patched(block, device_to))
-            give_back(parameters, pages)
-            trim_heap()  # freed pieces that patching left between the weights that are kept
-            self.cp_progress.add(parameters)
-        self.model.model_loaded_weight_memory = self.cp_size
-
-    def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
-        if unpatch_weights and self.cp_weights is not None:
-            self.cp_weights.remove()
-            self.cp_weights = None
-        super().unpatch_model(device_to, unpatch_weights)
-
     def partially_unload(self, *args: Any, **kwargs: Any) -> int:
         return 0  # ComfyUI then unloads all of it
+
+    def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        if unpatch_weights and self.cp_there:
+            self._remove()
+            self.cp_there = False
+        super().unpatch_model(device_to, unpatch_weights)
+
+    def _remove(self) -> None:
+        """Let go of the blocks' weights."""
+        raise NotImplementedError
 
     def _load_without(self, blocks: Collection[Block], device_to: torch.device) -> dict[Block, list[Tensor]]:
         """Have ComfyUI load the weights outside of some blocks. Return those of the blocks, whose slots are empty now."""
@@ -276,7 +253,49 @@ class SharedWeightsPatcher(FileWeightsPatcher):
             self.patches = patches
         if device_to.type == "cpu":
             settle(self.model)  # once, and not in every call
+        self.model.model_loaded_weight_memory, self.cp_there = self.cp_size, True
         return left_out
+
+
+class ShardedWeightsPatcher(PartialWeightsPatcher):
+    """A ModelPatcher that keeps this rank's part of every block (`engine.weights`).
+
+    Weight patches go into a block before it is sharded, so that a rank never holds more of a model than its own part and one
+    block, and quantised weights stay quantised.
+
+    Attributes:
+        cp_ranks, cp_on_host: see `ShardedWeights`.
+        cp_shards: the parts, while they are on the device.
+    """
+
+    cp_ranks: RankGroup
+    cp_on_host: bool
+    cp_shards: ShardedWeights | None
+
+    @classmethod
+    def shard(cls, patcher: Any, recipe: Recipe, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool) -> None:
+        """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these. `size`: see `cp_size`."""
+        cls.adopt(patcher, recipe, progress)
+        patcher.cp_ranks, patcher.cp_on_host, patcher.cp_shards, patcher.cp_size = ranks, on_host, None, size
+
+    def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
+        shards = ShardedWeights(
+            self.model.diffusion_model, self.cp_ranks, device_to, on_host=self.cp_on_host, remedy=SHARDED_REMEDY
+        )
+        self.cp_shards = shards
+        own = self._load_without(shards.blocks.values(), device_to)
+        pages = mapped(self.cp_recipe.path)
+        for block, parameters in own.items():
+            block.put([plain(weight) for weight in parameters])
+            shards.keep(block.name, self._patched(block, device_to))
+            give_back(parameters, pages)
+            trim_heap()  # freed pieces that patching left between the weights that are kept
+            self.cp_progress.add(parameters)
+
+    def _remove(self) -> None:
+        if self.cp_shards is not None:
+            self.cp_shards.remove()
+        self.cp_shards = None
 
     def _patched(self, block: Block, device_to: torch.device) -> dict[str, Tensor]:
         """Return the weights of a block that have patches, patched."""
@@ -284,13 +303,16 @@ class SharedWeightsPatcher(FileWeightsPatcher):
         return {path: self.patch_weight_to_device(PREFIX + path, device_to, return_weight=True) for path in names}
 
 
-class StagedWeightsPatcher(SharedWeightsPatcher):
-    """A ModelPatcher that has the blocks of one stage (`engine.pipeline`), and the weights outside of blocks.
+class StagedWeightsPatcher(PartialWeightsPatcher):
+    """A ModelPatcher that has the blocks of one stage (`engine.pipeline`).
 
     Attributes:
-        cp_weights: its blocks and those of other stages, while they are on the device.
+        cp_stage: its blocks and those of other stages, while they are on the device.
         cp_cut: returns them, for a device.
     """
+
+    cp_stage: StagedWeights | None
+    cp_cut: Callable[[torch.device], StagedWeights]
 
     @classmethod
     def stage(cls, patcher: Any, recipe: Recipe, plan: ShardingPlan, stage: Stage, shares: Shares, progress: LoadProgress) -> None:
@@ -305,7 +327,7 @@ class StagedWeightsPatcher(SharedWeightsPatcher):
             return StagedWeights(blocks, owners, number, device, STAGED_REMEDY)
 
         others = sum(block.nbytes for block in weights(torch.device("cpu")).others)
-        patcher.cp_cut, patcher.cp_weights, patcher.cp_size = weights, None, whole - others
+        patcher.cp_cut, patcher.cp_stage, patcher.cp_size = weights, None, whole - others
 
     def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
         weights = self.cp_cut(device_to)
@@ -318,8 +340,12 @@ class StagedWeightsPatcher(SharedWeightsPatcher):
         for parameters in others.values():
             give_back(parameters, pages)
         trim_heap()
-        self.cp_weights = weights
-        self.model.model_loaded_weight_memory = self.cp_size
+        self.cp_stage = weights
+
+    def _remove(self) -> None:
+        if self.cp_stage is not None:
+            self.cp_stage.remove()
+        self.cp_stage = None
 
 
 def room(device: torch.device) -> int | None:
@@ -332,7 +358,7 @@ def room(device: torch.device) -> int | None:
     """
     if device.type == "cpu":
         return None
-    can_go = (each.model_loaded_memory() for each in _on(device) if getattr(each.model, "cp_weights", None) is None)
+    can_go = (each.model_loaded_memory() for each in _on(device) if not getattr(each.model, "cp_there", False))
     return max(0, int(model_management.get_free_memory(device) + sum(can_go)))  # below 0 with `--reserve-vram`
 
 

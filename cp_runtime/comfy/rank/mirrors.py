@@ -11,46 +11,38 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import comfy.sd  # noqa: F401  (slow: now, and not at the first load)
 import torch
 from comfy import model_management
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...compat import compiler_counts
-from ...engine.collectives import RankGroup
-from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
 from ...engine.cost import DegreePlanner
-from ...engine.hooks import InstalledPlan
-from ...engine.mesh import BatchMesh, SequenceMesh, Stage, reduced
-from ...engine.pipeline.pipeline import Pipeline
-from ...engine.pipeline.stages import StagedWeights, Stages
+from ...engine.mesh import BatchMesh, SequenceMesh
 from ...engine.policy import CallWork
-from ...engine.sharding import BatchShares
 from ...engine.state import CallState
 from ...engine.weights.pages import trim_heap
-from ...engine.weights.sharded import ShardedWeights
 from ...errors import CompileError, MirrorError
 from ...families import plan_for
-from ...families.family import FamilyPlan
 from ...nested import stored, tensors
-from ...pool.messages import AttachNetwork, Call, CallOutcome, Compiled, Load, Loaded, Staged
+from ...pool.messages import AttachNetwork, Call, CallOutcome, Load, Loaded, Staged
 from ...pool.protocol import read_tensor, unflatten
 from ...pool.settings import OFFLOADED, STAGED, WHOLE
 from ...pool.tensor_cache import owned
-from ..shared.files import ModelFiles
 from ..shared.forward import decode_compile
 from ..shared.loading import LoadedModel, load_recipe
 from ..shared.modules import layers_of
 from ..shared.patches import decode_weight_patches
 from ..shared.recipe import Recipe, is_inside
 from ..shared.weights import dtypes_of, network_of, sample_weights, weight_patches_digest
+from .batch import CallPart, part_of, take_items
 from .factory import call_factory
-from .forward import run_sharded, run_staged, share_out, take_items
-from .memory import FileWeightsPatcher, LoadProgress, SharedWeightsPatcher, StagedWeightsPatcher, available, forget, room
+from .forward import run_sharded, run_staged
+from .memory import FileWeightsPatcher, LoadProgress, ShardedWeightsPatcher, StagedWeightsPatcher, available, forget, room
+from .model import Mirror
 from .patches import ATTACHED, attach_network
 from .quantised import Experts, own_formats, shared_scales
 
@@ -59,89 +51,6 @@ log = logging.getLogger("context_parallel.worker")
 SPARE = 4  # weights get memory back once calls need less than 1/SPARE of what they have. Calls of one run differ by less
 METHODS = ("forward", "_forward")
 ALONE = {"ulysses": 1, "ring": 1, "batch": 1}
-
-
-@dataclass
-class Mirror:
-    """One model on this rank.
-
-    Args:
-        samples: of its weights as they were loaded, without patches.
-        names: of all its weights.
-        placement: of its weights, one of `pool.settings.PLACEMENTS`.
-        nbytes: of its weights.
-        formats: quantised formats that this device multiplies them in by itself.
-        files: that its weights are pages of.
-        reserved: bytes of device memory that were left free for calls when its weights were last put there.
-        compiled: its blocks, where calls ask for that.
-    """
-
-    patcher: Any
-    samples: dict[str, str]
-    names: frozenset[str]
-    placement: str
-    nbytes: int
-    formats: tuple[str, ...]
-    files: ModelFiles
-    reserved: float = 0.0
-    compiled: CompiledBlocks | None = None
-    _pipeline: tuple[Any, Pipeline] | None = None  # and the weights that it is for
-
-    @cached_property
-    def model(self) -> nn.Module:
-        """The transformer, or the VAE."""
-        network: nn.Module = network_of(self.patcher.model)
-        return network
-
-    @cached_property
-    def installed(self) -> InstalledPlan[FamilyPlan]:
-        """Its plan, from the first call on."""
-        return InstalledPlan(self.model, plan_for(self.model))
-
-    @property
-    def weights(self) -> ShardedWeights | None:
-        """Weights that this rank keeps a part of, once they are on the device."""
-        weights: ShardedWeights | None = getattr(self.patcher, "cp_weights", None)
-        return weights if isinstance(weights, ShardedWeights) else None
-
-    def pipeline(self, stage: Stage, everyone: RankGroup, device: torch.device) -> Pipeline:
-        """Its calls in stages, since its weights were last put on the device."""
-        weights: StagedWeights = self.patcher.cp_weights
-        if self._pipeline is None or self._pipeline[0] is not weights:
-            stages = Stages(weights.blocks, weights.owners, stage.lane, weights.lent)
-            self._pipeline = weights, Pipeline(stages, everyone, partial(room, device))
-        return self._pipeline[1]
-
-    def free_buffers(self) -> None:
-        """Give back memory that its next call can do without."""
-        if self.weights is not None:
-            self.weights.free_buffers()
-        if self._pipeline is not None:
-            self._pipeline[1].forget()
-
-    def compile(self, settings: CompileSettings | None, failed: Failed) -> None:
-        """Have the blocks compiled from now on, or not. See `CompiledBlocks`."""
-        if self.compiled is not None and self.compiled.settings != settings:
-            self.compiled.remove()
-            self.compiled = None
-        if self.compiled is None and settings is not None:
-            self.compiled = CompiledBlocks(self.model, self.installed.plan, settings)
-        if self.compiled is not None:
-            self.compiled.failed = failed
-
-    @property
-    def compilation(self) -> Compiled:
-        """Which blocks are compiled, and what this process has compiled so far."""
-        blocks = self.compiled
-        return Compiled() if blocks is None else Compiled(kinds=blocks.kinds, left=blocks.left, counts=compiler_counts())
-
-    def drop(self) -> None:
-        """Take the plan off, and with it what its transforms keep, and what was compiled."""
-        if self.compiled is not None:
-            self.compiled.remove()
-        if "installed" in vars(self):
-            self.installed.remove()
-        forget(self.patcher)
 
 
 class Mirrors:
@@ -184,7 +93,7 @@ class Mirrors:
             elif ranks is None:
                 FileWeightsPatcher.adopt(patcher, recipe, self.progress)
             else:
-                SharedWeightsPatcher.share(
+                ShardedWeightsPatcher.shard(
                     patcher, recipe, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
                 )
             formats = tuple(own_formats(patcher.model, self.device))
@@ -233,59 +142,71 @@ class Mirrors:
         if request.method not in METHODS:
             raise MirrorError(f"a call of {request.method!r}, which is no forward")
         mirror = self.mirror_of(request.key)
-        forward = getattr(mirror.model, request.method)
-        plan, leading, settings, everyone = mirror.installed.plan, request.leading, request.pipeline, mesh.whole
-        stage = None if settings is None else mesh.stage(settings.stages)
-        mesh = mesh if stage is None else stage.ranks
-        may_share = plan.batch_is_shared(arguments) and request.batch_degree != 1
-        split, members = request.split, tuple(range(mesh.size))
-        degree = request.batch_degree if may_share else 1
-        shares = share_out(arguments, leading, mesh.size, degree, plan.shares_sequence, mesh.group_shares, everyone.rank == 0)
-        items = shares.items // shares.unit if may_share else 1
-        if split is not None and split.batch <= items:
-            team = mesh.team(split.ranks, split.groups, split.ring, split.ulysses)
-            if team is None:
-                return None, CallOutcome(
-                    idle=True, degrees=ALONE, at_work=split.at_work, room=room(self.device), compiled=mirror.compilation
-                )
-            mesh, members = team, split.ranks
-            own = mesh.group_shares(split.groups)[: split.batch]  # with copies, the results of the first groups count
-            shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
-        sequence = mesh.sequence(shares.taking_part)
-        part = take_items(shares, arguments, mesh.index(shares.taking_part))
-        in_place = {name: part.pop(name) for name in request.in_place if name in part}  # `LocalResiduals` copies even less
-        part = {**owned(part, self.device), **in_place}
-        planner = planner_for(sequence, members)
-        latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
-        needed = mirror.patcher.memory_required(list(latent)) * request.memory_scale * sequence.part
-        self.free_buffers(keep=mirror)
-        self.to_device(mirror, needed)
-        mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
+        part = part_of(mirror.installed.plan, request, arguments, mesh)
+        if part is None:
+            at_work = 0 if request.split is None else request.split.at_work
+            return None, CallOutcome(idle=True, degrees=ALONE, at_work=at_work, room=room(self.device), compiled=mirror.compilation)
+        planner = planner_for(part.sequence, part.members)
+        taken = self._prepare(mirror, request, part, arguments)
         prelude = time.perf_counter() - began
         # Not inference_mode, which does not count changes in place: see `CallState.once`.
-        with torch.no_grad(), shared_scales(mesh.whole) if mirror.formats else nullcontext():
-            staged: Staged | None = None
-            if settings is None or stage is None:
-                out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
-            else:
-                pipeline = mirror.pipeline(stage, everyone, self.device)
-                out, state = run_staged(
-                    mirror.installed, pipeline, forward, part, sequence, planner, settings, leading, may_share, on_module, on_run
-                )
-                staged = Staged(**pipeline.described(settings))
-            ring, ulysses = planner.chosen or (1, 1)
-            return shares.gather(out, mesh), CallOutcome(
-                degrees={"ulysses": ulysses, "ring": ring, "batch": shares.groups, **(staged.degrees if staged else {})},
-                at_work=shares.groups * planner.ranks * (1 if settings is None else settings.stages),
-                tokens={name: held for name, (_, held) in state.tokens().items()},
-                room=room(self.device),
-                compiled=mirror.compilation,
-                predicted_seconds=planner.seconds,
-                predicted_bytes=planner.bytes_sent,
-                work=self._work(mirror, shares, items, planner, state) if staged is None else None,
-                prelude=prelude,
-                staged=staged,
+        with torch.no_grad(), shared_scales(part.mesh.whole) if mirror.formats else nullcontext():
+            return self._run(mirror, request, part, taken, planner, (on_module, on_run), prelude)
+
+    def _prepare(self, mirror: Mirror, request: Call, part: CallPart, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Put the weights on the device, and leave room for the call; return this rank's part of the arguments."""
+        taken = take_items(part.shares, arguments, part.mesh.index(part.shares.taking_part))
+        in_place = {name: taken.pop(name) for name in request.in_place if name in taken}  # `LocalResiduals` copies even less
+        taken = {**owned(taken, self.device), **in_place}
+        latent = next(tensor.shape for name in request.leading for tensor in tensors(taken[name]))
+        self.free_buffers(keep=mirror)
+        self.to_device(mirror, mirror.patcher.memory_required(list(latent)) * request.memory_scale * part.sequence.part)
+        mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
+        return taken
+
+    def _run(
+        self,
+        mirror: Mirror,
+        request: Call,
+        part: CallPart,
+        arguments: dict[str, Any],
+        planner: DegreePlanner,
+        notes: tuple[Callable[[], None], Callable[[int], bool]],
+        prelude: float,
+    ) -> tuple[Any, CallOutcome]:
+        """Run the forward, in stages or not; return what `call` does. `notes`: its `on_module` and `on_run`."""
+        forward, settings = getattr(mirror.model, request.method), request.pipeline
+        staged: Staged | None = None
+        if settings is None or part.stage is None:
+            out, state = run_sharded(mirror.installed, forward, arguments, part.sequence, planner, notes[0], mirror.weights)
+        else:
+            pipeline = mirror.pipeline(part.stage, part.everyone, self.device)
+            out, state = run_staged(
+                mirror.installed,
+                pipeline,
+                forward,
+                arguments,
+                part.sequence,
+                planner,
+                settings,
+                request.leading,
+                part.by_items,
+                *notes,
             )
+            staged = Staged(**pipeline.described(settings))
+        ring, ulysses = planner.chosen or (1, 1)
+        return part.shares.gather(out, part.mesh), CallOutcome(
+            degrees={"ulysses": ulysses, "ring": ring, "batch": part.shares.groups, **(staged.degrees if staged else {})},
+            at_work=part.shares.groups * planner.ranks * (1 if settings is None else settings.stages),
+            tokens={name: held for name, (_, held) in state.tokens().items()},
+            room=room(self.device),
+            compiled=mirror.compilation,
+            predicted_seconds=planner.seconds,
+            predicted_bytes=planner.bytes_sent,
+            work=self._work(mirror, part, planner, state) if staged is None else None,
+            prelude=prelude,
+            staged=staged,
+        )
 
     def free_buffers(self, keep: Mirror | None = None) -> None:
         """Have all models give back memory that their next call can do without, except one where `keep` names it."""
@@ -293,13 +214,13 @@ class Mirrors:
             if mirror is not keep:
                 mirror.free_buffers()
 
-    def _work(self, mirror: Mirror, shares: BatchShares, items: int, planner: DegreePlanner, state: CallState) -> CallWork:
+    def _work(self, mirror: Mirror, part: CallPart, planner: DegreePlanner, state: CallState) -> CallWork:
         """Return the work of a call, independent of who computes it."""
-        start, stop = shares.held(0)
-        own = max(1, (stop - start) // shares.unit) if items > 1 else 1  # items that were computed here
+        start, stop = part.shares.held(0)
+        own = max(1, (stop - start) // part.shares.unit) if part.items > 1 else 1  # items that were computed here
         weights = mirror.nbytes / mirror.patcher.model.get_dtype().itemsize
         return CallWork(
-            items=items,
+            items=part.items,
             sequence=mirror.installed.plan.shares_sequence,
             attentions=tuple((replace(shape, batch=shape.batch / own), count) for shape, count in planner.attentions.items()),
             operations=2 * weights * sum(total for total, _ in state.tokens().values()),

@@ -20,7 +20,8 @@ from ...pool.messages import Call, CallOutcome
 from ...vaes import row_plan_for
 from ..shared.vae import INPUT, TILES
 from .memory import room
-from .mirrors import Mirror, Mirrors
+from .mirrors import Mirrors
+from .model import Mirror
 
 
 def call_vae(

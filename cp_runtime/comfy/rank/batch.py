@@ -1,0 +1,165 @@
+"""What a rank computes of a call: with which others, and which items of the batch.
+
+A call has everything to be computed at once (CFG halves, batch items, areas) stacked along dimension 0. The name of an argument
+tells whether it is stacked: ComfyUI's conditioning classes (`CONDRegular`, `CONDConstant`, ...) say so for each of them, and
+`tests/unit/test_batch.py` compares the tables below with ComfyUI.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from ...engine.collectives import RankGroup
+from ...engine.mesh import BatchMesh, SequenceMesh, Stage, reduced
+from ...engine.sharding import BatchShares, Shares, split_sizes
+from ...families.family import FamilyPlan
+from ...nested import tensors
+from ...pool.messages import Call
+from ..shared.forward import CONDITIONINGS
+
+log = logging.getLogger("context_parallel.worker")
+
+_STACKED = """
+    attention_mask audio_codes audio_denoise_mask audio_embed c_ar c_size camera_conditions clip clip_fea clip_fea_pose
+    clip_fea_ref clip_img clip_text clip_text_pooled condition conditioning_scale context context_latents context_pose
+    control control_video cross_attn_cond crossattn_controlnet crp degrade_sigma denoise_mask effnet embeds
+    encoder_hidden_states_llama3 encoder_hidden_states_t5 face_pixel_values global_embed guidance guiding_frame_index
+    image_cond image_meta_size keyframe_idxs local_add_cond lq_latent lyric_embed lyric_token_idx ofs pose_latents
+    ref_contexts ref_latent ref_latents ref_mask_latents refer_audio reference_latent reference_motion sam_latents sca
+    siglip_feats speaker_embeds t5xxl_ids t5xxl_weights text_embedding_mask text_embedding_mask_t5 time_context
+    time_dim_concat time_dim_replace txt_byt5 vace_context y
+"""
+_UNSTACKED = """
+    audio_inject_scale disable_time_r fps frame_rate generated_keyframes guide_attention_entries is_covers latent_shapes
+    lyrics_strength minimax_payload num_tokens num_video_frames pose_strength ref_audio ref_latents_method ref_mask_flag
+    reference_strength replace_with_null_embeds return_info transformer_options trellis2_coord_counts trellis2_coords
+    trellis2_generation_mode trellis2_model_frame trellis2_proj_feats trellis2_shape_slat vace_strength
+"""
+STACKED, UNSTACKED = frozenset(_STACKED.split()), frozenset(_UNSTACKED.split())
+# Names that model_base does not have: HiDream-O1's conditioning, LTX-2's second timestep.
+_ELSEWHERE = "a_timestep input_ids position_ids ref_image_grid_thw ref_patches ref_pixel_values token_types vinput_mask"
+STACKED_ELSEWHERE, UNSTACKED_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
+UNFAIR = 1.1  # a group may get this many times its share
+COND_KINDS = "cond_or_uncond"  # in transformer_options: the kind of each of the batch's equal parts
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """What this rank does in a call.
+
+    Args:
+        mesh, members: the ranks that take part, those of this rank's stage, and their numbers among these.
+        everyone: all ranks of the call.
+        stage: this rank's, where the call runs in stages.
+        shares: of the items of the batch; there are `items` of them, and more than one only where they are computed `by_items`.
+    """
+
+    mesh: BatchMesh
+    members: tuple[int, ...]
+    everyone: RankGroup
+    stage: Stage | None
+    shares: BatchShares
+    items: int
+    by_items: bool
+
+    @cached_property
+    def sequence(self) -> SequenceMesh:
+        """The ranks that share a sequence with this one."""
+        return self.mesh.sequence(self.shares.taking_part)
+
+
+def part_of(plan: FamilyPlan, request: Call, arguments: dict[str, Any], mesh: BatchMesh) -> CallPart | None:
+    """Return what this rank does in a call; None = nothing."""
+    everyone, stage, split = mesh.whole, None, request.split
+    if request.pipeline is not None:
+        stage = mesh.stage(request.pipeline.stages)
+        mesh = stage.ranks
+    by_items, members = plan.batch_is_shared(arguments) and request.batch_degree != 1, tuple(range(mesh.size))
+    degree = request.batch_degree if by_items else 1
+    shares = share_out(arguments, request.leading, mesh.size, degree, plan.shares_sequence, mesh.group_shares, everyone.rank == 0)
+    items = shares.items // shares.unit if by_items else 1
+    if split is not None and split.batch <= items:
+        team = mesh.team(split.ranks, split.groups, split.ring, split.ulysses)
+        if team is None:
+            return None
+        mesh, members = team, split.ranks
+        own = mesh.group_shares(split.groups)[: split.batch]  # with copies, the results of the first groups count
+        shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
+    return CallPart(mesh, members, everyone, stage, shares, items, by_items)
+
+
+def share_out(
+    arguments: Mapping[str, Any],
+    leading: Collection[str],
+    ranks: int,
+    degree: int,
+    sequence: bool,
+    group_shares: Callable[[int], Shares] = lambda groups: (),
+    says: bool = True,
+) -> BatchShares:
+    """Decide how a call is shared out. All ranks decide alike.
+
+    Args:
+        arguments: arguments of the innermost forward, by name.
+        leading: names of the first two, latent and timestep.
+        ranks: number of ranks of the pool.
+        degree: number of groups that the user asked for; 0 = choose.
+        sequence: whether the ranks of a group can share a sequence. If so, there are as many groups as divide the batch, and the
+            ranks of each share its sequence. If not, only the batch can be shared: groups may be of uneven sizes, and a group
+            without items computes a copy of the first item.
+        group_shares: number of groups -> their shares. Groups with unequal shares must get nearly proportional items.
+        says: this rank logs why a batch is not shared.
+    """
+    stacked = STACKED | STACKED_ELSEWHERE | frozenset(leading)
+    items = next((t.shape[0] for name in leading for t in tensors(arguments[name])), 1)
+    unit = int(arguments.get("num_video_frames") or 1)
+    most = degree or ranks
+    problem = next(_unshareable(arguments, stacked, items, unit), None)
+    if problem is not None:
+        if items > unit and most > 1 and says:
+            _warn_once(problem)
+        return BatchShares(1, items, items, stacked)
+    count = items // unit
+    shares = {n: group_shares(n) for n in range(1, most + 1) if not ranks % n} if sequence else {most: group_shares(most)}
+    groups = max((n for n in shares if not most % n and _is_fair(count, n, shares[n])), default=1) if sequence else most
+    return BatchShares(groups, items, unit, stacked, shares[groups])
+
+
+@lru_cache(maxsize=64)
+def _warn_once(problem: str) -> None:
+    log.warning("the batch axis is not used: %s", problem)
+
+
+def _is_fair(items: int, groups: int, shares: Shares) -> bool:
+    """Return whether no group gets (much) more of the items than its share."""
+    parts = zip(split_sizes(items, groups, shares), shares or (1,) * groups, strict=True)
+    return max(own / share for own, share in parts) * (sum(shares) or groups) <= items * (UNFAIR if shares else 1)
+
+
+def _unshareable(arguments: Mapping[str, Any], stacked: frozenset[str], items: int, unit: int) -> Iterator[str]:
+    for name, value in arguments.items():
+        if name not in stacked | UNSTACKED | UNSTACKED_ELSEWHERE and value is not None:
+            yield f"no rule says whether {name} is stacked"
+        if name in stacked and (sizes := {t.shape[0] if t.ndim else 0 for t in tensors(value)} - {items}):
+            yield f"{name} has {sizes.pop()} items, the latent {items}"
+    if items % unit:
+        yield f"{items} items are not videos of {unit} frames"
+
+
+def take_items(shares: BatchShares, arguments: Mapping[str, Any], group: int) -> dict[str, Any]:
+    """Return a group's part of a call's arguments, and of the lists of the kinds and conditionings of items, as views."""
+    part = shares.take(arguments, group)
+    options, held = dict(part.get("transformer_options") or {}), range(*shares.held(group))
+    if shares.groups > 1 and options.get(COND_KINDS):
+        each = shares.items // len(options[COND_KINDS])
+        kinds = [options[COND_KINDS][item // each] for item in held]
+        options[COND_KINDS] = kinds[:1] if len(set(kinds)) == 1 else kinds
+        if CONDITIONINGS in options:
+            each = shares.items // len(options[CONDITIONINGS])
+            options[CONDITIONINGS] = [f"{options[CONDITIONINGS][item // each]} {item % each}" for item in held]
+        part["transformer_options"] = options
+    return part

@@ -1,0 +1,108 @@
+"""One model on a worker rank, and what its calls leave there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compat import compiler_counts
+from ...engine.collectives import RankGroup
+from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
+from ...engine.hooks import InstalledPlan
+from ...engine.mesh import Stage
+from ...engine.pipeline.pipeline import Pipeline
+from ...engine.pipeline.stages import StagedWeights, Stages
+from ...engine.weights.sharded import ShardedWeights
+from ...families import plan_for
+from ...families.family import FamilyPlan
+from ...pool.messages import Compiled
+from ..shared.files import ModelFiles
+from ..shared.weights import network_of
+from .memory import forget, room
+
+
+@dataclass
+class Mirror:
+    """One model on this rank.
+
+    Args:
+        samples: of its weights as they were loaded, without patches.
+        names: of all its weights.
+        placement: of its weights, one of `pool.settings.PLACEMENTS`.
+        nbytes: of its weights.
+        formats: quantised formats that this device multiplies them in by itself.
+        files: that its weights are pages of.
+        reserved: bytes of device memory that were left free for calls when its weights were last put there.
+        compiled: its blocks, where calls ask for that.
+    """
+
+    patcher: Any
+    samples: dict[str, str]
+    names: frozenset[str]
+    placement: str
+    nbytes: int
+    formats: tuple[str, ...]
+    files: ModelFiles
+    reserved: float = 0.0
+    compiled: CompiledBlocks | None = None
+    _pipeline: tuple[Any, Pipeline] | None = None  # and the weights that it is for
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The transformer, or the VAE."""
+        network: nn.Module = network_of(self.patcher.model)
+        return network
+
+    @cached_property
+    def installed(self) -> InstalledPlan[FamilyPlan]:
+        """Its plan, from the first call on."""
+        return InstalledPlan(self.model, plan_for(self.model))
+
+    @property
+    def weights(self) -> ShardedWeights | None:
+        """Weights that this rank keeps a part of, once they are on the device."""
+        weights: ShardedWeights | None = getattr(self.patcher, "cp_shards", None)
+        return weights
+
+    def pipeline(self, stage: Stage, everyone: RankGroup, device: torch.device) -> Pipeline:
+        """Its calls in stages, since its weights were last put on the device."""
+        weights: StagedWeights = self.patcher.cp_stage
+        if self._pipeline is None or self._pipeline[0] is not weights:
+            stages = Stages(weights.blocks, weights.owners, stage.lane, weights.lent)
+            self._pipeline = weights, Pipeline(stages, everyone, partial(room, device))
+        return self._pipeline[1]
+
+    def free_buffers(self) -> None:
+        """Give back memory that its next call can do without."""
+        if self.weights is not None:
+            self.weights.free_buffers()
+        if self._pipeline is not None:
+            self._pipeline[1].forget()
+
+    def compile(self, settings: CompileSettings | None, failed: Failed) -> None:
+        """Have the blocks compiled from now on, or not. See `CompiledBlocks`."""
+        if self.compiled is not None and self.compiled.settings != settings:
+            self.compiled.remove()
+            self.compiled = None
+        if self.compiled is None and settings is not None:
+            self.compiled = CompiledBlocks(self.model, self.installed.plan, settings)
+        if self.compiled is not None:
+            self.compiled.failed = failed
+
+    @property
+    def compilation(self) -> Compiled:
+        """Which blocks are compiled, and what this process has compiled so far."""
+        blocks = self.compiled
+        return Compiled() if blocks is None else Compiled(kinds=blocks.kinds, left=blocks.left, counts=compiler_counts())
+
+    def drop(self) -> None:
+        """Take the plan off, and with it what its transforms keep, and what was compiled."""
+        if self.compiled is not None:
+            self.compiled.remove()
+        if "installed" in vars(self):
+            self.installed.remove()
+        forget(self.patcher)
